@@ -1,0 +1,43 @@
+"""Pronghorn: fine-tune large language models on NVIDIA GPUs, packed, fast, and with the numbers shown to be right.
+
+Public names load on first use; importing this package imports no torch, touches no device and patches nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "FastLanguageModel": "pronghorn.api",
+    "SFTTrainer": "pronghorn.train.trainer",
+    "attach": "pronghorn.models.attach",
+    "Handle": "pronghorn.models.attach",
+    "Plan": "pronghorn.memory.plan",
+    "PackedBatch": "pronghorn.data.batch",
+    "Collator": "pronghorn.data.batch",
+    "PackedRows": "pronghorn.data.packed_rows",
+    "Recipe": "pronghorn.config",
+}
+__all__ = [*_HOMES, "__version__"]
+
+if TYPE_CHECKING:
+    from pronghorn.api import FastLanguageModel
+    from pronghorn.config import Recipe
+    from pronghorn.data.batch import Collator, PackedBatch
+    from pronghorn.data.packed_rows import PackedRows
+    from pronghorn.memory.plan import Plan
+    from pronghorn.models.attach import Handle, attach
+    from pronghorn.train.trainer import SFTTrainer
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'pronghorn' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

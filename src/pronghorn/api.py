@@ -1,0 +1,165 @@
+"""`FastLanguageModel`: the interface fine-tuning scripts already know."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from pronghorn.errors import ConfigError, UnsupportedError
+from pronghorn.export.merge import save_merged
+from pronghorn.models.attach import attach
+from pronghorn.models.families import LINEARS, base_causal_lm, recompute_layers
+from pronghorn.models.load import load_model
+from pronghorn.models.lora import add_lora
+
+Checkpointing = bool | Literal["auto", "unsloth"]
+
+
+class FastLanguageModel:
+    """Load, adapt, switch between training and inference, save. All methods are static; the models are transformers'
+    and PEFT's own."""
+
+    @staticmethod
+    def from_pretrained(
+        model_name: str,
+        max_seq_length: int = 2048,
+        dtype: torch.dtype | str | None = None,
+        load_in_4bit: bool = False,
+        packing: bool = True,
+        use_gradient_checkpointing: Checkpointing = "auto",
+        *,
+        full_finetuning: bool = False,
+        attention: Literal["auto", "flash", "per_document", "masked"] = "auto",
+        packing_metadata: Literal["once", "per_layer", "per_layer_mask"] = "once",
+        trust_remote_code: bool = False,
+        token: str | None = None,
+        revision: str | None = None,
+        **unsupported: Any,
+    ) -> tuple[Any, Any]:
+        """Load a causal LM and its tokenizer.
+
+        Args:
+            model_name: local folder (a saved adapter's too), hub name, or `.gguf` file.
+            max_seq_length: tokens of a packed row.
+            dtype: None for the device's own (bfloat16, float16 on GPUs before Ampere, float32 on the CPU).
+            load_in_4bit: NF4 through bitsandbytes.
+            packing: attach the packed path, so that documents of a packed row are isolated.
+            use_gradient_checkpointing: False keeps activations; True, "auto" and "unsloth" recompute layers.
+            full_finetuning: train every weight; they are kept in float32 (the trainer computes in 16 bits).
+            attention, packing_metadata: as in `pronghorn.attach`.
+        Returns:
+            (model, tokenizer); `model.max_seq_length` tells the row length to trainers.
+        Raises:
+            NotImplementedError: an argument that isn't supported yet, by name.
+        """
+        _refuse(unsupported, "from_pretrained")
+        if full_finetuning and load_in_4bit:
+            raise ConfigError("full_finetuning with load_in_4bit: 4-bit weights can't be trained", "choose one")
+        model, tokenizer = load_model(
+            model_name,
+            max_seq_length=max_seq_length,
+            dtype=torch.float32 if full_finetuning and dtype is None else dtype,
+            load_in_4bit=load_in_4bit,
+            trust_remote_code=trust_remote_code,
+            token=token,
+            revision=revision,
+        )
+        base = base_causal_lm(model)
+        if packing:
+            attach(base, attention=attention, packing_metadata=packing_metadata)
+        recompute_layers(base, _recompute(use_gradient_checkpointing))
+        return _finish(model, max_seq_length), tokenizer
+
+    @staticmethod
+    def get_peft_model(
+        model: Any,
+        r: int = 16,
+        lora_alpha: int = 16,
+        lora_dropout: float = 0.0,
+        target_modules: Sequence[str] | str = LINEARS,
+        bias: str = "none",
+        use_rslora: bool = False,
+        use_gradient_checkpointing: Checkpointing | None = None,
+        random_state: int = 3407,
+        *,
+        modules_to_save: Sequence[str] | None = None,
+        **unsupported: Any,
+    ) -> Any:
+        """Add LoRA adapters with PEFT; the arguments are those of `peft.LoraConfig`.
+
+        `use_gradient_checkpointing=None` keeps what `from_pretrained` was told; `random_state` seeds the adapters only.
+
+        Raises:
+            NotImplementedError: an argument that isn't supported yet, by name.
+        """
+        _refuse(unsupported, "get_peft_model")
+        if use_gradient_checkpointing is not None:
+            recompute_layers(base_causal_lm(model), _recompute(use_gradient_checkpointing))
+        adapted = add_lora(
+            model,
+            r=r,
+            lora_alpha=lora_alpha,
+            lora_dropout=lora_dropout,
+            target_modules=target_modules,
+            bias=bias,
+            use_rslora=use_rslora,
+            modules_to_save=modules_to_save,
+            random_state=random_state,
+        )
+        return _finish(adapted, getattr(model, "max_seq_length", None))
+
+    @staticmethod
+    def for_training(model: Any, use_gradient_checkpointing: Checkpointing | None = None) -> Any:
+        """Training mode: dropout on, no cache. `use_gradient_checkpointing=None` leaves that as it is."""
+        base = base_causal_lm(model)
+        if use_gradient_checkpointing is not None:
+            recompute_layers(base, _recompute(use_gradient_checkpointing))
+        base.config.use_cache = False
+        return model.train()
+
+    @staticmethod
+    def for_inference(model: Any) -> Any:
+        """Inference mode: dropout off, the key-value cache on. Layers recompute in training mode only."""
+        base_causal_lm(model).config.use_cache = True
+        return model.eval()
+
+    @staticmethod
+    def save_pretrained_merged(
+        model: Any, save_directory: str | Path, tokenizer: Any = None, save_method: str = "merged_16bit"
+    ) -> Path:
+        """Merge the adapter into 16-bit weights and save a plain checkpoint; its reloaded logits are checked.
+
+        Raises:
+            NotImplementedError: a `save_method` other than "merged_16bit" ("lora" is `model.save_pretrained`).
+        """
+        if save_method != "merged_16bit":
+            raise UnsupportedError(
+                f"save_method {save_method!r} is not supported", "use 'merged_16bit', or save_pretrained for the adapter"
+            )
+        return save_merged(model, tokenizer, save_directory)
+
+
+def _finish(model: Any, max_seq_length: int | None) -> Any:
+    """Give this instance what scripts expect on it; plain attributes, never saved."""
+    model.max_seq_length = max_seq_length
+    model.save_pretrained_merged = functools.partial(FastLanguageModel.save_pretrained_merged, model)
+    return model
+
+
+def _recompute(value: Checkpointing) -> bool:
+    if value not in (True, False, "auto", "unsloth"):
+        raise ConfigError(
+            f"use_gradient_checkpointing = {value!r} is unknown", "use True, False, 'auto' or 'unsloth'"
+        )
+    return bool(value)
+
+
+def _refuse(arguments: dict[str, Any], where: str) -> None:
+    """Refuse arguments by name, unless they ask for nothing (False, None, 0)."""
+    asked = sorted(name for name, value in arguments.items() if value)
+    if asked:
+        raise UnsupportedError(f"{where} does not support {', '.join(asked)} yet", "leave it out")

@@ -1,0 +1,1 @@
+"""Attention over packed rows: each document sees only itself."""

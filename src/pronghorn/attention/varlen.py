@@ -1,0 +1,75 @@
+"""Packed attention through torch's flash varlen kernels (CUDA, fp16 and bf16).
+
+    O_i = softmax(s · Q_i K_iᵀ + causal and window mask) V_i        for every document i on its own
+
+`cu_seqlens` tells the kernel where documents start, so a packed row costs what its documents cost. Source:
+FlashAttention-2, Dao 2023, arXiv:2307.08691; torch's `aten::_flash_attention_forward`, which carries its own backward.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pronghorn.data.batch import PackedBatch
+
+MAX_HEAD_DIM = 256
+_REQUIRED = {"cum_seq_q", "cum_seq_k", "max_q", "max_k", "is_causal", "scale", "window_size_left", "window_size_right"}
+
+
+def kernel_present() -> bool:
+    """Whether this build of torch has the varlen kernel with grouped heads and windows (asks no device)."""
+    operator = getattr(torch.ops.aten, "_flash_attention_forward", None)
+    return operator is not None and {a.name for a in operator.default._schema.arguments} >= _REQUIRED
+
+
+def refusal(query: Tensor) -> str | None:
+    """Why flash varlen can't serve queries like this [..., D], or None if it can."""
+    if query.device.type != "cuda":
+        return f"device {query.device.type} has no flash varlen kernel"
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        return f"flash varlen has no {str(query.dtype).removeprefix('torch.')}"
+    if query.shape[-1] % 8 or query.shape[-1] > MAX_HEAD_DIM:
+        return f"head_dim {query.shape[-1]} is not a multiple of 8 up to {MAX_HEAD_DIM}"
+    if torch.cuda.get_device_capability(query.device) < (8, 0):
+        return f"{torch.cuda.get_device_name(query.device)} is older than Ampere (compute capability 8.0)"
+    return None if kernel_present() else f"torch {torch.__version__} has no flash varlen kernel with windows"
+
+
+def flash_varlen(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int | None
+) -> Tensor:
+    """Causal attention inside each document.
+
+    Args:
+        query: fp16 or bf16 [T, H, D].
+        key, value: same dtype [T, H_kv, D]; H is a multiple of H_kv.
+        cu_seqlens: int32 [D_b + 1] on the device.
+        max_seqlen: host integer, at least the longest document.
+        scale: what the scores are multiplied by.
+        window: a query sees itself and the `window - 1` tokens before it; None for no limit.
+    Returns:
+        [T, H, D].
+    """
+    return torch.ops.aten._flash_attention_forward(
+        query,
+        key,
+        value,
+        cu_seqlens,
+        cu_seqlens,
+        max_seqlen,
+        max_seqlen,
+        0.0,
+        True,
+        False,
+        scale=scale,
+        window_size_left=-1 if window is None else window - 1,
+        window_size_right=0,
+    )[0]
+
+
+def flash_varlen_packed(
+    query: Tensor, key: Tensor, value: Tensor, packed: PackedBatch, scale: float, window: int | None
+) -> Tensor:
+    """`flash_varlen` with the batch's own metadata: nothing is computed here, and nothing waits."""
+    return flash_varlen(query, key, value, packed.cu_seqlens, packed.max_seqlen, scale, window)

@@ -1,0 +1,106 @@
+"""Result JSON v1: one measurement of one contender, with the gate that had to be green before the clock counted."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import statistics
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SCHEMA = "pronghorn-result-v1"
+_PACKAGES = ("torch", "transformers", "peft", "trl", "accelerate", "bitsandbytes", "triton")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What was computed."""
+
+    shape: str
+    method: str
+    tokens: int
+    """Tokens of a step, padding included."""
+    lengths: str
+    """Where the document lengths come from."""
+    labelled_share: float
+    seed: int
+
+
+@dataclass
+class Result:
+    """One contender's measurement; `timings_ms` holds every repeat, so that any statistic can be recomputed."""
+
+    command: str
+    contender: str
+    workload: Workload
+    gate: dict[str, Any]
+    """What was compared and how far apart it was; `green` says whether all of it passed."""
+    timings_ms: dict[str, list[float]]
+    memory_bytes: dict[str, int] = field(default_factory=dict)
+    counts: dict[str, float] = field(default_factory=dict)
+    ceilings: dict[str, float] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Figures of this benchmark alone (losses, tokens a second)."""
+    commit: str = "unknown"
+    schema: str = SCHEMA
+    versions: dict[str, str] = field(default_factory=lambda: versions())
+    device: str = field(default_factory=lambda: device_name())
+    date: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+
+    def median(self, part: str) -> float:
+        """The median of a timing in milliseconds."""
+        return statistics.median(self.timings_ms[part])
+
+
+def write_results(results: list[Result], path: Path) -> None:
+    """Write results of one run as a JSON list."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
+
+
+def versions() -> dict[str, str]:
+    """Versions of what a figure depends on."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def device_name() -> str:
+    """The current GPU's name, or the processor's architecture."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})"
+
+
+def measure_ceilings() -> dict[str, float]:
+    """What this GPU reaches now: a bf16 product of 8,192³ in TFLOP/s and a copy of 2 GiB in bytes/s (read + written)."""
+    side, repeats = 8192, 10
+    a, b = (torch.randn(side, side, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    source = torch.randn(2**29, device="cuda")
+    target = torch.empty_like(source)
+
+    def milliseconds(work: Any) -> float:
+        times = []
+        for i in range(repeats + 3):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            work()
+            end.record()
+            end.synchronize()
+            if i >= 3:
+                times.append(start.elapsed_time(end))
+        return statistics.median(times)
+
+    product = milliseconds(lambda: a @ b)
+    copy = milliseconds(lambda: target.copy_(source))
+    return {
+        "matmul_tflops": 2 * side**3 / product / 1e9,
+        "copy_bytes_per_s": 2 * source.numel() * source.element_size() / copy * 1e3,
+    }

@@ -1,0 +1,248 @@
+"""A packed batch: the tokens as a dict of tensors, and `PackedBatch`, the metadata every layer shares.
+
+Several documents lie end to end in one row of a fixed number of tokens; nothing may flow from one to the next. What
+attention and the loss need to know of that (lengths, `cu_seqlens`, `max_seqlen`, which positions predict a label) is
+the same in every layer, so it is made once, here, on the host, from plain integers, and goes to the device with the
+batch.
+
+The batch dict (the order matters: accelerate reads the batch size off the first tensor):
+    input_ids     int64 [1, T]
+    labels        int64 [1, T], unshifted; -100 at each document's first token and on the padded tail
+    position_ids  int64 [1, T], restarting at 0 in each document
+    packed        PackedBatch
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pronghorn.data.packing import IGNORE_INDEX
+from pronghorn.errors import DataError
+
+# Attention kernels launch a grid of (documents x max_seqlen / tile) blocks, so padding either costs real time; these
+# are the smallest steps that still keep the number of distinct shapes low.
+DOCUMENT_BUCKET = 16
+SEQLEN_BUCKET = 128
+LOSS_ROWS_BUCKET = 512
+
+
+def round_up(value: int, step: int) -> int:
+    """The smallest multiple of `step` that is at least `value`."""
+    return -(-value // step) * step
+
+
+@dataclass(frozen=True, eq=False)
+class PackedBatch:
+    """What is the same for every layer of a packed batch of T tokens in D documents.
+
+    Built by `PackedBatch.build` (or by a `Collator`); immutable, but for what is derived on first use and kept.
+    """
+
+    lengths: tuple[int, ...]
+    """Tokens of each document, in order; a padded tail counts as a document, so that every row of the attention output
+    is written (kernels leave rows outside all documents uninitialised)."""
+    padding: int
+    """How many of the T tokens are padding."""
+    n_labels: int
+    """Labelled positions, -1 where the batch was made without labels."""
+    bucket: int
+    """D_b, the number of documents `cu_seqlens` has room for."""
+    max_seqlen: int
+    """The longest document, rounded up to a multiple of 128 (never past T)."""
+    cu_seqlens: Tensor
+    """int32 [D_b + 1], cumulative lengths, padded by repeating T: the extra documents are empty."""
+    document_ids: Tensor
+    """int32 [T], which document each token belongs to."""
+    loss_rows: Tensor | None
+    """int64 [M_b], the positions whose next token is a label, padded to a multiple of 512 with T - 1, which predicts
+    nothing. None where the batch was made without labels."""
+    _derived: dict[tuple[Any, ...], Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def tokens(self) -> int:
+        """T, padding included."""
+        return int(self.document_ids.shape[0])
+
+    @property
+    def real_tokens(self) -> int:
+        """T without the padding."""
+        return self.tokens - self.padding
+
+    @property
+    def segments(self) -> list[tuple[int, int]]:
+        """Each document's [start, end) as host integers."""
+        ends = list(accumulate(self.lengths))
+        return [(end - length, end) for end, length in zip(ends, self.lengths, strict=True)]
+
+    @classmethod
+    def build(
+        cls,
+        lengths: Sequence[int],
+        *,
+        tokens: int,
+        padding: int = 0,
+        labels: Tensor | None = None,
+        device: torch.device | str = "cpu",
+    ) -> PackedBatch:
+        """Make the metadata of a row from its documents' lengths.
+
+        Args:
+            lengths: tokens of each document, each at least 1, the padded tail included; they sum to `tokens`.
+            tokens: T, the length of the flattened row.
+            padding: how many of these tokens are padding.
+            labels: int64 [T] on the host, unshifted, -100 where nothing is predicted; None for a batch without labels.
+            device: where the tensors shall live.
+        Raises:
+            DataError: the lengths don't sum to the row, or one of them is below 1.
+        """
+        lengths = tuple(int(n) for n in lengths)
+        if not lengths or min(lengths) < 1:
+            raise DataError(f"document lengths {list(lengths)} hold one below 1", "drop empty documents before packing")
+        if sum(lengths) != tokens:
+            raise DataError(
+                f"document lengths sum to {sum(lengths)} but the row has {tokens} tokens",
+                "count the padded tail as the last document, and pass one length for every document",
+            )
+        bucket = round_up(len(lengths), DOCUMENT_BUCKET)
+        bounds = [0, *accumulate(lengths)]
+        bounds += [tokens] * (bucket + 1 - len(bounds))
+        loss_rows, n_labels = None, -1
+        if labels is not None:
+            predicting = (labels[1:] != IGNORE_INDEX).nonzero().flatten()
+            n_labels = predicting.numel()
+            room = round_up(max(n_labels, 1), LOSS_ROWS_BUCKET)
+            loss_rows = torch.full((room,), tokens - 1, dtype=torch.int64)
+            loss_rows[:n_labels] = predicting
+            loss_rows = loss_rows.to(device)
+        host_lengths = torch.tensor(lengths)
+        return cls(
+            lengths=lengths,
+            padding=padding,
+            n_labels=n_labels,
+            bucket=bucket,
+            max_seqlen=min(round_up(max(lengths), SEQLEN_BUCKET), tokens),
+            cu_seqlens=torch.tensor(bounds, dtype=torch.int32).to(device),
+            document_ids=torch.repeat_interleave(
+                torch.arange(len(lengths), dtype=torch.int32), host_lengths, output_size=tokens
+            ).to(device),
+            loss_rows=loss_rows,
+        )
+
+    def dense_mask(self, window: int | None, *, keep: bool = True) -> Tensor:
+        """The attention mask as booleans, True where a query may look.
+
+        Args:
+            window: a query sees itself and the `window - 1` tokens before it; None for no limit.
+            keep: keep the mask on the batch for the other layers (False rebuilds it: only for ablations).
+        Returns:
+            bool [1, 1, T, T] on the batch's device.
+        """
+        key = ("dense_mask", window, torch.bool, self.document_ids.device)
+        if keep and key in self._derived:
+            return self._derived[key]
+        position = torch.arange(self.tokens, device=self.document_ids.device)
+        distance = position[:, None] - position[None, :]
+        mask = (self.document_ids[:, None] == self.document_ids[None, :]) & (distance >= 0)
+        if window is not None:
+            mask &= distance < window
+        mask = mask[None, None]
+        if keep:
+            self._derived[key] = mask
+        return mask
+
+    def pin_memory(self) -> PackedBatch:
+        """The same batch in page-locked host memory, so that its upload can be asynchronous."""
+        return self._map(lambda tensor: tensor.pin_memory())
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedBatch:
+        """The same batch on `device`; host integers stay host integers."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def copy_into(self, static: PackedBatch) -> PackedBatch:
+        """Copy this batch's tensors into those of `static` (same shapes), for a captured graph that reads `static`.
+
+        Returns:
+            This batch's host integers over `static`'s tensors.
+        Raises:
+            DataError: the shapes differ.
+        """
+        for name in ("cu_seqlens", "document_ids", "loss_rows"):
+            source, target = getattr(self, name), getattr(static, name)
+            if (source is None) != (target is None) or (source is not None and source.shape != target.shape):
+                raise DataError(
+                    f"{name} of the batch and of the static batch differ in shape",
+                    "copy only between batches of the same row length and buckets",
+                )
+            if source is not None:
+                target.copy_(source, non_blocking=True)
+        return self._replace(static.cu_seqlens, static.document_ids, static.loss_rows)
+
+    def _map(self, move: Callable[[Tensor], Tensor]) -> PackedBatch:
+        loss_rows = None if self.loss_rows is None else move(self.loss_rows)
+        return self._replace(move(self.cu_seqlens), move(self.document_ids), loss_rows)
+
+    def _replace(self, cu_seqlens: Tensor, document_ids: Tensor, loss_rows: Tensor | None) -> PackedBatch:
+        return PackedBatch(
+            self.lengths,
+            self.padding,
+            self.n_labels,
+            self.bucket,
+            self.max_seqlen,
+            cu_seqlens,
+            document_ids,
+            loss_rows,
+        )
+
+
+@dataclass(frozen=True)
+class Collator:
+    """Makes the batch dict from packed rows; several rows become one row of several times the tokens.
+
+    Args:
+        row_tokens: every row is padded to exactly this many tokens.
+        pad_token_id: what fills the tail; nothing attends to it and it is never a label.
+    """
+
+    row_tokens: int
+    pad_token_id: int
+
+    def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Collate rows of `input_ids`, `labels` (unshifted) and `lengths` (one a document).
+
+        Raises:
+            DataError: a row is longer than `row_tokens`, or its lengths don't sum to its tokens.
+        """
+        input_ids: list[int] = []
+        labels: list[int] = []
+        lengths: list[int] = []
+        padding = 0
+        for row in rows:
+            n = len(row["input_ids"])
+            if n > self.row_tokens or sum(row["lengths"]) != n or len(row["labels"]) != n:
+                raise DataError(
+                    f"a row of {n} tokens and {len(row['labels'])} labels has documents of {list(row['lengths'])} "
+                    f"tokens, at most {self.row_tokens} in all",
+                    "lengths must sum to the row and the row must fit: pack again with this row length",
+                )
+            tail = self.row_tokens - n
+            input_ids += [*row["input_ids"], *[self.pad_token_id] * tail]
+            labels += [*row["labels"], *[IGNORE_INDEX] * tail]
+            lengths += [*row["lengths"], *([tail] if tail else [])]
+            padding += tail
+        label_tensor = torch.tensor(labels)
+        starts = torch.tensor([0, *accumulate(lengths)][:-1])
+        label_tensor[starts] = IGNORE_INDEX  # nothing before a document's first token predicts it
+        packed = PackedBatch.build(lengths, tokens=len(input_ids), padding=padding, labels=label_tensor)
+        position_ids = torch.arange(len(input_ids)) - starts[packed.document_ids]
+        return {
+            "input_ids": torch.tensor(input_ids)[None],
+            "labels": label_tensor[None],
+            "position_ids": position_ids[None],
+            "packed": packed,
+        }

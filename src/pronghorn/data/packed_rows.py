@@ -1,0 +1,63 @@
+"""A data set of packed rows: which documents share a row, and the rows themselves, joined on demand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from pronghorn.data.packing import pack, packing_ceiling, packing_efficiency
+
+
+@dataclass(frozen=True)
+class PackingStats:
+    """How well the documents fill the rows."""
+
+    documents: int
+    tokens: int
+    """Real tokens, without padding."""
+    rows: int
+    row_tokens: int
+    efficiency: float
+    """Real tokens over all tokens of the rows."""
+    ceiling: float
+    """What no packing of these lengths can exceed."""
+
+
+class PackedRows(Dataset):
+    """Rows of documents packed by best-fit-decreasing; row i is `{"input_ids", "labels", "lengths"}`.
+
+    Args:
+        documents: each `{"input_ids": [...], "labels": [...]}` of equal length (labels unshifted, -100 untrained);
+            a list or a `datasets.Dataset`.
+        row_tokens: tokens a row holds at most; the collator pads it to exactly this.
+        seed: of the packing.
+    Raises:
+        DataError: a document is empty or longer than a row.
+    """
+
+    def __init__(self, documents: Sequence[Mapping[str, Any]] | Any, row_tokens: int, seed: int = 0) -> None:
+        self._documents = documents
+        lengths = [len(document["input_ids"]) for document in documents]
+        self._rows = pack(lengths, row_tokens, seed)
+        self.stats = PackingStats(
+            documents=len(lengths),
+            tokens=sum(lengths),
+            rows=len(self._rows),
+            row_tokens=row_tokens,
+            efficiency=packing_efficiency(lengths, self._rows, row_tokens),
+            ceiling=packing_ceiling(lengths, row_tokens),
+        )
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        documents = [self._documents[i] for i in self._rows[index]]
+        return {
+            "input_ids": [token for document in documents for token in document["input_ids"]],
+            "labels": [label for document in documents for label in document["labels"]],
+            "lengths": [len(document["input_ids"]) for document in documents],
+        }

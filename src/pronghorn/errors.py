@@ -1,0 +1,30 @@
+"""Errors that name the value, the limit and the remedy.
+
+Every refusal of Pronghorn is one of these. Each is also the builtin exception a caller would expect (`ValueError` for
+bad input, `NotImplementedError` for what is not built yet), so plain `except ValueError` code keeps working.
+"""
+
+
+class PronghornError(Exception):
+    """A problem and what to do about it, shown as ``problem: remedy``."""
+
+    def __init__(self, problem: str, remedy: str) -> None:
+        super().__init__(f"{problem}: {remedy}")
+        self.problem = problem
+        self.remedy = remedy
+
+
+class ConfigError(PronghornError, ValueError):
+    """A recipe, an argument or a command line that can't be served as written."""
+
+
+class DataError(PronghornError, ValueError):
+    """Input data that is missing, malformed, empty or inconsistent."""
+
+
+class UnsupportedError(PronghornError, NotImplementedError):
+    """A model, option or device that Pronghorn does not serve (yet)."""
+
+
+class TrainingError(PronghornError, RuntimeError):
+    """A run that must stop: dead or non-finite gradients, a loss that did not fall."""

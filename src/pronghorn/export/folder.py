@@ -1,0 +1,47 @@
+"""Folders that appear whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pronghorn.errors import TrainingError
+
+
+@contextmanager
+def whole_folder(target: Path) -> Iterator[Path]:
+    """Write into a folder beside `target`, which takes its place only when everything is written.
+
+    An exception (a full disk, Ctrl-C) removes what was written and leaves an earlier `target` as it was.
+
+    Yields:
+        The folder to write into.
+    Raises:
+        TrainingError: the disk is full.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    aside = target.with_name(f".{target.name}.writing")
+    old = target.with_name(f".{target.name}.old")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
+    try:
+        yield aside
+        shutil.rmtree(old, ignore_errors=True)
+        if target.exists():
+            target.rename(old)
+        aside.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
+    except BaseException as error:
+        if old.exists() and not target.exists():
+            old.rename(target)
+        shutil.rmtree(aside, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            free = shutil.disk_usage(target.parent).free
+            raise TrainingError(
+                f"the disk of {target} is full ({free / 2**20:.0f} MiB free)",
+                "free some space and save again; what was there before is untouched",
+            ) from error
+        raise

@@ -1,0 +1,164 @@
+"""Merge a LoRA adapter into its base model and save the whole as a plain 16-bit checkpoint.
+
+    W' = W + (alpha / r) · B A        computed in float32, rounded once to the checkpoint's dtype
+
+The training model is only read. What was saved is loaded again and its logits compared with the adapted model's: a
+merge that forgot the adapter, or put it in the wrong place, is an error and leaves no folder behind.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pronghorn.errors import ConfigError, TrainingError
+from pronghorn.export.folder import whole_folder
+from pronghorn.models.families import base_causal_lm
+
+# Relative L2 error of the logits that rounding the merged weights once explains, with room; a forgotten adapter that
+# was trained at all is far beyond it, and `_check` also demands that the merged model is nearer to the adapted one
+# than to the base.
+_LOGIT_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+def save_merged(
+    model: Any, tokenizer: Any, folder: str | Path, *, dtype: torch.dtype | None = None, max_shard_size: str = "5GB"
+) -> Path:
+    """Save `model`, a PEFT model with LoRA adapters (or a plain model), as one merged checkpoint.
+
+    Args:
+        model: left untouched.
+        tokenizer: saved beside the weights; None saves none.
+        folder: where to; must not exist or be empty.
+        dtype: of the checkpoint; None means the base's own 16-bit dtype, bfloat16 if that is float32 or 4-bit.
+        max_shard_size: as in `save_pretrained`.
+    Returns:
+        The folder.
+    Raises:
+        ConfigError: the folder holds something.
+        TrainingError: the reloaded checkpoint's logits differ from the adapted model's, or the disk is full.
+    """
+    target = Path(folder)
+    if target.exists() and any(target.iterdir()):
+        raise ConfigError(f"{target} already holds files", "choose another folder or delete it")
+    base = base_causal_lm(model)
+    own = base.get_input_embeddings().weight.dtype
+    dtype = dtype or (own if own in (torch.float16, torch.bfloat16) else torch.bfloat16)
+    with whole_folder(target) as writing:
+        merged = _merged_copy(base, dtype)
+        merged.save_pretrained(writing, max_shard_size=max_shard_size)
+        del merged
+        if tokenizer is not None:
+            tokenizer.save_pretrained(writing)
+        _check(model, writing, dtype)
+    return target
+
+
+def _merged_copy(base: Any, dtype: torch.dtype) -> Any:
+    """A plain model of the base's class on the CPU that owns the merged weights."""
+    original = type(base)
+    handle = getattr(base, "_pronghorn_handle", None)
+    if handle is not None:
+        original = handle.original_class
+    config = type(base.config).from_dict(base.config.to_dict())
+    if getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config
+    config.dtype = dtype
+    with torch.device("meta"):
+        plain = original(config)
+    plain.load_state_dict(_merged_state(base, dtype), strict=True, assign=True)
+    plain.tie_weights()
+    # buffers that are no part of the state (RoPE's frequencies) come from the model itself
+    for name, buffer in base.named_buffers():
+        clean = name.replace(".base_layer", "")
+        if clean in dict(plain.named_buffers()):
+            module, _, leaf = clean.rpartition(".")
+            setattr(plain.get_submodule(module), leaf, buffer.detach().cpu())
+    plain.generation_config = base.generation_config
+    return plain
+
+
+@torch.no_grad()
+def _merged_state(base: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The base's state dict under its plain names, adapters merged, on the CPU in `dtype`."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import ModulesToSaveWrapper
+
+    state: dict[str, Tensor] = {}
+
+    def put(name: str, tensor: Tensor) -> None:
+        state[name] = tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype)
+
+    def visit(module: nn.Module, prefix: str) -> None:
+        if isinstance(module, ModulesToSaveWrapper):
+            visit(module.modules_to_save[module.active_adapters[0]], prefix)
+        elif isinstance(module, BaseTunerLayer):
+            layer: Any = module
+            weight = _dense(layer.get_base_layer())
+            for adapter in [] if layer.disable_adapters else layer.active_adapters:
+                if adapter in layer.lora_A:
+                    weight = weight + layer.get_delta_weight(adapter).float()
+            put(f"{prefix}weight", weight)
+            if layer.get_base_layer().bias is not None:
+                put(f"{prefix}bias", layer.get_base_layer().bias)
+        elif type(module).__name__ == "Linear4bit":
+            linear: Any = module
+            put(f"{prefix}weight", _dense(linear))
+            if linear.bias is not None:
+                put(f"{prefix}bias", linear.bias)
+        else:
+            persistent = {n: b for n, b in module.named_buffers(recurse=False) if n in module.state_dict()}
+            for name, tensor in [*module.named_parameters(recurse=False), *persistent.items()]:
+                put(f"{prefix}{name}", tensor)
+            for name, child in module.named_children():
+                visit(child, f"{prefix}{name}.")
+
+    visit(base, "")
+    return state
+
+
+def _dense(linear: Any) -> Tensor:
+    """A linear's weight as float32 [out, in], dequantised if bitsandbytes holds it."""
+    if getattr(linear.weight, "quant_state", None) is None:
+        return linear.weight.float()
+    from bitsandbytes.functional import dequantize_4bit
+
+    return dequantize_4bit(linear.weight.data, linear.weight.quant_state).float()
+
+
+@torch.no_grad()
+def _check(model: Any, folder: Path, dtype: torch.dtype) -> None:
+    """Load what was saved and compare its logits with the adapted model's on a fixed batch of tokens."""
+    from transformers import AutoModelForCausalLM
+
+    base = base_causal_lm(model)
+    tokens = torch.arange(32, device=base.device)[None] * 7 % base.config.vocab_size
+    was_training = model.training
+    model.eval()
+    try:
+        adapted = model(input_ids=tokens).logits.float()
+        plain = None
+        if hasattr(model, "disable_adapter"):
+            with model.disable_adapter():
+                plain = model(input_ids=tokens).logits.float()
+    finally:
+        model.train(was_training)
+    reloaded = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map={"": base.device}).eval()
+    merged = reloaded(input_ids=tokens).logits.float()
+    error = ((merged - adapted).norm() / adapted.norm()).item()
+    limit = _LOGIT_TOLERANCE[dtype]
+    if not error <= limit:
+        raise TrainingError(
+            f"the merged checkpoint's logits differ from the adapted model's by {error:.2e} (limit {limit:.0e})",
+            "keep the adapter (save_pretrained) and report this: the merge is wrong",
+        )
+    if plain is not None:
+        learned = ((adapted - plain).norm() / adapted.norm()).item()
+        if learned > 2 * limit and (merged - plain).norm() < (merged - adapted).norm():
+            raise TrainingError(
+                "the merged checkpoint behaves like the base model, not like the adapted one",
+                "keep the adapter (save_pretrained) and report this: the merge forgot the adapter",
+            )

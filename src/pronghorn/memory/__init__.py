@@ -1,0 +1,1 @@
+"""What each layer keeps for the backward pass."""

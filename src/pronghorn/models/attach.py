@@ -1,0 +1,275 @@
+"""`attach`: the only place that changes a model, one instance at a time, and `Handle.detach`, which undoes it.
+
+Three changes, all outside the parameters (so saving gives byte for byte what an unattached model gives):
+
+1. The config's attention implementation becomes Pronghorn's (`attention.packed`).
+2. A forward pre-hook on the backbone finds the batch's `PackedBatch` (lane A passes it as the keyword `packed`; lane B's
+   is made once per forward from TRL's `cu_seq_lens_*` or from `position_ids`) and hands every layer that one object.
+3. The causal LM's class becomes a subclass of the same name whose forward computes the loss of a packed batch from the
+   labelled tokens' hidden states (`models.head`). Other calls run the original forward.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from pronghorn.attention.packed import NAME_PREFIX, Backend, Metadata, choose, implementation
+from pronghorn.data.batch import PackedBatch
+from pronghorn.errors import ConfigError, DataError, UnsupportedError
+from pronghorn.memory.plan import Plan, Policy
+from pronghorn.models.families import base_causal_lm, check_config, recompute_layers, recomputes_layers
+from pronghorn.models.head import labelled_cross_entropy
+
+_STOCK_METADATA = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+
+
+@dataclass(frozen=True)
+class PathTaken:
+    """One line of the report: which way a part of the step goes, and why."""
+
+    part: str
+    path: str
+    why: str
+
+
+@dataclass
+class Handle:
+    """What `attach` did to one model, and the way back."""
+
+    model: nn.Module
+    """The transformers causal LM that was changed (not a PEFT wrapper around it)."""
+    plan: Plan | None
+    options: tuple[Backend, Metadata]
+    _previous_attention: str
+    original_class: type[nn.Module]
+    _was_recomputing: bool
+    _hook: RemovableHandle
+
+    @property
+    def report(self) -> list[PathTaken]:
+        """Every path taken and why, for the model's present device and dtype."""
+        backend, metadata = self.options
+        config = self.model.config
+        parameter = next(self.model.parameters())
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        dtype = parameter.dtype if parameter.dtype.is_floating_point else torch.bfloat16
+        path, why = choose(backend, torch.empty(0, head_dim, dtype=dtype, device=parameter.device))
+        where = {
+            "once": "made once per batch on the host",
+            "per_layer": "ablation: derived from position_ids in every layer",
+            "per_layer_mask": "ablation: the dense mask is rebuilt in every layer",
+        }
+        if metadata == "per_layer_mask":
+            path, why = "masked", "ablation"
+        recompute = recomputes_layers(self.model)
+        return [
+            PathTaken("packed attention", path, why),
+            PathTaken("packing metadata", metadata, where[metadata]),
+            PathTaken("loss", "labelled tokens only, in chunks", "the batch knows its labelled positions"),
+            PathTaken("padded batches, generate()", "transformers' SDPA", "they carry a mask or a cache"),
+            PathTaken(
+                "activations",
+                "recompute the layer" if recompute else "keep",
+                "gradient checkpointing is on" if recompute else "gradient checkpointing is off",
+            ),
+        ]
+
+    def detach(self) -> None:
+        """Give the model back as it was; does nothing if it already is.
+
+        Raises:
+            ConfigError: the model was sharded (FSDP2) since; its class can't be taken back then.
+        """
+        if getattr(self.model, "_pronghorn_handle", None) is not self:
+            return
+        if not isinstance(self.model, PackedCausalLM) or type(self.model).__bases__[-1] is not self.original_class:
+            raise ConfigError(
+                f"{type(self.model).__name__} was wrapped or sharded after attach", "detach before sharding the model"
+            )
+        self._hook.remove()
+        self.model.__class__ = self.original_class
+        self.model.set_attn_implementation(self._previous_attention)
+        if self.plan is not None:
+            recompute_layers(self.model, self._was_recomputing)
+        del self.model._pronghorn_handle
+
+
+def attach(
+    model: nn.Module,
+    plan: Plan | None = None,
+    *,
+    attention: Backend = "auto",
+    packing_metadata: Metadata = "once",
+) -> Handle:
+    """Give a model Pronghorn's packed path. Idempotent: a second call with the same options returns the first handle.
+
+    Args:
+        model: a transformers causal LM of a family in `models.families`, or a PEFT model around one.
+        plan: what each layer keeps; None leaves the model's gradient checkpointing as it is.
+        attention: `auto` lets device, dtype and head size decide; a name asks for that backend or an error.
+        packing_metadata: `once`, or for ablations `per_layer` and `per_layer_mask`.
+    Returns:
+        The handle: `.report` tells every path taken, `.detach()` restores the model.
+    Raises:
+        UnsupportedError: a family without an adapter, or a plan that needs the memory engine.
+        ConfigError: unknown options.
+    """
+    base = base_causal_lm(model)
+    check_config(base.config)
+    options = (attention, packing_metadata)
+    name = implementation(attention, packing_metadata)
+    current: Handle | None = getattr(base, "_pronghorn_handle", None)
+    if current is not None and current.options == options and plan in (None, current.plan):
+        return current
+    if plan is None and current is not None:
+        plan = current.plan
+    policy = None if plan is None else plan.uniform_policy(base.config.num_hidden_layers)
+    if current is not None:
+        current.detach()
+    was_recomputing = recomputes_layers(base)
+    if policy is not None:
+        recompute_layers(base, policy is Policy.RECOMPUTE_LAYER)
+    previous = base.config._attn_implementation
+    base.set_attn_implementation(name)
+    hook = base.base_model.register_forward_pre_hook(_share_metadata, with_kwargs=True)
+    previous_class = type(base)
+    base.__class__ = _packed_class(previous_class)
+    handle = Handle(base, plan, options, previous, previous_class, was_recomputing, hook)
+    base._pronghorn_handle = handle
+    return handle
+
+
+def attached(model: nn.Module) -> Handle | None:
+    """The handle of an attached model, or None."""
+    return getattr(base_causal_lm(model), "_pronghorn_handle", None)
+
+
+class PackedCausalLM:
+    """Mixed into the class of an attached causal LM; marks it, and computes the loss of packed batches."""
+
+    def packed_forward(
+        self: Any,
+        *args: Any,
+        packed: PackedBatch,
+        labels: Tensor,
+        num_items_in_batch: Tensor | int | None,
+        return_dict: bool | None,
+        **kwargs: Any,
+    ) -> Any:
+        """Backbone, then the loss from labelled rows. The output has no logits: they are never built."""
+        from transformers.modeling_outputs import CausalLMOutputWithPast
+
+        kwargs |= {"packed": packed, "use_cache": False, "return_dict": True}
+        outputs = self.base_model(*args, **kwargs)
+        loss = labelled_cross_entropy(
+            outputs.last_hidden_state,
+            labels,
+            packed,
+            self.get_output_embeddings(),
+            self.config.vocab_size,
+            softcap=getattr(self.config, "final_logit_softcapping", None),
+            num_items=num_items_in_batch,
+        )
+        result = CausalLMOutputWithPast(loss=loss, hidden_states=outputs.hidden_states)
+        return result.to_tuple() if return_dict is False else result
+
+
+@functools.cache
+def _packed_class(original: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of `original` with the same name and forward signature (transformers, TRL and saving read both)."""
+
+    @functools.wraps(original.forward)
+    def forward(
+        self: Any,
+        *args: Any,
+        packed: PackedBatch | None = None,
+        labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if packed is not None and labels is not None and packed.loss_rows is not None:
+            return self.packed_forward(
+                *args,
+                packed=packed,
+                labels=labels,
+                num_items_in_batch=num_items_in_batch,
+                return_dict=return_dict,
+                **kwargs,
+            )
+        given = {"packed": packed, "labels": labels, "num_items_in_batch": num_items_in_batch}
+        kwargs |= {name: value for name, value in given.items() if value is not None}
+        return original.forward(self, *args, return_dict=return_dict, **kwargs)
+
+    namespace = {"forward": forward, "__module__": original.__module__, "__qualname__": original.__qualname__}
+    return type(original.__name__, (PackedCausalLM, original), namespace)
+
+
+def _share_metadata(
+    backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Forward pre-hook of the backbone: one PackedBatch for all layers, and no mask built."""
+    packed = kwargs.get("packed")
+    ids = kwargs.get("input_ids", args[0] if args else None)
+    tokens = ids if ids is not None else kwargs.get("inputs_embeds")
+    if packed is None:
+        packed = _from_stock_arguments(kwargs)
+        if packed is None:
+            return None
+    implementation_now = str(backbone.config._attn_implementation)
+    if not implementation_now.startswith(NAME_PREFIX):
+        raise UnsupportedError(
+            f"attention implementation {implementation_now!r} can't isolate the documents of a packed row",
+            "don't change it on an attached model, or detach first",
+        )
+    if packed.tokens != tokens.shape[0] * tokens.shape[1]:
+        raise DataError(
+            f"the packed batch describes {packed.tokens} tokens but the row has {tokens.shape[0] * tokens.shape[1]}",
+            "pass the `packed` that was collated with these input_ids",
+        )
+    if kwargs.get("past_key_values") is not None:
+        raise DataError("a packed batch came with past_key_values", "generate from unpacked prompts")
+    if kwargs.get("position_ids") is None:
+        raise DataError("a packed batch came without position_ids", "pass position_ids that restart in each document")
+    kwargs = {name: value for name, value in kwargs.items() if name not in _STOCK_METADATA}
+    # transformers returns a 4-D attention_mask as it is instead of building one (which would cost a synchronisation);
+    # packed attention reads `packed` and never looks at this.
+    placeholder = packed.cu_seqlens.view(1, 1, 1, -1)
+    return args, {**kwargs, "packed": packed, "attention_mask": placeholder, "use_cache": False}
+
+
+def _from_stock_arguments(kwargs: dict[str, Any]) -> PackedBatch | None:
+    """Lane B: the metadata of a batch from stock collators, or None if the batch isn't packed.
+
+    Costs one synchronisation on CUDA (the bounds become host integers).
+    """
+    position_ids, cu_seqlens = kwargs.get("position_ids"), kwargs.get("cu_seq_lens_q")
+    if kwargs.get("attention_mask") is not None or kwargs.get("past_key_values") is not None or position_ids is None:
+        return None
+    if position_ids.dim() != 2:
+        return None
+    flat = position_ids.flatten()
+    if cu_seqlens is None:
+        starts = (flat == 0).nonzero().flatten().tolist()
+        rows, row_tokens = position_ids.shape
+        row_starts = sum(start % row_tokens == 0 for start in starts)
+        if row_starts == len(starts):
+            return None  # one document a row, starting at 0 (or a continuation): transformers' causal path isolates it
+        if row_starts < rows:
+            raise DataError(
+                f"packed position_ids: {rows - row_starts} of {rows} rows don't start at 0",
+                "start each row with a new document",
+            )
+        bounds = [*starts, flat.numel()]
+    else:
+        bounds = cu_seqlens.tolist()
+    lengths = [end - start for start, end in zip(bounds, bounds[1:], strict=False) if end > start]
+    return PackedBatch.build(lengths, tokens=flat.numel(), device=flat.device)
+
+

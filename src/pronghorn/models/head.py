@@ -1,0 +1,70 @@
+"""The loss of a packed batch from the hidden states of its labelled tokens; the full logits are never built.
+
+    loss = 1/N Σ_{t in loss_rows} −log softmax(head(h_t))[label_{t+1}]
+
+where N is the labelled tokens of the whole accumulated batch. Rows go through the head in chunks whose float32 logits
+stay under `CHUNK_BYTES`; with more than one chunk each is recomputed in the backward pass instead of kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, pad
+from torch.utils.checkpoint import checkpoint
+
+from pronghorn.data.batch import PackedBatch
+from pronghorn.data.packing import IGNORE_INDEX
+
+CHUNK_BYTES = 256 * 2**20
+
+
+def labelled_cross_entropy(
+    hidden: Tensor,
+    labels: Tensor,
+    packed: PackedBatch,
+    head: Callable[[Tensor], Tensor],
+    vocab_size: int,
+    softcap: float | None = None,
+    num_items: Tensor | int | None = None,
+) -> Tensor:
+    """Next-token cross-entropy over the labelled positions only.
+
+    Args:
+        hidden: [1, T, H], the backbone's last hidden state.
+        labels: int64 [1, T], unshifted, -100 where nothing is predicted.
+        packed: the batch's metadata, made with labels.
+        head: maps [M, H] to logits [M, V].
+        vocab_size: V, which decides the rows of a chunk.
+        softcap: c of `c · tanh(logits / c)` (Gemma 2), or None.
+        num_items: what the sum is divided by: the labelled tokens of the accumulated batch over all ranks; None for
+            this batch's own.
+    Returns:
+        float32 scalar.
+    """
+    rows = packed.loss_rows
+    assert rows is not None, "labelled_cross_entropy needs a batch made with labels"
+    next_labels = pad(labels.flatten()[1:], (0, 1), value=IGNORE_INDEX)
+    selected, targets = hidden.flatten(0, 1)[rows], next_labels[rows]
+
+    def chunk_loss(chunk: Tensor, target: Tensor) -> Tensor:
+        logits = head(chunk).float()
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        return cross_entropy(logits, target, ignore_index=IGNORE_INDEX, reduction="sum")
+
+    step = max(256, CHUNK_BYTES // (4 * vocab_size) // 256 * 256)
+    total = hidden.new_zeros((), dtype=torch.float32)
+    for chunk, target in zip(selected.split(step), targets.split(step), strict=True):
+        if len(selected) <= step or not torch.is_grad_enabled():
+            total = total + chunk_loss(chunk, target)
+        else:
+            # Nothing random happens in the head, so no generator state needs to be kept.
+            part: Any = checkpoint(chunk_loss, chunk, target, use_reentrant=False, preserve_rng_state=False)
+            total = total + part
+    # Nothing labelled anywhere is a loss of 0, not 0 / 0.
+    divisor = packed.n_labels if num_items is None else num_items
+    return total / (divisor.clamp(min=1) if isinstance(divisor, Tensor) else max(divisor, 1))

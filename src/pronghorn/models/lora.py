@@ -1,0 +1,66 @@
+"""LoRA adapters, by PEFT, on a loaded model.
+
+    y = W x + (alpha / r) · B A x        A ~ Kaiming uniform, B = 0        (Hu et al. 2021, arXiv:2106.09685)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from pronghorn.errors import ConfigError, UnsupportedError
+from pronghorn.models.families import LINEARS, base_causal_lm
+
+
+def add_lora(
+    model: Any,
+    *,
+    r: int = 16,
+    lora_alpha: int = 16,
+    lora_dropout: float = 0.0,
+    target_modules: Sequence[str] | str = LINEARS,
+    bias: str = "none",
+    use_rslora: bool = False,
+    modules_to_save: Sequence[str] | None = None,
+    random_state: int = 3407,
+) -> Any:
+    """Wrap a causal LM in a PEFT model with fresh LoRA adapters (float32 over a bf16 or 4-bit base).
+
+    Args:
+        r, lora_alpha, lora_dropout, target_modules, bias, use_rslora, modules_to_save: as in `peft.LoraConfig`.
+        random_state: seeds the adapters' initialisation, and nothing else: the global generators are left as they were.
+    Raises:
+        ConfigError: the model has an adapter already, or rank or target modules make no sense.
+        UnsupportedError: adapters on `lm_head` or the embeddings (the loss reads the head's weight as it is).
+    """
+    from peft import LoraConfig, get_peft_model
+
+    if hasattr(model, "peft_config"):
+        raise ConfigError(
+            "the model already has an adapter", "train that adapter on, or load the base model without it"
+        )
+    if r < 1:
+        raise ConfigError(f"LoRA rank r = {r} is below 1", "use a rank from 1 to 256, 16 is common")
+    targets = target_modules if isinstance(target_modules, str) else list(target_modules)
+    names = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules()}
+    for target in [targets] if isinstance(targets, str) and targets != "all-linear" else targets:
+        if target in ("lm_head", "embed_tokens"):
+            raise UnsupportedError(f"an adapter on {target} is not supported", "name it in modules_to_save instead")
+        if not isinstance(targets, str) and target.rsplit(".", 1)[-1] not in names:
+            raise ConfigError(f"target module {target!r} is not in the model", f"use some of {', '.join(LINEARS)}")
+    config = LoraConfig(
+        r=r,
+        lora_alpha=lora_alpha,
+        lora_dropout=lora_dropout,
+        target_modules=targets,
+        bias=bias,  # type: ignore[arg-type]  # PEFT checks the value itself
+        use_rslora=use_rslora,
+        modules_to_save=list(modules_to_save) if modules_to_save else None,
+        task_type="CAUSAL_LM",
+    )
+    device = base_causal_lm(model).device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(random_state)
+        return get_peft_model(model, config)

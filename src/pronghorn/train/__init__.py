@@ -1,0 +1,1 @@
+"""Training: the trainer, its watch over gradients, and a whole run from a recipe."""

@@ -1,0 +1,127 @@
+"""Watch over gradients: an adapter that never trains or a gradient that isn't finite stops the run, by name.
+
+The flags are computed on the device and read one optimiser step later, so that the watch never makes the host wait. Until
+then a non-finite gradient can do no harm: fused optimisers take `found_inf` and skip the update on the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import TrainerCallback
+
+from pronghorn.errors import TrainingError
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """One step's flags on their way to the host."""
+
+    names: list[str]
+    flags: Tensor
+    event: torch.cuda.Event | None
+    scaled: bool
+    """Loss scaling is on: non-finite gradients are the scaler's business."""
+    moves: bool
+    """The learning rate is above zero."""
+    step: int
+
+    def named(self, chosen: Tensor) -> list[str]:
+        return [name for name, flag in zip(self.names, chosen.tolist(), strict=True) if flag]
+
+
+class GradientWatch(TrainerCallback):
+    """Stops the run when a trainable tensor's gradient was exactly zero, or not finite, over a whole optimiser step.
+
+    Zero is judged from the first step after the weights have moved once: before that every `lora_A` has a zero gradient,
+    since `lora_B` starts at zero (and a warm-up's first step has learning rate 0 and moves nothing). With float16
+    loss scaling a non-finite gradient is expected now and then, and left to the scaler.
+    """
+
+    def __init__(self) -> None:
+        self._moved = False
+        self._pending: _Pending | None = None
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Flag this step's gradients and judge the last step's."""
+        self.judge()
+        model: nn.Module = kwargs["model"]
+        optimizer: Any = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])
+        scaled = getattr(kwargs["optimizer"], "scaler", None) is not None
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        flags = gradient_flags([p.grad for _, p in named], named[0][1].device)
+        host, event = _to_host(flags)
+        moves = any(float(group["lr"]) > 0 for group in optimizer.param_groups)
+        self._pending = _Pending([name for name, _ in named], host, event, scaled, moves, state.global_step + 1)
+        if event is None:
+            self.judge()  # reading costs nothing here, so a bad gradient never reaches the weights
+        elif not scaled:
+            if getattr(optimizer, "_step_supports_amp_scaling", False):
+                optimizer.grad_scale, optimizer.found_inf = None, flags[1].amax()
+            else:
+                self.judge()  # this optimiser can't skip on the device: wait for the flags instead
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Judge the last step."""
+        self.judge()
+
+    def judge(self) -> None:
+        """Raise TrainingError if the pending step had a dead or non-finite gradient."""
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        if pending.event is not None:
+            pending.event.synchronize()
+        nonzero, nonfinite = pending.flags.bool()
+        if nonfinite.any() and not pending.scaled:
+            bad = pending.named(nonfinite)
+            raise TrainingError(
+                f"step {pending.step}: {len(bad)} gradients are not finite, first {bad[0]}",
+                "the update was skipped: lower the learning rate, look at the data of this step, or use bfloat16",
+            )
+        alive = nonzero | nonfinite
+        if self._moved and not alive.all():
+            dead = pending.named(~alive)
+            listed = ", ".join(dead[:5]) + (" …" if len(dead) > 5 else "")
+            raise TrainingError(
+                f"step {pending.step}: the gradient of {len(dead)} trainable tensors was exactly zero: {listed}",
+                "a part of the model doesn't train: check target_modules, frozen weights and that the data has labels",
+            )
+        # a scaler skips steps that overflowed: the weights have moved only after a finite one
+        self._moved = self._moved or (pending.moves and not bool(nonfinite.any()))
+
+
+def gradient_flags(gradients: list[Tensor | None], device: torch.device) -> Tensor:
+    """float32 [2, N] on the device: whether each gradient has a non-zero entry, and a non-finite one.
+
+    A missing gradient counts as zero. Sharded gradients (DTensor) are judged by their local part, and all ranks agree.
+    """
+    local = [getattr(g, "_local_tensor", g) for g in gradients]
+    present = [g for g in local if g is not None and g.numel() > 0]
+    largest = torch.zeros(len(local), device=device)
+    if present:
+        norms = torch.stack([n.float() for n in torch._foreach_norm(present, float("inf"))])
+        where = [i for i, g in enumerate(local) if g is not None and g.numel() > 0]
+        if len(where) == len(local):
+            largest = norms
+        else:
+            largest = largest.index_copy(0, torch.tensor(where).to(device, non_blocking=True), norms)
+    flags = torch.stack([largest != 0, ~torch.isfinite(largest)]).float()
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+    return flags
+
+
+def _to_host(flags: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """Start copying to the host; the event says when it is there (None: it is)."""
+    if flags.device.type != "cuda":
+        return flags, None
+    host = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
+    host.copy_(flags, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    return host, event

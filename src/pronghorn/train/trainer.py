@@ -1,0 +1,180 @@
+"""Lane A: TRL's SFTTrainer over packed rows of a fixed length and Pronghorn's loss.
+
+Everything TRL's users know stays: `SFTConfig`, its data formats, its tokenising, logging, saving. What changes:
+
+    rows      best-fit-decreasing into rows of exactly `max_length` tokens, metadata made once by the collator
+    loss      from the labelled tokens' hidden states (models.head), over the labelled tokens of the whole
+              accumulated batch and all ranks
+    gradients watched (train.gradients)
+"""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import trl
+from torch import Tensor
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+from pronghorn.data.batch import Collator, PackedBatch
+from pronghorn.data.packed_rows import PackedRows
+from pronghorn.errors import ConfigError, TrainingError, UnsupportedError
+from pronghorn.models.attach import attach, attached
+from pronghorn.train.gradients import GradientWatch
+
+
+class SFTTrainer(trl.SFTTrainer):
+    """TRL's `SFTTrainer` on the packed path; takes the same arguments (and `tokenizer` for `processing_class`).
+
+    The model is attached if it isn't yet. With `args.packing` rows have `args.max_length` tokens (the model's
+    `max_seq_length` if that is None); evaluation is packed as `args.eval_packing` says, like training by default.
+
+    Raises:
+        ConfigError: no row length, or one over the model's.
+        UnsupportedError: a loss or data collator the packed path doesn't serve.
+    """
+
+    def __init__(self, model: Any, args: Any = None, *, tokenizer: Any = None, **kwargs: Any) -> None:
+        args = args or trl.SFTConfig(output_dir="pronghorn-sft", packing=True)
+        if tokenizer is not None:
+            kwargs["processing_class"] = tokenizer
+        _refuse_unserved(args, kwargs)
+        if isinstance(model, str):
+            raise UnsupportedError(
+                f"model {model!r} given by name", "load it with FastLanguageModel.from_pretrained and pass the model"
+            )
+        limit = getattr(model, "max_seq_length", None)
+        if args.packing:
+            args.max_length = args.max_length or limit
+            if args.max_length is None:
+                raise ConfigError("packing without a row length", "set max_length in SFTConfig")
+            if limit is not None and args.max_length > limit:
+                raise ConfigError(
+                    f"max_length {args.max_length} > {limit}, the model's max_seq_length",
+                    "raise max_seq_length in from_pretrained or lower max_length",
+                )
+        if attached(model) is None:
+            attach(model)  # before TRL's constructor wraps `model.forward`, so that its wrapper calls ours
+        super().__init__(model, args, **kwargs)
+        pad = self.data_collator.pad_token_id
+        self._pack_collator = Collator(args.max_length, pad) if args.packing else None
+        self._pad_collator = DataCollatorForLanguageModeling(pad_token_id=pad)
+        self.data_collator = self._collate
+        self.add_callback(GradientWatch())
+        self._counted = _Counted()
+
+    def _collate(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        """Packed rows carry their documents' lengths; others are padded to the longest."""
+        if "lengths" in rows[0] and self._pack_collator is not None:
+            return self._pack_collator(rows)
+        return self._pad_collator(rows)
+
+    def _prepare_dataset(
+        self, dataset: Any, processing_class: Any, args: Any, packing: bool, formatting_func: Any, dataset_name: str
+    ) -> Any:
+        """TRL's tokenising and truncation, then our packing; tokenised documents are packed as they are."""
+        if isinstance(dataset, PackedRows):
+            return dataset
+        if packing and set(dataset.column_names or ()) == {"input_ids", "labels"}:
+            return PackedRows(dataset, args.max_length, seed=args.seed)
+        documents = super()._prepare_dataset(dataset, processing_class, args, False, formatting_func, dataset_name)
+        return PackedRows(documents, args.max_length, seed=args.seed) if packing else documents
+
+    def _set_signature_columns_if_needed(self) -> None:
+        self._signature_columns = ["input_ids", "labels", "lengths"]
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """The model's own loss: normalised by `num_items_in_batch`, the labelled tokens of the accumulated batch on
+        all ranks (DDP averages gradients over ranks, hence the factor)."""
+        if model.training:
+            self._counted.add(inputs)
+        outputs = model(**inputs, use_cache=False, num_items_in_batch=num_items_in_batch)
+        loss = outputs.loss
+        if self.args.average_tokens_across_devices and num_items_in_batch is not None:
+            loss = loss * self.accelerator.num_processes
+        return (loss, outputs) if return_outputs else loss
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Adds `tokens`, `labelled_tokens`, `step_seconds` and `tokens_per_second` since the last log of a loss."""
+        if "loss" in logs:
+            logs |= self._counted.take()
+        super().log(logs, start_time)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """A checkpoint that can't be finished (full disk, Ctrl-C) is removed; earlier ones stay whole."""
+        folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        try:
+            super()._save_checkpoint(model, trial)
+        except BaseException as error:
+            if self.args.should_save:
+                shutil.rmtree(folder, ignore_errors=True)
+            if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+                raise TrainingError(
+                    f"the disk is full: {folder.name} could not be saved",
+                    f"free some space; earlier checkpoints in {folder.parent} are whole",
+                ) from error
+            raise
+
+
+class _Counted:
+    """Tokens and time since the last log. Counts on the host where the batch knows them; a padded batch's real tokens
+    are summed on the device and read when the log reads the loss anyway."""
+
+    def __init__(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
+        self._started: float | None = None
+        self._host = [0, 0]
+        self._device: list[Tensor] = []
+
+    def add(self, inputs: dict[str, Any]) -> None:
+        self._started = self._started or time.perf_counter()
+        packed = inputs.get("packed")
+        if isinstance(packed, PackedBatch):
+            self._host[0] += packed.real_tokens
+            self._host[1] += packed.n_labels
+        else:
+            self._device.append(torch.stack([inputs["attention_mask"].sum(), (inputs["labels"][:, 1:] != -100).sum()]))
+
+    def take(self) -> dict[str, float]:
+        tokens, labelled = self._host
+        for counted in self._device:
+            tokens, labelled = tokens + int(counted[0]), labelled + int(counted[1])
+        now = time.perf_counter()
+        seconds = now - (self._started or now)
+        self._reset()
+        self._started = now
+        return {
+            "tokens": tokens,
+            "labelled_tokens": labelled,
+            "step_seconds": seconds,
+            "tokens_per_second": tokens / max(seconds, 1e-9),
+        }
+
+
+def _refuse_unserved(args: Any, kwargs: dict[str, Any]) -> None:
+    for name, value, served in (
+        ("loss_type", getattr(args, "loss_type", "nll"), "nll"),
+        ("label_smoothing_factor", args.label_smoothing_factor, 0),
+        ("use_liger_kernel", args.use_liger_kernel, False),
+        ("compute_loss_func", kwargs.get("compute_loss_func"), None),
+        ("data_collator", kwargs.get("data_collator"), None),
+        ("padding_free", getattr(args, "padding_free", False), False),
+    ):
+        if value != served:
+            raise UnsupportedError(
+                f"{name} = {value!r} is not served by the packed trainer",
+                f"leave {name} at {served!r}, or use TRL's own SFTTrainer with an attached model",
+            )

@@ -1,0 +1,43 @@
+"""Fixtures shared by all tests: where data lies, tiny models of every family, NaN-poisoned memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shared", type=Path, default=ROOT.parent / "shared", help="folder with data/ and models/")
+    parser.addoption("--smollm2", type=Path, default=None, help="SmolLM2-135M-Instruct as a safetensors folder")
+
+
+@pytest.fixture(scope="session")
+def shared(request: pytest.FixtureRequest) -> Path:
+    """The folder of data and models the tests read in place."""
+    folder = request.config.getoption("--shared")
+    if not (folder / "models").is_dir():
+        pytest.fail(f"no data at {folder}: give the folder with data/ and models/ by --shared PATH")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def stories(shared: Path) -> Path:
+    """stories260k: a real Llama of 260,000 parameters with grouped heads."""
+    return shared / "models" / "stories260k"
+
+
+@pytest.fixture
+def nan_memory() -> Iterator[None]:
+    """Every uninitialised tensor holds NaN, so that what nobody wrote shows."""
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = fill

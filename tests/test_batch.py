@@ -1,0 +1,126 @@
+"""The packed batch: metadata, masks, label shifts, and what it refuses."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pronghorn.data.batch import DOCUMENT_BUCKET, LOSS_ROWS_BUCKET, SEQLEN_BUCKET, Collator, PackedBatch
+from pronghorn.errors import DataError
+
+documents = st.lists(st.integers(1, 40), min_size=1, max_size=12)
+
+
+def collate(rows: list[list[int]], row_tokens: int, keep: float = 0.6) -> dict[str, object]:
+    generator = torch.Generator().manual_seed(sum(map(sum, rows)))
+    made = []
+    for lengths in rows:
+        ids = torch.randint(1, 90, (sum(lengths),), generator=generator)
+        labels = torch.where(torch.rand(len(ids), generator=generator) < keep, ids, -100)
+        made.append({"input_ids": ids.tolist(), "labels": labels.tolist(), "lengths": lengths})
+    return Collator(row_tokens, pad_token_id=0)(made)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=st.lists(documents, min_size=1, max_size=3), spare=st.integers(0, 70))
+def test_metadata_of_any_rows(rows: list[list[int]], spare: int) -> None:
+    row_tokens = max(map(sum, rows)) + spare
+    batch = collate(rows, row_tokens)
+    packed, labels, ids = batch["packed"], batch["labels"][0], batch["input_ids"][0]
+    expected = [n for lengths in rows for n in [*lengths, row_tokens - sum(lengths)] if n]
+    assert list(packed.lengths) == expected and sum(packed.lengths) == packed.tokens == len(ids) == len(rows) * row_tokens
+    assert packed.real_tokens == sum(map(sum, rows))
+    assert packed.bucket % DOCUMENT_BUCKET == 0 and packed.cu_seqlens.dtype == torch.int32
+    bounds = packed.cu_seqlens.tolist()
+    assert bounds[: len(expected) + 1] == [0, *accumulate(expected)] and set(bounds[len(expected) :]) == {packed.tokens}
+    assert max(expected) <= packed.max_seqlen <= max(max(expected), min(packed.tokens, max(expected) + SEQLEN_BUCKET))
+    starts = [0, *accumulate(expected)][:-1]
+    assert batch["position_ids"][0].tolist() == [i for n in expected for i in range(n)]
+    assert packed.document_ids.tolist() == [d for d, n in enumerate(expected) for _ in range(n)]
+    # labels: never at a document's first token, never on the tail; the loss rows are exactly their predecessors
+    assert all(labels[start] == -100 for start in starts)
+    predicting = [i for i in range(len(labels) - 1) if labels[i + 1] != -100]
+    assert packed.n_labels == len(predicting)
+    assert packed.loss_rows[: packed.n_labels].tolist() == predicting
+    assert len(packed.loss_rows) % LOSS_ROWS_BUCKET == 0
+    assert set(packed.loss_rows[packed.n_labels :].tolist()) <= {packed.tokens - 1}
+    for i in predicting:  # a prediction never crosses a document's end
+        assert packed.document_ids[i] == packed.document_ids[i + 1] and labels[i + 1] == ids[i + 1]
+
+
+@settings(max_examples=40, deadline=None)
+@given(lengths=documents, window=st.one_of(st.none(), st.integers(1, 50)))
+def test_dense_mask_against_its_definition(lengths: list[int], window: int | None) -> None:
+    tokens = sum(lengths)
+    packed = PackedBatch.build(lengths, tokens=tokens)
+    mask = packed.dense_mask(window)
+    document = [d for d, n in enumerate(lengths) for _ in range(n)]
+    for q in range(tokens):
+        for k in range(tokens):
+            allowed = document[q] == document[k] and k <= q and (window is None or q - k < window)
+            assert mask[0, 0, q, k].item() is allowed
+
+
+def test_the_mask_is_kept_on_the_batch() -> None:
+    packed = PackedBatch.build([3, 5], tokens=8)
+    assert packed.dense_mask(None) is packed.dense_mask(None)
+    assert packed.dense_mask(2) is not packed.dense_mask(None)
+    assert packed.dense_mask(None, keep=False) is not packed.dense_mask(None)
+    assert packed.to("cpu").dense_mask(None) is not packed.dense_mask(None)  # nothing is shared between batches
+
+
+@pytest.mark.parametrize(
+    "lengths,tokens,says",
+    [([3, 4], 8, "sum to 7 but the row has 8"), ([8, 0], 8, "below 1"), ([], 0, "below 1"), ([9, -1], 8, "below 1")],
+)
+def test_lengths_that_do_not_fit_the_row(lengths: list[int], tokens: int, says: str) -> None:
+    with pytest.raises(DataError, match=says):
+        PackedBatch.build(lengths, tokens=tokens)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"input_ids": [1] * 9, "labels": [1] * 9, "lengths": [9]},
+        {"input_ids": [1] * 4, "labels": [1] * 4, "lengths": [3]},
+        {"input_ids": [1] * 4, "labels": [1] * 3, "lengths": [4]},
+    ],
+)
+def test_rows_that_do_not_fit(row: dict[str, list[int]]) -> None:
+    with pytest.raises(DataError, match="at most 8"):
+        Collator(8, 0)([row])
+
+
+def test_first_label_of_a_document_is_dropped_even_if_given() -> None:
+    batch = Collator(8, 0)([{"input_ids": [5, 6, 7, 8, 9], "labels": [5, 6, 7, 8, 9], "lengths": [2, 3]}])
+    assert batch["labels"][0].tolist() == [-100, 6, -100, 8, 9, -100, -100, -100]
+    assert batch["packed"].n_labels == 3
+
+
+def test_copy_into_a_static_batch() -> None:
+    first, second = (collate([[3, 4]], 16)["packed"], collate([[5, 1, 2]], 16)["packed"])
+    addresses = [t.data_ptr() for t in (second.cu_seqlens, second.document_ids, second.loss_rows)]
+    merged = first.copy_into(second)
+    assert merged.lengths == first.lengths and merged.n_labels == first.n_labels
+    assert [t.data_ptr() for t in (merged.cu_seqlens, merged.document_ids, merged.loss_rows)] == addresses
+    assert torch.equal(second.cu_seqlens, first.cu_seqlens) and torch.equal(second.loss_rows, first.loss_rows)
+    with pytest.raises(DataError, match="differ in shape"):
+        first.copy_into(collate([[3]], 32)["packed"])
+
+
+def test_moving_keeps_the_host_integers() -> None:
+    packed = collate([[3, 4]], 16)["packed"]
+    moved = packed.to("cpu")
+    assert moved.lengths == packed.lengths and moved.n_labels == packed.n_labels and moved.max_seqlen == packed.max_seqlen
+
+
+@pytest.mark.gpu
+def test_pinned_upload() -> None:
+    packed = collate([[3, 4]], 16)["packed"].pin_memory()
+    assert packed.cu_seqlens.is_pinned() and packed.loss_rows.is_pinned()
+    there = packed.to("cuda", non_blocking=True)
+    assert there.cu_seqlens.is_cuda and there.cu_seqlens.tolist() == packed.cu_seqlens.tolist()

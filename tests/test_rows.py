@@ -1,0 +1,137 @@
+"""Reading rows: the three formats, and an error with file and line for everything else."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pronghorn.data.rows import Conversation, Message, PromptCompletion, TextDocument, read_rows
+from pronghorn.errors import DataError
+
+TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+GOOD = json.dumps({"prompt": "Hi", "completion": "Hello"})
+
+
+def write(folder: Path, content: str | bytes, name: str = "train.jsonl") -> Path:
+    path = folder / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def test_the_formats(tmp_path: Path) -> None:
+    path = write(tmp_path, json.dumps({"messages": TURNS}) + "\n")
+    turns = (Message("user", "Hi"), Message("assistant", "Hello"))
+    assert read_rows(path) == [Conversation(turns, path=str(path), line=1)]
+
+    path = write(tmp_path, f"\ufeff{GOOD}\r\n\n  \n{GOOD}")  # a byte-order mark, blank lines, no newline at the end
+    assert [row.line for row in read_rows(path)] == [1, 4]
+    assert read_rows(path)[1] == PromptCompletion("Hi", "Hello", path=str(path), line=4)
+    assert read_rows(str(path))[1].source == f"{path} line 4"
+
+    path = write(tmp_path, '{"text": "one\u2028two"}\n')
+    assert read_rows(path) == [TextDocument("one\u2028two", path=str(path), line=1)]
+
+
+def test_columns_rename_and_ignore_the_rest(tmp_path: Path) -> None:
+    path = write(tmp_path, '{"question": "2 + 2?", "answer": "4", "level": 1}\n')
+    columns = {"prompt": "question", "completion": "answer"}
+    assert read_rows(path, columns) == [PromptCompletion("2 + 2?", "4", path=str(path), line=1)]
+    path = write(tmp_path, '{"prompt": "2 + 2?", "answer": "4"}\n')
+    assert read_rows(path, {"completion": "answer"}) == [PromptCompletion("2 + 2?", "4", path=str(path), line=1)]
+
+
+rows_as_json = st.lists(st.fixed_dictionaries({"text": st.text(min_size=1).filter(str.strip)}), min_size=1, max_size=8)
+
+
+@settings(deadline=None)
+@given(values=rows_as_json, indent=st.sampled_from([None, 1, "\t"]), ascii_only=st.booleans())
+def test_a_json_list_reads_as_the_same_rows_with_the_lines_they_start_on(
+    values: list[dict[str, str]], indent: int | str | None, ascii_only: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    text = "\n" + json.dumps(values, indent=indent, ensure_ascii=ascii_only)
+    rows = read_rows(write(tmp_path_factory.mktemp("rows"), text, "train.json"))
+    assert [row.text for row in rows if isinstance(row, TextDocument)] == [value["text"] for value in values]
+    lines = [2] * len(values) if indent is None else [3 + 3 * number for number in range(len(values))]
+    assert [row.line for row in rows] == lines
+
+
+def message(*turns: object) -> str:
+    return json.dumps({"messages": turns})
+
+
+USER, ASSISTANT = TURNS
+BAD = {
+    "empty": ("", "train.jsonl: no rows in it"),
+    "blank": ("\n \n", "no rows in it"),
+    "malformed": (f"{GOOD}\n{{'prompt': 1}}\n", r"line 2: not valid JSON \(Expecting property name.*, column 2\)"),
+    "cut short": (f'{GOOD}\n{GOOD}\n{{"prompt": "a', r"line 3: not valid JSON \(Unterminated string"),
+    "huge number": ('{"text": ' + "1" * 5000 + "}", "line 1: JSON that can't be read"),
+    "nested": ("[" * 200_000, "line 1: JSON that can't be read"),
+    "not an object": (f"{GOOD}\n[1]\n", "line 2: list instead of an object: write each row as"),
+    "not utf-8": (f"{GOOD}\n".encode() + b'{"text": "caf\xe9"}\n', "line 2: byte 0xe9 is not UTF-8"),
+    "half a surrogate": ('{"text": "\\ud83d"}', "line 1: text holds half a surrogate pair"),
+    "unknown keys": ('{"question": "a", "answer": "b"}', "line 1: keys 'question', 'answer' are no known format"),
+    "no keys": ("{}", r"line 1: keys \(none\) are no known format"),
+    "half a format": ('{"prompt": "a"}', "line 1: keys 'prompt' are no known format: write each row as"),
+    "a key too many": (
+        '{"messages": [], "label": true}',
+        r"line 1: keys 'label' beside 'messages': delete them, or set data.columns to \{messages: messages\}",
+    ),
+    "mixed": (f'{GOOD}\n\n{{"text": "a"}}', "line 3: a row with 'text', but line 1 has 'prompt', 'completion'"),
+    "prompt not a string": ('{"prompt": 4, "completion": "b"}', "line 1: prompt is int 4, not a string"),
+    "completion null": ('{"prompt": "a", "completion": null}', "line 1: completion is NoneType None, not a string"),
+    "completion empty": ('{"prompt": "a", "completion": " \\n"}', "line 1: an empty completion"),
+    "text empty": ('{"text": ""}', "line 1: an empty text"),
+    "no messages": ('{"messages": []}', r"line 1: messages is list \[\]"),
+    "messages a string": ('{"messages": "hi"}', "line 1: messages is str 'hi'"),
+    "message a string": (message("hi"), "line 1 message 1: str 'hi'"),
+    "message with more": (message(USER | {"name": "x"}), "message 1: keys 'role', 'content', 'name'"),
+    "message without role": (message({"content": "x"}), "message 1: keys 'content': write a message as"),
+    "role unknown": (message(USER, ASSISTANT | {"role": "gpt"}), "message 2: role str 'gpt': use one of system, user"),
+    "role a number": (message(USER | {"role": 3}), "message 1: role int 3"),
+    "content a list": (message(USER | {"content": [1]}), r"message 1: content is list \[1\], not a string"),
+    "assistant first": (message(ASSISTANT), "message 1: an assistant message with no user message before it"),
+    "late system": (message(USER, {"role": "system", "content": "x"}), "message 2: a system message that is not the"),
+    "assistant empty": (message(USER, ASSISTANT | {"content": ""}), "message 2: an empty assistant message"),
+}
+
+
+@pytest.mark.parametrize(("content", "error"), BAD.values(), ids=BAD)
+def test_bad_lines(content: str | bytes, error: str, tmp_path: Path) -> None:
+    path = write(tmp_path, content)
+    with pytest.raises(DataError, match=error) as caught:
+        read_rows(path)
+    assert str(path) in caught.value.problem
+    assert caught.value.remedy
+
+
+BAD_LISTS = {
+    "empty": (" \n", "train.json: no rows in it"),
+    "no items": ("[]", "train.json: no rows in it"),
+    "an object": (GOOD, "train.json: dict instead of a list"),
+    "malformed": (f"[\n{GOOD},\n{GOOD}\n,]", r"line 4: not valid JSON \(.*, column 2\)"),
+    "an item that is none": (f"[\n{GOOD},\n7]", "line 3: int instead of an object"),
+    "not utf-8": (f"[\n{GOOD},\n".encode() + b'"\xff"]', "line 3: byte 0xff is not UTF-8"),
+}
+
+
+@pytest.mark.parametrize(("content", "error"), BAD_LISTS.values(), ids=BAD_LISTS)
+def test_bad_lists(content: str | bytes, error: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=error):
+        read_rows(write(tmp_path, content, "train.json"))
+
+
+def test_bad_paths_and_columns(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"absent\.jsonl: no such file: mend data\.train"):
+        read_rows(tmp_path / "absent.jsonl")
+    with pytest.raises(DataError, match="no such file"):
+        read_rows(tmp_path)
+    with pytest.raises(DataError, match=r"unknown file type \.csv: give a \.jsonl or \.json file"):
+        read_rows(write(tmp_path, "a,b\n", "train.csv"))
+    path = write(tmp_path, GOOD)
+    with pytest.raises(DataError, match=r"data\.columns renames 'question', which belong to no one format"):
+        read_rows(path, {"question": "prompt"})
+    with pytest.raises(DataError, match="line 1: no 'answer' among its keys 'prompt', 'completion': mend data"):
+        read_rows(path, {"completion": "answer"})

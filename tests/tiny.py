@@ -1,0 +1,52 @@
+"""Tiny random models of every family Pronghorn serves, and packed rows for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pronghorn.data.batch import Collator
+
+VOCAB = 131
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 88,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "head_dim": 16,
+}
+# A window shorter than the documents, so that it must be right inside them.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 7},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    "qwen3": {},
+    "gemma3_text": {"sliding_window": 5, "query_pre_attn_scalar": 16},
+}
+
+
+def tiny_model(family: str, seed: int = 0, **changes: Any) -> Any:
+    """A float32 model in training mode, its weights spread enough that every part matters."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(family, **{**_COMMON, **FAMILIES[family], **changes})
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model.train()
+
+
+def packed_row(lengths: list[int], row_tokens: int, vocab: int = VOCAB, seed: int = 0) -> dict[str, Any]:
+    """A collated row of random documents, two thirds of their tokens labelled."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, vocab, (sum(lengths),), generator=generator)
+    labels = torch.where(torch.rand(len(ids), generator=generator) < 0.67, ids, -100)
+    row = {"input_ids": ids.tolist(), "labels": labels.tolist(), "lengths": lengths}
+    return Collator(row_tokens, pad_token_id=0)([row])
