@@ -30,9 +30,18 @@ from pronghorn.models.lora import add_lora
 
 MODES = ("once", "per_layer", "per_layer_mask")
 CONFIG_KEYS = (
-    "model_type num_hidden_layers hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim "
-    "vocab_size tie_word_embeddings rms_norm_eps max_position_embeddings"
-).split()
+    "model_type",
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "tie_word_embeddings",
+    "rms_norm_eps",
+    "max_position_embeddings",
+)
 
 
 def build_model(shape: dict[str, Any], dtype: torch.dtype) -> Any:

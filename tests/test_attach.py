@@ -424,6 +424,20 @@ def test_a_packed_row_that_starts_inside_a_document_is_refused(position_ids: lis
         model(input_ids=torch.ones(2, 5, dtype=torch.int64), position_ids=torch.tensor(position_ids))
 
 
+def test_packed_positions_with_a_padding_mask_are_refused() -> None:
+    """transformers' path would let the documents see each other."""
+    model = tiny_model("llama")
+    attach(model)
+    batch = packed_row(LENGTHS, ROW)
+    mask = torch.ones_like(batch["input_ids"])
+    with pytest.raises(DataError, match="leave attention_mask out of packed batches"):
+        model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], attention_mask=mask)
+    ids, mask = torch.ones(2, 5, dtype=torch.int64), torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 0]])
+    for padding in (0, 1):  # positions of a padded batch, by either convention
+        position_ids = (mask.cumsum(-1) - 1).masked_fill(mask == 0, padding)
+        assert model(input_ids=ids, position_ids=position_ids, attention_mask=mask).logits.isfinite().all()
+
+
 def test_two_models_do_not_disturb_each_other() -> None:
     batch = packed_row(LENGTHS, ROW)
     alone = []

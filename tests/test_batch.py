@@ -32,7 +32,9 @@ def test_metadata_of_any_rows(rows: list[list[int]], spare: int) -> None:
     batch = collate(rows, row_tokens)
     packed, labels, ids = batch["packed"], batch["labels"][0], batch["input_ids"][0]
     expected = [n for lengths in rows for n in [*lengths, row_tokens - sum(lengths)] if n]
-    assert list(packed.lengths) == expected and sum(packed.lengths) == packed.tokens == len(ids) == len(rows) * row_tokens
+    assert (
+        list(packed.lengths) == expected and sum(packed.lengths) == packed.tokens == len(ids) == len(rows) * row_tokens
+    )
     assert packed.real_tokens == sum(map(sum, rows))
     assert packed.bucket % DOCUMENT_BUCKET == 0 and packed.cu_seqlens.dtype == torch.int32
     bounds = packed.cu_seqlens.tolist()
@@ -115,7 +117,9 @@ def test_copy_into_a_static_batch() -> None:
 def test_moving_keeps_the_host_integers() -> None:
     packed = collate([[3, 4]], 16)["packed"]
     moved = packed.to("cpu")
-    assert moved.lengths == packed.lengths and moved.n_labels == packed.n_labels and moved.max_seqlen == packed.max_seqlen
+    assert (
+        moved.lengths == packed.lengths and moved.n_labels == packed.n_labels and moved.max_seqlen == packed.max_seqlen
+    )
 
 
 @pytest.mark.gpu

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import packed_row, tiny_model
 
 from pronghorn.api import FastLanguageModel
 from pronghorn.errors import TrainingError
@@ -15,6 +14,7 @@ from pronghorn.models.attach import attach
 from pronghorn.models.families import recompute_layers
 from pronghorn.models.lora import add_lora
 from pronghorn.train.gradients import GradientWatch
+from tiny import packed_row, tiny_model
 
 pytestmark = pytest.mark.gpu
 
@@ -41,9 +41,7 @@ def step(model: Any, batch: dict[str, Any]) -> None:
 @pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text"])
-def test_lane_a_never_synchronises(
-    family: str, dtype: torch.dtype, recompute: bool, no_synchronisation: Any
-) -> None:
+def test_lane_a_never_synchronises(family: str, dtype: torch.dtype, recompute: bool, no_synchronisation: Any) -> None:
     model = add_lora(tiny_model(family).to("cuda", dtype))
     attach(model)
     recompute_layers(model.get_base_model(), recompute)

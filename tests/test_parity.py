@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import FAMILIES, packed_row, tiny_model
-from tolerance import assert_three_way
 from torch.nn.functional import cross_entropy
 
 from pronghorn.data.packing import IGNORE_INDEX
 from pronghorn.models.attach import attach
+from tiny import FAMILIES, packed_row, tiny_model
+from tolerance import assert_three_way
 
 # One-token documents at the start, in the middle and before the tail; a document longer than every window.
 LENGTHS = [1, 40, 1, 13, 22, 1]
@@ -24,7 +24,7 @@ ROW = 96
 
 
 def one_document_at_a_time(model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits [T, V] and the mean loss, each document through the model alone (the padded tail too: it has no labels)."""
+    """Logits [T, V] and the mean loss, each document through the model alone (and the unlabelled padded tail)."""
     logits, total, start = [], torch.zeros((), dtype=torch.float64), 0
     for length in batch["packed"].lengths:
         part = slice(start, start + length)

@@ -21,7 +21,18 @@ _HOMES = {
     "PackedRows": "pronghorn.data.packed_rows",
     "Recipe": "pronghorn.config",
 }
-__all__ = [*_HOMES, "__version__"]
+__all__ = [
+    "Collator",
+    "FastLanguageModel",
+    "Handle",
+    "PackedBatch",
+    "PackedRows",
+    "Plan",
+    "Recipe",
+    "SFTTrainer",
+    "__version__",
+    "attach",
+]
 
 if TYPE_CHECKING:
     from pronghorn.api import FastLanguageModel

@@ -138,7 +138,8 @@ class FastLanguageModel:
         """
         if save_method != "merged_16bit":
             raise UnsupportedError(
-                f"save_method {save_method!r} is not supported", "use 'merged_16bit', or save_pretrained for the adapter"
+                f"save_method {save_method!r} is not supported",
+                "use 'merged_16bit', or save_pretrained for the adapter",
             )
         return save_merged(model, tokenizer, save_directory)
 
@@ -152,9 +153,7 @@ def _finish(model: Any, max_seq_length: int | None) -> Any:
 
 def _recompute(value: Checkpointing) -> bool:
     if value not in (True, False, "auto", "unsloth"):
-        raise ConfigError(
-            f"use_gradient_checkpointing = {value!r} is unknown", "use True, False, 'auto' or 'unsloth'"
-        )
+        raise ConfigError(f"use_gradient_checkpointing = {value!r} is unknown", "use True, False, 'auto' or 'unsloth'")
     return bool(value)
 
 

@@ -1,7 +1,7 @@
 """Packed attention in plain torch: one SDPA call a document, or one dense mask for the row.
 
-Both are references for the flash path. Document by document is what serves where flash can't (float32, the CPU); the dense
-mask is for backends that need one.
+Both are references for the flash path. Document by document is what serves where flash can't (float32, the CPU); the
+dense mask is for backends that need one.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def device_name() -> str:
 
 
 def measure_ceilings() -> dict[str, float]:
-    """What this GPU reaches now: a bf16 product of 8,192³ in TFLOP/s and a copy of 2 GiB in bytes/s (read + written)."""
+    """What this GPU reaches now: a bf16 product of 8,192³ (TFLOP/s) and a copy of 2 GiB (bytes/s read + written)."""
     side, repeats = 8192, 10
     a, b = (torch.randn(side, side, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     source = torch.randn(2**29, device="cuda")

@@ -3,8 +3,8 @@
 Three changes, all outside the parameters (so saving gives byte for byte what an unattached model gives):
 
 1. The config's attention implementation becomes Pronghorn's (`attention.packed`).
-2. A forward pre-hook on the backbone finds the batch's `PackedBatch` (lane A passes it as the keyword `packed`; lane B's
-   is made once per forward from TRL's `cu_seq_lens_*` or from `position_ids`) and hands every layer that one object.
+2. A forward pre-hook on the backbone finds the batch's `PackedBatch` (lane A passes it as the keyword `packed`; lane
+   B's is made once per forward from TRL's `cu_seq_lens_*` or from `position_ids`) and hands every layer that one object.
 3. The causal LM's class becomes a subclass of the same name whose forward computes the loss of a packed batch from the
    labelled tokens' hidden states (`models.head`). Other calls run the original forward.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ class PathTaken:
 class Handle:
     """What `attach` did to one model, and the way back."""
 
-    model: nn.Module
+    model: Any
     """The transformers causal LM that was changed (not a PEFT wrapper around it)."""
     plan: Plan | None
     options: tuple[Backend, Metadata]
@@ -88,7 +89,8 @@ class Handle:
         """
         if getattr(self.model, "_pronghorn_handle", None) is not self:
             return
-        if not isinstance(self.model, PackedCausalLM) or type(self.model).__bases__[-1] is not self.original_class:
+        swapped = isinstance(self.model, PackedCausalLM) and type(self.model).__bases__[-1] is self.original_class
+        if not swapped or any(hasattr(parameter, "device_mesh") for parameter in self.model.parameters()):
             raise ConfigError(
                 f"{type(self.model).__name__} was wrapped or sharded after attach", "detach before sharding the model"
             )
@@ -138,7 +140,7 @@ def attach(
     previous = base.config._attn_implementation
     base.set_attn_implementation(name)
     hook = base.base_model.register_forward_pre_hook(_share_metadata, with_kwargs=True)
-    previous_class = type(base)
+    previous_class: Any = type(base)
     base.__class__ = _packed_class(previous_class)
     handle = Handle(base, plan, options, previous, previous_class, was_recomputing, hook)
     base._pronghorn_handle = handle
@@ -212,12 +214,12 @@ def _packed_class(original: type[nn.Module]) -> type[nn.Module]:
 
 
 def _share_metadata(
-    backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Forward pre-hook of the backbone: one PackedBatch for all layers, and no mask built."""
     packed = kwargs.get("packed")
     ids = kwargs.get("input_ids", args[0] if args else None)
-    tokens = ids if ids is not None else kwargs.get("inputs_embeds")
+    tokens: Any = ids if ids is not None else kwargs.get("inputs_embeds")
     if packed is None:
         packed = _from_stock_arguments(kwargs)
         if packed is None:
@@ -250,9 +252,15 @@ def _from_stock_arguments(kwargs: dict[str, Any]) -> PackedBatch | None:
     Costs one synchronisation on CUDA (the bounds become host integers).
     """
     position_ids, cu_seqlens = kwargs.get("position_ids"), kwargs.get("cu_seq_lens_q")
-    if kwargs.get("attention_mask") is not None or kwargs.get("past_key_values") is not None or position_ids is None:
+    mask = kwargs.get("attention_mask")
+    if kwargs.get("past_key_values") is not None or position_ids is None or position_ids.dim() != 2:
         return None
-    if position_ids.dim() != 2:
+    if mask is not None:
+        if mask.dim() == 2 and ((position_ids[:, 1:] == 0) & (mask[:, 1:] != 0) & (mask[:, :-1] != 0)).any():
+            raise DataError(
+                "position_ids restart inside a row that came with an attention_mask, which can't isolate documents",
+                "leave attention_mask out of packed batches",
+            )
         return None
     flat = position_ids.flatten()
     if cu_seqlens is None:
@@ -269,7 +277,5 @@ def _from_stock_arguments(kwargs: dict[str, Any]) -> PackedBatch | None:
         bounds = [*starts, flat.numel()]
     else:
         bounds = cu_seqlens.tolist()
-    lengths = [end - start for start, end in zip(bounds, bounds[1:], strict=False) if end > start]
+    lengths = [end - start for start, end in pairwise(bounds) if end > start]
     return PackedBatch.build(lengths, tokens=flat.numel(), device=flat.device)
-
-

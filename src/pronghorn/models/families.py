@@ -1,6 +1,7 @@
 """The model families Pronghorn serves, and where their parts live.
 
-A family is listed once its packed forward and gradients are shown to equal one document at a time (tests/test_parity.py).
+A family is listed once its packed forward and gradients are shown to equal one document at a time
+(tests/test_parity.py).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ FAMILIES = {
 }
 
 
-def base_causal_lm(model: nn.Module) -> nn.Module:
+def base_causal_lm(model: Any) -> Any:
     """The transformers causal LM inside a PEFT or data-parallel wrapper (or the model itself)."""
     if hasattr(model, "module") and not hasattr(model, "config"):
         model = model.module

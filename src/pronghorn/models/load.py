@@ -30,7 +30,9 @@ def resolve_dtype(dtype: torch.dtype | str | None, device: torch.device) -> torc
     name = str(dtype).removeprefix("torch.")
     name = _ALIASES.get(name, name)
     if name not in DTYPES:
-        raise ConfigError(f"dtype {dtype!r} is unknown", f"use one of {', '.join(DTYPES)}, or None for the device's own")
+        raise ConfigError(
+            f"dtype {dtype!r} is unknown", f"use one of {', '.join(DTYPES)}, or None for the device's own"
+        )
     return DTYPES[name]
 
 
@@ -105,7 +107,17 @@ def load_model(
         **hub,
         **({"quantization_config": quantization} if quantization is not None else {}),
     )
+    _keep_packed_4bit_layout(model)
     return model, AutoTokenizer.from_pretrained(name, **hub)
+
+
+def _keep_packed_4bit_layout(model: nn.Module) -> None:
+    """On CPUs with AVX512-BF16 bitsandbytes repacks 4-bit weights at the first evaluation, for a product without a
+    backward: the next training step has the right loss and wrong gradients, and a merge reads garbage. Keep it off."""
+    module: Any
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
 
 
 def check_max_seq_length(config: Any, max_seq_length: int) -> None:
@@ -169,7 +181,7 @@ def _refuse_pickles(folder: Path) -> None:
         found = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt", ".gguf"))
         raise DataError(
             f"{folder} holds no safetensors weights (found: {', '.join(found) or 'no weights at all'})",
-            "pickled weights are never read: convert the checkpoint to safetensors; a GGUF file is given by its own path",
+            "pickled weights are never read: convert them to safetensors; a GGUF file is given by its own path",
         )
 
 

@@ -1,6 +1,6 @@
 """LoRA adapters, by PEFT, on a loaded model.
 
-    y = W x + (alpha / r) · B A x        A ~ Kaiming uniform, B = 0        (Hu et al. 2021, arXiv:2106.09685)
+y = W x + (alpha / r) · B A x        A ~ Kaiming uniform, B = 0        (Hu et al. 2021, arXiv:2106.09685)
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Watch over gradients: an adapter that never trains or a gradient that isn't finite stops the run, by name.
 
-The flags are computed on the device and read one optimiser step later, so that the watch never makes the host wait. Until
-then a non-finite gradient can do no harm: fused optimisers take `found_inf` and skip the update on the device.
+The flags are computed on the device and read one optimiser step later, so that the watch never makes the host wait.
+Until then a non-finite gradient can do no harm: fused optimisers take `found_inf` and skip the update on the device.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class _Pending:
 class GradientWatch(TrainerCallback):
     """Stops the run when a trainable tensor's gradient was exactly zero, or not finite, over a whole optimiser step.
 
-    Zero is judged from the first step after the weights have moved once: before that every `lora_A` has a zero gradient,
-    since `lora_B` starts at zero (and a warm-up's first step has learning rate 0 and moves nothing). With float16
-    loss scaling a non-finite gradient is expected now and then, and left to the scaler.
+    Zero is judged from the first step after the weights have moved once: before that every `lora_A` has a zero
+    gradient, since `lora_B` starts at zero (and a warm-up's first step has learning rate 0 and moves nothing). With
+    float16 loss scaling a non-finite gradient is expected now and then, and left to the scaler.
     """
 
     def __init__(self) -> None:
@@ -77,22 +77,22 @@ class GradientWatch(TrainerCallback):
         if pending.event is not None:
             pending.event.synchronize()
         nonzero, nonfinite = pending.flags.bool()
-        if nonfinite.any() and not pending.scaled:
+        if nonfinite.any():
+            if pending.scaled:
+                return  # the scaler skips this step; clipping by an infinite norm has zeroed the finite gradients
             bad = pending.named(nonfinite)
             raise TrainingError(
                 f"step {pending.step}: {len(bad)} gradients are not finite, first {bad[0]}",
                 "the update was skipped: lower the learning rate, look at the data of this step, or use bfloat16",
             )
-        alive = nonzero | nonfinite
-        if self._moved and not alive.all():
-            dead = pending.named(~alive)
+        if self._moved and not nonzero.all():
+            dead = pending.named(~nonzero)
             listed = ", ".join(dead[:5]) + (" …" if len(dead) > 5 else "")
             raise TrainingError(
                 f"step {pending.step}: the gradient of {len(dead)} trainable tensors was exactly zero: {listed}",
                 "a part of the model doesn't train: check target_modules, frozen weights and that the data has labels",
             )
-        # a scaler skips steps that overflowed: the weights have moved only after a finite one
-        self._moved = self._moved or (pending.moves and not bool(nonfinite.any()))
+        self._moved = self._moved or pending.moves
 
 
 def gradient_flags(gradients: list[Tensor | None], device: torch.device) -> Tensor:

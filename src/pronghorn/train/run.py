@@ -7,33 +7,38 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import PrinterCallback, TrainerCallback
+from trl import SFTConfig
 
+from pronghorn.bench.record import versions
 from pronghorn.config import Recipe
+from pronghorn.data.batch import Collator
 from pronghorn.data.chat import fit, tokenize
 from pronghorn.data.packed_rows import PackedRows
 from pronghorn.data.rows import read_rows
 from pronghorn.errors import ConfigError, TrainingError
 from pronghorn.export.folder import whole_folder
 from pronghorn.models.attach import Handle, attach
-from pronghorn.models.families import recompute_layers
+from pronghorn.models.families import base_causal_lm, recompute_layers
 from pronghorn.models.load import default_device, load_model, resolve_dtype, trainable_parameters
 from pronghorn.models.lora import add_lora
 from pronghorn.train.evaluate import answer, heldout_loss
 from pronghorn.train.progress import ProgressCallback, track
-from pronghorn.train.record import RunRecord, versions
+from pronghorn.train.record import RunRecord
 from pronghorn.train.report import check_report_dependencies, write_report
+from pronghorn.train.trainer import SFTTrainer
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
 def run(recipe: Recipe, console: Console) -> RunRecord:
-    """Do what the recipe says and leave adapter (or model), `run.json` and `report.html` in its output folder.
+    """Do what the recipe says and leave the adapter (or model), `run.json` and `report.html` in its output folder.
 
     Raises:
         ConfigError, DataError, UnsupportedError: before anything is trained.
         TrainingError: dead or non-finite gradients, a full disk, or a held-out loss that did not fall by
-            `train.min_improvement` (everything is saved before that is judged).
+            `train.min_improvement` (which is judged last, with everything saved).
     """
     started = time.perf_counter()
     output = Path(recipe.train.output)
@@ -42,48 +47,201 @@ def run(recipe: Recipe, console: Console) -> RunRecord:
     if recipe.report.html:
         check_report_dependencies()
 
-    device = default_device()
-    console.print(f"[bold]Loading[/] {recipe.model.name} on {device}")
-    model, tokenizer, dtype = _load(recipe, device)
-    rows, counts = _packed(recipe, recipe.data.train, tokenizer, console)
-    heldout = _packed(recipe, recipe.data.eval, tokenizer, console)[0] if recipe.data.eval else None
+    console.print(f"[bold]Loading[/] {recipe.model.name}")
+    model, tokenizer, handle = _load(recipe)
+    documents, counts = _documents(recipe, recipe.data.train, tokenizer, console)
+    heldout = None
+    if recipe.data.eval is not None:
+        heldout = PackedRows(_documents(recipe, recipe.data.eval, tokenizer, console)[0], recipe.model.max_seq_length)
+    packing = PackedRows(documents, recipe.model.max_seq_length, seed=recipe.train.seed).stats
     console.print(
-        f"{rows.stats.documents:,} documents, {rows.stats.tokens:,} tokens in {rows.stats.rows:,} rows of "
-        f"{rows.stats.row_tokens:,}: {rows.stats.efficiency:.1%} full (at most {rows.stats.ceiling:.1%} is possible)"
+        f"{packing.documents:,} documents, {packing.tokens:,} tokens; packed into {packing.rows:,} rows of "
+        f"{packing.row_tokens:,} they are {packing.efficiency:.1%} full (at most {packing.ceiling:.1%} is possible)"
     )
-    handle = _adapt(recipe, model)
-    model = handle.wrapped
-    trainer = _trainer(recipe, model, tokenizer, rows, dtype, console)
-    collate = trainer.collate_packed
-    before = heldout_loss(model, heldout, collate, recipe.data.eval_rows, console, "Held-out loss before")
-    first_answers = [answer(model, tokenizer, p, recipe.report.sample_tokens) for p in recipe.report.sample_prompts]
-    trainer.train()
-    after = heldout_loss(model, heldout, collate, recipe.data.eval_rows, console, "Held-out loss after")
-    last_answers = [answer(model, tokenizer, p, recipe.report.sample_tokens) for p in recipe.report.sample_prompts]
+    deadline, progress = Deadline(recipe.train.max_minutes), ProgressCallback(console)
+    trainer = _trainer(recipe, model, tokenizer, documents, [deadline, progress])
 
-    if trainer.accelerator.is_main_process or trainer.is_fsdp_enabled:
-        _save(recipe, trainer, tokenizer, output)
+    before, answers_before = _judge(recipe, model, tokenizer, heldout, console, "before")
+    try:
+        trainer.train()
+    finally:
+        progress.close()
+    if trainer.accelerator.is_main_process:
+        with whole_folder(output / ("adapter" if recipe.adapter.method == "lora" else "model")) as folder:
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+    after, answers_after = _judge(recipe, model, tokenizer, heldout, console, "after")
+
+    on_gpu = model.device.type == "cuda"
     record = RunRecord(
         recipe=recipe.to_dict(),
-        model=str(recipe.model.name),
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        model=recipe.model.name,
+        device=torch.cuda.get_device_name(model.device) if on_gpu else "CPU",
         versions=versions(),
-        packing={**vars(rows.stats), **counts},
-        paths=[vars(path) for path in handle.attached.report],
+        packing={**vars(packing), **counts},
+        paths=[vars(path) for path in handle.report],
         steps=_steps(trainer.state.log_history),
-        heldout={"before": before, "after": after, "rows": min(len(heldout or ()), recipe.data.eval_rows or 10**9)},
+        heldout={"before": before, "after": after, "rows": _evaluated_rows(recipe, heldout)},
         samples=[
-            {"prompt": p, "before": b, "after": a}
-            for p, b, a in zip(recipe.report.sample_prompts, first_answers, last_answers, strict=True)
+            {"prompt": prompt, "before": first, "after": last}
+            for prompt, first, last in zip(recipe.report.sample_prompts, answers_before, answers_after, strict=True)
         ],
         trainable=trainable_parameters(model),
         seconds=time.perf_counter() - started,
-        stopped=trainer.stopped_by,
-        peak_memory_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+        stopped="max_minutes" if deadline.hit else "max_steps" if recipe.train.max_steps else "epochs",
+        peak_memory_bytes=torch.cuda.max_memory_allocated(model.device) if on_gpu else None,
     )
     if trainer.accelerator.is_main_process:
         record.write(output)
         if recipe.report.html:
             write_report(record, output)
-    _judge(recipe, before, after)
+    _must_have_improved(recipe, before, after)
     return record
+
+
+def _judge(
+    recipe: Recipe, model: Any, tokenizer: Any, heldout: PackedRows | None, console: Console, when: str
+) -> tuple[float | None, list[str]]:
+    """Held-out loss (None without held-out data) and the answers to the sample prompts."""
+    loss = None
+    if heldout is not None:
+        collator = Collator(recipe.model.max_seq_length, tokenizer.pad_token_id)
+        rows = range(_evaluated_rows(recipe, heldout))
+        loss = heldout_loss(model, heldout, track(rows, f"Held-out rows {when}", len(rows), console), collator)
+        console.print(f"[bold]Held-out loss {when} training[/] {loss:.4f}")
+    return loss, [answer(model, tokenizer, p, recipe.report.sample_tokens) for p in recipe.report.sample_prompts]
+
+
+def _evaluated_rows(recipe: Recipe, heldout: PackedRows | None) -> int:
+    rows = 0 if heldout is None else len(heldout)
+    return rows if recipe.data.eval_rows is None else min(rows, recipe.data.eval_rows)
+
+
+def _load(recipe: Recipe) -> tuple[Any, Any, Handle]:
+    """Model (with its adapter), tokenizer, and the handle that tells the paths taken."""
+    device = default_device()
+    dtype = resolve_dtype(recipe.precision.dtype, device)
+    full = recipe.adapter.method == "full"
+    model, tokenizer = load_model(
+        recipe.model.name,
+        max_seq_length=recipe.model.max_seq_length,
+        dtype=torch.float32 if full else dtype,  # full fine-tuning keeps float32 masters and computes in `dtype`
+        load_in_4bit=recipe.model.load_in_4bit,
+        trust_remote_code=recipe.model.trust_remote_code,
+        device=device,
+    )
+    recompute_layers(base_causal_lm(model), bool(recipe.memory.gradient_checkpointing))
+    if not full and not hasattr(model, "peft_config"):
+        adapter = recipe.adapter
+        model = add_lora(
+            model,
+            r=adapter.r,
+            lora_alpha=adapter.lora_alpha,
+            lora_dropout=adapter.lora_dropout,
+            target_modules=adapter.target_modules,
+            bias=adapter.bias,
+            use_rslora=adapter.use_rslora,
+            random_state=adapter.random_state,
+        )
+    handle = attach(model, attention=recipe.packing.attention, packing_metadata=recipe.packing.metadata)
+    return model, tokenizer, handle
+
+
+def _documents(recipe: Recipe, path: Path, tokenizer: Any, console: Console) -> tuple[Any, dict[str, int]]:
+    """Tokenised documents as a `datasets.Dataset`, and how many were dropped or cut."""
+    from datasets import Dataset
+
+    rows = read_rows(path, recipe.data.columns)
+    console.print(f"Tokenising {len(rows):,} rows of {path}")
+    tokenised = tokenize(rows, tokenizer, recipe.data.loss_on)
+    fitted = fit(tokenised.documents, recipe.model.max_seq_length, recipe.data.overflow)
+    dropped = tokenised.dropped_unlabelled + fitted.dropped
+    if dropped or fitted.truncated:
+        console.print(f"{path.name}: {dropped} documents dropped, {fitted.truncated} truncated")
+    columns = {
+        "input_ids": [document.input_ids for document in fitted.documents],
+        "labels": [document.labels for document in fitted.documents],
+    }
+    return Dataset.from_dict(columns), {"dropped": dropped, "truncated": fitted.truncated}
+
+
+def _trainer(
+    recipe: Recipe, model: Any, tokenizer: Any, documents: Any, callbacks: list[TrainerCallback]
+) -> SFTTrainer:
+    train, device = recipe.train, default_device()
+    dtype = resolve_dtype(recipe.precision.dtype, device)
+    full = recipe.adapter.method == "full"
+    config = SFTConfig(
+        output_dir=str(train.output),
+        packing=recipe.packing.enabled,
+        max_length=recipe.model.max_seq_length,
+        per_device_train_batch_size=recipe.packing.rows_per_step,
+        gradient_accumulation_steps=train.gradient_accumulation_steps,
+        max_steps=train.max_steps or -1,
+        num_train_epochs=train.epochs,
+        learning_rate=train.learning_rate,
+        warmup_steps=train.warmup_steps,
+        lr_scheduler_type=train.lr_scheduler,
+        weight_decay=train.weight_decay,
+        max_grad_norm=train.max_grad_norm,
+        logging_steps=train.logging_steps,
+        logging_nan_inf_filter=False,  # a non-finite loss is the gradient watch's to stop, not to be averaged away
+        save_strategy="steps" if train.save_steps else "no",
+        save_steps=train.save_steps or 500,
+        seed=train.seed,
+        full_determinism=train.deterministic,
+        # LoRA computes in the base's own dtype; autocast is for float32 masters, and float16 needs its loss scaling.
+        bf16=full and dtype is torch.bfloat16,
+        fp16=dtype is torch.float16,
+        gradient_checkpointing=bool(recipe.memory.gradient_checkpointing),
+        use_cpu=device.type == "cpu",
+        report_to="none",
+        disable_tqdm=True,
+        accelerator_config={"dispatch_batches": False, "non_blocking": True},
+    )
+    trainer = SFTTrainer(model, config, train_dataset=documents, tokenizer=tokenizer, callbacks=callbacks)
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+class Deadline(TrainerCallback):
+    """Stops training after so many minutes (None: never)."""
+
+    def __init__(self, minutes: float | None) -> None:
+        self.minutes = minutes
+        self.hit = False
+        self._started = 0.0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._started = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.minutes is not None and time.perf_counter() - self._started > 60 * self.minutes:
+            self.hit = state.global_step < state.max_steps
+            control.should_training_stop = True
+
+
+def _steps(history: list[dict[str, float]]) -> list[dict[str, float]]:
+    """The trainer's log as the run record's steps."""
+    return [
+        {
+            "step": entry["step"],
+            "loss": entry["loss"],
+            "learning_rate": entry["learning_rate"],
+            "grad_norm": entry.get("grad_norm", 0.0),
+            "tokens": entry["tokens"],
+            "labelled": entry["labelled_tokens"],
+            "seconds": entry["step_seconds"],
+        }
+        for entry in history
+        if "loss" in entry
+    ]
+
+
+def _must_have_improved(recipe: Recipe, before: float | None, after: float | None) -> None:
+    wanted = recipe.train.min_improvement
+    if wanted is not None and before is not None and after is not None and not before - after >= wanted:
+        raise TrainingError(
+            f"the held-out loss went from {before:.4f} to {after:.4f}, which is not a fall of {wanted} or more",
+            "train longer, or change train.learning_rate; the run is saved and its report tells more",
+        )

@@ -49,7 +49,7 @@ class SFTTrainer(trl.SFTTrainer):
                 f"model {model!r} given by name", "load it with FastLanguageModel.from_pretrained and pass the model"
             )
         limit = getattr(model, "max_seq_length", None)
-        if args.packing:
+        if args.packing or getattr(args, "eval_packing", None):
             args.max_length = args.max_length or limit
             if args.max_length is None:
                 raise ConfigError("packing without a row length", "set max_length in SFTConfig")
@@ -61,18 +61,16 @@ class SFTTrainer(trl.SFTTrainer):
         if attached(model) is None:
             attach(model)  # before TRL's constructor wraps `model.forward`, so that its wrapper calls ours
         super().__init__(model, args, **kwargs)
-        pad = self.data_collator.pad_token_id
-        self._pack_collator = Collator(args.max_length, pad) if args.packing else None
-        self._pad_collator = DataCollatorForLanguageModeling(pad_token_id=pad)
+        stock: Any = self.data_collator
+        self._pack_collator = Collator(args.max_length, stock.pad_token_id)
+        self._pad_collator = DataCollatorForLanguageModeling(pad_token_id=stock.pad_token_id)
         self.data_collator = self._collate
         self.add_callback(GradientWatch())
         self._counted = _Counted()
 
     def _collate(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         """Packed rows carry their documents' lengths; others are padded to the longest."""
-        if "lengths" in rows[0] and self._pack_collator is not None:
-            return self._pack_collator(rows)
-        return self._pad_collator(rows)
+        return self._pack_collator(rows) if "lengths" in rows[0] else self._pad_collator(rows)
 
     def _prepare_dataset(
         self, dataset: Any, processing_class: Any, args: Any, packing: bool, formatting_func: Any, dataset_name: str
@@ -86,7 +84,7 @@ class SFTTrainer(trl.SFTTrainer):
         return PackedRows(documents, args.max_length, seed=args.seed) if packing else documents
 
     def _set_signature_columns_if_needed(self) -> None:
-        self._signature_columns = ["input_ids", "labels", "lengths"]
+        self._signature_columns: Any = ["input_ids", "labels", "lengths"]
 
     def compute_loss(
         self,
@@ -112,19 +110,28 @@ class SFTTrainer(trl.SFTTrainer):
         super().log(logs, start_time)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """A checkpoint that can't be finished (full disk, Ctrl-C) is removed; earlier ones stay whole."""
-        folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        """A checkpoint that can't be finished (full disk, Ctrl-C) is removed; earlier ones stay whole, an earlier run's
+        of the same step too."""
+        folder = Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"
+        old = folder.with_name(f".{folder.name}.old")
+        if self.args.should_save and folder.exists():
+            folder.rename(old)
+        self.accelerator.wait_for_everyone()  # no rank writes before the earlier folder is aside
         try:
             super()._save_checkpoint(model, trial)
         except BaseException as error:
             if self.args.should_save:
                 shutil.rmtree(folder, ignore_errors=True)
+                if old.exists():
+                    old.rename(folder)
             if isinstance(error, OSError) and error.errno == errno.ENOSPC:
                 raise TrainingError(
                     f"the disk is full: {folder.name} could not be saved",
                     f"free some space; earlier checkpoints in {folder.parent} are whole",
                 ) from error
             raise
+        if self.args.should_save:
+            shutil.rmtree(old, ignore_errors=True)
 
 
 class _Counted:

@@ -1,0 +1,57 @@
+# make demo   a real model trained on real text, about five minutes on two CPU cores (uses the GPU if there is one)
+# make test   everything CI checks: style, types, import contract, tests
+# make gpu    the tests that need a GPU, and the benchmarks; no network needed
+#
+# Each makes its own .venv. Arguments:
+#   TORCH=…    what pip installs as torch, with any options, e.g. TORCH="torch==2.13.0 --index-url URL" for the URL that
+#              torch's own install page gives for a CPU-only or another CUDA build (default: the index's own build)
+#   VENV=      (empty) use PYTHON as it is and install nothing: for a GPU machine that has torch already
+#   PYTHON=…   the interpreter to use (3.11 or newer)
+#   SHARED=…   folder with the tests' data and models       SMOLLM2=…   SmolLM2-135M-Instruct as a folder (make gpu)
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+SHARED ?= ../shared
+SMOLLM2 ?= .cache/SmolLM2-135M-Instruct
+RECIPE ?= recipes/demo-cpu.yaml
+OUT ?= benchmarks/results
+
+ifeq ($(VENV),)
+PY := PYTHONPATH=src:$(PYTHONPATH) $(PYTHON)
+READY :=
+else
+PY := $(VENV)/bin/python
+READY := $(VENV)/.ready
+endif
+
+.PHONY: demo test check gpu clean
+
+demo: $(READY)
+	$(PY) demo/prepare.py
+	$(PY) -m pronghorn train $(RECIPE) $(SET)
+
+test: check
+	$(PY) -m pytest --shared $(SHARED)
+
+check: $(READY)
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+	$(PY) -m importlinter.cli lint-imports --no-cache
+
+gpu: $(READY)
+	$(PY) -m pytest -m gpu --shared $(SHARED)
+	$(PY) benchmarks/packing_metadata.py --shapes $(SHARED)/data/model_shapes.json \
+	  --lengths $(SHARED)/data/lengths/alpaca_demo.json --out $(OUT)
+	$(PY) benchmarks/packed_vs_padded.py --model $(SMOLLM2) --data $(SHARED)/data/gsm8k --out $(OUT)
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install -q --upgrade pip
+	$(PY) -m pip install -q -c constraints.txt $(TORCH)
+	$(PY) -m pip install -q -c constraints.txt -e '.[gguf,nf4,report,dev]'
+	touch $@
+
+clean:
+	rm -rf .venv .cache runs

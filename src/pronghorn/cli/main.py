@@ -1,0 +1,136 @@
+"""`pronghorn train` and `pronghorn doctor`. Only typer and rich load at start; the rest where a command needs it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from pronghorn import __version__
+from pronghorn.errors import PronghornError
+
+INTERRUPTED = 130
+"""The exit code of a program ended by Ctrl-C (128 + SIGINT)."""
+
+app = typer.Typer(
+    name="pronghorn",
+    help="Fine-tune large language models: packed rows, a recipe in one YAML file, and a report of what happened.",
+    epilog="Start with: pronghorn doctor",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Debug = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"pronghorn {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and leave.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command(no_args_is_help=True)
+def train(
+    recipe: Annotated[
+        Path, typer.Argument(metavar="RECIPE", help="YAML file that says what to train, on what, and where it goes.")
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Changes to the recipe, for this run only."),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Train what RECIPE says, and leave the adapter (or model), run.json and report.html in its output folder.
+
+    The held-out loss is measured before and after, so the run says itself whether it helped.
+
+    [bold]Examples[/]
+
+      pronghorn train recipes/gpu-lora.yaml
+
+      pronghorn train recipes/gpu-lora.yaml train.max_steps=20 train.output=runs/try
+
+      pronghorn train recipes/gpu-lora.yaml 'report.sample_prompts=[What is a mutex?]'
+    """
+    console = Console()
+    with _plain_errors(debug):
+        from pronghorn.config import Recipe
+
+        settings = Recipe.load(recipe, overrides or [])
+        from pronghorn.cli.summary import summary
+        from pronghorn.train.run import run
+
+        record = run(settings, console)
+        console.print()
+        console.print(summary(record, Path(settings.train.output)))
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON, for programs.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Check this machine and installation, and name the command that mends what is wrong.
+
+    Ends with code 1 if something needed is missing or has an unsupported version; what is merely slower is told, not
+    punished.
+
+    [bold]Examples[/]
+
+      pronghorn doctor
+
+      pronghorn doctor --json > doctor.json
+    """
+    with _plain_errors(debug):
+        from pronghorn.diagnose.doctor import diagnose, healthy, render
+
+        findings = diagnose()
+        if as_json:
+            typer.echo(json.dumps([asdict(finding) for finding in findings], indent=1))
+        else:
+            Console().print(render(findings))
+    if not healthy(findings):
+        raise typer.Exit(1)
+
+
+@contextmanager
+def _plain_errors(debug: bool) -> Iterator[None]:
+    """Pronghorn's own errors as two lines and exit code 1; Ctrl-C as one line and 130. Others stay as they are."""
+    try:
+        yield
+    except PronghornError as error:
+        if debug:
+            raise
+        console = _stderr()
+        console.print(f"[bold red]error:[/] {escape(error.problem)}")
+        console.print(f"[bold]remedy:[/] {escape(error.remedy)}")
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        if debug:
+            raise
+        _stderr().print("Interrupted. Checkpoints saved before this are whole; an unfinished one was removed.")
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def _stderr() -> Console:
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.show_cursor()  # a progress bar that was torn down may have hidden it
+    return console

@@ -1,0 +1,1 @@
+"""What is wrong with an installation, and the command that mends it."""

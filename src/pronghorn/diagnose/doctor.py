@@ -1,0 +1,199 @@
+"""Checks of the installation: versions against the support window, GPU, memory, and what each lack costs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from pronghorn.device import Device, probe
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Status = Literal["ok", "slow", "missing"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the diagnosis."""
+
+    part: str
+    found: str
+    status: Status
+    """ok; slow: works, but something is slower or not available; missing: Pronghorn can't work like this."""
+    effect: str = ""
+    """What follows from it, if not ok."""
+    remedy: str = ""
+    """The command that mends it, if one does."""
+
+
+@dataclass(frozen=True)
+class Package:
+    """A package and the versions Pronghorn is made for: from `least` up to, not including, `below`."""
+
+    name: str
+    least: str
+    below: str | None = None
+    without: str | None = None
+    """What can't be done without it; None: nothing can."""
+    extra: str | None = None
+    """The extra of Pronghorn that brings it."""
+
+    @property
+    def requirement(self) -> str:
+        return f"{self.name}>={self.least}" + (f",<{self.below}" if self.below else "")
+
+
+PACKAGES = (
+    Package("torch", "2.11", "2.15"),
+    Package("transformers", "5.17", "6"),
+    Package("trl", "1.15"),
+    Package("peft", "0.21"),
+    Package("accelerate", "1.15"),
+    Package("datasets", "4.8"),
+    Package("bitsandbytes", "0.50", without="load_in_4bit is not available", extra="nf4"),
+    Package("gguf", "0.19", without="GGUF files can't be read or written", extra="gguf"),
+    Package("matplotlib", "3.10", without="report.html can't be drawn", extra="report"),
+)
+PYTHON_LEAST = (3, 11)
+
+
+def diagnose() -> list[Finding]:
+    """Look at everything; imports torch and asks the devices, changes nothing."""
+    findings = [python_finding(sys.version_info[:2]), *(package_finding(p, installed(p.name)) for p in PACKAGES)]
+    if installed("torch") is None:
+        return findings
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        remedy = "pip install --force-reinstall 'torch>=2.11,<2.15'"
+        return [*findings, Finding("torch import", str(error), "missing", "torch can't be loaded", remedy)]
+    findings.append(cuda_finding(torch.version.cuda, torch.version.hip, torch.cuda.is_available()))
+    devices = [probe(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else [probe()]
+    for device in devices:
+        findings += device_findings(device)
+    return [*findings, *host_findings(devices[0])]
+
+
+def healthy(findings: list[Finding]) -> bool:
+    """Whether nothing needed is missing."""
+    return all(finding.status != "missing" for finding in findings)
+
+
+def installed(package: str) -> str | None:
+    """The installed version, found without importing the package."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def python_finding(version: tuple[int, ...]) -> Finding:
+    found = platform.python_version()
+    if version >= PYTHON_LEAST:
+        return Finding("Python", found, "ok")
+    least = ".".join(map(str, PYTHON_LEAST))
+    return Finding("Python", found, "missing", f"Pronghorn needs {least} or later", "uv venv --python 3.12")
+
+
+def package_finding(package: Package, version: str | None) -> Finding:
+    """Judge an installed version (None: not installed) against the window."""
+    status: Status = "missing" if package.without is None else "slow"
+    remedy = f"pip install 'pronghorn[{package.extra}]'" if package.extra else f"pip install '{package.requirement}'"
+    if version is None:
+        return Finding(package.name, "not installed", status, package.without or "Pronghorn needs it", remedy)
+    too_old = _release(version) < _release(package.least)
+    too_new = package.below is not None and _release(version) >= _release(package.below)
+    if not too_old and not too_new:
+        return Finding(package.name, version, "ok")
+    effect = f"outside {package.requirement.removeprefix(package.name)}"
+    return Finding(package.name, version, status, effect, f"pip install '{package.requirement}'")
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """2.13.0+cu130 as (2, 13, 0): enough to judge a window of releases; 2.13.0rc1 counts as 2.13.0."""
+    from packaging.version import Version
+
+    release = Version(version).release
+    return release + (0,) * (4 - len(release))
+
+
+def cuda_finding(cuda: str | None, hip: str | None, available: bool) -> Finding:
+    """What this build of torch is for, and whether it finds a GPU."""
+    part = "torch build"
+    if hip is not None:
+        return Finding(part, f"ROCm {hip}", "slow", "Pronghorn is tested on NVIDIA GPUs only")
+    if cuda is None:
+        return Finding(
+            part,
+            "CPU only",
+            "slow",
+            "no GPU is used, even if there is one",
+            "pip install --force-reinstall 'torch>=2.11,<2.15'",
+        )
+    if not available:
+        return Finding(part, f"CUDA {cuda}", "slow", "it finds no GPU, or the driver is too old", "nvidia-smi")
+    return Finding(part, f"CUDA {cuda}", "ok")
+
+
+def device_findings(device: Device) -> list[Finding]:
+    """A GPU, its numbers and its attention kernel; or that there is none."""
+    if device.type != "cuda":
+        return [Finding("GPU", "none", "slow", "training runs on the CPU: right, but for tiny models only")]
+    part = f"GPU {device.index}"
+    major, minor = device.capability or (0, 0)
+    found = f"{device.name}, {_gib(device.total_memory_bytes)}, capability {major}.{minor}"
+    findings = [Finding(part, found, "ok")]
+    old = f"{device.name} is older than Ampere"
+    if device.bf16:
+        findings.append(Finding(f"{part} bf16", "yes", "ok"))
+    else:
+        findings.append(Finding(f"{part} bf16", "no", "slow", f"{old}: float16 with loss scaling is used"))
+    if device.flash_varlen:
+        findings.append(Finding(f"{part} flash varlen", "yes", "ok"))
+    else:
+        why = "this build of torch lacks the kernel" if device.bf16 else old
+        findings.append(Finding(f"{part} flash varlen", "no", "slow", f"{why}: attention runs document by document"))
+    return findings
+
+
+def host_findings(device: Device) -> list[Finding]:
+    """Cores and memory around the device."""
+    few = device.cores < 2
+    cores = Finding(
+        "CPU cores",
+        str(device.cores),
+        "slow" if few else "ok",
+        "reading data competes with the training loop" if few else "",
+    )
+    ram = device.ram_bytes
+    little = 0 < ram < 8 * 2**30
+    effect = "loading a model of some billion parameters will not fit" if little else ""
+    return [cores, Finding("RAM", _gib(ram) if ram else "unknown", "slow" if little else "ok", effect)]
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"
+
+
+def render(findings: list[Finding]) -> Table:
+    """The findings as a table for a terminal."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    colours = {"ok": "green", "slow": "yellow", "missing": "bold red"}
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column("Part", no_wrap=True)
+    table.add_column("Found", overflow="fold")
+    table.add_column("Status", no_wrap=True)
+    table.add_column("What follows, and what mends it", overflow="fold")
+    for finding in findings:
+        advice = escape(finding.effect)
+        if finding.remedy:
+            advice += f"\n[cyan]{escape(finding.remedy)}[/]"
+        colour = colours[finding.status]
+        table.add_row(escape(finding.part), escape(finding.found), f"[{colour}]{finding.status}[/]", advice.strip())
+    return table

@@ -1,0 +1,195 @@
+"""A GGUF file as a dense transformers model with its own tokenizer.
+
+transformers unpacks the weights; everything else is read from the file's metadata, because what transformers makes of it
+trains wrong: SmolLM2 gets `<|im_start|>` as its stop token and digits glued together, Qwen2.5 stops at
+`<|endoftext|>`, Gemma's tokenizer splits differently, Llama 3.1's RoPE scaling is lost, and a dense model stays flagged
+as quantised. What the metadata doesn't settle is refused, never guessed.
+
+Source: the GGUF specification, https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pronghorn.errors import DataError, UnsupportedError
+from pronghorn.models.gguf_tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
+"""`general.architecture` of dense families; Mistral's files mostly call themselves llama."""
+
+_ARRAYS = ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type", "tokenizer.ggml.scores", "tokenizer.ggml.merges")
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHeader:
+    """What a GGUF file says of itself."""
+
+    path: Path
+    metadata: dict[str, Any]
+    """Every key with its value as Python objects; arrays other than the tokenizer's and short ones are left out."""
+    rope_factors: list[float] | None
+    """By what each RoPE frequency is divided ([head_dim / 2], Llama 3.1 and later), or None."""
+
+    @property
+    def architecture(self) -> str:
+        """`general.architecture`."""
+        return self.metadata.get("general.architecture", "")
+
+    def of_model(self, key: str) -> Any:
+        """The value of `<architecture>.<key>`, or None."""
+        return self.metadata.get(f"{self.architecture}.{key}")
+
+
+def load_gguf(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
+    """Load `path` as a dense model on the CPU, not flagged as quantised, and its tokenizer.
+
+    A `tokenizer.json` beside the file is used instead of the file's own vocabulary. The ids of the special tokens are
+    the metadata's in any case: on the tokenizer, the model's config and its generation config.
+
+    Args:
+        path: the `.gguf` file.
+        dtype: of all weights.
+    Raises:
+        DataError: the file is damaged, or weights are missing from it.
+        UnsupportedError: an architecture, RoPE scaling or tokenizer that is not served, or `gguf` is not installed.
+    """
+    path = Path(path)
+    header = read_header(path)
+    _check(header)
+    tokenizer = load_tokenizer(path, header.metadata)
+    model = _load_weights(header, dtype)
+    _set_token_ids(model, tokenizer, header.metadata)
+    return model, tokenizer
+
+
+def read_header(path: Path) -> GgufHeader:
+    """Read the metadata of a GGUF file.
+
+    Raises:
+        DataError: it is no GGUF file or is cut short.
+        UnsupportedError: the `gguf` package is not installed.
+    """
+    try:
+        from gguf import GGUFReader
+    except ImportError as error:
+        raise UnsupportedError(
+            f"{path.name} can't be read without the gguf package", "pip install 'pronghorn[gguf]'"
+        ) from error
+    try:
+        reader = GGUFReader(str(path))
+        metadata = {
+            key: field.contents() for key, field in reader.fields.items() if key in _ARRAYS or len(field.data) < 100
+        }
+        tensors = {tensor.name: tensor for tensor in reader.tensors}
+    except (ValueError, IndexError, KeyError, OverflowError) as error:
+        raise DataError(f"{path} is no readable GGUF file ({error})", "download it again") from error
+    factors = tensors.get("rope_freqs.weight")
+    return GgufHeader(path, metadata, None if factors is None else [float(factor) for factor in factors.data])
+
+
+def _check(header: GgufHeader) -> None:
+    if header.architecture not in ARCHITECTURES:
+        raise UnsupportedError(
+            f"{header.path.name}: GGUF architecture {header.architecture!r} is not served",
+            f"use one of {', '.join(ARCHITECTURES)}, or the model's safetensors checkpoint",
+        )
+    if header.of_model("expert_count"):
+        raise UnsupportedError(
+            f"{header.path.name}: a mixture of {header.of_model('expert_count')} experts",
+            "use the model's safetensors checkpoint",
+        )
+    scaling = header.of_model("rope.scaling.type")
+    if scaling not in (None, "none"):
+        raise UnsupportedError(
+            f"{header.path.name}: RoPE scaling {scaling!r}, which is lost in loading",
+            "use the model's safetensors checkpoint",
+        )
+
+
+def _load_weights(header: GgufHeader, dtype: torch.dtype) -> PreTrainedModel:
+    """The dense model, every weight of it from the file, without a trace of quantisation."""
+    import transformers
+
+    path = header.path
+    where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    config = transformers.AutoConfig.from_pretrained(**where)
+    head_dim = header.of_model("attention.key_length")
+    if head_dim is not None:
+        config.head_dim = int(head_dim)
+    if header.rope_factors is not None:
+        config.rope_parameters = _llama3_rope(header, dict(config.rope_parameters), config.head_dim)
+    # only transformers that can keep blocks packed have GgufConfig; the others always unpack
+    gguf_config = getattr(transformers, "GgufConfig", None)
+    packed = {} if gguf_config is None else {"quantization_config": gguf_config(dequantize=True)}
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        **where, config=config, dtype=dtype, attn_implementation="sdpa", output_loading_info=True, **packed
+    )
+    lost = sorted({*info["missing_keys"], *(key[0] for key in info["mismatched_keys"])})
+    if lost:
+        raise DataError(
+            f"{path} lacks {len(lost)} of the model's weights, or has them in other shapes ({', '.join(lost[:3])} ...)",
+            "use another GGUF file of this model",
+        )
+    for name in ("hf_quantizer", "quantization_method", "is_quantized"):
+        if name in vars(model):
+            delattr(model, name)
+    model.is_quantized = False
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    wrong = [name for name, weight in model.named_parameters() if weight.dtype != dtype]
+    if wrong:
+        raise UnsupportedError(f"{path}: {wrong[0]} was not unpacked to {dtype}", "use another GGUF file of this model")
+    model.config.dtype = dtype
+    model.config._name_or_path = model.name_or_path = str(path)
+    return model
+
+
+def _llama3_rope(header: GgufHeader, rope: dict[str, Any], head_dim: int) -> dict[str, Any]:
+    """RoPE parameters that give the file's frequency factors: Llama 3.1's and 3.2's differ in `factor` alone.
+
+    A wavelength of more than original / low positions is stretched by `factor`, one of less than original / high is
+    kept, and between them the two frequencies are mixed.
+    """
+    factor, low, high, original = max(header.rope_factors or [1.0]), 1.0, 4.0, 8192
+    expected = []
+    for pair in range(head_dim // 2):
+        wavelength = 2 * math.pi * rope["rope_theta"] ** (2 * pair / head_dim)
+        mix = min(max((original / wavelength - low) / (high - low), 0.0), 1.0)
+        expected.append(1 / ((1 - mix) / factor + mix))
+    actual = header.rope_factors or []
+    if len(actual) != len(expected) or any(abs(a - e) > 1e-3 * e for a, e in zip(actual, expected, strict=True)):
+        raise UnsupportedError(
+            f"{header.path.name}: RoPE frequency factors other than Llama 3's",
+            "use the model's safetensors checkpoint",
+        )
+    return {
+        "rope_theta": rope["rope_theta"],
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }
+
+
+def _set_token_ids(model: Any, tokenizer: Any, metadata: dict[str, Any]) -> None:
+    """Put the tokenizer's special ids on the configs; generation also stops at the end of a turn."""
+    stops = [tokenizer.eos_token_id]
+    turn_end = metadata.get("tokenizer.ggml.eot_token_id")
+    if turn_end is None and "<|im_end|>" in (tokenizer.chat_template or ""):
+        turn_end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    if turn_end is not None and turn_end not in stops:
+        stops.append(int(turn_end))
+    for config in (model.config, model.generation_config):
+        config.bos_token_id = tokenizer.bos_token_id
+        config.pad_token_id = tokenizer.pad_token_id
+        config.eos_token_id = stops[0] if len(stops) == 1 or config is model.config else stops

@@ -1,0 +1,170 @@
+"""The tokenizer that a GGUF file describes, rebuilt from its metadata.
+
+Two kinds: byte-level BPE (`tokenizer.ggml.model` = gpt2), whose way of cutting text into words is known only by a name
+(`tokenizer.ggml.pre`), and SentencePiece BPE (llama), whose merges follow from the pieces' scores. Each name and kind
+here was checked against the model's own tokenizer.json; any other is refused.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pronghorn.errors import DataError, UnsupportedError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_ROLES = {"bos": "bos_token_id", "eos": "eos_token_id", "unk": "unknown_token_id", "pad": "padding_token_id"}
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # tokenizer.ggml.token_type
+
+_LLAMA3_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2_WORDS = _LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
+PRE_TOKENIZERS = {"gpt-2": None, "smollm": None, "llama-bpe": _LLAMA3_WORDS, "qwen2": _QWEN2_WORDS}
+"""`tokenizer.ggml.pre` to the words' regular expression; None is GPT-2's own, which byte-level BPE has built in."""
+
+
+def load_tokenizer(path: Path, metadata: dict[str, Any]) -> Any:
+    """The tokenizer of the GGUF file at `path`: from a `tokenizer.json` beside it, or rebuilt from `metadata`.
+
+    Special tokens and the chat template are the metadata's; a missing padding token becomes the stop token.
+
+    Raises:
+        DataError: the metadata holds no vocabulary or no stop token.
+        UnsupportedError: a kind of tokenizer that can't be rebuilt from the metadata.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if not tokens or metadata.get("tokenizer.ggml.eos_token_id") is None:
+        raise DataError(
+            f"{path.name} names no {'stop token (tokenizer.ggml.eos_token_id)' if tokens else 'vocabulary'}",
+            "use another GGUF file of this model",
+        )
+    ids = {role: metadata.get(f"tokenizer.ggml.{key}") for role, key in _ROLES.items()}
+    if ids["pad"] is None:
+        ids["pad"] = ids["eos"]
+    outside = [index for index in ids.values() if index is not None and not 0 <= index < len(tokens)]
+    if outside:
+        raise DataError(
+            f"{path.name}: special token {outside[0]} is outside the vocabulary of {len(tokens)}",
+            "use another GGUF file of this model",
+        )
+    special = {f"{role}_token": tokens[index] for role, index in ids.items() if index is not None}
+    beside = path.with_name("tokenizer.json")
+    if beside.is_file() and beside.with_name("tokenizer_config.json").is_file():
+        tokenizer = AutoTokenizer.from_pretrained(path.parent)
+        tokenizer.add_special_tokens(special)
+    elif beside.is_file():
+        tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(beside), **special)
+    else:
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=_rebuild(path, metadata), **special)
+    for role, index in ids.items():
+        if index is not None and getattr(tokenizer, f"{role}_token_id") != index:
+            raise DataError(
+                f"{beside} gives {special[f'{role}_token']!r} another id than {path.name} ({index})",
+                "put the tokenizer.json of this very model there",
+            )
+    template = metadata.get("tokenizer.chat_template")
+    if template is not None:
+        tokenizer.chat_template = template
+    architecture = metadata.get("general.architecture")
+    tokenizer.model_max_length = int(metadata.get(f"{architecture}.context_length") or tokenizer.model_max_length)
+    return tokenizer
+
+
+def _rebuild(path: Path, metadata: dict[str, Any]) -> Tokenizer:
+    from tokenizers import AddedToken
+
+    kind = metadata.get("tokenizer.ggml.model")
+    remedy = f"put the model's tokenizer.json beside {path.name}"
+    if kind == "gpt2":
+        pre = metadata.get("tokenizer.ggml.pre")
+        if pre not in PRE_TOKENIZERS:
+            raise UnsupportedError(f"{path.name}: byte-level BPE with unknown tokenizer.ggml.pre {pre!r}", remedy)
+        tokenizer = _byte_level(metadata, pre)
+    elif kind == "llama" and metadata["general.architecture"] != "gemma3":
+        tokenizer = _sentence_piece(metadata)
+    else:
+        raise UnsupportedError(
+            f"{path.name}: the {kind!r} tokenizer of {metadata['general.architecture']} can't be rebuilt", remedy
+        )
+    tokens = metadata["tokenizer.ggml.tokens"]
+    types = metadata.get("tokenizer.ggml.token_type") or []
+    for token, kind_of_token in zip(tokens, types, strict=False):  # in the order of the ids, which they keep
+        if kind_of_token in (_UNKNOWN, _CONTROL):
+            tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True)])
+        elif kind_of_token == _USER_DEFINED:
+            tokenizer.add_tokens([AddedToken(token, normalized=False, special=False)])
+    _add_ends(tokenizer, metadata, kind)
+    return tokenizer
+
+
+def _byte_level(metadata: dict[str, Any], pre: str) -> Tokenizer:
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    vocabulary = {token: index for index, token in enumerate(metadata["tokenizer.ggml.tokens"])}
+    merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre == "llama-bpe"))
+    words = PRE_TOKENIZERS[pre]
+    steps: list[Any] = []
+    if pre == "smollm":
+        steps.append(pre_tokenizers.Digits(individual_digits=True))
+    if words is not None:
+        steps.append(pre_tokenizers.Split(Regex(words), "isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words is None))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.decoder = decoders.ByteLevel()
+    if pre == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    return tokenizer
+
+
+def _sentence_piece(metadata: dict[str, Any]) -> Tokenizer:
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    tokens = metadata["tokenizer.ggml.tokens"]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    merges = _merges_from_scores(vocabulary, metadata["tokenizer.ggml.scores"])
+    unknown = tokens[metadata.get("tokenizer.ggml.unknown_token_id", 0)]
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    spaces = normalizers.Replace(" ", "▁")
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces] if prefix else [spaces])
+    strip = [decoders.Strip(" ", 1, 0)] if prefix else []
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return tokenizer
+
+
+def _merges_from_scores(vocabulary: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
+    """SentencePiece joins the two neighbours whose union scores highest: every way to halve a piece, best piece first."""
+    merges = []
+    for piece, index in sorted(vocabulary.items(), key=lambda item: (-scores[item[1]], item[1])):
+        halves = [(piece[:at], piece[at:]) for at in range(1, len(piece))]
+        known = [(left, right) for left, right in halves if left in vocabulary and right in vocabulary]
+        merges += sorted(known, key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
+        del index
+    return merges
+
+
+def _add_ends(tokenizer: Tokenizer, metadata: dict[str, Any], kind: str) -> None:
+    """Begin (and end) plain text with bos (and eos) where the file says so, or where llama.cpp does by default."""
+    from tokenizers import processors
+
+    tokens = metadata["tokenizer.ggml.tokens"]
+    default = kind == "llama" or metadata.get("tokenizer.ggml.pre") == "llama-bpe"
+    template, special = ["$A:0"], []
+    for role, by_default, at in (("bos", default, 0), ("eos", False, 2)):
+        index = metadata.get(f"tokenizer.ggml.{role}_token_id")
+        if metadata.get(f"tokenizer.ggml.add_{role}_token", by_default) and index is not None:
+            template.insert(at, f"{tokens[index]}:0")
+            special.append((tokens[index], index))
+    if special:
+        pair = [*template, *(piece[:-1] + "1" for piece in template)]
+        pair[len(template) :] = [piece.replace("$A", "$B") for piece in pair[len(template) :]]
+        tokenizer.post_processor = processors.TemplateProcessing(single=template, pair=pair, special_tokens=special)

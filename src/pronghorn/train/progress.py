@@ -1,0 +1,126 @@
+"""How far along: a live bar on a terminal, a line now and then in a log file."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from transformers import TrainerCallback
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+T = TypeVar("T")
+_LINES = 10
+"""About how many lines a whole training prints where there is no terminal."""
+
+
+class ProgressCallback(TrainerCallback):
+    """Shows step, loss, tokens a second, elapsed and remaining time while a `Trainer` trains; rank 0 only.
+
+    The trainer tells callbacks nothing when a step raises: call `close` then, so that the terminal's cursor comes back.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._progress: Progress | None = None
+        self._task = TaskID(0)
+        self._started = 0.0
+        self._figures = ""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._started = time.perf_counter()
+        self._figures = ""
+        if not state.is_world_process_zero or not self.console.is_terminal:
+            return
+        self._progress = _bar(self.console)
+        self._task = self._progress.add_task("Training", total=state.max_steps, completed=state.global_step, figures="")
+        self._progress.start()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        if not logs or "loss" not in logs:
+            return
+        speed = logs.get("tokens_per_second")
+        self._figures = f"loss {logs['loss']:.4f}" + ("" if speed is None else f" · {speed:,.0f} tokens/s")
+        self._show(state)
+        every = max(1, state.max_steps // _LINES)
+        due = state.global_step // every > (state.global_step - args.logging_steps) // every
+        if self._progress is None and state.is_world_process_zero and (due or state.global_step >= state.max_steps):
+            self._print_line(state)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._show(state)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take the bar down and leave its last state on the screen. Harmless if there is none."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def _show(self, state: Any) -> None:
+        if self._progress is not None:
+            self._progress.update(self._task, completed=state.global_step, figures=self._figures)
+
+    def _print_line(self, state: Any) -> None:
+        elapsed = time.perf_counter() - self._started
+        left = elapsed / max(state.global_step, 1) * (state.max_steps - state.global_step)
+        self.console.print(
+            f"step {state.global_step}/{state.max_steps} · {self._figures} · {duration(elapsed)} elapsed, "
+            f"about {duration(left)} left",
+            highlight=False,
+        )
+
+
+def track(iterable: Iterable[T], description: str, total: int | None, console: Console) -> Iterator[T]:
+    """Yield the items of `iterable`, showing how many are done; without a terminal, one line when all are."""
+    started = time.perf_counter()
+    if not console.is_terminal:
+        count = 0
+        for item in iterable:
+            yield item
+            count += 1
+        console.print(f"{description}: {count:,} in {duration(time.perf_counter() - started)}", highlight=False)
+        return
+    with _bar(console, transient=True) as progress:
+        task = progress.add_task(description, total=total, figures="")
+        for item in iterable:
+            yield item
+            progress.advance(task)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people read them: 8.2 s, 3 min 05 s, 2 h 07 min."""
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def _bar(console: Console, transient: bool = False) -> Progress:
+    return Progress(
+        TextColumn("[bold]{task.description}"),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[figures]}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=console,
+        transient=transient,
+        expand=True,
+    )

@@ -1,0 +1,83 @@
+"""What a run leaves behind: one JSON file that the report, the summary and later comparisons read."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from pronghorn.errors import DataError
+
+SCHEMA = "pronghorn-run-v1"
+FILE_NAME = "run.json"
+
+
+@dataclass
+class RunRecord:
+    """One run, in plain values."""
+
+    recipe: dict[str, Any]
+    model: str
+    device: str
+    versions: dict[str, str]
+    packing: dict[str, Any]
+    """documents, tokens, rows, row_tokens, efficiency, ceiling (the last two are shares of 1), dropped, truncated."""
+    paths: list[dict[str, str]]
+    """Each {part, path, why}: which way a part of the step went."""
+    steps: list[dict[str, float]]
+    """Each {step, loss, learning_rate, grad_norm, tokens (real ones), labelled, seconds}, since the entry before."""
+    heldout: dict[str, Any]
+    """{before, after} in nats per labelled token (None: no held-out data), rows."""
+    samples: list[dict[str, str]]
+    """Each {prompt, before, after}."""
+    trainable: dict[str, float]
+    """{tensors, parameters, share}."""
+    seconds: float
+    stopped: str
+    """max_steps, epochs or max_minutes."""
+    peak_memory_bytes: int | None
+    schema: str = SCHEMA
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Median over the steps of real tokens per second; the first step, which warms up, counts only if alone."""
+        rates = [step["tokens"] / step["seconds"] for step in self.steps if step["seconds"] > 0]
+        return statistics.median(rates[1:] or rates) if rates else None
+
+    def to_json(self) -> str:
+        """The record as JSON text, `tokens_per_second` included for readers that aren't Python."""
+        return json.dumps({**asdict(self), "tokens_per_second": self.tokens_per_second}, indent=1, ensure_ascii=False)
+
+    def write(self, folder: str | Path) -> Path:
+        """Write `run.json` into `folder` (made if missing); the file appears whole or not at all."""
+        path = Path(folder) / FILE_NAME
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(f".{FILE_NAME}.unfinished")
+        unfinished.write_text(self.to_json() + "\n", encoding="utf-8")
+        unfinished.replace(path)
+        return path
+
+    @classmethod
+    def read(cls, path: str | Path) -> RunRecord:
+        """Read a record from a `run.json` or the folder that holds it.
+
+        Raises:
+            DataError: no such file, or not a run record.
+        """
+        path = Path(path)
+        path = path / FILE_NAME if path.is_dir() else path
+        if not path.is_file():
+            raise DataError(f"{path} does not exist", "give the output folder of a finished run")
+        try:
+            table = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise DataError(f"{path}: not valid JSON ({error})", "restore the file or run again") from None
+        if not isinstance(table, dict) or table.get("schema") != SCHEMA:
+            raise DataError(f"{path} is not a {SCHEMA} record", "give the run.json of a finished run")
+        names = [field.name for field in fields(cls)]
+        missing = [name for name in names if name not in table]
+        if missing:
+            raise DataError(f"{path} lacks {', '.join(missing)}", "restore the file or run again")
+        return cls(**{name: table[name] for name in names})

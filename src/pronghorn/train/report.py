@@ -1,0 +1,218 @@
+"""A run record as one HTML page that needs nothing but itself: no script, no font, no picture from elsewhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pronghorn.errors import UnsupportedError
+from pronghorn.train.progress import duration
+from pronghorn.train.record import RunRecord
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+FILE_NAME = "report.html"
+# Colours no chart would use, exchanged for the page's own, so that a chart follows the reader's light or dark scheme.
+_INK, _GRID, _LINE, _FAINT, _MARK = "#010101", "#010102", "#010103", "#010104", "#010105"
+_VARIABLES = {_INK: "--muted", _GRID: "--rule", _LINE: "--accent", _FAINT: "--accent-faint", _MARK: "--mark"}
+_STYLE: dict[str, Any] = {
+    "svg.fonttype": "none",  # text stays text: sharp, selectable, in the page's font
+    "svg.hashsalt": "pronghorn",
+    "font.size": 11,
+    "text.color": _INK,
+    "axes.labelcolor": _INK,
+    "axes.edgecolor": _GRID,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "grid.color": _GRID,
+    "xtick.color": _INK,
+    "ytick.color": _INK,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "axes.axisbelow": True,
+}
+
+
+def check_report_dependencies() -> None:
+    """Raises UnsupportedError if the report can't be drawn here; called before training, not after."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UnsupportedError(
+            "report.html needs matplotlib, which is not installed",
+            "pip install 'pronghorn[report]', or set report.html: false",
+        )
+
+
+def write_report(record: RunRecord, folder: str | Path) -> Path:
+    """Render `record` into `folder/report.html` (one file, a few ten kB) and return its path.
+
+    Raises:
+        UnsupportedError: matplotlib is missing.
+    """
+    check_report_dependencies()
+    import jinja2
+    import yaml
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    page = environment.get_template("report.html.j2").render(
+        record=record,
+        headlines=_headlines(record),
+        loss_chart=_loss_chart(record),
+        speed_chart=_speed_chart(record),
+        packing=_packing_table(record.packing),
+        recipe=yaml.safe_dump(record.recipe, sort_keys=False, allow_unicode=True),
+    )
+    path = Path(folder) / FILE_NAME
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+def _headlines(record: RunRecord) -> list[tuple[str, str, str]]:
+    """(label, figure, note) of each card."""
+    before, after = record.heldout["before"], record.heldout["after"]
+    cards = []
+    if before is not None and after is not None:
+        change = (after - before) / before if before else math.nan
+        note = f"{change:+.1%} over {record.heldout['rows']:,} rows, nats per labelled token".replace("-", "−")
+        cards.append(("Held-out loss", f"{before:.4f} → {after:.4f}", note))
+    elif record.steps:
+        first, last = record.steps[0]["loss"], record.steps[-1]["loss"]
+        cards.append(("Training loss", f"{first:.4f} → {last:.4f}", "no held-out data in this run"))
+    speed = record.tokens_per_second
+    packing = record.packing
+    cards += [
+        ("Speed", "–" if speed is None else f"{speed:,.0f} tokens/s", "median over steps, padding not counted"),
+        ("Packing", f"{packing['efficiency']:.1%}", f"of the rows is text; {packing['ceiling']:.1%} is the ceiling"),
+        ("Time", duration(record.seconds), f"{_last_step(record):,} steps, stopped by {record.stopped}"),
+    ]
+    if record.peak_memory_bytes is not None:
+        cards.append(("Peak memory", f"{record.peak_memory_bytes / 2**30:.1f} GiB", record.device))
+    parameters, share = record.trainable["parameters"], record.trainable["share"]
+    cards.append(("Trained", f"{_short(parameters)} parameters", f"{share:.2%} of the model"))
+    return cards
+
+
+def _last_step(record: RunRecord) -> int:
+    return int(record.steps[-1]["step"]) if record.steps else 0
+
+
+def _short(count: float) -> str:
+    """1,234,567 as 1.2M."""
+    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.1f}{unit}"
+    return f"{count:.0f}"
+
+
+def _packing_table(packing: dict[str, Any]) -> list[tuple[str, str]]:
+    """Names and figures in reading order; what a record doesn't hold is left out."""
+    names = {
+        "documents": "Documents",
+        "dropped": "Documents dropped",
+        "truncated": "Documents truncated",
+        "tokens": "Tokens",
+        "labelled_tokens": "Labelled tokens",
+        "rows": "Rows",
+        "row_tokens": "Tokens of a row",
+    }
+    table = [(label, f"{packing[name]:,}") for name, label in names.items() if name in packing]
+    return [
+        *table,
+        ("Rows filled", f"{packing['efficiency']:.2%}"),
+        ("Most any packing could fill", f"{packing['ceiling']:.2%}"),
+    ]
+
+
+def _loss_chart(record: RunRecord) -> str:
+    steps = [step["step"] for step in record.steps]
+    losses = [step["loss"] for step in record.steps]
+
+    def draw(axes: Axes) -> None:
+        _curve(axes, steps, losses)
+        before, after = record.heldout["before"], record.heldout["after"]
+        ends = (steps[0], steps[-1]) if steps else (0, 1)
+        for x, y, side in ((ends[0], before, 1), (ends[1], after, -1)):
+            if y is not None and math.isfinite(y):
+                axes.plot([x], [y], "o", color=_MARK, markersize=7, clip_on=False, zorder=4)
+                axes.annotate(
+                    f"held-out {y:.3f}",
+                    (x, y),
+                    (9 * side, 9),
+                    textcoords="offset points",
+                    ha="left" if side > 0 else "right",
+                    color=_MARK,
+                    fontweight="bold",
+                    zorder=5,
+                )
+
+    return _svg("loss", "Training loss by step, held-out loss before and after", draw)
+
+
+def _speed_chart(record: RunRecord) -> str:
+    timed = [step for step in record.steps if step["seconds"] > 0]
+
+    def draw(axes: Axes) -> None:
+        from matplotlib.ticker import FuncFormatter
+
+        rates = [step["tokens"] / step["seconds"] for step in timed]
+        _curve(axes, [step["step"] for step in timed], rates)
+        if record.tokens_per_second is not None:
+            axes.axhline(record.tokens_per_second, color=_MARK, linewidth=1.2, linestyle=(0, (4, 3)))
+        axes.set_ylim(bottom=0, top=1.15 * max(rates, default=1.0))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+
+    return _svg("speed", "Tokens per second by step, with their median", draw)
+
+
+def _curve(axes: Axes, x: Sequence[float], y: Sequence[float]) -> None:
+    """Few points as they are; many faintly, under their running mean over a twentieth of them."""
+    if len(y) < 60:
+        axes.plot(x, y, color=_LINE, linewidth=2, marker="o" if len(y) < 12 else None, markersize=4)
+        return
+    window = len(y) // 20
+    means = [sum(y[i - window : i]) / window for i in range(window, len(y) + 1)]
+    axes.plot(x, y, color=_FAINT, linewidth=1)
+    axes.plot(x[window - 1 :], means, color=_LINE, linewidth=2)
+
+
+def _svg(name: str, title: str, draw: Any) -> str:
+    """A chart as an SVG element to stand inside HTML; `name` keeps its ids apart from the other charts'."""
+    import matplotlib
+    from markupsafe import Markup
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(6.6, 3.6), layout="constrained")
+        FigureCanvasSVG(figure)
+        axes = figure.add_subplot()
+        draw(axes)
+        axes.set_xlabel("step")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
+        axes.margins(x=0.02)
+        out = io.StringIO()
+        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
+    svg = out.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg)  # HTML knows them; the page names no address at all
+    svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", svg)
+    svg = re.sub(r'<svg [^>]*?viewBox="([^"]*)"[^>]*>', rf'<svg viewBox="\1" role="img" aria-label="{title}">', svg)
+    for colour, variable in _VARIABLES.items():
+        svg = svg.replace(colour, f"var({variable})")
+    return Markup(svg)

@@ -1,0 +1,517 @@
+"""FastLanguageModel as scripts call it, its refusals, and what it saves."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from pronghorn import FastLanguageModel
+from pronghorn.data.batch import Collator
+from pronghorn.errors import ConfigError, DataError, TrainingError, UnsupportedError
+from pronghorn.models.attach import attached
+from pronghorn.models.families import recomputes_layers
+from tiny import packed_row, tiny_model
+
+needs_bitsandbytes = pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"
+)
+
+
+def load(folder: Path | str, **options: Any) -> tuple[Any, Any]:
+    return FastLanguageModel.from_pretrained(str(folder), **({"max_seq_length": 128} | options))
+
+
+def batch(row: int = 128) -> dict[str, Any]:
+    ids = [3 + 7 * i % 400 for i in range(90)]
+    return Collator(row, 0)([{"input_ids": ids, "labels": ids, "lengths": [1, 40, 49]}])
+
+
+def train(model: Any, steps: int = 2, rate: float = 1e-2) -> list[float]:
+    """A few plain steps; returns the losses."""
+    model.train()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=rate)
+    found = []
+    for _ in range(steps):
+        loss = model(**batch()).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def perturb(model: Any, std: float = 0.1) -> Any:
+    """Make the adapter matter."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.normal_(std=std)
+    return model
+
+
+@torch.no_grad()
+def logits(model: Any) -> Tensor:
+    model.eval()
+    ids = torch.arange(3, 67)[None]
+    return model(input_ids=ids).logits[0].float()
+
+
+def relative(ours: Tensor, theirs: Tensor) -> float:
+    return ((ours - theirs).norm() / theirs.norm()).item()
+
+
+def snapshot(model: Any) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+# ---- the seeds' script ----
+
+
+@pytest.mark.parametrize("checkpointing", ["unsloth", "auto", True, False])
+def test_the_script_of_the_seeds(stories: Path, checkpointing: Any) -> None:
+    model, tokenizer = FastLanguageModel.from_pretrained(
+        model_name=str(stories),
+        max_seq_length=128,
+        dtype=None,
+        load_in_4bit=False,
+        packing=True,
+        use_gradient_checkpointing=checkpointing,
+    )
+    assert recomputes_layers(model) is bool(checkpointing)
+    model = FastLanguageModel.get_peft_model(
+        model,
+        r=16,
+        lora_alpha=16,
+        lora_dropout=0,
+        target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+        bias="none",
+        use_rslora=False,
+        use_gradient_checkpointing=checkpointing,
+        random_state=3407,
+    )
+    assert recomputes_layers(model) is bool(checkpointing)
+    assert attached(model) is not None and model.max_seq_length == 128 and tokenizer.eos_token_id == 2
+    assert {n for n, p in model.named_parameters() if p.requires_grad} == {
+        n for n, _ in model.named_parameters() if "lora_" in n
+    }
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    FastLanguageModel.for_training(model)
+    losses = train(model, steps=3)
+    assert losses[-1] < losses[0]
+    FastLanguageModel.for_inference(model)
+    prompt = tokenizer("Once upon a time", return_tensors="pt")
+    assert model.generate(prompt["input_ids"], max_new_tokens=4, do_sample=False).shape[1] > 4
+
+
+def test_the_last_explicit_checkpointing_wins(stories: Path) -> None:
+    model, _ = load(stories, use_gradient_checkpointing=False)
+    assert not recomputes_layers(FastLanguageModel.get_peft_model(model, r=2))
+    model, _ = load(stories, use_gradient_checkpointing=False)
+    model = FastLanguageModel.get_peft_model(model, r=2, use_gradient_checkpointing="unsloth")
+    assert recomputes_layers(model)
+    FastLanguageModel.for_training(model, use_gradient_checkpointing=False)
+    assert not recomputes_layers(model)
+    with pytest.raises(ConfigError, match="use_gradient_checkpointing = 'always' is unknown"):
+        FastLanguageModel.for_training(model, use_gradient_checkpointing="always")  # type: ignore[arg-type]
+
+
+def test_training_and_inference_modes(stories: Path) -> None:
+    model, _ = load(stories)
+    model = FastLanguageModel.get_peft_model(model, r=2)
+    assert FastLanguageModel.for_inference(model) is model and not model.training
+    assert not any(module.training for module in model.modules()) and model.config.use_cache
+    assert FastLanguageModel.for_training(model) is model
+    assert all(module.training for module in model.modules()) and not model.config.use_cache
+
+
+def test_without_packing_nothing_is_attached(stories: Path) -> None:
+    model, _ = load(stories, packing=False)
+    assert attached(model) is None
+
+
+# ---- refusals ----
+
+
+@pytest.mark.parametrize("argument", ["load_in_8bit", "fast_inference", "rope_scaling"])
+def test_unsupported_loading_arguments_are_named(stories: Path, argument: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"from_pretrained does not support {argument} yet"):
+        load(stories, **{argument: True})
+    load(stories, **{argument: None if argument == "rope_scaling" else False})  # asking for nothing is fine
+
+
+@pytest.mark.parametrize("argument", ["use_dora", "loftq_config", "layers_to_transform", "init_lora_weights"])
+def test_unsupported_adapter_arguments_are_named(stories: Path, argument: str) -> None:
+    model, _ = load(stories)
+    with pytest.raises(NotImplementedError, match=f"get_peft_model does not support {argument} yet"):
+        FastLanguageModel.get_peft_model(model, **{argument: "anything"})
+    assert not hasattr(model, "peft_config")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_seq_length": 0}, "max_seq_length 0 is not positive"),
+        ({"max_seq_length": -5}, "max_seq_length -5 is not positive"),
+        ({"max_seq_length": 513}, "max_seq_length 513 > 512, .*: use max_seq_length <= 512"),
+        ({"dtype": "float8"}, "dtype 'float8' is unknown: use one of float32, bfloat16, float16"),
+        ({"dtype": torch.int8}, "dtype torch.int8 is unknown"),
+        ({"full_finetuning": True, "load_in_4bit": True}, "4-bit weights can't be trained"),
+        ({"attention": "eager"}, "attention 'eager' is unknown"),
+        ({"packing_metadata": "never"}, "packing_metadata 'never' is unknown"),
+        ({"use_gradient_checkpointing": "sometimes"}, "use_gradient_checkpointing = 'sometimes' is unknown"),
+    ],
+)
+def test_bad_loading_options(stories: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(stories, **options)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        ("fp32", torch.float32),
+        ("float32", torch.float32),
+        ("bf16", torch.bfloat16),
+        ("torch.bfloat16", torch.bfloat16),
+        (torch.float16, torch.float16),
+        ("fp16", torch.float16),
+    ],
+)
+def test_dtypes(stories: Path, dtype: Any, expected: torch.dtype) -> None:
+    model, _ = load(stories, dtype=dtype)
+    assert model.dtype == expected
+
+
+def test_adapters_of_a_bfloat16_base_are_float32(stories: Path) -> None:
+    model = FastLanguageModel.get_peft_model(load(stories, dtype="bf16")[0], r=2)
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    assert train(model)[0] > 0
+
+
+def test_a_missing_folder(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="does not exist"):
+        load(tmp_path / "nowhere")
+    with pytest.raises(DataError, match=r"GGUF file .* does not exist"):
+        load(tmp_path / "nowhere.gguf")
+
+
+def test_a_folder_without_weights(stories: Path, tmp_path: Path) -> None:
+    shutil.copytree(stories, tmp_path / "empty", ignore=shutil.ignore_patterns("*.safetensors"))
+    with pytest.raises(DataError, match="no weights at all"):
+        load(tmp_path / "empty")
+
+
+def test_pickled_weights_are_never_read(stories: Path, tmp_path: Path) -> None:
+    folder, marker = tmp_path / "pickled", tmp_path / "executed"
+    shutil.copytree(stories, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+
+    class Trap:
+        def __reduce__(self) -> Any:
+            return Path.touch, (marker,)
+
+    torch.save({"trap": Trap()}, folder / "pytorch_model.bin")
+    with pytest.raises(DataError, match=r"pytorch_model\.bin.*pickled weights are never read"):
+        load(folder)
+    assert not marker.exists()
+
+
+def test_a_pickled_adapter_is_never_read(stories: Path, tmp_path: Path) -> None:
+    model = FastLanguageModel.get_peft_model(load(stories)[0], r=2)
+    model.save_pretrained(tmp_path / "adapter")
+    (tmp_path / "adapter" / "adapter_model.safetensors").unlink()
+    torch.save({}, tmp_path / "adapter" / "adapter_model.bin")
+    with pytest.raises(DataError, match="pickled weights are never read"):
+        load(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "mxfp4"])
+def test_other_quantisations_are_refused(stories: Path, tmp_path: Path, method: str) -> None:
+    shutil.copytree(stories, tmp_path / "model")
+    text = (tmp_path / "model" / "config.json").read_text()
+    quantisation = f'{{"quantization_config": {{"quant_method": "{method}", "bits": 4}},'
+    (tmp_path / "model" / "config.json").write_text(text.replace("{", quantisation, 1))
+    with pytest.raises(UnsupportedError, match=f"quantised by '{method}'"):
+        load(tmp_path / "model")
+
+
+def test_families_without_an_adapter_are_refused_before_their_weights_load(stories: Path, tmp_path: Path) -> None:
+    shutil.copytree(stories, tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "gpt_oss"}')
+    with pytest.raises(UnsupportedError, match="'gpt_oss' has no adapter"):
+        load(tmp_path / "model")
+
+
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
+def test_adapters_on_the_head_are_refused(stories: Path, target: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"adapter on {target} is not supported: name it in modules_to_save"):
+        FastLanguageModel.get_peft_model(load(stories)[0], target_modules=["q_proj", target])
+
+
+def test_bad_adapters(stories: Path) -> None:
+    model, _ = load(stories)
+    with pytest.raises(ConfigError, match=r"target module 'c_attn' is not in the model: .*q_proj"):
+        FastLanguageModel.get_peft_model(model, target_modules=["c_attn"])
+    with pytest.raises(ConfigError, match="rank r = 0 is below 1"):
+        FastLanguageModel.get_peft_model(model, r=0)
+    model = FastLanguageModel.get_peft_model(model, r=2, target_modules="all-linear")
+    with pytest.raises(ConfigError, match="already has an adapter"):
+        FastLanguageModel.get_peft_model(model)
+
+
+# ---- seeds ----
+
+
+def test_random_state_seeds_the_adapters_and_nothing_else(stories: Path) -> None:
+    def adapters(seed: int) -> dict[str, Tensor]:
+        model = FastLanguageModel.get_peft_model(load(stories)[0], r=4, random_state=seed)
+        return {n: p.detach() for n, p in model.named_parameters() if "lora_" in n}
+
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    first = adapters(3407)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(6)
+    second, other = adapters(3407), adapters(1)
+    assert all(torch.equal(first[n], second[n]) for n in first)
+    assert all(torch.equal(first[n], other[n]) == ("lora_B" in n) for n in first)
+
+
+# ---- saving ----
+
+
+def test_a_saved_adapter_loads_and_trains_on(stories: Path, tmp_path: Path) -> None:
+    model, tokenizer = load(stories)
+    model = FastLanguageModel.get_peft_model(model, r=4)
+    train(model)
+    model.save_pretrained(tmp_path / "adapter")
+    tokenizer.save_pretrained(tmp_path / "adapter")
+    again, tokenizer_2 = load(tmp_path / "adapter")
+    assert attached(again) is not None and again.max_seq_length == 128
+    assert tokenizer_2.get_vocab() == tokenizer.get_vocab()
+    assert torch.equal(logits(again), logits(model))
+    names = {n for n, p in model.named_parameters() if p.requires_grad}
+    assert {n for n, p in again.named_parameters() if p.requires_grad} == names
+    assert train(again) == train(model)
+
+
+MERGES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "rslora": {"use_rslora": True},
+    "head": {"modules_to_save": ["lm_head"]},
+    "embeddings": {"modules_to_save": ["embed_tokens"]},
+    "both": {"modules_to_save": ["lm_head", "embed_tokens"]},
+}
+
+
+@pytest.mark.parametrize("name", MERGES)
+def test_a_merged_checkpoint_has_the_adapted_logits(stories: Path, tmp_path: Path, name: str) -> None:
+    """float32 weights saved as bfloat16; stories260k ties its embeddings."""
+    model, tokenizer = load(stories)
+    plain = logits(model)
+    model = perturb(FastLanguageModel.get_peft_model(model, r=4, **MERGES[name]), std=0.02)
+    train(model)
+    adapted, before = logits(model), snapshot(model)
+    model.train()
+    folder = model.save_pretrained_merged(tmp_path / "merged", tokenizer)
+    assert model.training
+    after = snapshot(model)
+    assert all(torch.equal(after[key], value) for key, value in before.items()) and after.keys() == before.keys()
+    assert attached(model) is not None
+    merged = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert AutoModelForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
+    assert merged.config.tie_word_embeddings == (name in ("plain", "rslora"))
+    assert relative(merged.lm_head.weight, model.get_output_embeddings().weight) < 0.01
+    assert relative(plain, adapted) > 0.05
+    assert relative(logits(merged), adapted) < 0.01  # the weights' rounding to bfloat16, computed in float32
+    assert AutoTokenizer.from_pretrained(folder).eos_token_id == 2
+    assert not list(folder.glob("adapter*"))
+    again, _ = load(folder)
+    assert train(again)[0] > 0
+
+
+def test_a_model_without_adapter_saves_as_it_is(stories: Path, tmp_path: Path) -> None:
+    model, tokenizer = load(stories, dtype="bf16", full_finetuning=True)
+    model.save_pretrained_merged(tmp_path / "merged", tokenizer)
+    theirs = AutoModelForCausalLM.from_pretrained(stories, dtype=torch.bfloat16)
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma3_text"])
+def test_merging_other_families(tmp_path: Path, stories: Path, family: str) -> None:
+    """Biases (qwen2), tied and scaled embeddings (gemma)."""
+    tiny_model(family).save_pretrained(tmp_path / "base")
+    AutoTokenizer.from_pretrained(stories).save_pretrained(tmp_path / "base")
+    model = perturb(FastLanguageModel.get_peft_model(load(tmp_path / "base")[0], r=4))
+    folder = model.save_pretrained_merged(tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert relative(logits(merged), logits(model)) < 0.02
+
+
+def test_a_merge_that_forgets_the_adapter_is_caught(
+    stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from peft.tuners.lora import Linear
+
+    model, tokenizer = load(stories)
+    model = perturb(FastLanguageModel.get_peft_model(model, r=4))
+    right = Linear.get_delta_weight
+    monkeypatch.setattr(Linear, "get_delta_weight", lambda self, adapter: torch.zeros_like(right(self, adapter)))
+    with pytest.raises(TrainingError, match="merge"):
+        model.save_pretrained_merged(tmp_path / "merged", tokenizer)
+    monkeypatch.setattr(Linear, "get_delta_weight", lambda self, adapter: 2 * right(self, adapter))
+    with pytest.raises(TrainingError, match="merge"):
+        model.save_pretrained_merged(tmp_path / "merged", tokenizer)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, 2.0])
+def test_a_wrong_merge_of_a_small_adapter_is_caught(
+    stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factor: float
+) -> None:
+    """The adapter changes the logits by 1 %, less than rounding to bfloat16 may."""
+    from peft.tuners.lora import Linear
+
+    model, tokenizer = load(stories)
+    plain = logits(model)
+    model = perturb(FastLanguageModel.get_peft_model(model, r=4), std=0.005)
+    assert 0.005 < relative(logits(model), plain) < 0.02
+    model.save_pretrained_merged(tmp_path / "right", tokenizer)
+    right = Linear.get_delta_weight
+    monkeypatch.setattr(Linear, "get_delta_weight", lambda self, adapter: factor * right(self, adapter))
+    with pytest.raises(TrainingError, match="of what the adapter changes in the logits"):
+        model.save_pretrained_merged(tmp_path / "wrong", tokenizer)
+    assert not (tmp_path / "wrong").exists()
+
+
+def test_an_untrained_adapter_merges(stories: Path, tmp_path: Path) -> None:
+    model, tokenizer = load(stories)
+    model = FastLanguageModel.get_peft_model(model, r=4)
+    model.save_pretrained_merged(tmp_path / "merged", tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"use_dora": True, "target_modules": ["q_proj"]}, "is DoRA"),
+        ({"lora_bias": True, "target_modules": ["q_proj"]}, "has a bias of its own"),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, r"model\.embed_tokens is not LoRA on a linear"),
+    ],
+)
+def test_adapters_that_are_more_than_lora_are_not_merged(
+    stories: Path, tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    """Folders that other libraries saved."""
+    from peft import LoraConfig, get_peft_model
+
+    plain, tokenizer = load(stories, packing=False)
+    get_peft_model(plain, LoraConfig(r=4, **options)).save_pretrained(tmp_path / "adapter")
+    tokenizer.save_pretrained(tmp_path / "adapter")
+    model, _ = load(tmp_path / "adapter")
+    with pytest.raises(UnsupportedError, match=message):
+        model.save_pretrained_merged(tmp_path / "merged", tokenizer)
+    assert not (tmp_path / "merged").exists()
+
+
+def test_a_full_folder_and_other_methods_are_refused(stories: Path, tmp_path: Path) -> None:
+    model, tokenizer = load(stories)
+    (tmp_path / "note").write_text("mine")
+    with pytest.raises(ConfigError, match="already holds files"):
+        model.save_pretrained_merged(tmp_path, tokenizer)
+    with pytest.raises(NotImplementedError, match="save_method 'merged_4bit'"):
+        model.save_pretrained_merged(tmp_path / "new", tokenizer, save_method="merged_4bit")
+    assert [p.name for p in tmp_path.iterdir()] == ["note"]
+
+
+def test_full_finetuning_trains_every_weight(stories: Path, tmp_path: Path) -> None:
+    model, tokenizer = load(stories, full_finetuning=True)
+    assert all(p.requires_grad and p.dtype == torch.float32 for p in model.parameters())
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    losses = train(model, steps=3)
+    assert losses[-1] < losses[0]
+    assert not any(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    model.save_pretrained(tmp_path / "whole")
+    tokenizer.save_pretrained(tmp_path / "whole")
+    assert torch.equal(logits(load(tmp_path / "whole")[0]), logits(model))
+
+
+# ---- bitsandbytes ----
+
+
+@pytest.fixture
+def base_folder(tmp_path: Path, stories: Path) -> Path:
+    """A tiny Llama whose linears are of sizes that bitsandbytes' CPU backend likes."""
+    tiny_model("llama", intermediate_size=128).save_pretrained(tmp_path / "base")
+    AutoTokenizer.from_pretrained(stories).save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def gradients(model: Any) -> dict[str, Tensor]:
+    model.train()
+    model.zero_grad()
+    model(**packed_row([1, 20, 30], 64)).loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+@needs_bitsandbytes
+def test_4bit_trains_merges_and_reloads(base_folder: Path, tmp_path: Path) -> None:
+    model, tokenizer = load(base_folder, load_in_4bit=True)
+    assert type(model.model.layers[0].mlp.up_proj).__name__ == "Linear4bit"
+    model = perturb(FastLanguageModel.get_peft_model(model, r=4))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(3):
+        loss = model(**packed_row([1, 20, 30], 64)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    adapted = logits(model)
+    model.save_pretrained(tmp_path / "adapter")
+    again, _ = load(tmp_path / "adapter", load_in_4bit=True)
+    torch.testing.assert_close(logits(again), adapted, rtol=1e-4, atol=1e-4)
+    model.save_pretrained_merged(tmp_path / "merged", tokenizer)
+    merged, _ = load(tmp_path / "merged", dtype="fp32")
+    assert not hasattr(merged.config, "quantization_config")
+    assert relative(logits(merged), adapted) < 0.02
+
+
+@needs_bitsandbytes
+def test_evaluating_a_4bit_model_does_not_change_its_gradients(base_folder: Path) -> None:
+    """bitsandbytes repacks weights at evaluation on some CPUs, for a product that has no backward."""
+    model = perturb(FastLanguageModel.get_peft_model(load(base_folder, load_in_4bit=True)[0], r=4))
+    before = gradients(model)
+    logits(model)
+    after = gradients(model)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+@needs_bitsandbytes
+def test_a_prequantised_checkpoint_loads_as_it_is(base_folder: Path, tmp_path: Path) -> None:
+    model, tokenizer = load(base_folder, load_in_4bit=True)
+    model.save_pretrained(tmp_path / "quantised")
+    tokenizer.save_pretrained(tmp_path / "quantised")
+    for asked in (False, True):
+        again, _ = load(tmp_path / "quantised", load_in_4bit=asked)
+        assert type(again.model.layers[0].mlp.up_proj).__name__ == "Linear4bit"
+        assert torch.equal(logits(again), logits(model))
+    again = FastLanguageModel.get_peft_model(again, r=4)
+    assert all(value.isfinite().all() for value in gradients(again).values())
+
+
+@needs_bitsandbytes
+def test_4bit_stories_train(stories: Path) -> None:
+    """Sizes that are no multiple of 32."""
+    model = FastLanguageModel.get_peft_model(load(stories, load_in_4bit=True)[0], r=4)
+    losses = train(model, steps=3)
+    assert losses[-1] < losses[0]
+    assert logits(model).isfinite().all()

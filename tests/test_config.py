@@ -1,0 +1,138 @@
+"""Recipes: what loads, what is refused, and that docs/recipe.md is the recipe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pronghorn.config import Recipe, fields
+from pronghorn.errors import ConfigError
+
+ROOT = Path(__file__).parents[1]
+GOOD = """
+model: {name: m, max_seq_length: 512}
+data: {train: train.jsonl, eval: eval.jsonl}
+train: {output: out, learning_rate: 1e-3}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    (tmp_path / "eval.jsonl").write_text("{}\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def load(folder: Path, text: str, *overrides: str) -> Recipe:
+    (folder / "recipe.yaml").write_text(text)
+    return Recipe.load(folder / "recipe.yaml", overrides)
+
+
+def test_a_recipe_with_defaults_and_overrides(folder: Path) -> None:
+    recipe = load(folder, GOOD, "train.max_steps=3", "adapter.target_modules=[q_proj]", "train.max_minutes=null")
+    assert recipe.train.learning_rate == 1e-3 and recipe.train.max_steps == 3
+    assert recipe.adapter.target_modules == ["q_proj"] and recipe.adapter.r == 16
+    assert recipe.memory.gradient_checkpointing == "auto" and recipe.train.max_minutes is None
+    again = Recipe.model_validate(recipe.to_dict())
+    assert again == recipe
+
+
+def test_a_recipe_is_frozen(folder: Path) -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        load(folder, GOOD).train.max_steps = 4
+
+
+BAD: list[tuple[str, list[str], str]] = [
+    ("", ["train.max_stps=3"], "unknown key train.max_stps: did you mean train.max_steps?"),
+    ("trian: {output: x}\n", [], "unknown key trian: did you mean train?"),
+    ("", ["model.learning_rate=1"], "unknown key model.learning_rate: did you mean train.learning_rate?"),
+    ("", ["data.zzz=1"], "unknown key data.zzz: known here: train, eval"),
+    ("", ["model.max_seq_length=0"], "model.max_seq_length = 0: input should be greater than 0"),
+    ("", ["model.max_seq_length=-5"], "model.max_seq_length = -5"),
+    ("", ["model.max_seq_length=many"], "model.max_seq_length = 'many': input should be a valid integer"),
+    ("", ["adapter.r=0"], "adapter.r = 0"),
+    ("", ["adapter.method=qlora"], "adapter.method = 'qlora': input should be 'lora' or 'full'"),
+    ("", ["adapter.target_modules=[]"], "adapter.target_modules"),
+    ("", ["adapter.lora_dropout=1.5"], "adapter.lora_dropout = 1.5"),
+    ("", ["data.overflow=cut"], "data.overflow = 'cut'"),
+    ("", ["data.train=nowhere.jsonl"], "data.train: nowhere.jsonl does not exist"),
+    ("", ["data.eval=nowhere.jsonl"], "data.eval: nowhere.jsonl does not exist"),
+    ("", ["data.eval=null", "train.min_improvement=0.1"], "train.min_improvement needs held-out data"),
+    ("", ["packing.metadata=twice"], "packing.metadata = 'twice'"),
+    ("", ["packing.attention=eager"], "packing.attention = 'eager'"),
+    ("", ["packing.rows_per_step=0"], "packing.rows_per_step = 0"),
+    ("", ["train.max_steps=0"], "train.max_steps = 0"),
+    ("", ["train.epochs=0"], "train.epochs = 0"),
+    ("", ["train.learning_rate=-1"], "train.learning_rate = -1"),
+    ("", ["precision.dtype=int8"], "precision.dtype = 'int8'"),
+    ("", ["memory.gradient_checkpointing=maybe"], "memory.gradient_checkpointing"),
+    ("", ["adapter.method=full", "model.load_in_4bit=true"], "4-bit weights can't be trained"),
+    ("", ["max_steps"], "override 'max_steps' is not section.key=value: write e.g. train.max_steps=3"),
+    ("", ["max_steps=3"], "is not section.key=value"),
+    ("", ["train.output"], "is not section.key=value"),
+]
+
+
+@pytest.mark.parametrize("extra,overrides,says", BAD, ids=[says[:40] for *_, says in BAD])
+def test_bad_recipes(folder: Path, extra: str, overrides: list[str], says: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(folder, GOOD + extra, *overrides)
+    assert says in str(error.value), str(error.value)
+    assert error.value.remedy
+
+
+@pytest.mark.parametrize(
+    "text,says",
+    [
+        ("model: {name: m, max_seq_length: 512\n", "line 2: not YAML"),
+        ("- a\n- b\n", "a recipe is a table of sections"),
+        ("", "a recipe is a table of sections"),
+        (GOOD + "model: {name: other, max_seq_length: 8}\n", "key 'model' is set twice"),
+        (GOOD.replace("output: out,", "output: out, output: out2,"), "line 4: key 'output' is set twice"),
+        (GOOD.replace("name: m, ", ""), "model.name is missing"),
+        (GOOD.replace("train: {output: out, learning_rate: 1e-3}", ""), "train is missing"),
+    ],
+)
+def test_bad_files(folder: Path, text: str, says: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(folder, text)
+    assert says in str(error.value), str(error.value)
+
+
+def test_missing_recipe(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        Recipe.load(tmp_path / "no.yaml")
+
+
+def recipe_page() -> str:
+    lines = [
+        "# The recipe",
+        "",
+        "Every key of a recipe; `pronghorn train recipe.yaml section.key=value` overrides one.",
+        "",
+    ]
+    section = ""
+    for key, kind, default, description in fields():
+        if key.split(".")[0] != section:
+            section = key.split(".")[0]
+            about = (Recipe.model_fields[section].annotation.__doc__ or "").strip()
+            lines += ["", f"## {section}", "", about, "", "| key | type | default | what |", "|---|---|---|---|"]
+        cells = [f"`{key.split('.')[1]}`", kind, f"`{default}`", description]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines).replace("\n\n\n", "\n\n") + "\n"
+
+
+def test_the_page_is_the_recipe() -> None:
+    """To renew it: python tests/test_config.py > docs/recipe.md"""
+    assert (ROOT / "docs" / "recipe.md").read_text() == recipe_page()
+
+
+@pytest.mark.parametrize("recipe", sorted(p.name for p in (ROOT / "recipes").glob("*.yaml")))
+def test_shipped_recipes_are_valid(recipe: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    Recipe.load(ROOT / "recipes" / recipe, ["data.train=train.jsonl", "data.eval=eval.jsonl"])
+
+
+if __name__ == "__main__":
+    print(recipe_page(), end="")

@@ -1,0 +1,513 @@
+"""Both lanes on a real small model: equal settings give one trajectory, and what goes wrong stops the run."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import trl
+from datasets import Dataset
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from trl import SFTConfig
+
+from pronghorn import FastLanguageModel, SFTTrainer
+from pronghorn.data.batch import Collator
+from pronghorn.data.packed_rows import PackedRows
+from pronghorn.errors import ConfigError, DataError, TrainingError, UnsupportedError
+from pronghorn.models.attach import attached
+from pronghorn.train.gradients import GradientWatch
+
+ROW = 128
+LINEARS = ["q_proj", "v_proj", "down_proj"]
+
+
+@pytest.fixture(scope="session")
+def texts(shared: Path) -> list[str]:
+    stories = (shared / "data" / "tinystories" / "tinystories_10k.txt").read_text()[:60_000].split("<|endoftext|>")
+    return [story.strip()[: 60 + 22 * (i % 7)] for i, story in enumerate(stories) if len(story.strip()) > 300][:48]
+
+
+@pytest.fixture(scope="session")
+def documents(texts: list[str], stories: Path) -> Dataset:
+    """Tokenised documents with very different numbers of labels."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(stories)
+    ids = [tokenizer(text)["input_ids"] for text in texts]
+    labels = [
+        [-100] * (1 if i % 3 else len(row) - 5) + row[1 if i % 3 else len(row) - 5 :] for i, row in enumerate(ids)
+    ]
+    return Dataset.from_dict({"input_ids": ids, "labels": labels})
+
+
+def config(folder: Path, **changes: Any) -> SFTConfig:
+    settings: dict[str, Any] = {
+        "output_dir": str(folder),
+        "packing": True,
+        "max_length": ROW,
+        "max_steps": 4,
+        "learning_rate": 5e-3,
+        "lr_scheduler_type": "constant",
+        "per_device_train_batch_size": 1,
+        "train_sampling_strategy": "sequential",
+        "gradient_checkpointing": False,
+        "logging_steps": 1,
+        "bf16": False,
+        "use_cpu": True,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "seed": 1,
+    }
+    return SFTConfig(**(settings | changes))
+
+
+def adapted(stories: Path, **changes: Any) -> tuple[Any, Any]:
+    model, tokenizer = FastLanguageModel.from_pretrained(
+        str(stories), max_seq_length=ROW, use_gradient_checkpointing=False
+    )
+    return FastLanguageModel.get_peft_model(model, r=4, target_modules=LINEARS, **changes), tokenizer
+
+
+def whole(stories: Path) -> tuple[Any, Any]:
+    """The model with every weight trained."""
+    return FastLanguageModel.from_pretrained(
+        str(stories), max_seq_length=512, full_finetuning=True, use_gradient_checkpointing=False
+    )
+
+
+def trained(model: Any) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def losses(trainer: Any) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def assert_equal_weights(ours: dict[str, Tensor], theirs: dict[str, Tensor], rel: float = 1e-5) -> None:
+    """Equal to `rel` in the maximum, per tensor."""
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        error = (value - theirs[name]).abs().max() / theirs[name].abs().max()
+        assert error <= rel, f"{name}: {error:.2e}"
+
+
+def document_loss(model: Any, rows: list[dict[str, list[int]]]) -> Tensor:
+    """Plain torch: every document on its own, summed, over all labels."""
+    total, labels = torch.zeros(()), 0
+    for row in rows:
+        logits = model(input_ids=torch.tensor([row["input_ids"]])).logits[0, :-1].float()
+        targets = torch.tensor(row["labels"])[1:]
+        total = total + cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+        labels += int((targets != -100).sum())
+    return total / labels
+
+
+def documents_of(packed_rows: list[dict[str, list[int]]]) -> list[dict[str, list[int]]]:
+    out = []
+    for row in packed_rows:
+        start = 0
+        for length in row["lengths"]:
+            out.append({key: row[key][start : start + length] for key in ("input_ids", "labels")})
+            start += length
+    return out
+
+
+# ---- one trajectory ----
+
+
+def test_the_trainer_is_a_twenty_line_loop(stories: Path, documents: Dataset, tmp_path: Path) -> None:
+    model, tokenizer = adapted(stories)
+    trainer = SFTTrainer(model, config(tmp_path, gradient_accumulation_steps=2), train_dataset=documents,
+                         tokenizer=tokenizer)  # fmt: skip
+    trainer.train()
+
+    model_2, _ = adapted(stories)
+    rows, collate = PackedRows(documents, ROW, seed=1), Collator(ROW, tokenizer.pad_token_id)
+    optimizer = torch.optim.AdamW([p for p in model_2.parameters() if p.requires_grad], lr=5e-3, weight_decay=0.0)
+    ours = []
+    for step in range(4):
+        batches = [collate([rows[2 * step]]), collate([rows[2 * step + 1]])]
+        labels = sum(batch["packed"].n_labels for batch in batches)
+        total = 0.0
+        for batch in batches:
+            loss = model_2(**batch, num_items_in_batch=labels).loss
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(model_2.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        ours.append(total)
+    assert losses(trainer) == pytest.approx(ours, rel=1e-5)
+    assert_equal_weights(trained(model), trained(model_2), rel=1e-4)
+    assert trainer.state.global_step == 4
+
+
+def test_the_stock_lane_learns_the_same_rows_alike(stories: Path, documents: Dataset, tmp_path: Path) -> None:
+    """An unchanged trl.SFTTrainer over the very rows of lane A: TRL's own loss, our attention."""
+
+    def collate_as_trl(rows: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = Collator(ROW, 0)(rows)
+        batch.pop("packed")
+        return batch
+
+    results = []
+    for lane in ("A", "B"):
+        model, tokenizer = adapted(stories)
+        rows = PackedRows(documents, ROW, seed=1)
+        common: dict[str, Any] = {"train_dataset": documents, "processing_class": tokenizer}
+        if lane == "A":
+            trainer: Any = SFTTrainer(model, config(tmp_path), **common)
+        else:
+            ready = Dataset.from_list([rows[i] for i in range(4)])
+            settings = config(tmp_path, packing=False, remove_unused_columns=False)
+            settings.dataset_kwargs = {"skip_prepare_dataset": True}
+            trainer = trl.SFTTrainer(
+                model, settings, **(common | {"train_dataset": ready}), data_collator=collate_as_trl
+            )
+        trainer.train()
+        results.append((losses(trainer), trained(model)))
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-4)
+    assert_equal_weights(results[0][1], results[1][1], rel=1e-3)
+
+
+def test_an_unchanged_trl_script_runs(stories: Path, texts: list[str], tmp_path: Path) -> None:
+    """packing=True as TRL does it; its first loss is that of each document alone."""
+    model, tokenizer = adapted(stories)
+    args = config(tmp_path, max_steps=3, gradient_checkpointing=True)
+    short = Dataset.from_dict({"text": [text[:80] for text in texts]})
+    trainer = trl.SFTTrainer(model, args, train_dataset=short, processing_class=tokenizer)
+    batch = next(iter(trainer.get_train_dataloader()))
+    assert "packed" not in batch and int((batch["position_ids"] == 0).sum()) > 1
+    plain, _ = FastLanguageModel.from_pretrained(str(stories), max_seq_length=ROW, packing=False)
+    assert attached(plain) is None
+    bounds = [*(batch["position_ids"][0] == 0).nonzero().flatten().tolist(), batch["input_ids"].shape[1]]
+    parts = [{key: batch[key][0, a:b].tolist() for key in ("input_ids", "labels")} for a, b in pairwise(bounds)]
+    with torch.no_grad():
+        expected = document_loss(plain, parts).item()
+    trainer.train()
+    assert losses(trainer)[0] == pytest.approx(expected, rel=1e-5)
+    assert len(losses(trainer)) == 3
+
+
+def test_text_datasets_pack_and_the_loss_falls(stories: Path, texts: list[str], tmp_path: Path) -> None:
+    model, tokenizer = adapted(stories)
+    args = config(tmp_path, max_steps=6)
+    trainer = SFTTrainer(model, args, train_dataset=Dataset.from_dict({"text": texts}), tokenizer=tokenizer)
+    assert isinstance(trainer.train_dataset, PackedRows)
+    before = trainer.evaluate(trainer.train_dataset)["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate(trainer.train_dataset)["eval_loss"] < before
+    entry = next(entry for entry in trainer.state.log_history if "loss" in entry)
+    assert 0 < entry["labelled_tokens"] < entry["tokens"] <= ROW and entry["tokens_per_second"] > 0
+
+
+# ---- gradient accumulation and normalisation ----
+
+
+def test_accumulation_equals_one_large_step(stories: Path, documents: Dataset, tmp_path: Path) -> None:
+    """4 rows at once == 4 micro-batches of very different label counts; both equal plain torch."""
+    rows = PackedRows(documents, ROW, seed=1)
+    first = [rows[i] for i in range(4)]
+    labels = [sum(label != -100 for label in row["labels"]) for row in first]
+    assert max(labels) > 1.3 * min(labels)
+    results = []
+    for rows_per_step, accumulation in ((4, 1), (1, 4), (2, 2)):
+        model, tokenizer = whole(stories)
+        start = trained(model)
+        args = config(tmp_path, max_steps=1, optim="sgd", learning_rate=0.1, max_grad_norm=0.0,
+                      per_device_train_batch_size=rows_per_step, gradient_accumulation_steps=accumulation)  # fmt: skip
+        trainer = SFTTrainer(model, args, train_dataset=documents, tokenizer=tokenizer)
+        trainer.train()
+        moved = {name: value - start[name] for name, value in trained(model).items()}
+        results.append((losses(trainer)[0], trained(model), moved))
+    plain, _ = FastLanguageModel.from_pretrained(str(stories), max_seq_length=512, packing=False)
+    loss = document_loss(plain, documents_of(first))
+    loss.backward()
+    gradient = {name: -0.1 * p.grad for name, p in plain.named_parameters()}
+    for reported, weights, moved in results:
+        assert reported == pytest.approx(loss.item(), rel=1e-5)
+        assert_equal_weights(weights, results[0][1], rel=1e-5)
+        assert_equal_weights(moved, gradient, rel=1e-3)  # the step is a small difference of float32 weights
+
+
+def test_packed_training_equals_padded_training(stories: Path, documents: Dataset, tmp_path: Path) -> None:
+    """One step over the same documents, packed in rows or padded to the longest: one gradient."""
+    few = documents.select(range(7))
+    results = []
+    for packing in (True, False):
+        model, tokenizer = whole(stories)
+        args = config(tmp_path, packing=packing, max_steps=1, optim="sgd", learning_rate=0.1, max_grad_norm=0.0,
+                      max_length=512, per_device_train_batch_size=7)  # fmt: skip
+        trainer = SFTTrainer(model, args, train_dataset=few, tokenizer=tokenizer)
+        trainer.train()
+        results.append((losses(trainer)[0], trained(model)))
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-5)
+    assert_equal_weights(results[0][1], results[1][1], rel=1e-5)
+
+
+def test_evaluation_packed_and_unpacked_agree(stories: Path, documents: Dataset, tmp_path: Path) -> None:
+    few = documents.select(range(6))
+    found = []
+    for eval_packing in (True, False, None):
+        model, tokenizer = whole(stories)
+        args = config(tmp_path, max_length=512, eval_packing=eval_packing, per_device_eval_batch_size=8)
+        trainer = SFTTrainer(model, args, train_dataset=documents, eval_dataset=few, tokenizer=tokenizer)
+        assert isinstance(trainer.eval_dataset, PackedRows) == (eval_packing is not False)
+        found.append(trainer.evaluate()["eval_loss"])
+    with torch.no_grad():
+        expected = document_loss(whole(stories)[0], [few[i] for i in range(6)]).item()
+    assert found == pytest.approx([expected] * 3, rel=1e-5)
+
+
+def test_a_step_without_labels_has_loss_zero_in_evaluation(stories: Path, tmp_path: Path, documents: Dataset) -> None:
+    silent = Dataset.from_dict({"input_ids": [[5, 6, 7]], "labels": [[-100] * 3]})
+    model, tokenizer = whole(stories)
+    trainer = SFTTrainer(model, config(tmp_path), train_dataset=documents, eval_dataset=silent, tokenizer=tokenizer)
+    assert trainer.evaluate()["eval_loss"] == 0.0
+
+
+# ---- the watch over gradients ----
+
+
+def test_a_dead_gradient_stops_the_second_step_by_name(stories: Path, documents: Dataset, tmp_path: Path) -> None:
+    model, tokenizer = adapted(stories)
+    name, dead = next((n, p) for n, p in model.named_parameters() if "layers.2.self_attn.v_proj.lora_B" in n)
+    dead.register_hook(torch.zeros_like)
+    trainer = SFTTrainer(model, config(tmp_path), train_dataset=documents, tokenizer=tokenizer)
+    with pytest.raises(TrainingError, match=r"step 2: the gradient of 2 trainable tensors was exactly zero") as error:
+        trainer.train()
+    assert name in str(error.value) and name.replace("lora_B", "lora_A") in str(error.value)
+    assert trainer.state.global_step == 1
+
+
+def test_a_tensor_outside_the_graph_is_dead_too(stories: Path, documents: Dataset, tmp_path: Path) -> None:
+    model, tokenizer = adapted(stories)
+    model.register_parameter("forgotten", torch.nn.Parameter(torch.ones(3)))
+    trainer = SFTTrainer(model, config(tmp_path), train_dataset=documents, tokenizer=tokenizer)
+    with pytest.raises(TrainingError, match=r"step 2.*exactly zero: forgotten"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("warmup", [1, 3])
+def test_warm_up_from_zero_raises_no_false_alarm(
+    stories: Path, documents: Dataset, tmp_path: Path, warmup: int
+) -> None:
+    model, tokenizer = adapted(stories)
+    args = config(tmp_path, warmup_steps=warmup, lr_scheduler_type="linear")
+    trainer = SFTTrainer(model, args, train_dataset=documents, tokenizer=tokenizer)
+    trainer.train()
+    assert trainer.state.log_history[0]["learning_rate"] == 0.0 and len(losses(trainer)) == 4
+
+
+def test_resuming_does_not_forget_that_weights_moved(stories: Path, documents: Dataset, tmp_path: Path) -> None:
+    """A trained adapter has no excuse at its first step, but is not judged before weights move again."""
+    model, tokenizer = adapted(stories)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.normal_(std=0.02)
+    trainer = SFTTrainer(model, config(tmp_path, max_steps=2), train_dataset=documents, tokenizer=tokenizer)
+    trainer.train()
+    assert trainer.state.global_step == 2
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+def test_a_non_finite_gradient_stops_the_run_before_the_update(
+    stories: Path, documents: Dataset, tmp_path: Path, bad: float, clip: float
+) -> None:
+    model, tokenizer = adapted(stories)
+    calls: list[dict[str, Tensor]] = []
+    victim = next(p for n, p in model.named_parameters() if "layers.1.mlp.down_proj.lora_B" in n)
+
+    def poison(gradient: Tensor) -> Tensor:
+        calls.append(trained(model))
+        return torch.full_like(gradient, bad) if len(calls) == 3 else gradient
+
+    victim.register_hook(poison)
+    trainer = SFTTrainer(model, config(tmp_path, max_grad_norm=clip), train_dataset=documents, tokenizer=tokenizer)
+    with pytest.raises(TrainingError, match=r"step 3: .* not finite") as error:
+        trainer.train()
+    assert len(calls) == 3
+    if clip == 1.0 and bad == float("inf"):  # a NaN norm makes every gradient NaN, and so does not clipping
+        assert "step 3: 1 gradients are not finite, first base_model.model.model.layers.1.mlp" in str(error.value)
+    after = trained(model)
+    assert all(torch.equal(after[name], value) for name, value in calls[-1].items())
+
+
+class _Watched:
+    """Drives the watch as transformers' loop does, with a loss scaler."""
+
+    def __init__(self, scaler: object | None) -> None:
+        self.model = torch.nn.Linear(2, 2)
+        inner = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.optimizer = SimpleNamespace(optimizer=inner, scaler=scaler)
+        self.watch = GradientWatch()
+        self.step = 0
+
+    def __call__(self, weight: float, bias: float) -> None:
+        self.model.weight.grad = torch.full((2, 2), weight)
+        self.model.bias.grad = torch.full((2,), bias)
+        state = SimpleNamespace(global_step=self.step)
+        self.watch.on_pre_optimizer_step(None, state, None, model=self.model, optimizer=self.optimizer)
+        self.step += 1
+
+
+def test_an_overflow_of_scaled_float16_is_left_to_the_scaler() -> None:
+    run = _Watched(scaler=object())
+    run(float("nan"), 0.0)  # clipping by an infinite norm: nothing moves
+    run(1.0, 0.0)  # so a zero is still excused
+    run(float("nan"), 0.0)  # after movement the zero that clipping made is no dead gradient
+    run(1.0, 1.0)
+    with pytest.raises(TrainingError, match=r"step 5: .*: bias"):
+        run(1.0, 0.0)
+
+
+def test_an_overflow_without_a_scaler_stops() -> None:
+    run = _Watched(scaler=None)
+    with pytest.raises(TrainingError, match="step 1: 1 gradients are not finite, first weight"):
+        run(float("inf"), 1.0)
+
+
+# ---- checkpoints ----
+
+
+def full_disk(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def ctrl_c(*_: Any, **__: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("where", ["optimizer", "weights"])
+@pytest.mark.parametrize(("failure", "raised"), [(full_disk, TrainingError), (ctrl_c, KeyboardInterrupt)])
+def test_a_save_that_fails_midway_leaves_earlier_checkpoints_whole(
+    stories: Path,
+    documents: Dataset,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+    failure: Callable[..., None],
+    raised: type[BaseException],
+) -> None:
+    model, tokenizer = adapted(stories)
+    args = config(tmp_path / "run", save_strategy="steps", save_steps=1, save_total_limit=1)
+    trainer = SFTTrainer(model, args, train_dataset=documents, tokenizer=tokenizer)
+    save = trainer._save_checkpoint
+
+    def second_fails(*args: Any, **kwargs: Any) -> None:
+        if trainer.state.global_step == 2:
+            if where == "optimizer":
+                monkeypatch.setattr(torch, "save", failure)
+            else:
+                monkeypatch.setattr(model, "save_pretrained", failure)
+        save(*args, **kwargs)
+
+    trainer._save_checkpoint = second_fails
+    with pytest.raises(raised):
+        trainer.train()
+    monkeypatch.undo()
+    assert [p.name for p in (tmp_path / "run").iterdir() if p.is_dir()] == ["checkpoint-1"]
+    model_2, _ = adapted(stories)
+    again = SFTTrainer(model_2, args, train_dataset=documents, tokenizer=tokenizer)
+    again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
+    assert again.state.global_step == 4
+
+
+def test_an_earlier_checkpoint_of_the_same_name_survives_a_failed_save(
+    stories: Path, documents: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second run in the same folder must not destroy the first one's checkpoint of the same step."""
+    args = config(tmp_path / "run", max_steps=1, save_strategy="steps", save_steps=1)
+    for attempt in range(2):
+        model, tokenizer = adapted(stories)
+        trainer = SFTTrainer(model, args, train_dataset=documents, tokenizer=tokenizer)
+        if attempt == 0:
+            trainer.train()
+            before = {p.name: p.read_bytes() for p in (tmp_path / "run" / "checkpoint-1").iterdir()}
+            assert "adapter_model.safetensors" in before
+            continue
+        monkeypatch.setattr(torch, "save", full_disk)
+        with pytest.raises(TrainingError, match="disk is full"):
+            trainer.train()
+        monkeypatch.undo()
+    folder = tmp_path / "run" / "checkpoint-1"
+    assert folder.is_dir() and {p.name: p.read_bytes() for p in folder.iterdir()} == before
+
+
+def test_resuming_continues_the_trajectory(stories: Path, documents: Dataset, tmp_path: Path) -> None:
+    straight, resumed = adapted(stories), adapted(stories, random_state=9)
+    args = config(tmp_path / "run", save_strategy="steps", save_steps=2, lr_scheduler_type="cosine")
+    first = SFTTrainer(straight[0], args, train_dataset=documents, tokenizer=straight[1])
+    first.train()
+    second = SFTTrainer(resumed[0], args, train_dataset=documents, tokenizer=resumed[1])
+    second.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    assert losses(second)[-2:] == losses(first)[-2:]
+    assert_equal_weights(trained(resumed[0]), trained(straight[0]), rel=0.0)
+
+
+# ---- refusals ----
+
+
+@pytest.mark.parametrize(
+    ("changes", "given", "message"),
+    [
+        ({"loss_type": "dft"}, {}, "loss_type = 'dft'"),
+        ({"label_smoothing_factor": 0.1}, {}, "label_smoothing_factor = 0.1"),
+        ({"padding_free": True}, {}, "padding_free = True"),
+        ({}, {"data_collator": len}, "data_collator = "),
+        ({}, {"compute_loss_func": len}, "compute_loss_func = "),
+    ],
+)
+def test_what_the_packed_trainer_does_not_serve_is_refused(
+    stories: Path, documents: Dataset, tmp_path: Path, changes: dict[str, Any], given: dict[str, Any], message: str
+) -> None:
+    model, tokenizer = adapted(stories)
+    with pytest.raises(UnsupportedError, match=message):
+        SFTTrainer(model, config(tmp_path, **changes), train_dataset=documents, tokenizer=tokenizer, **given)
+
+
+def test_row_lengths(stories: Path, documents: Dataset, tmp_path: Path) -> None:
+    model, tokenizer = adapted(stories)
+    with pytest.raises(ConfigError, match="max_length 129 > 128, the model's max_seq_length"):
+        SFTTrainer(model, config(tmp_path, max_length=129), train_dataset=documents, tokenizer=tokenizer)
+    trainer = SFTTrainer(model, config(tmp_path, max_length=None), train_dataset=documents, tokenizer=tokenizer)
+    assert next(iter(trainer.get_train_dataloader()))["input_ids"].shape == (1, ROW)
+    with pytest.raises(DataError):
+        SFTTrainer(model, config(tmp_path, max_length=16), train_dataset=documents, tokenizer=tokenizer)
+    with pytest.raises(UnsupportedError, match="given by name"):
+        SFTTrainer(str(stories), config(tmp_path), train_dataset=documents)
+    del model.max_seq_length, model.get_base_model().max_seq_length
+    with pytest.raises(ConfigError, match="packing without a row length"):
+        SFTTrainer(model, config(tmp_path, max_length=None), train_dataset=documents, tokenizer=tokenizer)
+
+
+def test_an_unattached_model_is_attached_by_the_trainer(stories: Path, documents: Dataset, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(stories)
+    args = config(tmp_path, max_steps=2)
+    trainer = SFTTrainer(model, args, train_dataset=documents, processing_class=AutoTokenizer.from_pretrained(stories))
+    trainer.train()
+    assert attached(model) is not None and len(losses(trainer)) == 2
+
+
+def test_checkpointing_asked_of_the_model_is_kept(stories: Path, documents: Dataset, tmp_path: Path) -> None:
+    """The trajectory is the same whether layers are recomputed or not."""
+    found = []
+    for recompute in (False, True):
+        model, tokenizer = adapted(stories)
+        args = config(tmp_path, max_steps=3, gradient_checkpointing=recompute)
+        trainer = SFTTrainer(model, args, train_dataset=documents, tokenizer=tokenizer)
+        trainer.train()
+        found.append(losses(trainer))
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
