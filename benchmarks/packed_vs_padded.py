@@ -32,9 +32,9 @@ from pronghorn.train.trainer import SFTTrainer
 COLUMNS = {"prompt": "question", "completion": "answer"}
 
 
-def documents(path: Path, tokenizer: Any, limit: int | None) -> Dataset:
+def documents(path: Path, tokenizer: Any, row: int, limit: int) -> Dataset:
     rows = read_rows(path, COLUMNS)[:limit]
-    made = fit(tokenize(rows, tokenizer).documents, 1024, "truncate").documents
+    made = fit(tokenize(rows, tokenizer).documents, row, "truncate").documents
     return Dataset.from_dict({"input_ids": [d.input_ids for d in made], "labels": [d.labels for d in made]})
 
 
@@ -43,8 +43,8 @@ def train(arguments: argparse.Namespace, packing: bool, train_rows: int) -> dict
         str(arguments.model), max_seq_length=arguments.row, use_gradient_checkpointing=False
     )
     model = FastLanguageModel.get_peft_model(model, r=16, lora_alpha=32)
-    data = documents(arguments.data / "train.jsonl", tokenizer, train_rows)
-    held_out = documents(arguments.data / "test.jsonl", tokenizer, 400)
+    data = documents(arguments.data / "train.jsonl", tokenizer, arguments.row, train_rows)
+    held_out = documents(arguments.data / "test.jsonl", tokenizer, arguments.row, 400)
     mean = statistics.mean(len(ids) for ids in data["input_ids"])
     with tempfile.TemporaryDirectory() as folder:
         config = SFTConfig(

@@ -31,6 +31,17 @@ def stories(shared: Path) -> Path:
     return shared / "models" / "stories260k"
 
 
+@pytest.fixture(scope="session")
+def smollm2(request: pytest.FixtureRequest) -> Path:
+    """SmolLM2-135M-Instruct as a safetensors folder: --smollm2, or fetched once by the demo into .cache."""
+    folder = request.config.getoption("--smollm2")
+    if folder is not None:
+        return folder
+    from demo.model import fetch_smollm2
+
+    return fetch_smollm2(ROOT / ".cache")
+
+
 @pytest.fixture
 def nan_memory() -> Iterator[None]:
     """Every uninitialised tensor holds NaN, so that what nobody wrote shows."""

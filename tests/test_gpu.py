@@ -96,8 +96,10 @@ def test_trainer_in_every_precision(stories: Path, shared: Path, tmp_path: Path,
 
     from pronghorn.train.trainer import SFTTrainer
 
-    texts = (shared / "data/tinystories/tinystories_10k.txt").read_text().split("<|endoftext|>")[:300]
-    data = Dataset.from_dict({"text": [text.strip()[:400] for text in texts if len(text.strip()) > 50]})
+    texts = (shared / "data/tinystories/tinystories_10k.txt").read_text().split("<|endoftext|>")[:12]
+    data = Dataset.from_dict(
+        {"text": [text.strip()[:400] for text in texts if len(text.strip()) > 50]}
+    )  # learnt by heart
     model, tokenizer = FastLanguageModel.from_pretrained(str(stories), max_seq_length=512, dtype=precision)
     model = FastLanguageModel.get_peft_model(model, r=8, lora_alpha=16)
     config = SFTConfig(
@@ -105,7 +107,7 @@ def test_trainer_in_every_precision(stories: Path, shared: Path, tmp_path: Path,
         packing=True,
         max_length=512,
         max_steps=20,
-        learning_rate=3e-3,
+        learning_rate=1e-2,
         gradient_accumulation_steps=2,
         per_device_train_batch_size=2,
         logging_steps=1,
@@ -118,7 +120,7 @@ def test_trainer_in_every_precision(stories: Path, shared: Path, tmp_path: Path,
     trainer = SFTTrainer(model, config, train_dataset=data, tokenizer=tokenizer)
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert sum(losses[-5:]) < sum(losses[:5]), losses
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5]), losses
     if precision == "fp16":
         assert trainer.accelerator.scaler is not None and trainer.accelerator.scaler.get_scale() > 1
 

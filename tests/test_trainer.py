@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +26,15 @@ from pronghorn.train.gradients import GradientWatch
 
 ROW = 128
 LINEARS = ["q_proj", "v_proj", "down_proj"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Threads that wait for each other on busy cores make these tiny products ten times slower."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")
@@ -474,6 +483,17 @@ def test_what_the_packed_trainer_does_not_serve_is_refused(
     model, tokenizer = adapted(stories)
     with pytest.raises(UnsupportedError, match=message):
         SFTTrainer(model, config(tmp_path, **changes), train_dataset=documents, tokenizer=tokenizer, **given)
+
+
+def test_empty_and_streamed_datasets_are_refused(stories: Path, documents: Dataset, tmp_path: Path) -> None:
+    model, tokenizer = adapted(stories)
+    with pytest.raises(DataError, match="train_dataset is empty"):
+        SFTTrainer(model, config(tmp_path), train_dataset=documents.select([]), tokenizer=tokenizer)
+    with pytest.raises(DataError, match="eval_dataset is empty"):
+        held_out = {"a": documents, "b": documents.select([])}
+        SFTTrainer(model, config(tmp_path), train_dataset=documents, eval_dataset=held_out, tokenizer=tokenizer)
+    with pytest.raises(UnsupportedError, match="train_dataset is streamed"):
+        SFTTrainer(model, config(tmp_path), train_dataset=documents.to_iterable_dataset(), tokenizer=tokenizer)
 
 
 def test_row_lengths(stories: Path, documents: Dataset, tmp_path: Path) -> None:

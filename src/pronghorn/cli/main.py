@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -54,7 +55,7 @@ def train(
     ],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Changes to the recipe, for this run only."),
+        typer.Argument(metavar="SECTION.KEY=VALUE", help="Changes to the recipe, for this run only."),
     ] = None,
     debug: Debug = False,
 ) -> None:
@@ -66,9 +67,9 @@ def train(
 
       pronghorn train recipes/gpu-lora.yaml
 
-      pronghorn train recipes/gpu-lora.yaml train.max_steps=20 train.output=runs/try
+      pronghorn train recipes/gpu-lora.yaml train.max_steps=20
 
-      pronghorn train recipes/gpu-lora.yaml 'report.sample_prompts=[What is a mutex?]'
+      pronghorn train my.yaml 'report.sample_prompts=[What is a mutex?]'
     """
     console = Console()
     with _plain_errors(debug):
@@ -113,9 +114,16 @@ def doctor(
 
 @contextmanager
 def _plain_errors(debug: bool) -> Iterator[None]:
-    """Pronghorn's own errors as two lines and exit code 1; Ctrl-C as one line and 130. Others stay as they are."""
+    """Pronghorn's own errors as two lines and exit code 1; Ctrl-C as one line and 130. Others stay as they are.
+
+    Other libraries' notices to programmers (deprecations) are shown with --debug only.
+    """
     try:
-        yield
+        with warnings.catch_warnings():
+            if not debug:
+                warnings.simplefilter("ignore", FutureWarning)
+                warnings.simplefilter("ignore", DeprecationWarning)
+            yield
     except PronghornError as error:
         if debug:
             raise

@@ -31,7 +31,7 @@ def summary(record: RunRecord, output: Path) -> Table:
     table.add_row("Packing", f"{packing['efficiency']:.1%} full; at most {packing['ceiling']:.1%} is possible")
     if record.peak_memory_bytes is not None:
         table.add_row("Peak memory", f"{record.peak_memory_bytes / 2**30:.1f} GiB")
-    table.add_row("Time", f"{duration(record.seconds)}, stopped by {record.stopped}")
+    table.add_row("Time", f"{duration(record.seconds)}, limited by {record.stopped}")
     for path in record.paths:
         line = f"{path['part']}: {path['path']}"
         table.add_row("Path taken", escape(line) + f" [dim]({escape(path['why'])})[/]")

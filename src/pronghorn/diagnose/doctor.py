@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import shutil
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -59,6 +60,7 @@ PACKAGES = (
     Package("matplotlib", "3.10", without="report.html can't be drawn", extra="report"),
 )
 PYTHON_LEAST = (3, 11)
+_REINSTALL_TORCH = f"pip install --force-reinstall '{PACKAGES[0].requirement}'"
 
 
 def diagnose() -> list[Finding]:
@@ -69,9 +71,9 @@ def diagnose() -> list[Finding]:
     try:
         import torch
     except (ImportError, OSError) as error:
-        remedy = "pip install --force-reinstall 'torch>=2.11,<2.15'"
-        return [*findings, Finding("torch import", str(error), "missing", "torch can't be loaded", remedy)]
-    findings.append(cuda_finding(torch.version.cuda, torch.version.hip, torch.cuda.is_available()))
+        return [*findings, Finding("torch import", str(error), "missing", "torch can't be loaded", _REINSTALL_TORCH)]
+    driver = shutil.which("nvidia-smi") is not None
+    findings.append(build_finding(torch.version.cuda, torch.version.hip, driver, torch.cuda.is_available()))
     devices = [probe(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else [probe()]
     for device in devices:
         findings += device_findings(device)
@@ -121,21 +123,19 @@ def _release(version: str) -> tuple[int, ...]:
     return release + (0,) * (4 - len(release))
 
 
-def cuda_finding(cuda: str | None, hip: str | None, available: bool) -> Finding:
-    """What this build of torch is for, and whether it finds a GPU."""
+def build_finding(cuda: str | None, hip: str | None, driver: bool, available: bool) -> Finding:
+    """What this build of torch is for, and whether it finds a GPU; `driver`: NVIDIA's driver is on this machine."""
     part = "torch build"
     if hip is not None:
         return Finding(part, f"ROCm {hip}", "slow", "Pronghorn is tested on NVIDIA GPUs only")
+    if cuda is None and driver:
+        return Finding(part, "CPU only", "slow", "the GPU of this machine is not used", _REINSTALL_TORCH)
     if cuda is None:
+        return Finding(part, "CPU only", "ok")
+    if not available and driver:
         return Finding(
-            part,
-            "CPU only",
-            "slow",
-            "no GPU is used, even if there is one",
-            "pip install --force-reinstall 'torch>=2.11,<2.15'",
+            part, f"CUDA {cuda}", "slow", "it finds no GPU: the driver is too old, or hides it", "nvidia-smi"
         )
-    if not available:
-        return Finding(part, f"CUDA {cuda}", "slow", "it finds no GPU, or the driver is too old", "nvidia-smi")
     return Finding(part, f"CUDA {cuda}", "ok")
 
 

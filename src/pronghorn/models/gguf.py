@@ -1,7 +1,7 @@
 """A GGUF file as a dense transformers model with its own tokenizer.
 
-transformers unpacks the weights; everything else is read from the file's metadata, because what transformers makes of it
-trains wrong: SmolLM2 gets `<|im_start|>` as its stop token and digits glued together, Qwen2.5 stops at
+transformers unpacks the weights; everything else is read from the file's metadata, because what transformers makes of
+it trains wrong: SmolLM2 gets `<|im_start|>` as its stop token and digits glued together, Qwen2.5 stops at
 `<|endoftext|>`, Gemma's tokenizer splits differently, Llama 3.1's RoPE scaling is lost, and a dense model stays flagged
 as quantised. What the metadata doesn't settle is refused, never guessed.
 
@@ -13,15 +13,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from pronghorn.errors import DataError, UnsupportedError
 from pronghorn.models.gguf_tokenizer import load_tokenizer
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
 """`general.architecture` of dense families; Mistral's files mostly call themselves llama."""
@@ -115,24 +112,28 @@ def _check(header: GgufHeader) -> None:
         )
 
 
-def _load_weights(header: GgufHeader, dtype: torch.dtype) -> PreTrainedModel:
+def _load_weights(header: GgufHeader, dtype: torch.dtype) -> Any:
     """The dense model, every weight of it from the file, without a trace of quantisation."""
     import transformers
 
     path = header.path
-    where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    where: dict[str, Any] = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     config = transformers.AutoConfig.from_pretrained(**where)
     head_dim = header.of_model("attention.key_length")
     if head_dim is not None:
         config.head_dim = int(head_dim)
+    if header.architecture == "gemma3":  # the scale isn't in the file: llama.cpp knows the 27B model by its layers
+        wide = header.of_model("block_count") == 62
+        config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads if wide else config.head_dim
     if header.rope_factors is not None:
         config.rope_parameters = _llama3_rope(header, dict(config.rope_parameters), config.head_dim)
     # only transformers that can keep blocks packed have GgufConfig; the others always unpack
     gguf_config = getattr(transformers, "GgufConfig", None)
     packed = {} if gguf_config is None else {"quantization_config": gguf_config(dequantize=True)}
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
         **where, config=config, dtype=dtype, attn_implementation="sdpa", output_loading_info=True, **packed
     )
+    model, info = loaded
     lost = sorted({*info["missing_keys"], *(key[0] for key in info["mismatched_keys"])})
     if lost:
         raise DataError(

@@ -1,8 +1,8 @@
 """The tokenizer that a GGUF file describes, rebuilt from its metadata.
 
 Two kinds: byte-level BPE (`tokenizer.ggml.model` = gpt2), whose way of cutting text into words is known only by a name
-(`tokenizer.ggml.pre`), and SentencePiece BPE (llama), whose merges follow from the pieces' scores. Each name and kind
-here was checked against the model's own tokenizer.json; any other is refused.
+(`tokenizer.ggml.pre`), and SentencePiece BPE (llama), whose merges follow from the pieces' scores. Any other name or
+kind is refused: a tokenizer that cuts words differently from the one a model was trained with spoils it silently.
 """
 
 from __future__ import annotations
@@ -81,6 +81,9 @@ def _rebuild(path: Path, metadata: dict[str, Any]) -> Tokenizer:
 
     kind = metadata.get("tokenizer.ggml.model")
     remedy = f"put the model's tokenizer.json beside {path.name}"
+    needed = {"gpt2": "merges", "llama": "scores"}.get(str(kind))
+    if needed is not None and not metadata.get(f"tokenizer.ggml.{needed}"):
+        raise DataError(f"{path.name} holds no tokenizer.ggml.{needed}", remedy)
     if kind == "gpt2":
         pre = metadata.get("tokenizer.ggml.pre")
         if pre not in PRE_TOKENIZERS:
@@ -142,13 +145,12 @@ def _sentence_piece(metadata: dict[str, Any]) -> Tokenizer:
 
 
 def _merges_from_scores(vocabulary: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """SentencePiece joins the two neighbours whose union scores highest: every way to halve a piece, best piece first."""
+    """SentencePiece joins the neighbours whose union scores highest: all halves of all pieces, best piece first."""
     merges = []
-    for piece, index in sorted(vocabulary.items(), key=lambda item: (-scores[item[1]], item[1])):
+    for piece in sorted(vocabulary, key=lambda piece: (-scores[vocabulary[piece]], vocabulary[piece])):
         halves = [(piece[:at], piece[at:]) for at in range(1, len(piece))]
         known = [(left, right) for left, right in halves if left in vocabulary and right in vocabulary]
         merges += sorted(known, key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
-        del index
     return merges
 
 
@@ -158,13 +160,11 @@ def _add_ends(tokenizer: Tokenizer, metadata: dict[str, Any], kind: str) -> None
 
     tokens = metadata["tokenizer.ggml.tokens"]
     default = kind == "llama" or metadata.get("tokenizer.ggml.pre") == "llama-bpe"
-    template, special = ["$A:0"], []
+    template, special = ["$A"], []
     for role, by_default, at in (("bos", default, 0), ("eos", False, 2)):
         index = metadata.get(f"tokenizer.ggml.{role}_token_id")
         if metadata.get(f"tokenizer.ggml.add_{role}_token", by_default) and index is not None:
-            template.insert(at, f"{tokens[index]}:0")
+            template.insert(at, tokens[index])
             special.append((tokens[index], index))
     if special:
-        pair = [*template, *(piece[:-1] + "1" for piece in template)]
-        pair[len(template) :] = [piece.replace("$A", "$B") for piece in pair[len(template) :]]
-        tokenizer.post_processor = processors.TemplateProcessing(single=template, pair=pair, special_tokens=special)
+        tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)

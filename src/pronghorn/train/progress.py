@@ -81,6 +81,7 @@ class ProgressCallback(TrainerCallback):
             f"step {state.global_step}/{state.max_steps} · {self._figures} · {duration(elapsed)} elapsed, "
             f"about {duration(left)} left",
             highlight=False,
+            soft_wrap=True,
         )
 
 

@@ -21,7 +21,7 @@ FILE_NAME = "report.html"
 # Colours no chart would use, exchanged for the page's own, so that a chart follows the reader's light or dark scheme.
 _INK, _GRID, _LINE, _FAINT, _MARK = "#010101", "#010102", "#010103", "#010104", "#010105"
 _VARIABLES = {_INK: "--muted", _GRID: "--rule", _LINE: "--accent", _FAINT: "--accent-faint", _MARK: "--mark"}
-_STYLE: dict[str, Any] = {
+_STYLE: Any = {
     "svg.fonttype": "none",  # text stays text: sharp, selectable, in the page's font
     "svg.hashsalt": "pronghorn",
     "font.size": 11,
@@ -86,8 +86,10 @@ def _headlines(record: RunRecord) -> list[tuple[str, str, str]]:
     before, after = record.heldout["before"], record.heldout["after"]
     cards = []
     if before is not None and after is not None:
+        note = f"over {record.heldout['rows']:,} rows, nats per labelled token"
         change = (after - before) / before if before else math.nan
-        note = f"{change:+.1%} over {record.heldout['rows']:,} rows, nats per labelled token".replace("-", "−")
+        if math.isfinite(change):
+            note = f"{change:+.1%} ".replace("-", "−") + note
         cards.append(("Held-out loss", f"{before:.4f} → {after:.4f}", note))
     elif record.steps:
         first, last = record.steps[0]["loss"], record.steps[-1]["loss"]
@@ -97,10 +99,13 @@ def _headlines(record: RunRecord) -> list[tuple[str, str, str]]:
     cards += [
         ("Speed", "–" if speed is None else f"{speed:,.0f} tokens/s", "median over steps, padding not counted"),
         ("Packing", f"{packing['efficiency']:.1%}", f"of the rows is text; {packing['ceiling']:.1%} is the ceiling"),
-        ("Time", duration(record.seconds), f"{_last_step(record):,} steps, stopped by {record.stopped}"),
+        ("Time", duration(record.seconds), f"{_last_step(record):,} steps, limited by {record.stopped}"),
     ]
-    if record.peak_memory_bytes is not None:
-        cards.append(("Peak memory", f"{record.peak_memory_bytes / 2**30:.1f} GiB", record.device))
+    peak = record.peak_memory_bytes
+    if peak is None:
+        cards.append(("Peak memory", "–", "measured on GPUs only"))
+    else:
+        cards.append(("Peak memory", f"{peak / 2**30:.1f} GiB", f"allocated on {record.device}"))
     parameters, share = record.trainable["parameters"], record.trainable["share"]
     cards.append(("Trained", f"{_short(parameters)} parameters", f"{share:.2%} of the model"))
     return cards
@@ -164,6 +169,7 @@ def _loss_chart(record: RunRecord) -> str:
 
 def _speed_chart(record: RunRecord) -> str:
     timed = [step for step in record.steps if step["seconds"] > 0]
+    timed = timed[1:] or timed  # the first warms up; the median leaves it out too
 
     def draw(axes: Axes) -> None:
         from matplotlib.ticker import FuncFormatter
@@ -179,14 +185,14 @@ def _speed_chart(record: RunRecord) -> str:
 
 
 def _curve(axes: Axes, x: Sequence[float], y: Sequence[float]) -> None:
-    """Few points as they are; many faintly, under their running mean over a twentieth of them."""
+    """Few points as they are; many faintly, under their mean over a twentieth of them around each."""
     if len(y) < 60:
         axes.plot(x, y, color=_LINE, linewidth=2, marker="o" if len(y) < 12 else None, markersize=4)
         return
-    window = len(y) // 20
-    means = [sum(y[i - window : i]) / window for i in range(window, len(y) + 1)]
+    reach = len(y) // 40
+    around = [y[max(0, i - reach) : i + reach + 1] for i in range(len(y))]
     axes.plot(x, y, color=_FAINT, linewidth=1)
-    axes.plot(x[window - 1 :], means, color=_LINE, linewidth=2)
+    axes.plot(x, [sum(near) / len(near) for near in around], color=_LINE, linewidth=2)
 
 
 def _svg(name: str, title: str, draw: Any) -> str:

@@ -23,7 +23,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from pronghorn.data.batch import Collator, PackedBatch
 from pronghorn.data.packed_rows import PackedRows
-from pronghorn.errors import ConfigError, TrainingError, UnsupportedError
+from pronghorn.errors import ConfigError, DataError, TrainingError, UnsupportedError
 from pronghorn.models.attach import attach, attached
 from pronghorn.train.gradients import GradientWatch
 
@@ -44,6 +44,8 @@ class SFTTrainer(trl.SFTTrainer):
         if tokenizer is not None:
             kwargs["processing_class"] = tokenizer
         _refuse_unserved(args, kwargs)
+        for name in ("train_dataset", "eval_dataset"):
+            _check_dataset(name, kwargs.get(name), args.packing)
         if isinstance(model, str):
             raise UnsupportedError(
                 f"model {model!r} given by name", "load it with FastLanguageModel.from_pretrained and pass the model"
@@ -169,6 +171,20 @@ class _Counted:
             "step_seconds": seconds,
             "tokens_per_second": tokens / max(seconds, 1e-9),
         }
+
+
+def _check_dataset(name: str, given: Any, packing: bool) -> None:
+    for dataset in given.values() if isinstance(given, dict) else [given]:
+        if dataset is None:
+            continue
+        if not hasattr(dataset, "__len__"):
+            if packing:
+                raise UnsupportedError(
+                    f"{name} is streamed, and best-fit packing needs every length first",
+                    "load it whole (streaming=False), or use TRL's own SFTTrainer with an attached model",
+                )
+        elif len(dataset) == 0:
+            raise DataError(f"{name} is empty", "check the file and the filters it went through")
 
 
 def _refuse_unserved(args: Any, kwargs: dict[str, Any]) -> None:

@@ -1,0 +1,160 @@
+"""The command line: quick to start, plain in its errors, right in its exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from pronghorn import __version__
+from pronghorn.cli.main import app
+from pronghorn.diagnose import doctor
+from pronghorn.diagnose.doctor import Finding
+from pronghorn.errors import TrainingError
+from test_report import record
+
+HEAVY = ("torch", "transformers", "trl", "datasets", "matplotlib", "numpy")
+
+
+def invoke(*arguments: str) -> Any:
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200", "NO_COLOR": "1"})
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    """A recipe that is right, though its model doesn't exist."""
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        f"model: {{name: none/such, max_seq_length: 64}}\ndata: {{train: {tmp_path / 'rows.jsonl'}}}\n"
+        f"train: {{output: {tmp_path / 'out'}}}\n"
+    )
+    return path
+
+
+@pytest.fixture
+def fake_run(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Puts a function in the place of `pronghorn.train.run.run`."""
+
+    def place(function: Any) -> None:
+        module = ModuleType("pronghorn.train.run")
+        module.run = function  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "pronghorn.train.run", module)
+
+    return place
+
+
+def test_help_is_quick_and_loads_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom pronghorn.cli.main import app\n"
+        "try: app(['train', '--help'])\n"
+        f"except SystemExit: print([name for name in {HEAVY} if name in sys.modules], file=sys.stderr)"
+    )
+    best = 9.0
+    for _ in range(3):  # the least of three: what the command takes, not what else the machine does
+        started = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        best = min(best, time.perf_counter() - started)
+        assert done.stderr.strip() == "[]"
+        assert "Examples" in done.stdout and "train.max_steps=20" in done.stdout
+    assert best < 1.5
+
+
+def test_module_is_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "pronghorn", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == f"pronghorn {__version__}"
+
+
+@pytest.mark.parametrize("arguments", [(), ("train",)])
+def test_no_arguments_show_the_help(arguments: tuple[str, ...]) -> None:
+    result = invoke(*arguments)
+    assert result.exit_code == 2 and "Usage" in result.output
+
+
+def test_missing_recipe() -> None:
+    result = invoke("train", "nowhere.yaml")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: recipe nowhere.yaml does not exist\nremedy: ")
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("override", "error", "remedy"),
+    [
+        ("train.max_step=3", "unknown key train.max_step", "did you mean train.max_steps?"),
+        ("train.learning_rate=-1", "train.learning_rate = -1", "change train.learning_rate"),
+        ("max_steps", "not section.key=value", "train.max_steps=3"),
+        ("data.train=no[where].jsonl", "no[where].jsonl does not exist", ".jsonl"),  # brackets are no markup
+    ],
+)
+def test_recipe_errors(recipe: Path, override: str, error: str, remedy: str) -> None:
+    result = invoke("train", str(recipe), override)
+    assert result.exit_code == 1 and isinstance(result.exception, SystemExit)
+    first, second = result.stderr.splitlines()
+    assert first.startswith("error: ") and error in first
+    assert second.startswith("remedy: ") and remedy in second
+
+
+def test_errors_of_a_run(recipe: Path, fake_run: Any) -> None:
+    def fail(*_: Any) -> None:
+        raise TrainingError("the loss is nan", "lower train.learning_rate")
+
+    fake_run(fail)
+    result = invoke("train", str(recipe))
+    assert result.exit_code == 1
+    assert result.stderr == "error: the loss is nan\nremedy: lower train.learning_rate\n"
+    result = invoke("train", str(recipe), "--debug")
+    assert isinstance(result.exception, TrainingError)
+
+
+def test_other_errors_keep_their_traceback(recipe: Path, fake_run: Any) -> None:
+    fake_run(lambda *_: [][0])
+    assert isinstance(invoke("train", str(recipe)).exception, IndexError)
+
+
+def test_interrupt(recipe: Path, fake_run: Any) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    fake_run(interrupt)
+    result = invoke("train", str(recipe))
+    assert result.exit_code == 130
+    assert "Checkpoints saved before this are whole" in result.stderr
+
+
+def test_train_ends_with_the_summary(recipe: Path, fake_run: Any) -> None:
+    seen = []
+
+    def run(settings: Any, console: Any) -> Any:
+        seen.append(settings)
+        return record()
+
+    fake_run(run)
+    result = invoke("train", str(recipe), "train.max_steps=3", "packing.enabled=false")
+    assert result.exit_code == 0, result.output
+    assert seen[0].train.max_steps == 3 and seen[0].packing.enabled is False
+    for part in ("3.4567 → 2.3456", "4,000 tokens/s", "packed attention: flash", str(seen[0].train.output)):
+        assert part in result.stdout
+
+
+def test_doctor_of_this_machine() -> None:
+    result = invoke("doctor")
+    assert result.exit_code == 0, result.output
+    assert "torch build" in result.stdout and "transformers" in result.stdout
+
+
+def test_doctor_fails_if_something_needed_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    findings = [Finding("torch", "2.9.1", "missing", "outside the window", "pip install 'torch>=2.11,<2.15'")]
+    monkeypatch.setattr(doctor, "diagnose", lambda: findings)
+    result = invoke("doctor")
+    assert result.exit_code == 1 and "pip install 'torch>=2.11,<2.15'" in result.stdout
+    result = invoke("doctor", "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout) == [vars(findings[0])]

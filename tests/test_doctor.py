@@ -1,0 +1,128 @@
+"""The diagnosis: the support window, what each lack costs, and that devices are described once."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import subprocess
+import sys
+import tomllib
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+from rich.console import Console
+
+from conftest import ROOT
+from pronghorn.device import Device, probe
+from pronghorn.diagnose import doctor
+from pronghorn.diagnose.doctor import PACKAGES, Finding, Package, healthy, package_finding
+from pronghorn.errors import ConfigError
+
+TORCH = Package("torch", "2.11", "2.15")
+EXTRA = Package("gguf", "0.19", without="no GGUF", extra="gguf")
+H200 = Device("NVIDIA H200", "cuda", 0, (9, 0), 139 * 2**30, True, True, 16, 128 * 2**30)
+
+
+@pytest.mark.parametrize(
+    ("version", "status"),
+    [
+        ("2.11.0", "ok"),
+        ("2.11", "ok"),
+        ("2.13.0+cu130", "ok"),
+        ("2.14.9", "ok"),
+        ("2.10.1", "missing"),
+        ("2.9.1", "missing"),
+        ("2.15.0", "missing"),
+        ("2.15.0.dev20270101", "missing"),
+        (None, "missing"),
+    ],
+)
+def test_window(version: str | None, status: str) -> None:
+    finding = package_finding(TORCH, version)
+    assert finding.status == status
+    assert finding.remedy == ("" if status == "ok" else "pip install 'torch>=2.11,<2.15'")
+
+
+def test_lack_of_an_extra_only_costs_its_feature() -> None:
+    finding = package_finding(EXTRA, None)
+    assert (finding.status, finding.effect) == ("slow", "no GGUF")
+    assert finding.remedy == "pip install 'pronghorn[gguf]'"
+    assert healthy([finding]) and not healthy([finding, package_finding(TORCH, None)])
+
+
+def test_windows_are_those_of_the_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    declared = {
+        requirement.name: requirement.specifier
+        for text in [*project["dependencies"], *extras["gguf"], *extras["nf4"], *extras["report"]]
+        if (requirement := Requirement(text))
+    }
+    for package in PACKAGES:
+        assert Requirement(package.requirement).specifier == declared[package.name]
+
+
+@pytest.mark.parametrize(
+    ("cuda", "hip", "driver", "available", "status"),
+    [
+        ("13.0", None, True, True, "ok"),
+        ("13.0", None, True, False, "slow"),
+        ("13.0", None, False, False, "ok"),
+        (None, None, True, False, "slow"),
+        (None, None, False, False, "ok"),
+        (None, "7.1", False, True, "slow"),
+    ],
+)
+def test_torch_build(cuda: str | None, hip: str | None, driver: bool, available: bool, status: str) -> None:
+    assert doctor.build_finding(cuda, hip, driver, available).status == status
+
+
+def test_gpus() -> None:
+    assert {finding.status for finding in doctor.device_findings(H200)} == {"ok"}
+    t4 = dataclasses.replace(H200, name="Tesla T4", capability=(7, 5), bf16=False, flash_varlen=False)
+    found = {finding.part: finding for finding in doctor.device_findings(t4)}
+    assert found["GPU 0"].status == "ok" and "7.5" in found["GPU 0"].found
+    assert found["GPU 0 bf16"].status == found["GPU 0 flash varlen"].status == "slow"
+    assert "older than Ampere" in found["GPU 0 flash varlen"].effect
+    no_kernel = doctor.device_findings(dataclasses.replace(H200, flash_varlen=False))[-1]
+    assert "lacks the kernel" in no_kernel.effect
+
+
+def test_host() -> None:
+    assert {finding.status for finding in doctor.host_findings(H200)} == {"ok"}
+    small = dataclasses.replace(H200, cores=1, ram_bytes=2**30)
+    assert [finding.status for finding in doctor.host_findings(small)] == ["slow", "slow"]
+    assert doctor.host_findings(dataclasses.replace(H200, ram_bytes=0))[1].found == "unknown"
+
+
+def test_diagnosis_of_this_machine() -> None:
+    findings = doctor.diagnose()
+    parts = [finding.part for finding in findings]
+    assert len(parts) == len(set(parts))
+    assert {"Python", "torch", "torch build", "CPU cores", "RAM", *(package.name for package in PACKAGES)} <= set(parts)
+    assert all(finding.effect for finding in findings if finding.status != "ok")
+
+
+def test_old_python() -> None:
+    assert doctor.python_finding((3, 10)).status == "missing" and doctor.python_finding((3, 11)).status == "ok"
+
+
+def test_table_shows_brackets_as_they_are() -> None:
+    console = Console(file=io.StringIO(), width=120)
+    console.print(doctor.render([Finding("gguf", "[0.1]", "slow", "no [GGUF]", "pip install 'pronghorn[gguf]'")]))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "[0.1]" in text and "no [GGUF]" in text and "pip install 'pronghorn[gguf]'" in text
+
+
+def test_probe() -> None:
+    device = probe()
+    assert device.cores >= 1 and device.total_memory_bytes > 0
+    assert device.type == ("cuda" if torch.cuda.is_available() else "cpu")
+    with pytest.raises(ConfigError, match="GPU 99 of"):
+        probe(99)
+
+
+def test_importing_device_loads_no_torch() -> None:
+    code = "import sys, pronghorn.device, pronghorn.diagnose.doctor; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
