@@ -38,7 +38,7 @@ check: $(READY)
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m mypy
-	$(PY) -m importlinter.cli lint-imports --no-cache
+	$(PY) -c "from importlinter.cli import lint_imports_command as lint; lint()" --no-cache
 
 gpu: $(READY)
 	$(PY) -m pytest -m gpu --shared $(SHARED)

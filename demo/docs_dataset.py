@@ -4,8 +4,9 @@
                   {"role": "assistant", "content": "textwrap.dedent(text)\\n\\nRemove any common leading ..."}]}
 
 Sources: signatures and docstrings of the public functions, classes and methods, and the entries of `pydoc_data.topics`.
-Nothing is downloaded. Training and held-out rows come from different modules, and held-out rows that share most of
-their wording with training rows are left out: the held-out loss measures the form of the answers, not memory.
+Nothing is downloaded. `prepare.py` runs this file in an interpreter without site-packages, because libraries patch the
+standard library when they are imported. Training and held-out rows come from different modules, and held-out rows that
+share most of their wording with training rows are left out: the held-out loss measures form, not memory.
 """
 
 from __future__ import annotations
@@ -235,3 +236,7 @@ def _tidy(doc: str, name: str, most: int) -> str:
         text = text[: max(most, 0)]
         text = text[: max(text.rfind(". "), text.rfind(".\n")) + 1]
     return text if len(text) >= 20 else ""
+
+
+if __name__ == "__main__":
+    write_dataset(Path(sys.argv[1]))

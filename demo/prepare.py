@@ -8,12 +8,12 @@ CACHE/docs/eval.jsonl         the same about other modules
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 from pathlib import Path
 
 from rich.console import Console
 
-from docs_dataset import write_dataset
 from model import fetch_smollm2, is_complete
 from pronghorn.errors import PronghornError
 
@@ -24,7 +24,11 @@ def prepare(cache: Path, console: Console) -> None:
     if (docs / "train.jsonl").is_file() and (docs / "eval.jsonl").is_file():
         console.print(f"data     {docs} (was there)")
     else:
-        training, held_out = write_dataset(docs)
+        script = Path(__file__).with_name("docs_dataset.py")
+        subprocess.run([sys.executable, "-I", "-S", script, docs], check=True)
+        training, held_out = (
+            (docs / name).read_text(encoding="utf-8").count("\n") for name in ("train.jsonl", "eval.jsonl")
+        )
         console.print(f"data     {docs}: {training} rows to train on, {held_out} held out")
     here = is_complete(cache / "SmolLM2-135M-Instruct")
     folder = fetch_smollm2(cache, console)

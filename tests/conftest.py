@@ -9,6 +9,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
+torch.set_num_threads(1)  # tiny models: a second thread costs more than it brings
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -11,7 +11,8 @@ import torch
 
 from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.export.merge import save_merged
-from pronghorn.models.attach import attach
+from pronghorn.memory.plan import Plan
+from pronghorn.models.attach import attach, attached
 from pronghorn.models.families import LINEARS, base_causal_lm, recompute_layers
 from pronghorn.models.load import load_model
 from pronghorn.models.lora import add_lora
@@ -68,10 +69,9 @@ class FastLanguageModel:
             token=token,
             revision=revision,
         )
-        base = base_causal_lm(model)
         if packing:
-            attach(base, attention=attention, packing_metadata=packing_metadata)
-        recompute_layers(base, _recompute(use_gradient_checkpointing))
+            attach(model, attention=attention, packing_metadata=packing_metadata)
+        _set_recompute(model, use_gradient_checkpointing)
         return _finish(model, max_seq_length), tokenizer
 
     @staticmethod
@@ -98,7 +98,7 @@ class FastLanguageModel:
         """
         _refuse(unsupported, "get_peft_model")
         if use_gradient_checkpointing is not None:
-            recompute_layers(base_causal_lm(model), _recompute(use_gradient_checkpointing))
+            _set_recompute(model, use_gradient_checkpointing)
         adapted = add_lora(
             model,
             r=r,
@@ -114,17 +114,14 @@ class FastLanguageModel:
 
     @staticmethod
     def for_training(model: Any, use_gradient_checkpointing: Checkpointing | None = None) -> Any:
-        """Training mode: dropout on, no cache. `use_gradient_checkpointing=None` leaves that as it is."""
-        base = base_causal_lm(model)
+        """Training mode: dropout on. `use_gradient_checkpointing=None` leaves that as it is."""
         if use_gradient_checkpointing is not None:
-            recompute_layers(base, _recompute(use_gradient_checkpointing))
-        base.config.use_cache = False
+            _set_recompute(model, use_gradient_checkpointing)
         return model.train()
 
     @staticmethod
     def for_inference(model: Any) -> Any:
-        """Inference mode: dropout off, the key-value cache on. Layers recompute in training mode only."""
-        base_causal_lm(model).config.use_cache = True
+        """Inference mode: dropout off. Layers recompute in training mode only, so `generate()` uses its cache."""
         return model.eval()
 
     @staticmethod
@@ -151,10 +148,17 @@ def _finish(model: Any, max_seq_length: int | None) -> Any:
     return model
 
 
-def _recompute(value: Checkpointing) -> bool:
+def _set_recompute(model: Any, value: Checkpointing) -> None:
+    """Keep or recompute layers: through the plan of an attached model, so that trainers know it was decided."""
     if value not in (True, False, "auto", "unsloth"):
         raise ConfigError(f"use_gradient_checkpointing = {value!r} is unknown", "use True, False, 'auto' or 'unsloth'")
-    return bool(value)
+    handle = attached(model)
+    if handle is None:
+        recompute_layers(base_causal_lm(model), bool(value))
+    else:
+        attention, metadata = handle.options
+        plan = Plan.recompute() if value else Plan.keep()
+        attach(model, plan, attention=attention, packing_metadata=metadata)
 
 
 def _refuse(arguments: dict[str, Any], where: str) -> None:

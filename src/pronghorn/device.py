@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
+import platform
 from dataclasses import dataclass
 
 from pronghorn.errors import ConfigError
 
 AMPERE = (8, 0)
 """The first compute capability with bfloat16 and flash kernels."""
+
+_FLASH_ARGUMENTS = {"cum_seq_q", "cum_seq_k", "max_q", "max_k", "is_causal", "scale", "window_size_left"}
+_PACKAGES = ("torch", "transformers", "peft", "trl", "accelerate", "bitsandbytes", "triton")
 
 
 @dataclass(frozen=True)
@@ -50,8 +55,34 @@ def probe(index: int | None = None) -> Device:
     properties = torch.cuda.get_device_properties(index)
     capability = (properties.major, properties.minor)
     modern = capability >= AMPERE
-    flash = modern and hasattr(torch.ops.aten, "_flash_attention_forward")
+    flash = modern and has_flash_varlen()
     return Device(properties.name, "cuda", index, capability, properties.total_memory, modern, flash, cores, ram)
+
+
+def has_flash_varlen() -> bool:
+    """Whether this build of torch has the flash varlen kernel with grouped heads and windows (asks no device)."""
+    import torch
+
+    operator = getattr(torch.ops.aten, "_flash_attention_forward", None)
+    return operator is not None and {a.name for a in operator.default._schema.arguments} >= _FLASH_ARGUMENTS
+
+
+def device_name() -> str:
+    """The current GPU's name, or CPU with its architecture."""
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})"
+
+
+def versions() -> dict[str, str]:
+    """Versions of what a figure depends on."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
 
 
 def _cores() -> int:

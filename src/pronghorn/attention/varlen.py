@@ -12,15 +12,9 @@ import torch
 from torch import Tensor
 
 from pronghorn.data.batch import PackedBatch
+from pronghorn.device import AMPERE, has_flash_varlen
 
 MAX_HEAD_DIM = 256
-_REQUIRED = {"cum_seq_q", "cum_seq_k", "max_q", "max_k", "is_causal", "scale", "window_size_left", "window_size_right"}
-
-
-def kernel_present() -> bool:
-    """Whether this build of torch has the varlen kernel with grouped heads and windows (asks no device)."""
-    operator = getattr(torch.ops.aten, "_flash_attention_forward", None)
-    return operator is not None and {a.name for a in operator.default._schema.arguments} >= _REQUIRED
 
 
 def refusal(query: Tensor) -> str | None:
@@ -31,9 +25,9 @@ def refusal(query: Tensor) -> str | None:
         return f"flash varlen has no {str(query.dtype).removeprefix('torch.')}"
     if query.shape[-1] % 8 or query.shape[-1] > MAX_HEAD_DIM:
         return f"head_dim {query.shape[-1]} is not a multiple of 8 up to {MAX_HEAD_DIM}"
-    if torch.cuda.get_device_capability(query.device) < (8, 0):
+    if torch.cuda.get_device_capability(query.device) < AMPERE:
         return f"{torch.cuda.get_device_name(query.device)} is older than Ampere (compute capability 8.0)"
-    return None if kernel_present() else f"torch {torch.__version__} has no flash varlen kernel with windows"
+    return None if has_flash_varlen() else f"torch {torch.__version__} has no flash varlen kernel with windows"
 
 
 def flash_varlen(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
-import platform
 import statistics
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -13,8 +11,9 @@ from typing import Any
 
 import torch
 
+from pronghorn.device import device_name, versions
+
 SCHEMA = "pronghorn-result-v1"
-_PACKAGES = ("torch", "transformers", "peft", "trl", "accelerate", "bitsandbytes", "triton")
 
 
 @dataclass(frozen=True)
@@ -48,8 +47,8 @@ class Result:
     """Figures of this benchmark alone (losses, tokens a second)."""
     commit: str = "unknown"
     schema: str = SCHEMA
-    versions: dict[str, str] = field(default_factory=lambda: versions())
-    device: str = field(default_factory=lambda: device_name())
+    versions: dict[str, str] = field(default_factory=versions)
+    device: str = field(default_factory=device_name)
     date: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
     def median(self, part: str) -> float:
@@ -61,22 +60,6 @@ def write_results(results: list[Result], path: Path) -> None:
     """Write results of one run as a JSON list."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
-
-
-def versions() -> dict[str, str]:
-    """Versions of what a figure depends on."""
-    found = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def device_name() -> str:
-    """The current GPU's name, or the processor's architecture."""
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})"
 
 
 def measure_ceilings() -> dict[str, float]:

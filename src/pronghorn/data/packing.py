@@ -135,5 +135,5 @@ def _check(lengths: Sequence[int], capacity: int) -> None:
         if length > capacity:
             raise DataError(
                 f"document {index} has {length} tokens > row length {capacity}",
-                "raise max_seq_length or set data.overflow to drop or truncate",
+                "raise the row length (max_seq_length), or shorten the document",
             )

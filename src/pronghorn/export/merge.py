@@ -140,7 +140,12 @@ def _refuse_other_than_lora(layer: Any, prefix: str, adapter: str) -> None:
 
 
 def _dense(linear: Any) -> Tensor:
-    """A linear's weight as float32 [out, in], dequantised if bitsandbytes holds it."""
+    """A linear's weight as float32 [out, in], dequantised if bitsandbytes holds it in 4 bits."""
+    if not linear.weight.is_floating_point() and getattr(linear.weight, "quant_state", None) is None:
+        raise UnsupportedError(
+            f"{type(linear).__name__} holds {linear.weight.dtype} weights, which can't be merged",
+            "save the adapter with save_pretrained, or load the model in 16 or 4 bits",
+        )
     if getattr(linear.weight, "quant_state", None) is None:
         return linear.weight.float()
     from bitsandbytes.functional import dequantize_4bit

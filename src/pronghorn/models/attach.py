@@ -4,7 +4,7 @@ Three changes, all outside the parameters (so saving gives byte for byte what an
 
 1. The config's attention implementation becomes Pronghorn's (`attention.packed`).
 2. A forward pre-hook on the backbone finds the batch's `PackedBatch` (lane A passes it as the keyword `packed`; lane
-   B's is made once per forward from TRL's `cu_seq_lens_*` or from `position_ids`) and hands every layer that one object.
+   B's is made once per forward from TRL's `cu_seq_lens_*` or from `position_ids`) and hands it to every layer.
 3. The causal LM's class becomes a subclass of the same name whose forward computes the loss of a packed batch from the
    labelled tokens' hidden states (`models.head`). Other calls run the original forward.
 """

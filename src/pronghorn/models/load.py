@@ -76,7 +76,7 @@ def load_model(
         raise ConfigError(f"max_seq_length {max_seq_length} is not positive", "give the tokens a packed row shall hold")
     device = device or default_device()
     weights_dtype = resolve_dtype(dtype, device)
-    path = Path(name)
+    path = Path(name).expanduser()
     if path.suffix == ".gguf":
         model, tokenizer = _load_gguf(path, weights_dtype, load_in_4bit)
         model.to(device)
@@ -90,13 +90,15 @@ def load_model(
         )
     if path.is_dir():
         _refuse_pickles(path)
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM
 
+    name = path if path.exists() else name
     hub = {"trust_remote_code": trust_remote_code, "token": token, "revision": revision}
     config = AutoConfig.from_pretrained(name, **hub)
     check_config(config)
     check_max_seq_length(config, max_seq_length)
     quantization = _quantization(config, load_in_4bit, weights_dtype)
+    tokenizer = _tokenizer(name, **hub)
     model = AutoModelForCausalLM.from_pretrained(
         name,
         config=config,
@@ -108,7 +110,18 @@ def load_model(
         **({"quantization_config": quantization} if quantization is not None else {}),
     )
     _keep_packed_4bit_layout(model)
-    return model, AutoTokenizer.from_pretrained(name, **hub)
+    return model, tokenizer
+
+
+def _tokenizer(name: str | Path, **hub: Any) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name, **hub)
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{name} has no tokenizer that loads ({error})", "save the model's tokenizer beside it"
+        ) from error
 
 
 def _keep_packed_4bit_layout(model: nn.Module) -> None:
@@ -157,7 +170,6 @@ def _load_with_adapter(
 ) -> tuple[Any, Any]:
     """A folder that `save_pretrained` of a PEFT model wrote: its base model, then the adapter, ready to train on."""
     from peft import PeftModel
-    from transformers import AutoTokenizer
 
     base_name = json.loads((path / "adapter_config.json").read_text())["base_model_name_or_path"]
     base, tokenizer = load_model(
@@ -172,7 +184,7 @@ def _load_with_adapter(
     )
     _refuse_pickles(path)
     if (path / "tokenizer_config.json").is_file():
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        tokenizer = _tokenizer(path, trust_remote_code=trust_remote_code)
     return PeftModel.from_pretrained(base, path, is_trainable=True), tokenizer
 
 

@@ -44,19 +44,27 @@ class GradientWatch(TrainerCallback):
 
     def __init__(self) -> None:
         self._moved = False
+        self._observed: tuple[list[str], Tensor] | None = None
         self._pending: _Pending | None = None
 
+    def observe(self, model: nn.Module) -> None:
+        """Flag the gradients as the last backward left them: clipping would spread one NaN over all of them."""
+        named = [(n.removeprefix("module."), p) for n, p in model.named_parameters() if p.requires_grad]
+        flags = gradient_flags([p.grad for _, p in named], named[0][1].device)
+        self._observed = [name for name, _ in named], flags
+
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Flag this step's gradients and judge the last step's."""
+        """Judge the last step, and keep the optimiser from applying gradients that aren't finite."""
         self.judge()
-        model: nn.Module = kwargs["model"]
+        if self._observed is None:  # a trainer that doesn't call `observe`
+            self.observe(kwargs["model"])
+        assert self._observed is not None
+        (names, flags), self._observed = self._observed, None
         optimizer: Any = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])
         scaled = getattr(kwargs["optimizer"], "scaler", None) is not None
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        flags = gradient_flags([p.grad for _, p in named], named[0][1].device)
         host, event = _to_host(flags)
         moves = any(float(group["lr"]) > 0 for group in optimizer.param_groups)
-        self._pending = _Pending([name for name, _ in named], host, event, scaled, moves, state.global_step + 1)
+        self._pending = _Pending(names, host, event, scaled, moves, state.global_step + 1)
         if event is None:
             self.judge()  # reading costs nothing here, so a bad gradient never reaches the weights
         elif not scaled:
@@ -79,7 +87,7 @@ class GradientWatch(TrainerCallback):
         nonzero, nonfinite = pending.flags.bool()
         if nonfinite.any():
             if pending.scaled:
-                return  # the scaler skips this step; clipping by an infinite norm has zeroed the finite gradients
+                return  # the scaler skips this step: it says nothing about the other tensors
             bad = pending.named(nonfinite)
             raise TrainingError(
                 f"step {pending.step}: {len(bad)} gradients are not finite, first {bad[0]}",

@@ -10,16 +10,16 @@ import torch
 from transformers import PrinterCallback, TrainerCallback
 from trl import SFTConfig
 
-from pronghorn.bench.record import versions
 from pronghorn.config import Recipe
 from pronghorn.data.batch import Collator
 from pronghorn.data.chat import fit, tokenize
 from pronghorn.data.packed_rows import PackedRows
 from pronghorn.data.rows import read_rows
+from pronghorn.device import device_name, versions
 from pronghorn.errors import ConfigError, TrainingError
 from pronghorn.export.folder import whole_folder
+from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import Handle, attach
-from pronghorn.models.families import base_causal_lm, recompute_layers
 from pronghorn.models.load import default_device, load_model, resolve_dtype, trainable_parameters
 from pronghorn.models.lora import add_lora
 from pronghorn.train.evaluate import answer, heldout_loss
@@ -72,11 +72,10 @@ def run(recipe: Recipe, console: Console) -> RunRecord:
             tokenizer.save_pretrained(folder)
     after, answers_after = _judge(recipe, model, tokenizer, heldout, console, "after")
 
-    on_gpu = model.device.type == "cuda"
     record = RunRecord(
         recipe=recipe.to_dict(),
         model=recipe.model.name,
-        device=torch.cuda.get_device_name(model.device) if on_gpu else "CPU",
+        device=device_name(),
         versions=versions(),
         packing={**vars(packing), **counts},
         paths=[vars(path) for path in handle.report],
@@ -89,7 +88,7 @@ def run(recipe: Recipe, console: Console) -> RunRecord:
         trainable=trainable_parameters(model),
         seconds=time.perf_counter() - started,
         stopped="max_minutes" if deadline.hit else "max_steps" if recipe.train.max_steps else "epochs",
-        peak_memory_bytes=torch.cuda.max_memory_allocated(model.device) if on_gpu else None,
+        peak_memory_bytes=torch.cuda.max_memory_allocated(model.device) if model.device.type == "cuda" else None,
     )
     if trainer.accelerator.is_main_process:
         record.write(output)
@@ -130,7 +129,6 @@ def _load(recipe: Recipe) -> tuple[Any, Any, Handle]:
         trust_remote_code=recipe.model.trust_remote_code,
         device=device,
     )
-    recompute_layers(base_causal_lm(model), bool(recipe.memory.gradient_checkpointing))
     if not full and not hasattr(model, "peft_config"):
         adapter = recipe.adapter
         model = add_lora(
@@ -143,7 +141,8 @@ def _load(recipe: Recipe) -> tuple[Any, Any, Handle]:
             use_rslora=adapter.use_rslora,
             random_state=adapter.random_state,
         )
-    handle = attach(model, attention=recipe.packing.attention, packing_metadata=recipe.packing.metadata)
+    plan = Plan.recompute() if recipe.memory.gradient_checkpointing else Plan.keep()
+    handle = attach(model, plan, attention=recipe.packing.attention, packing_metadata=recipe.packing.metadata)
     return model, tokenizer, handle
 
 
@@ -193,11 +192,11 @@ def _trainer(
         # LoRA computes in the base's own dtype; autocast is for float32 masters, and float16 needs its loss scaling.
         bf16=full and dtype is torch.bfloat16,
         fp16=dtype is torch.float16,
-        gradient_checkpointing=bool(recipe.memory.gradient_checkpointing),
+        gradient_checkpointing=False,  # the plan decides
         use_cpu=device.type == "cpu",
         report_to="none",
         disable_tqdm=True,
-        accelerator_config={"dispatch_batches": False, "non_blocking": True},
+        accelerator_config={"dispatch_batches": False, "non_blocking": device.type == "cuda"},
     )
     trainer = SFTTrainer(model, config, train_dataset=documents, tokenizer=tokenizer, callbacks=callbacks)
     trainer.remove_callback(PrinterCallback)

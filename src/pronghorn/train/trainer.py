@@ -60,14 +60,16 @@ class SFTTrainer(trl.SFTTrainer):
                     f"max_length {args.max_length} > {limit}, the model's max_seq_length",
                     "raise max_seq_length in from_pretrained or lower max_length",
                 )
-        if attached(model) is None:
-            attach(model)  # before TRL's constructor wraps `model.forward`, so that its wrapper calls ours
+        # attached before TRL's constructor wraps `model.forward`, so that its wrapper calls ours
+        if (attached(model) or attach(model)).plan is not None:
+            args.gradient_checkpointing = False  # the plan decided; SFTConfig's default would recompute regardless
         super().__init__(model, args, **kwargs)
         stock: Any = self.data_collator
         self._pack_collator = Collator(args.max_length, stock.pad_token_id)
         self._pad_collator = DataCollatorForLanguageModeling(pad_token_id=stock.pad_token_id)
         self.data_collator = self._collate
-        self.add_callback(GradientWatch())
+        self._watch = GradientWatch()
+        self.add_callback(self._watch)
         self._counted = _Counted()
 
     def _collate(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -104,6 +106,13 @@ class SFTTrainer(trl.SFTTrainer):
         if self.args.average_tokens_across_devices and num_items_in_batch is not None:
             loss = loss * self.accelerator.num_processes
         return (loss, outputs) if return_outputs else loss
+
+    def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """A micro-batch's forward and backward; the last one of a step shows its gradients to the watch."""
+        loss = super().training_step(model, *args, **kwargs)
+        if self.accelerator.sync_gradients:
+            self._watch.observe(model)
+        return loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds `tokens`, `labelled_tokens`, `step_seconds` and `tokens_per_second` since the last log of a loss."""
