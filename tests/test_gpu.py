@@ -157,3 +157,37 @@ def test_full_fine_tuning_in_bf16_keeps_float32_masters(stories: Path) -> None:
     with torch.autocast("cuda", torch.bfloat16):
         model(**batch).loss.backward()
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+def test_an_unchanged_trl_script_trains_packed(stories: Path, shared: Path, tmp_path: Path) -> None:
+    """Lane B: TRL's own trainer, collator and loss around an attached model; its first loss is lane A's."""
+    import trl
+    from datasets import Dataset
+
+    from pronghorn.train.trainer import SFTTrainer
+
+    texts = (shared / "data/tinystories/tinystories_10k.txt").read_text().split("<|endoftext|>")[:12]
+    data = Dataset.from_dict({"text": [text.strip()[:400] for text in texts if len(text.strip()) > 50]})
+    losses = {}
+    for trainer_class in (trl.SFTTrainer, SFTTrainer):
+        model, tokenizer = FastLanguageModel.from_pretrained(str(stories), max_seq_length=512, dtype="bf16")
+        model = FastLanguageModel.get_peft_model(model, r=8, lora_alpha=16)
+        config = trl.SFTConfig(
+            output_dir=str(tmp_path),
+            packing=True,
+            max_length=512,
+            max_steps=15,
+            learning_rate=1e-2,
+            per_device_train_batch_size=8,  # all rows in every step, so that the two see the same
+            logging_steps=1,
+            bf16=False,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+        )
+        trainer = trainer_class(model=model, args=config, train_dataset=data, processing_class=tokenizer)
+        trainer.train()
+        losses[trainer_class] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    stock, ours = losses.values()
+    assert abs(stock[0] - ours[0]) < 1e-2 * ours[0], (stock[0], ours[0])
+    assert stock[-1] < 0.9 * stock[0] and ours[-1] < 0.9 * ours[0], (stock, ours)

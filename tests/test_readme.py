@@ -1,0 +1,103 @@
+"""Every command of the README runs, and every recipe trains (in three steps, where they would take long)."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+BASH = [line for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL) for line in block.splitlines() if line]
+PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+THREE_STEPS = ["train.max_steps=3", "train.warmup_steps=0", "data.eval_rows=2", "report.sample_tokens=8"]
+
+
+def shell(command: list[str], **changes: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), **changes}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+
+
+def test_the_readme_names_these_commands() -> None:
+    """A new command in the README needs a test below."""
+    assert [line.split(" train.")[0] for line in BASH] == [
+        "make demo",
+        "make test",
+        "pronghorn doctor",
+        "pronghorn train recipes/demo-cpu.yaml",
+    ]
+    assert len(PYTHON) == 1
+
+
+def test_make_test_is_what_ci_runs() -> None:
+    assert "exec make test" in (ROOT / ".ci" / "run").read_text()
+    plan = shell(["make", "-n", "test"]).stdout
+    for tool in ("ruff format --check", "ruff check", "mypy", "importlinter", "pytest"):
+        assert tool in plan, tool
+
+
+def test_doctor() -> None:
+    done = shell([sys.executable, "-m", "pronghorn", "doctor"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "torch" in done.stdout and "transformers" in done.stdout
+
+
+@pytest.mark.slow
+def test_make_demo_in_three_steps(tmp_path: Path) -> None:
+    settings = " ".join([*THREE_STEPS, "train.min_improvement=0.005", f"train.output={tmp_path / 'run'}"])
+    done = shell(["make", "demo", "VENV=", f"PYTHON={sys.executable}", f"SET={settings}"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    for file in ("adapter/adapter_model.safetensors", "run.json", "report.html"):
+        assert (tmp_path / "run" / file).is_file(), file
+    assert "Held-out loss" in done.stdout and "tokens/s" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_demo_fails_loudly_and_keeps_what_it_trained(tmp_path: Path) -> None:
+    """The README's own train command, with an improvement that three steps can't bring."""
+    command = BASH[3].replace("pronghorn", f"{sys.executable} -m pronghorn", 1).split()
+    command = [part for part in command if not part.startswith(("train.output", "train.min_improvement"))]
+    wanted = [*THREE_STEPS[2:], f"train.output={tmp_path / 'run'}", "train.min_improvement=5"]
+    assert (ROOT / ".cache" / "docs" / "train.jsonl").is_file(), "test_make_demo_in_three_steps makes this"
+    done = shell([*command, *wanted])
+    assert done.returncode == 1
+    assert "which is not a fall of 5.0 or more" in done.stderr and "Traceback" not in done.stderr
+    assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").is_file()
+    assert (tmp_path / "run" / "report.html").is_file()
+
+
+@pytest.mark.slow
+def test_the_script_runs_as_printed(tmp_path: Path) -> None:
+    """Only the hub name becomes the local folder of the same model."""
+    script = PYTHON[0].replace("HuggingFaceTB/SmolLM2-135M-Instruct", str(ROOT / ".cache" / "SmolLM2-135M-Instruct"))
+    (tmp_path / "script.py").write_text(script)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (tmp_path / "runs/script/adapter/adapter_model.safetensors").is_file()
+    assert (tmp_path / "runs/script/merged/model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("recipe", ["gpu-lora.yaml", "gpu-full.yaml"])
+def test_gpu_recipes_train_on_a_small_model(recipe: str, stories: Path, shared: Path, tmp_path: Path) -> None:
+    settings = [
+        f"model.name={stories}",
+        "model.max_seq_length=512",
+        f"data.train={shared / 'data/gsm8k/test.jsonl'}",
+        f"data.eval={shared / 'data/gsm8k/test.jsonl'}",
+        "data.columns={prompt: question, completion: answer}",
+        "data.eval_rows=2",
+        "train.max_steps=2",
+        f"train.output={tmp_path / 'run'}",
+        "report.sample_tokens=4",
+    ]
+    done = shell([sys.executable, "-m", "pronghorn", "train", f"recipes/{recipe}", *settings])
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = tmp_path / "run" / ("adapter" if recipe == "gpu-lora.yaml" else "model")
+    assert list(folder.glob("*.safetensors")) and (tmp_path / "run" / "report.html").is_file()
