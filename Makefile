@@ -16,6 +16,7 @@ SHARED ?= ../shared
 SMOLLM2 ?= .cache/SmolLM2-135M-Instruct
 RECIPE ?= recipes/demo-cpu.yaml
 OUT ?= benchmarks/results
+COMMIT ?= $(shell git rev-parse --short HEAD 2>/dev/null)
 
 ifeq ($(VENV),)
 PY := PYTHONPATH=src:$(PYTHONPATH) $(PYTHON)
@@ -32,7 +33,7 @@ demo: $(READY)
 	$(PY) -m pronghorn train $(RECIPE) $(SET)
 
 test: check
-	$(PY) -m pytest --shared $(SHARED)
+	$(PY) -m pytest --shared=$(SHARED)
 
 check: $(READY)
 	$(PY) -m ruff format --check .
@@ -41,10 +42,11 @@ check: $(READY)
 	$(PY) -c "from importlinter.cli import lint_imports_command as lint; lint()" --no-cache
 
 gpu: $(READY)
-	$(PY) -m pytest -m gpu --shared $(SHARED)
+	$(PY) -m pytest -m gpu --shared=$(SHARED)
 	$(PY) benchmarks/packing_metadata.py --shapes $(SHARED)/data/model_shapes.json \
-	  --lengths $(SHARED)/data/lengths/alpaca_demo.json --out $(OUT)
-	$(PY) benchmarks/packed_vs_padded.py --model $(SMOLLM2) --data $(SHARED)/data/gsm8k --out $(OUT)
+	  --lengths $(SHARED)/data/lengths/alpaca_demo.json --out $(OUT) --commit $(COMMIT)
+	$(PY) benchmarks/packed_vs_padded.py --model $(SMOLLM2) --data $(SHARED)/data/gsm8k --out $(OUT) \
+	  --commit $(COMMIT)
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -22,6 +22,7 @@ from pronghorn.data.batch import Collator
 from pronghorn.data.packed_rows import PackedRows
 from pronghorn.errors import ConfigError, DataError, TrainingError, UnsupportedError
 from pronghorn.models.attach import attached
+from pronghorn.models.families import recomputes_layers
 from pronghorn.train.gradients import GradientWatch
 
 ROW = 128
@@ -346,10 +347,24 @@ def test_a_non_finite_gradient_stops_the_run_before_the_update(
     with pytest.raises(TrainingError, match=r"step 3: .* not finite") as error:
         trainer.train()
     assert len(calls) == 3
-    if clip == 1.0 and bad == float("inf"):  # a NaN norm makes every gradient NaN, and so does not clipping
-        assert "step 3: 1 gradients are not finite, first base_model.model.model.layers.1.mlp" in str(error.value)
+    assert "step 3: 1 gradients are not finite, first base_model.model.model.layers.1.mlp" in str(error.value)
     after = trained(model)
     assert all(torch.equal(after[name], value) for name, value in calls[-1].items())
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_the_models_plan_decides_about_recompute(
+    stories: Path, documents: Dataset, tmp_path: Path, asked: bool
+) -> None:
+    """SFTConfig's default would recompute a model that was told to keep its activations."""
+    model, tokenizer = FastLanguageModel.from_pretrained(
+        str(stories), max_seq_length=ROW, use_gradient_checkpointing=not asked
+    )
+    model = FastLanguageModel.get_peft_model(model, r=4, use_gradient_checkpointing=asked)  # the last one wins
+    settings = config(tmp_path, max_steps=1, gradient_checkpointing=not asked)
+    trainer = SFTTrainer(model, settings, train_dataset=documents, tokenizer=tokenizer)
+    trainer.train()
+    assert recomputes_layers(model) is asked
 
 
 class _Watched:

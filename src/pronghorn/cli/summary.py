@@ -35,6 +35,10 @@ def summary(record: RunRecord, output: Path) -> Table:
     for path in record.paths:
         line = f"{path['part']}: {path['path']}"
         table.add_row("Path taken", escape(line) + f" [dim]({escape(path['why'])})[/]")
+    for sample in record.samples:
+        table.add_row("Asked", escape(sample["prompt"]))
+        table.add_row("  before", escape(sample["before"]))
+        table.add_row("  after", escape(sample["after"]))
     table.add_row("Output", escape(str(output)))
     report = output / "report.html"
     if report.is_file():

@@ -40,7 +40,7 @@ class PackedRows(Dataset):
 
     def __init__(self, documents: Sequence[Mapping[str, Any]] | Any, row_tokens: int, seed: int = 0) -> None:
         self._documents = documents
-        lengths = [len(document["input_ids"]) for document in documents]
+        lengths = _lengths(documents)
         self._rows = pack(lengths, row_tokens, seed)
         self.stats = PackingStats(
             documents=len(lengths),
@@ -61,3 +61,13 @@ class PackedRows(Dataset):
             "labels": [label for document in documents for label in document["labels"]],
             "lengths": [len(document["input_ids"]) for document in documents],
         }
+
+
+def _lengths(documents: Any) -> list[int]:
+    """Tokens of each document; a `datasets.Dataset` is asked for its list lengths, without decoding a token."""
+    if not hasattr(documents, "with_format"):
+        return [len(document["input_ids"]) for document in documents]
+    import pyarrow.compute
+
+    tables = documents.select_columns("input_ids").with_format("arrow").iter(batch_size=10_000)
+    return [n for table in tables for n in pyarrow.compute.list_value_length(table["input_ids"]).to_pylist()]

@@ -55,11 +55,15 @@ class Handle:
     @property
     def report(self) -> list[PathTaken]:
         """Every path taken and why, for the model's present device and dtype."""
+        return self.paths(None)
+
+    def paths(self, autocast: torch.dtype | None) -> list[PathTaken]:
+        """The report for steps that run under autocast in that dtype (None: without), which attention then sees."""
         backend, metadata = self.options
         config = self.model.config
         parameter = next(self.model.parameters())
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        dtype = parameter.dtype if parameter.dtype.is_floating_point else torch.bfloat16
+        dtype = autocast or (parameter.dtype if parameter.dtype.is_floating_point else torch.bfloat16)
         path, why = choose(backend, torch.empty(0, head_dim, dtype=dtype, device=parameter.device))
         where = {
             "once": "made once per batch on the host",

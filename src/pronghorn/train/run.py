@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from accelerate import PartialState
+from rich.console import Console
 from transformers import PrinterCallback, TrainerCallback
 from trl import SFTConfig
 
@@ -28,9 +30,6 @@ from pronghorn.train.record import RunRecord
 from pronghorn.train.report import check_report_dependencies, write_report
 from pronghorn.train.trainer import SFTTrainer
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
 
 def run(recipe: Recipe, console: Console) -> RunRecord:
     """Do what the recipe says and leave the adapter (or model), `run.json` and `report.html` in its output folder.
@@ -41,6 +40,7 @@ def run(recipe: Recipe, console: Console) -> RunRecord:
             `train.min_improvement` (which is judged last, with everything saved).
     """
     started = time.perf_counter()
+    console = console if PartialState().is_main_process else Console(quiet=True)
     output = Path(recipe.train.output)
     if output.exists() and any(output.iterdir()):
         raise ConfigError(f"{output} already holds a run", "choose another train.output or delete the folder")
@@ -78,7 +78,7 @@ def run(recipe: Recipe, console: Console) -> RunRecord:
         device=device_name(),
         versions=versions(),
         packing={**vars(packing), **counts},
-        paths=[vars(path) for path in handle.report],
+        paths=[vars(path) for path in handle.paths(_autocast(recipe))],
         steps=_steps(trainer.state.log_history),
         heldout={"before": before, "after": after, "rows": _evaluated_rows(recipe, heldout)},
         samples=[
@@ -167,9 +167,7 @@ def _documents(recipe: Recipe, path: Path, tokenizer: Any, console: Console) -> 
 def _trainer(
     recipe: Recipe, model: Any, tokenizer: Any, documents: Any, callbacks: list[TrainerCallback]
 ) -> SFTTrainer:
-    train, device = recipe.train, default_device()
-    dtype = resolve_dtype(recipe.precision.dtype, device)
-    full = recipe.adapter.method == "full"
+    train, device, autocast = recipe.train, default_device(), _autocast(recipe)
     config = SFTConfig(
         output_dir=str(train.output),
         packing=recipe.packing.enabled,
@@ -189,9 +187,8 @@ def _trainer(
         save_steps=train.save_steps or 500,
         seed=train.seed,
         full_determinism=train.deterministic,
-        # LoRA computes in the base's own dtype; autocast is for float32 masters, and float16 needs its loss scaling.
-        bf16=full and dtype is torch.bfloat16,
-        fp16=dtype is torch.float16,
+        bf16=autocast is torch.bfloat16,
+        fp16=autocast is torch.float16,
         gradient_checkpointing=False,  # the plan decides
         use_cpu=device.type == "cpu",
         report_to="none",
@@ -201,6 +198,14 @@ def _trainer(
     trainer = SFTTrainer(model, config, train_dataset=documents, tokenizer=tokenizer, callbacks=callbacks)
     trainer.remove_callback(PrinterCallback)
     return trainer
+
+
+def _autocast(recipe: Recipe) -> torch.dtype | None:
+    """The dtype of autocast, if any: LoRA computes in its base's own dtype, float32 masters compute in 16 bits, and
+    float16 always needs autocast for its loss scaling."""
+    dtype = resolve_dtype(recipe.precision.dtype, default_device())
+    full = recipe.adapter.method == "full"
+    return dtype if dtype is torch.float16 or (full and dtype is torch.bfloat16) else None
 
 
 class Deadline(TrainerCallback):

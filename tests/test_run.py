@@ -1,0 +1,122 @@
+"""A whole run from a recipe, and folders that appear whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from pronghorn.config import Recipe
+from pronghorn.errors import ConfigError, TrainingError
+from pronghorn.export.folder import whole_folder
+from pronghorn.models.load import load_model
+from pronghorn.train.record import RunRecord
+from pronghorn.train.run import run
+
+
+@pytest.fixture
+def recipe(stories: Path, shared: Path, tmp_path: Path) -> Any:
+    def make(**changes: dict[str, Any]) -> Recipe:
+        rows = (shared / "data/gsm8k/test.jsonl").read_text().splitlines()
+        (tmp_path / "train.jsonl").write_text("\n".join(rows[:60]))
+        (tmp_path / "eval.jsonl").write_text("\n".join(rows[60:90]))
+        table: dict[str, dict[str, Any]] = {
+            "model": {"name": str(stories), "max_seq_length": 512},
+            "adapter": {"r": 4},
+            "data": {
+                "train": tmp_path / "train.jsonl",
+                "eval": tmp_path / "eval.jsonl",
+                "columns": {"prompt": "question", "completion": "answer"},
+                "overflow": "drop",
+                "eval_rows": 3,
+            },
+            "train": {"output": tmp_path / "run", "max_steps": 6, "learning_rate": 1e-2, "warmup_steps": 1},
+            "memory": {"gradient_checkpointing": False},
+            "report": {"sample_prompts": ["Once upon a time"], "sample_tokens": 4, "html": False},
+        }
+        return Recipe.model_validate(
+            {key: {**table.get(key, {}), **changes.get(key, {})} for key in {*table, *changes}}
+        )
+
+    return make
+
+
+QUIET = Console(quiet=True)
+
+
+def test_a_run_leaves_adapter_and_record(recipe: Any, tmp_path: Path) -> None:
+    settings = recipe(train={"min_improvement": 0.05})
+    record = run(settings, QUIET)
+    assert record.heldout["before"] - record.heldout["after"] > 0.05 and record.heldout["rows"] == 3
+    assert [step["step"] for step in record.steps] == [1, 2, 3, 4, 5, 6]
+    assert all(0 < step["labelled"] < step["tokens"] <= 512 and step["seconds"] > 0 for step in record.steps)
+    assert record.packing["efficiency"] <= record.packing["ceiling"] <= 1
+    assert {path["part"]: path["path"] for path in record.paths}["activations"] == "keep"
+    assert record.stopped == "max_steps" and record.samples[0]["prompt"] == "Once upon a time"
+    assert RunRecord.read(tmp_path / "run") == record
+    model, _ = load_model(tmp_path / "run" / "adapter", max_seq_length=512)
+    assert any(parameter.abs().max() > 0 for name, parameter in model.named_parameters() if "lora_B" in name)
+    with pytest.raises(ConfigError, match="already holds a run: choose another train.output"):
+        run(settings, QUIET)
+
+
+def test_the_same_recipe_gives_the_same_run(recipe: Any, tmp_path: Path) -> None:
+    first, second = (run(recipe(train={"output": tmp_path / name}), QUIET) for name in "ab")
+    assert [step["loss"] for step in first.steps] == [step["loss"] for step in second.steps]
+    assert first.heldout == second.heldout
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"packing": {"enabled": False, "rows_per_step": 3}},
+        {"packing": {"rows_per_step": 2, "metadata": "per_layer"}},
+        {"packing": {"attention": "masked"}, "memory": {"gradient_checkpointing": True}},
+        {"adapter": {"method": "full"}},
+        {"train": {"gradient_accumulation_steps": 2, "deterministic": False, "max_steps": 3}},
+    ],
+    ids=["padded", "per_layer", "masked, recompute", "full", "accumulation"],
+)
+def test_other_recipes(recipe: Any, tmp_path: Path, changes: dict[str, Any]) -> None:
+    record = run(recipe(**changes), QUIET)
+    assert record.heldout["after"] < record.heldout["before"]
+    recompute = changes.get("memory", {}).get("gradient_checkpointing", False)
+    paths = {path["part"]: path["path"] for path in record.paths}
+    assert paths["activations"] == ("recompute the layer" if recompute else "keep")
+    assert (tmp_path / "run" / ("model" if changes.get("adapter") else "adapter")).is_dir()
+
+
+def test_a_loss_that_does_not_fall_fails_after_saving(recipe: Any, tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match=r"is not a fall of 9\.0 or more"):
+        run(recipe(train={"min_improvement": 9.0, "max_steps": 1}), QUIET)
+    assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").is_file()
+    assert (tmp_path / "run" / "run.json").is_file()
+
+
+def test_max_minutes_stops_a_run(recipe: Any) -> None:
+    record = run(recipe(train={"max_minutes": 1e-5, "max_steps": 500}), QUIET)
+    assert record.stopped == "max_minutes" and len(record.steps) == 1
+
+
+def test_rows_longer_than_the_positions_of_the_model(recipe: Any) -> None:
+    with pytest.raises(ConfigError, match="max_seq_length 513 > 512"):
+        run(recipe(model={"max_seq_length": 513}), QUIET)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left"), KeyboardInterrupt(), ValueError("x")])
+def test_a_folder_that_could_not_be_finished(tmp_path: Path, error: BaseException) -> None:
+    target = tmp_path / "adapter"
+    with whole_folder(target) as folder:
+        (folder / "weights").write_text("first")
+    expected = TrainingError if isinstance(error, OSError) else type(error)
+    with pytest.raises(expected), whole_folder(target) as folder:
+        (folder / "weights").write_text("half")
+        raise error
+    assert (target / "weights").read_text() == "first"
+    assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
+    with whole_folder(target) as folder:
+        (folder / "weights").write_text("second")
+    assert (target / "weights").read_text() == "second" and len(list(tmp_path.iterdir())) == 1
