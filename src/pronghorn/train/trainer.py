@@ -62,7 +62,9 @@ class SFTTrainer(trl.SFTTrainer):
                 )
         # attached before TRL's constructor wraps `model.forward`, so that its wrapper calls ours
         if (attached(model) or attach(model)).plan is not None:
-            args.gradient_checkpointing = False  # the plan decided; SFTConfig's default would recompute regardless
+            for name in ("gradient_checkpointing", "activation_checkpointing"):  # transformers 5.23 renamed it
+                if hasattr(args, name):
+                    setattr(args, name, False)  # the plan decided; SFTConfig's default would recompute regardless
         super().__init__(model, args, **kwargs)
         stock: Any = self.data_collator
         self._pack_collator = Collator(args.max_length, stock.pad_token_id)
