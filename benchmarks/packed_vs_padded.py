@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from rich.table import Table
 from trl import SFTConfig
 
 from pronghorn.api import FastLanguageModel
-from pronghorn.bench.record import Result, Workload, measure_ceilings, write_results
+from pronghorn.bench.record import Result, Workload, command_line, measure_ceilings, write_results
 from pronghorn.data.chat import fit, tokenize
 from pronghorn.data.rows import read_rows
 from pronghorn.train.trainer import SFTTrainer
@@ -105,7 +104,7 @@ def main() -> None:
         torch.cuda.empty_cache()
         results.append(
             Result(
-                command=" ".join(["python", *sys.argv]),
+                command=command_line(),
                 contender=f"pronghorn, {contender}",
                 workload=Workload("SmolLM2-135M-Instruct", "lora r16", arguments.row, "gsm8k", -1.0, 3407),
                 gate={

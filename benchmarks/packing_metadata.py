@@ -14,7 +14,6 @@ import gc
 import json
 import random
 import statistics
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from pronghorn.bench.record import Result, Workload, measure_ceilings, write_results
+from pronghorn.bench.record import Result, Workload, command_line, measure_ceilings, write_results
 from pronghorn.data.batch import Collator
 from pronghorn.models.attach import attach
 from pronghorn.models.lora import add_lora
@@ -176,7 +175,7 @@ def main() -> None:
         parts = list(zip(*times[mode], strict=True))
         results.append(
             Result(
-                command=" ".join(["python", *sys.argv]),
+                command=command_line(),
                 contender=f"pronghorn, packing_metadata={mode}",
                 workload=Workload(
                     arguments.model, "lora r16, no recompute", arguments.tokens, arguments.lengths.name, 1.0, 0

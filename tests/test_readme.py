@@ -17,9 +17,10 @@ PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 THREE_STEPS = ["train.max_steps=3", "train.warmup_steps=0", "data.eval_rows=2", "report.sample_tokens=8"]
 
 
-def shell(command: list[str], **changes: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), **changes}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+def shell(command: list[str], folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
 
 
 def test_the_readme_names_these_commands() -> None:
@@ -75,10 +76,7 @@ def test_the_script_runs_as_printed(tmp_path: Path) -> None:
     """Only the hub name becomes the local folder of the same model."""
     script = PYTHON[0].replace("HuggingFaceTB/SmolLM2-135M-Instruct", str(ROOT / ".cache" / "SmolLM2-135M-Instruct"))
     (tmp_path / "script.py").write_text(script)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(
-        [sys.executable, "script.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
-    )
+    done = shell([sys.executable, "script.py"], folder=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert (tmp_path / "runs/script/adapter/adapter_model.safetensors").is_file()
     assert (tmp_path / "runs/script/merged/model.safetensors").is_file()

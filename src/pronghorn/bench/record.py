@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -54,6 +55,11 @@ class Result:
     def median(self, part: str) -> float:
         """The median of a timing in milliseconds."""
         return statistics.median(self.timings_ms[part])
+
+
+def command_line() -> str:
+    """How this program was called, folders by their names only: a result tells nothing of where it was measured."""
+    return " ".join(["python", *(Path(part).name if "/" in part else part for part in sys.argv)])
 
 
 def write_results(results: list[Result], path: Path) -> None:
