@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from pronghorn.config import Recipe
-from pronghorn.errors import ConfigError, TrainingError
+from pronghorn.errors import ConfigError, DataError, TrainingError
 from pronghorn.export.folder import whole_folder
 from pronghorn.models.load import load_model
 from pronghorn.train.record import RunRecord
@@ -120,3 +120,18 @@ def test_a_folder_that_could_not_be_finished(tmp_path: Path, error: BaseExceptio
     with whole_folder(target) as folder:
         (folder / "weights").write_text("second")
     assert (target / "weights").read_text() == "second" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_saved_adapter_is_trained_on(recipe: Any, tmp_path: Path) -> None:
+    first = run(recipe(), QUIET)
+    saved = {"name": str(tmp_path / "run" / "adapter")}
+    again = run(recipe(model=saved, train={"output": tmp_path / "again"}), QUIET)
+    assert again.heldout["before"] == pytest.approx(first.heldout["after"], rel=1e-4)
+    with pytest.raises(ConfigError, match="is a saved adapter"):
+        run(recipe(model=saved, adapter={"method": "full"}, train={"output": tmp_path / "full"}), QUIET)
+
+
+def test_a_model_that_is_nowhere(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(DataError, match="neither a folder here nor to be had from the hub"):
+        run(recipe(model={"name": "nobody/nothing"}), QUIET)

@@ -94,7 +94,14 @@ def load_model(
 
     name = path if path.exists() else name
     hub = {"trust_remote_code": trust_remote_code, "token": token, "revision": revision}
-    config = AutoConfig.from_pretrained(name, **hub)
+    try:
+        config = AutoConfig.from_pretrained(name, **hub)
+    except OSError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise DataError(
+            f"model {name} is neither a folder here nor to be had from the hub ({reason})",
+            "check the name and the connection; a private model needs `token`",
+        ) from error
     check_config(config)
     check_max_seq_length(config, max_seq_length)
     quantization = _quantization(config, load_in_4bit, weights_dtype)

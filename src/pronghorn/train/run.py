@@ -48,7 +48,7 @@ def run(recipe: Recipe, console: Console) -> RunRecord:
         check_report_dependencies()
 
     console.print(f"[bold]Loading[/] {recipe.model.name}")
-    model, tokenizer, handle = _load(recipe)
+    model, tokenizer, handle = _load(recipe, console)
     documents, counts = _documents(recipe, recipe.data.train, tokenizer, console)
     heldout = None
     if recipe.data.eval is not None:
@@ -116,7 +116,7 @@ def _evaluated_rows(recipe: Recipe, heldout: PackedRows | None) -> int:
     return rows if recipe.data.eval_rows is None else min(rows, recipe.data.eval_rows)
 
 
-def _load(recipe: Recipe) -> tuple[Any, Any, Handle]:
+def _load(recipe: Recipe, console: Console) -> tuple[Any, Any, Handle]:
     """Model (with its adapter), tokenizer, and the handle that tells the paths taken."""
     device = default_device()
     dtype = resolve_dtype(recipe.precision.dtype, device)
@@ -129,8 +129,15 @@ def _load(recipe: Recipe) -> tuple[Any, Any, Handle]:
         trust_remote_code=recipe.model.trust_remote_code,
         device=device,
     )
-    if not full and not hasattr(model, "peft_config"):
-        adapter = recipe.adapter
+    adapter = recipe.adapter
+    if hasattr(model, "peft_config"):
+        if full:
+            raise ConfigError(
+                f"adapter.method: full, but {recipe.model.name} is a saved adapter",
+                "merge it first (save_pretrained_merged), or set adapter.method: lora to train it on",
+            )
+        console.print("The saved adapter is trained on; the recipe's adapter section is not used.")
+    elif not full:
         model = add_lora(
             model,
             r=adapter.r,
