@@ -339,7 +339,7 @@ def test_a_merged_checkpoint_has_the_adapted_logits(stories: Path, tmp_path: Pat
 
 
 def test_a_model_without_adapter_saves_as_it_is(stories: Path, tmp_path: Path) -> None:
-    model, tokenizer = load(stories, dtype="bf16", full_finetuning=True)
+    model, tokenizer = load(stories, dtype="bf16")
     model.save_pretrained_merged(tmp_path / "merged", tokenizer)
     theirs = AutoModelForCausalLM.from_pretrained(stories, dtype=torch.bfloat16)
     ours = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")

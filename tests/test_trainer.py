@@ -546,3 +546,24 @@ def test_checkpointing_asked_of_the_model_is_kept(stories: Path, documents: Data
         trainer.train()
         found.append(losses(trainer))
     assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
+def test_adapters_of_a_4_bit_base_stay_float32(stories: Path, documents: Dataset, tmp_path: Path) -> None:
+    """TRL's constructor would round them to bfloat16."""
+    model, tokenizer = FastLanguageModel.from_pretrained(
+        str(stories), max_seq_length=ROW, load_in_4bit=True, use_gradient_checkpointing=False
+    )
+    model = FastLanguageModel.get_peft_model(model, r=4, target_modules=LINEARS)
+    before = trained(model)
+    trainer = SFTTrainer(model, config(tmp_path, max_steps=1), train_dataset=documents, tokenizer=tokenizer)
+    assert all(torch.equal(value, before[name]) for name, value in trained(trainer.model).items())
+    assert {value.dtype for value in before.values()} == {torch.float32}
+    trainer.train()
+
+
+def test_whole_16_bit_models_are_not_trained(stories: Path, documents: Dataset, tmp_path: Path) -> None:
+    model, tokenizer = FastLanguageModel.from_pretrained(str(stories), max_seq_length=ROW, dtype="bf16")
+    with pytest.raises(ConfigError, match=r"every weight is trained in torch\.bfloat16"):
+        SFTTrainer(model, config(tmp_path), train_dataset=documents, tokenizer=tokenizer)
+    with pytest.raises(ConfigError, match="full_finetuning with dtype bf16"):
+        FastLanguageModel.from_pretrained(str(stories), max_seq_length=ROW, dtype="bf16", full_finetuning=True)

@@ -60,10 +60,15 @@ class FastLanguageModel:
         _refuse(unsupported, "from_pretrained")
         if full_finetuning and load_in_4bit:
             raise ConfigError("full_finetuning with load_in_4bit: 4-bit weights can't be trained", "choose one")
+        if full_finetuning and dtype not in (None, "auto", "float32", torch.float32):
+            raise ConfigError(
+                f"full_finetuning with dtype {dtype}: 16-bit weights hardly move at usual learning rates",
+                "leave dtype out (weights are kept in float32) and set bf16=True in SFTConfig to compute in 16 bits",
+            )
         model, tokenizer = load_model(
             model_name,
             max_seq_length=max_seq_length,
-            dtype=torch.float32 if full_finetuning and dtype is None else dtype,
+            dtype=torch.float32 if full_finetuning else dtype,
             load_in_4bit=load_in_4bit,
             trust_remote_code=trust_remote_code,
             token=token,

@@ -65,7 +65,17 @@ class SFTTrainer(trl.SFTTrainer):
             for name in ("gradient_checkpointing", "activation_checkpointing"):  # transformers 5.23 renamed it
                 if hasattr(args, name):
                     setattr(args, name, False)  # the plan decided; SFTConfig's default would recompute regardless
+        trained = [(parameter, parameter.data) for parameter in model.parameters() if parameter.requires_grad]
+        half = [data.dtype for _, data in trained if data.dtype in (torch.float16, torch.bfloat16)]
+        if half and not hasattr(model, "peft_config") and kwargs.get("peft_config") is None:
+            raise ConfigError(
+                f"every weight is trained in {half[0]}, in which updates at usual learning rates are rounded away",
+                "load the model in float32 (full_finetuning=True does) and set bf16=True to compute in 16 bits",
+            )
         super().__init__(model, args, **kwargs)
+        for parameter, data in trained:
+            if parameter.dtype != data.dtype:  # TRL rounds the adapters of a quantised base to bfloat16
+                parameter.data = data.to(parameter.device)
         stock: Any = self.data_collator
         self._pack_collator = Collator(args.max_length, stock.pad_token_id)
         self._pad_collator = DataCollatorForLanguageModeling(pad_token_id=stock.pad_token_id)
