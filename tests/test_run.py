@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import errno
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from rich.console import Console
 
 from pronghorn.config import Recipe
@@ -135,3 +139,21 @@ def test_a_model_that_is_nowhere(recipe: Any, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(DataError, match="neither a folder here nor to be had from the hub"):
         run(recipe(model={"name": "nobody/nothing"}), QUIET)
+
+
+def test_two_processes_make_one_run(recipe: Any, tmp_path: Path) -> None:
+    """Under torchrun the ranks share the work; one of them talks and writes."""
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe().to_dict()))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]
+    done = subprocess.run(
+        [*launcher, "pronghorn", "train", str(tmp_path / "recipe.yaml")],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("Held-out loss before training") == 1
+    record = RunRecord.read(tmp_path / "run")
+    assert record.heldout["after"] < record.heldout["before"] and len(record.steps) == 6
+    assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").is_file()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -71,7 +72,7 @@ def train(
 
       pronghorn train my.yaml 'report.sample_prompts=[What is a mutex?]'
     """
-    console = Console()
+    console = Console(quiet=os.environ.get("RANK", "0") != "0")  # torchrun's other ranks have nothing to add
     with _plain_errors(debug):
         from pronghorn.config import Recipe
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from rich.console import Console
 from transformers import PrinterCallback, TrainerCallback
 from trl import SFTConfig
@@ -40,7 +39,6 @@ def run(recipe: Recipe, console: Console) -> RunRecord:
             `train.min_improvement` (which is judged last, with everything saved).
     """
     started = time.perf_counter()
-    console = console if PartialState().is_main_process else Console(quiet=True)
     output = Path(recipe.train.output)
     if output.exists() and any(output.iterdir()):
         raise ConfigError(f"{output} already holds a run", "choose another train.output or delete the folder")
