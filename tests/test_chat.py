@@ -214,7 +214,7 @@ def test_rows_without_labels_are_dropped_and_counted(stories: Any) -> None:
 
 
 def test_bad_arguments(stories: Any, plain: Any) -> None:
-    with pytest.raises(ConfigError, match=r"data\.loss_on is 'answers': set it to completion or all"):
+    with pytest.raises(ConfigError, match=r"data\.loss_on is 'answers': set it to completion, last or all"):
         tokenize([chat("a", "b")], stories, loss_on="answers")  # type: ignore[arg-type]
 
     class Slow:
@@ -243,15 +243,15 @@ def test_overflow() -> None:
     assert (cut.dropped, cut.truncated) == (1, 1)
     with pytest.raises(DataError, match=r"none of 1 documents is left at max_seq_length 3 with data\.overflow: drop"):
         fit([long], 3, "drop")
-    with pytest.raises(ConfigError, match=r"data\.overflow is 'split'"):
-        fit([short], 3, "split")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"data\.overflow is 'cut'"):
+        fit([short], 3, "cut")  # type: ignore[arg-type]
 
 
 def test_gsm8k_is_labelled_exactly(stories: Any, shared: Path) -> None:
     columns = {"prompt": "question", "completion": "answer"}
     rows = read_rows(shared / "data" / "gsm8k" / "test.jsonl", columns)
     assert len(rows) == 1319
-    result = tokenize(rows, stories)
+    result = tokenize(rows, stories, verify_rows=len(rows))
     assert result.dropped_unlabelled == 0
     for row, document in zip(rows, result.documents, strict=True):
         assert isinstance(row, PromptCompletion)

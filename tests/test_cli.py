@@ -89,7 +89,7 @@ def test_missing_recipe() -> None:
     ("override", "error", "remedy"),
     [
         ("train.max_step=3", "unknown key train.max_step", "did you mean train.max_steps?"),
-        ("train.learning_rate=-1", "train.learning_rate = -1", "change train.learning_rate"),
+        ("train.learning_rate=-1", "train.learning_rate = -1", "set train.learning_rate (the highest learning rate)"),
         ("max_steps", "not section.key=value", "train.max_steps=3"),
         ("data.train=no[where].jsonl", "no[where].jsonl does not exist", ".jsonl"),  # brackets are no markup
     ],
@@ -126,7 +126,7 @@ def test_interrupt(recipe: Path, fake_run: Any) -> None:
     fake_run(interrupt)
     result = invoke("train", str(recipe))
     assert result.exit_code == 130
-    assert "Checkpoints saved before this are whole" in result.stderr
+    assert "What is in the output folder is whole" in result.stderr
 
 
 def test_train_ends_with_the_summary(recipe: Path, fake_run: Any) -> None:

@@ -72,6 +72,19 @@ BAD: list[tuple[str, list[str], str]] = [
     ("", ["max_steps"], "override 'max_steps' is not section.key=value: write e.g. train.max_steps=3"),
     ("", ["max_steps=3"], "is not section.key=value"),
     ("", ["train.output"], "is not section.key=value"),
+    ("", ["train.output={"], "override 'train.output={' line 1: not YAML"),
+    ("", ["train.max_steps=3: 4: 5"], "not YAML"),
+    ("", ["train.seed=2026-13-40"], "not YAML (month must be in 1..12"),
+    ("", ["train.max_steps=true"], "train.max_steps = True: input should be a valid integer"),
+    ("", ["train.max_steps='3'"], "train.max_steps = '3': input should be a valid integer"),
+    ("", ["train.learning_rate=.inf"], "train.learning_rate = inf: input should be a finite number"),
+    ("", ["model.name=''"], "model.name = ''"),
+    ("", ["train.output=''"], "train.output is the current folder"),
+    ("", ["train.output=null"], "train.output = None"),
+    ("", ["adapter.random_state=-1"], "adapter.random_state = -1"),
+    ("", ["train.lr=1e-3"], "unknown key train.lr: did you mean train.learning_rate?"),
+    ("", ["train.batch_size=2"], "did you mean packing.rows_per_step?"),
+    ("? [a]\n: b\n", [], "as a key: write keys as plain words"),
 ]
 
 
@@ -99,6 +112,18 @@ def test_bad_files(folder: Path, text: str, says: str) -> None:
     with pytest.raises(ConfigError) as error:
         load(folder, text)
     assert says in str(error.value), str(error.value)
+
+
+def test_files_that_are_not_text(folder: Path) -> None:
+    for content, says in ((b"model: \xff", "not UTF-8"), (b"model: \x00", "not YAML")):
+        (folder / "recipe.yaml").write_bytes(content)
+        with pytest.raises(ConfigError, match=says):
+            Recipe.load(folder / "recipe.yaml")
+
+
+def test_merge_keys_and_empty_sections(folder: Path) -> None:
+    recipe = load(folder, GOOD + "packing:\nreport: {<<: {html: false}, sample_tokens: 3}\n")
+    assert recipe.packing.enabled and not recipe.report.html and recipe.report.sample_tokens == 3
 
 
 def test_missing_recipe(tmp_path: Path) -> None:

@@ -188,3 +188,8 @@ def test_track_yields_everything(terminal: bool, total: int | None) -> None:
     console = Console(file=io.StringIO(), width=100, force_terminal=terminal)
     assert list(track(iter("abc"), "Reading", total, console)) == ["a", "b", "c"]
     assert "Reading" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_loss_that_is_no_number_is_null_in_the_file(tmp_path: Path) -> None:
+    path = record(heldout={"before": float("nan"), "after": float("inf"), "rows": 1}).write(tmp_path)
+    assert json.loads(path.read_text(), parse_constant=pytest.fail)["heldout"]["before"] is None

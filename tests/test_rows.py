@@ -61,7 +61,21 @@ def message(*turns: object) -> str:
     return json.dumps({"messages": turns})
 
 
+def row(**fields: object) -> str:
+    return json.dumps(fields)
+
+
+def shared_gpt(*turns: object) -> str:
+    return row(conversations=turns)
+
+
+def calls(*tool_calls: object) -> str:
+    return message(USER, {"role": "assistant", "content": None, "tool_calls": tool_calls})
+
+
 USER, ASSISTANT = TURNS
+HUMAN = {"from": "human", "value": "Hi"}
+CALL = {"name": "add", "arguments": {"a": 1}}
 BAD = {
     "empty": ("", "train.jsonl: no rows in it"),
     "blank": ("\n \n", "no rows in it"),
@@ -77,9 +91,12 @@ BAD = {
     "half a format": ('{"prompt": "a"}', "line 1: keys 'prompt' are no known format: write each row as"),
     "a key too many": (
         '{"messages": [], "label": true}',
-        r"line 1: keys 'label' beside 'messages': delete them, or set data.columns to \{messages: messages\}",
+        "line 1: keys 'label' beside 'messages': delete them, or set data.format to messages to ignore",
     ),
-    "mixed": (f'{GOOD}\n\n{{"text": "a"}}', "line 3: a row with 'text', but line 1 has 'prompt', 'completion'"),
+    "mixed": (
+        f'{GOOD}\n\n{{"text": "a"}}',
+        r"line 3: a row with 'text', but .*train\.jsonl line 1 has 'prompt', 'completion'",
+    ),
     "prompt not a string": ('{"prompt": 4, "completion": "b"}', "line 1: prompt is int 4, not a string"),
     "completion null": ('{"prompt": "a", "completion": null}', "line 1: completion is NoneType None, not a string"),
     "completion empty": ('{"prompt": "a", "completion": " \\n"}', "line 1: an empty completion"),
@@ -87,11 +104,65 @@ BAD = {
     "no messages": ('{"messages": []}', r"line 1: messages is list \[\]"),
     "messages a string": ('{"messages": "hi"}', "line 1: messages is str 'hi'"),
     "message a string": (message("hi"), "line 1 message 1: str 'hi'"),
-    "message with more": (message(USER | {"name": "x"}), "message 1: keys 'role', 'content', 'name'"),
+    "message with more": (message(USER | {"mood": "x"}), "message 1: keys 'role', 'content', 'mood'"),
     "message without role": (message({"content": "x"}), "message 1: keys 'content': write a message as"),
     "role unknown": (message(USER, ASSISTANT | {"role": "gpt"}), "message 2: role str 'gpt': use one of system, user"),
     "role a number": (message(USER | {"role": 3}), "message 1: role int 3"),
-    "content a list": (message(USER | {"content": [1]}), r"message 1: content is list \[1\], not a string"),
+    "content a list": (message(USER | {"content": [1]}), "message 1: content part int 1, not a text"),
+    "content a number": (message(USER | {"content": 1}), "message 1: content is int 1, not a string"),
+    "an image": (
+        message(USER | {"content": [{"type": "image_url", "image_url": {}}]}),
+        "content part dict .*not a text",
+    ),
+    "content part without text": (message(USER | {"content": [{"type": "text"}]}), "content is NoneType None, not a s"),
+    "two user turns": (message(USER, USER), "message 2: two user messages in a row"),
+    "tool without call": (message(USER, {"role": "tool", "content": "1"}), "message 2: a tool's result with no call"),
+    "user calls": (message(USER | {"tool_calls": [CALL]}), "message 1: tool_calls in a message of role user"),
+    "call without name": (calls({"function": {"arguments": "{}"}}), "message 2 tool call 1: no name, but keys 'argu"),
+    "call of a string": (calls("add"), "message 2 tool call 1: str 'add'"),
+    "calls no list": (message(USER, {"role": "assistant", "tool_calls": CALL}), "tool_calls is dict .*, not a list"),
+    "arguments not json": (
+        calls({"name": "add", "arguments": "{"}),
+        "tool call 1: arguments str '{' is not valid JSON",
+    ),
+    "arguments a list": (calls({"name": "add", "arguments": "[1]"}), r"tool call 1: arguments is list \[1\]"),
+    "arguments missing": (calls({"name": "add"}), "tool call 1: arguments is NoneType None"),
+    "tools no list": (row(messages=TURNS, tools="{}"), r"line 1: tools is dict \{\}, not a list"),
+    "tools not json": (row(messages=TURNS, tools="add"), "line 1: tools str 'add' is not valid JSON"),
+    "tool without name": (row(messages=TURNS, tools=[{"description": "x"}]), "line 1 tool 1: dict .* has no name"),
+    "weight against the role": (
+        message(USER, ASSISTANT | {"weight": 0}),
+        "message 2: weight int 0 on a message of role",
+    ),
+    "unknown from": (
+        shared_gpt(HUMAN, {"from": "bing", "value": "x"}),
+        "message 2: from str 'bing': use one of system",
+    ),
+    "from a list": (shared_gpt({"from": [], "value": "x"}), r"message 1: from list \[\]"),
+    "turn without from": (shared_gpt({"value": "x"}), "message 1: keys 'value': write a turn as"),
+    "value null": (shared_gpt({"from": "human", "value": None}), "message 1: value is NoneType None, not a string"),
+    "gpt empty": (shared_gpt(HUMAN, {"from": "gpt", "value": ""}), "message 2: an empty assistant message"),
+    "two humans": (shared_gpt(HUMAN, HUMAN), "message 2: two user messages in a row"),
+    "function_call not json": (
+        shared_gpt(HUMAN, {"from": "function_call", "value": "add(1)"}),
+        "function_call str 'add",
+    ),
+    "observation first": (shared_gpt({"from": "observation", "value": "1"}), "message 1: a tool's result with no call"),
+    "two systems": (
+        row(system="a", conversations=[{"from": "system", "value": "b"}, HUMAN]),
+        "message 2: a system message that is not the first",
+    ),
+    "output empty": (row(instruction="a", output=""), "line 1: an empty output"),
+    "instruction empty": (row(instruction=" ", input="", output="b"), "line 1: an empty instruction"),
+    "instruction null": (row(instruction=None, input="a", output="b"), "line 1: instruction is NoneType None, not a"),
+    "history a string": (row(instruction="a", output="b", history="c"), "line 1: history is str 'c', not a list"),
+    "history of ones": (row(instruction="a", output="b", history=[["c"]]), r"line 1 history 1: list \['c'\]"),
+    "history unanswered": (row(instruction="a", output="b", history=[["c", ""]]), "line 1 history 1: an empty answer"),
+    "spelled two ways": (
+        row(instruction="a", input="b", output="c") + "\n" + row(instruction="a", context="b", response="c"),
+        "line 2: a row with 'instruction', 'response', 'context', but .* line 1 has 'instruction', 'output'",
+    ),
+    "a pair": (row(prompt="a", chosen="b", rejected="c"), "line 1: a preference pair, and supervised fine-tuning"),
     "assistant first": (message(ASSISTANT), "message 1: an assistant message with no user message before it"),
     "late system": (message(USER, {"role": "system", "content": "x"}), "message 2: a system message that is not the"),
     "assistant empty": (message(USER, ASSISTANT | {"content": ""}), "message 2: an empty assistant message"),
@@ -128,8 +199,8 @@ def test_bad_paths_and_columns(tmp_path: Path) -> None:
         read_rows(tmp_path / "absent.jsonl")
     with pytest.raises(DataError, match="no such file"):
         read_rows(tmp_path)
-    with pytest.raises(DataError, match=r"unknown file type \.csv: give a \.jsonl or \.json file"):
-        read_rows(write(tmp_path, "a,b\n", "train.csv"))
+    with pytest.raises(DataError, match=r"unknown file type \.tsv: give a \.jsonl, \.json, \.csv"):
+        read_rows(write(tmp_path, "a\tb\n", "train.tsv"))
     path = write(tmp_path, GOOD)
     with pytest.raises(DataError, match=r"data\.columns renames 'question', which belong to no one format"):
         read_rows(path, {"question": "prompt"})

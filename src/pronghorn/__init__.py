@@ -20,6 +20,7 @@ _HOMES = {
     "Collator": "pronghorn.data.batch",
     "PackedRows": "pronghorn.data.packed_rows",
     "Recipe": "pronghorn.config",
+    "train_on_responses_only": "pronghorn.train.responses",
 }
 __all__ = [
     "Collator",
@@ -32,6 +33,7 @@ __all__ = [
     "SFTTrainer",
     "__version__",
     "attach",
+    "train_on_responses_only",
 ]
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from pronghorn.data.packed_rows import PackedRows
     from pronghorn.memory.plan import Plan
     from pronghorn.models.attach import Handle, attach
+    from pronghorn.train.responses import train_on_responses_only
     from pronghorn.train.trainer import SFTTrainer
 
 

@@ -8,26 +8,45 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pronghorn.errors import ConfigError
 
+File = Annotated[Path, Field(strict=False)]  # strict otherwise: `true` is no number of steps, "3" neither
+
+_ALIASES = {
+    "lr": "train.learning_rate",
+    "batch_size": "packing.rows_per_step",
+    "per_device_train_batch_size": "packing.rows_per_step",
+    "max_length": "model.max_seq_length",
+    "sequence_len": "model.max_seq_length",
+    "num_train_epochs": "train.epochs",
+    "output_dir": "train.output",
+    "lr_scheduler_type": "train.lr_scheduler",
+    "lora_r": "adapter.r",
+    "use_gradient_checkpointing": "memory.gradient_checkpointing",
+    "bf16": "precision.dtype",
+    "fp16": "precision.dtype",
+}
+"""What other libraries call a key."""
+
 
 class Section(BaseModel):
     """A section of the recipe: frozen, and unknown keys are errors."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
 
 class Model(Section):
     """What is trained."""
 
-    name: str = Field(description="local folder, saved adapter, .gguf file or hub name")
+    name: str = Field(min_length=1, description="local folder, saved adapter, .gguf file or hub name")
     max_seq_length: int = Field(gt=0, description="tokens of a packed row, and the most a document may have")
     load_in_4bit: bool = Field(False, description="NF4 base weights through bitsandbytes (QLoRA)")
     trust_remote_code: bool = Field(False, description="run Python code that comes with the checkpoint")
@@ -47,20 +66,76 @@ class Adapter(Section):
     )
     bias: Literal["none", "all", "lora_only"] = Field("none", description="which biases are trained")
     use_rslora: bool = Field(False, description="scale by lora_alpha / sqrt(r)")
-    random_state: int = Field(3407, description="seeds the adapters' initialisation")
+    random_state: int = Field(3407, ge=0, description="seeds the adapters' initialisation")
+
+
+DATA_FILES = (".jsonl", ".json", ".parquet", ".csv", ".txt")
+Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "preference"]
+
+
+class Source(Section):
+    """One part of a mixture."""
+
+    path: File = Field(description="file, folder or hub name")
+    weight: float | None = Field(None, gt=0, description="share of the rows, relative to the others")
+    format: Format = Field("auto", description="as data.format, for this source")
+    columns: dict[str, str] = Field({}, description="as data.columns, for this source")
+
+    @property
+    def is_hub_name(self) -> bool:
+        """Whether the path, where nothing is there, can be a hub set's name: "owner/name"."""
+        return bool(re.fullmatch(r"[\w.-]+/[\w.-]+", self.path.as_posix())) and self.path.suffix not in DATA_FILES
 
 
 class Data(Section):
     """What it learns from."""
 
-    train: Path = Field(description=".jsonl or .json file of messages, prompt and completion, or text")
-    eval: Path | None = Field(None, description="held-out data in the same form")
-    columns: dict[str, str] = Field({}, description="renames, e.g. {prompt: question, completion: answer}")
-    loss_on: Literal["completion", "all"] = Field(
-        "completion", description="train the assistant's turns, or all tokens"
+    train: File | Annotated[list[Source], Field(min_length=1)] = Field(
+        description="file (.jsonl, .json, .parquet, .csv, .txt), folder, hub name, or list of {path, weight, "
+        "format, columns}"
     )
-    overflow: Literal["error", "drop", "truncate"] = Field("error", description="documents over max_seq_length")
+    eval: File | Annotated[list[Source], Field(min_length=1)] | None = Field(
+        None, description="held-out data, named in the same way"
+    )
+    format: Format = Field("auto", description="what a row is; auto goes by its keys")
+    columns: dict[str, str] = Field({}, description="renames, e.g. {prompt: question, completion: answer}")
+    bad_rows: Literal["error", "drop"] = Field(
+        "error", description="rows that can't be trained on: stop, or count them"
+    )
+    chat_template: str | None = Field(
+        None,
+        description="chatml, llama-3, qwen-2.5, gemma, mistral or a .jinja file; null is the tokenizer's own",
+    )
+    system_prompt: str | None = Field(None, min_length=1, description="begins conversations without a system message")
+    loss_on: Literal["completion", "last", "all"] = Field(
+        "completion", description="train the assistant's turns, only the last of them, or all tokens"
+    )
+    overflow: Literal["error", "drop", "truncate", "split"] = Field(
+        "error", description="documents over max_seq_length; split keeps every label, in pieces"
+    )
     eval_rows: int | None = Field(None, gt=0, description="evaluate at most this many packed rows")
+
+    def sources(self, split: Literal["train", "eval"]) -> list[Source]:
+        """What `train` or `eval` names, each with its own settings or else the section's; [] where it isn't set.
+
+        Raises ConfigError for a mixture where some sources have a weight and others none.
+        """
+        named = self.train if split == "train" else self.eval
+        sources = named if isinstance(named, list) else [Source(path=named)] if named is not None else []
+        weighted = sum(source.weight is not None for source in sources)
+        if 0 < weighted < len(sources):
+            raise ConfigError(
+                f"data.{split}: {weighted} of {len(sources)} sources have a weight", "give every source one, or none"
+            )
+        return [
+            source.model_copy(
+                update={
+                    "format": self.format if source.format == "auto" else source.format,
+                    "columns": source.columns or self.columns,
+                }
+            )
+            for source in sources
+        ]
 
 
 class Packing(Section):
@@ -77,7 +152,7 @@ class Packing(Section):
 class Train(Section):
     """How long, how fast, and where the result goes."""
 
-    output: Path = Field(description="folder of the run; must be new or empty")
+    output: File = Field(description="folder of the run; must be new or empty")
     max_steps: int | None = Field(None, gt=0, description="optimiser steps; null trains for `epochs`")
     epochs: float = Field(1.0, gt=0, description="passes over the data")
     max_minutes: float | None = Field(None, gt=0, description="stop after this long, whatever the steps")
@@ -145,9 +220,16 @@ class Recipe(Section):
             raise ConfigError(
                 f"recipe {path} does not exist", "give the path of a YAML file, e.g. recipes/demo-cpu.yaml"
             )
-        table = _parse(path.read_text(encoding="utf-8"), str(path))
+        try:
+            table = _parse(path.read_text(encoding="utf-8"), str(path))
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path} is not UTF-8 ({error.reason})", "save it as UTF-8 text") from None
+        if not isinstance(table, dict):
+            known = ", ".join(Recipe.model_fields)
+            raise ConfigError(f"{path}: a recipe is a table of sections", f"begin with {known}")
         for override in overrides:
             _override(table, override)
+        table = {section: {} if value is None else value for section, value in table.items()}
         try:
             recipe = cls.model_validate(table)
         except ValidationError as error:
@@ -160,9 +242,14 @@ class Recipe(Section):
         return self.model_dump(mode="json")
 
     def _check(self) -> None:
-        for key, file in (("data.train", self.data.train), ("data.eval", self.data.eval)):
-            if file is not None and not file.is_file():
-                raise ConfigError(f"{key}: {file} does not exist", "give the path of a .jsonl or .json file")
+        if self.train.output.resolve() == Path.cwd():
+            raise ConfigError("train.output is the current folder", "give the run a folder of its own")
+        for source, key in self._sources():
+            if not source.path.exists() and not source.is_hub_name:
+                kinds = ", ".join(DATA_FILES)
+                raise ConfigError(
+                    f"{key}: {source.path} does not exist", f"give the path of a {kinds} file or folder, or a hub name"
+                )
         if self.train.min_improvement is not None and self.data.eval is None:
             raise ConfigError("train.min_improvement needs held-out data", "give data.eval, or leave it out")
         if self.adapter.method == "full" and self.model.load_in_4bit:
@@ -171,17 +258,32 @@ class Recipe(Section):
                 "set adapter.method: lora or load_in_4bit: false",
             )
 
+    def _sources(self) -> Iterator[tuple[Source, str]]:
+        yield from ((source, "data.train") for source in self.data.sources("train"))
+        yield from ((source, "data.eval") for source in self.data.sources("eval"))
+
 
 def fields() -> Iterator[tuple[str, str, str, str]]:
     """Every key of the recipe as (key, type, default, description), for help texts and docs."""
     for name, section in Recipe.model_fields.items():
         for key, field in section.annotation.model_fields.items():  # type: ignore[union-attr]
-            kind = getattr(field.annotation, "__name__", "") if isinstance(field.annotation, type) else ""
-            kind = kind if kind and "[" not in str(field.annotation) else str(field.annotation)
-            kind = kind.replace("typing.", "").replace("pathlib.", "").replace("NoneType", "None")
-            kind = re.sub(r"Literal\[([^]]*)\]", lambda match: match[1].replace("'", "").replace(", ", " | "), kind)
             default = "required" if field.is_required() else yaml.safe_dump(field.default, default_flow_style=True)
-            yield f"{name}.{key}", kind, default.replace("\n...", "").strip(), field.description or ""
+            default = default.replace("\n...", "").strip()
+            yield f"{name}.{key}", _type_name(field.annotation), default, field.description or ""
+
+
+def _type_name(kind: Any) -> str:
+    """A type as people write it: `int | null`, `lora | full`, `list[str]`."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return _type_name(arguments[0])
+    if origin is Literal:
+        return " | ".join(str(value) for value in arguments)
+    if origin in (Union, UnionType):
+        return " | ".join(_type_name(argument) for argument in arguments)
+    if origin is not None:
+        return f"{origin.__name__}[{', '.join(_type_name(argument) for argument in arguments)}]"
+    return "null" if kind is type(None) else kind.__name__
 
 
 class _Loader(yaml.SafeLoader):
@@ -191,9 +293,12 @@ class _Loader(yaml.SafeLoader):
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: set[Any] = set()
     for key_node, _ in node.value:
-        key = loader.construct_object(key_node)
+        if key_node.tag == "tag:yaml.org,2002:merge":
+            continue
+        key, line = loader.construct_object(key_node), key_node.start_mark.line + 1
+        if not isinstance(key, Hashable):
+            raise ConfigError(f"{loader.name} line {line}: {key!r} as a key", "write keys as plain words")
         if key in seen:
-            line = key_node.start_mark.line + 1
             raise ConfigError(f"{loader.name} line {line}: key {key!r} is set twice", "delete one of the two")
         seen.add(key)
     return loader.construct_mapping(node, deep=True)
@@ -205,20 +310,19 @@ _Loader.add_implicit_resolver(  # YAML 1.1 reads 1e-3 as text; people mean the n
 )
 
 
-def _parse(text: str, source: str) -> dict[str, Any]:
-    loader = _Loader(text)
-    loader.name = source
+def _parse(text: str, source: str) -> Any:
+    """The value of a YAML text; whatever is wrong with it is a ConfigError that names `source` and line."""
     try:
-        table = loader.get_single_data()
-    except yaml.YAMLError as error:
+        loader = _Loader(text)
+        loader.name = source
+        return loader.get_single_data()
+    except ConfigError:
+        raise
+    except (yaml.YAMLError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f" line {mark.line + 1}" if mark else ""
-        raise ConfigError(f"{source}{where}: not YAML ({getattr(error, 'problem', error)})", "mend that line") from None
-    finally:
-        loader.dispose()
-    if not isinstance(table, dict):
-        raise ConfigError(f"{source}: a recipe is a table of sections", f"begin with {', '.join(Recipe.model_fields)}")
-    return table
+        reason = getattr(error, "problem", None) or getattr(error, "reason", None) or error
+        raise ConfigError(f"{source}{where}: not YAML ({reason})", "mend it, or quote the value") from None
 
 
 def _override(table: dict[str, Any], override: str) -> None:
@@ -230,23 +334,28 @@ def _override(table: dict[str, Any], override: str) -> None:
         table[section] = {}
     if not isinstance(table[section], dict):
         raise ConfigError(f"override {override!r}: {section} is no section", "write e.g. train.max_steps=3")
-    table[section][name] = _Loader(value).get_single_data()
+    table[section][name] = _parse(value, f"override {override!r}")
 
 
 def _explain(error: ValidationError, source: str) -> ConfigError:
     """The first of pydantic's errors in our form, with the nearest known key for an unknown one."""
-    first = error.errors()[0]
-    path = [str(part) for part in first["loc"]]
+    errors = error.errors()
+    # of a path or a mixture pydantic tells what is wrong with it as either: what lies deepest is what was meant
+    first = max((each for each in errors if each["loc"][:2] == errors[0]["loc"][:2]), key=lambda each: len(each["loc"]))
+    path = [part for part in map(str, first["loc"]) if "[" not in part]  # `list[Source]` is pydantic's, no key
     key, value = ".".join(path), first.get("input")
     if first["type"] == "extra_forbidden":
         if len(path) == 1:
             known = list(Recipe.model_fields)
         else:
-            known = list(Recipe.model_fields[path[0]].annotation.model_fields)  # type: ignore[union-attr]
+            section = Recipe.model_fields[path[0]].annotation if len(path) == 2 else Source
+            known = list(section.model_fields)  # type: ignore[union-attr]
         near = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.5)
         everywhere = [name for name, *_ in fields() if name.endswith(f".{path[-1]}")]
-        prefix = "" if len(path) == 1 else f"{path[0]}."
-        if near:
+        prefix = "".join(f"{part}." for part in path[:-1])
+        if path[-1] in _ALIASES:
+            remedy = f"did you mean {_ALIASES[path[-1]]}?"
+        elif near:
             remedy = f"did you mean {prefix}{near[0]}?"
         elif everywhere:
             remedy = f"did you mean {everywhere[0]}?"
@@ -255,5 +364,6 @@ def _explain(error: ValidationError, source: str) -> ConfigError:
         return ConfigError(f"{source}: unknown key {key}", remedy)
     if first["type"] == "missing":
         return ConfigError(f"{source}: {key} is missing", "it has no default: set it")
-    message = first["msg"][0].lower() + first["msg"][1:]
-    return ConfigError(f"{source}: {key} = {value!r}: {message}", f"change {'.'.join(path[:2])}")
+    message = (first["msg"][0].lower() + first["msg"][1:]).replace("instance of <class 'pathlib.Path'>", "path")
+    about = {name: description for name, _, _, description in fields()}.get(".".join(path[:2]))
+    return ConfigError(f"{source}: {key} = {value!r}: {message}", f"set {'.'.join(path[:2])} ({about or 'a section'})")

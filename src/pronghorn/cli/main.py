@@ -135,7 +135,7 @@ def _plain_errors(debug: bool) -> Iterator[None]:
     except KeyboardInterrupt:
         if debug:
             raise
-        _stderr().print("Interrupted. Checkpoints saved before this are whole; an unfinished one was removed.")
+        _stderr().print("Interrupted. What is in the output folder is whole; what was being written is not there.")
         raise typer.Exit(INTERRUPTED) from None
 
 

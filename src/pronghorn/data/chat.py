@@ -5,30 +5,32 @@ Labels are exact or refused. A conversation is rendered once whole and once up t
 follow it as written, the model would be trained on something that it never sees when it answers, and the row is an
 error. The whole text is then tokenised once and the characters of a turn become tokens through the tokenizer's offsets;
 a token that lies on both sides of a boundary is an error too. A turn ends with its end-of-turn token: that is trained
-(or generation never stops), and what a template writes after it (ChatML's newline) is not.
+(or generation never stops), and what a template writes after it (ChatML's newline) is not. In the first rows of a data
+set the text before each turn is tokenised once more by itself, as generation will do it: other tokens are an error.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from pronghorn.data.labels import Rendered, token_ranges, verify
 from pronghorn.data.packing import IGNORE_INDEX, Document
-from pronghorn.data.rows import Conversation, Message, PromptCompletion, Row
+from pronghorn.data.rows import Conversation, Message, PromptCompletion, Row, for_sft
+from pronghorn.data.template import render, turns
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-LossOn = Literal["completion", "all"]
-Overflow = Literal["error", "drop", "truncate"]
+LossOn = Literal["completion", "last", "all"]
+Overflow = Literal["error", "drop", "truncate", "split"]
 Progress = Callable[[int], None]
 
 ROWS_PER_CALL = 1000
 """Fast tokenizers encode a list in parallel; the offsets of one list are held in memory at a time."""
 
-LEADS = ("", " ", "<think>\n\n</think>\n\n")
-"""What a template may write between its generation prompt and the assistant's text, for the model to generate: nothing
-(ChatML, Llama 3, Gemma), a space (Llama 2, Mistral), an empty reasoning block (Qwen3, last turn)."""
+VERIFIED_ROWS = 50
+"""How many rows' prefixes are tokenised a second time: a template or tokenizer that is off is off in every row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,22 +43,14 @@ class Tokenised:
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """Documents of at most `max_seq_length` tokens, with how many were dropped and how many of these were cut."""
+    """Documents of at most `max_seq_length` tokens; of those given, how many were dropped, cut at the end (truncated)
+    and cut into pieces (split), and how many pieces were dropped for having no label."""
 
     documents: list[Document]
     dropped: int
     truncated: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Rendered:
-    """A row's text. `turns` are the character ranges [start, end) to train (None: all of it), each without the
-    end-of-turn token that the template writes. `bare` text has no template: it needs bos and eos around it."""
-
-    text: str
-    turns: list[tuple[int, int]] | None
-    bare: bool
-    source: str
+    split: int = 0
+    dropped_pieces: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +75,8 @@ def tokenize(
     tokenizer: "PreTrainedTokenizerBase",
     loss_on: LossOn = "completion",
     progress: Progress | None = None,
+    system_prompt: str | None = None,
+    verify_rows: int = VERIFIED_ROWS,
 ) -> Tokenised:
     """Tokenises `rows` and labels them; `progress(n)` is called after every n more rows.
 
@@ -89,20 +85,31 @@ def tokenize(
     eos. bos is there where the tokenizer adds it to plain text; a template writes its own.
 
     loss_on="completion" trains every assistant turn (or the completion) with its end-of-turn token, and texts whole;
-    "all" trains every token. The first token is never trained.
+    "last" only the last of a conversation's assistant turns; "all" trains every token. The first token is never
+    trained.
+
+    `system_prompt` begins the conversations (prompt and completion through a template are one) that have no system
+    message. In the first `verify_rows` rows every trained range is checked against the tokens of the text before it and
+    of the text up to its end, tokenised by themselves.
 
     Raises DataError, naming file and line, for a template or a boundary that would give wrong labels (see above), for
-    control tokens inside an assistant's text, and where no row has a label; ConfigError for another `loss_on`;
-    UnsupportedError for a tokenizer without offsets.
+    control tokens inside an assistant's text, and where no row has a label; ConfigError for another `loss_on` and for a
+    `system_prompt` that no row takes; UnsupportedError for a tokenizer without offsets.
     """
-    if loss_on not in ("completion", "all"):
-        raise ConfigError(f"data.loss_on is {loss_on!r}", "set it to completion or all")
+    if loss_on not in ("completion", "last", "all"):
+        raise ConfigError(f"data.loss_on is {loss_on!r}", "set it to completion, last or all")
     if not tokenizer.is_fast:
         raise UnsupportedError(f"{type(tokenizer).__name__} gives no character offsets", "use a fast tokenizer")
+    for_sft(rows)  # untyped callers may hand in preference pairs
     specials = _Specials.of(tokenizer)
+    if system_prompt is not None and not (tokenizer.chat_template and any(map(_speaks, rows))):
+        raise ConfigError(
+            "data.system_prompt is set, but no row is rendered by a chat template",
+            "leave it out, or give conversations and a chat template (data.chat_template)",
+        )
     documents: list[Document] = []
     for first in range(0, len(rows), ROWS_PER_CALL):
-        rendered = [_render(row, tokenizer, loss_on) for row in rows[first : first + ROWS_PER_CALL]]
+        rendered = [_render(row, tokenizer, loss_on, system_prompt) for row in rows[first : first + ROWS_PER_CALL]]
         encoded = tokenizer(
             [each.text for each in rendered],
             add_special_tokens=False,
@@ -111,7 +118,8 @@ def tokenize(
             verbose=False,  # its warning about long inputs: `fit` decides about those
         )
         for each, ids, offsets in zip(rendered, encoded["input_ids"], encoded["offset_mapping"], strict=True):
-            documents.append(_document(each, ids, offsets, specials))
+            check = tokenizer if len(documents) < verify_rows else None
+            documents.append(_document(each, ids, offsets, specials, check))
         if progress is not None:
             progress(len(rendered))
     labelled = [document for document in documents if document.labelled]
@@ -124,105 +132,111 @@ def tokenize(
 
 
 def fit(documents: Iterable[Document], max_seq_length: int, overflow: Overflow = "error") -> Fitted:
-    """Applies the overflow rule to documents of more than `max_seq_length` tokens: refuse, leave out, or cut the end.
+    """Applies the overflow rule to documents of more than `max_seq_length` tokens: refuse, leave out, cut the end, or
+    split into documents of at most that length that have all the labels.
 
-    A document that loses its last label by the cut is dropped. Raises DataError at the first overlong document
-    ("error"), and where nothing is left; ConfigError for another `overflow`.
+    A document that loses its last label by the cut is dropped, and so is a piece without one. Raises DataError at the
+    first overlong document ("error"), and where nothing is left; ConfigError for another `overflow`.
     """
-    if overflow not in ("error", "drop", "truncate"):
-        raise ConfigError(f"data.overflow is {overflow!r}", "set it to error, drop or truncate")
+    if overflow not in ("error", "drop", "truncate", "split"):
+        raise ConfigError(f"data.overflow is {overflow!r}", "set it to error, drop, truncate or split")
+    if overflow == "split" and max_seq_length < 2:
+        raise ConfigError(f"max_seq_length {max_seq_length} < 2 with data.overflow: split", "raise max_seq_length")
     kept: list[Document] = []
-    dropped = truncated = number = 0
+    dropped = truncated = split = dropped_pieces = number = 0
     for number, document in enumerate(documents, 1):
-        if len(document) > max_seq_length:
-            if overflow == "error":
-                source = f" ({document.source})" if document.source else ""
-                raise DataError(
-                    f"document {number - 1}{source} has {len(document)} tokens > max_seq_length {max_seq_length}",
-                    "raise max_seq_length or set data.overflow to drop or truncate",
-                )
-            ids, labels = document.input_ids[:max_seq_length], document.labels[:max_seq_length]
-            document = Document(ids, labels, document.source)
-            if overflow == "drop" or not document.labelled:
+        if len(document) <= max_seq_length:
+            kept.append(document)
+        elif overflow == "error":
+            source = f" ({document.source})" if document.source else ""
+            raise DataError(
+                f"document {number - 1}{source} has {len(document)} tokens > max_seq_length {max_seq_length}",
+                "raise max_seq_length or set data.overflow to drop, truncate or split",
+            )
+        elif overflow == "split":
+            pieces = _pieces(document, max_seq_length)
+            labelled = [piece for piece in pieces if piece.labelled]
+            kept += labelled
+            split += 1
+            dropped_pieces += len(pieces) - len(labelled)
+        else:
+            cut = Document(document.input_ids[:max_seq_length], document.labels[:max_seq_length], document.source)
+            if overflow == "truncate" and cut.labelled:
+                kept.append(cut)
+                truncated += 1
+            else:
                 dropped += 1
-                continue
-            truncated += 1
-        kept.append(document)
     if not kept:
         raise DataError(
             f"none of {number} documents is left at max_seq_length {max_seq_length} with data.overflow: {overflow}",
             "raise max_seq_length",
         )
-    return Fitted(kept, dropped, truncated)
+    return Fitted(kept, dropped, truncated, split, dropped_pieces)
 
 
-def _render(row: Row, tokenizer: "PreTrainedTokenizerBase", loss_on: LossOn) -> _Rendered:
+def _pieces(document: Document, length: int) -> list[Document]:
+    """Consecutive pieces of at most `length` tokens. A first token can't be trained, so each piece begins with the last
+    token of the one before, where it has its label."""
+    pieces: list[Document] = []
+    for start in range(0, len(document) - 1, length - 1):
+        ids, labels = document.input_ids[start : start + length], document.labels[start : start + length]
+        source = f"{document.source} piece {len(pieces) + 1}".lstrip()
+        pieces.append(Document(ids, [IGNORE_INDEX, *labels[1:]], source))
+    return pieces
+
+
+def _speaks(row: Row) -> bool:
+    return isinstance(row, Conversation | PromptCompletion)
+
+
+def _render(
+    row: Row, tokenizer: "PreTrainedTokenizerBase", loss_on: LossOn, system_prompt: str | None = None
+) -> Rendered:
     if isinstance(row, PromptCompletion) and tokenizer.chat_template:
         messages = (Message("user", row.prompt), Message("assistant", row.completion))
         row = Conversation(messages, path=row.path, line=row.line)
     if isinstance(row, PromptCompletion):
         text = row.prompt + row.completion
-        turns = [(len(row.prompt), len(text))] if loss_on == "completion" else None
-        return _Rendered(text, turns, bare=True, source=row.source)
+        spans = None if loss_on == "all" else [(len(row.prompt), len(text))]
+        return Rendered(text, spans, bare=True, source=row.source)
     if not isinstance(row, Conversation):
-        return _Rendered(row.text, None, bare=True, source=row.source)
+        return Rendered(row.text, None, bare=True, source=row.source)
     if not tokenizer.chat_template:
         raise DataError(
             f"{row.source}: a conversation, but the tokenizer has no chat template",
-            "use the model's instruct version or set tokenizer.chat_template",
+            "use the model's instruct version or set data.chat_template",
         )
-    text = _apply_template(row.messages, tokenizer, row.source, answer=False)
-    turns = None if loss_on == "all" else _turns(row, text, tokenizer)
-    return _Rendered(text, turns, bare=False, source=row.source)
-
-
-def _turns(row: Conversation, text: str, tokenizer: "PreTrainedTokenizerBase") -> list[tuple[int, int]]:
-    """The character ranges in `text` that the model generates in the assistant's turns, end-of-turn tokens excluded."""
-    turns = []
-    for index, message in enumerate(row.messages):
-        if message.role != "assistant":
-            continue
-        prompt = _apply_template(row.messages[:index], tokenizer, row.source, answer=True)
-        if not text.startswith(prompt):
-            raise DataError(
-                f"{row.source} message {index + 1}: the chat template renders the conversation before this turn "
-                "otherwise than the same messages within the whole conversation",
-                "set tokenizer.chat_template to one that renders a beginning the same whatever follows, or split the "
-                "row so that each ends with the assistant turn to train",
-            )
-        start = len(prompt)
-        lead = next((lead for lead in LEADS if text.startswith(lead + message.content, start)), None)
-        if lead is None:
-            raise DataError(
-                f"{row.source} message {index + 1}: after the generation prompt the chat template writes "
-                f"{_clip(text[start:])}, not the assistant's text {_clip(message.content)} as it stands",
-                "trim white space around the text and leave reasoning out of turns before the last, or set "
-                "tokenizer.chat_template to one that keeps the text and knows add_generation_prompt",
-            )
-        turns.append((start, start + len(lead) + len(message.content)))
-    return turns
-
-
-def _apply_template(
-    messages: Sequence[Message], tokenizer: "PreTrainedTokenizerBase", source: str, answer: bool
-) -> str:
-    from jinja2 import TemplateError
-
-    chat = [{"role": message.role, "content": message.content} for message in messages]
-    try:
-        return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=answer))
-    except TemplateError as error:
+    if system_prompt is not None and all(message.role != "system" for message in row.messages):
+        row = replace(row, messages=(Message("system", system_prompt), *row.messages))
+    text = render(row.messages, row.tools, tokenizer, row.source, answer=False)
+    if loss_on != "all":
+        spans = turns(row, text, tokenizer, last=loss_on == "last")
+        return Rendered(text, spans, bare=False, source=row.source)
+    said = [message.content.strip() for message in row.messages if message.role == "assistant"]
+    if any(said) and not any(content and content in text for content in said):
         raise DataError(
-            f"{source}: the chat template refuses the conversation ({error})", "mend the row's roles or the template"
-        ) from error
+            f"{row.source}: the chat template leaves the assistant's text out: only its own tokens would be trained",
+            "set data.chat_template to one that renders every message's content",
+        )
+    return Rendered(text, None, bare=False, source=row.source)
 
 
-def _document(rendered: _Rendered, ids: list[int], offsets: list[tuple[int, int]], specials: "_Specials") -> Document:
+def _document(
+    rendered: Rendered,
+    ids: list[int],
+    offsets: list[tuple[int, int]],
+    specials: "_Specials",
+    check: "PreTrainedTokenizerBase | None",
+) -> Document:
+    """The row's tokens and labels, its ranges verified where a tokenizer to `check` them with is given."""
     if rendered.turns is None:
         labels = list(ids)
     else:
         labels = [IGNORE_INDEX] * len(ids)
-        for first, end in _token_ranges(rendered, ids, offsets, specials.control):
+        ranges = token_ranges(rendered, ids, offsets, specials.control)
+        if check is not None:
+            verify(rendered, ids, ranges, check)
+        for first, end in ranges:
             labels[first:end] = ids[first:end]
     if rendered.bare:
         if specials.eos is None:
@@ -231,60 +245,3 @@ def _document(rendered: _Rendered, ids: list[int], offsets: list[tuple[int, int]
         ids, labels = [*bos, *ids, specials.eos], [*[IGNORE_INDEX] * len(bos), *labels, specials.eos]
     labels[:1] = [IGNORE_INDEX] * len(labels[:1])
     return Document(ids, labels, rendered.source)
-
-
-def _token_ranges(
-    rendered: _Rendered, ids: list[int], offsets: list[tuple[int, int]], control: frozenset[int]
-) -> list[tuple[int, int]]:
-    """The token ranges [first, end) of the turns, end-of-turn tokens included (bare text has none yet)."""
-    text, source = rendered.text, rendered.source
-    begins, ends = _edges(offsets)
-    ranges = []
-    at, count = 0, len(ids)
-    for start, end in rendered.turns or ():
-        while at < count and ends[at] <= start:
-            at += 1
-        first = at
-        while at < count and ends[at] <= end:
-            if ids[at] in control:
-                token = _clip(text[begins[at] : ends[at]])
-                raise DataError(f"{source}: the assistant's text holds the control token {token}", "delete it there")
-            at += 1
-        for edge, token_at in ((start, first), (end, at)):
-            if token_at < count and begins[token_at] < edge < ends[token_at]:
-                token = _clip(text[begins[token_at] : ends[token_at]])
-                before, after = _clip(text[max(0, edge - 20) : edge]), _clip(text[edge : edge + 20])
-                raise DataError(
-                    f"{source}: token {token} lies on both sides of the boundary between {before} and {after}",
-                    "trim white space around the assistant's text, or move it from the prompt's end to the completion",
-                )
-        if not rendered.bare:
-            while at < count and ids[at] not in control and text[begins[at] : ends[at]].isspace():
-                at += 1
-            if at == count or ids[at] not in control:
-                raise DataError(
-                    f"{source}: no end-of-turn token follows the assistant's text, but {_clip(text[end:])}",
-                    "use a chat template that ends the assistant's turns with a special token of the tokenizer",
-                )
-            at += 1
-        ranges.append((first, at))
-    return ranges
-
-
-def _edges(offsets: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
-    """Where each token begins and ends in the text, so that every character belongs to a token.
-
-    Some byte-level tokenizers leave a token's leading white space out of its offsets (`trim_offsets`); a character that
-    no token covers goes to the next one, or a token could cross a boundary unseen.
-    """
-    begins, ends = [], []
-    covered = 0
-    for begin, end in offsets:
-        begins.append(min(begin, covered))
-        covered = max(covered, end)
-        ends.append(end)
-    return begins, ends
-
-
-def _clip(text: str) -> str:
-    return repr(text if len(text) <= 40 else text[:37] + "...")

@@ -51,6 +51,11 @@ class PackedRows(Dataset):
             ceiling=packing_ceiling(lengths, row_tokens),
         )
 
+    @property
+    def documents(self) -> Sequence[Mapping[str, Any]] | Any:
+        """The documents as they were given, in that order."""
+        return self._documents
+
     def __len__(self) -> int:
         return len(self._rows)
 

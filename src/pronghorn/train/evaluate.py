@@ -29,10 +29,11 @@ def heldout_loss(model: Any, rows: PackedRows, indices: Iterable[int], collator:
 
 
 @torch.no_grad()
-def answer(model: Any, tokenizer: Any, prompt: str, max_new_tokens: int) -> str:
-    """The model's greedy answer to `prompt`, through the chat template if there is one."""
+def answer(model: Any, tokenizer: Any, prompt: str, max_new_tokens: int, system_prompt: str | None = None) -> str:
+    """The model's greedy answer to `prompt`, through the chat template if there is one, as in training."""
     if tokenizer.chat_template:
-        chat = [{"role": "user", "content": prompt}]
+        chat = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+        chat.append({"role": "user", "content": prompt})
         text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     else:
         text = prompt

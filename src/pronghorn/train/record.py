@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -48,7 +49,8 @@ class RunRecord:
 
     def to_json(self) -> str:
         """The record as JSON text, `tokens_per_second` included for readers that aren't Python."""
-        return json.dumps({**asdict(self), "tokens_per_second": self.tokens_per_second}, indent=1, ensure_ascii=False)
+        values = {**asdict(self), "tokens_per_second": self.tokens_per_second}
+        return json.dumps(_finite(values), indent=1, ensure_ascii=False, allow_nan=False)
 
     def write(self, folder: str | Path) -> Path:
         """Write `run.json` into `folder` (made if missing); the file appears whole or not at all."""
@@ -81,3 +83,12 @@ class RunRecord:
         if missing:
             raise DataError(f"{path} lacks {', '.join(missing)}", "restore the file or run again")
         return cls(**{name: table[name] for name in names})
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they become null."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from rich.console import Console
@@ -15,7 +15,8 @@ from pronghorn.config import Recipe
 from pronghorn.data.batch import Collator
 from pronghorn.data.chat import fit, tokenize
 from pronghorn.data.packed_rows import PackedRows
-from pronghorn.data.rows import read_rows
+from pronghorn.data.sources import load_rows
+from pronghorn.data.template import find_template
 from pronghorn.device import device_name, versions
 from pronghorn.errors import ConfigError, TrainingError
 from pronghorn.export.folder import whole_folder
@@ -45,19 +46,26 @@ def run(recipe: Recipe, console: Console) -> RunRecord:
     if recipe.report.html:
         check_report_dependencies()
 
+    template = find_template(recipe.data.chat_template)
     console.print(f"[bold]Loading[/] {recipe.model.name}")
     model, tokenizer, handle = _load(recipe, console)
-    documents, counts = _documents(recipe, recipe.data.train, tokenizer, console)
+    if template is not None:
+        template.apply(tokenizer)
+    documents, counts = _documents(recipe, "train", tokenizer, console)
     heldout = None
     if recipe.data.eval is not None:
-        heldout = PackedRows(_documents(recipe, recipe.data.eval, tokenizer, console)[0], recipe.model.max_seq_length)
-    packing = PackedRows(documents, recipe.model.max_seq_length, seed=recipe.train.seed).stats
-    console.print(
-        f"{packing.documents:,} documents, {packing.tokens:,} tokens; packed into {packing.rows:,} rows of "
-        f"{packing.row_tokens:,} they are {packing.efficiency:.1%} full (at most {packing.ceiling:.1%} is possible)"
-    )
+        heldout = PackedRows(_documents(recipe, "eval", tokenizer, console)[0], recipe.model.max_seq_length)
     deadline, progress = Deadline(recipe.train.max_minutes), ProgressCallback(console)
     trainer = _trainer(recipe, model, tokenizer, documents, [deadline, progress])
+    packed: Any = trainer.train_dataset
+    if not recipe.packing.enabled:
+        packed = PackedRows(documents, recipe.model.max_seq_length, seed=recipe.train.seed)
+    packing = packed.stats
+    console.print(
+        f"{packing.documents:,} documents, {packing.tokens:,} tokens; packed into {packing.rows:,} rows of "
+        f"{packing.row_tokens:,} they {'are' if recipe.packing.enabled else 'would be'} {packing.efficiency:.1%} full "
+        f"(at most {packing.ceiling:.1%} is possible)"
+    )
 
     before, answers_before = _judge(recipe, model, tokenizer, heldout, console, "before")
     try:
@@ -106,7 +114,8 @@ def _judge(
         rows = range(_evaluated_rows(recipe, heldout))
         loss = heldout_loss(model, heldout, track(rows, f"Held-out rows {when}", len(rows), console), collator)
         console.print(f"[bold]Held-out loss {when} training[/] {loss:.4f}")
-    return loss, [answer(model, tokenizer, p, recipe.report.sample_tokens) for p in recipe.report.sample_prompts]
+    tokens, system = recipe.report.sample_tokens, recipe.data.system_prompt
+    return loss, [answer(model, tokenizer, prompt, tokens, system) for prompt in recipe.report.sample_prompts]
 
 
 def _evaluated_rows(recipe: Recipe, heldout: PackedRows | None) -> int:
@@ -151,22 +160,33 @@ def _load(recipe: Recipe, console: Console) -> tuple[Any, Any, Handle]:
     return model, tokenizer, handle
 
 
-def _documents(recipe: Recipe, path: Path, tokenizer: Any, console: Console) -> tuple[Any, dict[str, int]]:
-    """Tokenised documents as a `datasets.Dataset`, and how many were dropped or cut."""
+def _documents(
+    recipe: Recipe, split: Literal["train", "eval"], tokenizer: Any, console: Console
+) -> tuple[Any, dict[str, int]]:
+    """Tokenised documents as a `datasets.Dataset`, and how many rows and documents were dropped or cut."""
     from datasets import Dataset
 
-    rows = read_rows(path, recipe.data.columns)
-    console.print(f"Tokenising {len(rows):,} rows of {path}")
-    tokenised = tokenize(rows, tokenizer, recipe.data.loss_on)
+    loaded = load_rows(recipe.data, split, recipe.train.seed)
+    for count in loaded.counts:
+        left_out = f", {count.dropped:,} dropped" if count.dropped else ""
+        console.print(
+            f"{count.path}: {count.rows:,} rows ({count.format}){left_out}; {count.used:,} used", markup=False
+        )
+    if loaded.errors:
+        console.print(f"The first dropped row: {loaded.errors[0]}", markup=False)
+    console.print(f"Tokenising {len(loaded.rows):,} rows of data.{split}")
+    tokenised = tokenize(loaded.rows, tokenizer, recipe.data.loss_on, system_prompt=recipe.data.system_prompt)
     fitted = fit(tokenised.documents, recipe.model.max_seq_length, recipe.data.overflow)
-    dropped = tokenised.dropped_unlabelled + fitted.dropped
+    dropped = len(loaded.errors) + tokenised.dropped_unlabelled + fitted.dropped
+    if fitted.split:
+        console.print(f"{fitted.split} documents split; {fitted.dropped_pieces} pieces had no label and were dropped")
     if dropped or fitted.truncated:
-        console.print(f"{path.name}: {dropped} documents dropped, {fitted.truncated} truncated")
+        console.print(f"data.{split}: {dropped} documents dropped, {fitted.truncated} truncated")
     columns = {
         "input_ids": [document.input_ids for document in fitted.documents],
         "labels": [document.labels for document in fitted.documents],
     }
-    return Dataset.from_dict(columns), {"dropped": dropped, "truncated": fitted.truncated}
+    return Dataset.from_dict(columns), {"dropped": dropped, "truncated": fitted.truncated, "split": fitted.split}
 
 
 def _trainer(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import shutil
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -50,29 +51,21 @@ class SFTTrainer(trl.SFTTrainer):
             raise UnsupportedError(
                 f"model {model!r} given by name", "load it with FastLanguageModel.from_pretrained and pass the model"
             )
-        limit = getattr(model, "max_seq_length", None)
-        if args.packing or getattr(args, "eval_packing", None):
-            args.max_length = args.max_length or limit
-            if args.max_length is None:
-                raise ConfigError("packing without a row length", "set max_length in SFTConfig")
-            if limit is not None and args.max_length > limit:
-                raise ConfigError(
-                    f"max_length {args.max_length} > {limit}, the model's max_seq_length",
-                    "raise max_seq_length in from_pretrained or lower max_length",
-                )
+        if args.packing or args.eval_packing:
+            args.max_length = _row_length(args.max_length, getattr(model, "max_seq_length", None))
         # attached before TRL's constructor wraps `model.forward`, so that its wrapper calls ours
         if (attached(model) or attach(model)).plan is not None:
             for name in ("gradient_checkpointing", "activation_checkpointing"):  # transformers 5.23 renamed it
                 if hasattr(args, name):
                     setattr(args, name, False)  # the plan decided; SFTConfig's default would recompute regardless
         trained = [(parameter, parameter.data) for parameter in model.parameters() if parameter.requires_grad]
-        half = [data.dtype for _, data in trained if data.dtype in (torch.float16, torch.bfloat16)]
-        if half and not hasattr(model, "peft_config") and kwargs.get("peft_config") is None:
-            raise ConfigError(
-                f"every weight is trained in {half[0]}, in which updates at usual learning rates are rounded away",
-                "load the model in float32 (full_finetuning=True does) and set bf16=True to compute in 16 bits",
-            )
+        if not hasattr(model, "peft_config") and kwargs.get("peft_config") is None:
+            _refuse_16_bit_weights(data.dtype for _, data in trained)
+        asked = args.packing, args.eval_packing
+        self._packs_train, self._packs_eval = asked[0], asked[0] if asked[1] is None else asked[1]
+        args.packing = args.eval_packing = False  # TRL must not pack, nor warn of attention it doesn't know
         super().__init__(model, args, **kwargs)
+        args.packing, args.eval_packing = asked
         for parameter, data in trained:
             if parameter.dtype != data.dtype:  # TRL rounds the adapters of a quantised base to bfloat16
                 parameter.data = data.to(parameter.device)
@@ -92,6 +85,7 @@ class SFTTrainer(trl.SFTTrainer):
         self, dataset: Any, processing_class: Any, args: Any, packing: bool, formatting_func: Any, dataset_name: str
     ) -> Any:
         """TRL's tokenising and truncation, then our packing; tokenised documents are packed as they are."""
+        packing = self._packs_train if dataset_name == "train" else self._packs_eval
         if isinstance(dataset, PackedRows):
             return dataset
         if packing and set(dataset.column_names or ()) == {"input_ids", "labels"}:
@@ -206,6 +200,27 @@ def _check_dataset(name: str, given: Any, packing: bool) -> None:
                 )
         elif len(dataset) == 0:
             raise DataError(f"{name} is empty", "check the file and the filters it went through")
+
+
+def _row_length(asked: int | None, limit: int | None) -> int:
+    """The tokens of a row: what the config asks for, within what the model was loaded for."""
+    if asked is None and limit is None:
+        raise ConfigError("packing without a row length", "set max_length in SFTConfig")
+    if asked is not None and limit is not None and asked > limit:
+        raise ConfigError(
+            f"max_length {asked} > {limit}, the model's max_seq_length",
+            "raise max_seq_length in from_pretrained or lower max_length",
+        )
+    return int(asked or limit or 0)
+
+
+def _refuse_16_bit_weights(dtypes: Iterable[torch.dtype]) -> None:
+    for dtype in dtypes:
+        if dtype in (torch.float16, torch.bfloat16):
+            raise ConfigError(
+                f"every weight is trained in {dtype}, in which updates at usual learning rates are rounded away",
+                "load the model in float32 (full_finetuning=True does) and set bf16=True to compute in 16 bits",
+            )
 
 
 def _refuse_unserved(args: Any, kwargs: dict[str, Any]) -> None:

@@ -1,0 +1,157 @@
+"""Files of rows, as values with the line (or row) that each stands at; what the values mean is `formats`' business.
+
+| file | a row is | counted in |
+|---|---|---|
+| .jsonl | an object a line (lines end at \\n only) | lines |
+| .json | an item of the file's list | the line that it starts on |
+| .csv | a record under a header line, every value a string | rows after the header |
+| .parquet | a record; null fields of nested records are left out, since Parquet fills in what a record lacks | rows |
+| .txt | {"text": what stands between lines of `<|endoftext|>`}, without those the whole file | the line it starts on |
+"""
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pronghorn.data.row_types import where
+from pronghorn.errors import DataError
+
+LINE_LIMIT = 100_000_000
+"""Bytes of a line (of a record, in CSV): a longer one is a file with its line ends lost, not a row to train on."""
+
+SEPARATOR = "<|endoftext|>"
+
+
+def objects(path: Path) -> Iterator[tuple[int, Any]]:
+    """Yields (line or row from 1, value) for each row of the file; blank lines and blank texts are skipped.
+
+    Raises DataError, naming file and line, for bytes that aren't UTF-8, text that isn't JSON (or CSV, or Parquet), a
+    line over LINE_LIMIT, and another kind of file.
+    """
+    if path.suffix not in READERS:
+        raise DataError(
+            f"{path}: unknown file type {path.suffix or '(no suffix)'}", f"give a {', '.join(READERS)} file"
+        )
+    yield from READERS[path.suffix](path)
+
+
+def without_nulls(value: Any) -> Any:
+    """The value less the null fields of its nested objects, at any depth."""
+    if isinstance(value, dict):
+        return {key: without_nulls(each) for key, each in value.items() if each is not None}
+    return [without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
+def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
+    line = 0
+    with path.open("rb") as file:
+        while raw := file.readline(LINE_LIMIT + 1):
+            line += 1
+            if len(raw) > LINE_LIMIT:
+                raise DataError(
+                    f"{path} line {line}: a line of more than {LINE_LIMIT:,} bytes",
+                    "end each row's line with \\n, and split rows that are this long",
+                )
+            text = _decode(raw, path, line)
+            if text.strip():
+                yield line, _parse(text, path, line)
+
+
+def _json_list(path: Path) -> Iterator[tuple[int, Any]]:
+    """The items of a JSON list with the lines that they start on, which `json.loads` would not tell."""
+    text = _decode(path.read_bytes(), path, 1)
+    if not text.strip():
+        return
+    values = _parse(text, path, 1)  # the whole text first: a malformed tail is found before any row is used
+    if not isinstance(values, list):
+        raise DataError(f"{path}: {type(values).__name__} instead of a list", "write a list of rows")
+    scan = json.JSONDecoder().raw_decode
+    position, counted, line = text.index("[") + 1, 0, 1
+    for _ in values:
+        while text[position] in " \t\r\n,":
+            position += 1
+        line += text.count("\n", counted, position)
+        counted = position
+        value, position = scan(text, position)
+        yield line, value
+
+
+def _texts(path: Path) -> Iterator[tuple[int, Any]]:
+    text = _decode(path.read_bytes(), path, 1)
+    line, start, piece = 1, 1, list[str]()
+    for line, each in enumerate(text.split("\n"), 1):
+        if each.rstrip("\r") != SEPARATOR:
+            piece.append(each)
+            continue
+        if "".join(piece).strip():
+            yield start, {"text": "\n".join(piece)}
+        start, piece = line + 1, []
+    if "".join(piece).strip():
+        yield start, {"text": "\n".join(piece)}
+
+
+def _csv(path: Path) -> Iterator[tuple[int, Any]]:
+    import pyarrow
+    from pyarrow import csv
+
+    raw = path.read_bytes()
+    if not _decode(raw, path, 1).strip():
+        return
+    parse = csv.ParseOptions(newlines_in_values=True)
+    read = csv.ReadOptions(block_size=LINE_LIMIT)  # a record must fit into a block
+    try:
+        names = csv.open_csv(io.BytesIO(raw), read, parse).schema.names
+        as_text = csv.ConvertOptions(column_types={name: pyarrow.string() for name in names}, strings_can_be_null=False)
+        with csv.open_csv(io.BytesIO(raw), read, parse, as_text) as batches:
+            row = 0
+            for batch in batches:
+                for value in batch.to_pylist():
+                    row += 1
+                    yield row, value
+    except pyarrow.ArrowInvalid as error:
+        raise DataError(f"{path}: not valid CSV ({error})", "mend that row; rows count from the header, 1") from error
+
+
+def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
+    import pyarrow
+    from pyarrow import parquet
+
+    row = 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=1000):
+                for index in range(batch.num_rows):
+                    row += 1
+                    [value] = batch.slice(index, 1).to_pylist()
+                    yield row, {key: without_nulls(each) for key, each in value.items()}
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where(path, row)}: bytes that are not UTF-8 ({error})", "write strings as UTF-8") from error
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        raise DataError(f"{path}: not a whole Parquet file ({error})", "write the file anew") from error
+
+
+READERS = {".jsonl": _json_lines, ".json": _json_list, ".csv": _csv, ".parquet": _parquet, ".txt": _texts}
+
+
+def _decode(raw: bytes, path: Path, line: int) -> str:
+    try:
+        return raw.decode("utf-8-sig" if line == 1 else "utf-8")
+    except UnicodeDecodeError as error:
+        line += raw.count(b"\n", 0, error.start)
+        raise DataError(
+            f"{path} line {line}: byte 0x{raw[error.start]:02x} is not UTF-8 ({error.reason})", "save the file as UTF-8"
+        ) from error
+
+
+def _parse(text: str, path: Path, line: int) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"{path} line {line + error.lineno - 1}: not valid JSON ({error.msg}, column {error.colno})",
+            "mend or delete that line",
+        ) from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or thousands of nested brackets
+        raise DataError(f"{path} line {line}: JSON that can't be read ({error})", "mend or delete it") from error

@@ -1,0 +1,145 @@
+"""What `data.train` and `data.eval` may name: a file, a folder of files, a hub set, or a weighted mixture of these.
+
+Weights are shares: of as many rows as the sources have together, source i gets w_i / Σw. A share larger than its source
+repeats it whole, as often as it fits, and what is left over is drawn from it without replacement: no row is seen more
+than once oftener than another of its source. The draw depends on the seed alone. Without weights each row is used once.
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pronghorn.config import Data, Source
+from pronghorn.data.files import READERS, objects, without_nulls
+from pronghorn.data.rows import OnBad, Preference, Row, RowReader, for_sft
+from pronghorn.errors import ConfigError, DataError
+
+NO_DATA = ("", ".md")
+
+
+@dataclass(frozen=True, slots=True)
+class SourceCount:
+    """What became of a source: `rows` read, `dropped` refused rows (data.bad_rows: drop), `used` after its weight."""
+
+    path: str
+    format: str
+    rows: int
+    dropped: int
+    used: int
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Rows for training, source after source, with a count for each; `errors` are those of the dropped rows."""
+
+    rows: list[Row]
+    counts: list[SourceCount]
+    errors: list[DataError]
+
+
+def load_rows(data: Data, split: Literal["train", "eval"], seed: int) -> Loaded:
+    """Reads `data.train` or `data.eval`.
+
+    Raises DataError for what can't be read or trained on (see `rows.read_rows`), ConfigError for a split that isn't set
+    and for a mixture where some sources have a weight and others none.
+    """
+    sources = data.sources(split)
+    if not sources:
+        raise ConfigError(f"data.{split} is not set", "give a file, a folder, a hub name or a list of them")
+    weights = [source.weight for source in sources if source.weight is not None]
+    errors: list[DataError] = []
+    read: list[list[Row]] = []
+    counts: list[tuple[str, str, int]] = []
+    for source in sources:
+        before = len(errors)
+        found, kind = _read(source, errors.append if data.bad_rows == "drop" else None)
+        read.append(for_sft(found))
+        counts.append((str(source.path), kind, len(errors) - before))
+    if weights:
+        taken = mixture([len(rows) for rows in read], weights, seed)
+    else:
+        taken = [list(range(len(rows))) for rows in read]
+    rows = [rows[index] for rows, indices in zip(read, taken, strict=True) for index in indices]
+    used = [
+        SourceCount(path, kind, len(rows), dropped, len(indices))
+        for (path, kind, dropped), rows, indices in zip(counts, read, taken, strict=True)
+    ]
+    return Loaded(rows, used, errors)
+
+
+def mixture(lengths: Sequence[int], weights: Sequence[float], seed: int) -> list[list[int]]:
+    """For each source the indices of its rows to train on, with repeats; they are Σ lengths in all.
+
+    Shares are rounded by largest remainders (the earlier source first), so each is within one row of exact.
+    """
+    total, whole = sum(lengths), sum(weights)
+    exact = [total * weight / whole for weight in weights]
+    shares = [int(share) for share in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda i: shares[i] - exact[i])
+    for index in by_remainder[: total - sum(shares)]:
+        shares[index] += 1
+    taken = []
+    for number, (length, share) in enumerate(zip(lengths, shares, strict=True)):
+        times, rest = divmod(share, length)
+        drawn = sorted(random.Random(f"{seed} {number}").sample(range(length), rest))
+        taken.append([*range(length)] * times + drawn)
+    return taken
+
+
+def _read(source: Source, on_bad: OnBad | None) -> tuple[list[Row | Preference], str]:
+    """The rows of one source and the name of their format, which its files share."""
+    reader = RowReader(source.format, source.columns, on_bad)
+    rows: list[Row | Preference] = []
+    for path, values in _open(source):
+        rows += reader.read(path, values)
+    return rows, reader.shape.name if reader.shape is not None else ""
+
+
+def _open(source: Source) -> Iterator[tuple[str, Iterator[tuple[int, Any]]]]:
+    """(name, values with their lines) of each file of a source."""
+    path = source.path
+    if path.is_dir():
+        files = _files(path)
+        if not files:
+            raise DataError(f"{path}: no data in this folder", f"put {', '.join(READERS)} files there")
+        for file in files:
+            yield str(file), objects(file)
+    elif path.is_file():
+        yield str(path), objects(path)
+    elif source.is_hub_name:
+        yield path.as_posix(), _hub(path.as_posix())
+    else:
+        raise DataError(f"{path}: no such file", "mend data.train or data.eval; paths start at the current directory")
+
+
+def _files(folder: Path) -> list[Path]:
+    """A folder's files at any depth, sorted; hidden ones, read-mes and licences aside. An unknown kind is an error when
+    it is read."""
+    found = []
+    for file in sorted(folder.rglob("*")):
+        hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
+        if (
+            file.is_file()
+            and not hidden
+            and file.suffix not in NO_DATA
+            and file.stem.upper() not in ("LICENSE", "README")
+        ):
+            found.append(file)
+    return found
+
+
+def _hub(name: str) -> Iterator[tuple[int, Any]]:
+    """The rows of a hub set's split `train`, null fields of nested records left out as in Parquet."""
+    import datasets
+
+    try:
+        table = datasets.load_dataset(name, split="train")
+    except (OSError, ValueError) as error:  # not found, not reached, no such split, more than one configuration
+        raise DataError(
+            f"{name}: no such file or folder here, and the hub gives no split `train` of it ({error})",
+            "mend the path or the name, or download the set and give its folder",
+        ) from error
+    for row, value in enumerate(table, 1):
+        yield row, {key: without_nulls(each) for key, each in value.items()}

@@ -1,0 +1,164 @@
+"""Training on responses only, for scripts that know it from Unsloth: labels from the token ids of two markers.
+
+Recipes don't need it: data.chat finds the assistant's turns through the chat template. This is for a trainer whose data
+set is tokenised already, where the text is gone and the ids of the markers are what is left to go by.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from pronghorn.data.packed_rows import PackedRows
+from pronghorn.data.packing import IGNORE_INDEX
+from pronghorn.errors import ConfigError, DataError, UnsupportedError
+
+Trainer = TypeVar("Trainer")
+Ids = tuple[int, ...]
+
+
+def train_on_responses_only(trainer: Trainer, instruction_part: str, response_part: str) -> Trainer:
+    """Trains only what follows a `response_part` up to the next `instruction_part` (or the document's end).
+
+    Args:
+        trainer: a `pronghorn.SFTTrainer` or `trl.SFTTrainer`; its train and evaluation sets get new labels.
+        instruction_part: what begins a user's turn, e.g. "<|im_start|>user\\n".
+        response_part: what begins an assistant's turn, e.g. "<|im_start|>assistant\\n".
+    Returns:
+        The same trainer. A token that was not trained before isn't now. Documents without a label left are dropped,
+        with a warning that counts them.
+    Raises:
+        ConfigError: an empty part, or two that are the same.
+        DataError: no document holds the response part, or the data set has no `input_ids`.
+        UnsupportedError: a streamed data set; rows that TRL wrapped without keeping where documents begin.
+    """
+    given: Any = trainer
+    instruction = _spellings(instruction_part, given.processing_class, "instruction")
+    response = _spellings(response_part, given.processing_class, "response")
+    if instruction.keys() & response.keys():
+        raise ConfigError(
+            f"instruction_part {instruction_part!r} and response_part {response_part!r} have the same tokens",
+            "give what begins a user's turn and what begins an assistant's",
+        )
+    markers = [Marker(ids, lead, begins=False) for ids, lead in instruction.items()]
+    markers += [Marker(ids, lead, begins=True) for ids, lead in response.items()]
+    done: dict[str, Any] = {}
+    for name in ("train_dataset", "eval_dataset"):
+        dataset = getattr(given, name, None)
+        if isinstance(dataset, dict):
+            done[name] = {key: _relabelled(each, f"{name} {key}", markers, given) for key, each in dataset.items()}
+        elif dataset is not None:
+            done[name] = _relabelled(dataset, name, markers, given)
+    for name, dataset in done.items():  # all or none: an error leaves the trainer as it was
+        setattr(given, name, dataset)
+    return trainer
+
+
+@dataclass(frozen=True, slots=True)
+class Marker:
+    """One spelling of a part: `ids` preceded by the white space `lead`, which may be in the token before. `begins` a
+    response, or ends one."""
+
+    ids: Ids
+    lead: str
+    begins: bool
+
+
+def response_labels(ids: Sequence[int], markers: Iterable[Marker], tokenizer: Any) -> list[int]:
+    """One document's labels: `ids` from after a response marker up to the next instruction marker, -100 elsewhere.
+
+    Where several markers match, the one of most tokens counts. The first token is never trained.
+    """
+    ordered = sorted(markers, key=lambda marker: -len(marker.ids))
+    labels = [IGNORE_INDEX] * len(ids)
+    at, answering = 0, False
+    while at < len(ids):
+        for marker in ordered:
+            if tuple(ids[at : at + len(marker.ids)]) == marker.ids and _after(marker.lead, ids[:at], tokenizer):
+                at, answering = at + len(marker.ids), marker.begins
+                break
+        else:
+            if answering:
+                labels[at] = ids[at]
+            at += 1
+    return labels
+
+
+def _after(lead: str, before: Sequence[int], tokenizer: Any) -> bool:
+    """Whether the text before ends with `lead`; nothing before but special tokens will do too."""
+    if not lead or all(token in tokenizer.all_special_ids for token in before):
+        return True
+    return str(tokenizer.decode(list(before[-1 - len(lead) :]))).endswith(lead)
+
+
+def _spellings(part: str, tokenizer: Any, name: str) -> dict[Ids, str]:
+    """The token ids of a marker at a text's beginning and after white space or text, which many tokenizers spell
+    otherwise (SentencePiece has "▁###" after a space and "###" after a newline), each with the white space that must
+    come before: a newline that begins the part may be one token with what stands before it.
+
+    A space that ends the part may be one token with the word that follows, so a spelling without it counts too.
+    """
+    if not isinstance(part, str) or not part.strip():
+        raise ConfigError(f"{name}_part is {part!r}", f"give the text that begins each {name}")
+
+    def ids(text: str) -> Ids:
+        return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    lead = part[: len(part) - len(part.lstrip())]
+    found: dict[Ids, str] = {}
+    for body, needed in ((part, ""), (part.rstrip(" "), ""), (part.lstrip(), lead), (part.strip(" ").lstrip(), lead)):
+        found.setdefault(ids(body), needed)
+        for before in ("\n", " ", "a", "."):
+            whole, alone = ids(before + body), ids(before)
+            if whole[: len(alone)] == alone:
+                found.setdefault(whole[len(alone) :], needed)
+    found.pop((), None)
+    return found
+
+
+def _relabelled(dataset: Any, name: str, markers: list[Marker], trainer: Any) -> Any:
+    """The data set with the new labels, without the documents that have none left."""
+    documents: Any = dataset.documents if isinstance(dataset, PackedRows) else dataset
+    if not hasattr(documents, "__len__"):
+        raise UnsupportedError(f"{name} is streamed", "load it whole (streaming=False)")
+    columns = getattr(documents, "column_names", None) or (list(documents[0]) if len(documents) else [])
+    if "input_ids" not in columns:
+        raise DataError(f"{name} has no input_ids but {', '.join(columns)}", "let the trainer tokenise it first")
+    wrapped = trainer.args.packing and not isinstance(dataset, PackedRows) and "seq_lengths" not in columns
+    if wrapped:
+        raise UnsupportedError(
+            f"{name} is packed without its documents' lengths", "set packing_strategy='bfd' or packing=False"
+        )
+
+    labels = [_labels_of(document, markers, trainer.processing_class) for document in documents]
+    kept = [index for index, row in enumerate(labels) if any(label != IGNORE_INDEX for label in row)]
+    if not kept:
+        raise DataError(
+            f"{name}: no response_part with something to train after it in any of {len(labels)} documents",
+            "give it as the documents have it (print one: tokenizer.decode(input_ids)), newlines included",
+        )
+    if len(kept) < len(labels):
+        warnings.warn(
+            f"{name}: {len(labels) - len(kept)} of {len(labels)} documents have no response to train and are left out",
+            stacklevel=3,
+        )
+    labels = [labels[index] for index in kept]
+    if isinstance(dataset, PackedRows):
+        ids = [list(documents[index]["input_ids"]) for index in kept]
+        rows = [{"input_ids": i, "labels": row} for i, row in zip(ids, labels, strict=True)]
+        return PackedRows(rows, dataset.stats.row_tokens, seed=trainer.args.seed)
+    chosen = documents.select(kept)
+    if "labels" in columns:
+        chosen = chosen.remove_columns("labels")
+    return chosen.add_column("labels", labels)
+
+
+def _labels_of(row: Any, markers: list[Marker], tokenizer: Any) -> list[int]:
+    """The labels of a row of one document, or of as many as its `seq_lengths` says."""
+    ids, before = list(row["input_ids"]), row.get("labels") or row["input_ids"]
+    labels: list[int] = []
+    for length in row.get("seq_lengths") or [len(ids)]:
+        labels += response_labels(ids[len(labels) : len(labels) + length], markers, tokenizer)
+    return [IGNORE_INDEX if old == IGNORE_INDEX else new for old, new in zip(before, labels, strict=True)]

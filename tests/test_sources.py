@@ -1,0 +1,239 @@
+"""Files of every kind, folders, hub sets and mixtures."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pronghorn.config import Data, Recipe
+from pronghorn.data import files
+from pronghorn.data.rows import Conversation, Message, PromptCompletion, TextDocument, read_rows
+from pronghorn.data.sources import SourceCount, load_rows, mixture
+from pronghorn.errors import ConfigError, DataError
+
+PAIR = {"prompt": "Hi", "completion": "Hello"}
+TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+CALLS = [
+    {"role": "user", "content": "1?"},
+    {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]},
+    {"role": "tool", "content": "1"},
+]
+
+
+def lines(*rows: Any) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def parquet(path: Path, *rows: Any) -> Path:
+    import pyarrow
+    from pyarrow import parquet as writer
+
+    writer.write_table(pyarrow.Table.from_pylist(list(rows)), path)
+    return path
+
+
+def data(train: Any, **settings: Any) -> Data:
+    return Data.model_validate({"train": train, **settings}, strict=False)
+
+
+def test_csv(tmp_path: Path) -> None:
+    path = tmp_path / "train.csv"
+    path.write_text('\ufeffprompt,completion\n"two\nlines, ""quoted""",007\n1,null\n', encoding="utf-8")
+    first = PromptCompletion('two\nlines, "quoted"', "007", path=str(path), line=1)  # a number stays as it is written
+    assert read_rows(path) == [first, PromptCompletion("1", "null", path=str(path), line=2)]
+    assert first.source == f"{path} row 1"
+
+
+def test_parquet(tmp_path: Path) -> None:
+    path = parquet(tmp_path / "train.parquet", {"messages": TURNS, "tools": None}, {"messages": CALLS, "tools": "[]"})
+    first, second = read_rows(path)
+    assert first == Conversation((Message("user", "Hi"), Message("assistant", "Hello")), path=str(path), line=1)
+    assert isinstance(second, Conversation) and second.source == f"{path} row 2"
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    assert second.messages[1] == Message("assistant", "", {"tool_calls": [call]})
+
+
+def test_txt(tmp_path: Path) -> None:
+    path = tmp_path / "train.txt"
+    path.write_text("one\n\ntwo <|endoftext|>\n")  # a separator stands on a line of its own
+    assert read_rows(path) == [TextDocument("one\n\ntwo <|endoftext|>\n", path=str(path), line=1)]
+    path.write_text("<|endoftext|>\none\n<|endoftext|>\r\n \n<|endoftext|>\ntwo\n")
+    assert [(row.text, row.line) for row in read_rows(path) if isinstance(row, TextDocument)] == [
+        ("one", 2),
+        ("two\n", 6),
+    ]
+
+
+BAD_FILES: dict[str, tuple[str, bytes, str]] = {
+    "csv not utf-8": ("t.csv", b"prompt,completion\na,b\nc,\xe9\n", "t.csv line 3: byte 0xe9 is not UTF-8"),
+    "csv ragged": ("t.csv", b"prompt,completion\na,b,c\n", "t.csv: not valid CSV .*Expected 2 columns, got 3"),
+    "csv of a header": ("t.csv", b"prompt,completion\n", "t.csv: no rows in it"),
+    "csv empty": ("t.csv", b"", "t.csv: no rows in it"),
+    "csv with an empty completion": ("t.csv", b"prompt,completion\na,b\nc,\n", "t.csv row 2: an empty completion"),
+    "csv of unknown columns": ("t.csv", b"a,b\n1,2\n", "t.csv row 1: keys 'a', 'b' are no known format"),
+    "parquet cut short": ("t.parquet", b"PAR1 and no more", "t.parquet: not a whole Parquet file"),
+    "parquet empty": ("t.parquet", b"", "t.parquet: not a whole Parquet file"),
+    "txt not utf-8": ("t.txt", b"one\n\xff", "t.txt line 2: byte 0xff is not UTF-8"),
+    "txt of separators": ("t.txt", b"<|endoftext|>\n\n<|endoftext|>\n", "t.txt: no rows in it"),
+    "unknown": ("t.arrow", b"x", "t.arrow: unknown file type .arrow: give a"),
+}
+
+
+@pytest.mark.parametrize(("name", "content", "error"), BAD_FILES.values(), ids=BAD_FILES)
+def test_bad_files(name: str, content: bytes, error: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=error):
+        read_rows(tmp_path / name)
+
+
+def test_parquet_that_is_not_utf_8(tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet as writer
+
+    values = pyarrow.array([b"good", b"caf\xe9"]).view(pyarrow.string())
+    writer.write_table(pyarrow.table({"text": values}), tmp_path / "t.parquet")
+    with pytest.raises(DataError, match=r"t\.parquet row 2: bytes that are not UTF-8"):
+        read_rows(tmp_path / "t.parquet")
+
+
+@pytest.mark.parametrize("name", ["t.jsonl", "t.csv"])
+def test_lines_over_the_limit(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert files.LINE_LIMIT == 100_000_000
+    monkeypatch.setattr(files, "LINE_LIMIT", 60)
+    row = {"text": "x" * 40}
+    rows = [row, row, {"text": "x" * 200}]
+    text = lines(*rows) if name == "t.jsonl" else "text\n" + "".join(f"{each['text']}\n" for each in rows)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match=r"t\.jsonl line 3: a line of more than 60 bytes|t\.csv: not valid CSV"):
+        read_rows(tmp_path / name)
+    (tmp_path / name).write_text(text[: text.rindex("\n", 0, -1) + 1])
+    assert len(read_rows(tmp_path / name)) == 2
+
+
+def test_folders(tmp_path: Path) -> None:
+    (tmp_path / "part-2.jsonl").write_text(lines(PAIR | {"prompt": "3"}))
+    (tmp_path / "part-1.json").write_text(json.dumps([PAIR | {"prompt": "1"}, PAIR | {"prompt": "2"}]))
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "more.csv").write_text("prompt,completion\n4,b\n")
+    for name in ("README.md", "LICENSE", "LICENSE.txt", ".hidden.jsonl"):
+        (tmp_path / name).write_text("not data")
+    loaded = load_rows(data(tmp_path), "train", seed=0)
+    assert [row.prompt for row in loaded.rows if isinstance(row, PromptCompletion)] == ["1", "2", "3", "4"]
+    assert loaded.counts == [SourceCount(str(tmp_path), "prompt_completion", 4, 0, 4)]
+
+    (tmp_path / "part-3.jsonl").write_text(lines({"text": "x"}))
+    with pytest.raises(
+        DataError, match=r"part-3\.jsonl line 1: a row with 'text', but .*part-1\.json line 1 has 'prompt"
+    ):
+        load_rows(data(tmp_path), "train", seed=0)
+    (tmp_path / "part-3.jsonl").rename(tmp_path / "part-3.jsonl.gz")
+    with pytest.raises(DataError, match=r"part-3\.jsonl\.gz: unknown file type \.gz"):
+        load_rows(data(tmp_path), "train", seed=0)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="empty: no data in this folder"):
+        load_rows(data(tmp_path / "empty"), "train", seed=0)
+
+
+def test_hub_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.chdir(tmp_path)
+    asked: list[tuple[str, str]] = []
+
+    def load(name: str, *, split: str) -> Any:
+        asked.append((name, split))
+        if name != "owner/chats-v1.0":
+            raise FileNotFoundError(f"Dataset '{name}' doesn't exist on the Hub")
+        return datasets.Dataset.from_list([{"messages": TURNS}, {"messages": CALLS}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    loaded = load_rows(data("owner/chats-v1.0"), "train", seed=0)
+    assert [row.source for row in loaded.rows] == ["owner/chats-v1.0 row 1", "owner/chats-v1.0 row 2"]
+    assert loaded.counts == [SourceCount("owner/chats-v1.0", "messages", 2, 0, 2)]
+    with pytest.raises(DataError, match="owner/chat: no such file or folder here, and the hub gives no split `train`"):
+        load_rows(data("owner/chat"), "train", seed=0)
+    assert asked == [("owner/chats-v1.0", "train"), ("owner/chat", "train")]
+    for name in ("chats", "owner/chats.jsonl", "/owner/chats"):  # nothing that a hub set can be called
+        with pytest.raises(DataError, match="no such file"):
+            load_rows(data(name), "train", seed=0)
+    assert len(asked) == 2
+
+
+@given(
+    sources=st.lists(st.tuples(st.integers(1, 30), st.floats(0.01, 100)), min_size=1, max_size=5),
+    seed=st.integers(0, 9),
+)
+def test_mixtures_keep_their_shares(sources: list[tuple[int, float]], seed: int) -> None:
+    lengths, weights = [length for length, _ in sources], [weight for _, weight in sources]
+    taken = mixture(lengths, weights, seed)
+    assert taken == mixture(lengths, weights, seed)
+    assert sum(map(len, taken)) == sum(lengths)
+    for length, weight, indices in zip(lengths, weights, taken, strict=True):
+        assert abs(len(indices) - sum(lengths) * weight / sum(weights)) < 1 + 1e-9
+        seen = Counter(indices)
+        assert set(seen) <= set(range(length))
+        assert max(seen.values(), default=0) - min((seen[i] for i in range(length)), default=0) <= 1
+
+
+def test_a_mixture_draws_by_its_seed(tmp_path: Path) -> None:
+    assert mixture([100, 100], [1, 3], 1) != mixture([100, 100], [1, 3], 2)
+    (tmp_path / "a.jsonl").write_text(lines(*({"text": f"a{i}"} for i in range(6))))
+    (tmp_path / "b.jsonl").write_text(lines({"question": "b", "answer": "c"}, {"question": "d", "answer": ""}))
+    parts = [
+        {"path": tmp_path / "a.jsonl", "weight": 1, "columns": {"text": "text"}},
+        {"path": tmp_path / "b.jsonl", "weight": 6},
+    ]
+    settings = {"columns": {"prompt": "question", "completion": "answer"}, "bad_rows": "drop"}
+    loaded = load_rows(data(parts, **settings), "train", seed=3)
+    assert loaded.counts == [
+        SourceCount(str(tmp_path / "a.jsonl"), "text", 6, 0, 1),
+        SourceCount(str(tmp_path / "b.jsonl"), "prompt_completion", 1, 1, 6),
+    ]
+    assert [type(row) for row in loaded.rows] == [TextDocument] + 6 * [PromptCompletion]
+    assert "line 2: an empty completion" in str(loaded.errors[0])
+    unweighted = [{key: value for key, value in part.items() if key != "weight"} for part in parts]
+    assert [count.used for count in load_rows(data(unweighted, **settings), "train", seed=3).counts] == [6, 1]
+    with pytest.raises(DataError, match=r"b\.jsonl line 2: an empty completion"):
+        load_rows(data(parts, columns=settings["columns"]), "train", seed=3)
+    with pytest.raises(ConfigError, match=r"data\.train: 1 of 2 sources have a weight: give every source one, or none"):
+        load_rows(data([parts[0], unweighted[1]]), "train", seed=3)
+    with pytest.raises(ConfigError, match=r"data\.eval is not set"):
+        load_rows(data(parts), "eval", seed=3)
+
+
+RECIPE = "model: {name: m, max_seq_length: 8}\ntrain: {output: out}\ndata: {train: TRAIN}\n"
+BAD_MIXTURES = {
+    "[{path: t.jsonl, wieght: 1}]": "unknown key data.train.0.wieght: did you mean data.train.0.weight?",
+    "[{weight: 1}]": "data.train.0.path is missing",
+    "[{path: t.jsonl, weight: 0}]": "data.train.0.weight = 0: input should be greater than 0",
+    "[{path: t.jsonl, format: chat}]": "data.train.0.format = 'chat': input should be 'auto', 'messages'",
+    "[{path: t.jsonl, weight: 1}, {path: t.jsonl}]": "data.train: 1 of 2 sources have a weight",
+    "[{path: t.jsonl}, {path: u.jsonl}]": "data.train: u.jsonl does not exist",
+    "[]": "data.train = []",
+    "5": "data.train = 5",
+}
+
+
+@pytest.mark.parametrize(("train", "error"), BAD_MIXTURES.items())
+def test_recipes_of_bad_mixtures(train: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("t.jsonl").write_text(lines(PAIR))
+    Path("r.yaml").write_text(RECIPE.replace("TRAIN", train))
+    with pytest.raises(ConfigError) as caught:
+        Recipe.load("r.yaml")
+    assert error in str(caught.value)
+
+
+def test_recipes_of_mixtures_folders_and_hub_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("t.jsonl").write_text(lines(PAIR))
+    for train in ("t.jsonl", ".", "owner/set", "[{path: t.jsonl, weight: 1}, {path: owner/set, weight: 2.5}]"):
+        Path("r.yaml").write_text(RECIPE.replace("TRAIN", train))
+        recipe = Recipe.load("r.yaml")
+        assert Recipe.model_validate(recipe.to_dict()) == recipe
