@@ -16,6 +16,7 @@ from pronghorn.errors import ConfigError, DataError
 from pronghorn.train.responses import Marker, _spellings, response_labels
 from test_chat import CHATML, byte_level, chat, one
 from test_trainer import adapted, config
+from tiny import stock_loss_on_cpu
 
 USER, BOT = "### User:\n", "### Bot:\n"
 TEXT = "### User:\nHi there\n### Bot:\nOnce upon\n### User:\nMore\n### Bot:\nThe end."
@@ -65,7 +66,7 @@ def test_a_newline_of_the_part_may_be_in_the_token_before() -> None:
 
 
 @pytest.mark.parametrize("packing", [False, True])
-@pytest.mark.parametrize("kind", [SFTTrainer, trl.SFTTrainer])
+@pytest.mark.parametrize("kind", [SFTTrainer, pytest.param(trl.SFTTrainer, marks=stock_loss_on_cpu)])
 def test_trainers_learn_responses_only(kind: Any, packing: bool, stories: Path, tmp_path: Path) -> None:
     trainer = stock(stories, tmp_path, [TEXT, OTHER, SILENT], kind, packing=packing, max_length=128)
     if kind is trl.SFTTrainer and packing:  # two documents in a row: the second begins outside the first's answer

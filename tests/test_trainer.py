@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import importlib
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -25,15 +24,10 @@ from pronghorn.errors import ConfigError, DataError, TrainingError, UnsupportedE
 from pronghorn.models.attach import attached
 from pronghorn.models.families import recomputes_layers
 from pronghorn.train.gradients import GradientWatch
+from tiny import stock_loss_on_cpu
 
 ROW = 128
 LINEARS = ["q_proj", "v_proj", "down_proj"]
-
-
-stock_loss_on_cpu = pytest.mark.skipif(
-    not hasattr(importlib.import_module("trl.kernels.chunked_logprob"), "_use_triton"),
-    reason="TRL before 1.16 computes its loss with Triton only; tests/test_gpu.py has this lane",
-)
 
 
 @pytest.fixture(scope="session")

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
+import pytest
 import torch
 
 from pronghorn.data.batch import Collator
+
+stock_loss_on_cpu = pytest.mark.skipif(
+    not hasattr(importlib.import_module("trl.kernels.chunked_logprob"), "_use_triton"),
+    reason="TRL before 1.16 computes its loss with Triton only; tests/test_gpu.py has this lane",
+)
 
 VOCAB = 131
 _COMMON: dict[str, Any] = {
