@@ -132,12 +132,13 @@ def test_interrupt(recipe: Path, fake_run: Any) -> None:
 def test_train_ends_with_the_summary(recipe: Path, fake_run: Any) -> None:
     seen = []
 
-    def run(settings: Any, console: Any) -> Any:
+    def run(settings: Any, console: Any, allow: bool) -> Any:
         seen.append(settings)
+        assert allow
         return record()
 
     fake_run(run)
-    result = invoke("train", str(recipe), "train.max_steps=3", "packing.enabled=false")
+    result = invoke("train", str(recipe), "train.max_steps=3", "packing.enabled=false", "--allow")
     assert result.exit_code == 0, result.output
     assert seen[0].train.max_steps == 3 and seen[0].packing.enabled is False
     for part in ("3.4567 → 2.3456", "4,000 tokens/s", "packed attention: flash", str(seen[0].train.output)):

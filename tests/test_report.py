@@ -156,7 +156,7 @@ def test_duration(seconds: float, text: str) -> None:
 def test_progress_without_a_terminal_prints_some_ten_lines(logging_steps: int, lines: int) -> None:
     console = Console(file=io.StringIO(), width=200)
     callback = ProgressCallback(console)
-    state = SimpleNamespace(is_world_process_zero=True, max_steps=100, global_step=0)
+    state = SimpleNamespace(is_world_process_zero=True, max_steps=100, global_step=0, log_history=[])
     args = SimpleNamespace(logging_steps=logging_steps)
     callback.on_train_begin(args, state, None)
     for state.global_step in range(1, 101):
@@ -172,7 +172,7 @@ def test_progress_without_a_terminal_prints_some_ten_lines(logging_steps: int, l
 def test_progress_on_a_terminal_leaves_a_bar_and_the_cursor() -> None:
     console = Console(file=io.StringIO(), width=120, force_terminal=True)
     callback = ProgressCallback(console)
-    state = SimpleNamespace(is_world_process_zero=True, max_steps=3, global_step=0)
+    state = SimpleNamespace(is_world_process_zero=True, max_steps=3, global_step=0, log_history=[])
     callback.on_train_begin(None, state, None)
     state.global_step = 3
     callback.on_log(SimpleNamespace(logging_steps=1), state, None, logs={"loss": 0.25})
@@ -193,3 +193,11 @@ def test_track_yields_everything(terminal: bool, total: int | None) -> None:
 def test_a_loss_that_is_no_number_is_null_in_the_file(tmp_path: Path) -> None:
     path = record(heldout={"before": float("nan"), "after": float("inf"), "rows": 1}).write(tmp_path)
     assert json.loads(path.read_text(), parse_constant=pytest.fail)["heldout"]["before"] is None
+
+
+def test_evaluations_and_resumes_are_shown(tmp_path: Path) -> None:
+    plain = page(record(), tmp_path)
+    evaluations = [{"step": 20, "loss": 2.9}, {"step": 40, "loss": math.nan}, {"step": 60, "loss": 2.4}]
+    shown = page(record(evaluations=evaluations, resumed_at=[30]), tmp_path)
+    assert "taken up again at step 30" in shown.text and "taken up" not in plain.text
+    assert len(shown.tags) > len(plain.tags)  # the points and the line in the chart

@@ -63,7 +63,7 @@ def test_a_run_leaves_adapter_and_record(recipe: Any, tmp_path: Path) -> None:
     assert RunRecord.read(tmp_path / "run") == record
     model, _ = load_model(tmp_path / "run" / "adapter", max_seq_length=512)
     assert any(parameter.abs().max() > 0 for name, parameter in model.named_parameters() if "lora_B" in name)
-    with pytest.raises(ConfigError, match="already holds a run: choose another"):
+    with pytest.raises(ConfigError, match="already holds a finished run: choose another"):
         run(settings, QUIET)
 
 

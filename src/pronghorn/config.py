@@ -7,6 +7,7 @@ this table for people, made from these classes (tests/test_config.py keeps them 
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import re
 from collections.abc import Hashable, Iterable, Iterator
 from pathlib import Path
@@ -152,7 +153,7 @@ class Packing(Section):
 class Train(Section):
     """How long, how fast, and where the result goes."""
 
-    output: File = Field(description="folder of the run; must be new or empty")
+    output: File = Field(description="folder of the run: new, empty, or that of the same run, unfinished")
     max_steps: int | None = Field(None, gt=0, description="optimiser steps; null trains for `epochs`")
     epochs: float = Field(1.0, gt=0, description="passes over the data")
     max_minutes: float | None = Field(None, gt=0, description="stop after this long, whatever the steps")
@@ -165,10 +166,16 @@ class Train(Section):
     max_grad_norm: float = Field(1.0, ge=0, description="clip the global gradient norm; 0 doesn't")
     gradient_accumulation_steps: int = Field(1, ge=1, description="micro-batches of an optimiser step")
     save_steps: int | None = Field(None, gt=0, description="checkpoint every so many steps")
+    save_minutes: float | None = Field(10, gt=0, description="checkpoint when the last one is this old")
+    keep_checkpoints: int = Field(2, ge=1, description="keep the newest so many, and the best")
+    eval_steps: int | None = Field(None, gt=0, description="evaluate held-out rows every so many steps")
+    patience: int | None = Field(None, gt=0, description="stop after so many evaluations without a lower loss")
+    load_best: bool = Field(True, description="with eval_steps, the result is the checkpoint of the lowest loss")
     logging_steps: int = Field(1, ge=1, description="log every so many steps")
     seed: int = Field(3407, ge=0, description="seeds data order, packing and dropout")
     deterministic: bool = Field(False, description="bit-equal repeats, slower")
     min_improvement: float | None = Field(None, description="fail unless the held-out loss falls by this much")
+    report_to: list[Literal["tensorboard", "wandb", "trackio"]] = Field([], description="where else figures go")
 
 
 class Memory(Section):
@@ -252,6 +259,13 @@ class Recipe(Section):
                 )
         if self.train.min_improvement is not None and self.data.eval is None:
             raise ConfigError("train.min_improvement needs held-out data", "give data.eval, or leave it out")
+        if self.train.eval_steps is not None and self.data.eval is None:
+            raise ConfigError("train.eval_steps needs held-out data", "give data.eval, or leave it out")
+        if self.train.patience is not None and self.train.eval_steps is None:
+            raise ConfigError("train.patience counts evaluations, and there are none", "set train.eval_steps")
+        for tool in self.train.report_to:
+            if importlib.util.find_spec(tool) is None:
+                raise ConfigError(f"train.report_to: {tool} is not installed", f"pip install {tool}")
         if self.adapter.method == "full" and self.model.load_in_4bit:
             raise ConfigError(
                 "adapter.method: full with model.load_in_4bit: 4-bit weights can't be trained",

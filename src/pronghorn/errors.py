@@ -28,3 +28,11 @@ class UnsupportedError(PronghornError, NotImplementedError):
 
 class TrainingError(PronghornError, RuntimeError):
     """A run that must stop: dead or non-finite gradients, a loss that did not fall."""
+
+
+class RunStopped(PronghornError):
+    """Somebody asked a run to stop and it did, with everything saved. `signal` is the number of the signal."""
+
+    def __init__(self, problem: str, remedy: str, signal: int) -> None:
+        super().__init__(problem, remedy)
+        self.signal = signal

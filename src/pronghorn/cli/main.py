@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from pronghorn import __version__
-from pronghorn.errors import PronghornError
+from pronghorn.errors import PronghornError, RunStopped
 
 INTERRUPTED = 130
 """The exit code of a program ended by Ctrl-C (128 + SIGINT)."""
@@ -58,11 +58,15 @@ def train(
         list[str] | None,
         typer.Argument(metavar="SECTION.KEY=VALUE", help="Changes to the recipe, for this run only."),
     ] = None,
+    allow: Annotated[
+        bool, typer.Option("--allow", help="Go on with an unfinished run although its recipe or data changed.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Train what RECIPE says, and leave the adapter (or model), run.json and report.html in its output folder.
 
-    The held-out loss is measured before and after, so the run says itself whether it helped.
+    The held-out loss is measured before and after, so the run says itself whether it helped. Ctrl-C and SIGTERM save a
+    checkpoint and leave; the same command goes on from there, and after a crash from the newest checkpoint.
 
     [bold]Examples[/]
 
@@ -80,7 +84,7 @@ def train(
         from pronghorn.cli.summary import summary
         from pronghorn.train.run import run
 
-        record = run(settings, console)
+        record = run(settings, console, allow)
         console.print()
         console.print(summary(record, Path(settings.train.output)))
 
@@ -125,6 +129,9 @@ def _plain_errors(debug: bool) -> Iterator[None]:
                 warnings.simplefilter("ignore", FutureWarning)
                 warnings.simplefilter("ignore", DeprecationWarning)
             yield
+    except RunStopped as stop:
+        _stderr().print(f"{escape(stop.problem)}; {escape(stop.remedy)}.")
+        raise typer.Exit(128 + stop.signal) from None
     except PronghornError as error:
         if debug:
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,6 +56,12 @@ class PackedRows(Dataset):
     def documents(self) -> Sequence[Mapping[str, Any]] | Any:
         """The documents as they were given, in that order."""
         return self._documents
+
+    def first(self, rows: int | None) -> PackedRows:
+        """A view of the first `rows` rows (None: of all); `stats` stay those of the whole."""
+        view = copy.copy(self)
+        view._rows = self._rows[:rows]
+        return view
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -2,30 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from pronghorn.data.batch import Collator
 from pronghorn.data.packed_rows import PackedRows
 
 
 @torch.no_grad()
-def heldout_loss(model: Any, rows: PackedRows, indices: Iterable[int], collator: Collator) -> float:
-    """Mean cross-entropy in nats over every labelled token of the rows named by `indices`."""
+def heldout_loss(model: Any, rows: PackedRows, indices: Sequence[int], collator: Collator, track: Any = None) -> float:
+    """Mean cross-entropy in nats over every labelled token of the rows named by `indices`.
+
+    Ranks share the rows and all get the same mean. `track` wraps this rank's iterable, to show progress.
+    """
     was_training = model.training
     model.eval()
-    total, labels = torch.zeros((), dtype=torch.float64), 0
+    total = torch.zeros(2, dtype=torch.float64, device=model.device)  # nats, labels
+    mine = _share(indices)
     try:
-        for index in indices:
+        for index, counts in mine if track is None else track(mine):
             batch = {name: value.to(model.device) for name, value in collator([rows[index]]).items()}
             n = batch["packed"].n_labels
-            total += model(**batch).loss.double().cpu() * n
-            labels += n
+            loss = model(**batch).loss.double() * n
+            if counts:
+                total += torch.stack([loss, torch.full_like(loss, n)])
     finally:
         model.train(was_training)
-    return (total / max(labels, 1)).item()
+    if _distributed():
+        dist.all_reduce(total)
+    return (total[0] / total[1].clamp(min=1)).item()
+
+
+def _share(indices: Sequence[int]) -> list[tuple[int, bool]]:
+    """This rank's rows and whether each counts. All ranks get equally many: sharded models communicate in a forward."""
+    if not _distributed():
+        return [(index, True) for index in indices]
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    each = -(-len(indices) // ranks)
+    mine = list(indices)[rank::ranks]
+    return [(index, True) for index in mine] + [(indices[0], False)] * (each - len(mine))
+
+
+def _distributed() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 @torch.no_grad()

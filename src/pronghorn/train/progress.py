@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,6 +18,8 @@ from rich.progress import (
 )
 from transformers import TrainerCallback
 
+from pronghorn.train.control import trained_seconds
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -31,8 +34,10 @@ class ProgressCallback(TrainerCallback):
     The trainer tells callbacks nothing when a step raises: call `close` then, so that the terminal's cursor comes back.
     """
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, max_minutes: float | None = None) -> None:
         self.console = console
+        self._limit = math.inf if max_minutes is None else 60 * max_minutes
+        self._first = 0
         self._progress: Progress | None = None
         self._task = TaskID(0)
         self._started = 0.0
@@ -40,6 +45,8 @@ class ProgressCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._started = time.perf_counter()
+        self._limit -= trained_seconds(state)
+        self._first = state.global_step
         self._figures = ""
         if not state.is_world_process_zero or not self.console.is_terminal:
             return
@@ -76,7 +83,8 @@ class ProgressCallback(TrainerCallback):
 
     def _print_line(self, state: Any) -> None:
         elapsed = time.perf_counter() - self._started
-        left = elapsed / max(state.global_step, 1) * (state.max_steps - state.global_step)
+        left = elapsed / max(state.global_step - self._first, 1) * (state.max_steps - state.global_step)
+        left = max(min(left, self._limit - elapsed), 0)
         self.console.print(
             f"step {state.global_step}/{state.max_steps} · {self._figures} · {duration(elapsed)} elapsed, "
             f"about {duration(left)} left",

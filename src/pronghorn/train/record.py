@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,12 @@ class RunRecord:
     """{tensors, parameters, share}."""
     seconds: float
     stopped: str
-    """max_steps, epochs or max_minutes."""
+    """max_steps, epochs, max_minutes or patience."""
     peak_memory_bytes: int | None
+    evaluations: list[dict[str, float]] = field(default_factory=list)
+    """Each {step, loss}: held-out loss during training."""
+    resumed_at: list[int] = field(default_factory=list)
+    """Steps at which the run was taken up again after it was killed or stopped."""
     schema: str = SCHEMA
 
     @property
@@ -78,7 +82,7 @@ class RunRecord:
             raise DataError(f"{path}: not valid JSON ({error})", "restore the file or run again") from None
         if not isinstance(table, dict) or table.get("schema") != SCHEMA:
             raise DataError(f"{path} is not a {SCHEMA} record", "give the run.json of a finished run")
-        names = [field.name for field in fields(cls)]
+        names = [each.name for each in fields(cls)]
         missing = [name for name in names if name not in table]
         if missing:
             raise DataError(f"{path} lacks {', '.join(missing)}", "restore the file or run again")

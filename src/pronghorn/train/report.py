@@ -99,7 +99,11 @@ def _headlines(record: RunRecord) -> list[tuple[str, str, str]]:
     cards += [
         ("Speed", "–" if speed is None else f"{speed:,.0f} tokens/s", "median over steps, padding not counted"),
         ("Packing", f"{packing['efficiency']:.1%}", f"of the rows is text; {packing['ceiling']:.1%} is the ceiling"),
-        ("Time", duration(record.seconds), f"{_last_step(record):,} steps, limited by {record.stopped}"),
+        (
+            "Time",
+            duration(record.seconds),
+            f"{_last_step(record):,} steps, limited by {record.stopped}" + _resumed(record),
+        ),
     ]
     peak = record.peak_memory_bytes
     if peak is None:
@@ -109,6 +113,10 @@ def _headlines(record: RunRecord) -> list[tuple[str, str, str]]:
     parameters, share = record.trainable["parameters"], record.trainable["share"]
     cards.append(("Trained", f"{_short(parameters)} parameters", f"{share:.2%} of the model"))
     return cards
+
+
+def _resumed(record: RunRecord) -> str:
+    return f"; taken up again at step {', '.join(map(str, record.resumed_at))}" if record.resumed_at else ""
 
 
 def _last_step(record: RunRecord) -> int:
@@ -148,6 +156,11 @@ def _loss_chart(record: RunRecord) -> str:
 
     def draw(axes: Axes) -> None:
         _curve(axes, steps, losses)
+        for step in record.resumed_at:
+            axes.axvline(step, color=_GRID, linewidth=1.5, linestyle=(0, (2, 2)))
+        if record.evaluations:
+            found = [(each["step"], each["loss"]) for each in record.evaluations if math.isfinite(each["loss"])]
+            axes.plot(*zip(*found, strict=True), "o-", color=_MARK, linewidth=1, markersize=4, zorder=3)
         before, after = record.heldout["before"], record.heldout["after"]
         ends = (steps[0], steps[-1]) if steps else (0, 1)
         for x, y, side in ((ends[0], before, 1), (ends[1], after, -1)):

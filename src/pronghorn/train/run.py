@@ -2,47 +2,58 @@
 
 from __future__ import annotations
 
+import math
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from rich.console import Console
-from transformers import PrinterCallback, TrainerCallback
+from transformers import PrinterCallback, TrainerCallback, TrainerState
 from trl import SFTConfig
 
 from pronghorn.config import Recipe
 from pronghorn.data.batch import Collator
 from pronghorn.data.chat import fit, tokenize
-from pronghorn.data.packed_rows import PackedRows
+from pronghorn.data.packed_rows import PackedRows, PackingStats
 from pronghorn.data.sources import load_rows
 from pronghorn.data.template import find_template
 from pronghorn.device import device_name, versions
-from pronghorn.errors import ConfigError, TrainingError
+from pronghorn.errors import ConfigError, RunStopped, TrainingError
 from pronghorn.export.folder import whole_folder
 from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import Handle, attach
 from pronghorn.models.load import default_device, load_model, resolve_dtype, trainable_parameters
 from pronghorn.models.lora import add_lora
+from pronghorn.train.checkpoint import checkpoints, clear_leftovers, step_of
+from pronghorn.train.control import RunControl, trained_seconds
 from pronghorn.train.evaluate import answer, heldout_loss
+from pronghorn.train.journal import Journal, open_journal
 from pronghorn.train.progress import ProgressCallback, track
 from pronghorn.train.record import RunRecord
 from pronghorn.train.report import check_report_dependencies, write_report
 from pronghorn.train.trainer import SFTTrainer
 
+NEVER = 10**9
+"""save_steps of a run that saves by minutes only."""
 
-def run(recipe: Recipe, console: Console) -> RunRecord:
+
+def run(recipe: Recipe, console: Console, allow: bool = False) -> RunRecord:
     """Do what the recipe says and leave the adapter (or model), `run.json` and `report.html` in its output folder.
+
+    A run that was killed or stopped goes on from its newest checkpoint when it is called again. `allow` lets it go on
+    although recipe or data changed.
 
     Raises:
         ConfigError, DataError, UnsupportedError: before anything is trained.
+        RunStopped: SIGINT or SIGTERM came; a checkpoint is saved.
         TrainingError: dead or non-finite gradients, a full disk, or a held-out loss that did not fall by
             `train.min_improvement` (which is judged last, with everything saved).
     """
     started = time.perf_counter()
     output = Path(recipe.train.output)
-    if output.exists() and any(output.iterdir()):
-        raise ConfigError(f"{output} already holds a run", "choose another train.output or delete the folder")
+    journal = open_journal(output, recipe, allow)
     if recipe.report.html:
         check_report_dependencies()
 
@@ -54,9 +65,109 @@ def run(recipe: Recipe, console: Console) -> RunRecord:
     documents, counts = _documents(recipe, "train", tokenizer, console)
     heldout = None
     if recipe.data.eval is not None:
-        heldout = PackedRows(_documents(recipe, "eval", tokenizer, console)[0], recipe.model.max_seq_length)
-    deadline, progress = Deadline(recipe.train.max_minutes), ProgressCallback(console)
-    trainer = _trainer(recipe, model, tokenizer, documents, [deadline, progress])
+        rows = PackedRows(_documents(recipe, "eval", tokenizer, console)[0], recipe.model.max_seq_length)
+        heldout = rows.first(recipe.data.eval_rows)
+    control = RunControl(recipe.train.max_minutes, recipe.train.save_minutes, recipe.train.patience)
+    progress = ProgressCallback(console, recipe.train.max_minutes)
+    trainer = _trainer(recipe, model, tokenizer, documents, heldout, [control, progress])
+    packing = _packing(recipe, trainer, documents, console)
+    if trainer.accelerator.is_main_process:
+        clear_leftovers(output)
+    trainer.accelerator.wait_for_everyone()
+
+    if not journal.judged:
+        journal.before, journal.answers = _judge(recipe, model, tokenizer, heldout, console, "before")
+        journal.judged = True
+    _note(journal, trainer)
+    try:
+        _train(recipe, trainer, control, journal, console)
+    finally:
+        progress.close()
+    if trainer.accelerator.is_main_process:
+        with whole_folder(output / ("adapter" if recipe.adapter.method == "lora" else "model")) as folder:
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+    after, answers_after = _judge(recipe, model, tokenizer, heldout, console, "after")
+
+    history = trainer.state.log_history
+    record = RunRecord(
+        recipe=recipe.to_dict(),
+        model=recipe.model.name,
+        device=device_name(),
+        versions=versions(),
+        packing={**vars(packing), **counts},
+        paths=[vars(path) for path in handle.paths(_autocast(recipe))],
+        steps=_steps(history),
+        heldout={"before": journal.before, "after": after, "rows": len(heldout) if heldout is not None else 0},
+        samples=[
+            {"prompt": prompt, "before": first, "after": last}
+            for prompt, first, last in zip(recipe.report.sample_prompts, journal.answers, answers_after, strict=True)
+        ],
+        trainable=trainable_parameters(model),
+        seconds=time.perf_counter() - started + control.seconds_before,
+        stopped=journal.stopped or ("max_steps" if recipe.train.max_steps else "epochs"),
+        peak_memory_bytes=torch.cuda.max_memory_allocated(model.device) if model.device.type == "cuda" else None,
+        evaluations=[{"step": e["step"], "loss": e["eval_loss"]} for e in history if "eval_loss" in e],
+        resumed_at=journal.resumed_at,
+    )
+    if trainer.accelerator.is_main_process:
+        record.write(output)
+        if recipe.report.html:
+            write_report(record, output)
+    _must_have_improved(recipe, journal.before, after)
+    return record
+
+
+def _train(recipe: Recipe, trainer: SFTTrainer, control: RunControl, journal: Journal, console: Console) -> None:
+    """Train from the newest checkpoint, or the start, to the end; leave the model with the weights to keep."""
+    found = checkpoints(Path(recipe.train.output))
+    if found:
+        state = TrainerState.load_from_json(str(found[-1] / "trainer_state.json"))
+        if journal.trained is None and (state.global_step >= planned_steps(trainer) or control.out_of_patience(state)):
+            journal.trained = state.global_step  # killed between the last checkpoint and this note
+    if journal.trained is None:
+        if found:
+            console.print(f"Going on from {found[-1].name}")
+            journal.resumed_at.append(step_of(found[-1]))
+            _note(journal, trainer)
+        with control.signals():
+            trainer.train(resume_from_checkpoint=str(found[-1]) if found else None)
+        last = trainer.state.global_step
+        if control.signal:
+            raise RunStopped(
+                f"stopped by {control.stopped} after step {last}; checkpoint-{last} is saved",
+                "run the same command to go on",
+                control.signal,
+            )
+        journal.trained, journal.stopped = last, control.stopped
+        _note(journal, trainer)
+    else:
+        console.print(f"Training had ended at step {journal.trained}; what is left is to save and to judge")
+        trainer.state = state
+        control.seconds_before = trained_seconds(state)
+        trainer.load_weights(found[-1])
+    best = trainer.state.best_model_checkpoint
+    if best is not None and recipe.train.load_best and step_of(Path(best)) != trainer.state.global_step:
+        console.print(f"The lowest held-out loss was at step {step_of(Path(best))}: those weights are kept")
+        trainer.load_weights(Path(best))
+
+
+def planned_steps(trainer: SFTTrainer) -> int:
+    """Optimiser steps of the whole run, as the trainer counts them."""
+    args = trainer.args
+    if args.max_steps > 0:
+        return args.max_steps
+    each = max(-(-len(trainer.get_train_dataloader()) // args.gradient_accumulation_steps), 1)
+    return math.ceil(args.num_train_epochs * each)
+
+
+def _note(journal: Journal, trainer: SFTTrainer) -> None:
+    if trainer.accelerator.is_main_process:
+        journal.write(Path(str(trainer.args.output_dir)))
+
+
+def _packing(recipe: Recipe, trainer: SFTTrainer, documents: Any, console: Console) -> PackingStats:
+    """How full the rows are; without packing, how full they would be."""
     packed: Any = trainer.train_dataset
     if not recipe.packing.enabled:
         packed = PackedRows(documents, recipe.model.max_seq_length, seed=recipe.train.seed)
@@ -66,42 +177,7 @@ def run(recipe: Recipe, console: Console) -> RunRecord:
         f"{packing.row_tokens:,} they {'are' if recipe.packing.enabled else 'would be'} {packing.efficiency:.1%} full "
         f"(at most {packing.ceiling:.1%} is possible)"
     )
-
-    before, answers_before = _judge(recipe, model, tokenizer, heldout, console, "before")
-    try:
-        trainer.train()
-    finally:
-        progress.close()
-    if trainer.accelerator.is_main_process:
-        with whole_folder(output / ("adapter" if recipe.adapter.method == "lora" else "model")) as folder:
-            model.save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
-    after, answers_after = _judge(recipe, model, tokenizer, heldout, console, "after")
-
-    record = RunRecord(
-        recipe=recipe.to_dict(),
-        model=recipe.model.name,
-        device=device_name(),
-        versions=versions(),
-        packing={**vars(packing), **counts},
-        paths=[vars(path) for path in handle.paths(_autocast(recipe))],
-        steps=_steps(trainer.state.log_history),
-        heldout={"before": before, "after": after, "rows": _evaluated_rows(recipe, heldout)},
-        samples=[
-            {"prompt": prompt, "before": first, "after": last}
-            for prompt, first, last in zip(recipe.report.sample_prompts, answers_before, answers_after, strict=True)
-        ],
-        trainable=trainable_parameters(model),
-        seconds=time.perf_counter() - started,
-        stopped="max_minutes" if deadline.hit else "max_steps" if recipe.train.max_steps else "epochs",
-        peak_memory_bytes=torch.cuda.max_memory_allocated(model.device) if model.device.type == "cuda" else None,
-    )
-    if trainer.accelerator.is_main_process:
-        record.write(output)
-        if recipe.report.html:
-            write_report(record, output)
-    _must_have_improved(recipe, before, after)
-    return record
+    return packing
 
 
 def _judge(
@@ -111,16 +187,18 @@ def _judge(
     loss = None
     if heldout is not None:
         collator = Collator(recipe.model.max_seq_length, tokenizer.pad_token_id)
-        rows = range(_evaluated_rows(recipe, heldout))
-        loss = heldout_loss(model, heldout, track(rows, f"Held-out rows {when}", len(rows), console), collator)
+        autocast = _autocast(recipe)
+        with torch.autocast(model.device.type, autocast) if autocast else nullcontext():
+            loss = heldout_loss(
+                model,
+                heldout,
+                range(len(heldout)),
+                collator,
+                lambda rows: track(rows, f"Held-out rows {when}", len(rows), console),
+            )
         console.print(f"[bold]Held-out loss {when} training[/] {loss:.4f}")
     tokens, system = recipe.report.sample_tokens, recipe.data.system_prompt
     return loss, [answer(model, tokenizer, prompt, tokens, system) for prompt in recipe.report.sample_prompts]
-
-
-def _evaluated_rows(recipe: Recipe, heldout: PackedRows | None) -> int:
-    rows = 0 if heldout is None else len(heldout)
-    return rows if recipe.data.eval_rows is None else min(rows, recipe.data.eval_rows)
 
 
 def _load(recipe: Recipe, console: Console) -> tuple[Any, Any, Handle]:
@@ -190,7 +268,12 @@ def _documents(
 
 
 def _trainer(
-    recipe: Recipe, model: Any, tokenizer: Any, documents: Any, callbacks: list[TrainerCallback]
+    recipe: Recipe,
+    model: Any,
+    tokenizer: Any,
+    documents: Any,
+    heldout: PackedRows | None,
+    callbacks: list[TrainerCallback],
 ) -> SFTTrainer:
     train, device, autocast = recipe.train, default_device(), _autocast(recipe)
     config = SFTConfig(
@@ -208,19 +291,31 @@ def _trainer(
         max_grad_norm=train.max_grad_norm,
         logging_steps=train.logging_steps,
         logging_nan_inf_filter=False,  # a non-finite loss is the gradient watch's to stop, not to be averaged away
-        save_strategy="steps" if train.save_steps else "no",
-        save_steps=train.save_steps or 500,
+        save_strategy="steps",  # which also saves the last step, whatever save_steps is
+        save_steps=train.save_steps or NEVER,
+        save_total_limit=train.keep_checkpoints,
+        eval_strategy="steps" if train.eval_steps else "no",
+        eval_steps=train.eval_steps,
+        metric_for_best_model="loss" if train.eval_steps else None,
+        greater_is_better=False,
         seed=train.seed,
         full_determinism=train.deterministic,
         bf16=autocast is torch.bfloat16,
         fp16=autocast is torch.float16,
         gradient_checkpointing=False,  # the plan decides
         use_cpu=device.type == "cpu",
-        report_to="none",
+        report_to=list(train.report_to) or "none",
         disable_tqdm=True,
         accelerator_config={"dispatch_batches": False, "non_blocking": device.type == "cuda"},
     )
-    trainer = SFTTrainer(model, config, train_dataset=documents, tokenizer=tokenizer, callbacks=callbacks)
+    trainer = SFTTrainer(
+        model,
+        config,
+        train_dataset=documents,
+        eval_dataset=heldout if train.eval_steps else None,
+        tokenizer=tokenizer,
+        callbacks=callbacks,
+    )
     trainer.remove_callback(PrinterCallback)
     return trainer
 
@@ -231,23 +326,6 @@ def _autocast(recipe: Recipe) -> torch.dtype | None:
     dtype = resolve_dtype(recipe.precision.dtype, default_device())
     full = recipe.adapter.method == "full"
     return dtype if dtype is torch.float16 or (full and dtype is torch.bfloat16) else None
-
-
-class Deadline(TrainerCallback):
-    """Stops training after so many minutes (None: never)."""
-
-    def __init__(self, minutes: float | None) -> None:
-        self.minutes = minutes
-        self.hit = False
-        self._started = 0.0
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._started = time.perf_counter()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.minutes is not None and time.perf_counter() - self._started > 60 * self.minutes:
-            self.hit = state.global_step < state.max_steps
-            control.should_training_stop = True
 
 
 def _steps(history: list[dict[str, float]]) -> list[dict[str, float]]:

@@ -6,6 +6,7 @@ Everything TRL's users know stays: `SFTConfig`, its data formats, its tokenising
     loss      from the labelled tokens' hidden states (models.head), over the labelled tokens of the whole
               accumulated batch and all ranks
     gradients watched (train.gradients)
+    saving    checkpoints whole or not there, verified before they are loaded (train.checkpoint)
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from pronghorn.data.batch import Collator, PackedBatch
 from pronghorn.data.packed_rows import PackedRows
 from pronghorn.errors import ConfigError, DataError, TrainingError, UnsupportedError
 from pronghorn.models.attach import attach, attached
+from pronghorn.train import checkpoint
+from pronghorn.train.evaluate import heldout_loss
 from pronghorn.train.gradients import GradientWatch
 
 
@@ -76,6 +79,8 @@ class SFTTrainer(trl.SFTTrainer):
         self._watch = GradientWatch()
         self.add_callback(self._watch)
         self._counted = _Counted()
+        self._fingerprint = checkpoint.Fingerprint.of(self.model)
+        self._aside: Path | None = None
 
     def _collate(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         """Packed rows carry their documents' lengths; others are padded to the longest."""
@@ -126,29 +131,83 @@ class SFTTrainer(trl.SFTTrainer):
             logs |= self._counted.take()
         super().log(logs, start_time)
 
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """TRL's `train`; a checkpoint to resume from is verified first (DataError: damaged, or of another model)."""
+        if isinstance(resume_from_checkpoint, bool):
+            found = checkpoint.checkpoints(Path(str(self.args.output_dir))) if resume_from_checkpoint else []
+            if resume_from_checkpoint and not found:
+                raise ConfigError(
+                    f"no checkpoint in {self.args.output_dir}", "call train() to start from the beginning"
+                )
+            resume_from_checkpoint = str(found[-1]) if found else None
+        if resume_from_checkpoint is not None:
+            checkpoint.verify(Path(resume_from_checkpoint), self._fingerprint)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def load_weights(self, folder: Path) -> None:
+        """Put a checkpoint's trained weights into the model (DataError: damaged, or of another model)."""
+        checkpoint.verify(folder, self._fingerprint)
+        self._load_from_checkpoint(str(folder))
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """TRL's `evaluate`; over packed rows the loss is the mean over every labelled token, on all ranks."""
+        rows = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(rows, str) and isinstance(self.eval_dataset, dict):
+            rows = self.eval_dataset[rows]
+        if not isinstance(rows, PackedRows) or self.compute_metrics is not None:
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        started = time.perf_counter()
+        with self.compute_loss_context_manager():
+            loss = heldout_loss(self.model, rows, range(len(rows)), self._pack_collator)
+        seconds = time.perf_counter() - started
+        metrics = {f"{metric_key_prefix}_loss": loss, f"{metric_key_prefix}_runtime": seconds}
+        self.log(dict(metrics))
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def _get_output_dir(self, trial: Any) -> str:
+        """Where checkpoints go: aside while one is being written."""
+        return super()._get_output_dir(trial) if self._aside is None else str(self._aside)
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """A checkpoint that can't be finished (full disk, Ctrl-C) is removed; earlier ones stay whole, an earlier run's
-        of the same step too."""
-        folder = Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"
-        old = folder.with_name(f".{folder.name}.old")
-        if self.args.should_save and folder.exists():
-            folder.rename(old)
-        self.accelerator.wait_for_everyone()  # no rank writes before the earlier folder is aside
+        """As stock, but whole or not there: earlier checkpoints stay until the new one is complete."""
+        output = Path(self._get_output_dir(trial))
+        aside, name = output / checkpoint.ASIDE, f"checkpoint-{self.state.global_step}"
+        if self.args.should_save:
+            shutil.rmtree(aside, ignore_errors=True)
+        self.accelerator.wait_for_everyone()  # no rank writes before the folder is empty
+        self._aside = aside
         try:
             super()._save_checkpoint(model, trial)
-        except BaseException as error:
+            self.accelerator.wait_for_everyone()
             if self.args.should_save:
-                shutil.rmtree(folder, ignore_errors=True)
-                if old.exists():
-                    old.rename(folder)
-            if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-                raise TrainingError(
-                    f"the disk is full: {folder.name} could not be saved",
-                    f"free some space; earlier checkpoints in {folder.parent} are whole",
-                ) from error
-            raise
+                self._name_best(output, aside / name)
+                checkpoint.seal(aside / name, self._fingerprint)
+                checkpoint.publish(aside / name, output / name)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            raise TrainingError(
+                f"the disk is full: {name} could not be saved",
+                f"free some space; earlier checkpoints in {output} are whole",
+            ) from error
+        finally:
+            self._aside = None
+            if self.args.should_save:
+                shutil.rmtree(aside, ignore_errors=True)
         if self.args.should_save:
-            shutil.rmtree(old, ignore_errors=True)
+            best = self.state.best_model_checkpoint
+            checkpoint.keep_newest(output, self.args.save_total_limit, Path(best) if best else None)
+        self.accelerator.wait_for_everyone()
+
+    def _name_best(self, output: Path, folder: Path) -> None:
+        """The state in `folder` names the best checkpoint by its final place, not the one aside."""
+        best = output / f"checkpoint-{self.state.best_global_step}"
+        there = self.state.best_global_step is not None and (best.is_dir() or best.name == folder.name)
+        self.state.best_model_checkpoint = str(best) if there else None
+        self.state.save_to_json(str(folder / "trainer_state.json"))
 
 
 class _Counted:

@@ -1,0 +1,129 @@
+"""When a run saves and when it ends: a signal, the time limit, minutes since the last checkpoint, no better evaluation.
+
+Ranks have their own clocks and get their signals at different moments, but must save and stop after the same step. Each
+step their wishes are reduced to the largest; on a GPU the result is read one step later, so that nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import TrainerCallback
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class RunControl(TrainerCallback):
+    """Saves every `save_minutes`; saves and stops at a signal, after `max_minutes` of training in all, or after
+    `patience` evaluations in a row without a lower loss. Every better evaluation is saved too.
+
+    `stopped` says why training ended before its last step: a signal's name, "max_minutes", "patience", or None;
+    `signal` is the number of the signal, or 0; `seconds_before` what training took before a resume.
+    """
+
+    def __init__(self, max_minutes: float | None, save_minutes: float | None, patience: int | None) -> None:
+        self.max_minutes, self.save_minutes, self.patience = max_minutes, save_minutes, patience
+        self.stopped: str | None = None
+        self.signal = 0
+        self._asked = 0
+        self.seconds_before = 0.0
+        self._started = self._saved = 0.0
+        self._pending: tuple[Tensor, torch.cuda.Event] | None = None
+
+    @contextmanager
+    def signals(self) -> Iterator[None]:
+        """Within it SIGINT and SIGTERM ask for a stop after the step; a second one ends the program as usual.
+
+        Does nothing outside the main thread, where Python allows no signal handlers.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        earlier = {number: signal.getsignal(number) for number in SIGNALS}
+
+        def ask(number: int, frame: FrameType | None) -> None:
+            self._asked = number
+            for each, handler in earlier.items():
+                signal.signal(each, handler)
+
+        for number in SIGNALS:
+            signal.signal(number, ask)
+        try:
+            yield
+        finally:
+            for number, handler in earlier.items():
+                signal.signal(number, handler)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._started = self._saved = time.monotonic()
+        self.seconds_before = trained_seconds(state)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        now = time.monotonic()
+        late = self.max_minutes is not None and self.seconds_before + now - self._started > 60 * self.max_minutes
+        due = self.save_minutes is not None and now - self._saved > 60 * self.save_minutes
+        agreed = self._agree([self._asked, int(late), int(due)], args.device)
+        number, late, due = agreed[0], bool(agreed[1]), bool(agreed[2])
+        if due:
+            control.should_save = True
+        if number or late:
+            control.should_save = control.should_training_stop = True
+            self.signal = number
+            if number or state.global_step < state.max_steps:
+                self.stopped = signal.Signals(number).name if number else "max_minutes"
+        if control.should_save:
+            control.should_log = True  # what is logged later would lack the steps before a resume
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if _evaluations_since_best(state) == 0:
+            control.should_save = True
+        if self.out_of_patience(state):
+            control.should_save = control.should_training_stop = True
+            self.stopped = "patience"
+
+    def out_of_patience(self, state: Any) -> bool:
+        """Whether the last `patience` evaluations were all no better than one before them."""
+        return self.patience is not None and _evaluations_since_best(state) >= self.patience
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._saved = time.monotonic()
+
+    def _agree(self, wishes: list[int], device: torch.device) -> list[int]:
+        """The largest of all ranks' wishes, of this step or (on a GPU) of the step before."""
+        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+            return wishes
+        ready, self._pending = self._pending, None
+        mine = torch.tensor(wishes, dtype=torch.int32)
+        if device.type == "cpu":
+            dist.all_reduce(mine, op=dist.ReduceOp.MAX)
+            return mine.tolist()
+        shared = mine.pin_memory().to(device, non_blocking=True)
+        dist.all_reduce(shared, op=dist.ReduceOp.MAX)
+        host = torch.empty(len(wishes), dtype=torch.int32, pin_memory=True)
+        host.copy_(shared, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._pending = host, event
+        if ready is None:
+            return [0] * len(wishes)
+        ready[1].synchronize()
+        return ready[0].tolist()
+
+
+def _evaluations_since_best(state: Any) -> int:
+    losses = [entry["eval_loss"] for entry in state.log_history if "eval_loss" in entry]
+    return len(losses) - 1 - losses.index(min(losses)) if losses else 0
+
+
+def trained_seconds(state: Any) -> float:
+    """Wall-clock seconds of training so far, those before a resume included, as far as they were logged."""
+    return sum(entry["step_seconds"] for entry in state.log_history if "step_seconds" in entry)

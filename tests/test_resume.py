@@ -1,0 +1,376 @@
+"""A run that survives: killed at any moment, stopped by a signal, taken up again, to the same bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rich.console import Console
+
+from pronghorn.config import Recipe
+from pronghorn.errors import ConfigError, DataError, PronghornError, RunStopped
+from pronghorn.train.checkpoint import Fingerprint, checkpoints, clear_leftovers, seal
+from pronghorn.train.control import RunControl
+from pronghorn.train.record import RunRecord
+from pronghorn.train.run import run
+
+QUIET = Console(quiet=True)
+STATE = ("optimizer.pt", "scheduler.pt", "rng_state.pth")
+
+Make = Callable[..., Recipe]
+
+
+@pytest.fixture
+def make(stories: Path, shared: Path, tmp_path: Path) -> Make:
+    """Recipes of a run in `tmp_path / name`; every one is deterministic and has dropout."""
+    rows = (shared / "data/gsm8k/test.jsonl").read_text().splitlines()
+    (tmp_path / "train.jsonl").write_text("\n".join(rows[:60]))
+    (tmp_path / "eval.jsonl").write_text("\n".join(rows[60:90]))
+
+    def recipe(name: str, **changes: dict[str, Any]) -> Recipe:
+        table: dict[str, dict[str, Any]] = {
+            "model": {"name": str(stories), "max_seq_length": 512},
+            "adapter": {"r": 4, "lora_dropout": 0.1},
+            "data": {
+                "train": tmp_path / "train.jsonl",
+                "eval": tmp_path / "eval.jsonl",
+                "columns": {"prompt": "question", "completion": "answer"},
+                "overflow": "drop",
+                "eval_rows": 2,
+            },
+            "train": {
+                "output": tmp_path / name,
+                "max_steps": 12,
+                "learning_rate": 1e-2,
+                "warmup_steps": 1,
+                "save_steps": 2,
+                "deterministic": True,
+            },
+            "memory": {"gradient_checkpointing": False},
+            "report": {"html": False},
+        }
+        return Recipe.model_validate(
+            {key: {**table.get(key, {}), **changes.get(key, {})} for key in {*table, *changes}}
+        )
+
+    return recipe
+
+
+def start(recipe: Recipe) -> int:
+    """Run in a forked process, which spares it the imports; its exit status is 0, or 9 after an exception."""
+    process = os.fork()
+    if process:
+        return process
+    status = 9
+    try:
+        run(recipe, QUIET)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def finish(process: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+
+def same_run(one: Path, other: Path) -> None:
+    """Losses, weights, optimiser, scheduler and random state are equal bit for bit."""
+    first, second = RunRecord.read(one), RunRecord.read(other)
+    assert [step["loss"] for step in first.steps] == [step["loss"] for step in second.steps]
+    assert first.heldout == second.heldout and first.evaluations == second.evaluations
+    weights = [path.relative_to(one) for path in one.glob("*/*.safetensors")]
+    last = checkpoints(one)[-1].name
+    for name in [*weights, *(Path(last) / state for state in STATE)]:
+        assert (one / name).read_bytes() == (other / name).read_bytes(), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"train": {"eval_steps": 5, "save_steps": 1}},
+        {
+            "adapter": {"method": "full"},
+            "train": {"gradient_accumulation_steps": 2, "learning_rate": 1e-3, "max_steps": 10, "epochs": 1.0},
+        },
+    ],
+    ids=["LoRA with dropout", "full, accumulated"],
+)
+def test_killed_at_random_moments(make: Make, tmp_path: Path, changes: dict[str, Any]) -> None:
+    """kill -9 fifteen times, at moments all over the run; whatever was lost, the end is the same to the bit."""
+    started = time.monotonic()
+    assert finish(start(make("whole", **changes))) == 0
+    whole = time.monotonic() - started
+    chance, killed, resumed, number = random.Random(7), 0, 0, 0
+    while killed < 15:
+        name, number = f"run{number}", number + 1
+        for _ in range(3):
+            process = start(make(name, **changes))
+            time.sleep(chance.uniform(0.05, 0.9) * whole)
+            os.kill(process, signal.SIGKILL)
+            status = finish(process)
+            killed += status == -signal.SIGKILL
+            if status == 0:  # it was done before
+                break
+        if not (tmp_path / name / "run.json").exists():
+            assert finish(start(make(name, **changes))) == 0
+        resumed += len(RunRecord.read(tmp_path / name).resumed_at)
+        same_run(tmp_path / "whole", tmp_path / name)
+    assert resumed >= 5, "hardly a kill came after the first checkpoint"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_leaves(make: Make, tmp_path: Path, number: signal.Signals, monkeypatch: Any) -> None:
+    run(make("whole"), QUIET)
+    steps = iter(range(100))
+
+    def at_the_fifth(self: Any, *args: Any, **kwargs: Any) -> None:
+        if next(steps) == 4:
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(RunControl, "on_step_begin", at_the_fifth)
+    before = signal.getsignal(number)
+    with pytest.raises(RunStopped, match=f"stopped by {number.name} after step 5; checkpoint-5 is saved") as stopped:
+        run(make("run"), QUIET)
+    assert stopped.value.signal == number and signal.getsignal(number) == before
+    assert checkpoints(tmp_path / "run")[-1].name == "checkpoint-5" and not (tmp_path / "run/run.json").exists()
+    record = run(make("run"), QUIET)
+    assert record.resumed_at == [5] and record.stopped == "max_steps"
+    same_run(tmp_path / "whole", tmp_path / "run")
+
+
+def test_the_command_line_says_how_to_go_on(make: Make, tmp_path: Path) -> None:
+    recipe = make("run", train={"max_steps": 2000, "save_steps": 5})
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe.to_dict()))
+    command = [sys.executable, "-m", "pronghorn", "train", str(tmp_path / "recipe.yaml")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not checkpoints(tmp_path / "run"):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    errors = process.communicate(timeout=60)[1]
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "stopped by SIGTERM after step" in errors and "run the same command to go on" in errors
+
+
+@pytest.fixture
+def unfinished(make: Make, tmp_path: Path, monkeypatch: Any) -> Path:
+    """The folder of a run that was stopped after step 5 of 12."""
+    with monkeypatch.context() as patch:
+        patch.setattr(RunControl, "on_step_begin", lambda self, args, state, *rest, **_: stop_at(self, state, 5))
+        with pytest.raises(RunStopped):
+            run(make("run"), QUIET)
+    return tmp_path / "run"
+
+
+def stop_at(control: RunControl, state: Any, step: int) -> None:
+    if state.global_step == step - 1:
+        control._asked = signal.SIGTERM
+
+
+def test_a_changed_recipe(make: Make, unfinished: Path) -> None:
+    changed = make("run", train={"learning_rate": 1e-3, "save_steps": 3}, adapter={"r": 4, "lora_alpha": 8})
+    with pytest.raises(ConfigError) as refused:
+        run(changed, QUIET)
+    assert "adapter.lora_alpha was 16, is 8; train.learning_rate was 0.01, is 0.001" in refused.value.problem
+    assert "save_steps" not in str(refused.value) and "--allow" in refused.value.remedy
+    record = run(changed, QUIET, allow=True)
+    assert record.resumed_at == [5] and record.recipe["train"]["learning_rate"] == 1e-3 and len(record.steps) == 12
+
+
+def test_a_longer_run_when_allowed(make: Make, unfinished: Path) -> None:
+    record = run(make("run", train={"max_steps": 14}), QUIET, allow=True)
+    assert [step["step"] for step in record.steps] == list(range(1, 15))
+
+
+def _truncate(folder: Path, name: str) -> None:
+    content = (folder / name).read_bytes()
+    (folder / name).write_bytes(content[: len(content) // 2])
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "truncated weights": (
+        lambda f: _truncate(f, "adapter_model.safetensors"),
+        r"adapter_model\.safetensors: [\d,]+ bytes",
+    ),
+    "truncated optimiser": (lambda f: _truncate(f, "optimizer.pt"), r"optimizer\.pt: [\d,]+ bytes instead of"),
+    "no scheduler": (lambda f: (f / "scheduler.pt").unlink(), r"scheduler\.pt: missing"),
+    "truncated manifest": (lambda f: _truncate(f, "manifest.json"), r"manifest\.json: not valid JSON"),
+    "another schema": (
+        lambda f: (f / "manifest.json").write_text('{"schema": "pronghorn-checkpoint-v9"}'),
+        "schema 'pronghorn-checkpoint-v9', not 'pronghorn-checkpoint-v1'",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint(make: Make, unfinished: Path, damage: str) -> None:
+    spoil, message = DAMAGES[damage]
+    newest = checkpoints(unfinished)[-1]
+    spoil(newest)
+    with pytest.raises(DataError, match=message):
+        run(make("run"), QUIET)
+
+
+def test_the_remedy_for_a_damaged_checkpoint_works(make: Make, unfinished: Path, tmp_path: Path) -> None:
+    run(make("whole"), QUIET)
+    shutil.rmtree(checkpoints(unfinished)[-1])
+    assert run(make("run"), QUIET).resumed_at == [4]
+    same_run(tmp_path / "whole", unfinished)
+
+
+def test_a_checkpoint_of_another_model(make: Make, unfinished: Path, stories: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    other = tmp_path / "other"
+    shutil.copytree(stories, other)
+    weights = load_file(other / "model.safetensors")
+    weights["model.norm.weight"] += 1
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    moved = make("run", model={"name": str(other)})
+    with pytest.raises(ConfigError, match=r"model\.name was"):
+        run(moved, QUIET)
+    with pytest.raises(DataError, match="checkpoint-5 is a checkpoint of another model: its frozen weights"):
+        run(moved, QUIET, allow=True)
+    with pytest.raises(DataError, match="its trainable weights have other names, shapes or dtypes"):
+        run(make("run", adapter={"r": 8}), QUIET, allow=True)
+
+
+@pytest.mark.parametrize(
+    ("content", "error", "message"),
+    [
+        ("{", DataError, "not valid JSON"),
+        ('{"schema": "pronghorn-journal-v9"}', DataError, "schema 'pronghorn-journal-v9'"),
+        (None, ConfigError, "is not empty, and no run was begun there"),
+    ],
+)
+def test_a_folder_that_is_no_run(make: Make, tmp_path: Path, content: str | None, error: Any, message: str) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ("notes.txt" if content is None else "journal.json")).write_text(content or "mine")
+    with pytest.raises(error, match=message):
+        run(make("run"), QUIET)
+
+
+@pytest.mark.parametrize("noted", [True, False])
+def test_killed_after_the_last_step(make: Make, tmp_path: Path, monkeypatch: Any, noted: bool) -> None:
+    """What is left is to save and to judge: not a step more is trained, whether or not the journal has the end."""
+    run(make("whole"), QUIET)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(RunRecord, "write", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        run(make("run"), QUIET)
+    shutil.rmtree(tmp_path / "run/adapter")
+    if not noted:
+        journal = tmp_path / "run/journal.json"
+        journal.write_text(journal.read_text().replace('"trained": 12', '"trained": null'))
+    record = run(make("run"), QUIET)
+    assert len(record.steps) == 12 and record.resumed_at == []
+    same_run(tmp_path / "whole", tmp_path / "run")
+
+
+def test_checkpoints_by_minutes_count_and_best(make: Make, tmp_path: Path, monkeypatch: Any) -> None:
+    evaluations = iter([3.0, 1.0, 2.0, 2.5, 2.25, 9.0])
+    monkeypatch.setattr("pronghorn.train.trainer.heldout_loss", lambda *args: next(evaluations))
+    train = {"save_steps": None, "save_minutes": 1e-6, "keep_checkpoints": 2, "eval_steps": 2, "patience": 3}
+    record = run(make("run", train=train), QUIET)
+    assert record.stopped == "patience" and [e["loss"] for e in record.evaluations] == [3.0, 1.0, 2.0, 2.5, 2.25]
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["checkpoint-4", "checkpoint-9", "checkpoint-10"]
+    kept = (tmp_path / "run/adapter/adapter_model.safetensors").read_bytes()
+    assert kept == (tmp_path / "run/checkpoint-4/adapter_model.safetensors").read_bytes()
+    state = json.loads((tmp_path / "run/checkpoint-10/trainer_state.json").read_text())
+    assert Path(state["best_model_checkpoint"]) == tmp_path / "run/checkpoint-4"
+
+
+def test_the_last_weights_when_the_best_are_not_asked_for(make: Make, tmp_path: Path, monkeypatch: Any) -> None:
+    evaluations = iter([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+    monkeypatch.setattr("pronghorn.train.trainer.heldout_loss", lambda *args: next(evaluations))
+    run(make("run", train={"eval_steps": 4, "load_best": False}), QUIET)
+    kept = (tmp_path / "run/adapter/adapter_model.safetensors").read_bytes()
+    assert kept == (tmp_path / "run/checkpoint-12/adapter_model.safetensors").read_bytes()
+    assert kept != (tmp_path / "run/checkpoint-4/adapter_model.safetensors").read_bytes()
+
+
+def test_minutes_count_over_resumes(make: Make, tmp_path: Path, monkeypatch: Any) -> None:
+    """The time limit is of the whole run, not of each process."""
+    with monkeypatch.context() as patch:
+        patch.setattr(RunControl, "on_step_begin", lambda self, args, state, *rest, **_: stop_at(self, state, 5))
+        with pytest.raises(RunStopped):
+            run(make("run"), QUIET)
+    state = tmp_path / "run/checkpoint-5/trainer_state.json"
+    table = json.loads(state.read_text())
+    table["log_history"][0]["step_seconds"] = 3600.0
+    content = json.dumps(table)
+    state.write_text(content)
+    manifest = state.with_name("manifest.json")
+    sizes = json.loads(manifest.read_text())
+    sizes["files"]["trainer_state.json"] = len(content.encode())
+    manifest.write_text(json.dumps(sizes))
+    record = run(make("run", train={"max_minutes": 59}), QUIET)
+    assert record.stopped == "max_minutes" and len(record.steps) == 6 and record.seconds > 3600
+
+
+def test_leftovers_of_a_killed_process(tmp_path: Path) -> None:
+    """What was being written goes; a whole checkpoint that had been put aside for its successor comes back."""
+    print_ = Fingerprint("a", "b")
+    for name in (".unfinished/checkpoint-4", ".checkpoint-2.old", ".checkpoint-3.old"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "weights").write_text("12345")
+        seal(tmp_path / name, print_)
+    (tmp_path / ".checkpoint-3.old" / "weights").unlink()
+    clear_leftovers(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
+
+
+def test_ranks_agree(tmp_path: Path) -> None:
+    """A signal on one rank and a clock on the other: both hear of both."""
+    import torch
+    import torch.distributed as dist
+
+    processes = []
+    for rank in range(2):
+        process = os.fork()
+        if not process:
+            status = 9
+            try:
+                store = dist.FileStore(str(tmp_path / "store"), 2)
+                dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+                wishes = [[15, 0, 1], [0, 1, 0]][rank]
+                status = 0 if RunControl(None, None, None)._agree(wishes, torch.device("cpu")) == [15, 1, 1] else 1
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+        processes.append(process)
+    assert [finish(process) for process in processes] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        ({"patience": 2}, "train.patience counts evaluations"),
+        ({"report_to": ["wandb"]}, "wandb is not installed: pip install wandb"),
+        ({"keep_checkpoints": 0}, "keep_checkpoints"),
+        ({"save_minutes": 0}, "save_minutes"),
+    ],
+)
+def test_recipes_that_make_no_sense(make: Make, tmp_path: Path, train: dict[str, Any], message: str) -> None:
+    recipe = make("run").to_dict()
+    recipe["train"] |= train
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    with pytest.raises(PronghornError, match=message):
+        Recipe.load(tmp_path / "recipe.yaml")
