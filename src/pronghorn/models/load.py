@@ -89,7 +89,7 @@ def load_model(
             path, max_seq_length, weights_dtype, load_in_4bit, trust_remote_code, token, revision, device
         )
     if path.is_dir():
-        _refuse_pickles(path)
+        _check_weights(path)
     from transformers import AutoConfig, AutoModelForCausalLM
 
     name = path if path.exists() else name
@@ -189,14 +189,24 @@ def _load_with_adapter(
         revision=revision,
         device=device,
     )
-    _refuse_pickles(path)
+    _check_weights(path)
     if (path / "tokenizer_config.json").is_file():
         tokenizer = _tokenizer(path, trust_remote_code=trust_remote_code)
     return PeftModel.from_pretrained(base, path, is_trainable=True), tokenizer
 
 
-def _refuse_pickles(folder: Path) -> None:
-    if not list(folder.glob("*.safetensors")):
+def _check_weights(folder: Path) -> None:
+    """Refuse a folder without safetensors, and files of them that are damaged or cut short."""
+    from safetensors import SafetensorError, safe_open
+
+    files = sorted(folder.glob("*.safetensors"))
+    for file in files:
+        try:
+            with safe_open(file, "pt"):
+                pass  # opening compares the header with the file's size
+        except (SafetensorError, OSError) as error:
+            raise DataError(f"{file}: not a whole safetensors file ({error})", "copy or download it again") from error
+    if not files:
         found = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt", ".gguf"))
         raise DataError(
             f"{folder} holds no safetensors weights (found: {', '.join(found) or 'no weights at all'})",
