@@ -168,7 +168,7 @@ CASES: dict[str, Case] = {
     "a system prompt and no template": setting("data", "system_prompt", "Be kind.", "data.system_prompt is set"),
     # lengths
     "a document too long": Case(
-        ("train.jsonl line 1) has", "max_seq_length 8"), recipe={"model": {"max_seq_length": 8}}
+        ("train.jsonl line 1 has", "max_seq_length 8"), recipe={"model": {"max_seq_length": 8}}
     ),
     "all too long": Case(
         ("none of 1 documents is left at max_seq_length 4",),

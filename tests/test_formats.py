@@ -48,7 +48,7 @@ def test_every_data_file(
 
     path, bad = shared / "data" / file, list[DataError]()
     reader = RowReader(format, columns, bad.append)
-    rows = reader.read(str(path), objects(path))
+    rows = list(reader.stream(str(path), objects(path)))
     assert reader.shape is not None and reader.shape.name == name
     assert len(rows) == count and {type(row) for row in rows} == {kind}
     assert all("chosen and rejected are equal" in str(error) for error in bad)

@@ -115,6 +115,8 @@ class Data(Section):
         "error", description="documents over max_seq_length; split keeps every label, in pieces"
     )
     eval_rows: int | None = Field(None, gt=0, description="evaluate at most this many packed rows")
+    cache: File | None = Field(None, description="folder of tokenised data; null is `pronghorn` in HF_HOME")
+    workers: int | None = Field(None, gt=0, description="processes that tokenise large sets; null is one a core")
 
     def sources(self, split: Literal["train", "eval"]) -> list[Source]:
         """What `train` or `eval` names, each with its own settings or else the section's; [] where it isn't set.

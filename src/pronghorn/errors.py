@@ -4,6 +4,8 @@ Every refusal of Pronghorn is one of these. Each is also the builtin exception a
 bad input, `NotImplementedError` for what is not built yet), so plain `except ValueError` code keeps working.
 """
 
+from typing import Any
+
 
 class PronghornError(Exception):
     """A problem and what to do about it, shown as ``problem: remedy``."""
@@ -12,6 +14,9 @@ class PronghornError(Exception):
         super().__init__(f"{problem}: {remedy}")
         self.problem = problem
         self.remedy = remedy
+
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        return type(self), (self.problem, self.remedy)  # so that it gets out of a worker process
 
 
 class ConfigError(PronghornError, ValueError):
@@ -36,3 +41,6 @@ class RunStopped(PronghornError):
     def __init__(self, problem: str, remedy: str, signal: int) -> None:
         super().__init__(problem, remedy)
         self.signal = signal
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.problem, self.remedy, self.signal)

@@ -11,15 +11,16 @@ set the text before each turn is tokenised once more by itself, as generation wi
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from pronghorn.data.labels import Rendered, token_ranges, verify
+from pronghorn.data.labels import Edges, Rendered, token_ranges, verify
 from pronghorn.data.packing import IGNORE_INDEX, Document
 from pronghorn.data.rows import Conversation, Message, PromptCompletion, Row, for_sft
-from pronghorn.data.template import render, turns
+from pronghorn.data.template import asked, render_all, turns
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
 
 if TYPE_CHECKING:
+    from tokenizers import Encoding
     from transformers import PreTrainedTokenizerBase
 
 LossOn = Literal["completion", "last", "all"]
@@ -27,7 +28,7 @@ Overflow = Literal["error", "drop", "truncate", "split"]
 Progress = Callable[[int], None]
 
 ROWS_PER_CALL = 1000
-"""Fast tokenizers encode a list in parallel; the offsets of one list are held in memory at a time."""
+"""Fast tokenizers encode a list in parallel; the encodings of one list are held in memory at a time."""
 
 VERIFIED_ROWS = 50
 """How many rows' prefixes are tokenised a second time: a template or tokenizer that is off is off in every row."""
@@ -35,10 +36,12 @@ VERIFIED_ROWS = 50
 
 @dataclass(frozen=True, slots=True)
 class Tokenised:
-    """Documents in the order of their rows; `dropped_unlabelled` counts the rows left out for having no label."""
+    """Documents in the order of their rows; `dropped_unlabelled` counts the rows left out for having no label,
+    `conversations` those that went through the chat template."""
 
     documents: list[Document]
     dropped_unlabelled: int
+    conversations: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,47 +99,55 @@ def tokenize(
     control tokens inside an assistant's text, and where no row has a label; ConfigError for another `loss_on` and for a
     `system_prompt` that no row takes; UnsupportedError for a tokenizer without offsets.
     """
-    if loss_on not in ("completion", "last", "all"):
-        raise ConfigError(f"data.loss_on is {loss_on!r}", "set it to completion, last or all")
-    if not tokenizer.is_fast:
-        raise UnsupportedError(f"{type(tokenizer).__name__} gives no character offsets", "use a fast tokenizer")
-    for_sft(rows)  # untyped callers may hand in preference pairs
-    specials = _Specials.of(tokenizer)
-    if system_prompt is not None and not (tokenizer.chat_template and any(map(_speaks, rows))):
+    list(for_sft(rows))  # untyped callers may hand in preference pairs
+    labelled = label_rows(rows, tokenizer, loss_on, system_prompt, verify_rows, progress)
+    if system_prompt is not None and not labelled.conversations:
         raise ConfigError(
             "data.system_prompt is set, but no row is rendered by a chat template",
             "leave it out, or give conversations and a chat template (data.chat_template)",
         )
-    documents: list[Document] = []
-    for first in range(0, len(rows), ROWS_PER_CALL):
-        rendered = [_render(row, tokenizer, loss_on, system_prompt) for row in rows[first : first + ROWS_PER_CALL]]
-        encoded = tokenizer(
-            [each.text for each in rendered],
-            add_special_tokens=False,
-            return_offsets_mapping=True,
-            return_attention_mask=False,
-            verbose=False,  # its warning about long inputs: `fit` decides about those
-        )
-        for each, ids, offsets in zip(rendered, encoded["input_ids"], encoded["offset_mapping"], strict=True):
-            check = tokenizer if len(documents) < verify_rows else None
-            documents.append(_document(each, ids, offsets, specials, check))
-        if progress is not None:
-            progress(len(rendered))
-    labelled = [document for document in documents if document.labelled]
-    if not labelled:
+    if not labelled.documents:
         raise DataError(
             f"none of {len(rows)} rows has a token to train",
             "give rows with an assistant message (data.loss_on: completion trains nothing else)",
         )
-    return Tokenised(labelled, len(documents) - len(labelled))
+    return labelled
 
 
-def fit(documents: Iterable[Document], max_seq_length: int, overflow: Overflow = "error") -> Fitted:
+def label_rows(
+    rows: Sequence[Row],
+    tokenizer: "PreTrainedTokenizerBase",
+    loss_on: LossOn = "completion",
+    system_prompt: str | None = None,
+    verify_rows: int = VERIFIED_ROWS,
+    progress: Progress | None = None,
+) -> Tokenised:
+    """`tokenize` for some rows of a set, of which none may have a label or go through a template."""
+    if loss_on not in ("completion", "last", "all"):
+        raise ConfigError(f"data.loss_on is {loss_on!r}", "set it to completion, last or all")
+    if not tokenizer.is_fast:
+        raise UnsupportedError(f"{type(tokenizer).__name__} gives no character offsets", "use a fast tokenizer")
+    specials = _Specials.of(tokenizer)
+    documents: list[Document] = []
+    for first in range(0, len(rows), ROWS_PER_CALL):
+        rendered = _render(rows[first : first + ROWS_PER_CALL], tokenizer, loss_on, system_prompt)
+        for each, encoding in zip(rendered, _encode([each.text for each in rendered], tokenizer), strict=True):
+            check = tokenizer if len(documents) < verify_rows else None
+            documents.append(_document(each, encoding, specials, check))
+        if progress is not None:
+            progress(len(rendered))
+    labelled = [document for document in documents if document.labelled]
+    spoken = sum(map(_speaks, rows)) if tokenizer.chat_template else 0
+    return Tokenised(labelled, len(documents) - len(labelled), spoken)
+
+
+def fit(documents: Iterable[Document], max_seq_length: int, overflow: Overflow = "error", others: int = 0) -> Fitted:
     """Applies the overflow rule to documents of more than `max_seq_length` tokens: refuse, leave out, cut the end, or
     split into documents of at most that length that have all the labels.
 
     A document that loses its last label by the cut is dropped, and so is a piece without one. Raises DataError at the
-    first overlong document ("error"), and where nothing is left; ConfigError for another `overflow`.
+    first overlong document ("error"), and where nothing is left of these and the `others` documents of the set, which
+    are known to fit; ConfigError for another `overflow`.
     """
     if overflow not in ("error", "drop", "truncate", "split"):
         raise ConfigError(f"data.overflow is {overflow!r}", "set it to error, drop, truncate or split")
@@ -148,9 +159,9 @@ def fit(documents: Iterable[Document], max_seq_length: int, overflow: Overflow =
         if len(document) <= max_seq_length:
             kept.append(document)
         elif overflow == "error":
-            source = f" ({document.source})" if document.source else ""
             raise DataError(
-                f"document {number - 1}{source} has {len(document)} tokens > max_seq_length {max_seq_length}",
+                f"{document.source or f'document {number}'} has {len(document)} tokens > max_seq_length "
+                f"{max_seq_length}",
                 "raise max_seq_length or set data.overflow to drop, truncate or split",
             )
         elif overflow == "split":
@@ -166,7 +177,7 @@ def fit(documents: Iterable[Document], max_seq_length: int, overflow: Overflow =
                 truncated += 1
             else:
                 dropped += 1
-    if not kept:
+    if not kept and not others:
         raise DataError(
             f"none of {number} documents is left at max_seq_length {max_seq_length} with data.overflow: {overflow}",
             "raise max_seq_length",
@@ -190,8 +201,31 @@ def _speaks(row: Row) -> bool:
 
 
 def _render(
-    row: Row, tokenizer: "PreTrainedTokenizerBase", loss_on: LossOn, system_prompt: str | None = None
-) -> Rendered:
+    rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", loss_on: LossOn, system_prompt: str | None = None
+) -> list[Rendered]:
+    """The rows' texts and the ranges of their characters to train."""
+    rendered: list[Rendered | Conversation] = [_bare_or_chat(row, tokenizer, loss_on, system_prompt) for row in rows]
+    chats = [row for row in rendered if isinstance(row, Conversation)]
+    last = loss_on == "last"
+    texts = iter(render_all(chats, tokenizer, answer=False))
+    beginnings = [] if loss_on == "all" else [_upto(row, index) for row in chats for index in asked(row, last)]
+    prompts = iter(render_all(beginnings, tokenizer, answer=True))
+
+    def label(row: Conversation) -> Rendered:
+        text = next(texts)
+        if loss_on == "all":
+            _check_said(row, text)
+            return Rendered(text, None, bare=False, source=row.source)
+        before = [next(prompts) for _ in asked(row, last)]
+        return Rendered(text, turns(row, text, before, tokenizer, last), bare=False, source=row.source)
+
+    return [label(each) if isinstance(each, Conversation) else each for each in rendered]
+
+
+def _bare_or_chat(
+    row: Row, tokenizer: "PreTrainedTokenizerBase", loss_on: LossOn, system_prompt: str | None
+) -> Rendered | Conversation:
+    """What no chat template renders, as it is; else the conversation to render."""
     if isinstance(row, PromptCompletion) and tokenizer.chat_template:
         messages = (Message("user", row.prompt), Message("assistant", row.completion))
         row = Conversation(messages, path=row.path, line=row.line)
@@ -207,35 +241,44 @@ def _render(
             "use the model's instruct version or set data.chat_template",
         )
     if system_prompt is not None and all(message.role != "system" for message in row.messages):
-        row = replace(row, messages=(Message("system", system_prompt), *row.messages))
-    text = render(row.messages, row.tools, tokenizer, row.source, answer=False)
-    if loss_on != "all":
-        spans = turns(row, text, tokenizer, last=loss_on == "last")
-        return Rendered(text, spans, bare=False, source=row.source)
+        return replace(row, messages=(Message("system", system_prompt), *row.messages))
+    return row
+
+
+def _upto(row: Conversation, index: int) -> Conversation:
+    return Conversation(row.messages[:index], row.tools, path=row.path, line=row.line)
+
+
+def _check_said(row: Conversation, text: str) -> None:
     said = [message.content.strip() for message in row.messages if message.role == "assistant"]
     if any(said) and not any(content and content in text for content in said):
         raise DataError(
             f"{row.source}: the chat template leaves the assistant's text out: only its own tokens would be trained",
             "set data.chat_template to one that renders every message's content",
         )
-    return Rendered(text, None, bare=False, source=row.source)
+
+
+def _encode(texts: list[str], tokenizer: "PreTrainedTokenizerBase") -> "list[Encoding]":
+    """As `tokenizer(texts, add_special_tokens=False)`, without its conversion of every offset to Python objects."""
+    backend: Any = tokenizer.backend_tokenizer
+    backend.no_truncation()  # what transformers, too, sets before each call
+    backend.no_padding()
+    return backend.encode_batch(texts, add_special_tokens=False)
 
 
 def _document(
-    rendered: Rendered,
-    ids: list[int],
-    offsets: list[tuple[int, int]],
-    specials: "_Specials",
-    check: "PreTrainedTokenizerBase | None",
+    rendered: Rendered, encoding: "Encoding", specials: "_Specials", check: "PreTrainedTokenizerBase | None"
 ) -> Document:
     """The row's tokens and labels, its ranges verified where a tokenizer to `check` them with is given."""
+    ids = encoding.ids
     if rendered.turns is None:
         labels = list(ids)
     else:
         labels = [IGNORE_INDEX] * len(ids)
-        ranges = token_ranges(rendered, ids, offsets, specials.control)
+        edges = Edges(encoding)
+        ranges = token_ranges(rendered, ids, edges, specials.control)
         if check is not None:
-            verify(rendered, ids, ranges, check)
+            verify(rendered, ids, ranges, edges, check)
         for first, end in ranges:
             labels[first:end] = ids[first:end]
     if rendered.bare:

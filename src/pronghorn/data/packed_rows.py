@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Any, cast
 
 from torch.utils.data import Dataset
 
@@ -41,7 +42,10 @@ class PackedRows(Dataset):
 
     def __init__(self, documents: Sequence[Mapping[str, Any]] | Any, row_tokens: int, seed: int = 0) -> None:
         self._documents = documents
-        lengths = _lengths(documents)
+        self._columns: Any = None
+        if _is_dataset(documents):
+            self._columns = cast(Any, documents).select_columns(["input_ids", "labels"])
+        lengths = lengths_of(documents)
         self._rows = pack(lengths, row_tokens, seed)
         self.stats = PackingStats(
             documents=len(lengths),
@@ -67,17 +71,29 @@ class PackedRows(Dataset):
         return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, list[int]]:
-        documents = [self._documents[i] for i in self._rows[index]]
+        ids, labels = self._read(self._rows[index])
         return {
-            "input_ids": [token for document in documents for token in document["input_ids"]],
-            "labels": [label for document in documents for label in document["labels"]],
-            "lengths": [len(document["input_ids"]) for document in documents],
+            "input_ids": list(chain.from_iterable(ids)),
+            "labels": list(chain.from_iterable(labels)),
+            "lengths": [len(each) for each in ids],
         }
 
+    def _read(self, indices: list[int]) -> tuple[list[list[int]], list[list[int]]]:
+        """Tokens and labels of some documents; of a `datasets.Dataset` in one read."""
+        if self._columns is not None:
+            batch = self._columns[indices]
+            return batch["input_ids"], batch["labels"]
+        documents = [self._documents[i] for i in indices]
+        return [each["input_ids"] for each in documents], [each["labels"] for each in documents]
 
-def _lengths(documents: Any) -> list[int]:
+
+def _is_dataset(documents: Any) -> bool:
+    return hasattr(documents, "with_format")
+
+
+def lengths_of(documents: Any) -> list[int]:
     """Tokens of each document; a `datasets.Dataset` is asked for its list lengths, without decoding a token."""
-    if not hasattr(documents, "with_format"):
+    if not _is_dataset(documents):
         return [len(document["input_ids"]) for document in documents]
     import pyarrow.compute
 

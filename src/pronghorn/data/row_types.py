@@ -10,7 +10,7 @@ ROLES = ("system", "user", "assistant", "tool")
 
 def where(path: str | PurePath, line: int) -> str:
     """How errors name a row: "train.jsonl line 3"; "train.parquet row 3" where a file or a hub set has no lines."""
-    unit = "line" if PurePath(path).suffix in (".jsonl", ".json", ".txt") else "row"
+    unit = "line" if str(path).endswith((".jsonl", ".json", ".txt")) else "row"
     return f"{path} {unit} {line}"
 
 

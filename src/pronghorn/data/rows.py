@@ -7,7 +7,7 @@ A key that its format doesn't know is an error: columns like "label" or "rejecte
 `format` or `columns` names what to read, every other key is ignored.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,26 +36,27 @@ class RowReader:
         self._on_bad = on_bad
         self._first = ""
 
-    def read(self, path: str, values: Iterable[tuple[int, Any]]) -> list[Row | Preference]:
+    def stream(self, path: str, values: Iterable[tuple[int, Any]]) -> Iterator[Row | Preference]:
         """The rows of one file (or hub set), in its order; DataError where there is none."""
-        rows: list[Row | Preference] = []
-        found_any = False
+        found_any = kept_any = False
         for line, value in values:
             found_any = True
-            at = where(path, line)
-            shape = self._shape_of(value, at)
+            shape = self._shape_of(value, path, line)
             try:
-                rows.append(read_row(shape, value, path, line))
+                row = read_row(shape, value, path, line)
             except DataError as error:
                 if self._on_bad is None:
                     raise
                 self._on_bad(error)
-        if not rows:
+            else:
+                kept_any = True
+                yield row
+        if not kept_any:
             what = "each of its rows was dropped" if found_any else "no rows in it"
             raise DataError(f"{path}: {what}", f"give a file with at least one row: {ACCEPTED}")
-        return rows
 
-    def _shape_of(self, value: Any, at: str) -> Shape:
+    def _shape_of(self, value: Any, path: str, line: int) -> Shape:
+        at = where(path, line)
         if not isinstance(value, dict):
             raise DataError(f"{at}: {type(value).__name__} instead of an object", f"write each row as {ACCEPTED}")
         if self.shape is not None and self.shape.given:
@@ -87,7 +88,7 @@ def read_rows(
     that are no known format, two formats in one file, preference pairs, a wrong role or order of roles, a value that
     isn't a string, and nothing to learn (an empty completion, assistant message or text).
     """
-    return for_sft(_read(path, RowReader(format, columns, on_bad)))
+    return list(for_sft(_read(path, RowReader(format, columns, on_bad))))
 
 
 def read_pairs(
@@ -98,9 +99,8 @@ def read_pairs(
     return [row for row in rows if isinstance(row, Preference)]
 
 
-def for_sft(rows: Iterable[Row | Preference]) -> list[Row]:
-    """The rows, if none is a preference pair; else DataError."""
-    kept: list[Row] = []
+def for_sft(rows: Iterable[Row | Preference]) -> Iterator[Row]:
+    """The rows as they come; DataError at a preference pair."""
     for row in rows:
         if isinstance(row, Preference):
             raise DataError(
@@ -108,12 +108,11 @@ def for_sft(rows: Iterable[Row | Preference]) -> list[Row]:
                 "name what to train on, e.g. data.format: alpaca with data.columns: {output: chosen}, or write the "
                 "chosen answers as conversations; pairs are for DPO, which is not built yet",
             )
-        kept.append(row)
-    return kept
+        yield row
 
 
-def _read(path: str | Path, reader: RowReader) -> list[Row | Preference]:
+def _read(path: str | Path, reader: RowReader) -> Iterator[Row | Preference]:
     path = Path(path)
     if not path.is_file():
         raise DataError(f"{path}: no such file", "mend data.train or data.eval; paths start at the current directory")
-    return reader.read(str(path), objects(path))
+    return reader.stream(str(path), objects(path))

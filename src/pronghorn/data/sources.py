@@ -5,6 +5,7 @@ repeats it whole, as often as it fits, and what is left over is drawn from it wi
 than once oftener than another of its source. The draw depends on the seed alone. Without weights each row is used once.
 """
 
+import hashlib
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,8 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pronghorn.config import Data, Source
-from pronghorn.data.files import READERS, objects, without_nulls
-from pronghorn.data.rows import OnBad, Preference, Row, RowReader, for_sft
+from pronghorn.data.files import READERS, count, objects, without_nulls
+from pronghorn.data.rows import Row, RowReader, for_sft
 from pronghorn.errors import ConfigError, DataError
 
 NO_DATA = ("", ".md")
@@ -54,8 +55,9 @@ def load_rows(data: Data, split: Literal["train", "eval"], seed: int) -> Loaded:
     counts: list[tuple[str, str, int]] = []
     for source in sources:
         before = len(errors)
-        found, kind = _read(source, errors.append if data.bad_rows == "drop" else None)
-        read.append(for_sft(found))
+        reader = RowReader(source.format, source.columns, errors.append if data.bad_rows == "drop" else None)
+        read.append(list(read_source(source, reader)))
+        kind = reader.shape.name if reader.shape is not None else ""
         counts.append((str(source.path), kind, len(errors) - before))
     if weights:
         taken = mixture([len(rows) for rows in read], weights, seed)
@@ -88,13 +90,34 @@ def mixture(lengths: Sequence[int], weights: Sequence[float], seed: int) -> list
     return taken
 
 
-def _read(source: Source, on_bad: OnBad | None) -> tuple[list[Row | Preference], str]:
-    """The rows of one source and the name of their format, which its files share."""
-    reader = RowReader(source.format, source.columns, on_bad)
-    rows: list[Row | Preference] = []
+def read_source(source: Source, reader: RowReader) -> Iterator[Row]:
+    """The rows of one source as they are read, one format for all its files. Raises DataError as `load_rows`."""
     for path, values in _open(source):
-        rows += reader.read(path, values)
-    return rows, reader.shape.name if reader.shape is not None else ""
+        yield from for_sft(reader.stream(path, values))
+
+
+def fingerprint(source: Source) -> list[tuple[str, str]]:
+    """(name, hash of its content) of each file of a source; of a hub set the hash that `datasets` gives it."""
+    if source.path.is_dir() or source.path.is_file():
+        files = _files(source.path) if source.path.is_dir() else [source.path]
+        return [(str(file), _hash(file)) for file in files]
+    if source.is_hub_name:
+        return [(source.path.as_posix(), _hub_set(source.path.as_posix())._fingerprint)]
+    return []  # which reading refuses
+
+
+def count_rows(source: Source) -> int | None:
+    """About how many rows a source has, for the progress bar; None where counting would be reading."""
+    if source.path.is_dir() or source.path.is_file():
+        counts = [count(file) for file in (_files(source.path) if source.path.is_dir() else [source.path])]
+        known = [n for n in counts if n is not None]
+        return sum(known) if len(known) == len(counts) else None
+    return len(_hub_set(source.path.as_posix())) if source.is_hub_name else None
+
+
+def _hash(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def _open(source: Source) -> Iterator[tuple[str, Iterator[tuple[int, Any]]]]:
@@ -132,14 +155,18 @@ def _files(folder: Path) -> list[Path]:
 
 def _hub(name: str) -> Iterator[tuple[int, Any]]:
     """The rows of a hub set's split `train`, null fields of nested records left out as in Parquet."""
+    for row, value in enumerate(_hub_set(name), 1):
+        yield row, {key: without_nulls(each) for key, each in value.items()}
+
+
+def _hub_set(name: str) -> Any:
+    """A hub set's split `train`, downloaded once by `datasets` and memory-mapped."""
     import datasets
 
     try:
-        table = datasets.load_dataset(name, split="train")
+        return datasets.load_dataset(name, split="train")
     except (OSError, ValueError) as error:  # not found, not reached, no such split, more than one configuration
         raise DataError(
             f"{name}: no such file or folder here, and the hub gives no split `train` of it ({error})",
             "mend the path or the name, or download the set and give its folder",
         ) from error
-    for row, value in enumerate(table, 1):
-        yield row, {key: without_nulls(each) for key, each in value.items()}

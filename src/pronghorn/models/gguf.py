@@ -68,6 +68,13 @@ def load_gguf(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     return model, tokenizer
 
 
+def tokenizer_of(path: Path) -> Any:
+    """The tokenizer that `load_gguf` gives, without the weights. Raises as that does."""
+    header = read_header(path)
+    _check(header)
+    return load_tokenizer(path, header.metadata)
+
+
 def read_header(path: Path) -> GgufHeader:
     """Read the metadata of a GGUF file.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -72,30 +73,113 @@ def load_model(
         DataError: the folder or file is missing or holds no safetensors weights.
         UnsupportedError: a family or a quantisation Pronghorn doesn't serve.
     """
-    if max_seq_length <= 0:
-        raise ConfigError(f"max_seq_length {max_seq_length} is not positive", "give the tokens a packed row shall hold")
     device = device or default_device()
     weights_dtype = resolve_dtype(dtype, device)
+    found = find_model(
+        name,
+        max_seq_length=max_seq_length,
+        load_in_4bit=load_in_4bit,
+        trust_remote_code=trust_remote_code,
+        token=token,
+        revision=revision,
+    )
+    tokenizer = found.tokenizer()
+    return found.model(weights_dtype, device), tokenizer
+
+
+@dataclass(frozen=True)
+class FoundModel:
+    """A model that is there, everything checked that needs no weights: its tokenizer can be used before they load."""
+
+    name: str | Path
+    config: Any
+    """None for a GGUF file and for an adapter, which has its base's."""
+    base: FoundModel | None
+    """What a saved adapter goes on."""
+    max_seq_length: int
+    load_in_4bit: bool
+    hub: dict[str, Any]
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether it is a saved adapter's folder."""
+        return self.base is not None
+
+    def tokenizer(self) -> Any:
+        """The tokenizer; an adapter's own if one was saved with it."""
+        path = Path(self.name)
+        if path.suffix == ".gguf":
+            from pronghorn.models.gguf import tokenizer_of
+
+            return tokenizer_of(path)
+        if self.base is not None and not (path / "tokenizer_config.json").is_file():
+            return self.base.tokenizer()
+        return _tokenizer(self.name, **self.hub)
+
+    def model(self, dtype: torch.dtype, device: torch.device) -> Any:
+        """The model with weights of `dtype` (those of a quantised base stay as stored) on `device`."""
+        if self.base is not None:
+            from peft import PeftModel
+
+            return PeftModel.from_pretrained(self.base.model(dtype, device), self.name, is_trainable=True)
+        if self.config is None:
+            from pronghorn.models.gguf import load_gguf
+
+            model, _ = load_gguf(Path(self.name), dtype)
+            check_config(model.config)
+            check_max_seq_length(model.config, self.max_seq_length)
+            return model.to(device)
+        from transformers import AutoModelForCausalLM
+
+        quantization = _quantization(self.config, self.load_in_4bit, dtype)
+        model = AutoModelForCausalLM.from_pretrained(
+            self.name,
+            config=self.config,
+            dtype=dtype,
+            use_safetensors=True,
+            attn_implementation="sdpa",
+            device_map={"": device},
+            **self.hub,
+            **({"quantization_config": quantization} if quantization is not None else {}),
+        )
+        _keep_packed_4bit_layout(model)
+        return model
+
+
+def find_model(
+    name: str | Path,
+    *,
+    max_seq_length: int,
+    load_in_4bit: bool = False,
+    trust_remote_code: bool = False,
+    token: str | None = None,
+    revision: str | None = None,
+) -> FoundModel:
+    """Find what `load_model` would load, and check it. Takes its arguments and raises its errors."""
+    if max_seq_length <= 0:
+        raise ConfigError(f"max_seq_length {max_seq_length} is not positive", "give the tokens a packed row shall hold")
+    hub = {"trust_remote_code": trust_remote_code, "token": token, "revision": revision}
     path = Path(name).expanduser()
     if path.suffix == ".gguf":
-        model, tokenizer = _load_gguf(path, weights_dtype, load_in_4bit)
-        model.to(device)
-        check_max_seq_length(model.config, max_seq_length)
-        return model, tokenizer
+        _check_gguf(path, load_in_4bit)
+        return FoundModel(path, None, None, max_seq_length, load_in_4bit, hub)
     if not path.exists() and (path.is_absolute() or str(name).startswith((".", "~")) or str(name).count("/") > 1):
         raise DataError(f"model folder {name} does not exist", "check the path, or give a hub name like owner/model")
-    if (path / "adapter_config.json").is_file():
-        return _load_with_adapter(
-            path, max_seq_length, weights_dtype, load_in_4bit, trust_remote_code, token, revision, device
-        )
     if path.is_dir():
         _check_weights(path)
-    from transformers import AutoConfig, AutoModelForCausalLM
+    if (path / "adapter_config.json").is_file():
+        base = find_model(
+            _base_of(path),
+            max_seq_length=max_seq_length,
+            load_in_4bit=load_in_4bit,
+            **hub,  # type: ignore[arg-type]
+        )
+        return FoundModel(path, None, base, max_seq_length, load_in_4bit, hub)
+    from transformers import AutoConfig
 
-    name = path if path.exists() else name
-    hub = {"trust_remote_code": trust_remote_code, "token": token, "revision": revision}
+    found = path if path.exists() else name
     try:
-        config = AutoConfig.from_pretrained(name, **hub)
+        config = AutoConfig.from_pretrained(found, **hub)
     except OSError as error:
         reason = str(error).strip().splitlines()[0]
         raise DataError(
@@ -104,20 +188,16 @@ def load_model(
         ) from error
     check_config(config)
     check_max_seq_length(config, max_seq_length)
-    quantization = _quantization(config, load_in_4bit, weights_dtype)
-    tokenizer = _tokenizer(name, **hub)
-    model = AutoModelForCausalLM.from_pretrained(
-        name,
-        config=config,
-        dtype=weights_dtype,
-        use_safetensors=True,
-        attn_implementation="sdpa",
-        device_map={"": device},
-        **hub,
-        **({"quantization_config": quantization} if quantization is not None else {}),
-    )
-    _keep_packed_4bit_layout(model)
-    return model, tokenizer
+    _quantization(config, load_in_4bit, torch.float32)
+    return FoundModel(found, config, None, max_seq_length, load_in_4bit, hub)
+
+
+def _base_of(adapter: Path) -> str:
+    path = adapter / "adapter_config.json"
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path}: no adapter's configuration ({error!r})", "copy or save the adapter again") from error
 
 
 def _tokenizer(name: str | Path, **hub: Any) -> Any:
@@ -150,9 +230,7 @@ def check_max_seq_length(config: Any, max_seq_length: int) -> None:
         )
 
 
-def _load_gguf(path: Path, dtype: torch.dtype, load_in_4bit: bool) -> tuple[Any, Any]:
-    from pronghorn.models.gguf import load_gguf
-
+def _check_gguf(path: Path, load_in_4bit: bool) -> None:
     if not path.is_file():
         raise DataError(f"GGUF file {path} does not exist", "check the path")
     if load_in_4bit:
@@ -160,39 +238,6 @@ def _load_gguf(path: Path, dtype: torch.dtype, load_in_4bit: bool) -> tuple[Any,
             f"load_in_4bit with {path.name}: a GGUF file is unpacked to dense weights",
             "save it once with save_pretrained and load that folder with load_in_4bit=True",
         )
-    model, tokenizer = load_gguf(path, dtype)
-    check_config(model.config)
-    return model, tokenizer
-
-
-def _load_with_adapter(
-    path: Path,
-    max_seq_length: int,
-    dtype: torch.dtype,
-    load_in_4bit: bool,
-    trust_remote_code: bool,
-    token: str | None,
-    revision: str | None,
-    device: torch.device,
-) -> tuple[Any, Any]:
-    """A folder that `save_pretrained` of a PEFT model wrote: its base model, then the adapter, ready to train on."""
-    from peft import PeftModel
-
-    base_name = json.loads((path / "adapter_config.json").read_text())["base_model_name_or_path"]
-    base, tokenizer = load_model(
-        base_name,
-        max_seq_length=max_seq_length,
-        dtype=dtype,
-        load_in_4bit=load_in_4bit,
-        trust_remote_code=trust_remote_code,
-        token=token,
-        revision=revision,
-        device=device,
-    )
-    _check_weights(path)
-    if (path / "tokenizer_config.json").is_file():
-        tokenizer = _tokenizer(path, trust_remote_code=trust_remote_code)
-    return PeftModel.from_pretrained(base, path, is_trainable=True), tokenizer
 
 
 def _check_weights(folder: Path) -> None:

@@ -1,0 +1,289 @@
+"""Tokenising once: what data, tokenizer, template and options make is kept on disk under a hash of all of them.
+
+    cache / <hash of one source and everything that decides its tokens> / part-00000.arrow … and, last, meta.json
+
+A source that was tokenised before is opened memory-mapped: only lengths are ever in memory, so a set may be larger than
+it. A folder without meta.json is one that was being filled: it is filled on, from the first part that isn't there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pronghorn.config import Data, Source
+from pronghorn.data.chat import fit
+from pronghorn.data.packing import Document
+from pronghorn.data.parts import PartInfo, Tokenising, part_name, read_info, write_parts
+from pronghorn.data.rows import Row, RowReader
+from pronghorn.data.sources import SourceCount, count_rows, fingerprint, mixture, read_source
+from pronghorn.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SCHEMA = "pronghorn-tokens-v1"
+LABELLING = 1
+"""Raised when the same data would get other tokens or labels than an earlier version gave them."""
+PART_ROWS = 20_000
+ERRORS = 3
+"""So many errors of dropped rows are kept."""
+
+Progress = Callable[[str, int, int | None], None]
+"""Called with a source's name, its rows done, and how many it has (None: not known)."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Documents ready to pack, and what became of the rows."""
+
+    dataset: Any
+    """`datasets.Dataset` of input_ids, labels (int32 lists) and source (text); memory-mapped but for cut documents."""
+    counts: list[SourceCount]
+    errors: list[str]
+    """Of the first dropped rows."""
+    dropped: int
+    """Rows and documents left out: refused, without a label, too long."""
+    truncated: int
+    split: int
+    dropped_pieces: int
+    key: str
+    """Hash of the data and all that decided the documents."""
+
+
+def documents(
+    data: Data,
+    split: Literal["train", "eval"],
+    tokenizer: PreTrainedTokenizerBase,
+    max_seq_length: int,
+    seed: int,
+    progress: Progress | None = None,
+    part_rows: int = PART_ROWS,
+) -> Prepared:
+    """The tokenised documents of `data.train` or `data.eval`, from the cache or made now.
+
+    Weights of a mixture are shares of documents. The overflow rule comes last; documents that it cuts stand at the end.
+
+    Raises:
+        DataError: data that can't be read or trained on, nothing left to train, a cache that is damaged or of another
+            version; ConfigError: a split that isn't set, weights for some sources, a system prompt that no row takes.
+    """
+    sources = data.sources(split)
+    if not sources:
+        raise ConfigError(f"data.{split} is not set", "give a file, a folder, a hub name or a list of them")
+    cache = _Cache(data, tokenizer, part_rows, progress or (lambda *_: None))
+    entries = [cache.entry(source) for source in sources]
+    if data.system_prompt is not None and not any(entry.conversations for entry in entries):
+        raise ConfigError(
+            "data.system_prompt is set, but no row is rendered by a chat template",
+            "leave it out, or give conversations and a chat template (data.chat_template)",
+        )
+    if not any(entry.documents for entry in entries):
+        raise DataError(
+            f"none of {sum(entry.rows for entry in entries)} rows has a token to train",
+            "give rows with an assistant message (data.loss_on: completion trains nothing else)",
+        )
+    weights = [source.weight for source in sources if source.weight is not None]
+    taken = mixture([entry.documents for entry in entries], weights, seed) if weights else None
+    whole = _concatenated(entries, taken)
+    fitted, dataset = _fitted(whole, max_seq_length, data.overflow)
+    used = [entry.documents if taken is None else len(taken[i]) for i, entry in enumerate(entries)]
+    return Prepared(
+        dataset=dataset,
+        counts=[
+            SourceCount(str(source.path), entry.format, entry.rows, entry.dropped, n)
+            for source, entry, n in zip(sources, entries, used, strict=True)
+        ],
+        errors=[error for entry in entries for error in entry.errors][:ERRORS],
+        dropped=sum(entry.dropped + entry.unlabelled for entry in entries) + fitted.dropped,
+        truncated=fitted.truncated,
+        split=fitted.split,
+        dropped_pieces=fitted.dropped_pieces,
+        key=_hash([[entry.key for entry in entries], weights, seed, max_seq_length, data.overflow]),
+    )
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One source in the cache; rows are those read and not dropped."""
+
+    key: str
+    folder: Path
+    format: str
+    dropped: int
+    errors: list[str]
+    parts: list[PartInfo]
+
+    @property
+    def rows(self) -> int:
+        return sum(part.rows for part in self.parts)
+
+    @property
+    def documents(self) -> int:
+        return sum(part.documents for part in self.parts)
+
+    @property
+    def unlabelled(self) -> int:
+        return sum(part.unlabelled for part in self.parts)
+
+    @property
+    def conversations(self) -> int:
+        return sum(part.conversations for part in self.parts)
+
+
+class _Cache:
+    """Finds or makes the entries of a run's sources."""
+
+    def __init__(self, data: Data, tokenizer: PreTrainedTokenizerBase, part_rows: int, progress: Progress) -> None:
+        self._data, self._part_rows, self._progress = data, part_rows, progress
+        self._how = Tokenising(tokenizer, data.loss_on, data.system_prompt)
+        self._identity = tokenizer_identity(tokenizer)
+        self._root = data.cache or _default_root()
+
+    def entry(self, source: Source) -> _Entry:
+        """The source's entry, made if need be; other processes that want the same one wait for it."""
+        from filelock import FileLock
+
+        made_of = {
+            "labelling": LABELLING,
+            "part_rows": self._part_rows,
+            "files": fingerprint(source),
+            "format": source.format,
+            "columns": source.columns,
+            "bad_rows": self._data.bad_rows,
+            "loss_on": self._data.loss_on,
+            "system_prompt": self._data.system_prompt,
+            "tokenizer": self._identity,
+        }
+        key = _hash(made_of)
+        folder = self._root / key
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / ".lock"):
+            if not (folder / "meta.json").exists():
+                self._fill(source, folder, made_of)
+        return _open(folder, key)
+
+    def _fill(self, source: Source, folder: Path, made_of: dict[str, Any]) -> None:
+        errors: list[DataError] = []
+        reader = RowReader(source.format, source.columns, errors.append if self._data.bad_rows == "drop" else None)
+        there: dict[int, PartInfo] = {}
+        total, name, done = count_rows(source), str(source.path), 0
+
+        def missing() -> Iterator[tuple[Path, list[Row]]]:
+            nonlocal done
+            rows = read_source(source, reader)
+            number = 0
+            while chunk := list(islice(rows, self._part_rows)):
+                path = folder / part_name(number)
+                if path.exists():
+                    there[number] = read_info(path)
+                    done += len(chunk)
+                    self._progress(name, done, total)
+                else:
+                    yield path, chunk
+                number += 1
+
+        self._progress(name, 0, total)
+        for part in write_parts(missing(), self._how, self._data.workers or _cores()):
+            there[int(part.name[5:10])] = part
+            done += part.rows
+            self._progress(name, done, total)
+        meta = {
+            "schema": SCHEMA,
+            "made_of": made_of,
+            "format": reader.shape.name if reader.shape is not None else "",
+            "dropped": len(errors),
+            "errors": [str(error) for error in errors[:ERRORS]],
+            "parts": [asdict(there[number]) for number in sorted(there)],
+        }
+        unfinished = folder / ".meta.json"
+        unfinished.write_text(json.dumps(meta, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        unfinished.replace(folder / "meta.json")
+
+
+def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Hash of everything in a tokenizer, its chat template included, that decides tokens and labels."""
+    backend: Any = tokenizer.backend_tokenizer
+    tokenizer("")  # as transformers leaves it after a call: no truncation, no padding
+    return _hash([backend.to_str(), str(tokenizer.chat_template), tokenizer.special_tokens_map])
+
+
+def _open(folder: Path, key: str) -> _Entry:
+    path = folder / "meta.json"
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"{path}: not valid JSON ({error})", f"delete {folder}") from error
+    found = meta.get("schema") if isinstance(meta, dict) else type(meta).__name__
+    if found != SCHEMA:
+        raise DataError(
+            f"{path}: a token cache of schema {found!r}, not {SCHEMA!r}",
+            f"delete {folder}, or set data.cache to another folder",
+        )
+    parts = [PartInfo(**part) for part in meta["parts"]]
+    for part in parts:
+        file = folder / part.name
+        size = file.stat().st_size if file.is_file() else None
+        if size != part.bytes:
+            what = "missing" if size is None else f"{size:,} bytes instead of {part.bytes:,}"
+            raise DataError(f"{file}: {what}: the token cache is damaged", f"delete {folder}")
+    return _Entry(key, folder, meta["format"], meta["dropped"], meta["errors"], parts)
+
+
+def _concatenated(entries: list[_Entry], taken: list[list[int]] | None) -> Any:
+    from datasets import Dataset, concatenate_datasets
+
+    sets = []
+    for number, entry in enumerate(entries):
+        files = [entry.folder / part.name for part in entry.parts if part.documents]
+        if files:
+            one = concatenate_datasets([Dataset.from_file(str(file)) for file in files])
+            sets.append(one if taken is None else one.select(taken[number]))
+    return concatenate_datasets(sets)
+
+
+def _fitted(whole: Any, max_seq_length: int, overflow: Any) -> Any:
+    """(what the overflow rule did, the documents that fit and, after them, what it made of those that didn't)."""
+    from datasets import Dataset, concatenate_datasets
+
+    from pronghorn.data.chat import Fitted
+    from pronghorn.data.packed_rows import lengths_of
+
+    lengths = lengths_of(whole)
+    long = [i for i, n in enumerate(lengths) if n > max_seq_length]
+    if not long:
+        return Fitted([], 0, 0), whole
+    short = whole.select([i for i, n in enumerate(lengths) if n <= max_seq_length])
+    fitted = fit(
+        (Document(row["input_ids"], row["labels"], row["source"]) for row in whole.select(long)),
+        max_seq_length,
+        overflow,
+        others=len(short),
+    )
+    if not fitted.documents:
+        return fitted, short
+    columns = {name: [getattr(d, name) for d in fitted.documents] for name in ("input_ids", "labels", "source")}
+    cut = Dataset.from_dict(columns, features=whole.features)
+    return fitted, concatenate_datasets([short, cut]) if len(short) else cut
+
+
+def _hash(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def _default_root() -> Path:
+    from huggingface_hub.constants import HF_HOME
+
+    return Path(HF_HOME) / "pronghorn"
+
+
+def _cores() -> int:
+    import os
+
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
