@@ -17,6 +17,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--smollm2", type=Path, default=None, help="SmolLM2-135M-Instruct as a safetensors folder")
 
 
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokenised data goes to a folder of this test session, in this process and in those that it starts."""
+    folder = str(tmp_path_factory.getbasetemp() / "hf")
+    monkeypatch.setenv("HF_HOME", folder)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", folder)
+
+
 @pytest.fixture(scope="session")
 def shared(request: pytest.FixtureRequest) -> Path:
     """The folder of data and models the tests read in place."""

@@ -19,8 +19,9 @@ from pronghorn.data import chat as chat_module
 from pronghorn.data.chat import fit, tokenize
 from pronghorn.data.labels import token_ranges
 from pronghorn.data.packing import Document
-from pronghorn.data.row_types import Message, PromptCompletion, TextDocument
-from pronghorn.data.template import BUILT_IN, find_template
+from pronghorn.data.row_types import Conversation, Message, PromptCompletion, TextDocument
+from pronghorn.data.rows import read_rows
+from pronghorn.data.template import BUILT_IN, find_template, render, render_all
 from pronghorn.errors import ConfigError, DataError
 from pronghorn.train.run import run
 from test_chat import CHATML, WHERE, byte_level, chat, one, texts, trained
@@ -261,3 +262,20 @@ def test_a_run_saves_the_template_that_it_was_trained_with(shared: Path, tmp_pat
     table["train"]["output"] = tmp_path / "other"
     with pytest.raises(ConfigError, match=r"data\.chat_template is 'llama'"):
         run(Recipe.model_validate(table), Console(quiet=True))
+
+
+@pytest.mark.parametrize("name", ["gsm8k/test.jsonl", "llamafactory/v1_sft_demo.jsonl"])
+def test_many_conversations_render_as_one_by_one(name: str, shared: Path, stories: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(stories)
+    tokenizer.chat_template = BUILT_IN["mistral"].text
+    columns = {"prompt": "question", "completion": "answer"} if "gsm8k" in name else {}
+    rows = []
+    for row in read_rows(shared / "data" / name, columns)[:200]:
+        if isinstance(row, PromptCompletion):
+            messages = (Message("user", row.prompt), Message("assistant", row.completion))
+            row = Conversation(messages, path=row.path, line=row.line)
+        assert isinstance(row, Conversation)
+        rows.append(row)
+    for answer in (False, True):
+        one_by_one = [render(row.messages, row.tools, tokenizer, row.source, answer) for row in rows]
+        assert render_all(rows, tokenizer, answer) == one_by_one

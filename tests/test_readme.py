@@ -30,6 +30,7 @@ def test_the_readme_names_these_commands() -> None:
         "make test",
         "pronghorn doctor",
         "pronghorn train recipes/demo-cpu.yaml",
+        "pronghorn data inspect recipes/demo-cpu.yaml --rows 2 --html runs/data.html",
     ]
     assert len(PYTHON) == 1
 
@@ -69,6 +70,18 @@ def test_the_demo_fails_loudly_and_keeps_what_it_trained(tmp_path: Path) -> None
     assert "which is not a fall of 5.0 or more" in done.stderr and "Traceback" not in done.stderr
     assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").is_file()
     assert (tmp_path / "run" / "report.html").is_file()
+
+
+@pytest.mark.slow
+def test_data_inspect(tmp_path: Path) -> None:
+    """Of the demo's data; only the page goes elsewhere."""
+    assert (ROOT / ".cache" / "docs" / "train.jsonl").is_file(), "test_make_demo_in_three_steps makes this"
+    page = tmp_path / "data.html"
+    command = BASH[4].replace("pronghorn", f"{sys.executable} -m pronghorn", 1).replace("runs/data.html", str(page))
+    done = shell(command.split())
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "⟦" in done.stdout and "Packed rows" in done.stdout
+    assert "max_seq_length 512" in page.read_text(encoding="utf-8")
 
 
 @pytest.mark.slow

@@ -11,11 +11,12 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from rich.console import Console
 
@@ -66,6 +67,16 @@ def make(stories: Path, shared: Path, tmp_path: Path) -> Make:
         )
 
     return recipe
+
+
+@pytest.fixture(autouse=True)
+def indeterministic_again() -> Iterator[None]:
+    """Deterministic mode is of the process: other tests shall not get it."""
+    backend = torch.backends.cudnn
+    before = backend.deterministic, backend.benchmark
+    yield
+    torch.use_deterministic_algorithms(False)
+    backend.deterministic, backend.benchmark = before
 
 
 def start(recipe: Recipe) -> int:
@@ -177,6 +188,25 @@ def unfinished(make: Make, tmp_path: Path, monkeypatch: Any) -> Path:
         with pytest.raises(RunStopped):
             run(make("run"), QUIET)
     return tmp_path / "run"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_on_a_gpu(make: Make, tmp_path: Path, monkeypatch: Any, dtype: str, method: str) -> None:
+    """Packed flash attention, CUDA's random state and, in float16, the loss scaler's: all go on where they were."""
+    changes: dict[str, Any] = {"precision": {"dtype": dtype}, "adapter": {"method": method, "lora_dropout": 0.1}}
+    run(make("whole", **changes), QUIET)
+    with monkeypatch.context() as patch:
+        patch.setattr(RunControl, "on_step_begin", lambda self, args, state, *rest, **_: stop_at(self, state, 5))
+        with pytest.raises(RunStopped):
+            run(make("run", **changes), QUIET)
+    assert (tmp_path / "run/checkpoint-5/scaler.pt").exists() == (dtype == "float16")
+    assert run(make("run", **changes), QUIET).resumed_at == [5]
+    same_run(tmp_path / "whole", tmp_path / "run")
+    if dtype == "float16":
+        scalers = [torch.load(tmp_path / name / "checkpoint-12/scaler.pt") for name in ("whole", "run")]
+        assert scalers[0] == scalers[1]
 
 
 def stop_at(control: RunControl, state: Any, step: int) -> None:

@@ -13,9 +13,14 @@ from hypothesis import strategies as st
 
 from pronghorn.config import Data, Recipe
 from pronghorn.data import files
-from pronghorn.data.rows import Conversation, Message, PromptCompletion, TextDocument, read_rows
+from pronghorn.data.chat import tokenize
+from pronghorn.data.rows import Conversation, Message, Preference, PromptCompletion, TextDocument, read_rows
 from pronghorn.data.sources import SourceCount, load_rows, mixture
+from pronghorn.data.template import render, render_all
 from pronghorn.errors import ConfigError, DataError
+from test_chat import byte_level, trained
+from test_formats import FILES
+from test_labels import CALLS as CALLS_TEMPLATE
 
 PAIR = {"prompt": "Hi", "completion": "Hello"}
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
@@ -163,6 +168,25 @@ def test_hub_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(DataError, match="no such file"):
             load_rows(data(name), "train", seed=0)
     assert len(asked) == 2
+
+
+@pytest.mark.parametrize(("file", "format", "columns"), [each[:3] for each in FILES if each[-1] is not Preference])
+def test_data_files_come_back_from_their_tokens(file: str, format: Any, columns: dict[str, str], shared: Path) -> None:
+    """Decoding the trained tokens gives the assistant's texts (and calls), of many rows at a time as of one."""
+    rows = read_rows(shared / "data" / file, columns, format)[:300]
+    tokenizer = byte_level("{{ tools | tojson if tools }}" + CALLS_TEMPLATE)
+    for row, document in zip(rows, tokenize(rows, tokenizer, verify_rows=len(rows)).documents, strict=True):
+        if isinstance(row, TextDocument):
+            assert tokenizer.decode(document.input_ids) == row.text + "<|im_end|>"
+            continue
+        if isinstance(row, PromptCompletion):
+            row = Conversation((Message("user", row.prompt), Message("assistant", row.completion)), path="", line=1)
+        answers = [message for message in row.messages if message.role == "assistant"]
+        for answer, text in zip(answers, trained(document, tokenizer), strict=True):
+            calls = [json.dumps(call, ensure_ascii=False) for call in answer.extra.get("tool_calls", ())]
+            assert text == answer.content + "".join(f"<call>{call}</call>" for call in calls) + "<|im_end|>"
+        [text] = render_all([row], tokenizer, answer=False)
+        assert text == render(row.messages, row.tools, tokenizer, row.source, answer=False)
 
 
 @given(

@@ -1,4 +1,4 @@
-"""`pronghorn train` and `pronghorn doctor`. Only typer and rich load at start; the rest where a command needs it."""
+"""`pronghorn train`, `data` and `doctor`. Only typer and rich load at start; the rest where a command needs it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -30,6 +30,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+data = typer.Typer(help="Look at what a recipe trains on.", no_args_is_help=True)
+app.add_typer(data, name="data")
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
 
@@ -87,6 +90,53 @@ def train(
         record = run(settings, console, allow)
         console.print()
         console.print(summary(record, Path(settings.train.output)))
+
+
+@data.command("inspect", no_args_is_help=True)
+def inspect_data(
+    recipe: Annotated[
+        Path, typer.Argument(metavar="RECIPE", help="YAML file that says what to train, on what, and where it goes.")
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="SECTION.KEY=VALUE", help="Changes to the recipe, for this look only."),
+    ] = None,
+    split: Annotated[Literal["train", "eval"], typer.Option("--split", help="Show data.train or data.eval.")] = "train",
+    rows: Annotated[int, typer.Option("--rows", min=0, help="Show so many documents, token by token.")] = 3,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="PATH", help="Write it all to one page, too.", dir_okay=False)
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Show what RECIPE's data becomes before training: which tokens are trained, how long documents are, how they pack.
+
+    Reads, renders and tokenises as training does, with the tokenizer only: no weights are loaded. Trained tokens are
+    coloured, or between ⟦ and ⟧ where there are no colours. What looks wrong although it is allowed is told last.
+
+    [bold]Examples[/]
+
+      pronghorn data inspect recipes/gpu-lora.yaml
+
+      pronghorn data inspect my.yaml --split eval --rows 10 --html eval.html
+
+      pronghorn data inspect my.yaml data.loss_on=last model.max_seq_length=8192
+    """
+    console = Console()
+    with _plain_errors(debug):
+        from pronghorn.config import Recipe
+
+        settings = Recipe.load(recipe, overrides or [])
+        from pronghorn.diagnose.inspect import inspect
+        from pronghorn.diagnose.inspect_terminal import show
+        from pronghorn.train.progress import RowsProgress
+
+        with RowsProgress(console) as progress:
+            found = inspect(settings, split, rows, progress)
+        show(found, console)
+        if html is not None:
+            from pronghorn.diagnose.inspect_report import write_page
+
+            console.print(f"\nPage: {write_page(found, html)}", markup=False, soft_wrap=True)
 
 
 @app.command()

@@ -12,15 +12,14 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pronghorn.config import Data, Source
 from pronghorn.data.chat import fit
 from pronghorn.data.packing import Document
-from pronghorn.data.parts import PartInfo, Tokenising, part_name, read_info, write_parts
-from pronghorn.data.rows import Row, RowReader
+from pronghorn.data.parts import PartInfo, Tokenising, clear_leftovers, part_name, read_info, write_parts
+from pronghorn.data.rows import Row, RowReader, in_chunks
 from pronghorn.data.sources import SourceCount, count_rows, fingerprint, mixture, read_source
 from pronghorn.errors import ConfigError, DataError
 
@@ -31,6 +30,8 @@ SCHEMA = "pronghorn-tokens-v1"
 LABELLING = 1
 """Raised when the same data would get other tokens or labels than an earlier version gave them."""
 PART_ROWS = 20_000
+PART_CHARACTERS = 16_000_000
+"""A part of long rows ends earlier: its documents are in memory until it is written, about 100 bytes a character."""
 ERRORS = 3
 """So many errors of dropped rows are kept."""
 
@@ -89,6 +90,12 @@ def documents(
             "give rows with an assistant message (data.loss_on: completion trains nothing else)",
         )
     weights = [source.weight for source in sources if source.weight is not None]
+    empty = next((source for source, entry in zip(sources, entries, strict=True) if not entry.documents), None)
+    if weights and empty is not None:
+        raise DataError(
+            f"{empty.path}: none of its rows has a token to train, and it has a share of data.{split}",
+            "take it out of the mixture, or set data.loss_on to all",
+        )
     taken = mixture([entry.documents for entry in entries], weights, seed) if weights else None
     whole = _concatenated(entries, taken)
     fitted, dataset = _fitted(whole, max_seq_length, data.overflow)
@@ -152,6 +159,7 @@ class _Cache:
         made_of = {
             "labelling": LABELLING,
             "part_rows": self._part_rows,
+            "part_characters": PART_CHARACTERS,
             "files": fingerprint(source),
             "format": source.format,
             "columns": source.columns,
@@ -169,6 +177,7 @@ class _Cache:
         return _open(folder, key)
 
     def _fill(self, source: Source, folder: Path, made_of: dict[str, Any]) -> None:
+        clear_leftovers(folder)
         errors: list[DataError] = []
         reader = RowReader(source.format, source.columns, errors.append if self._data.bad_rows == "drop" else None)
         there: dict[int, PartInfo] = {}
@@ -177,8 +186,7 @@ class _Cache:
         def missing() -> Iterator[tuple[Path, list[Row]]]:
             nonlocal done
             rows = read_source(source, reader)
-            number = 0
-            while chunk := list(islice(rows, self._part_rows)):
+            for number, chunk in enumerate(in_chunks(rows, self._part_rows, PART_CHARACTERS)):
                 path = folder / part_name(number)
                 if path.exists():
                     there[number] = read_info(path)
@@ -186,7 +194,6 @@ class _Cache:
                     self._progress(name, done, total)
                 else:
                     yield path, chunk
-                number += 1
 
         self._progress(name, 0, total)
         for part in write_parts(missing(), self._how, self._data.workers or _cores()):
@@ -210,7 +217,8 @@ def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
     """Hash of everything in a tokenizer, its chat template included, that decides tokens and labels."""
     backend: Any = tokenizer.backend_tokenizer
     tokenizer("")  # as transformers leaves it after a call: no truncation, no padding
-    return _hash([backend.to_str(), str(tokenizer.chat_template), tokenizer.special_tokens_map])
+    options = [tokenizer.special_tokens_map, tokenizer.split_special_tokens]
+    return _hash([backend.to_str(), str(tokenizer.chat_template), options])
 
 
 def _open(folder: Path, key: str) -> _Entry:
@@ -225,14 +233,18 @@ def _open(folder: Path, key: str) -> _Entry:
             f"{path}: a token cache of schema {found!r}, not {SCHEMA!r}",
             f"delete {folder}, or set data.cache to another folder",
         )
-    parts = [PartInfo(**part) for part in meta["parts"]]
+    try:
+        parts = [PartInfo(**part) for part in meta["parts"]]
+        entry = _Entry(key, folder, meta["format"], meta["dropped"], meta["errors"], parts)
+    except (KeyError, TypeError) as error:
+        raise DataError(f"{path}: not whole ({error}): the token cache is damaged", f"delete {folder}") from error
     for part in parts:
         file = folder / part.name
         size = file.stat().st_size if file.is_file() else None
         if size != part.bytes:
             what = "missing" if size is None else f"{size:,} bytes instead of {part.bytes:,}"
             raise DataError(f"{file}: {what}: the token cache is damaged", f"delete {folder}")
-    return _Entry(key, folder, meta["format"], meta["dropped"], meta["errors"], parts)
+    return entry
 
 
 def _concatenated(entries: list[_Entry], taken: list[list[int]] | None) -> Any:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pronghorn.data.labels import Edges, Rendered, token_ranges, verify
 from pronghorn.data.packing import IGNORE_INDEX, Document
-from pronghorn.data.rows import Conversation, Message, PromptCompletion, Row, for_sft
+from pronghorn.data.rows import Conversation, Message, PromptCompletion, Row, for_sft, in_chunks
 from pronghorn.data.template import asked, render_all, turns
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
 
@@ -28,7 +28,9 @@ Overflow = Literal["error", "drop", "truncate", "split"]
 Progress = Callable[[int], None]
 
 ROWS_PER_CALL = 1000
-"""Fast tokenizers encode a list in parallel; the encodings of one list are held in memory at a time."""
+CHARACTERS_PER_CALL = 1_000_000
+"""Fast tokenizers encode a list in parallel; the encodings of one list are held in memory at a time, and take some 100
+bytes a character."""
 
 VERIFIED_ROWS = 50
 """How many rows' prefixes are tokenised a second time: a template or tokenizer that is off is off in every row."""
@@ -129,14 +131,14 @@ def label_rows(
         raise UnsupportedError(f"{type(tokenizer).__name__} gives no character offsets", "use a fast tokenizer")
     specials = _Specials.of(tokenizer)
     documents: list[Document] = []
-    for first in range(0, len(rows), ROWS_PER_CALL):
-        rendered = _render(rows[first : first + ROWS_PER_CALL], tokenizer, loss_on, system_prompt)
+    for some in in_chunks(rows, ROWS_PER_CALL, CHARACTERS_PER_CALL):
+        rendered = _render(some, tokenizer, loss_on, system_prompt)
         for each, encoding in zip(rendered, _encode([each.text for each in rendered], tokenizer), strict=True):
             check = tokenizer if len(documents) < verify_rows else None
             documents.append(_document(each, encoding, specials, check))
         if progress is not None:
             progress(len(rendered))
-    labelled = [document for document in documents if document.labelled]
+    labelled = [document for document in documents if any(label != IGNORE_INDEX for label in reversed(document.labels))]
     spoken = sum(map(_speaks, rows)) if tokenizer.chat_template else 0
     return Tokenised(labelled, len(documents) - len(labelled), spoken)
 

@@ -139,6 +139,15 @@ def _csv(path: Path) -> Iterator[tuple[int, Any]]:
         raise DataError(f"{path}: not valid CSV ({error})", "mend that row; rows count from the header, 1") from error
 
 
+def _records(batch: Any) -> Iterator[dict[str, Any]]:
+    """The batch's rows; where one isn't UTF-8, those before it and then the error."""
+    try:
+        values = batch.to_pylist()
+    except UnicodeDecodeError:
+        values = (value for index in range(batch.num_rows) for value in batch.slice(index, 1).to_pylist())
+    yield from values
+
+
 def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
     import pyarrow
     from pyarrow import parquet
@@ -147,12 +156,13 @@ def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
     try:
         with parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=1000):
-                for index in range(batch.num_rows):
+                for value in _records(batch):
                     row += 1
-                    [value] = batch.slice(index, 1).to_pylist()
                     yield row, {key: without_nulls(each) for key, each in value.items()}
     except UnicodeDecodeError as error:
-        raise DataError(f"{where(path, row)}: bytes that are not UTF-8 ({error})", "write strings as UTF-8") from error
+        raise DataError(
+            f"{where(path, row + 1)}: bytes that are not UTF-8 ({error})", "write strings as UTF-8"
+        ) from error
     except (pyarrow.ArrowInvalid, OSError) as error:
         raise DataError(f"{path}: not a whole Parquet file ({error})", "write the file anew") from error
 

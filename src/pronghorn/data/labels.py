@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pronghorn.data.template import clip
 from pronghorn.errors import DataError
@@ -28,24 +28,28 @@ class Edges:
 
     Some byte-level tokenizers leave a token's leading white space out of its offsets (`trim_offsets`); a character that
     no token covers goes to the next one, or a token could cross a boundary unseen. Tokens stand in the text's order
-    (`verify` checks it), so the few edges that labels need are found by halving, which asks for 20 offsets of a
-    thousand tokens: all of them, as Python's tuples, would cost a tenth of the tokenizing.
+    (`verify` checks it), so the few edges that labels need are looked up one by one: all offsets, as Python's tuples,
+    would cost a tenth of the tokenizing.
     """
 
     def __init__(self, encoding: "Encoding") -> None:
         self._encoding = encoding
+        self._span: Any = encoding.token_to_chars
         self._tokens = range(len(encoding))
 
     def begin(self, token: int) -> int:
         """The first character of a token."""
-        return min(self._encoding.token_to_chars(token)[0], self.end(token - 1)) if token else 0
+        return min(self._span(token)[0], self.end(token - 1)) if token else 0
 
     def end(self, token: int) -> int:
         """One past a token's last character."""
-        return self._encoding.token_to_chars(token)[1]
+        return self._span(token)[1]
 
     def first_past(self, character: int, start: int) -> int:
         """The first token, from `start` on, that ends after `character`; the number of tokens where none does."""
+        covering = self._encoding.char_to_token(character)
+        if covering is not None:
+            return max(start, covering)
         return bisect_right(self._tokens, character, lo=start, key=self.end)
 
     @property

@@ -7,21 +7,26 @@ uses every core by itself.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+import signal
+import threading
+from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from itertools import chain, islice
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pronghorn.data.chat import VERIFIED_ROWS, LossOn, label_rows
 from pronghorn.data.packing import Document
 from pronghorn.data.rows import Row
-from pronghorn.errors import DataError
+from pronghorn.errors import DataError, PronghornError, TrainingError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -69,7 +74,8 @@ class Tokenising:
 def write_parts(jobs: Iterable[tuple[Path, Sequence[Row]]], how: Tokenising, workers: int) -> Iterator[PartInfo]:
     """Write each part that `jobs` names, in order; the rows of at most 2 · workers parts are in memory at a time.
 
-    Raises the DataError of the first part that has one, once the parts before it are written.
+    Raises the error of the first part that has one, or of `jobs`, once the parts before it are written; TrainingError
+    where a worker dies.
     """
     queue = iter(jobs)
     first = list(islice(queue, 2))
@@ -78,13 +84,29 @@ def write_parts(jobs: Iterable[tuple[Path, Sequence[Row]]], how: Tokenising, wor
         return
     pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=_begin, initargs=(how,))
     pending: deque[Future[PartInfo]] = deque()
+    unreadable: list[PronghornError] = []
+
+    def readable() -> Iterator[tuple[Path, Sequence[Row]]]:
+        try:
+            yield from chain(first, queue)
+        except PronghornError as error:
+            unreadable.append(error)
+
     try:
-        for path, rows in chain(first, queue):
+        for path, rows in readable():
             pending.append(pool.submit(_work, path, rows))
             if len(pending) >= 2 * workers:
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
+        if unreadable:
+            raise unreadable[0]
+    except BrokenProcessPool as error:
+        raise TrainingError(
+            f"one of {workers} tokenising processes died (out of memory?)",
+            "lower data.workers (1 tokenises in this process), or, in a script, begin it under "
+            'if __name__ == "__main__": the processes import it',
+        ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
@@ -108,13 +130,14 @@ def _write(path: Path, documents: Sequence[Document], counts: dict[str, int]) ->
     import pyarrow
 
     def lists(values: Iterable[list[int]]) -> Any:
-        offsets, flat = [0], list[int]()
+        offsets, flat = array("i", [0]), array("i")  # C ints: Arrow takes them as they lie
         for each in values:
-            flat += each
+            flat.fromlist(each)
             offsets.append(len(flat))
-        return pyarrow.ListArray.from_arrays(
-            pyarrow.array(offsets, pyarrow.int32()), pyarrow.array(flat, pyarrow.int32())
-        )
+        parts = [
+            pyarrow.Array.from_buffers(pyarrow.int32(), len(a), [None, pyarrow.py_buffer(a)]) for a in (offsets, flat)
+        ]
+        return pyarrow.ListArray.from_arrays(*parts)
 
     table = pyarrow.table(
         {
@@ -132,6 +155,12 @@ def _write(path: Path, documents: Sequence[Document], counts: dict[str, int]) ->
     unfinished.replace(path)
 
 
+def clear_leftovers(folder: Path) -> None:
+    """Delete what a killed process had begun to write."""
+    for unfinished in folder.glob(".part-*"):
+        unfinished.unlink()
+
+
 def _is_first(path: Path) -> bool:
     return path.name == part_name(0)
 
@@ -147,11 +176,25 @@ _worker: list[Tokenising] = []
 
 def _begin(how: Tokenising) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # of this worker: one of as many as there are cores
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process: the run's own one decides
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     _worker.append(how)
 
 
+def _end_with_parent() -> None:
+    """A killed run can't tell its workers, which would wait for rows for ever."""
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
 def _work(path: Path, rows: Sequence[Row]) -> PartInfo:
-    return _worker[0].write(path, rows, _is_first(path))
+    gc.disable()  # looking for cycles among a part's million integers costs a fifth of the time and finds none
+    try:
+        return _worker[0].write(path, rows, _is_first(path))
+    finally:
+        gc.enable()
 
 
-__all__ = ["PartInfo", "Tokenising", "asdict", "part_name", "read_info", "write_parts"]
+__all__ = ["PartInfo", "Tokenising", "asdict", "clear_leftovers", "part_name", "read_info", "write_parts"]

@@ -52,6 +52,11 @@ class Conversation(_Row):
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = field(default=(), hash=False)
 
+    @property
+    def characters(self) -> int:
+        """About how long the row's text is."""
+        return sum(len(message.content) for message in self.messages)
+
 
 @dataclass(frozen=True, slots=True)
 class PromptCompletion(_Row):
@@ -60,12 +65,22 @@ class PromptCompletion(_Row):
     prompt: str
     completion: str
 
+    @property
+    def characters(self) -> int:
+        """How long the row's text is."""
+        return len(self.prompt) + len(self.completion)
+
 
 @dataclass(frozen=True, slots=True)
 class TextDocument(_Row):
     """A text that is learned whole."""
 
     text: str
+
+    @property
+    def characters(self) -> int:
+        """How long the row's text is."""
+        return len(self.text)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from pronghorn.data.values import keys
 from pronghorn.errors import DataError
 
 __all__ = ["Conversation", "Message", "Preference", "PromptCompletion", "Row", "TextDocument"]
-__all__ += ["OnBad", "RowReader", "for_sft", "read_pairs", "read_rows"]
+__all__ += ["OnBad", "RowReader", "for_sft", "in_chunks", "read_pairs", "read_rows"]
 
 OnBad = Callable[[DataError], None]
 
@@ -109,6 +109,20 @@ def for_sft(rows: Iterable[Row | Preference]) -> Iterator[Row]:
                 "chosen answers as conversations; pairs are for DPO, which is not built yet",
             )
         yield row
+
+
+def in_chunks(rows: Iterable[Row], most: int, characters: int) -> Iterator[list[Row]]:
+    """Consecutive rows in lists of at most `most`; a list ends with the row that brings it to so many `characters`."""
+    chunk: list[Row] = []
+    length = 0
+    for row in rows:
+        chunk.append(row)
+        length += row.characters
+        if len(chunk) == most or length >= characters:
+            yield chunk
+            chunk, length = [], 0
+    if chunk:
+        yield chunk
 
 
 def _read(path: str | Path, reader: RowReader) -> Iterator[Row | Preference]:

@@ -178,20 +178,19 @@ def render(
 
 
 def render_all(conversations: Sequence[Conversation], tokenizer: "PreTrainedTokenizerBase", answer: bool) -> list[str]:
-    """`render` of many conversations, several times faster than one by one."""
+    """`render` of many conversations, two to three times faster than one by one."""
     from jinja2 import TemplateError
+    from transformers.utils import chat_template_utils
 
-    def one(row: Conversation) -> str:
-        return render(row.messages, row.tools, tokenizer, row.source, answer)
-
-    plain = [row for row in conversations if not row.tools]
-    chats = [[message.as_dict() for message in row.messages] for row in plain]
+    compiled: Any = getattr(chat_template_utils, "_compile_jinja_template", None)
+    if compiled is None or not conversations or any(row.tools for row in conversations):
+        return [render(row.messages, row.tools, tokenizer, row.source, answer) for row in conversations]
     try:
-        texts: Any = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=answer) if chats else []
-    except TemplateError:
-        return [one(row) for row in conversations]  # which tells the row
-    found = iter(texts)
-    return [one(row) if row.tools else str(next(found)) for row in conversations]
+        write = compiled(tokenizer.get_chat_template()).render
+        known = {"tools": None, "documents": None, "add_generation_prompt": answer, **tokenizer.special_tokens_map}
+        return [write(messages=[message.as_dict() for message in row.messages], **known) for row in conversations]
+    except TemplateError:  # one by one, to tell which row
+        return [render(row.messages, row.tools, tokenizer, row.source, answer) for row in conversations]
 
 
 def asked(row: Conversation, last: bool = False) -> list[int]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,11 @@ from pronghorn.attention.packed import NAME_PREFIX, Backend, Metadata, choose, i
 from pronghorn.data.batch import PackedBatch
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
 from pronghorn.memory.plan import Plan, Policy
+from pronghorn.models import fast
 from pronghorn.models.families import base_causal_lm, check_config, recompute_layers, recomputes_layers
 from pronghorn.models.head import labelled_cross_entropy
+
+Layers = Literal["auto", "fused", "stock"]
 
 _STOCK_METADATA = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
@@ -46,11 +49,13 @@ class Handle:
     model: Any
     """The transformers causal LM that was changed (not a PEFT wrapper around it)."""
     plan: Plan | None
-    options: tuple[Backend, Metadata]
+    options: tuple[Backend, Metadata, Layers]
     _previous_attention: str
     original_class: type[nn.Module]
     _was_recomputing: bool
     _hook: RemovableHandle
+    _fast: list[tuple[nn.Module, type[nn.Module]]]
+    """The modules with another class, and the class that they had."""
 
     @property
     def report(self) -> list[PathTaken]:
@@ -59,7 +64,7 @@ class Handle:
 
     def paths(self, autocast: torch.dtype | None) -> list[PathTaken]:
         """The report for steps that run under autocast in that dtype (None: without), which attention then sees."""
-        backend, metadata = self.options
+        backend, metadata, _ = self.options
         config = self.model.config
         parameter = next(self.model.parameters())
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -76,6 +81,7 @@ class Handle:
         return [
             PathTaken("packed attention", path, why),
             PathTaken("packing metadata", metadata, where[metadata]),
+            self._layers_path(autocast),
             PathTaken("loss", "labelled tokens only, in chunks", "the batch knows its labelled positions"),
             PathTaken("padded batches, generate()", "transformers' SDPA", "they carry a mask or a cache"),
             PathTaken(
@@ -84,6 +90,16 @@ class Handle:
                 "gradient checkpointing is on" if recompute else "gradient checkpointing is off",
             ),
         ]
+
+    def _layers_path(self, autocast: torch.dtype | None) -> PathTaken:
+        if not self._fast:
+            device = next(self.model.parameters()).device.type
+            why = "asked for" if self.options[2] == "stock" else f"the fused ones are for CUDA, this is {device}"
+            return PathTaken("decoder layers", "transformers and PEFT", why)
+        reason = fast.refusal(self.model) or ("autocast is on" if autocast is not None else None)
+        if reason is not None:
+            return PathTaken("decoder layers", "norms by kernels, the rest by transformers and PEFT", reason)
+        return PathTaken("decoder layers", "fused", "merged products, kernels, one autograd function a block")
 
     def detach(self) -> None:
         """Give the model back as it was; does nothing if it already is.
@@ -99,6 +115,7 @@ class Handle:
                 f"{type(self.model).__name__} was wrapped or sharded after attach", "detach before sharding the model"
             )
         self._hook.remove()
+        fast.disable(self._fast)
         self.model.__class__ = self.original_class
         self.model.set_attn_implementation(self._previous_attention)
         if self.plan is not None:
@@ -112,6 +129,7 @@ def attach(
     *,
     attention: Backend = "auto",
     packing_metadata: Metadata = "once",
+    layers: Layers = "auto",
 ) -> Handle:
     """Give a model Pronghorn's packed path. Idempotent: a second call with the same options returns the first handle.
 
@@ -120,6 +138,8 @@ def attach(
         plan: what each layer keeps; None leaves the model's gradient checkpointing as it is.
         attention: `auto` lets device, dtype and head size decide; a name asks for that backend or an error.
         packing_metadata: `once`, or for ablations `per_layer` and `per_layer_mask`.
+        layers: `fused` computes norms, attention and MLP by `models.fast`, `stock` leaves them to transformers and
+            PEFT; `auto` is fused on CUDA.
     Returns:
         The handle: `.report` tells every path taken, `.detach()` restores the model.
     Raises:
@@ -128,7 +148,9 @@ def attach(
     """
     base = base_causal_lm(model)
     check_config(base.config)
-    options = (attention, packing_metadata)
+    if layers not in get_args(Layers):
+        raise ConfigError(f"layers {layers!r} is unknown", f"use one of {', '.join(get_args(Layers))}")
+    options = (attention, packing_metadata, layers)
     name = implementation(attention, packing_metadata)
     current: Handle | None = getattr(base, "_pronghorn_handle", None)
     if current is not None and current.options == options and plan in (None, current.plan):
@@ -146,7 +168,10 @@ def attach(
     hook = base.base_model.register_forward_pre_hook(_share_metadata, with_kwargs=True)
     previous_class: Any = type(base)
     base.__class__ = _packed_class(previous_class)
-    handle = Handle(base, plan, options, previous, previous_class, was_recomputing, hook)
+    fused = layers == "fused" or (layers == "auto" and next(base.parameters()).is_cuda)
+    fused = fused and attention == "auto" and packing_metadata == "once"
+    changed = fast.enable(base) if fused else []
+    handle = Handle(base, plan, options, previous, previous_class, was_recomputing, hook, changed)
     base._pronghorn_handle = handle
     return handle
 

@@ -12,12 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 from torch.utils.checkpoint import checkpoint
 
 from pronghorn.data.batch import PackedBatch
 from pronghorn.data.packing import IGNORE_INDEX
+from pronghorn.kernels.linear_cross_entropy import linear_cross_entropy
 
 CHUNK_BYTES = 256 * 2**20
 
@@ -49,6 +50,11 @@ def labelled_cross_entropy(
     assert rows is not None, "labelled_cross_entropy needs a batch made with labels"
     next_labels = pad(labels.flatten()[1:], (0, 1), value=IGNORE_INDEX)
     selected, targets = hidden.flatten(0, 1)[rows], next_labels[rows]
+    # Nothing labelled anywhere is a loss of 0, not 0 / 0.
+    divisor = packed.n_labels if num_items is None else num_items
+    if type(head) is nn.Linear and head.bias is None and head.weight.dtype is selected.dtype and not _autocast(hidden):
+        scalar = torch.as_tensor(divisor, device=hidden.device).clamp(min=1)
+        return linear_cross_entropy(selected, head.weight, targets, scalar, IGNORE_INDEX, softcap)
 
     def chunk_loss(chunk: Tensor, target: Tensor) -> Tensor:
         logits = head(chunk).float()
@@ -65,6 +71,8 @@ def labelled_cross_entropy(
             # Nothing random happens in the head, so no generator state needs to be kept.
             part: Any = checkpoint(chunk_loss, chunk, target, use_reentrant=False, preserve_rng_state=False)
             total = total + part
-    # Nothing labelled anywhere is a loss of 0, not 0 / 0.
-    divisor = packed.n_labels if num_items is None else num_items
     return total / (divisor.clamp(min=1) if isinstance(divisor, Tensor) else max(divisor, 1))
+
+
+def _autocast(hidden: Tensor) -> bool:
+    return torch.is_autocast_enabled(hidden.device.type)

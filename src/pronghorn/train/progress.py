@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -108,6 +109,42 @@ def track(iterable: Iterable[T], description: str, total: int | None, console: C
         for item in iterable:
             yield item
             progress.advance(task)
+
+
+class RowsProgress:
+    """Shows rows being tokenised: a bar with the time left on a terminal, else a line a source when it is done.
+
+    A context manager; called with (source, rows done, rows in all or None). Nothing is shown for what is done at once.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._bar: Progress | None = None
+        self._tasks: dict[str, TaskID] = {}
+        self._started: dict[str, float] = {}
+        self._done: dict[str, int] = {}
+
+    def __call__(self, source: str, done: int, total: int | None) -> None:
+        self._done[source] = done
+        self._started.setdefault(source, time.perf_counter())
+        if not self.console.is_terminal:
+            return
+        if self._bar is None:
+            self._bar = _bar(self.console, transient=True)
+            self._bar.start()
+        if source not in self._tasks:
+            self._tasks[source] = self._bar.add_task(f"Tokenising {escape(source)}", total=total, figures="")
+        self._bar.update(self._tasks[source], completed=done)
+
+    def __enter__(self) -> RowsProgress:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        for source, started in self._started.items():
+            seconds = duration(time.perf_counter() - started)
+            self.console.print(f"{source}: {self._done[source]:,} rows tokenised in {seconds}", markup=False)
 
 
 def duration(seconds: float) -> str:

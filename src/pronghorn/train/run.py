@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import time
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -15,21 +16,19 @@ from trl import SFTConfig
 
 from pronghorn.config import Recipe
 from pronghorn.data.batch import Collator
-from pronghorn.data.chat import fit, tokenize
 from pronghorn.data.packed_rows import PackedRows, PackingStats
-from pronghorn.data.sources import load_rows
-from pronghorn.data.template import find_template
 from pronghorn.device import device_name, versions
 from pronghorn.errors import ConfigError, RunStopped, TrainingError
 from pronghorn.export.folder import whole_folder
 from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import Handle, attach
-from pronghorn.models.load import default_device, load_model, resolve_dtype, trainable_parameters
+from pronghorn.models.load import FoundModel, default_device, find_model, resolve_dtype, trainable_parameters
 from pronghorn.models.lora import add_lora
 from pronghorn.train.checkpoint import checkpoints, clear_leftovers, step_of
 from pronghorn.train.control import RunControl, trained_seconds
+from pronghorn.train.documents import prepare, tokenizer_for
 from pronghorn.train.evaluate import answer, heldout_loss
-from pronghorn.train.journal import Journal, open_journal
+from pronghorn.train.journal import Journal, check_data, open_journal
 from pronghorn.train.progress import ProgressCallback, track
 from pronghorn.train.record import RunRecord
 from pronghorn.train.report import check_report_dependencies, write_report
@@ -57,20 +56,26 @@ def run(recipe: Recipe, console: Console, allow: bool = False) -> RunRecord:
     if recipe.report.html:
         check_report_dependencies()
 
-    template = find_template(recipe.data.chat_template)
-    console.print(f"[bold]Loading[/] {recipe.model.name}")
-    model, tokenizer, handle = _load(recipe, console)
-    if template is not None:
-        template.apply(tokenizer)
-    documents, counts = _documents(recipe, "train", tokenizer, console)
+    found = find_model(
+        recipe.model.name,
+        max_seq_length=recipe.model.max_seq_length,
+        load_in_4bit=recipe.model.load_in_4bit,
+        trust_remote_code=recipe.model.trust_remote_code,
+    )
+    tokenizer = tokenizer_for(recipe, found)
+    documents = prepare(recipe, "train", tokenizer, console)
+    check_data(journal, "train", documents.key, allow)
     heldout = None
     if recipe.data.eval is not None:
-        rows = PackedRows(_documents(recipe, "eval", tokenizer, console)[0], recipe.model.max_seq_length)
-        heldout = rows.first(recipe.data.eval_rows)
+        held = prepare(recipe, "eval", tokenizer, console)
+        check_data(journal, "eval", held.key, allow)
+        heldout = PackedRows(held.dataset, recipe.model.max_seq_length).first(recipe.data.eval_rows)
+    console.print(f"[bold]Loading[/] {recipe.model.name}")
+    model, handle = _load(recipe, found, console)
     control = RunControl(recipe.train.max_minutes, recipe.train.save_minutes, recipe.train.patience)
     progress = ProgressCallback(console, recipe.train.max_minutes)
-    trainer = _trainer(recipe, model, tokenizer, documents, heldout, [control, progress])
-    packing = _packing(recipe, trainer, documents, console)
+    trainer = _trainer(recipe, model, tokenizer, documents.dataset, heldout, [control, progress])
+    packing = _packing(recipe, trainer, documents.dataset, console)
     if trainer.accelerator.is_main_process:
         clear_leftovers(output)
     trainer.accelerator.wait_for_everyone()
@@ -95,7 +100,13 @@ def run(recipe: Recipe, console: Console, allow: bool = False) -> RunRecord:
         model=recipe.model.name,
         device=device_name(),
         versions=versions(),
-        packing={**vars(packing), **counts},
+        packing={
+            **vars(packing),
+            "dropped": documents.dropped,
+            "truncated": documents.truncated,
+            "split": documents.split,
+            "sources": [asdict(count) for count in documents.counts],
+        },
         paths=[vars(path) for path in handle.paths(_autocast(recipe))],
         steps=_steps(history),
         heldout={"before": journal.before, "after": after, "rows": len(heldout) if heldout is not None else 0},
@@ -201,26 +212,20 @@ def _judge(
     return loss, [answer(model, tokenizer, prompt, tokens, system) for prompt in recipe.report.sample_prompts]
 
 
-def _load(recipe: Recipe, console: Console) -> tuple[Any, Any, Handle]:
-    """Model (with its adapter), tokenizer, and the handle that tells the paths taken."""
+def _load(recipe: Recipe, found: FoundModel, console: Console) -> tuple[Any, Handle]:
+    """The model with its adapter, and the handle that tells the paths taken."""
     device = default_device()
     dtype = resolve_dtype(recipe.precision.dtype, device)
     full = recipe.adapter.method == "full"
-    model, tokenizer = load_model(
-        recipe.model.name,
-        max_seq_length=recipe.model.max_seq_length,
-        dtype=torch.float32 if full else dtype,  # full fine-tuning keeps float32 masters and computes in `dtype`
-        load_in_4bit=recipe.model.load_in_4bit,
-        trust_remote_code=recipe.model.trust_remote_code,
-        device=device,
-    )
+    if found.is_adapter and full:
+        raise ConfigError(
+            f"adapter.method: full, but {recipe.model.name} is a saved adapter",
+            "merge it first (save_pretrained_merged), or set adapter.method: lora to train it on",
+        )
+    # full fine-tuning keeps float32 masters and computes in `dtype`
+    model = found.model(torch.float32 if full else dtype, device)
     adapter = recipe.adapter
-    if hasattr(model, "peft_config"):
-        if full:
-            raise ConfigError(
-                f"adapter.method: full, but {recipe.model.name} is a saved adapter",
-                "merge it first (save_pretrained_merged), or set adapter.method: lora to train it on",
-            )
+    if found.is_adapter:
         console.print("The saved adapter is trained on; the recipe's adapter section is not used.")
     elif not full:
         model = add_lora(
@@ -235,36 +240,7 @@ def _load(recipe: Recipe, console: Console) -> tuple[Any, Any, Handle]:
         )
     plan = Plan.recompute() if recipe.memory.gradient_checkpointing else Plan.keep()
     handle = attach(model, plan, attention=recipe.packing.attention, packing_metadata=recipe.packing.metadata)
-    return model, tokenizer, handle
-
-
-def _documents(
-    recipe: Recipe, split: Literal["train", "eval"], tokenizer: Any, console: Console
-) -> tuple[Any, dict[str, int]]:
-    """Tokenised documents as a `datasets.Dataset`, and how many rows and documents were dropped or cut."""
-    from datasets import Dataset
-
-    loaded = load_rows(recipe.data, split, recipe.train.seed)
-    for count in loaded.counts:
-        left_out = f", {count.dropped:,} dropped" if count.dropped else ""
-        console.print(
-            f"{count.path}: {count.rows:,} rows ({count.format}){left_out}; {count.used:,} used", markup=False
-        )
-    if loaded.errors:
-        console.print(f"The first dropped row: {loaded.errors[0]}", markup=False)
-    console.print(f"Tokenising {len(loaded.rows):,} rows of data.{split}")
-    tokenised = tokenize(loaded.rows, tokenizer, recipe.data.loss_on, system_prompt=recipe.data.system_prompt)
-    fitted = fit(tokenised.documents, recipe.model.max_seq_length, recipe.data.overflow)
-    dropped = len(loaded.errors) + tokenised.dropped_unlabelled + fitted.dropped
-    if fitted.split:
-        console.print(f"{fitted.split} documents split; {fitted.dropped_pieces} pieces had no label and were dropped")
-    if dropped or fitted.truncated:
-        console.print(f"data.{split}: {dropped} documents dropped, {fitted.truncated} truncated")
-    columns = {
-        "input_ids": [document.input_ids for document in fitted.documents],
-        "labels": [document.labels for document in fitted.documents],
-    }
-    return Dataset.from_dict(columns), {"dropped": dropped, "truncated": fitted.truncated, "split": fitted.split}
+    return model, handle
 
 
 def _trainer(

@@ -1,0 +1,104 @@
+"""An inspection in the terminal: colours where there are some, ⟦ ⟧ around what is trained where there are none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from pronghorn.diagnose.examples import Example, Piece, clip, visible
+from pronghorn.diagnose.inspect import Inspection, figures, histogram
+
+CLIP_TOKENS = 400
+BINS = 16
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
+_TRAINED, _SPECIAL, _REST = "bold white on dark_green", "cyan", "dim"
+
+
+def show(inspection: Inspection, console: Console) -> None:
+    """Print sources, examples, figures and, last, what looks wrong."""
+    recipe, errors = inspection.recipe, inspection.prepared.errors
+    console.print(Text(f"data.{inspection.split} of {recipe.model.name}", style="bold"))
+    console.print(
+        Text(f"loss on {recipe.data.loss_on}, chat template: {inspection.template}, overflow: {recipe.data.overflow}\n")
+    )
+    console.print(_sources(inspection))
+    if errors:
+        console.print(Text(f"The first dropped row: {visible(errors[0])}", style="yellow"))
+    console.print()
+    colours = console.color_system is not None and not console.no_color
+    for number, example in enumerate(inspection.examples, 1):
+        console.rule(Text(f"Example {number}: {visible(example.source)}"), align="left", style="dim")
+        console.print(_tokens(example, colours))
+        console.print(
+            Text(f"{example.tokens:,} tokens, {example.trained:,} of them trained\n", style="italic"), highlight=False
+        )
+    if inspection.examples:
+        marks = Text("trained", _TRAINED) if colours else Text("⟦trained⟧")
+        console.print(Text("In the examples: ").append_text(marks).append("; ↵ and ⇥ are line ends and tabs.\n"))
+    console.print(_figures(inspection))
+    console.print()
+    console.print(Text("Tokens of a document", style="bold"))
+    for line in _bars(inspection, console.width):
+        console.print(line, highlight=False)
+    for warning in inspection.warnings:
+        console.print(Text(f"\nwarning: {warning}", style="bold yellow"))
+
+
+def _sources(inspection: Inspection) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column("Source", overflow="fold")
+    table.add_column("Format", no_wrap=True)
+    for name in ("Rows", "Dropped", "Used"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for count in inspection.prepared.counts:
+        figures = (f"{n:,}" for n in (count.rows + count.dropped, count.dropped, count.used))
+        table.add_row(Text(visible(count.path)), count.format, *figures)
+    return table
+
+
+def _figures(inspection: Inspection) -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 3, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, figure in figures(inspection):
+        table.add_row(name, figure)
+    return table
+
+
+def _tokens(example: Example, colours: bool) -> Text:
+    shown = clip(example, CLIP_TOKENS)
+    text = _pieces(shown.head, colours)
+    if shown.left_out:
+        text.append(f"\n… {shown.left_out:,} tokens left out, {shown.left_out_trained:,} of them trained …\n", "italic")
+        text.append_text(_pieces(shown.tail, colours))
+    return text
+
+
+def _pieces(pieces: list[Piece], colours: bool) -> Text:
+    text = Text(overflow="fold")
+    for trained, run in groupby(pieces, lambda piece: piece.trained):
+        if not colours:
+            said = visible("".join(piece.text for piece in run))
+            text.append(f"⟦{said}⟧" if trained else said)
+            continue
+        for piece in run:
+            style = _TRAINED if trained else _SPECIAL if piece.special else _REST
+            text.append(visible(piece.text), f"{style} underline" if trained and piece.special else style)
+    return text
+
+
+def _bars(inspection: Inspection, width: int) -> Iterator[Text]:
+    """A line a bin; the last tells where the limit is."""
+    bins = histogram(inspection.lengths, BINS)
+    labels = [f"{first:,}–{last:,}" for first, last, _ in bins]
+    column, most = max(map(len, labels)), max(count for *_, count in bins)
+    room = max(min(width, 100) - column - len(f"{most:,}") - 4, 8)
+    for label, (_, _, count) in zip(labels, bins, strict=True):
+        eighths = max(round(8 * room * count / most), 1) if count else 0
+        bar = "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
+        yield Text(f"{label:>{column}}  ").append(bar, "green").append(f" {count:,}")
+    yield Text(f"model.max_seq_length is {inspection.packing.row_tokens:,}", style="dim")

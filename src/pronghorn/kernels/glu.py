@@ -1,0 +1,45 @@
+"""The gated activation of decoder MLPs: SwiGLU and GeGLU (Shazeer 2020, arXiv:2002.05202).
+
+    a = f(g) ∘ u        f = silu, or gelu by its tanh approximation
+    du = da ∘ f(g)      dg = da ∘ u ∘ f′(g)
+
+g and u lie side by side in one tensor, as one product of gate and up leaves them. The backward computes a again instead
+of keeping it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu, silu
+
+Activation = Literal["silu", "gelu_tanh"]
+
+
+def forward(gate_up: Tensor, activation: Activation) -> Tensor:
+    """Args: gate_up: [T, 2·I], contiguous, g in the first I columns. Returns a: [T, I]."""
+    if gate_up.is_cuda:
+        from pronghorn.kernels.glu_triton import forward as launch
+
+        return launch(gate_up, activation)
+    gate, up = gate_up.chunk(2, -1)
+    return _activate(gate, activation) * up
+
+
+def backward(da: Tensor, gate_up: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
+    """(d gate_up: [T, 2·I], a: [T, I] computed again) from da: [T, I], contiguous."""
+    if gate_up.is_cuda:
+        from pronghorn.kernels.glu_triton import backward as launch
+
+        return launch(da, gate_up, activation)
+    with torch.enable_grad():
+        leaf = gate_up.detach().requires_grad_()
+        a = forward(leaf, activation)
+    (grad,) = torch.autograd.grad(a, leaf, da)
+    return grad, a.detach()
+
+
+def _activate(gate: Tensor, activation: Activation) -> Tensor:
+    return silu(gate) if activation == "silu" else gelu(gate, approximate="tanh")

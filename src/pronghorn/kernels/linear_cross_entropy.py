@@ -1,0 +1,80 @@
+"""Cross-entropy of h Wᵀ without its logits: rows in chunks, each one's gradient made while its logits are there.
+
+    L = 1/N Σ_t ℓ(W h_t, label_t)        ∂L/∂h = 1/N (∂ℓ/∂y) W        ∂L/∂W = 1/N (∂ℓ/∂y)ᵀ h
+
+The backward then only scales: no product is computed twice.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pronghorn.kernels.cross_entropy import cross_entropy_
+
+CHUNK_BYTES = 256 * 2**20
+"""The most that a chunk's logits take."""
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, divisor: Tensor, ignore_index: int, softcap: float | None = None
+) -> Tensor:
+    """Sum of the rows' cross-entropies over `divisor`.
+
+    Args:
+        hidden: [M, H]; weight: [V, H] of the same dtype.
+        targets: int64 [M], `ignore_index` where nothing is predicted.
+        divisor: scalar on the device: the labelled tokens of the whole accumulated batch.
+        softcap: c of c·tanh(y/c), or None.
+    Returns:
+        float32 (float64) scalar.
+    """
+    wanted = torch.is_grad_enabled()
+    return _LinearCrossEntropy.apply(hidden, weight, targets, divisor, ignore_index, softcap, wanted)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        divisor: Tensor,
+        ignore_index: int,
+        softcap: float | None,
+        wanted: bool,
+    ) -> Tensor:
+        input_grad, weight_grad = (wanted and need for need in ctx.needs_input_grad[:2])
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        dh = torch.empty_like(hidden) if input_grad else None
+        dw = torch.zeros_like(weight, dtype=wide) if weight_grad else None
+        total = torch.zeros((), dtype=wide, device=hidden.device)
+        for start in range(0, len(hidden), rows_of_a_chunk(weight)):
+            rows = slice(start, start + rows_of_a_chunk(weight))
+            logits = hidden[rows] @ weight.t()
+            total += cross_entropy_(logits, targets[rows], ignore_index, softcap).sum()
+            if dh is not None:
+                torch.mm(logits, weight, out=dh[rows])
+            if dw is not None:
+                dw += logits.t() @ hidden[rows]
+        ctx.save_for_backward(dh, dw, divisor)
+        ctx.weight_dtype = weight.dtype
+        return total / divisor
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        dh, dw, divisor = ctx.saved_tensors
+        factor = grad / divisor
+        return (
+            None if dh is None else (dh * factor).to(dh.dtype),
+            None if dw is None else (dw * factor).to(ctx.weight_dtype),
+            *(None,) * 5,
+        )
+
+
+def rows_of_a_chunk(weight: Tensor) -> int:
+    """How many rows' logits fit into CHUNK_BYTES, a multiple of 256."""
+    return max(256, CHUNK_BYTES // (weight.element_size() * weight.shape[0]) // 256 * 256)

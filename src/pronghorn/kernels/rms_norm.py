@@ -1,0 +1,71 @@
+"""RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467), with Gemma's offset.
+
+    r_t = (mean_h x_th² + eps)^(−1/2)        y_th = x_th · r_t · (w_h + offset)
+    dx  = r · (dy∘w' − x·r² · mean_h(dy∘w'∘x))        dw = Σ_t dy_t ∘ x_t · r_t        w' = w + offset
+
+Sums are in float32 (float64 for float64); y is rounded once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """Normalise the last dimension.
+
+    Args:
+        x: [..., H], contiguous.
+        weight: [H], any float dtype.
+    Returns:
+        [..., H] in x's dtype.
+    """
+    return _RMSNorm.apply(x, weight, eps, offset)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+        y, rstd = forward(x, weight, eps, offset)
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.offset = offset
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, weight, rstd = ctx.saved_tensors
+        dx, dw = backward(dy.contiguous(), x, weight, rstd, ctx.offset, ctx.needs_input_grad[1])
+        return dx, dw, None, None
+
+
+def forward(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+    """(y, r): r is [..., 1] in float32 (float64)."""
+    if x.is_cuda:
+        from pronghorn.kernels.rms_norm_triton import forward as launch
+
+        return launch(x, weight, eps, offset)
+    wide = x.to(_wide(x))
+    rstd = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return (wide * rstd * (weight.to(wide.dtype) + offset)).to(x.dtype), rstd
+
+
+def backward(
+    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offset: float, weight_grad: bool
+) -> tuple[Tensor, Tensor | None]:
+    """(dx in x's dtype, dw in the weight's or None)."""
+    if x.is_cuda:
+        from pronghorn.kernels.rms_norm_triton import backward as launch
+
+        return launch(dy, x, weight, rstd, offset, weight_grad)
+    wide, grad = x.to(rstd.dtype), dy.to(rstd.dtype)
+    scaled = grad * (weight.to(rstd.dtype) + offset)
+    dx = rstd * (scaled - wide * rstd.square() * (scaled * wide).mean(-1, keepdim=True))
+    dw = (grad * wide * rstd).flatten(0, -2).sum(0).to(weight.dtype) if weight_grad else None
+    return dx.to(x.dtype), dw
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)

@@ -1,0 +1,71 @@
+"""RMSNorm in Triton: one program a row forward, a few rows a program backward (dw is summed over programs after)."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _forward(x_ptr, w_ptr, y_ptr, r_ptr, H, eps, offset, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    inside = cols < H
+    x = tl.load(x_ptr + row * H + cols, mask=inside, other=0.0).to(tl.float32)
+    w = tl.load(w_ptr + cols, mask=inside, other=0.0).to(tl.float32) + offset
+    r = tl.rsqrt(tl.sum(x * x, 0) / H + eps)
+    tl.store(r_ptr + row, r)
+    tl.store(y_ptr + row * H + cols, (x * r * w).to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _backward(
+    dy_ptr, x_ptr, w_ptr, r_ptr, dx_ptr, dw_ptr, T, H, offset, rows, WEIGHT: tl.constexpr, BLOCK: tl.constexpr
+):
+    first = tl.program_id(0).to(tl.int64) * rows
+    cols = tl.arange(0, BLOCK)
+    inside = cols < H
+    w = tl.load(w_ptr + cols, mask=inside, other=0.0).to(tl.float32) + offset
+    dw = tl.zeros((BLOCK,), tl.float32)
+    for row in range(first, tl.minimum(first + rows, T)):
+        x = tl.load(x_ptr + row * H + cols, mask=inside, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + row * H + cols, mask=inside, other=0.0).to(tl.float32)
+        r = tl.load(r_ptr + row)
+        g = dy * w
+        dx = r * (g - x * r * r * (tl.sum(g * x, 0) / H))
+        tl.store(dx_ptr + row * H + cols, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+        if WEIGHT:
+            dw += dy * x * r
+    if WEIGHT:
+        tl.store(dw_ptr + tl.program_id(0).to(tl.int64) * H + cols, dw, mask=inside)
+
+
+def forward(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+    """As `rms_norm.forward`; x is contiguous."""
+    size = x.shape[-1]
+    y, rstd = torch.empty_like(x), torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device=x.device)
+    block = triton.next_power_of_2(size)
+    _forward[(rstd.numel(),)](x, weight, y, rstd, size, eps, offset, BLOCK=block, num_warps=_warps(block))
+    return y, rstd
+
+
+def backward(
+    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offset: float, weight_grad: bool
+) -> tuple[Tensor, Tensor | None]:
+    """As `rms_norm.backward`; dy and x are contiguous."""
+    size, count = x.shape[-1], rstd.numel()
+    dx = torch.empty_like(x)
+    rows = -(-count // 1024) if weight_grad else 1
+    programs = -(-count // rows)
+    dw = torch.empty(programs, size, dtype=torch.float32, device=x.device) if weight_grad else rstd
+    block = triton.next_power_of_2(size)
+    _backward[(programs,)](
+        dy, x, weight, rstd, dx, dw, count, size, offset, rows, WEIGHT=weight_grad, BLOCK=block, num_warps=_warps(block)
+    )
+    return dx, dw.sum(0).to(weight.dtype) if weight_grad else None
+
+
+def _warps(block: int) -> int:
+    return min(max(block // 512, 1), 16)

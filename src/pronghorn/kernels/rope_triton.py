@@ -1,0 +1,131 @@
+"""RoPE and qk-norm in Triton: a program turns all heads of a token."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pronghorn.kernels.rope import Heads
+
+
+@triton.jit
+def _halves(ptr, heads, HEADS: tl.constexpr, HALF: tl.constexpr):
+    """Pointers [HEADS, HALF] to the first halves of a token's heads, and which of them are real."""
+    head, col = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
+    return ptr + head * 2 * HALF + col, (head < heads) & (col < HALF)
+
+
+@triton.jit
+def _normed(a, b, w_ptr, eps, offset, HALF: tl.constexpr):
+    """(â, b̂, a·r, b·r, wa, wb, r) of heads with halves a and b."""
+    col = tl.arange(0, HALF)[None, :]
+    wa = tl.load(w_ptr + col).to(tl.float32) + offset
+    wb = tl.load(w_ptr + HALF + col).to(tl.float32) + offset
+    r = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps)[:, None]
+    return a * r * wa, b * r * wb, a * r, b * r, wa, wb, r
+
+
+@triton.jit
+def _turn_heads(
+    x_ptr, y_ptr, w_ptr, c, s, heads, eps, offset, NORM: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr
+):
+    x, real = _halves(x_ptr, heads, HEADS, HALF)
+    y, _ = _halves(y_ptr, heads, HEADS, HALF)
+    a = tl.load(x, mask=real, other=0.0).to(tl.float32)
+    b = tl.load(x + HALF, mask=real, other=0.0).to(tl.float32)
+    if NORM:
+        a, b, _, _, _, _, _ = _normed(a, b, w_ptr, eps, offset, HALF)
+        a = a.to(x_ptr.dtype.element_ty).to(tl.float32)  # rounded where the model rounds: between norm and turn
+        b = b.to(x_ptr.dtype.element_ty).to(tl.float32)
+    tl.store(y, (a * c - b * s).to(y_ptr.dtype.element_ty), mask=real)
+    tl.store(y + HALF, (b * c + a * s).to(y_ptr.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def _forward(
+    qkv_ptr, q_ptr, k_ptr, cos_ptr, sin_ptr, qw_ptr, kw_ptr, stride, q_stride, k_stride, q_heads, k_heads, eps, offset,
+    NORM: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    col = tl.arange(0, HALF)[None, :]
+    c = tl.load(cos_ptr + token * 2 * HALF + col).to(tl.float32)
+    s = tl.load(sin_ptr + token * 2 * HALF + col).to(tl.float32)
+    x = qkv_ptr + token * stride
+    _turn_heads(x, q_ptr + token * q_stride, qw_ptr, c, s, q_heads, eps, offset, NORM, Q, HALF)
+    k = x + q_heads * 2 * HALF
+    _turn_heads(k, k_ptr + token * k_stride, kw_ptr, c, s, k_heads, eps, offset, NORM, K, HALF)
+
+
+@triton.jit
+def _unturn_heads(
+    dy_ptr, dx_ptr, x_ptr, w_ptr, c, s, heads, eps, offset, NORM: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr
+):
+    dy, real = _halves(dy_ptr, heads, HEADS, HALF)
+    dx, _ = _halves(dx_ptr, heads, HEADS, HALF)
+    ya = tl.load(dy, mask=real, other=0.0).to(tl.float32)
+    yb = tl.load(dy + HALF, mask=real, other=0.0).to(tl.float32)
+    da = ya * c + yb * s
+    db = yb * c - ya * s
+    if NORM:
+        x, _ = _halves(x_ptr, heads, HEADS, HALF)
+        a = tl.load(x, mask=real, other=0.0).to(tl.float32)
+        b = tl.load(x + HALF, mask=real, other=0.0).to(tl.float32)
+        _, _, ar, br, wa, wb, r = _normed(a, b, w_ptr, eps, offset, HALF)
+        ga, gb = da * wa, db * wb
+        mean = ((tl.sum(ga * ar, 1) + tl.sum(gb * br, 1)) / (2 * HALF))[:, None]
+        da, db = r * (ga - ar * mean), r * (gb - br * mean)
+    tl.store(dx, da.to(dx_ptr.dtype.element_ty), mask=real)
+    tl.store(dx + HALF, db.to(dx_ptr.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def _backward(
+    dq_ptr, dk_ptr, dv_ptr, dqkv_ptr, qkv_ptr, cos_ptr, sin_ptr, qw_ptr, kw_ptr, stride, q_heads, k_heads, eps, offset,
+    NORM: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    col = tl.arange(0, HALF)[None, :]
+    c = tl.load(cos_ptr + token * 2 * HALF + col).to(tl.float32)
+    s = tl.load(sin_ptr + token * 2 * HALF + col).to(tl.float32)
+    q_cols, k_cols = q_heads * 2 * HALF, k_heads * 2 * HALF
+    here, x = dqkv_ptr + token * stride, qkv_ptr + token * stride
+    _unturn_heads(dq_ptr + token * q_cols, here, x, qw_ptr, c, s, q_heads, eps, offset, NORM, Q, HALF)
+    k = dk_ptr + token * k_cols
+    _unturn_heads(k, here + q_cols, x + q_cols, kw_ptr, c, s, k_heads, eps, offset, NORM, K, HALF)
+    source, real = _halves(dv_ptr + token * k_cols, k_heads, K, HALF)
+    target, _ = _halves(here + q_cols + k_cols, k_heads, K, HALF)
+    tl.store(target, tl.load(source, mask=real), mask=real)
+    tl.store(target + HALF, tl.load(source + HALF, mask=real), mask=real)
+
+
+def forward(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
+    """As `rope.forward`; half a head is a power of two."""
+    q, k, v = heads.split(qkv)
+    norm = heads.query_norm is not None
+    to_q, to_k = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k)) if norm else (q, k)
+    _forward[(qkv.shape[0],)](
+        qkv, to_q, to_k, cos, sin, heads.query_norm if norm else cos, heads.key_norm if norm else cos,
+        qkv.stride(0), to_q.stride(0), to_k.stride(0), heads.query, heads.key_value, heads.eps, heads.offset,
+        NORM=norm, **_shape(heads),
+    )  # fmt: skip
+    return to_q, to_k, v
+
+
+def backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, qkv: Tensor | None) -> Tensor:
+    """As `rope.backward`."""
+    dq, dk, dv = dq.contiguous(), dk.contiguous(), dv.contiguous()
+    dqkv = dq.new_empty(dq.shape[0], heads.turned + heads.key_value * heads.dim)
+    norm = qkv is not None
+    _backward[(dq.shape[0],)](
+        dq, dk, dv, dqkv, qkv if norm else dqkv, cos, sin, heads.query_norm if norm else cos,
+        heads.key_norm if norm else cos, dqkv.stride(0), heads.query, heads.key_value, heads.eps, heads.offset,
+        NORM=norm, **_shape(heads),
+    )  # fmt: skip
+    return dqkv
+
+
+def _shape(heads: Heads) -> dict[str, int]:
+    counts = {"Q": triton.next_power_of_2(heads.query), "K": triton.next_power_of_2(heads.key_value)}
+    return {**counts, "HALF": heads.dim // 2, "num_warps": 4 if heads.query * heads.dim <= 2048 else 8}

@@ -1,0 +1,181 @@
+"""The fast path of decoder layers: transformers' own attention, MLP and norm modules, given a class that computes the
+same with fewer and larger operations (models.fused, kernels). Parameters stay where they are.
+
+A module takes its own class's way wherever the fast one can't serve a call: no packed batch, another dtype.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pronghorn.data.batch import PackedBatch
+from pronghorn.kernels.glu import Activation
+from pronghorn.kernels.rms_norm import rms_norm
+from pronghorn.kernels.rope import Heads
+from pronghorn.models.fused import AttentionParts, MLPParts, attention, mlp
+from pronghorn.models.merged import LinearGroup, base_of
+from pronghorn.models.merged import refusal as linears_refusal
+
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_tanh": "gelu_tanh",
+}
+NORM_OFFSETS = {"LlamaRMSNorm": 0.0, "MistralRMSNorm": 0.0, "Qwen2RMSNorm": 0.0, "Qwen3RMSNorm": 0.0}
+NORM_OFFSETS |= {"Gemma3RMSNorm": 1.0}
+"""The norm classes that the kernel computes, and what each adds to its weight."""
+
+
+ATTENTION = (("q_proj", "k_proj", "v_proj"), ("o_proj",))
+MLP = (("gate_proj", "up_proj"), ("down_proj",))
+"""The linears that are computed as one product."""
+
+
+def refusal(model: Any) -> str | None:
+    """Why the fast path can't serve a causal LM as it is now, or None."""
+    parameter = next(model.parameters())
+    if not (parameter.dtype.is_floating_point and parameter.element_size() >= 2):
+        return "the weights are quantised"
+    config = model.config
+    if _activation(config) not in ACTIVATIONS:
+        return f"activation {_activation(config)!r} has no kernel"
+    for layer in model.base_model.layers:
+        norm = type(layer.input_layernorm).__name__
+        if norm not in NORM_OFFSETS:
+            return f"{norm} has no kernel"
+        for module, groups in ((layer.self_attn, ATTENTION), (layer.mlp, MLP)):
+            for names in groups:
+                reason = linears_refusal([getattr(module, name) for name in names])
+                if reason is not None:
+                    return reason
+    return None
+
+
+def enable(model: Any) -> list[tuple[nn.Module, type[nn.Module]]]:
+    """Give the layers of a causal LM their fast classes; returns the modules with the classes that they had."""
+    found = [(module, _norm_class) for module in model.base_model.modules() if type(module).__name__ in NORM_OFFSETS]
+    for layer in model.base_model.layers:
+        found += [(layer.self_attn, _attention_class), (layer.mlp, _mlp_class)]
+    changed: list[tuple[nn.Module, type[nn.Module]]] = []
+    for module, fast_class in found:
+        original: Any = type(module)
+        changed.append((module, original))
+        module.__class__ = fast_class(original)
+    return changed
+
+
+def disable(changed: list[tuple[nn.Module, type[nn.Module]]]) -> None:
+    """Give the modules their own classes back."""
+    for module, original in changed:
+        module.__class__ = original
+        module.__dict__.pop("_pronghorn_parts", None)
+
+
+@functools.cache
+def _norm_class(original: Any) -> type[nn.Module]:
+    offset = NORM_OFFSETS[original.__name__]
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return rms_norm(x.contiguous(), self.weight, _eps(self), offset)
+
+    return _subclass(original, forward)
+
+
+@functools.cache
+def _attention_class(original: Any) -> type[nn.Module]:
+    plain: Any = original.forward
+
+    @functools.wraps(plain)
+    def forward(
+        self: Any,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None = None,
+        *args: Any,
+        packed: PackedBatch | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        parts = None if packed is None or position_embeddings is None else _attention_parts(self, hidden_states)
+        if parts is None:
+            more = {} if packed is None else {"packed": packed}
+            return plain(self, hidden_states, position_embeddings, attention_mask, *args, **more, **kwargs)
+        assert position_embeddings is not None and packed is not None
+        tokens = hidden_states.shape[0] * hidden_states.shape[1]
+        cos, sin = (x.reshape(-1, x.shape[-1]).expand(tokens, -1) for x in position_embeddings)
+        y = attention(hidden_states.flatten(0, 1), cos, sin, packed, parts)
+        return y.view_as(hidden_states), None
+
+    return _subclass(original, forward)
+
+
+@functools.cache
+def _mlp_class(original: Any) -> type[nn.Module]:
+    plain: Any = original.forward
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        parts = _mlp_parts(self, x)
+        return plain(self, x) if parts is None else mlp(x.flatten(0, -2), parts).view_as(x)
+
+    return _subclass(original, forward)
+
+
+def _subclass(original: type[nn.Module], forward: Any) -> type[nn.Module]:
+    """A subclass with the original's name: transformers and FSDP look classes up by it."""
+    namespace = {"forward": forward, "__module__": original.__module__, "__qualname__": original.__qualname__}
+    return type(original.__name__, (original,), namespace)
+
+
+def _attention_parts(module: Any, x: Tensor) -> AttentionParts | None:
+    """The module's parts, or None where this call isn't for the fast way."""
+
+    def make(linears: list[nn.Module]) -> AttentionParts:
+        norm = getattr(module, "q_norm", None)
+        heads = Heads(
+            query=module.config.num_attention_heads,
+            key_value=module.config.num_key_value_heads,
+            dim=module.head_dim,
+            query_norm=None if norm is None else norm.weight,
+            key_norm=None if norm is None else module.k_norm.weight,
+            eps=0.0 if norm is None else _eps(norm),
+            offset=0.0 if norm is None else NORM_OFFSETS[type(norm).__name__],
+        )
+        of_all = getattr(module.config, "sliding_window", None)  # where layers don't differ (Mistral)
+        window = getattr(module, "sliding_window", of_all)
+        return AttentionParts(LinearGroup(linears[:3]), LinearGroup(linears[3:]), heads, module.scaling, window)
+
+    return _parts(module, ATTENTION, x, make)
+
+
+def _mlp_parts(module: Any, x: Tensor) -> MLPParts | None:
+    def make(linears: list[nn.Module]) -> MLPParts:
+        return MLPParts(LinearGroup(linears[:2]), LinearGroup(linears[2:]), ACTIVATIONS[_activation(module.config)])
+
+    return _parts(module, MLP, x, make)
+
+
+def _parts(module: Any, groups: tuple[tuple[str, ...], ...], x: Tensor, make: Any) -> Any:
+    """The parts kept on the module, made again where its linears are others (an adapter was put around them)."""
+    first = groups[0]
+    linears: list[nn.Module] = [getattr(module, name) for names in groups for name in names]
+    kept = module.__dict__.get("_pronghorn_parts")
+    if kept is None or any(a is not b for a, b in zip(kept[0], linears, strict=True)):
+        refused = linears_refusal(linears[: len(first)]) or linears_refusal(linears[len(first) :])
+        kept = linears, None if refused else make(linears)
+        module.__dict__["_pronghorn_parts"] = kept
+    weights = [base_of(linear).weight for linear in linears]
+    if x.dtype is not weights[0].dtype or torch.is_autocast_enabled(x.device.type):
+        return None
+    return None if any(weight.requires_grad for weight in weights) else kept[1]
+
+
+def _eps(norm: Any) -> float:
+    return norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
+
+
+def _activation(config: Any) -> str:
+    return getattr(config, "hidden_activation", None) or config.hidden_act

@@ -1,0 +1,44 @@
+"""From a recipe to tokenised documents, with what happened to the rows told on the console."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from rich.console import Console
+
+from pronghorn.config import Recipe
+from pronghorn.data.cache import Prepared, documents
+from pronghorn.data.template import find_template
+from pronghorn.models.load import FoundModel
+from pronghorn.train.progress import RowsProgress
+
+
+def tokenizer_for(recipe: Recipe, found: FoundModel) -> Any:
+    """The model's tokenizer with the recipe's chat template."""
+    template = find_template(recipe.data.chat_template)
+    tokenizer = found.tokenizer()
+    if template is not None:
+        template.apply(tokenizer)
+    return tokenizer
+
+
+def prepare(recipe: Recipe, split: Literal["train", "eval"], tokenizer: Any, console: Console) -> Prepared:
+    """The documents of `data.train` or `data.eval`; raises as `data.cache.documents`."""
+    with RowsProgress(console) as progress:
+        prepared = documents(recipe.data, split, tokenizer, recipe.model.max_seq_length, recipe.train.seed, progress)
+    for count in prepared.counts:
+        left_out = f", {count.dropped:,} dropped" if count.dropped else ""
+        console.print(
+            f"{count.path}: {count.rows + count.dropped:,} rows ({count.format}){left_out}; "
+            f"{count.used:,} documents used",
+            markup=False,
+        )
+    if prepared.errors:
+        console.print(f"The first dropped row: {prepared.errors[0]}", markup=False)
+    if prepared.split:
+        console.print(
+            f"{prepared.split} documents split; {prepared.dropped_pieces} pieces had no label and were dropped"
+        )
+    if prepared.dropped or prepared.truncated:
+        console.print(f"data.{split}: {prepared.dropped} documents dropped, {prepared.truncated} truncated")
+    return prepared

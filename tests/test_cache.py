@@ -1,0 +1,387 @@
+"""Tokenising once: hits and misses, resuming, damage, several processes, and the same documents as without a cache."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from transformers import AutoTokenizer
+
+from pronghorn.config import Data
+from pronghorn.data import cache as cache_module
+from pronghorn.data.cache import Prepared, documents
+from pronghorn.data.chat import fit, tokenize
+from pronghorn.data.packed_rows import PackedRows
+from pronghorn.data.parts import Tokenising
+from pronghorn.data.rows import read_rows
+from pronghorn.errors import ConfigError, DataError
+
+TEMPLATE = (
+    "{% for m in messages %}{{ '[' + m.role + ']' + m.content + '</s>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
+)
+
+
+@pytest.fixture
+def tokenizer(stories: Path) -> Any:
+    loaded = AutoTokenizer.from_pretrained(stories)
+    loaded.chat_template = TEMPLATE
+    return loaded
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Callable[..., Data]:
+    """Data of 50 rows in `train.jsonl`, or what is asked for, with a cache of its own."""
+
+    def make(rows: int = 50, **changes: Any) -> Data:
+        path = tmp_path / "train.jsonl"
+        if not path.exists():
+            table = [{"prompt": f"Say {i}!", "completion": f"It is {i}." + " So." * (i % 7)} for i in range(rows)]
+            path.write_text("".join(json.dumps(row) + "\n" for row in table))
+        return Data.model_validate({"train": path, "cache": tmp_path / "cache", "workers": 1, **changes})
+
+    return make
+
+
+def prepare(data: Data, tokenizer: Any, length: int = 512, part_rows: int = 20, **more: Any) -> Prepared:
+    return documents(data, "train", tokenizer, length, seed=0, part_rows=part_rows, **more)
+
+
+def entries(data: Data) -> list[Path]:
+    return sorted(Path(str(data.cache)).iterdir())
+
+
+def content(prepared: Prepared) -> list[tuple[list[int], list[int], str]]:
+    return [(row["input_ids"], row["labels"], row["source"]) for row in prepared.dataset]
+
+
+def test_the_same_documents_as_without_a_cache(settings: Any, tokenizer: Any) -> None:
+    data = settings()
+    expected = tokenize(read_rows(data.train), tokenizer).documents
+    seen: list[tuple[str, int, int | None]] = []
+    prepared = prepare(data, tokenizer, progress=lambda *each: seen.append(each))
+    assert content(prepared) == [(d.input_ids, d.labels, d.source) for d in expected]
+    assert [count.rows for count in prepared.counts] == [50] and prepared.counts[0].used == 50
+    assert seen == [(str(data.train), done, 50) for done in (0, 20, 40, 50)]
+    assert [part.name for part in sorted(entries(data)[0].glob("part*"))] == [f"part-0000{i}.arrow" for i in range(3)]
+
+
+def test_a_second_time_nothing_is_tokenised(settings: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = prepare(settings(), tokenizer)
+    monkeypatch.setattr(Tokenising, "write", lambda *args: pytest.fail("tokenised again"))
+    second = prepare(settings(), tokenizer)
+    assert content(first) == content(second) and first.key == second.key
+
+
+def _more_text(data: Data, tokenizer: Any) -> None:
+    with Path(str(data.train)).open("a") as file:
+        file.write('{"prompt": "a", "completion": "b"}\n')
+
+
+def _other_template(data: Data, tokenizer: Any) -> None:
+    tokenizer.chat_template = TEMPLATE.replace("[", "(").replace("]", ")")
+
+
+def _new_token(data: Data, tokenizer: Any) -> None:
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<new>"]})
+
+
+def _special_tokens_as_text(data: Data, tokenizer: Any) -> None:
+    tokenizer.split_special_tokens = True
+
+
+CHANGES: dict[str, Any] = {
+    "special tokens as text": (_special_tokens_as_text, {"format": "prompt_completion", "loss_on": "all"}),
+    "a row more": (_more_text, {}),
+    "another template": (_other_template, {}),
+    "a new token": (_new_token, {}),
+    "the last turn": (None, {"loss_on": "last"}),
+    "all tokens": (None, {"loss_on": "all"}),
+    "a system prompt": (None, {"system_prompt": "Be kind."}),
+    "bad rows dropped": (None, {"bad_rows": "drop"}),
+    "a format named": (None, {"format": "prompt_completion"}),
+    "columns": (None, {"columns": {"prompt": "completion", "completion": "prompt"}}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_whatever_decides_the_tokens_is_in_the_key(settings: Any, tokenizer: Any, change: str) -> None:
+    data = settings()
+    first = prepare(data, tokenizer)
+    act, changes = CHANGES[change]
+    if act is not None:
+        act(data, tokenizer)
+    changed = settings(**changes)
+    assert prepare(changed, tokenizer).key != first.key and len(entries(data)) == 2
+
+
+def test_what_does_not_decide_the_tokens_is_not(settings: Any, tokenizer: Any) -> None:
+    """Row length and overflow rule come after the cache; a tokenizer's own truncation is not used."""
+    prepare(settings(), tokenizer)
+    tokenizer.backend_tokenizer.enable_truncation(4)
+    short = prepare(settings(overflow="drop"), tokenizer, length=40)
+    assert len(entries(settings())) == 1 and short.dropped > 0
+
+
+@pytest.mark.parametrize("overflow", ["drop", "truncate", "split"])
+def test_the_overflow_rule_on_cached_documents(settings: Any, tokenizer: Any, overflow: Any) -> None:
+    data = settings(overflow=overflow)
+    expected = fit(tokenize(read_rows(data.train), tokenizer).documents, 44, overflow)
+    prepared = prepare(data, tokenizer, length=44)
+    assert sorted(content(prepared)) == sorted((d.input_ids, d.labels, d.source) for d in expected.documents)
+    assert (prepared.dropped, prepared.truncated, prepared.split) == (
+        expected.dropped,
+        expected.truncated,
+        expected.split,
+    )
+    assert prepared.dropped + prepared.truncated + prepared.split > 0
+    with pytest.raises(DataError, match=r"train\.jsonl line \d+ has \d+ tokens > max_seq_length 44"):
+        prepare(settings(overflow="error"), tokenizer, length=44)
+
+
+def test_rows_of_the_packer_come_in_one_read(settings: Any, tokenizer: Any) -> None:
+    prepared = prepare(settings(), tokenizer)
+    listed = [dict(row) for row in prepared.dataset]
+    rows, expected = PackedRows(prepared.dataset, 128), PackedRows(listed, 128)
+    assert len(rows) > 3 and [rows[i] for i in range(len(rows))] == [expected[i] for i in range(len(expected))]
+
+
+def test_killed_while_tokenising(settings: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """kill -9 after two parts of five: those two are not made again, and the cache ends up the same to the byte."""
+    data = settings(rows=100)
+    reference = prepare(settings(rows=100, cache=data.cache.parent / "reference"), tokenizer)
+    write = Tokenising.write
+
+    def slow(self: Any, path: Path, *args: Any) -> Any:
+        if path.name == "part-00002.arrow":
+            time.sleep(60)
+        return write(self, path, *args)
+
+    process = os.fork()
+    if not process:
+        try:
+            monkeypatch.setattr(Tokenising, "write", slow)
+            prepare(data, tokenizer)
+        finally:
+            os._exit(0)
+    deadline = time.monotonic() + 60
+    while not list(Path(str(data.cache)).glob("*/part-00001.arrow")):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.kill(process, signal.SIGKILL)
+    os.waitpid(process, 0)
+    assert not (entries(data)[0] / "meta.json").exists()
+    made: list[str] = []
+    monkeypatch.setattr(Tokenising, "write", lambda self, path, *a: (made.append(path.name), write(self, path, *a))[1])
+    seen: list[int] = []
+    resumed = prepare(data, tokenizer, progress=lambda _, done, total: seen.append(done))
+    assert made == [f"part-0000{i}.arrow" for i in (2, 3, 4)] and seen == [0, 20, 40, 60, 80, 100]
+    assert content(resumed) == content(reference)
+    for part in entries(data)[0].glob("part-*"):
+        assert part.read_bytes() == (next((data.cache.parent / "reference").iterdir()) / part.name).read_bytes()
+
+
+def _cut(folder: Path) -> None:
+    part = folder / "part-00001.arrow"
+    part.write_bytes(part.read_bytes()[:-40])
+
+
+def _schema(folder: Path) -> None:
+    meta = json.loads((folder / "meta.json").read_text())
+    (folder / "meta.json").write_text(json.dumps({**meta, "schema": "pronghorn-tokens-v9"}))
+
+
+def _cut_unfinished(folder: Path) -> None:
+    _cut(folder)
+    (folder / "meta.json").unlink()
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "a part cut short": (_cut, r"part-00001\.arrow: [\d,]+ bytes instead of [\d,]+: the token cache is damaged"),
+    "a part gone": (lambda f: (f / "part-00000.arrow").unlink(), r"part-00000\.arrow: missing: the token cache"),
+    "another version": (_schema, "schema 'pronghorn-tokens-v9', not 'pronghorn-tokens-v1': delete"),
+    "meta.json cut short": (lambda f: (f / "meta.json").write_text('{"schema'), r"meta\.json: not valid JSON"),
+    "meta.json without its parts": (
+        lambda f: (f / "meta.json").write_text('{"schema": "pronghorn-tokens-v1"}'),
+        r"meta\.json: not whole \('parts'\)",
+    ),
+    "a part cut short before the end": (_cut_unfinished, r"part-00001\.arrow: not a whole part of a token cache"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_cache(settings: Any, tokenizer: Any, damage: str) -> None:
+    prepare(settings(), tokenizer)
+    spoil, message = DAMAGES[damage]
+    spoil(entries(settings())[0])
+    with pytest.raises(DataError, match=message) as refused:
+        prepare(settings(), tokenizer)
+    assert f"delete {entries(settings())[0]}" in refused.value.remedy
+
+
+def test_two_processes_at_once(settings: Any, tokenizer: Any, tmp_path: Path) -> None:
+    """One tokenises, the other waits and finds it done."""
+    data, write = settings(rows=200), Tokenising.write
+
+    def counted(self: Any, path: Path, *args: Any) -> Any:
+        with (tmp_path / "made").open("a") as file:
+            file.write(path.name + "\n")
+        return write(self, path, *args)
+
+    processes = []
+    for _ in range(2):
+        process = os.fork()
+        if not process:
+            status = 9
+            try:
+                Tokenising.write = counted  # type: ignore[method-assign]
+                status = 0 if len(prepare(data, tokenizer).dataset) == 200 else 1
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+        processes.append(process)
+    assert [os.waitpid(process, 0)[1] for process in processes] == [0, 0]
+    assert len((tmp_path / "made").read_text().splitlines()) == 10
+
+
+@pytest.mark.slow
+def test_workers_end_with_a_killed_run(settings: Any, tokenizer: Any, tmp_path: Path) -> None:
+    """They would wait for rows for ever; and what they had begun to write is cleared by the next run."""
+    data = settings(rows=400, workers=2, cache=tmp_path / "cache")
+    process = os.fork()
+    if not process:
+        try:
+            prepare(data, tokenizer, part_rows=1)
+        finally:
+            os._exit(0)
+    deadline = time.monotonic() + 60
+    while not list((tmp_path / "cache").glob("*/part-*")):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    workers = psutil.Process(process).children()
+    os.kill(process, signal.SIGKILL)
+    os.waitpid(process, 0)
+    assert len(workers) >= 2
+    while any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in workers):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    (entries(data)[0] / ".part-00009.arrow.1").write_bytes(b"begun")
+    assert len(prepare(data, tokenizer, part_rows=1).dataset) == 400
+    assert not list(entries(data)[0].glob(".part*"))
+
+
+@pytest.mark.slow
+def test_the_first_error_is_told(settings: Any, tokenizer: Any, tmp_path: Path) -> None:
+    """A row that a worker refuses comes before a later line that can't be read."""
+    settings(rows=200)
+    lines = (tmp_path / "train.jsonl").read_text().splitlines()
+    lines[50], lines[100] = '{"prompt": "a", "completion": "b </s> c"}', "{"
+    (tmp_path / "train.jsonl").write_text("\n".join(lines))
+    with pytest.raises(DataError, match=r"train\.jsonl line 51: the assistant's text holds the control token"):
+        prepare(settings(workers=4), tokenizer)
+
+
+def test_parts_of_long_rows_hold_fewer(settings: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_module, "PART_CHARACTERS", 150)
+    data = settings()
+    long = prepare(data, tokenizer)
+    [folder] = entries(data)
+    rows = [part["rows"] for part in json.loads((folder / "meta.json").read_text())["parts"]]
+    assert sum(rows) == 50 and 2 < max(rows) < 15
+    monkeypatch.undo()
+    assert content(prepare(data, tokenizer)) == content(long) and len(entries(data)) == 2
+
+
+@pytest.mark.slow
+def test_worker_processes(settings: Any, tokenizer: Any, tmp_path: Path) -> None:
+    """The same parts from two workers; their error names file and line, and what was whole stays."""
+    alone = prepare(settings(rows=90, cache=tmp_path / "alone"), tokenizer)
+    assert content(prepare(settings(rows=90, workers=2), tokenizer)) == content(alone)
+    lines = (tmp_path / "train.jsonl").read_text().splitlines()
+    lines[70] = '{"prompt": "a", "completion": "b </s> c"}'
+    (tmp_path / "train.jsonl").write_text("\n".join(lines))
+    with pytest.raises(DataError, match=r"train\.jsonl line 71: the assistant's text holds the control token"):
+        prepare(settings(workers=2, cache=tmp_path / "bad"), tokenizer)
+    [folder] = (tmp_path / "bad").iterdir()
+    assert not (folder / "meta.json").exists() and {p.name for p in folder.glob("*")} >= {"part-00000.arrow"}
+    assert not list(folder.glob(".part*"))
+
+
+def test_a_mixture_takes_shares_of_documents(settings: Any, tokenizer: Any, tmp_path: Path) -> None:
+    settings()
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": f"Story {i}."}) + "\n" for i in range(10)))
+    mixture = [{"path": tmp_path / "train.jsonl", "weight": 1}, {"path": tmp_path / "b.jsonl", "weight": 3}]
+    prepared = prepare(settings(train=mixture), tokenizer)
+    assert [(count.format, count.rows, count.used) for count in prepared.counts] == [
+        ("prompt_completion", 50, 15),
+        ("text", 10, 45),
+    ]
+    sources = [source for *_, source in content(prepared)]
+    assert sum("b.jsonl" in source for source in sources) == 45
+    assert sources.count(f"{tmp_path / 'b.jsonl'} line 1") in (4, 5)
+    assert prepare(settings(train=mixture), tokenizer).key == prepared.key
+    mixture[0]["weight"] = 2
+    assert prepare(settings(train=mixture), tokenizer).key != prepared.key and len(entries(settings())) == 2
+
+
+def test_dropped_and_unlabelled_rows_are_counted_once_and_remembered(
+    settings: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    rows = [{"messages": [{"role": "user", "content": "a"}]}, {"messages": [{"role": "wizard", "content": "a"}]}]
+    good = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    (tmp_path / "train.jsonl").write_text("\n".join(json.dumps(row) for row in [*rows, good]))
+    for _ in range(2):
+        prepared = prepare(settings(bad_rows="drop"), tokenizer)
+        assert (prepared.dropped, len(prepared.dataset), prepared.counts[0].dropped) == (2, 1, 1)
+        assert "line 2" in prepared.errors[0] and "wizard" in prepared.errors[0]
+
+
+def test_a_share_of_nothing(settings: Any, tokenizer: Any, tmp_path: Path) -> None:
+    settings()
+    (tmp_path / "b.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "a"}]}))
+    mixture = [{"path": tmp_path / "train.jsonl", "weight": 1}, {"path": tmp_path / "b.jsonl", "weight": 1}]
+    with pytest.raises(DataError, match=r"b\.jsonl: none of its rows has a token to train, and it has a share"):
+        prepare(settings(train=mixture), tokenizer)
+    unweighted = [{"path": each["path"]} for each in mixture]
+    assert [count.used for count in prepare(settings(train=unweighted), tokenizer).counts] == [50, 0]
+
+
+def test_nothing_to_train(settings: Any, tokenizer: Any, tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "a"}]}))
+    with pytest.raises(DataError, match="none of 1 rows has a token to train"):
+        prepare(settings(), tokenizer)
+    (tmp_path / "train.jsonl").write_text('{"text": "a"}')
+    with pytest.raises(ConfigError, match=r"data\.system_prompt is set"):
+        prepare(settings(system_prompt="Be kind."), tokenizer)
+
+
+def test_a_set_larger_than_memory_is_streamed(settings: Any, tokenizer: Any, monkeypatch: Any) -> None:
+    """Rows are read two parts ahead of what is tokenised, however many there are."""
+    read, write = cache_module.read_source, Tokenising.write
+    waiting, most = 0, 0
+
+    def counting(*args: Any) -> Any:
+        nonlocal waiting, most
+        for row in read(*args):
+            waiting += 1
+            most = max(most, waiting)
+            yield row
+
+    def counted(self: Any, path: Path, rows: Any, verify: bool) -> Any:
+        nonlocal waiting
+        waiting -= len(rows)
+        return write(self, path, rows, verify)
+
+    monkeypatch.setattr(cache_module, "read_source", counting)
+    monkeypatch.setattr(Tokenising, "write", counted)
+    assert len(prepare(settings(rows=400), tokenizer, part_rows=10).dataset) == 400
+    assert most == 20 and waiting == 0
