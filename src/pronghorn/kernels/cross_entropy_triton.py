@@ -7,12 +7,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pronghorn.kernels.tanh_triton import tanh
+
 
 @triton.jit
 def _cap(y, cap, CAP: tl.constexpr):
     """(c·tanh(y/c), tanh(y/c)), or (y, 0) without a cap."""
     if CAP:
-        t = 2.0 * tl.sigmoid(2.0 * y / cap) - 1.0
+        t = tanh(y / cap)
         return cap * t, t
     else:
         return y, tl.zeros_like(y)
@@ -34,15 +36,15 @@ def _kernel(y_ptr, target_ptr, loss_ptr, V, ignore, cap, CAP: tl.constexpr, BLOC
         total = total * tl.where(known, tl.exp(top - higher), 0.0) + tl.where(known, tl.exp(z - higher), 0.0)
         top = higher
     m = tl.max(top, 0)
-    lse = m + tl.log(tl.sum(total * tl.where(top > float("-inf"), tl.exp(top - m), 0.0), 0))
+    whole = tl.sum(total * tl.where(top > float("-inf"), tl.exp(top - m), 0.0), 0)
     keep = target != ignore
     chosen, _ = _cap(tl.load(y_ptr + tl.where(keep, target, 0)).to(tl.float32), cap, CAP)
-    tl.store(loss_ptr + row, tl.where(keep, lse - chosen, 0.0))
+    tl.store(loss_ptr + row, tl.where(keep, m - chosen + tl.log(whole), 0.0))
     tl.debug_barrier()  # the label's logit is read before it is overwritten
     for start in range(0, V, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         z, t = _cap(tl.load(y_ptr + cols, mask=cols < V, other=0.0).to(tl.float32), cap, CAP)
-        grad = tl.exp(z - lse) - tl.where(cols == target, 1.0, 0.0)
+        grad = tl.exp(z - m) / whole - tl.where(cols == target, 1.0, 0.0)
         if CAP:
             grad = grad * (1.0 - t * t)
         grad = tl.where(keep, grad, 0.0)

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pronghorn.kernels.tanh_triton import tanh
+
 BLOCK = 1024
 
 
@@ -15,8 +17,7 @@ def _activate(g, GELU: tl.constexpr):
     """(f(g), f′(g)) in float32."""
     if GELU:
         c = 0.7978845608028654  # sqrt(2/π)
-        inner = c * (g + 0.044715 * g * g * g)
-        t = 2.0 * tl.sigmoid(2.0 * inner) - 1.0  # tanh
+        t = tanh(c * (g + 0.044715 * g * g * g))
         f = 0.5 * g * (1.0 + t)
         df = 0.5 * (1.0 + t) + 0.5 * g * (1.0 - t * t) * c * (1.0 + 3.0 * 0.044715 * g * g)
     else:

@@ -1,0 +1,120 @@
+"""Each Triton kernel against its plain torch reference in float64, at odd sizes, into poisoned memory.
+
+Called with a CUDA device by tests/test_kernels.py, and with the CPU under Triton's interpreter by running this file:
+
+    TRITON_INTERPRET=1 python tests/kernel_checks.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pronghorn.kernels import (
+    cross_entropy,
+    cross_entropy_triton,
+    glu,
+    glu_triton,
+    rms_norm,
+    rms_norm_triton,
+    rope,
+    rope_triton,
+)
+from tolerance import assert_three_way
+
+
+def random(*shape: int, device: str, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(*shape, generator=generator).to(device, dtype)
+
+
+def compare(name: str, launch: Callable[..., Any], reference: Callable[..., Any], *arguments: Any) -> None:
+    """The kernel's results within twice the error of the reference in the same dtype, on the CPU."""
+
+    def on_cpu(value: Any, dtype: torch.dtype | None = None) -> Any:
+        if isinstance(value, rope.Heads):
+            norms = [on_cpu(norm, dtype) for norm in (value.query_norm, value.key_norm)]
+            return rope.Heads(value.query, value.key_value, value.dim, *norms, value.eps, value.offset)
+        if not isinstance(value, Tensor):
+            return value
+        value = value.cpu().clone()
+        return value.to(dtype) if dtype is not None and value.is_floating_point() else value
+
+    plain = reference(*(on_cpu(value) for value in arguments))
+    exact = reference(*(on_cpu(value, torch.float64) for value in arguments))
+    ours = launch(*arguments)
+    results = [x if isinstance(x, tuple) else (x,) for x in (ours, plain, exact)]
+    for index, (mine, theirs, wanted) in enumerate(zip(*results, strict=True)):
+        if wanted is not None:
+            assert_three_way(f"{name} result {index}", mine, theirs, wanted)
+
+
+def check_rms_norm(device: str, dtype: torch.dtype) -> None:
+    for tokens, width in ((1, 8), (5, 63), (33, 576), (3, 1100)):
+        x, dy = (random(tokens, width, device=device, dtype=dtype, seed=s) for s in (1, 2))
+        weight = random(width, device=device, dtype=dtype, seed=3)
+        for offset in (0.0, 1.0):
+            compare("rms_norm", rms_norm_triton.forward, rms_norm.forward, x, weight, 1e-5, offset)
+            _, rstd = rms_norm.forward(x.cpu(), weight.cpu(), 1e-5, offset)
+            for weight_grad in (False, True):
+                arguments = dy, x, weight, rstd.to(device), offset, weight_grad
+                compare("rms_norm backward", rms_norm_triton.backward, rms_norm.backward, *arguments)
+
+
+def check_glu(device: str, dtype: torch.dtype) -> None:
+    for tokens, width in ((1, 3), (7, 88), (2, 1025)):
+        gate_up = random(tokens, 2 * width, device=device, dtype=dtype, seed=1) * 2
+        da = random(tokens, width, device=device, dtype=dtype, seed=2)
+        for activation in ("silu", "gelu_tanh"):
+            compare(activation, glu_triton.forward, glu.forward, gate_up, activation)
+            compare(f"{activation} backward", glu_triton.backward, glu.backward, da, gate_up, activation)
+
+
+def check_rope(device: str, dtype: torch.dtype) -> None:
+    for tokens, query, key_value, dim in ((1, 1, 1, 16), (5, 4, 2, 64), (3, 9, 3, 32), (2, 3, 3, 128)):
+        angles = random(tokens, dim // 2, device="cpu", dtype=torch.float64, seed=1)
+        cos, sin = (f(torch.cat([angles, angles], -1)).to(device, dtype) for f in (torch.cos, torch.sin))
+        qkv = random(tokens, (query + 2 * key_value) * dim, device=device, dtype=dtype, seed=2)
+        norms = [random(dim, device=device, dtype=dtype, seed=s) for s in (3, 4)]
+        grads = [random(tokens, n, dim, device=device, dtype=dtype, seed=n + 5) for n in (query, key_value, key_value)]
+        for heads in (rope.Heads(query, key_value, dim), rope.Heads(query, key_value, dim, *norms, 1e-6, 1.0)):
+            raw = None if heads.query_norm is None else qkv.clone()
+            compare("rope", rope_triton.forward, rope.forward, qkv.clone(), cos, sin, heads)
+            compare("rope backward", rope_triton.backward, rope.backward, *grads, cos, sin, heads, raw)
+
+
+def check_cross_entropy(device: str, dtype: torch.dtype) -> None:
+    for rows, vocab in ((1, 5), (4, 131), (3, 4097)):
+        logits = random(rows, vocab, device=device, dtype=dtype, seed=1) * 8
+        targets = torch.arange(rows, device=device) * 7 % vocab
+        targets[rows // 2] = -100
+        for softcap in (None, 30.0):
+
+            def both(function: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+                def run(given: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+                    written = given.clone()
+                    return function(written, *rest), written
+
+                return run
+
+            arguments = logits, targets, -100, softcap
+            launch, reference = both(cross_entropy_triton.cross_entropy_), both(cross_entropy.cross_entropy_)
+            compare("cross-entropy", launch, reference, *arguments)
+
+
+CHECKS = {
+    "rms_norm": check_rms_norm,
+    "glu": check_glu,
+    "rope": check_rope,
+    "cross_entropy": check_cross_entropy,
+}
+
+if __name__ == "__main__":
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    for name, check in CHECKS.items():
+        check("cpu", torch.float32)
+        print(name, "ok", flush=True)
