@@ -52,3 +52,168 @@ def compare(model: Any, batch: dict[str, Any], device: str = "cpu", dtype: torch
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family(family: str, nan_memory: None) -> None:
     compare(with_adapters(tiny_model(family)), packed_row(LENGTHS, ROW))
+
+
+SUBSETS: dict[str, dict[str, Any]] = {
+    "q alone": {"target_modules": ["q_proj"]},
+    "v and up": {"target_modules": ["v_proj", "up_proj"]},
+    "o and down": {"target_modules": ["o_proj", "down_proj"]},
+    "odd rank": {"r": 3, "lora_alpha": 5},
+    "rank 70": {"r": 70, "lora_alpha": 70},
+    "rsLoRA": {"use_rslora": True, "r": 3},
+}
+
+
+@pytest.mark.parametrize("options", SUBSETS.values(), ids=SUBSETS)
+def test_adapters_on_some_linears(options: dict[str, Any]) -> None:
+    compare(with_adapters(tiny_model("llama"), **options), packed_row(LENGTHS, ROW))
+
+
+@pytest.mark.parametrize("changes", [{"attention_bias": True, "mlp_bias": True}, {"tie_word_embeddings": True}])
+def test_biases_and_tied_embeddings(changes: dict[str, Any]) -> None:
+    compare(with_adapters(tiny_model("llama", **changes)), packed_row(LENGTHS, ROW))
+
+
+@pytest.mark.parametrize("lengths", [[1, 1, 1, 9], [63], [5] * 12])
+def test_odd_rows(lengths: list[int]) -> None:
+    compare(with_adapters(tiny_model("qwen3")), packed_row(lengths, sum(lengths) + 3, seed=4))
+
+
+def loss_and_gradients(model: Any, batch: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    loss = model(**batch).loss
+    loss.backward()
+    return loss.item(), {name: grad.clone() for name, grad in gradients(model).items()}
+
+
+def path_of_layers(handle: Any) -> tuple[str, str]:
+    [path] = [path for path in handle.report if path.part == "decoder layers"]
+    return path.path, path.why
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_recompute_changes_nothing(recompute: bool) -> None:
+    from pronghorn.memory.plan import Plan
+
+    model, batch = with_adapters(tiny_model("gemma3_text")), packed_row(LENGTHS, ROW)
+    attach(model, Plan.keep(), layers="fused")
+    loss, grads = loss_and_gradients(model, batch)
+    attach(model, Plan.recompute() if recompute else Plan.keep(), layers="fused")
+    again, same = loss_and_gradients(model, batch)
+    assert again == loss and all(torch.equal(grads[name], same[name]) for name in grads)
+
+
+def test_detach_gives_the_modules_back() -> None:
+    model = with_adapters(tiny_model("qwen3"))
+    base = model.get_base_model()
+    classes = {name: type(module) for name, module in base.named_modules()}
+    saved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    handle = attach(model, layers="fused")
+    batch = packed_row(LENGTHS, ROW)
+    loss_and_gradients(model, batch)
+    assert type(base.model.layers[0].self_attn) is not classes["model.layers.0.self_attn"]
+    assert type(base.model.layers[0].self_attn).__name__ == "Qwen3Attention"
+    handle.detach()
+    assert {name: type(module) for name, module in base.named_modules()} == classes
+    assert not [name for name, module in base.named_modules() if "_pronghorn_parts" in module.__dict__]
+    assert all(torch.equal(saved[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_saving_gives_the_same_bytes(tmp_path: Any) -> None:
+    """Merged storage is the parameters' own affair: files of an attached, stepped model are those of a plain one."""
+    plain = with_adapters(tiny_model("llama"))
+    ours = copy.deepcopy(plain)
+    attach(ours, layers="fused")
+    ours(**packed_row(LENGTHS, ROW)).loss.backward()
+    for name, model in (("plain", plain), ("ours", ours)):
+        model.save_pretrained(tmp_path / name)
+        model.get_base_model().save_pretrained(tmp_path / name / "base")
+    for file in ("adapter_model.safetensors", "base/model.safetensors"):
+        assert (tmp_path / "plain" / file).read_bytes() == (tmp_path / "ours" / file).read_bytes()
+
+
+def test_weights_that_were_moved_are_merged_again() -> None:
+    model, batch = with_adapters(tiny_model("llama")), packed_row(LENGTHS, ROW)
+    attach(model, layers="fused")
+    loss, grads = loss_and_gradients(model, batch)
+    model.double()
+    model.float()  # every weight in a storage of its own again
+    copied = copy.deepcopy(model)
+    for each in (model, copied):
+        again, same = loss_and_gradients(each, batch)
+        assert again == loss and all(torch.equal(grads[name], same[name]) for name in grads)
+    base = copied.get_base_model().model.layers[1]
+    with torch.no_grad():
+        base.self_attn.k_proj.base_layer.weight.mul_(2)
+        base.mlp.gate_proj.base_layer.weight = torch.nn.Parameter(base.mlp.gate_proj.base_layer.weight * 2, False)
+    changed, _ = loss_and_gradients(copied, batch)
+    handle = attach(copied, layers="stock")
+    assert changed != loss and changed == pytest.approx(loss_and_gradients(copied, batch)[0], rel=1e-6)
+    handle.detach()
+
+
+@pytest.mark.parametrize("state", ["disabled", "merged", "dropout", "dora", "two", "weights trained"])
+def test_what_the_fused_layers_do_not_serve(state: str) -> None:
+    """PEFT's own way then, to the same loss; the report says so (an adapter that is off is simply not added)."""
+    options: dict[str, Any] = {"dropout": {"lora_dropout": 0.5}}.get(state, {})
+    model, batch = with_adapters(tiny_model("llama"), **options), packed_row(LENGTHS, ROW)
+    if state == "dora":
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(tiny_model("llama"), LoraConfig(r=2, target_modules=["q_proj"], use_dora=True)).train()
+    if state == "two":
+        model.add_adapter("second", model.peft_config["default"])
+        model.base_model.set_adapter(["default", "second"])
+    if state == "weights trained":
+        model.get_base_model().model.layers[1].self_attn.k_proj.base_layer.weight.requires_grad_()
+    if state == "merged":
+        model.merge_adapter()
+    if state == "disabled":
+        model.base_model.disable_adapter_layers()
+    found = []
+    for layers in ("stock", "fused"):
+        handle = attach(model, layers=layers)
+        torch.manual_seed(0)
+        found.append(model(**batch).loss)
+    assert found[0].item() == pytest.approx(found[1].item(), rel=1e-5)
+    reasons = {
+        "dropout": "LoRA dropout",
+        "dora": "an adapter that is not plain LoRA",
+        "two": "2 adapters are active at once",
+        "weights trained": "the linears' own weights are trained",
+    }
+    assert path_of_layers(handle)[0 if state in ("disabled", "merged") else 1] == reasons.get(state, "fused")
+
+
+def test_padded_batches_and_generation_take_transformers_way() -> None:
+    model = with_adapters(tiny_model("qwen2")).eval()
+    ids = torch.randint(3, 100, (2, 9), generator=torch.Generator().manual_seed(0))
+    padded = {"input_ids": ids, "attention_mask": torch.tensor([[0] * 3 + [1] * 6, [1] * 9])}
+    with torch.no_grad():
+        expected = model(**padded).logits, model.generate(**padded, max_new_tokens=4, do_sample=False, pad_token_id=0)
+        attach(model, layers="fused")
+        found = model(**padded).logits, model.generate(**padded, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-5)
+    assert torch.equal(found[1], expected[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_on_a_gpu(family: str, dtype: torch.dtype, nan_memory: None) -> None:
+    compare(with_adapters(tiny_model(family)), packed_row(LENGTHS, ROW), "cuda", dtype)
+
+
+@pytest.mark.gpu
+def test_no_synchronisation() -> None:
+    """A fused step never makes the host wait."""
+    model = with_adapters(tiny_model("qwen3")).to("cuda", torch.bfloat16)
+    attach(model, layers="fused")
+    batch = {name: value.to("cuda") for name, value in packed_row(LENGTHS, ROW).items()}
+    model(**batch).loss.backward()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        model(**batch).loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

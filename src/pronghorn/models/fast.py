@@ -44,6 +44,8 @@ def refusal(model: Any) -> str | None:
     config = model.config
     if _activation(config) not in ACTIVATIONS:
         return f"activation {_activation(config)!r} has no kernel"
+    if not _turns(config):
+        return f"head_dim {_head_dim(config)} is no power of two"
     for layer in model.base_model.layers:
         norm = type(layer.input_layernorm).__name__
         if norm not in NORM_OFFSETS:
@@ -60,7 +62,8 @@ def enable(model: Any) -> list[tuple[nn.Module, type[nn.Module]]]:
     """Give the layers of a causal LM their fast classes; returns the modules with the classes that they had."""
     found = [(module, _norm_class) for module in model.base_model.modules() if type(module).__name__ in NORM_OFFSETS]
     for layer in model.base_model.layers:
-        found += [(layer.self_attn, _attention_class), (layer.mlp, _mlp_class)]
+        found += [(layer.self_attn, _attention_class)] if _turns(model.config) else []
+        found += [(layer.mlp, _mlp_class)] if _activation(model.config) in ACTIVATIONS else []
     changed: list[tuple[nn.Module, type[nn.Module]]] = []
     for module, fast_class in found:
         original: Any = type(module)
@@ -171,6 +174,16 @@ def _parts(module: Any, groups: tuple[tuple[str, ...], ...], x: Tensor, make: An
     if x.dtype is not weights[0].dtype or torch.is_autocast_enabled(x.device.type):
         return None
     return None if any(weight.requires_grad for weight in weights) else kept[1]
+
+
+def _head_dim(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _turns(config: Any) -> bool:
+    """Whether the RoPE kernel serves these heads."""
+    dim = _head_dim(config)
+    return dim >= 16 and dim & (dim - 1) == 0
 
 
 def _eps(norm: Any) -> float:

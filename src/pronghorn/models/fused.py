@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from pronghorn.attention.masked import per_document_attention
+from pronghorn.attention.varlen import refusal as varlen_refusal
 from pronghorn.data.batch import PackedBatch
 from pronghorn.kernels import glu, rope
 from pronghorn.kernels.rope import Heads
@@ -86,9 +87,14 @@ class _Attention(torch.autograd.Function):
 class _MLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, parts: MLPParts, *_: Tensor) -> Tensor:
-        gate_up, xa = parts.gate_up.forward(x)
-        y, a_a = parts.down.forward(glu.forward(gate_up, parts.activation))
-        ctx.save_for_backward(x, gate_up, xa, a_a)
+        gate_up, low_rank = parts.gate_up.parts(x)
+        if low_rank is not None and low_rank.xa.shape[1] > glu.MAX_RANK:
+            gate_up, ctx.added = low_rank.added_to(gate_up), True
+        else:
+            ctx.added = False
+        a = glu.forward(gate_up, parts.activation, None if ctx.added else low_rank)
+        y, a_a = parts.down.forward(a)
+        ctx.save_for_backward(x, gate_up, None if low_rank is None else low_rank.xa, a_a)
         ctx.parts = parts
         return y
 
@@ -98,7 +104,8 @@ class _MLP(torch.autograd.Function):
         parts: MLPParts = ctx.parts
         da, dya = parts.down.input_grad(dy)
         assert da is not None
-        d_gate_up, a = glu.backward(da, gate_up, parts.activation)
+        low_rank = None if ctx.added else parts.gate_up.low_rank(xa)
+        d_gate_up, a = glu.backward(da, gate_up, parts.activation, low_rank)
         down_grads = parts.down.adapter_grads(dy, dya, a, a_a)
         dx, dya = parts.gate_up.input_grad(d_gate_up, ctx.needs_input_grad[0])
         return dx, None, *parts.gate_up.adapter_grads(d_gate_up, dya, x, xa), *down_grads
@@ -109,7 +116,7 @@ def _attend(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """(attention's output [T, H, D], what its backward needs besides)."""
     window = parts.window if parts.window is not None and parts.window < packed.max_seqlen else None
-    if not q.is_cuda:
+    if varlen_refusal(q) is not None:
         return per_document_attention(q, k, v, packed, parts.scale, window), ()
     out, lse, seed, unused, _ = torch.ops.aten._flash_attention_forward(
         q, k, v, packed.cu_seqlens, packed.cu_seqlens, packed.max_seqlen, packed.max_seqlen, 0.0, True, False,
@@ -129,7 +136,7 @@ def _attend_backward(
     parts: AttentionParts,
 ) -> tuple[Tensor, Tensor, Tensor]:
     window = parts.window if parts.window is not None and parts.window < packed.max_seqlen else None
-    if not q.is_cuda:
+    if varlen_refusal(q) is not None:
         with torch.enable_grad():
             q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
             again = per_document_attention(q, k, v, packed, parts.scale, window)
