@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -26,7 +27,10 @@ def with_adapters(model: Any, **options: Any) -> Any:
 
 
 def compare(model: Any, batch: dict[str, Any], device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
-    """Fused, stock in the same dtype, and one document at a time in float64; `model` is float32 on the CPU."""
+    """Fused, stock in the same dtype, and one document at a time in float64; `model` is float32 on the CPU.
+
+    In 16 bits the stock path runs under autocast, as trainers run it: else PEFT multiplies float32 adapters in float32.
+    """
     reference = copy.deepcopy(model).double()
     _, exact_loss = one_document_at_a_time(reference, batch)
     exact_loss.backward()
@@ -38,7 +42,9 @@ def compare(model: Any, batch: dict[str, Any], device: str = "cpu", dtype: torch
             if "lora_" not in name:
                 parameter.data = parameter.data.to(dtype)
         handle = attach(mine, layers=layers)
-        loss = mine(**on_device).loss
+        autocast = layers == "stock" and dtype is not torch.float32
+        with torch.autocast(device, dtype) if autocast else nullcontext():
+            loss = mine(**on_device).loss
         loss.backward()
         found[layers] = loss, gradients(mine)
         paths = {path.part: path.path for path in handle.report}

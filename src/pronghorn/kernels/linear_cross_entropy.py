@@ -19,14 +19,19 @@ CHUNK_BYTES = 256 * 2**20
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, divisor: Tensor, ignore_index: int, softcap: float | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    divisor: Tensor | int,
+    ignore_index: int,
+    softcap: float | None = None,
 ) -> Tensor:
     """Sum of the rows' cross-entropies over `divisor`.
 
     Args:
         hidden: [M, H]; weight: [V, H] of the same dtype.
         targets: int64 [M], `ignore_index` where nothing is predicted.
-        divisor: scalar on the device: the labelled tokens of the whole accumulated batch.
+        divisor: the labelled tokens of the whole accumulated batch; an int, or a scalar on the device.
         softcap: c of c·tanh(y/c), or None.
     Returns:
         float32 (float64) scalar.
@@ -42,7 +47,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
-        divisor: Tensor,
+        divisor: Tensor | int,
         ignore_index: int,
         softcap: float | None,
         wanted: bool,
@@ -60,14 +65,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 torch.mm(logits, weight, out=dh[rows])
             if dw is not None:
                 dw += logits.t() @ hidden[rows]
-        ctx.save_for_backward(dh, dw, divisor)
-        ctx.weight_dtype = weight.dtype
+        ctx.save_for_backward(dh, dw)
+        ctx.divisor, ctx.weight_dtype = divisor, weight.dtype
         return total / divisor
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        dh, dw, divisor = ctx.saved_tensors
-        factor = grad / divisor
+        dh, dw = ctx.saved_tensors
+        factor = grad / ctx.divisor
         return (
             None if dh is None else (dh * factor).to(dh.dtype),
             None if dw is None else (dw * factor).to(ctx.weight_dtype),

@@ -87,14 +87,9 @@ class _Attention(torch.autograd.Function):
 class _MLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, parts: MLPParts, *_: Tensor) -> Tensor:
-        gate_up, low_rank = parts.gate_up.parts(x)
-        if low_rank is not None and low_rank.xa.shape[1] > glu.MAX_RANK:
-            gate_up, ctx.added = low_rank.added_to(gate_up), True
-        else:
-            ctx.added = False
-        a = glu.forward(gate_up, parts.activation, None if ctx.added else low_rank)
-        y, a_a = parts.down.forward(a)
-        ctx.save_for_backward(x, gate_up, None if low_rank is None else low_rank.xa, a_a)
+        gate_up, xa = parts.gate_up.forward(x)
+        y, a_a = parts.down.forward(glu.forward(gate_up, parts.activation))
+        ctx.save_for_backward(x, gate_up, xa, a_a)
         ctx.parts = parts
         return y
 
@@ -104,8 +99,7 @@ class _MLP(torch.autograd.Function):
         parts: MLPParts = ctx.parts
         da, dya = parts.down.input_grad(dy)
         assert da is not None
-        low_rank = None if ctx.added else parts.gate_up.low_rank(xa)
-        d_gate_up, a = glu.backward(da, gate_up, parts.activation, low_rank)
+        d_gate_up, a = glu.backward(da, gate_up, parts.activation)
         down_grads = parts.down.adapter_grads(dy, dya, a, a_a)
         dx, dya = parts.gate_up.input_grad(d_gate_up, ctx.needs_input_grad[0])
         return dx, None, *parts.gate_up.adapter_grads(d_gate_up, dya, x, xa), *down_grads

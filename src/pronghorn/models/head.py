@@ -53,8 +53,7 @@ def labelled_cross_entropy(
     # Nothing labelled anywhere is a loss of 0, not 0 / 0.
     divisor = packed.n_labels if num_items is None else num_items
     if type(head) is nn.Linear and head.bias is None and head.weight.dtype is selected.dtype and not _autocast(hidden):
-        scalar = torch.as_tensor(divisor, device=hidden.device).clamp(min=1)
-        return linear_cross_entropy(selected, head.weight, targets, scalar, IGNORE_INDEX, softcap)
+        return linear_cross_entropy(selected, head.weight, targets, _at_least_one(divisor), IGNORE_INDEX, softcap)
 
     def chunk_loss(chunk: Tensor, target: Tensor) -> Tensor:
         logits = head(chunk).float()
@@ -71,7 +70,11 @@ def labelled_cross_entropy(
             # Nothing random happens in the head, so no generator state needs to be kept.
             part: Any = checkpoint(chunk_loss, chunk, target, use_reentrant=False, preserve_rng_state=False)
             total = total + part
-    return total / (divisor.clamp(min=1) if isinstance(divisor, Tensor) else max(divisor, 1))
+    return total / _at_least_one(divisor)
+
+
+def _at_least_one(divisor: Tensor | int) -> Tensor | int:
+    return divisor.clamp(min=1) if isinstance(divisor, Tensor) else max(divisor, 1)
 
 
 def _autocast(hidden: Tensor) -> bool:

@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pronghorn.kernels.glu import LowRank
-
 
 @dataclass(frozen=True)
 class Adapter:
@@ -144,13 +142,6 @@ class LinearGroup:
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """(y [T, N], x Aᵀ [T, R] or None without adapters) of x [T, in]."""
-        y, low_rank = self.parts(x)
-        if low_rank is None:
-            return y, None
-        return y.addmm_(low_rank.xa, low_rank.b.t(), alpha=low_rank.scale), low_rank.xa
-
-    def parts(self, x: Tensor) -> tuple[Tensor, LowRank | None]:
-        """(x Wᵀ + b, the adapters' part that is still to be added to it)."""
         weight, bias, adapters = self.weight, self.bias, self.adapters()
         y = x @ weight.t() if bias is None else torch.addmm(bias, x, weight.t())
         if not adapters:
@@ -158,11 +149,8 @@ class LinearGroup:
             return y, None
         self._scale = adapters[0][1].scale
         a, b = self.copy_adapters()
-        return y, LowRank(x @ a.t(), b, self._scale)
-
-    def low_rank(self, xa: Tensor | None) -> LowRank | None:
-        """What `parts` gave, from its `xa`."""
-        return None if xa is None or self._copies is None else LowRank(xa, self._copies[1], self._scale)
+        xa = x @ a.t()
+        return y.addmm_(xa, b.t(), alpha=self._scale), xa
 
     def input_grad(self, dy: Tensor, wanted: bool = True) -> tuple[Tensor | None, Tensor | None]:
         """(dx [T, in], if wanted; s·dy B [T, R], if there are adapters) from dy [T, N]."""
