@@ -68,6 +68,8 @@ class Adapter(Section):
     bias: Literal["none", "all", "lora_only"] = Field("none", description="which biases are trained")
     use_rslora: bool = Field(False, description="scale by lora_alpha / sqrt(r)")
     random_state: int = Field(3407, ge=0, description="seeds the adapters' initialisation")
+    modules_to_save: list[str] = Field([], description="modules trained whole and saved with the adapter, e.g. lm_head")
+    new_tokens: list[str] = Field([], description="tokens to add, e.g. <think>; their embeddings are trained")
 
 
 DATA_FILES = (".jsonl", ".json", ".parquet", ".csv", ".txt")
@@ -261,6 +263,11 @@ class Recipe(Section):
                 )
         if self.train.min_improvement is not None and self.data.eval is None:
             raise ConfigError("train.min_improvement needs held-out data", "give data.eval, or leave it out")
+        if self.adapter.method == "full" and (self.adapter.modules_to_save or self.adapter.new_tokens):
+            raise ConfigError(
+                "adapter.method: full trains everything: modules_to_save and new_tokens are LoRA's",
+                "leave them out; for full fine-tuning add tokens to the model's folder beforehand",
+            )
         if self.train.eval_steps is not None and self.data.eval is None:
             raise ConfigError("train.eval_steps needs held-out data", "give data.eval, or leave it out")
         if self.train.patience is not None and self.train.eval_steps is None:

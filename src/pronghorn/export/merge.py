@@ -99,6 +99,9 @@ def _merged_state(base: Any, dtype: torch.dtype) -> dict[str, Tensor]:
     def visit(module: nn.Module, prefix: str) -> None:
         if isinstance(module, ModulesToSaveWrapper):
             visit(module.modules_to_save[module.active_adapters[0]], prefix)
+        elif hasattr(module, "token_adapter"):  # some rows of an embedding or head were trained
+            rows: Any = module.token_adapter
+            put(f"{prefix}weight", rows.get_merged_weights(rows.active_adapters))
         elif isinstance(module, BaseTunerLayer):
             layer: Any = module
             weight = _dense(layer.get_base_layer())
@@ -160,6 +163,7 @@ def _check(model: Any, folder: Path, dtype: torch.dtype) -> None:
 
     base = base_causal_lm(model)
     tokens = torch.arange(32, device=base.device)[None] * 7 % base.config.vocab_size
+    tokens[0, -4:] = base.config.vocab_size - 1 - torch.arange(4, device=base.device)  # where new tokens are
     was_training = model.training
     model.eval()
     try:

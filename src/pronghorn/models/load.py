@@ -12,6 +12,7 @@ from torch import nn
 
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
 from pronghorn.models.families import check_config
+from pronghorn.models.new_tokens import grow_embeddings
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -121,7 +122,9 @@ class FoundModel:
         if self.base is not None:
             from peft import PeftModel
 
-            return PeftModel.from_pretrained(self.base.model(dtype, device), self.name, is_trainable=True)
+            base = self.base.model(dtype, device)
+            grow_embeddings(base, self.tokenizer())
+            return PeftModel.from_pretrained(base, self.name, is_trainable=True)
         if self.config is None:
             from pronghorn.models.gguf import load_gguf
 

@@ -24,12 +24,14 @@ def add_lora(
     bias: str = "none",
     use_rslora: bool = False,
     modules_to_save: Sequence[str] | None = None,
+    trainable_token_indices: dict[str, list[int]] | None = None,
     random_state: int = 3407,
 ) -> Any:
     """Wrap a causal LM in a PEFT model with fresh LoRA adapters (float32 over a bf16 or 4-bit base).
 
     Args:
-        r, lora_alpha, lora_dropout, target_modules, bias, use_rslora, modules_to_save: as in `peft.LoraConfig`.
+        r, lora_alpha, lora_dropout, target_modules, bias, use_rslora, modules_to_save, trainable_token_indices: as in
+            `peft.LoraConfig`. Embeddings that are tied to the head stay tied when they are trained.
         random_state: seeds the adapters' initialisation, and nothing else: the global generators are left as they were.
     Raises:
         ConfigError: the model has an adapter already, or rank or target modules make no sense.
@@ -50,6 +52,11 @@ def add_lora(
             raise UnsupportedError(f"an adapter on {target} is not supported", "name it in modules_to_save instead")
         if not isinstance(targets, str) and target.rsplit(".", 1)[-1] not in names:
             raise ConfigError(f"target module {target!r} is not in the model", f"use some of {', '.join(LINEARS)}")
+    for module in modules_to_save or ():
+        if module.rsplit(".", 1)[-1] not in names:
+            raise ConfigError(f"modules_to_save {module!r} is not in the model", "name e.g. embed_tokens or lm_head")
+    ends = bool({"embed_tokens", "lm_head"} & {name.rsplit(".", 1)[-1] for name in modules_to_save or ()})
+    tied = bool(getattr(base_causal_lm(model).config, "tie_word_embeddings", False))
     config = LoraConfig(
         r=r,
         lora_alpha=lora_alpha,
@@ -58,6 +65,8 @@ def add_lora(
         bias=bias,  # type: ignore[arg-type]  # PEFT checks the value itself
         use_rslora=use_rslora,
         modules_to_save=list(modules_to_save) if modules_to_save else None,
+        trainable_token_indices=trainable_token_indices,
+        ensure_weight_tying=tied and ends,
         task_type="CAUSAL_LM",
     )
     device = base_causal_lm(model).device

@@ -10,13 +10,16 @@ from pronghorn.config import Recipe
 from pronghorn.data.cache import Prepared, documents
 from pronghorn.data.template import find_template
 from pronghorn.models.load import FoundModel
+from pronghorn.models.new_tokens import add_tokens
 from pronghorn.train.progress import RowsProgress
 
 
 def tokenizer_for(recipe: Recipe, found: FoundModel) -> Any:
-    """The model's tokenizer with the recipe's chat template."""
+    """The model's tokenizer with the recipe's new tokens and chat template."""
     template = find_template(recipe.data.chat_template)
     tokenizer = found.tokenizer()
+    if recipe.adapter.new_tokens:
+        add_tokens(tokenizer, recipe.adapter.new_tokens)
     if template is not None:
         template.apply(tokenizer)
     return tokenizer

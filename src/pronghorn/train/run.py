@@ -24,6 +24,7 @@ from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import Handle, attach
 from pronghorn.models.load import FoundModel, default_device, find_model, resolve_dtype, trainable_parameters
 from pronghorn.models.lora import add_lora
+from pronghorn.models.new_tokens import grow_embeddings, trainable_tokens
 from pronghorn.train.checkpoint import checkpoints, clear_leftovers, step_of
 from pronghorn.train.control import RunControl, trained_seconds
 from pronghorn.train.documents import prepare, tokenizer_for
@@ -71,7 +72,7 @@ def run(recipe: Recipe, console: Console, allow: bool = False) -> RunRecord:
         check_data(journal, "eval", held.key, allow)
         heldout = PackedRows(held.dataset, recipe.model.max_seq_length).first(recipe.data.eval_rows)
     console.print(f"[bold]Loading[/] {recipe.model.name}")
-    model, handle = _load(recipe, found, console)
+    model, handle = _load(recipe, found, tokenizer, console)
     control = RunControl(recipe.train.max_minutes, recipe.train.save_minutes, recipe.train.patience)
     progress = ProgressCallback(console, recipe.train.max_minutes)
     trainer = _trainer(recipe, model, tokenizer, documents.dataset, heldout, [control, progress])
@@ -212,11 +213,16 @@ def _judge(
     return loss, [answer(model, tokenizer, prompt, tokens, system) for prompt in recipe.report.sample_prompts]
 
 
-def _load(recipe: Recipe, found: FoundModel, console: Console) -> tuple[Any, Handle]:
+def _load(recipe: Recipe, found: FoundModel, tokenizer: Any, console: Console) -> tuple[Any, Handle]:
     """The model with its adapter, and the handle that tells the paths taken."""
     device = default_device()
     dtype = resolve_dtype(recipe.precision.dtype, device)
-    full = recipe.adapter.method == "full"
+    adapter, full = recipe.adapter, recipe.adapter.method == "full"
+    if found.is_adapter and adapter.new_tokens:
+        raise ConfigError(
+            f"adapter.new_tokens, but {recipe.model.name} is a saved adapter, which has the tokens it was trained with",
+            "leave new_tokens out, or begin from the base model",
+        )
     if found.is_adapter and full:
         raise ConfigError(
             f"adapter.method: full, but {recipe.model.name} is a saved adapter",
@@ -224,10 +230,10 @@ def _load(recipe: Recipe, found: FoundModel, console: Console) -> tuple[Any, Han
         )
     # full fine-tuning keeps float32 masters and computes in `dtype`
     model = found.model(torch.float32 if full else dtype, device)
-    adapter = recipe.adapter
     if found.is_adapter:
         console.print("The saved adapter is trained on; the recipe's adapter section is not used.")
     elif not full:
+        grow_embeddings(model, tokenizer)
         model = add_lora(
             model,
             r=adapter.r,
@@ -236,6 +242,8 @@ def _load(recipe: Recipe, found: FoundModel, console: Console) -> tuple[Any, Han
             target_modules=adapter.target_modules,
             bias=adapter.bias,
             use_rslora=adapter.use_rslora,
+            modules_to_save=adapter.modules_to_save,
+            trainable_token_indices=trainable_tokens(model, tokenizer, adapter.new_tokens, adapter.modules_to_save),
             random_state=adapter.random_state,
         )
     plan = Plan.recompute() if recipe.memory.gradient_checkpointing else Plan.keep()

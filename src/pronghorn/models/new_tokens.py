@@ -1,0 +1,49 @@
+"""Tokens a model didn't have: put into its tokenizer and embeddings, and trained there (PEFT's trainable tokens)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pronghorn.errors import ConfigError
+from pronghorn.models.families import base_causal_lm
+
+
+def add_tokens(tokenizer: Any, tokens: Sequence[str]) -> None:
+    """Make each of `tokens` one token of the tokenizer, an ordinary one: it may stand in what the model learns to say.
+
+    Raises ConfigError for one that is empty, named twice, or known already.
+    """
+    from tokenizers import AddedToken
+
+    known = tokenizer.get_vocab()
+    for index, token in enumerate(tokens):
+        if not token.strip() or token in known or token in tokens[:index]:
+            raise ConfigError(
+                f"adapter.new_tokens: {token!r} is " + ("a token already" if token.strip() else "empty"),
+                "name tokens that the tokenizer doesn't have",
+            )
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in tokens])
+
+
+def grow_embeddings(model: Any, tokenizer: Any) -> None:
+    """Give embeddings and head a row for every token; new rows are drawn around the mean of the old ones. Models often
+    have rows to spare: then nothing changes."""
+    base = base_causal_lm(model)
+    if len(tokenizer) > base.get_input_embeddings().weight.shape[0]:
+        base.resize_token_embeddings(len(tokenizer))
+
+
+def trainable_tokens(
+    model: Any, tokenizer: Any, tokens: Sequence[str], trained_whole: Sequence[str]
+) -> dict[str, list[int]] | None:
+    """PEFT's `trainable_token_indices` for `tokens`: their rows of the embeddings and, where it isn't tied to them, of
+    the head, as far as these aren't `trained_whole` (modules_to_save)."""
+    ids = [int(i) for i in tokenizer.convert_tokens_to_ids(list(tokens))]
+    ends = ["embed_tokens"]
+    if not getattr(base_causal_lm(model).config, "tie_word_embeddings", False):
+        ends.append("lm_head")
+    elif "lm_head" in trained_whole:
+        ends = []
+    found = {end: ids for end in ends if ids and end not in trained_whole}
+    return found or None

@@ -1,0 +1,132 @@
+"""Modules trained whole and tokens that are new: trained, saved, loaded, merged."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from pronghorn.config import Recipe
+from pronghorn.errors import ConfigError
+from pronghorn.models.attach import attach
+from pronghorn.models.load import load_model
+from pronghorn.models.lora import add_lora
+from pronghorn.train.run import run
+from test_parity import LENGTHS, ROW, gradients, one_document_at_a_time
+from tiny import packed_row, tiny_model
+from tolerance import assert_three_way
+
+QUIET = Console(quiet=True)
+TRAINED: dict[str, dict[str, Any]] = {
+    "head": {"modules_to_save": ["lm_head"]},
+    "embeddings": {"modules_to_save": ["embed_tokens"]},
+    "both": {"modules_to_save": ["embed_tokens", "lm_head"]},
+    "a norm": {"modules_to_save": ["norm"]},
+    "tokens": {"trainable_token_indices": {"embed_tokens": [5, 9, 11], "lm_head": [5, 9, 11]}},
+}
+
+
+@pytest.mark.parametrize("layers", ["stock", "fused"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("what", TRAINED)
+def test_gradients(what: str, tied: bool, layers: Any) -> None:
+    """The packed loss goes through the trained copies: every gradient as one document at a time gives it."""
+    batch = packed_row(LENGTHS, ROW, vocab=20)
+    model = add_lora(tiny_model("llama", tie_word_embeddings=tied), r=2, lora_alpha=2, **TRAINED[what]).train()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))) * 0.05)
+    reference, plain = copy.deepcopy(model).double(), copy.deepcopy(model)
+    _, exact_loss = one_document_at_a_time(reference, batch)
+    exact_loss.backward()
+    stock = plain(**{name: batch[name] for name in ("input_ids", "position_ids", "labels")}, use_cache=False).loss
+    stock.backward()
+    attach(model, layers=layers)
+    loss = model(**batch).loss
+    loss.backward()
+    assert_three_way("loss", loss, stock, exact_loss)
+    exact, theirs = gradients(reference), gradients(plain)
+    for name, grad in gradients(model).items():
+        assert_three_way(f"gradient of {name}", grad, theirs[name], exact[name])
+
+
+def recipe(folder: Path, stories: Path, **adapter: Any) -> Recipe:
+    rows = [{"prompt": f"<call> Tom {i}", "completion": " said hello. <end>"} for i in range(40)]
+    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return Recipe.model_validate(
+        {
+            "model": {"name": str(stories), "max_seq_length": 256},
+            "adapter": {"r": 4, **adapter},
+            "data": {"train": folder / "train.jsonl"},
+            "train": {"output": folder / "run", "max_steps": 6, "learning_rate": 1e-2, "warmup_steps": 0},
+            "report": {"html": False},
+        }
+    )
+
+
+def logits(model: Any, tokenizer: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(**tokenizer("<call> Tom 3 said <end>", return_tensors="pt")).logits
+
+
+def test_new_tokens_are_trained_saved_loaded_and_merged(stories: Path, tmp_path: Path) -> None:
+    record = run(recipe(tmp_path, stories, new_tokens=["<call>", "<end>"]), QUIET)
+    assert record.steps[-1]["loss"] < record.steps[0]["loss"]
+    model, tokenizer = load_model(tmp_path / "run/adapter", max_seq_length=256)
+    assert tokenizer.convert_tokens_to_ids(["<call>", "<end>"]) == [512, 513]
+    assert tokenizer.tokenize("a <call>").count("<call>") == 1
+    fresh, _ = load_model(stories, max_seq_length=256)
+    expected = fresh.get_input_embeddings().weight
+    embeddings = model.get_base_model().get_input_embeddings()
+    found = embeddings(torch.arange(514)).detach()
+    assert torch.equal(found[:512], expected) and found.shape[0] == 514
+    assert not torch.allclose(found[512], found[513])
+
+    from pronghorn.api import FastLanguageModel
+
+    before = logits(model, tokenizer)
+    FastLanguageModel.save_pretrained_merged(model, tmp_path / "merged", tokenizer)
+    merged, its_tokenizer = load_model(tmp_path / "merged", max_seq_length=256)
+    torch.testing.assert_close(logits(merged, its_tokenizer), before, rtol=1e-4, atol=1e-4)
+
+
+def test_modules_to_save_through_a_recipe(stories: Path, tmp_path: Path) -> None:
+    run(recipe(tmp_path, stories, modules_to_save=["lm_head"], new_tokens=["<call>"]), QUIET)
+    model, tokenizer = load_model(tmp_path / "run/adapter", max_seq_length=256)
+    fresh, _ = load_model(stories, max_seq_length=256)
+    head = model.get_base_model().get_output_embeddings()
+    assert len(tokenizer) == 513 and not torch.equal(head.weight[:512], fresh.get_output_embeddings().weight)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "message"),
+    [
+        ({"new_tokens": ["<s>"]}, "adapter.new_tokens: '<s>' is a token already"),
+        ({"new_tokens": ["<a>", "<a>"]}, "adapter.new_tokens: '<a>' is a token already"),
+        ({"new_tokens": [" "]}, "adapter.new_tokens: ' ' is empty"),
+        ({"modules_to_save": ["lm_haed"]}, "modules_to_save 'lm_haed' is not in the model"),
+    ],
+)
+def test_bad_names(stories: Path, tmp_path: Path, adapter: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run(recipe(tmp_path, stories, **adapter), QUIET)
+
+
+def test_a_saved_adapter_keeps_its_tokens(stories: Path, tmp_path: Path) -> None:
+    run(recipe(tmp_path, stories, new_tokens=["<call>", "<end>"]), QUIET)
+    saved = recipe(tmp_path, stories).model_copy(update={})
+    table = saved.to_dict()
+    table["model"]["name"] = str(tmp_path / "run/adapter")
+    table["train"]["output"] = str(tmp_path / "again")
+    again = run(Recipe.model_validate(table), QUIET)
+    assert len(again.steps) == 6
+    table["adapter"]["new_tokens"] = ["<more>"]
+    table["train"]["output"] = str(tmp_path / "more")
+    with pytest.raises(ConfigError, match="is a saved adapter, which has the tokens it was trained with"):
+        run(Recipe.model_validate(table), QUIET)
