@@ -328,7 +328,7 @@ def test_a_merged_checkpoint_has_the_adapted_logits(stories: Path, tmp_path: Pat
     assert attached(model) is not None
     merged = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert AutoModelForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
-    assert merged.config.tie_word_embeddings == (name in ("plain", "rslora"))
+    assert merged.config.tie_word_embeddings  # trained or not, what was one stays one
     assert relative(merged.lm_head.weight, model.get_output_embeddings().weight) < 0.01
     assert relative(plain, adapted) > 0.05
     assert relative(logits(merged), adapted) < 0.01  # the weights' rounding to bfloat16, computed in float32

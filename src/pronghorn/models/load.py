@@ -122,8 +122,9 @@ class FoundModel:
         if self.base is not None:
             from peft import PeftModel
 
-            base = self.base.model(dtype, device)
-            grow_embeddings(base, self.tokenizer())
+            base, tokenizer = self.base.model(dtype, device), self.tokenizer()
+            if len(tokenizer) > len(self.base.tokenizer()):  # trained with new tokens
+                grow_embeddings(base, tokenizer)
             return PeftModel.from_pretrained(base, self.name, is_trainable=True)
         if self.config is None:
             from pronghorn.models.gguf import load_gguf

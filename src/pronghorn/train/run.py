@@ -233,7 +233,8 @@ def _load(recipe: Recipe, found: FoundModel, tokenizer: Any, console: Console) -
     if found.is_adapter:
         console.print("The saved adapter is trained on; the recipe's adapter section is not used.")
     elif not full:
-        grow_embeddings(model, tokenizer)
+        if adapter.new_tokens:
+            grow_embeddings(model, tokenizer)
         model = add_lora(
             model,
             r=adapter.r,
