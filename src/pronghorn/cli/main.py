@@ -1,4 +1,4 @@
-"""`pronghorn train`, `data` and `doctor`. Only typer and rich load at start; the rest where a command needs it."""
+"""The commands. Only typer and rich load at start; the rest where a command needs it."""
 
 from __future__ import annotations
 
@@ -137,6 +137,35 @@ def inspect_data(
             from pronghorn.diagnose.inspect_report import write_page
 
             console.print(f"\nPage: {write_page(found, html)}", markup=False, soft_wrap=True)
+
+
+@app.command(no_args_is_help=True)
+def chat(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Output folder of a finished run.")],
+    system: Annotated[str | None, typer.Option(help="System prompt, instead of the recipe's.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of an answer at most.")] = 256,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="How freely answers are drawn; 0 always the likeliest.")
+    ] = 0.0,
+    debug: Debug = False,
+) -> None:
+    """Talk to what RUN trained and to what it began from, side by side, through the template of the training.
+
+    Questions come from the terminal or, a line each, from a pipe.
+
+    [bold]Examples[/]
+
+      pronghorn chat runs/demo
+
+      echo "What does `abs` do?" | pronghorn chat runs/demo
+    """
+    with _plain_errors(debug):
+        from pronghorn.cli.chat import converse
+        from pronghorn.train.talk import load_talk
+
+        options = {} if system is None else {"system": system}
+        talk = load_talk(run, max_new_tokens=max_new_tokens, temperature=temperature, **options)
+        converse(talk, Console())
 
 
 @app.command()
