@@ -93,7 +93,7 @@ def test_new_tokens_are_trained_saved_loaded_and_merged(stories: Path, tmp_path:
     before = logits(model, tokenizer)
     FastLanguageModel.save_pretrained_merged(model, tmp_path / "merged", tokenizer)
     merged, its_tokenizer = load_model(tmp_path / "merged", max_seq_length=256)
-    assert (logits(merged, its_tokenizer) - before).norm() < 5e-3 * before.norm()  # the checkpoint is bfloat16
+    assert (logits(merged, its_tokenizer) - before).norm() < 0.01 * before.norm()  # the weights' rounding to bfloat16
 
 
 def test_modules_to_save_through_a_recipe(stories: Path, tmp_path: Path) -> None:

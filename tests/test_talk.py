@@ -54,7 +54,7 @@ def test_both_sides_answer_from_a_pipe(trained: Path) -> None:
     assert result.exit_code == 0, result.output
     first, again = result.stdout.split("Forgotten.\n/help is no command: /reset, /quit\n")
     base, trained_ = first.split("trained: ")
-    assert trained_.strip() == "A cat sat on a mat." and base.startswith("base: ") and "A cat sat on a mat" not in base
+    assert trained_.startswith("A cat sat on a mat.") and base.startswith("base: ") and "A cat sat on a mat" not in base
     assert again.strip() == first.strip()
 
 
