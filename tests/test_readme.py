@@ -31,6 +31,7 @@ def test_the_readme_names_these_commands() -> None:
         "pronghorn doctor",
         "pronghorn train recipes/demo-cpu.yaml",
         "pronghorn data inspect recipes/demo-cpu.yaml --rows 2 --html runs/data.html",
+        'echo "What does `abs` do?" | pronghorn chat runs/three',
     ]
     assert len(PYTHON) == 1
 
@@ -56,6 +57,11 @@ def test_make_demo_in_three_steps(tmp_path: Path) -> None:
     for file in ("adapter/adapter_model.safetensors", "run.json", "report.html"):
         assert (tmp_path / "run" / file).is_file(), file
     assert "Held-out loss" in done.stdout and "tokens/s" in done.stdout
+
+    command = BASH[5].split("pronghorn ")[1].replace("runs/three", str(tmp_path / "run")) + " --max-new-tokens 8"
+    talked = shell(["bash", "-c", f"echo 'What does `abs` do?' | {sys.executable} -m pronghorn {command}"])
+    assert talked.returncode == 0, talked.stderr
+    assert [line.split(":")[0] for line in talked.stdout.splitlines() if line[:1].islower()][:2] == ["base", "trained"]
 
 
 @pytest.mark.slow
