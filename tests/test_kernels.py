@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,10 @@ def test_on_a_gpu(name: str, dtype: torch.dtype, nan_memory: None) -> None:
     CHECKS[name]("cuda", dtype)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+
+@needs_triton
 def test_interpreted() -> None:
     """In a process of its own: the interpreter is chosen when a kernel is defined."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
@@ -32,3 +36,44 @@ def test_interpreted() -> None:
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split("\n")[:-1] == [f"{name} ok" for name in NAMES]
+
+
+def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
+    """Each kernel in its largest form: function, types of its arguments, compile-time values, warps."""
+    from pronghorn.kernels import cross_entropy_triton, glu_triton, rms_norm_triton, rope_triton
+
+    x, wide, count, real = "*bf16", "*fp32", "i32", "fp32"
+    norm = {"x_ptr": x, "w_ptr": x, "y_ptr": x, "r_ptr": wide, "H": count, "eps": real, "offset": real}
+    norm |= {"dy_ptr": x, "dx_ptr": x, "dw_ptr": wide, "T": count, "rows": count}
+    gate = {"gu_ptr": x, "a_ptr": x, "da_ptr": x, "dgu_ptr": x, "WIDTH": count}
+    turn = dict.fromkeys(("qkv_ptr", "q_ptr", "k_ptr", "cos_ptr", "sin_ptr", "qw_ptr", "kw_ptr"), x)
+    turn |= dict.fromkeys(("dq_ptr", "dk_ptr", "dv_ptr", "dqkv_ptr"), x) | {"eps": real, "offset": real}
+    turn |= dict.fromkeys(("stride", "q_stride", "k_stride", "q_heads", "k_heads"), count)
+    loss = {"y_ptr": x, "target_ptr": "*i64", "loss_ptr": wide, "V": count, "ignore": count, "cap": real}
+    heads = {"NORM": True, "Q": 64, "K": 8, "HALF": 64}
+    return {
+        "rms_norm": (rms_norm_triton._forward, norm, {"BLOCK": 8192}, 16),
+        "rms_norm backward": (rms_norm_triton._backward, norm, {"WEIGHT": True, "BLOCK": 8192}, 16),
+        "glu": (glu_triton._forward, gate, {"GELU": True, "BLOCK": 1024}, 4),
+        "glu backward": (glu_triton._backward, gate, {"GELU": True, "BLOCK": 1024}, 4),
+        "rope": (rope_triton._forward, turn, heads, 8),
+        "rope backward": (rope_triton._backward, turn, heads, 8),
+        "cross-entropy": (cross_entropy_triton._kernel, loss, {"CAP": True, "BLOCK": 4096}, 8),
+    }
+
+
+@needs_triton
+@pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
+def test_compiled_for_every_card(capability: int) -> None:
+    """From Ampere to Blackwell, within the 99 KB of shared memory that the smallest of them has for a block."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    for name, (kernel, types, constants, warps) in kernels().items():
+        signature = {each: "constexpr" if each in constants else types[each] for each in kernel.arg_names}
+        places = {(kernel.arg_names.index(each),): value for each, value in constants.items()}
+        source = ASTSource(kernel, signature, places)
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+        assert compiled.metadata.shared <= 99 * 1024, f"{name}: {compiled.metadata.shared} bytes"
+        assert ".entry" in compiled.asm["ptx"]
