@@ -28,7 +28,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 @pytest.fixture(scope="session")
 def shared(request: pytest.FixtureRequest) -> Path:
     """The folder of data and models the tests read in place."""
-    folder = request.config.getoption("--shared")
+    folder = request.config.getoption("--shared").resolve()  # tests may change the current folder
     if not (folder / "models").is_dir():
         pytest.fail(f"no data at {folder}: give the folder with data/ and models/ by --shared PATH")
     return folder

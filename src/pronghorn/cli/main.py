@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from pronghorn import __version__
+from pronghorn.cli.bench import bench
 from pronghorn.errors import PronghornError, RunStopped
 
 INTERRUPTED = 130
@@ -33,6 +34,7 @@ app = typer.Typer(
 
 data = typer.Typer(help="Look at what a recipe trains on.", no_args_is_help=True)
 app.add_typer(data, name="data")
+app.add_typer(bench, name="bench")
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
 

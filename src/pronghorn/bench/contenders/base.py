@@ -1,0 +1,116 @@
+"""What a contender is, what it is asked to build, and the adapters that all of them share."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pronghorn.bench.workload import Row
+
+Method = Literal["lora", "qlora", "full"]
+Recompute = Literal["off", "on", "offload"]
+RANK = 16
+"""Of every LoRA; alpha is the same, so adapters are scaled by 1."""
+LEARNING_RATE = 1e-5
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One thing to build, the same for every contender but for its name; goes to its process as JSON."""
+
+    contender: str
+    checkpoint: str
+    method: Method
+    recompute: Recompute
+    tokens: int
+    """T of a row."""
+    longest: int
+    """The longest document of any row: whoever compiles or captures can be told one bound."""
+    documents: int
+    """The most documents in any row."""
+    seed: int
+    switches: Mapping[str, str] = field(default_factory=dict)
+    """Ablations of Pronghorn: arguments of `attach` by name."""
+
+
+@dataclass
+class Built:
+    """A model ready to train: `model(**make_batch(row)).loss`."""
+
+    model: Any
+    make_batch: Callable[[Row], dict[str, Any]]
+    """A row's arguments on the device, made anew at every call, outside the clock."""
+    notes: list[str] = field(default_factory=list)
+    """What a reader must know to judge the figures."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A way to train. Nothing of it is imported before `prepare`, which its process is timed by."""
+
+    name: str
+    requirements: Mapping[str, str]
+    """Modules that must be there, and what installs them."""
+    prepare: Callable[[], None]
+    """Import the library as a user's script would."""
+    build: Callable[[Spec], Built]
+    needs_gpu: bool = False
+    methods: tuple[Method, ...] = ("lora", "qlora", "full")
+
+
+def canonical(name: str) -> str:
+    """A parameter's name without what PEFT and compilation wrap around it: the same for every contender."""
+    return name.removeprefix("base_model.model.").replace("_orig_mod.", "").replace(".default.", ".")
+
+
+def trainable(model: Any) -> dict[str, Any]:
+    """The trained parameters by canonical name."""
+    return {canonical(name): p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def set_adapters(model: Any, seed: int) -> None:
+    """Give every adapter values that depend on the seed and its canonical name alone: A ~ N(0, 1/(3·in)), which has
+    the variance of PEFT's own start, and B ~ N(0, 0.01²), since B = 0 would leave every gradient of A at zero."""
+    import torch
+
+    with torch.no_grad():
+        for name, parameter in trainable(model).items():
+            if ".lora_" not in name:
+                continue
+            deviation = 0.01 if ".lora_B." in name else (3 * parameter.shape[1]) ** -0.5
+            generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
+            parameter.copy_(torch.empty(parameter.shape).normal_(0, deviation, generator=generator))
+
+
+def weights_dtype(method: Method) -> Any:
+    """What the base's weights are loaded in: bf16 on a GPU; float32 where they are trained, and on the CPU."""
+    import torch
+
+    return torch.bfloat16 if torch.cuda.is_available() and method != "full" else torch.float32
+
+
+def device() -> Any:
+    """Where everything runs."""
+    import torch
+
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def autocast(method: Method) -> Any:
+    """Around forward: full fine-tuning on a GPU computes in bf16 over float32 weights, which bf16 steps would round
+    away."""
+    import torch
+
+    return torch.autocast("cuda", torch.bfloat16, enabled=method == "full" and torch.cuda.is_available())
+
+
+def base_tensors(row: Row) -> dict[str, Any]:
+    """What every causal LM takes: int64 [1, T] ids, labels and positions that restart in each document."""
+    import torch
+
+    position_ids = torch.cat([torch.arange(length) for length in row.lengths])
+    tensors = {"input_ids": torch.tensor(row.input_ids), "labels": torch.tensor(row.labels)}
+    return {name: x[None].to(device()) for name, x in (tensors | {"position_ids": position_ids}).items()}

@@ -1,0 +1,55 @@
+"""Pronghorn itself, with any of its switches turned off for ablations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pronghorn.bench.contenders.base import RANK, TARGETS, Built, Contender, Spec, device, weights_dtype
+from pronghorn.bench.workload import Row
+
+SWITCHES = {
+    "packing_metadata": ("once", "per_layer", "per_layer_mask"),
+    "layers": ("auto", "fused", "stock"),
+    "attention": ("auto", "flash", "per_document", "masked"),
+}
+"""Arguments of `attach` that an ablation may set."""
+
+
+def prepare() -> None:
+    import peft
+    import transformers  # noqa: F401
+
+    del peft
+
+
+def build(spec: Spec) -> Built:
+    from pronghorn.data.batch import Collator
+    from pronghorn.memory.plan import Plan
+    from pronghorn.models.attach import attach
+    from pronghorn.models.load import load_model
+    from pronghorn.models.lora import add_lora
+
+    model, _ = load_model(
+        spec.checkpoint,
+        max_seq_length=spec.tokens,
+        dtype=weights_dtype(spec.method),
+        load_in_4bit=spec.method == "qlora",
+        device=device(),
+    )
+    plan = Plan.keep() if spec.recompute == "off" else Plan.recompute()
+    handle = attach(model, plan, **spec.switches)  # type: ignore[arg-type]  # names and values were checked
+    if spec.method != "full":
+        model = add_lora(model, r=RANK, lora_alpha=RANK, target_modules=TARGETS)
+    collator = Collator(spec.tokens, pad_token_id=0)
+
+    def make_batch(row: Row) -> dict[str, Any]:
+        columns = {"input_ids": list(row.input_ids), "labels": list(row.labels), "lengths": list(row.lengths)}
+        return {name: value.to(device()) for name, value in collator([columns]).items()}
+
+    notes = [f"{path.part}: {path.path} ({path.why})" for path in handle.report]
+    if spec.recompute == "offload":
+        notes.append("recomputes: offloading is not built yet")
+    return Built(model.train(), make_batch, notes)
+
+
+PRONGHORN = Contender("pronghorn", {}, prepare, build)

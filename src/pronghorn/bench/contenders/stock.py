@@ -1,0 +1,135 @@
+"""transformers and PEFT as they come, made as strong as a careful user could: flash varlen attention whose metadata is
+made once and passed in, no mask built, layers compiled if asked; and the same with Liger's kernels.
+
+`sdpa` leaves attention to transformers, which builds a dense block mask: what most scripts get.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from itertools import accumulate
+from typing import Any, Literal
+
+from pronghorn.bench.contenders.base import (
+    RANK,
+    TARGETS,
+    Built,
+    Contender,
+    Spec,
+    base_tensors,
+    device,
+    weights_dtype,
+)
+from pronghorn.bench.workload import Row
+
+Attention = Literal["varlen", "sdpa"]
+ATTENTION_NAME = "bench_varlen"
+
+
+def prepare() -> None:
+    import peft
+    import transformers  # noqa: F401
+
+    del peft
+
+
+def prepare_liger() -> None:
+    prepare()
+    import liger_kernel.transformers  # noqa: F401
+
+
+def build(spec: Spec, attention: Attention = "varlen", compiled: bool = False, liger: bool = False) -> Built:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    from pronghorn.models.families import recompute_layers
+
+    varlen = attention == "varlen" and device().type == "cuda"
+    if varlen:
+        _register_varlen(spec.longest)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        spec.checkpoint,
+        dtype=weights_dtype(spec.method),
+        attn_implementation=ATTENTION_NAME if varlen else "sdpa",
+        device_map={"": device()},
+        **_quantization(spec),
+    )
+    if liger:
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+        _apply_liger_kernel_to_instance(model=model)
+    model.config.use_cache = False
+    recompute_layers(model, spec.recompute != "off")
+    layers = model.base_model.layers
+    if spec.method != "full":
+        config = LoraConfig(r=RANK, lora_alpha=RANK, target_modules=list(TARGETS), task_type="CAUSAL_LM")
+        model = get_peft_model(model, config)
+    if compiled:
+        for layer in layers:
+            layer.compile(dynamic=False)
+    notes = ["attention: " + ("flash varlen, metadata passed in" if varlen else "SDPA under transformers' own mask")]
+    notes += ["decoder layers compiled one by one"] if compiled else []
+    notes += ["recomputes: it has no offloading"] if spec.recompute == "offload" else []
+    return Built(model.train(), functools.partial(_make_batch, spec, varlen), notes)
+
+
+def _make_batch(spec: Spec, varlen: bool, row: Row) -> dict[str, Any]:
+    import torch
+
+    batch = base_tensors(row) | {"use_cache": False}
+    if varlen:
+        bounds = [0, *accumulate(row.lengths)]
+        bounds += [spec.tokens] * (spec.documents + 1 - len(bounds))  # one shape for all rows: compiled once
+        # transformers hands a mask of four dimensions on as it is, and makes none of its own.
+        batch["attention_mask"] = torch.tensor(bounds, dtype=torch.int32, device=device()).view(1, 1, 1, -1)
+    return batch
+
+
+def _register_varlen(longest: int) -> None:
+    """Register torch's public varlen attention, which reads `cu_seqlens` from the mask's place."""
+    from torch.nn.attention.varlen import varlen_attn
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+    tells_groups = "enable_gqa" in inspect.signature(varlen_attn).parameters  # before torch 2.12 it needs no telling
+
+    def attention(
+        module: Any, q: Any, k: Any, v: Any, mask: Any, scaling: Any = None, sliding_window: Any = None, **kwargs: Any
+    ) -> tuple[Any, None]:
+        bounds = mask.view(-1)
+        q_THD, k_THD, v_THD = (x.transpose(1, 2).squeeze(0) for x in (q, k, v))
+        window = sliding_window - 1 if sliding_window is not None and sliding_window < longest else -1
+        grouped = {"enable_gqa": q.shape[1] != k.shape[1]} if tells_groups else {}
+        out: Any = varlen_attn(
+            q_THD, k_THD, v_THD, bounds, bounds, longest, longest, scale=scaling, window_size=(window, 0), **grouped
+        )
+        return out.unsqueeze(0), None
+
+    AttentionInterface.register(ATTENTION_NAME, attention)
+    AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
+
+
+def _quantization(spec: Spec) -> dict[str, Any]:
+    if spec.method != "qlora":
+        return {}
+    from transformers import BitsAndBytesConfig
+
+    return {
+        "quantization_config": BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=weights_dtype(spec.method),
+        )
+    }
+
+
+_LIGER = {"liger_kernel": "liger-kernel"}
+HF = Contender("hf", {}, prepare, build)
+HF_SDPA = Contender("hf-sdpa", {}, prepare, functools.partial(build, attention="sdpa"))
+HF_COMPILE = Contender("hf-compile", {}, prepare, functools.partial(build, compiled=True), needs_gpu=True)
+LIGER = Contender("liger", _LIGER, prepare_liger, functools.partial(build, liger=True), needs_gpu=True)
+LIGER_SDPA = Contender(
+    "liger-sdpa", _LIGER, prepare_liger, functools.partial(build, attention="sdpa", liger=True), needs_gpu=True
+)

@@ -1,0 +1,88 @@
+"""Unsloth, set up as its own trainer would set it up, in a process of its own (importing it changes transformers).
+
+Two things it needs to show its best: torch 2.11's `varlen_attn` takes grouped heads without the argument that Unsloth
+looks for (torch 2.12 has it), without which it runs one attention call a document; and its packed attention, which its
+trainer switches on.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import Any
+
+from pronghorn.bench.contenders.base import RANK, TARGETS, Built, Contender, Spec, base_tensors, weights_dtype
+from pronghorn.bench.workload import Row
+
+CHECKPOINTING: dict[str, bool | str] = {"off": False, "on": True, "offload": "unsloth"}
+
+
+def prepare() -> None:
+    from torch.nn.attention import varlen
+
+    module: Any = varlen
+    if "enable_gqa" not in inspect.signature(module.varlen_attn).parameters:
+        module.varlen_attn = _with_gqa_argument(module.varlen_attn)
+    if not hasattr(module, "_can_use_cudnn") and not hasattr(module, "_should_use_cudnn"):
+        module._should_use_cudnn = lambda device_index: False  # as torch 2.13 answers on every GPU
+    importlib.import_module("unsloth")
+
+
+def _with_gqa_argument(given: Any) -> Any:
+    """torch 2.11's function with the argument of 2.12, which changes nothing: it groups heads by their numbers.
+
+    Unsloth looks for `enable_gqa` and `window_size` by name.
+    """
+
+    def varlen_attn(
+        query: Any,
+        key: Any,
+        value: Any,
+        cu_seq_q: Any,
+        cu_seq_k: Any,
+        max_q: int,
+        max_k: int,
+        *,
+        return_aux: Any = None,
+        scale: float | None = None,
+        window_size: tuple[int, int] = (-1, -1),
+        enable_gqa: bool = False,
+    ) -> Any:
+        options = {"return_aux": return_aux, "scale": scale, "window_size": window_size}
+        return given(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options)
+
+    return varlen_attn
+
+
+def build(spec: Spec) -> Built:
+    FastLanguageModel = importlib.import_module("unsloth").FastLanguageModel
+    model, _ = FastLanguageModel.from_pretrained(
+        spec.checkpoint,
+        max_seq_length=spec.tokens,
+        dtype=weights_dtype(spec.method),
+        load_in_4bit=spec.method == "qlora",
+        local_files_only=True,
+    )
+    checkpointing = CHECKPOINTING[spec.recompute]
+    model = FastLanguageModel.get_peft_model(
+        model,
+        r=RANK,
+        lora_alpha=RANK,
+        lora_dropout=0,
+        bias="none",
+        target_modules=list(TARGETS),
+        use_gradient_checkpointing=checkpointing,
+        random_state=0,
+    )
+    importlib.import_module("unsloth.utils.packing")._enable_hf_packed_attention()
+    FastLanguageModel.for_training(model, use_gradient_checkpointing=bool(checkpointing))
+    return Built(model, _make_batch, ["packed attention on, as its trainer does"])
+
+
+def _make_batch(row: Row) -> dict[str, Any]:
+    import torch
+
+    return base_tensors(row) | {"packed_seq_lengths": torch.tensor(row.lengths, dtype=torch.int32)}
+
+
+UNSLOTH = Contender("unsloth", {"unsloth": "unsloth"}, prepare, build, needs_gpu=True, methods=("lora", "qlora"))

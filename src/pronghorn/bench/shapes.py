@@ -1,0 +1,140 @@
+"""Models to measure on: public shapes by name, written once as a checkpoint of random weights that everybody loads.
+
+Random weights cost what trained ones cost, and need no download. Facts from the models' published configurations.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from pronghorn.errors import ConfigError
+
+BOS, EOS, PAD, UNKNOWN = range(4)
+FIRST_ORDINARY_TOKEN = 10
+"""Random documents hold no token below this."""
+
+_FIELDS = (
+    "model_type",
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "tie_word_embeddings",
+    "rms_norm_eps",
+    "max_position_embeddings",
+)
+_TABLE: dict[str, tuple[Any, ...]] = {
+    "tiny": ("llama", 2, 64, 160, 4, 2, 16, 512, True, 1e-5, 8192),
+    "SmolLM2-135M": ("llama", 30, 576, 1536, 9, 3, 64, 49152, True, 1e-5, 8192),
+    "Llama-3.2-1B": ("llama", 16, 2048, 8192, 32, 8, 64, 128256, True, 1e-5, 131072),
+    "Llama-3.1-8B": ("llama", 32, 4096, 14336, 32, 8, 128, 128256, False, 1e-5, 131072),
+    "Qwen3-0.6B": ("qwen3", 28, 1024, 3072, 16, 8, 128, 151936, True, 1e-6, 40960),
+    "Qwen3-8B": ("qwen3", 36, 4096, 12288, 32, 8, 128, 151936, False, 1e-6, 40960),
+    "Qwen3-14B": ("qwen3", 40, 5120, 17408, 40, 8, 128, 151936, False, 1e-6, 40960),
+    "Mistral-7B": ("mistral", 32, 4096, 14336, 32, 8, 128, 32768, False, 1e-5, 32768),
+    "Gemma-3-1B": ("gemma3_text", 26, 1152, 6912, 4, 1, 256, 262144, True, 1e-6, 32768),
+}
+
+
+def _llama3_rope(factor: float) -> dict[str, Any]:
+    frequencies = {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, "original_max_position_embeddings": 8192}
+    return {"rope_parameters": rope | frequencies}
+
+
+def _rope(theta: float) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+
+
+_MORE: dict[str, dict[str, Any]] = {
+    "tiny": _rope(1e4),
+    "SmolLM2-135M": _rope(1e5),
+    "Llama-3.2-1B": _llama3_rope(32.0),
+    "Llama-3.1-8B": _llama3_rope(8.0),
+    "Qwen3-0.6B": _rope(1e6),
+    "Qwen3-8B": _rope(1e6),
+    "Qwen3-14B": _rope(1e6),
+    "Mistral-7B": {**_rope(1e6), "sliding_window": None},
+    "Gemma-3-1B": {"sliding_window": 512, "query_pre_attn_scalar": 256},
+}
+SHAPES = {name: dict(zip(_FIELDS, row, strict=True)) | _MORE[name] for name, row in _TABLE.items()}
+"""Fields of config.json by the shape's name."""
+
+
+def check_model(model: str) -> None:
+    """Refuse what is neither a shape nor a folder with a model (ConfigError; the known shapes are listed)."""
+    if model not in SHAPES and not (Path(model) / "config.json").is_file():
+        raise ConfigError(
+            f"model {model!r} is neither a known shape nor a folder with config.json",
+            f"use one of {', '.join(SHAPES)}, or a model's folder",
+        )
+
+
+def checkpoint_of(model: str, folder: Path, seed: int) -> Path:
+    """The folder to load a shape or a real checkpoint from; a shape is written below `folder` if it isn't there yet.
+
+    Written under another name and renamed when whole, so that an interrupted run leaves nothing that looks complete.
+    """
+    if model not in SHAPES:
+        return Path(model)
+    target = folder / f"{model}-seed{seed}"
+    if not target.is_dir():
+        unfinished = target.with_suffix(".unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        write_checkpoint(SHAPES[model], unfinished, seed)
+        unfinished.rename(target)
+    return target
+
+
+def write_checkpoint(shape: dict[str, Any], folder: Path, seed: int) -> None:
+    """Write bf16 weights (matrices N(0, 0.02²), biases 0, norms 1), the config and a byte-level tokenizer."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(**shape, bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    generator = torch.Generator(device).manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() >= 2:
+                parameter.normal_(0, 0.02, generator=generator)
+            elif name.endswith("bias"):
+                parameter.zero_()
+    model.generation_config.pad_token_id = PAD
+    model.save_pretrained(folder)
+    byte_tokenizer(config.max_position_embeddings).save_pretrained(folder)
+
+
+def byte_tokenizer(max_length: int) -> Any:
+    """A tokenizer without merges, one token a byte: what is trained here is random, but libraries insist on one."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "pad_token": "<|pad|>", "unk_token": "<|unk|>"}
+    words = [*special.values(), *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=special["unk_token"]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=max_length, **special)
+
+
+def matmul_parameters(model: str) -> int:
+    """N of "4N" and "6N": the weights of all linears, the head's among them; looking up embeddings multiplies nothing.
+
+    Counted on the meta device: no weights are made.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(**SHAPES[model]) if model in SHAPES else AutoConfig.from_pretrained(model)
+    with torch.device("meta"):
+        meta = AutoModelForCausalLM.from_config(config)
+    return sum(module.weight.numel() for module in meta.modules() if isinstance(module, torch.nn.Linear))

@@ -1,0 +1,333 @@
+"""`pronghorn bench step`: bad input, the rows, whose turn it is when memory is short, and a whole run on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from pronghorn.bench import pairs
+from pronghorn.bench.contenders.base import Spec, canonical
+from pronghorn.bench.pairs import Outcome, Pairs
+from pronghorn.bench.process import OutOfMemory, Worker, WorkerError
+from pronghorn.bench.reference import Reference
+from pronghorn.bench.results import read_results
+from pronghorn.bench.shapes import SHAPES, byte_tokenizer, checkpoint_of, matmul_parameters
+from pronghorn.bench.timing import STEPS_A_TURN
+from pronghorn.bench.workload import document_lengths, make_rows, read_rows, write_rows
+from pronghorn.cli.main import app
+from pronghorn.errors import DataError
+
+GREEN = {
+    "dtype": "float32", "loss": 2.0, "grad_norm": 1.0, "gradient_error": 0.0, "gradient_errors": {"w": 0.0},
+    "trained": ["w"], "dead": [], "isolation": [1.0, 1.0], "document_losses": {"0": 2.0}, "unmoved": [],
+    "first_step_s": 0.5,
+}  # fmt: skip
+
+
+def invoke(*arguments: str) -> Any:
+    environment = {"COLUMNS": "200", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
+    return CliRunner().invoke(app, ["bench", "step", *arguments], env=environment)
+
+
+# --- rows and checkpoints
+
+
+def test_rows_are_full_labelled_at_the_end_and_the_same_for_everybody(tmp_path: Path) -> None:
+    rows = make_rows(500, "lognormal", 0.3, 512, seed=1)
+    assert rows == make_rows(500, "lognormal", 0.3, 512, seed=1) != make_rows(500, "lognormal", 0.3, 512, seed=2)
+    assert len({row.input_ids for row in rows}) == len(rows)
+    for row in rows:
+        assert len(row.input_ids) == len(row.labels) == sum(row.lengths) == 500
+        for start, end in row.bounds:
+            labelled = [label != -100 for label in row.labels[start:end]]
+            assert not labelled[0] and labelled == sorted(labelled)
+            assert sum(labelled) == min(max(1, round(0.3 * (end - start))), end - start - 1)
+            assert all(label in (-100, token) for label, token in zip(row.labels, row.input_ids, strict=True))
+    write_rows(rows, tmp_path / "rows.json")
+    assert read_rows(tmp_path / "rows.json") == rows
+
+
+def test_rows_to_judge_isolation_by() -> None:
+    row = make_rows(500, "lognormal", 1.0, 512, seed=1)[0]
+    start, end = row.bounds[1]
+    other = row.with_other_tokens(1)
+    assert other.labels == row.labels and other.input_ids[:start] == row.input_ids[:start]
+    assert other.input_ids[end:] == row.input_ids[end:] and other.input_ids[start:end] != row.input_ids[start:end]
+    one, rest = row.labelled_where(lambda d: d == 1), row.labelled_where(lambda d: d != 1)
+    assert one.n_labels + rest.n_labels == row.n_labels and one.n_labels == end - start - 1
+
+
+def test_lengths(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    assert document_lengths("one", 8192)(rng) == 8192
+    draw = document_lengths("lognormal", 8192)
+    drawn = [draw(rng) for _ in range(4000)]
+    assert min(drawn) >= 16 and max(drawn) <= 2048 and 165 < sum(drawn) / len(drawn) < 195
+    file = tmp_path / "lengths.json"
+    file.write_text("[5, 7, 900]")
+    assert {document_lengths(str(file), 100)(rng) for _ in range(50)} == {5, 7}
+
+
+def test_a_checkpoint_is_written_once_and_loads_with_its_tokenizer(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = checkpoint_of("tiny", tmp_path, seed=0)
+    written = (folder / "model.safetensors").stat().st_mtime_ns
+    assert checkpoint_of("tiny", tmp_path, seed=0) == folder
+    assert (folder / "model.safetensors").stat().st_mtime_ns == written
+    assert checkpoint_of("tiny", tmp_path, seed=1) != folder
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder, dtype="auto"), AutoTokenizer.from_pretrained(folder)
+    assert model.dtype == torch.bfloat16 and (model.model.norm.weight == 1).all()
+    assert model.model.embed_tokens.weight.float().std().item() == pytest.approx(0.02, rel=0.05)
+    special = [(tokenizer, "bos"), (tokenizer, "eos"), (tokenizer, "pad")]
+    assert [getattr(t, f"{name}_token_id") for t, name in special] == [0, 1, 2]
+    assert [getattr(model.config, f"{name}_token_id") for _, name in special] == [0, 1, 2]
+    assert tokenizer.decode(tokenizer("Größe, 大小").input_ids) == "Größe, 大小"
+
+
+def test_shapes_are_the_published_ones(shared: Path) -> None:
+    facts = json.loads((shared / "data" / "model_shapes.json").read_text())["models"]
+    names = {"Mistral-7B": "Mistral-7B-v0.3", "Gemma-3-1B": "gemma-3-1b"}
+    for name, shape in SHAPES.items():
+        if name == "tiny":
+            continue
+        known = facts[names.get(name, name)]
+        assert {key: known[key] for key in shape if key in known} == {key: shape[key] for key in shape if key in known}
+        rope = shape.get("rope_parameters", {"rope_theta": known["rope_theta"]})
+        assert rope["rope_theta"] == known["rope_theta"]
+        assert {**(known["rope_scaling"] or {})}.items() <= rope.items()
+    tiny = SHAPES["tiny"]
+    layer = 2 * (64 * 4 * 16) + 2 * (64 * 2 * 16) + 3 * 64 * tiny["intermediate_size"]
+    assert matmul_parameters("tiny") == 2 * layer + 64 * 512  # the head, though its weight is the embedding's
+
+
+def test_canonical_names() -> None:
+    name = "base_model.model.model.layers.0._orig_mod.self_attn.q_proj.lora_A.default.weight"
+    assert canonical(name) == "model.layers.0.self_attn.q_proj.lora_A.weight"
+    assert canonical("model.norm.weight") == "model.norm.weight"
+
+
+def test_the_tokenizer_covers_every_byte() -> None:
+    assert len(byte_tokenizer(100)) == 4 + 256 <= SHAPES["tiny"]["vocab_size"]
+
+
+# --- bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--model", "Llama-9"], "use one of tiny, SmolLM2-135M"),
+        (["--model", "tiny", "--against", "hf,axolotl"], "use some of pronghorn, hf, hf-compile"),
+        (["--model", "tiny", "--ablate", "layers=fast"], "layers=stock"),
+        (["--model", "tiny", "--ablate", "speed"], "packing_metadata=per_layer_mask"),
+        (["--model", "tiny", "--lengths", "none.json"], "none.json"),
+        (["--model", "tiny", "--labelled", "0"], "--labelled 0.0 is not in (0, 1]"),
+        (["--model", "tiny", "--tokens", "1"], "--tokens 1 is below 2"),
+        (["--model", "tiny", "--repeats", "0"], "--repeats 0 is below 1"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_starts(
+    arguments: list[str], problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pronghorn.bench.step.Worker", None)
+    result = invoke(*arguments)
+    assert result.exit_code == 1 and problem in result.output, result.output
+
+
+@pytest.mark.parametrize("text", ["[]", '["a"]', "[0]", "{", "[300]"])
+def test_bad_files_of_lengths(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "lengths.json"
+    file.write_text(text)
+    with pytest.raises(DataError, match=r"lengths\.json"):
+        document_lengths(str(file), 200)
+
+
+def test_a_results_file_of_another_schema_is_not_written_over(tmp_path: Path) -> None:
+    out = tmp_path / "results.json"
+    out.write_text('[{"schema": "other-v3"}]')
+    result = invoke("--model", "tiny", "--out", str(out))
+    assert result.exit_code == 1 and "other-v3" in result.output and "other-v3" in out.read_text()
+
+
+# --- processes
+
+
+def test_a_process_keeps_what_libraries_print_away_from_its_answers(tmp_path: Path) -> None:
+    code = (
+        "import os; from pronghorn.bench import worker\n"
+        "class P:\n"
+        "    def hello(self, name):\n"
+        "        print('noise'); os.system('echo noise'); return {'name': name}\n"
+        "    def full(self): raise type('OutOfMemoryError', (RuntimeError,), {})('no room')\n"
+        "worker.ContenderProcess = P; worker.main()"
+    )
+    lines = "".join(json.dumps(r) + "\n" for r in ({"command": "hello", "name": "a"}, {"command": "full"}))
+    done = subprocess.run([sys.executable, "-c", code], input=lines, capture_output=True, text=True, check=True)
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [
+        {"name": "a"},
+        {"error": "OutOfMemoryError: no room", "kind": "memory"},
+    ]
+    assert done.stderr.count("noise") == 2 and "Traceback" in done.stderr
+
+
+def test_a_process_that_dies_or_fails_is_told_with_its_last_words(tmp_path: Path) -> None:
+    with Worker("contender", os.environ, tmp_path / "log") as worker:
+        with pytest.raises(WorkerError, match="no_such_command"):
+            worker.ask("no_such_command")
+        worker._process.kill()
+        with pytest.raises(WorkerError, match=r"(?s)ended with code -9.*Traceback"):
+            worker.ask("rest")
+
+
+# --- turns, with processes that only pretend
+
+
+class FakeWorker:
+    """Answers as a process would; `script` says who runs out of memory beside another, crashes, or is red."""
+
+    script: dict[str, str]
+    asked: list[str]
+    alive: set[str]
+
+    def __init__(self, role: str, environment: Any, log: Path) -> None:
+        self.name = log.stem
+        self.alive.add(self.name)
+
+    def ask(self, command: str, **arguments: Any) -> dict[str, Any]:
+        self.asked.append(f"{self.name} {command}" + (f" {arguments['count']}" if command == "steps" else ""))
+        does = self.script.get(self.name, "")
+        beside = len(self.alive) > 1
+        if does == f"memory at {command}" and beside:
+            raise OutOfMemory("no room", "none")
+        if does == f"crash at {command}":
+            raise WorkerError("it crashed", "look")
+        if command == "gate":
+            return GREEN | ({"loss": 3.0} if does == "red" else {})
+        if command == "steps":
+            count = arguments["count"]
+            times = [{"forward": 1.0, "backward": 2.0, "optimizer": 0.5, "step": 3.5}] * count
+            retries = int(does == "retries" and beside)
+            losses = [float("nan") if does == "nan" else 1.0] * count
+            return {"steps": times, "losses": losses, "memory_retries": retries, "peak": 10}
+        return {"load": {"notes": []}, "rest": {"resting": 3}, "count": {"launches": 5, "syncs": 1}}[command]
+
+    def close(self) -> None:
+        self.alive.discard(self.name)
+
+
+def run_pairs(monkeypatch: pytest.MonkeyPatch, folder: Path, **script: str) -> tuple[dict[str, Outcome], list[str]]:
+    """Measure pronghorn against hf and hf-sdpa, 8 steps each; the outcomes and what was asked, in order."""
+    fake = type("Scripted", (FakeWorker,), {"script": script, "asked": [], "alive": set()})
+    monkeypatch.setattr(pairs, "Worker", fake)
+    reference = folder / "reference.json"
+    Reference(2.0, 1.0, (2.0,), ("w",), 0.0, {"w": 0.0}, "").write(reference)
+    names = ("pronghorn", "hf", "hf-sdpa")
+    outcomes = {name: Outcome(name, Spec(name, "", "lora", "off", 8, 8, 1, 0)) for name in names}
+    first, *others = outcomes.values()
+    Pairs(folder / "rows.json", reference, folder, {}, 8, True, lambda text: None).measure(first, others)
+    assert not fake.alive
+    return outcomes, fake.asked
+
+
+def timed(asked: list[str]) -> list[str]:
+    """The turns: steps that came after a gate and were followed by the memory given back."""
+    turns = [a.split()[0] for a, after in pairwise(asked) if " steps " in a and "rest" in after]
+    return [name for i, name in enumerate(turns) if name in turns[:i]]  # the first of each is its warm-up
+
+
+def test_a_run_side_by_side(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    outcomes, asked = run_pairs(monkeypatch, tmp_path)
+    assert timed(asked) == ["pronghorn", "hf"] * 2 + ["pronghorn", "hf-sdpa"] * 2
+    for name, outcome in outcomes.items():
+        assert outcome.green and outcome.counts == {"launches": 5, "syncs": 1}
+        assert outcome.memory == {"resting": 3, "peak": 10}
+        mine = [line for line in asked if line.startswith(f"{name} ")]
+        assert mine[:2] == [f"{name} load", f"{name} gate"] and mine[-1] == f"{name} count"
+        assert mine.count(f"{name} load") == 1
+    assert len(outcomes["pronghorn"].series.parts["step"]) == 16
+    assert outcomes["hf"].beside["step_ratio"] == (1.0, 1.0, 1.0) and len(outcomes["hf"].beside["step_ms"]) == 8
+    assert all(f"{name} steps {STEPS_A_TURN}" in asked for name in outcomes)
+
+
+@pytest.mark.parametrize("script", ["memory at load", "memory at gate", "memory at steps", "retries"])
+def test_a_pair_that_does_not_fit_is_relaunched_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str
+) -> None:
+    outcomes, asked = run_pairs(monkeypatch, tmp_path, hf=script)
+    hf = outcomes["hf"]
+    assert hf.green and len(hf.series.parts["step"]) == 8 and hf.counts
+    assert hf.notes == ["doesn't fit beside pronghorn: every turn in a new process"]
+    assert asked.count("hf load") >= 2 and asked.count("pronghorn load") >= 3
+    assert not outcomes["hf-sdpa"].notes and len(outcomes["pronghorn"].series.parts["step"]) == 16
+
+
+@pytest.mark.parametrize("script", ["red", "crash at load", "crash at gate", "crash at steps", "nan"])
+def test_who_fails_is_withheld_and_the_others_are_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str
+) -> None:
+    outcomes, asked = run_pairs(monkeypatch, tmp_path, hf=script)
+    hf = outcomes["hf"]
+    assert not hf.green and len(hf.gate["reasons"]) == 1
+    assert not hf.series.turns and not hf.counts and not hf.beside
+    assert len(outcomes["hf-sdpa"].series.parts["step"]) == 8 and outcomes["hf-sdpa"].beside
+    if script == "red":
+        assert not any(line.startswith("hf steps") for line in asked)  # the gate comes first
+        assert hf.gate["reasons"][0].startswith("loss is off by 0.5")
+
+
+def test_without_the_first_the_others_are_measured_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    outcomes, asked = run_pairs(monkeypatch, tmp_path, pronghorn="red")
+    assert not outcomes["pronghorn"].green and timed(asked) == ["hf"] * 2 + ["hf-sdpa"] * 2
+    assert all(
+        len(outcomes[name].series.parts["step"]) == 8 and not outcomes[name].beside for name in ("hf", "hf-sdpa")
+    )
+
+
+def test_who_is_not_installed_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = Spec("liger", "", "lora", "off", 8, 8, 1, 0)
+    monkeypatch.setattr(pairs.importlib.util, "find_spec", lambda name: None if name == "liger_kernel" else name)
+    assert pairs._refusal(spec, cuda=True) == "not installed: pip install liger-kernel"
+    monkeypatch.setattr(pairs.importlib.util, "find_spec", lambda name: name)
+    assert pairs._refusal(spec, cuda=True) is None
+    assert "GPU" in (pairs._refusal(spec, cuda=False) or "")
+    full = Spec("unsloth", "", "full", "off", 8, 8, 1, 0)
+    assert pairs._refusal(full, cuda=True) == "full is not set up for it: use lora or qlora"
+
+
+# --- the whole command
+
+
+@pytest.mark.slow
+def test_a_whole_run_on_the_cpu(tmp_path: Path) -> None:
+    out = tmp_path / "results.json"
+    arguments = ["--model", "tiny", "--tokens", "128", "--labelled", "0.5", "--repeats", "2", "--out", str(out)]
+    result = invoke(*arguments, "--against", "hf,unsloth", "--ablate", "packing_metadata=per_layer")
+    assert result.exit_code == 0, result.output
+    assert "On the CPU" in result.output and "unsloth: not installed: pip install unsloth" in result.output
+    ours, ablated, hf, unsloth = read_results(out)
+    assert ablated.contender == "pronghorn, packing_metadata=per_layer" and hf.contender == "hf"
+    for found in (ours, ablated, hf):
+        assert found.gate["green"] and found.extra["on_cpu"] and "CPU" in found.device
+        assert found.workload.labelled_share == 0.5 and found.workload.shape == "tiny"
+        speed = found.extra["tokens_per_s"]
+        assert speed["real"] == pytest.approx(128 / found.median("step") * 1e3)
+        assert 0.4 < speed["supervised"] / speed["real"] < 0.6
+        assert found.extra["import_s"] > 0 and found.extra["first_step_s"] > 0
+    assert len(hf.timings_ms["step"]) == 2 and len(ours.timings_ms["step"]) == 4
+    assert hf.extra["beside"]["contender"] == "pronghorn" and "ratio" not in ours.extra["beside"]
+    assert ours.gate["loss"] == pytest.approx(hf.gate["loss"], rel=1e-5)  # the same weights, adapters and rows
+    assert not unsloth.gate["green"] and unsloth.timings_ms == {}
+    out.write_text(json.dumps([asdict(ours)]))
+    assert read_results(out)[0] == ours

@@ -1,0 +1,70 @@
+"""Timing logic with a fake clock, whose turn it is, and what the repeats say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pronghorn.bench.timing import HostClock, Series, alternate, ratio, schedule, spread, timed_step
+
+
+class Time:
+    """A clock that only work moves."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def now(self) -> float:
+        return self.seconds
+
+    def work(self, milliseconds: float) -> Any:
+        def run() -> None:
+            self.seconds += milliseconds / 1e3
+
+        return run
+
+
+def test_a_step_is_its_parts() -> None:
+    time = Time()
+    step = timed_step([time.work(3), time.work(5), time.work(1)], HostClock(time.now))
+    assert step == pytest.approx({"forward": 3, "backward": 5, "optimizer": 1, "step": 9})
+
+
+def test_turns_alternate_and_each_gets_all_repeats() -> None:
+    turns = list(schedule(["a", "b"], repeats=10, steps_a_turn=4))
+    assert turns == [("a", 4), ("b", 4), ("a", 4), ("b", 4), ("a", 2), ("b", 2)]
+
+
+def test_a_slowing_machine_does_not_change_the_ratio() -> None:
+    """B takes twice as long as A while everything gets slower with every turn; measured one after the other it would
+    seem to take three times as long."""
+    slowness = 1.0
+
+    def turn(label: str, steps: int) -> list[dict[str, float]]:
+        nonlocal slowness
+        slowness *= 1.05
+        cost = slowness * {"a": 10.0, "b": 20.0}[label]
+        return [{"forward": 0, "backward": 0, "optimizer": 0, "step": cost}] * steps
+
+    series = alternate(["a", "b"], 40, turn)
+    assert len(series["a"].parts["step"]) == len(series["b"].parts["step"]) == 40
+    median, least, most = ratio(series["b"], series["a"])
+    assert median == pytest.approx(2.1) and least == pytest.approx(2.1) and most == pytest.approx(2.1)
+
+
+def test_a_ratio_is_of_neighbouring_turns_by_their_medians() -> None:
+    def series(*turns: list[float]) -> Series:
+        return Series([[{"step": ms} for ms in turn] for turn in turns])
+
+    first = series([10, 10, 99], [20, 20, 20], [10, 10, 10])
+    other = series([20, 20, 20], [30, 30, 30], [10, 10, 999])
+    assert ratio(other, first) == (1.5, 1.0, 2.0)
+
+
+def test_spread_and_pooled_series() -> None:
+    assert spread([3.0, 1.0, 2.0, 9.0]) == (2.5, 1.0, 9.0)
+    step = {"forward": 1.0, "backward": 2.0, "optimizer": 0.5, "step": 3.5}
+    pooled = Series([[step]]).extended(Series([[step, step]]))
+    assert pooled.parts == {"forward": [1.0] * 3, "backward": [2.0] * 3, "optimizer": [0.5] * 3, "step": [3.5] * 3}
+    assert Series().parts == {}
