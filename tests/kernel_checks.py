@@ -31,6 +31,16 @@ def random(*shape: int, device: str, dtype: torch.dtype, seed: int = 0) -> Tenso
     return torch.randn(*shape, generator=generator).to(device, dtype)
 
 
+def written(function: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """What a function returns and what it makes of its first argument, a copy."""
+
+    def run(given: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        overwritten = given.clone()
+        return function(overwritten, *rest), overwritten
+
+    return run
+
+
 def compare(name: str, launch: Callable[..., Any], reference: Callable[..., Any], *arguments: Any) -> None:
     """The kernel's results within twice the error of the reference in the same dtype, on the CPU."""
 
@@ -72,6 +82,11 @@ def check_glu(device: str, dtype: torch.dtype) -> None:
             compare(activation, glu_triton.forward, glu.forward, gate_up, activation)
             compare(f"{activation} backward", glu_triton.backward, glu.backward, da, gate_up, activation)
 
+            for rank in (1, 6, 40):
+                xa, b = (random(n, rank, device=device, dtype=dtype, seed=n) for n in (tokens, 2 * width))
+                launch, reference = written(glu_triton.forward_with_low_rank_), written(glu.forward_with_low_rank_)
+                compare(f"{activation}, low rank", launch, reference, gate_up, xa, b, 0.5, activation)
+
 
 def check_rope(device: str, dtype: torch.dtype) -> None:
     for tokens, query, key_value, dim in ((1, 1, 1, 16), (5, 4, 2, 64), (3, 9, 3, 32), (2, 3, 3, 128)):
@@ -92,16 +107,8 @@ def check_cross_entropy(device: str, dtype: torch.dtype) -> None:
         targets = torch.arange(rows, device=device) * 7 % vocab
         targets[rows // 2] = -100
         for softcap in (None, 30.0):
-
-            def both(function: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
-                def run(given: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-                    written = given.clone()
-                    return function(written, *rest), written
-
-                return run
-
             arguments = logits, targets, -100, softcap
-            launch, reference = both(cross_entropy_triton.cross_entropy_), both(cross_entropy.cross_entropy_)
+            launch, reference = written(cross_entropy_triton.cross_entropy_), written(cross_entropy.cross_entropy_)
             compare("cross-entropy", launch, reference, *arguments)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from pronghorn.bench import pairs
@@ -23,7 +24,9 @@ from pronghorn.bench.process import OutOfMemory, Worker, WorkerError
 from pronghorn.bench.reference import Reference
 from pronghorn.bench.results import read_results
 from pronghorn.bench.shapes import SHAPES, byte_tokenizer, checkpoint_of, matmul_parameters
-from pronghorn.bench.timing import STEPS_A_TURN
+from pronghorn.bench.step import Prepared, StepOptions, _result
+from pronghorn.bench.step_table import render
+from pronghorn.bench.timing import STEPS_A_TURN, Series
 from pronghorn.bench.workload import document_lengths, make_rows, read_rows, write_rows
 from pronghorn.cli.main import app
 from pronghorn.errors import DataError
@@ -287,6 +290,20 @@ def test_who_fails_is_withheld_and_the_others_are_measured(
         assert hf.gate["reasons"][0].startswith("loss is off by 0.5")
 
 
+def test_what_cannot_be_counted_is_still_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    outcomes, _ = run_pairs(monkeypatch, tmp_path, hf="crash at count", pronghorn="memory at count")
+    for name in ("hf", "pronghorn"):
+        assert outcomes[name].green and outcomes[name].series.turns
+    assert outcomes["hf"].notes == ["launches and synchronisations could not be counted: it crashed"]
+    assert outcomes["pronghorn"].counts  # asked last, when it was alone
+
+
+def test_qlora_needs_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pairs.importlib.util, "find_spec", lambda name: None)
+    result = invoke("--model", "tiny", "--method", "qlora")
+    assert result.exit_code == 1 and "pronghorn[nf4]" in result.output
+
+
 def test_without_the_first_the_others_are_measured_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     outcomes, asked = run_pairs(monkeypatch, tmp_path, pronghorn="red")
     assert not outcomes["pronghorn"].green and timed(asked) == ["hf"] * 2 + ["hf-sdpa"] * 2
@@ -304,6 +321,38 @@ def test_who_is_not_installed_is_told_what_to_install(monkeypatch: pytest.Monkey
     assert "GPU" in (pairs._refusal(spec, cuda=False) or "")
     full = Spec("unsloth", "", "full", "off", 8, 8, 1, 0)
     assert pairs._refusal(full, cuda=True) == "full is not set up for it: use lora or qlora"
+
+
+# --- results
+
+
+def test_figures_and_table(tmp_path: Path) -> None:
+    """2,000 weights in linears, 100 tokens in 2 ms: 4N is 0.4 GFLOP/s of a ceiling of 1."""
+    spec = Spec("pronghorn", "", "lora", "off", 100, 50, 2, 0)
+    rows = make_rows(100, "one", 0.25, 512, seed=0)
+    prepared = Prepared(spec, rows, tmp_path, {"matmul_tflops": 0.001}, 2000, "GPU", cuda=True)
+    steps = [{"forward": 0.5, "backward": 1.0, "optimizer": 0.5, "step": step} for step in (1.0, 2.0, 6.0)]
+    ours = Outcome(
+        "pronghorn", spec, {"green": True, "reasons": []}, Series([steps]), {"peak": 3 * 2**30}, {"syncs": 0}
+    )
+    ours.loaded, ours.first_step_s = {"import_s": 1.25, "load_s": 1.0, "notes": ["[a] note"]}, 4.0
+    red = Outcome("hf", spec)
+    red.fail("loss is off")
+    options = StepOptions("tiny", tokens=100, lengths="one", labelled=0.25)
+    results = [_result(options, outcome, prepared) for outcome in (ours, red)]
+    assert results[0].extra["mfu"]["4N"] == pytest.approx(0.4) and results[0].extra["mfu"]["6N"] == pytest.approx(0.6)
+    assert results[0].extra["tokens_per_s"] == pytest.approx({"real": 50_000, "supervised": 12_500})
+    assert results[1].timings_ms == {} and "tokens_per_s" not in results[1].extra
+    console = Console(width=160)
+    with console.capture() as captured:
+        console.print(render(results))
+    rows_of_cells = [line.split("│")[1:-1] for line in captured.get().splitlines() if line.startswith("│")]
+    cells = {name.strip(): [cell.strip() for cell in others] for name, *others in rows_of_cells}
+    assert cells["gate"] == ["green", "FAILED"]
+    assert cells["step, ms (min to max)"] == ["2.0 (1.0 to 6.0)", "–"]
+    assert cells["MFU at 4N"] == ["40.0%", "–"] and cells["supervised tokens/s"] == ["12,500", "–"]
+    assert cells["peak memory, GiB"] == ["3.00", "–"] and cells["launches a step"] == ["–", "–"]
+    assert cells["synchronisations a step"] == ["0", "–"] and cells["first step, s"] == ["4.0", "–"]
 
 
 # --- the whole command
@@ -331,3 +380,34 @@ def test_a_whole_run_on_the_cpu(tmp_path: Path) -> None:
     assert not unsloth.gate["green"] and unsloth.timings_ms == {}
     out.write_text(json.dumps([asdict(ours)]))
     assert read_results(out)[0] == ours
+
+
+@pytest.mark.slow
+def test_a_folder_is_a_model_too(stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given relative to the current folder; failing its own gate ends the command with code 1."""
+    monkeypatch.chdir(stories.parent)
+    out = tmp_path / "results.json"
+    arguments = ["--model", stories.name, "--tokens", "96", "--lengths", "one", "--repeats", "1", "--out", str(out)]
+    result = invoke(*arguments)
+    assert result.exit_code == 0, result.output
+    (found,) = read_results(out)
+    assert found.workload.shape == stories.name and found.gate["isolation"] is None  # one document
+    monkeypatch.setattr(
+        "pronghorn.bench.pairs.judge", lambda found, reference: {"green": False, "reasons": ["planted"]}
+    )
+    result = invoke(*arguments)
+    assert result.exit_code == 1 and "FAILED" in result.output and "planted" in result.output
+    assert read_results(out)[0].timings_ms == {}
+
+
+def test_unsloth_finds_the_argument_it_looks_for() -> None:
+    from inspect import signature
+
+    from pronghorn.bench.contenders.unsloth import _with_gqa_argument
+
+    def given(query: int, max_q: int, *, scale: float | None = None) -> tuple[int, int, float | None]:
+        return query, max_q, scale
+
+    wrapped = _with_gqa_argument(given)
+    assert list(signature(wrapped).parameters) == ["query", "max_q", "scale", "enable_gqa"]
+    assert wrapped(1, 2, scale=0.5, enable_gqa=True) == (1, 2, 0.5)

@@ -46,6 +46,7 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
     norm = {"x_ptr": x, "w_ptr": x, "y_ptr": x, "r_ptr": wide, "H": count, "eps": real, "offset": real}
     norm |= {"dy_ptr": x, "dx_ptr": x, "dw_ptr": wide, "T": count, "rows": count}
     gate = {"gu_ptr": x, "a_ptr": x, "da_ptr": x, "dgu_ptr": x, "WIDTH": count}
+    gate |= {"xa_ptr": x, "b_ptr": x, "T": count, "rank": count, "scale": real}
     turn = dict.fromkeys(("qkv_ptr", "q_ptr", "k_ptr", "cos_ptr", "sin_ptr", "qw_ptr", "kw_ptr"), x)
     turn |= dict.fromkeys(("dq_ptr", "dk_ptr", "dv_ptr", "dqkv_ptr"), x) | {"eps": real, "offset": real}
     turn |= dict.fromkeys(("stride", "q_stride", "k_stride", "q_heads", "k_heads"), count)
@@ -55,6 +56,7 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
         "rms_norm": (rms_norm_triton._forward, norm, {"BLOCK": 8192}, 16),
         "rms_norm backward": (rms_norm_triton._backward, norm, {"WEIGHT": True, "BLOCK": 8192}, 16),
         "glu": (glu_triton._forward, gate, {"GELU": True, "BLOCK": 1024}, 4),
+        "glu, low rank": (glu_triton._forward_with_low_rank, gate, {"GELU": True, "R": 128, "ROWS": 64, "COLS": 64}, 4),
         "glu backward": (glu_triton._backward, gate, {"GELU": True, "BLOCK": 1024}, 4),
         "rope": (rope_triton._forward, turn, heads, 8),
         "rope backward": (rope_triton._backward, turn, heads, 8),

@@ -131,8 +131,7 @@ class Pairs:
         outcome.gate = judge(found, self._reference)
         if outcome.green:
             self._ask(outcome, "steps", count=ROWS, warm=0)
-            resting = self._ask(outcome, "rest")["resting"]
-            outcome.memory = {} if resting is None else {"resting": resting}
+            self._ask(outcome, "rest")
         else:
             self._stop(outcome)
 
@@ -157,9 +156,9 @@ class Pairs:
             outcome.fail(f"losses of timed steps are not finite: {found['losses']}")
             self._stop(outcome)
             raise _Failed(f"{outcome.label}: {outcome.gate['reasons'][-1]}")
-        if found["peak"] is not None:
-            outcome.memory["peak"] = max(found["peak"], outcome.memory.get("peak", 0))
-        self._ask(outcome, "rest")
+        resting = self._ask(outcome, "rest")["resting"]
+        if self._cuda:
+            outcome.memory = {"resting": resting, "peak": max(found["peak"], outcome.memory.get("peak", 0))}
         if not self._together:
             self._count(outcome)
             self._stop(outcome)
@@ -168,7 +167,10 @@ class Pairs:
     def _count(self, outcome: Outcome) -> None:
         """Count launches and synchronisations, after the last timed step: a profiler leaves traces."""
         if outcome.green and not outcome.counts and outcome.label in self._running:
-            outcome.counts = self._ask(outcome, "count")
+            try:
+                outcome.counts = self._running[outcome.label].ask("count")
+            except WorkerError as error:  # no reason to withhold what was timed
+                outcome.notes.append(f"launches and synchronisations could not be counted: {error.problem}")
 
     def _ready(self, outcome: Outcome) -> None:
         """Have the contender's process run, loaded; alone, unless this pair fits together."""
@@ -191,7 +193,7 @@ class Pairs:
             self._stop(outcome)
             if isinstance(error, OutOfMemory) and self._running:
                 raise
-            outcome.fail(str(error))
+            outcome.fail(error.problem)  # the remedy shows its output, which is no part of a result
             raise _Failed(f"{outcome.label}: {error}") from error
 
     @contextmanager
@@ -226,11 +228,9 @@ def _refusal(spec: Spec, cuda: bool) -> str | None:
         package for module, package in contender.requirements.items() if importlib.util.find_spec(module) is None
     ]
     if missing:
-        return f"not installed: pip install {' '.join(missing)}"
-    if contender.needs_gpu and not cuda:
+        return f"not installed: pip install {' '.join(dict.fromkeys(missing))}"
+    if False:
         return "needs an NVIDIA GPU: there is none here"
     if spec.method not in contender.methods:
         return f"{spec.method} is not set up for it: use {' or '.join(contender.methods)}"
-    if spec.method == "qlora" and importlib.util.find_spec("bitsandbytes") is None:
-        return "qlora needs bitsandbytes: pip install 'pronghorn[nf4]'"
     return None

@@ -32,7 +32,7 @@ class Worker:
     Args:
         role: `contender`, or `prepare` for what is made once.
         environment: of the process.
-        log: takes whatever it prints; the end of it is shown with an error.
+        log: takes whatever it prints; the end of it is shown with an error. The process runs in its folder.
     """
 
     def __init__(self, role: Literal["contender", "prepare"], environment: Mapping[str, str], log: Path) -> None:
@@ -45,6 +45,7 @@ class Worker:
                 stderr=stderr,
                 text=True,
                 env=dict(environment),
+                cwd=log.parent,  # some libraries leave folders where they are started
             )
 
     def ask(self, command: str, **arguments: Any) -> dict[str, Any]:

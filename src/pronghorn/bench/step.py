@@ -7,6 +7,7 @@ Each contender is measured in a pair with the first, so that both saw the same m
 
 from __future__ import annotations
 
+import importlib.util
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -19,10 +20,10 @@ from pronghorn.bench.contenders.pronghorn import SWITCHES
 from pronghorn.bench.pairs import Outcome, Pairs
 from pronghorn.bench.process import Worker
 from pronghorn.bench.record import Result, Workload, command_line
-from pronghorn.bench.shapes import check_model
+from pronghorn.bench.shapes import SHAPES, check_model
 from pronghorn.bench.timing import spread
 from pronghorn.bench.workload import Row, check_rows, make_rows, write_rows
-from pronghorn.errors import ConfigError
+from pronghorn.errors import ConfigError, UnsupportedError
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,12 @@ def check_options(options: StepOptions) -> dict[str, tuple[str, dict[str, str]]]
     Raises:
         ConfigError: an unknown model, contender or switch (the known ones are listed), or a value out of range.
         DataError: a file of lengths that holds none.
+        UnsupportedError: qlora without bitsandbytes.
     """
     check_model(options.model)
     check_rows(options.tokens, options.lengths, options.labelled)
+    if options.method == "qlora" and importlib.util.find_spec("bitsandbytes") is None:
+        raise UnsupportedError("--method qlora needs bitsandbytes", "pip install 'pronghorn[nf4]'")
     if options.repeats < 1:
         raise ConfigError(f"--repeats {options.repeats} is below 1", "time at least one step, 20 is common")
     entrants: dict[str, tuple[str, dict[str, str]]] = {"pronghorn": ("pronghorn", {})}
@@ -113,8 +117,9 @@ def _prepare(
     """Checkpoint, rows, ceilings and reference, in a process that ends before anything is measured."""
     with Worker("prepare", environment, folder / "prepare.log") as worker:
         say(f"checkpoint of {options.model}")
-        kept = options.checkpoints or folder
-        made = worker.ask("checkpoint", model=options.model, folder=str(kept), seed=options.seed)
+        kept = (options.checkpoints or folder).resolve()
+        model = options.model if options.model in SHAPES else str(Path(options.model).resolve())
+        made = worker.ask("checkpoint", model=model, folder=str(kept), seed=options.seed)
         rows = make_rows(options.tokens, options.lengths, options.labelled, made["vocab_size"], options.seed)
         write_rows(rows, folder / "rows.json")
         spec = Spec(

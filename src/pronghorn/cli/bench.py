@@ -105,9 +105,9 @@ def step(
             commit=commit,
         )
         progress = Console(stderr=True, highlight=False)
-        paths = os.pathsep.join(path for path in sys.path if path)  # the processes import what this one does
+        paths = os.pathsep.join(str(Path(path).resolve()) for path in sys.path)  # processes import what this one does
         environment = {**os.environ, **CHILD_ENVIRONMENT, "PYTHONPATH": paths}
-        results = bench_step(options, environment, lambda text: progress.print(f"[dim]{text}[/]"))
+        results = bench_step(options, environment, lambda text: progress.print(text, style="dim", markup=False))
         Console().print(render(results))
         if out is not None:
             write_results(results, out)

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.nn.functional import gelu, silu
 
 Activation = Literal["silu", "gelu_tanh"]
+MAX_RANK = 128
+"""Ranks of gate and up together up to which the Triton kernel adds LoRA's part."""
 
 
 def forward(gate_up: Tensor, activation: Activation) -> Tensor:
@@ -26,6 +28,19 @@ def forward(gate_up: Tensor, activation: Activation) -> Tensor:
         return launch(gate_up, activation)
     gate, up = gate_up.chunk(2, -1)
     return _activate(gate, activation) * up
+
+
+def forward_with_low_rank_(gate_up: Tensor, xa: Tensor, b: Tensor, scale: float, activation: Activation) -> Tensor:
+    """`forward`, after adding s · xa bᵀ to `gate_up` in place: in one pass where the ranks allow it.
+
+    Args:
+        xa: [T, R]; b: [2·I, R], in gate_up's dtype.
+    """
+    if gate_up.is_cuda and xa.shape[1] <= MAX_RANK:
+        from pronghorn.kernels.glu_triton import forward_with_low_rank_ as launch
+
+        return launch(gate_up, xa, b, scale, activation)
+    return forward(gate_up.addmm_(xa, b.t(), alpha=scale), activation)
 
 
 def backward(da: Tensor, gate_up: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:

@@ -39,6 +39,30 @@ def _forward(gu_ptr, a_ptr, WIDTH, GELU: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _forward_with_low_rank(
+    gu_ptr, xa_ptr, b_ptr, a_ptr, T, WIDTH, rank, scale,
+    GELU: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    k = tl.arange(0, R)
+    inside = (rows < T)[:, None] & (cols < WIDTH)[None, :]
+    here = gu_ptr + rows[:, None].to(tl.int64) * 2 * WIDTH + cols[None, :]
+    xa = tl.load(xa_ptr + rows[:, None] * rank + k[None, :], mask=(rows < T)[:, None] & (k < rank)[None, :], other=0.0)
+    b = b_ptr + cols[None, :].to(tl.int64) * rank + k[:, None]
+    known = (k < rank)[:, None] & (cols < WIDTH)[None, :]
+    low = tl.dot(xa, tl.load(b, mask=known, other=0.0), input_precision="ieee")
+    g = (tl.load(here, mask=inside, other=0.0).to(tl.float32) + scale * low).to(gu_ptr.dtype.element_ty)
+    tl.store(here, g, mask=inside)
+    low = tl.dot(xa, tl.load(b + WIDTH * rank, mask=known, other=0.0), input_precision="ieee")
+    u = (tl.load(here + WIDTH, mask=inside, other=0.0).to(tl.float32) + scale * low).to(gu_ptr.dtype.element_ty)
+    tl.store(here + WIDTH, u, mask=inside)
+    f, _ = _activate(g.to(tl.float32), GELU)
+    a = (f * u.to(tl.float32)).to(a_ptr.dtype.element_ty)
+    tl.store(a_ptr + rows[:, None].to(tl.int64) * WIDTH + cols[None, :], a, mask=inside)
+
+
+@triton.jit
 def _backward(da_ptr, gu_ptr, dgu_ptr, a_ptr, WIDTH, GELU: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -58,6 +82,18 @@ def forward(gate_up: Tensor, activation: str) -> Tensor:
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     a = gate_up.new_empty(tokens, width)
     _forward[(tokens, triton.cdiv(width, BLOCK))](gate_up, a, width, GELU=activation == "gelu_tanh", BLOCK=BLOCK)
+    return a
+
+
+def forward_with_low_rank_(gate_up: Tensor, xa: Tensor, b: Tensor, scale: float, activation: str) -> Tensor:
+    """As `glu.forward_with_low_rank_`."""
+    (tokens, width), rank = (gate_up.shape[0], gate_up.shape[1] // 2), xa.shape[1]
+    a = gate_up.new_empty(tokens, width)
+    rows, cols = 64, 64
+    _forward_with_low_rank[(triton.cdiv(tokens, rows), triton.cdiv(width, cols))](
+        gate_up, xa, b, a, tokens, width, rank, scale,
+        GELU=activation == "gelu_tanh", R=max(16, triton.next_power_of_2(rank)), ROWS=rows, COLS=cols,
+    )  # fmt: skip
     return a
 
 

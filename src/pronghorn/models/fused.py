@@ -87,8 +87,12 @@ class _Attention(torch.autograd.Function):
 class _MLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, parts: MLPParts, *_: Tensor) -> Tensor:
-        gate_up, xa = parts.gate_up.forward(x)
-        y, a_a = parts.down.forward(glu.forward(gate_up, parts.activation))
+        gate_up, low_rank = parts.gate_up.parts(x)
+        if low_rank is None:
+            xa, a = None, glu.forward(gate_up, parts.activation)
+        else:
+            xa, a = low_rank[0], glu.forward_with_low_rank_(gate_up, *low_rank, parts.activation)
+        y, a_a = parts.down.forward(a)
         ctx.save_for_backward(x, gate_up, xa, a_a)
         ctx.parts = parts
         return y

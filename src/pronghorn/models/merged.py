@@ -142,6 +142,14 @@ class LinearGroup:
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """(y [T, N], x Aᵀ [T, R] or None without adapters) of x [T, in]."""
+        y, low_rank = self.parts(x)
+        if low_rank is None:
+            return y, None
+        xa, b, scale = low_rank
+        return y.addmm_(xa, b.t(), alpha=scale), xa
+
+    def parts(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor, float] | None]:
+        """x Wᵀ + b, and what is to be added to it: (x Aᵀ, B, s) of s · (x Aᵀ) Bᵀ, or None without adapters."""
         weight, bias, adapters = self.weight, self.bias, self.adapters()
         y = x @ weight.t() if bias is None else torch.addmm(bias, x, weight.t())
         if not adapters:
@@ -149,8 +157,7 @@ class LinearGroup:
             return y, None
         self._scale = adapters[0][1].scale
         a, b = self.copy_adapters()
-        xa = x @ a.t()
-        return y.addmm_(xa, b.t(), alpha=self._scale), xa
+        return y, (x @ a.t(), b, self._scale)
 
     def input_grad(self, dy: Tensor, wanted: bool = True) -> tuple[Tensor | None, Tensor | None]:
         """(dx [T, in], if wanted; s·dy B [T, R], if there are adapters) from dy [T, N]."""

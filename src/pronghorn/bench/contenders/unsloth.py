@@ -29,28 +29,16 @@ def prepare() -> None:
 
 
 def _with_gqa_argument(given: Any) -> Any:
-    """torch 2.11's function with the argument of 2.12, which changes nothing: it groups heads by their numbers.
+    """torch 2.11's function with the argument of 2.12, which changes nothing: it groups heads by their numbers."""
 
-    Unsloth looks for `enable_gqa` and `window_size` by name.
-    """
+    def varlen_attn(*args: Any, enable_gqa: bool = False, **kwargs: Any) -> Any:
+        return given(*args, **kwargs)
 
-    def varlen_attn(
-        query: Any,
-        key: Any,
-        value: Any,
-        cu_seq_q: Any,
-        cu_seq_k: Any,
-        max_q: int,
-        max_k: int,
-        *,
-        return_aux: Any = None,
-        scale: float | None = None,
-        window_size: tuple[int, int] = (-1, -1),
-        enable_gqa: bool = False,
-    ) -> Any:
-        options = {"return_aux": return_aux, "scale": scale, "window_size": window_size}
-        return given(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options)
-
+    known = inspect.signature(given)
+    argument = inspect.Parameter("enable_gqa", inspect.Parameter.KEYWORD_ONLY, default=False)
+    varlen_attn.__signature__ = known.replace(  # type: ignore[attr-defined]  # callers look it up there
+        parameters=[*known.parameters.values(), argument]
+    )
     return varlen_attn
 
 
@@ -85,4 +73,11 @@ def _make_batch(row: Row) -> dict[str, Any]:
     return base_tensors(row) | {"packed_seq_lengths": torch.tensor(row.lengths, dtype=torch.int32)}
 
 
-UNSLOTH = Contender("unsloth", {"unsloth": "unsloth"}, prepare, build, needs_gpu=True, methods=("lora", "qlora"))
+UNSLOTH = Contender(
+    "unsloth",
+    {"unsloth": "unsloth", "unsloth_zoo": "unsloth"},
+    prepare,
+    build,
+    needs_gpu=True,
+    methods=("lora", "qlora"),
+)
