@@ -202,6 +202,14 @@ def test_weights_that_do_not_move(spec: Spec, row: Row, reference: Reference) ->
     assert len(found["reasons"]) == 1 and found["reasons"][0].endswith("and 24 more: not moved by a step")
 
 
+@pytest.mark.parametrize(("whole", "tensor", "green"), [(0.15, 0.32, True), (0.17, 0.32, False), (0.15, 0.34, False)])
+def test_bf16_may_round_as_much_as_the_plain_path(whole: float, tensor: float, green: bool) -> None:
+    reference = Reference(2.0, 1.0, (2.0,), ("w",), plain_error=0.1, plain_errors={"w": 0.2}, gradients="")
+    found = {"dtype": "bfloat16", "loss": 2.001, "grad_norm": 1.01, "document_losses": {}, "isolation": None}
+    found |= {"gradient_error": whole, "gradient_errors": {"w": tensor}, "trained": ["w"], "dead": [], "unmoved": []}
+    assert judge(found, reference)["green"] == green
+
+
 def test_nan_fails_every_comparison(spec: Spec, row: Row, reference: Reference) -> None:
     def plant(built: Built) -> None:
         with torch.no_grad():

@@ -21,6 +21,7 @@ from pronghorn.bench import pairs
 from pronghorn.bench.contenders.base import Spec, canonical
 from pronghorn.bench.pairs import Outcome, Pairs
 from pronghorn.bench.process import OutOfMemory, Worker, WorkerError
+from pronghorn.bench.record import Result
 from pronghorn.bench.reference import Reference
 from pronghorn.bench.results import read_results
 from pronghorn.bench.shapes import SHAPES, byte_tokenizer, checkpoint_of, matmul_parameters
@@ -212,7 +213,7 @@ class FakeWorker:
         self.asked.append(f"{self.name} {command}" + (f" {arguments['count']}" if command == "steps" else ""))
         does = self.script.get(self.name, "")
         beside = len(self.alive) > 1
-        if does == f"memory at {command}" and beside:
+        if beside and (does == f"memory at {command}" or "everybody" in self.script):
             raise OutOfMemory("no room", "none")
         if does == f"crash at {command}":
             raise WorkerError("it crashed", "look")
@@ -274,6 +275,21 @@ def test_a_pair_that_does_not_fit_is_relaunched_and_says_so(
     assert hf.notes == ["doesn't fit beside pronghorn: every turn in a new process"]
     assert asked.count("hf load") >= 2 and asked.count("pronghorn load") >= 3
     assert not outcomes["hf-sdpa"].notes and len(outcomes["pronghorn"].series.parts["step"]) == 16
+
+
+def test_a_device_that_holds_only_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    outcomes, _ = run_pairs(monkeypatch, tmp_path, everybody="needs all memory")
+    assert all(outcome.green and outcome.series.turns and outcome.counts for outcome in outcomes.values())
+    assert all(len(outcomes[name].notes) == 1 for name in ("hf", "hf-sdpa"))
+
+
+def test_a_failure_withholds_what_was_measured() -> None:
+    outcome = Outcome("hf", Spec("hf", "", "lora", "off", 8, 8, 1, 0), {"green": True, "reasons": []})
+    outcome.series, outcome.memory, outcome.counts = Series([[{"step": 1.0}]]), {"peak": 1}, {"syncs": 1}
+    outcome.beside = {"contender": "pronghorn"}
+    outcome.fail("died")
+    assert not outcome.green and outcome.gate["reasons"] == ["died"]
+    assert not outcome.series.turns and not (outcome.memory or outcome.counts or outcome.beside)
 
 
 @pytest.mark.parametrize("script", ["red", "crash at load", "crash at gate", "crash at steps", "nan"])
@@ -343,16 +359,24 @@ def test_figures_and_table(tmp_path: Path) -> None:
     assert results[0].extra["mfu"]["4N"] == pytest.approx(0.4) and results[0].extra["mfu"]["6N"] == pytest.approx(0.6)
     assert results[0].extra["tokens_per_s"] == pytest.approx({"real": 50_000, "supervised": 12_500})
     assert results[1].timings_ms == {} and "tokens_per_s" not in results[1].extra
-    console = Console(width=160)
-    with console.capture() as captured:
-        console.print(render(results))
-    rows_of_cells = [line.split("│")[1:-1] for line in captured.get().splitlines() if line.startswith("│")]
-    cells = {name.strip(): [cell.strip() for cell in others] for name, *others in rows_of_cells}
+    cells = table(results)
     assert cells["gate"] == ["green", "FAILED"]
     assert cells["step, ms (min to max)"] == ["2.0 (1.0 to 6.0)", "–"]
     assert cells["MFU at 4N"] == ["40.0%", "–"] and cells["supervised tokens/s"] == ["12,500", "–"]
     assert cells["peak memory, GiB"] == ["3.00", "–"] and cells["launches a step"] == ["–", "–"]
     assert cells["synchronisations a step"] == ["0", "–"] and cells["first step, s"] == ["4.0", "–"]
+
+    results[0].gate["green"] = False  # a file can say anything
+    assert table(results)["tokens/s"] == ["–", "–"]
+
+
+def table(results: list[Result]) -> dict[str, list[str]]:
+    """The table's cells by the name of their row."""
+    console = Console(width=160)
+    with console.capture() as captured:
+        console.print(render(results))
+    rows = [line.split("│")[1:-1] for line in captured.get().splitlines() if line.startswith("│")]
+    return {name.strip(): [cell.strip() for cell in others] for name, *others in rows}
 
 
 # --- the whole command

@@ -38,15 +38,16 @@ class Tolerance:
 
 TOLERANCES = {
     # A bf16 loss differs by up to 1e-3 (8 bits of mantissa, averaged over thousands of labels; fewer in a document), a
-    # gradient's norm by some 3e-3. Directions get worse with depth and have no fixed bound: hence the plain path's own
-    # error (SmolLM2-135M: 1.6 %, single tensors up to 3.4 %), times three since a contender rounds in other places,
-    # plus a floor for tensors where plain had luck. Queries turned by one position too many leave that model's loss
-    # right to 6e-5 and its norm to 2e-3, but are 13 to 25 % off in the gradients of q_proj and k_proj.
+    # gradient's norm by some 3e-3. Directions get worse with size and have no fixed bound: hence the plain path's own
+    # error (1.6 % for SmolLM2-135M, 11.6 % for Llama-3.1-8B with random weights). Sound contenders had 0.86 to 1.03
+    # times that; a defect adds to it as a hypotenuse, so the factor must be small. The floor is for tensors where plain
+    # had luck. Queries turned by one position too many leave SmolLM2's loss right to 6e-5 and its norm to 2e-3, but are
+    # 13 to 25 % off in the gradients of q_proj and k_proj.
     "bfloat16": Tolerance(loss=2e-3, document_loss=5e-3, grad_norm=2e-2, gradient=1e-2, tensor=3e-2, isolation=1e-5),
     # In float32 packed and unpacked differ by the order of sums.
     "float32": Tolerance(loss=1e-5, document_loss=1e-5, grad_norm=1e-4, gradient=1e-4, tensor=1e-3, isolation=1e-6),
 }
-PLAIN_FACTOR = 3.0
+PLAIN_FACTOR = 1.5
 SHOWN = 4
 """Names in a reason; the rest are counted."""
 

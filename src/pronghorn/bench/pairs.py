@@ -229,7 +229,7 @@ def _refusal(spec: Spec, cuda: bool) -> str | None:
     ]
     if missing:
         return f"not installed: pip install {' '.join(dict.fromkeys(missing))}"
-    if False:
+    if contender.needs_gpu and not cuda:
         return "needs an NVIDIA GPU: there is none here"
     if spec.method not in contender.methods:
         return f"{spec.method} is not set up for it: use {' or '.join(contender.methods)}"
