@@ -16,6 +16,7 @@ from pronghorn.errors import ConfigError
 from pronghorn.models.attach import attach
 from pronghorn.models.load import load_model
 from pronghorn.models.lora import add_lora
+from pronghorn.models.new_tokens import add_tokens, grow_embeddings
 from pronghorn.train.run import run
 from test_parity import LENGTHS, ROW, gradients, one_document_at_a_time
 from tiny import packed_row, tiny_model
@@ -104,6 +105,49 @@ def test_modules_to_save_through_a_recipe(stories: Path, tmp_path: Path) -> None
     assert len(tokenizer) == 513 and not torch.equal(head.weight[:512], fresh.get_output_embeddings().weight)
 
 
+@pytest.mark.parametrize("rows", [512, 513, 520])
+@pytest.mark.parametrize("tied", [False, True])
+def test_rows_of_new_tokens_begin_at_the_mean_and_always_the_same(rows: int, tied: bool, stories: Path) -> None:
+    """Rows to spare may be zeros: they become the mean too, and neither draw touches the global generator."""
+    found = []
+    for _ in range(2):
+        _, tokenizer = load_model(stories, max_seq_length=256)
+        model = tiny_model("llama", vocab_size=rows, tie_word_embeddings=tied)
+        ends = [layer.weight.data for layer in (model.get_input_embeddings(), model.get_output_embeddings())]
+        for weight in ends:
+            weight[512:] = 0
+        old = [weight[:512].clone() for weight in ends]
+        add_tokens(tokenizer, ["<call>", "<end>"])
+        state = torch.random.get_rng_state()
+        grow_embeddings(model, tokenizer, ["<call>", "<end>"])
+        assert torch.equal(state, torch.random.get_rng_state())
+        for layer, before in zip((model.get_input_embeddings(), model.get_output_embeddings()), old, strict=True):
+            assert layer.weight.shape[0] == max(rows, 514) and torch.equal(layer.weight[:512], before)
+            # a drawn row varies by about 1e-4, a row mean by what 512 rows leave; a zero row is far from both
+            mean = before.mean(0)
+            assert (layer.weight[512:514] - mean).norm(dim=1).max() < mean.norm() / 10
+        found.append(model.get_input_embeddings().weight.detach().clone())
+    assert torch.equal(*found)
+
+
+def test_a_step_may_have_none_of_the_new_tokens(stories: Path, tmp_path: Path) -> None:
+    """Where head and embeddings aren't tied, their rows have no gradient then; that is no adapter that never trains."""
+    _, tokenizer = load_model(stories, max_seq_length=256)
+    tiny_model("llama", vocab_size=512).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    settings = recipe(tmp_path, tmp_path / "base", new_tokens=["<rare>"])
+    assert len(run(settings, QUIET).steps) == 6
+
+
+def test_the_same_recipe_gives_the_same_run(stories: Path, tmp_path: Path) -> None:
+    records = []
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        records.append(run(recipe(tmp_path / name, stories, new_tokens=["<call>", "<end>"]), QUIET))
+    first, second = ([step["loss"] for step in record.steps] for record in records)
+    assert first == second
+
+
 @pytest.mark.parametrize(
     ("adapter", "message"),
     [
@@ -116,6 +160,13 @@ def test_modules_to_save_through_a_recipe(stories: Path, tmp_path: Path) -> None
 def test_bad_names(stories: Path, tmp_path: Path, adapter: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         run(recipe(tmp_path, stories, **adapter), QUIET)
+
+
+def test_whole_modules_in_float16_are_refused(stories: Path, tmp_path: Path) -> None:
+    table = recipe(tmp_path, stories, modules_to_save=["lm_head"]).to_dict()
+    table["precision"]["dtype"] = "float16"
+    with pytest.raises(ConfigError, match="modules_to_save in float16"):
+        run(Recipe.model_validate(table), QUIET)
 
 
 def test_a_saved_adapter_keeps_its_tokens(stories: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +32,7 @@ def test_the_readme_names_these_commands() -> None:
         "pronghorn doctor",
         "pronghorn train recipes/demo-cpu.yaml",
         "pronghorn data inspect recipes/demo-cpu.yaml --rows 2 --html runs/data.html",
+        'echo "What does len do?" | pronghorn chat runs/three',
         'echo "What does `abs` do?" | pronghorn chat runs/three',
     ]
     assert len(PYTHON) == 1
@@ -88,6 +90,18 @@ def test_data_inspect(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "⟦" in done.stdout and "Packed rows" in done.stdout
     assert "max_seq_length 512" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_train_then_chat(tmp_path: Path) -> None:
+    """The README's own commands, one after the other; only the folder is another, and the answers are short."""
+    assert (ROOT / ".cache" / "docs" / "train.jsonl").is_file(), "test_make_demo_in_three_steps makes this"
+    output, python = shlex.quote(str(tmp_path / "run")), shlex.quote(sys.executable)
+    for line, more in ((BASH[3], "data.eval_rows=2 report.html=false"), (BASH[5], "--max-new-tokens 8")):
+        command = line.replace("pronghorn ", f"{python} -m pronghorn ", 1).replace("runs/three", output)
+        done = shell(["bash", "-c", f"{command} {more}"])
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert re.fullmatch(r"base: .+trained: .+", done.stdout, re.DOTALL), done.stdout
 
 
 @pytest.mark.slow

@@ -8,6 +8,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
+from rich.text import Text
+
+from pronghorn.errors import DataError
 
 if TYPE_CHECKING:
     from pronghorn.train.talk import Talk
@@ -17,7 +20,11 @@ COMMANDS = {"/reset": "forget the conversation", "/quit": "leave (so do Ctrl-D a
 
 
 def converse(talk: Talk, console: Console) -> None:
-    """Ask and answer until the input ends."""
+    """Ask and answer until the input ends. A turn that can't be served is told at a terminal, which goes on.
+
+    Raises:
+        DataError: such a turn where the input is a pipe.
+    """
     if console.is_terminal:
         told = ", ".join(f"[bold]{command}[/]: {what}" for command, what in COMMANDS.items())
         console.print(f"Ask what you like. {told}.")
@@ -32,7 +39,7 @@ def converse(talk: Talk, console: Console) -> None:
         if text == "/reset":
             talk.reset()
             console.print("Forgotten.")
-        elif text.startswith("/"):
+        elif text.startswith("/") and text[1:].isalpha():
             known = ", ".join(COMMANDS)
             console.print(f"{escape(text)} is no command: {known}")
         elif text:
@@ -40,18 +47,26 @@ def converse(talk: Talk, console: Console) -> None:
                 _show(talk, text, console)
             except KeyboardInterrupt:
                 console.print("Stopped; the question is forgotten.")
-                talk.reset()
+            except DataError as error:
+                if not console.is_terminal:
+                    raise
+                console.print(Text(f"{error.problem}: {error.remedy}", style="yellow"))
 
 
 def _show(talk: Talk, text: str, console: Console) -> None:
     if not console.is_terminal or console.width < WIDE:
         for side, answer in talk.answers(text):
-            console.print(f"[bold]{side}:[/] {escape(answer)}", highlight=False, soft_wrap=True)
+            console.print(f"[bold]{side}:[/] {escape(_plain(answer))}", highlight=False, soft_wrap=True)
         return
     with console.status("both are answering"):
         answers = dict(talk.answers(text))
     table = Table.grid(expand=True, padding=(0, 1))
     for _ in answers:
         table.add_column(ratio=1)
-    table.add_row(*(Panel(escape(answer), title=side, title_align="left") for side, answer in answers.items()))
+    table.add_row(*(Panel(Text(_plain(answer)), title=side, title_align="left") for side, answer in answers.items()))
     console.print(table)
+
+
+def _plain(answer: str) -> str:
+    """The answer without characters that command a terminal: a model may say anything."""
+    return "".join(character for character in answer if character.isprintable() or character in "\n\t")

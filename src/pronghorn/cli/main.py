@@ -149,24 +149,34 @@ def chat(
     temperature: Annotated[
         float, typer.Option(min=0, help="How freely answers are drawn; 0 always the likeliest.")
     ] = 0.0,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model, as the run did.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Talk to what RUN trained and to what it began from, side by side, through the template of the training.
 
-    Questions come from the terminal or, a line each, from a pipe.
+    Questions come from the terminal or, a line each, from a pipe. /reset forgets the conversation; /quit, Ctrl-D and
+    Ctrl-C leave. A model without a chat template continues each question as it is, by itself.
 
     [bold]Examples[/]
 
       pronghorn chat runs/demo
 
-      echo "What does `abs` do?" | pronghorn chat runs/demo
+      echo "What does abs do?" | pronghorn chat runs/demo
     """
     with _plain_errors(debug):
         from pronghorn.cli.chat import converse
         from pronghorn.train.talk import load_talk
 
         options = {} if system is None else {"system": system}
-        talk = load_talk(run, max_new_tokens=max_new_tokens, temperature=temperature, **options)
+        talk = load_talk(
+            run,
+            trust_remote_code=trust_remote_code,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            **options,
+        )
         converse(talk, Console())
 
 

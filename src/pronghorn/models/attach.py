@@ -95,6 +95,8 @@ class Handle:
         if not self._fast:
             device = next(self.model.parameters()).device.type
             why = "asked for" if self.options[2] == "stock" else f"the fused ones are for CUDA, this is {device}"
+            if self.options[:2] != ("auto", "once"):
+                why = "the fused ones have no other attention or metadata than their own"
             return PathTaken("decoder layers", "transformers and PEFT", why)
         reason = fast.refusal(self.model) or ("autocast is on" if autocast is not None else None)
         if reason is not None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from pronghorn.errors import ConfigError
 from pronghorn.models.families import base_causal_lm
 
@@ -26,12 +28,23 @@ def add_tokens(tokenizer: Any, tokens: Sequence[str]) -> None:
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in tokens])
 
 
-def grow_embeddings(model: Any, tokenizer: Any) -> None:
-    """Give embeddings and head a row for every token; new rows are drawn around the mean of the old ones. Models often
-    have rows to spare: then nothing changes."""
+@torch.no_grad()
+def grow_embeddings(model: Any, tokenizer: Any, tokens: Sequence[str] = (), random_state: int = 3407) -> None:
+    """Give embeddings and head a row for every token. New rows are drawn around the mean of the old ones, the same each
+    time. Models often have rows to spare, of zeros or noise: those that `tokens` take become the mean.
+
+    The global generators are left as they were.
+    """
     base = base_causal_lm(model)
-    if len(tokenizer) > base.get_input_embeddings().weight.shape[0]:
-        base.resize_token_embeddings(len(tokenizer))
+    rows = base.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > rows:
+        with torch.random.fork_rng(devices=[base.device] if base.device.type == "cuda" else []):
+            torch.manual_seed(random_state)
+            base.resize_token_embeddings(len(tokenizer))
+    ids = [int(i) for i in tokenizer.convert_tokens_to_ids(list(tokens))]
+    spare = [i for i in ids if i < rows]
+    for layer in (base.get_input_embeddings(), base.get_output_embeddings()) if spare else ():
+        layer.weight[spare] = layer.weight[: min(ids)].float().mean(0).to(layer.weight.dtype)
 
 
 def trainable_tokens(

@@ -16,6 +16,9 @@ from transformers import TrainerCallback
 
 from pronghorn.errors import TrainingError
 
+SPARSE = "trainable_tokens_delta"
+"""What PEFT calls the trained rows of an embedding: a step whose data lack their tokens gives them no gradient."""
+
 
 @dataclass(frozen=True)
 class _Pending:
@@ -39,7 +42,8 @@ class GradientWatch(TrainerCallback):
 
     Zero is judged from the first step after the weights have moved once: before that every `lora_A` has a zero
     gradient, since `lora_B` starts at zero (and a warm-up's first step has learning rate 0 and moves nothing). With
-    float16 loss scaling a non-finite gradient is expected now and then, and left to the scaler.
+    float16 loss scaling a non-finite gradient is expected now and then, and left to the scaler. Rows of new tokens may
+    have no gradient.
     """
 
     def __init__(self) -> None:
@@ -93,8 +97,8 @@ class GradientWatch(TrainerCallback):
                 f"step {pending.step}: {len(bad)} gradients are not finite, first {bad[0]}",
                 "the update was skipped: lower the learning rate, look at the data of this step, or use bfloat16",
             )
-        if self._moved and not nonzero.all():
-            dead = pending.named(~nonzero)
+        dead = [name for name in pending.named(~nonzero) if SPARSE not in name]
+        if self._moved and dead:
             listed = ", ".join(dead[:5]) + (" …" if len(dead) > 5 else "")
             raise TrainingError(
                 f"step {pending.step}: the gradient of {len(dead)} trainable tensors was exactly zero: {listed}",

@@ -218,6 +218,11 @@ def _load(recipe: Recipe, found: FoundModel, tokenizer: Any, console: Console) -
     device = default_device()
     dtype = resolve_dtype(recipe.precision.dtype, device)
     adapter, full = recipe.adapter, recipe.adapter.method == "full"
+    if adapter.modules_to_save and dtype is torch.float16:
+        raise ConfigError(
+            "adapter.modules_to_save in float16: loss scaling needs float32 copies, and these keep the model's dtype",
+            "set precision.dtype: bfloat16 or float32",
+        )
     if found.is_adapter and adapter.new_tokens:
         raise ConfigError(
             f"adapter.new_tokens, but {recipe.model.name} is a saved adapter, which has the tokens it was trained with",
@@ -234,7 +239,7 @@ def _load(recipe: Recipe, found: FoundModel, tokenizer: Any, console: Console) -
         console.print("The saved adapter is trained on; the recipe's adapter section is not used.")
     elif not full:
         if adapter.new_tokens:
-            grow_embeddings(model, tokenizer)
+            grow_embeddings(model, tokenizer, adapter.new_tokens, adapter.random_state)
         model = add_lora(
             model,
             r=adapter.r,

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
 from pronghorn.config import Recipe
 from pronghorn.errors import ConfigError, DataError
-from pronghorn.models.load import default_device, find_model, resolve_dtype
+from pronghorn.models.load import FoundModel, default_device, find_model, resolve_dtype
+from pronghorn.models.new_tokens import grow_embeddings
 from pronghorn.train.record import RunRecord
 
 SIDES = ("base", "trained")
@@ -20,7 +22,8 @@ SIDES = ("base", "trained")
 
 @dataclass
 class Talk:
-    """Models and conversations of both sides. With an adapter one model serves both; after full fine-tuning two do."""
+    """Models and conversations of both sides. With an adapter one model serves both; where weights of the base itself
+    were trained, two do."""
 
     models: dict[str, Any]
     tokenizer: Any
@@ -35,13 +38,20 @@ class Talk:
         self.histories = {side: [] for side in SIDES}
 
     def answers(self, text: str) -> Iterator[tuple[str, str]]:
-        """(side, answer) of each side to the user's `text`, which both remember."""
+        """(side, answer) of each side to the user's `text`. Once both have answered both remember it; a turn that
+        fails or is interrupted neither does.
+
+        Raises:
+            DataError: the conversation leaves no position of the model for an answer.
+        """
+        turns = {}
         for side in SIDES:
-            history = self.histories[side]
-            history.append({"role": "user", "content": text})
-            answer = self._answer(side, history)
-            history.append({"role": "assistant", "content": answer})
+            turns[side] = [{"role": "user", "content": text}]
+            answer = self._answer(side, [*self.histories[side], *turns[side]])
+            turns[side].append({"role": "assistant", "content": answer})
             yield side, answer
+        for side, turn in turns.items():
+            self.histories[side] += turn
 
     @torch.no_grad()
     def _answer(self, side: str, history: list[dict[str, str]]) -> str:
@@ -51,55 +61,109 @@ class Talk:
             prompt = self.tokenizer.apply_chat_template([*system, *history], tokenize=False, add_generation_prompt=True)
         else:  # trained on prompts and completions as they stand: each question is one by itself
             prompt = history[-1]["content"]
-        encoded = self.tokenizer(prompt, return_tensors="pt", add_special_tokens=not self.tokenizer.chat_template)
+        encoded = self.tokenizer(
+            prompt, return_tensors="pt", add_special_tokens=not self.tokenizer.chat_template, verbose=False
+        )
+        used, positions = encoded["input_ids"].shape[1], getattr(model.config, "max_position_embeddings", None)
+        room = self.max_new_tokens if positions is None else positions - used
+        if room < 1:
+            raise DataError(
+                f"the conversation has {used} tokens, and the model {positions} positions",
+                "begin again with /reset, or ask something shorter",
+            )
         sampling = {"do_sample": True, "temperature": self.temperature} if self.temperature else {"do_sample": False}
-        pad = self.tokenizer.pad_token_id
+        ends, pad = _ends(model, self.tokenizer), self.tokenizer.pad_token_id
         with self._side(side, model):
             generated = model.generate(
                 **encoded.to(model.device),
-                max_new_tokens=self.max_new_tokens,
-                pad_token_id=self.tokenizer.eos_token_id if pad is None else pad,
+                max_new_tokens=min(self.max_new_tokens, room),
+                eos_token_id=ends or None,
+                pad_token_id=next(iter(ends), None) if pad is None else pad,
                 **sampling,
             )
-        return self.tokenizer.decode(generated[0, encoded["input_ids"].shape[1] :], skip_special_tokens=True).strip()
+        return self.tokenizer.decode(generated[0, used:], skip_special_tokens=True).strip()
 
     @contextmanager
     def _side(self, side: str, model: Any) -> Iterator[None]:
-        off = side == "base" and hasattr(model, "disable_adapter")
+        off = side == "base" and model is self.models["trained"]
         with model.disable_adapter() if off else nullcontext():
             yield
 
 
-def load_talk(folder: Path, **options: Any) -> Talk:
-    """Load what the run in `folder` trained and what it began from; `options` are Talk's.
+def load_talk(folder: Path, *, trust_remote_code: bool = False, **options: Any) -> Talk:
+    """Load what the run in `folder` trained and what it began from.
 
+    An adapter and its base share one copy of the base's weights. Where a run trained weights of the base itself (full
+    fine-tuning, biases), the base is loaded a second time; both in the run's dtype take less than training did.
+
+    Args:
+        trust_remote_code: run Python code that comes with the checkpoint, if the run did: a run's folder may be
+            anyone's, so it doesn't decide that by itself.
+        options: Talk's; `system` is the recipe's if it is left out, and "" is none.
     Raises:
-        ConfigError, DataError: no run, one that isn't finished, or a base model that is gone.
+        ConfigError: no run, one that isn't finished, one that needs `trust_remote_code`, or a system prompt for a model
+            without a chat template.
+        DataError: weights or the base model are gone, or the run is of another version.
     """
+    recipe = _recipe(folder)
+    if recipe.model.trust_remote_code and not trust_remote_code:
+        raise ConfigError(
+            f"the run in {folder} ran Python code that came with {recipe.model.name}", "allow it: --trust-remote-code"
+        )
+    lora = recipe.adapter.method == "lora"
+    path = folder / ("adapter" if lora else "model")
+    if not path.is_dir():
+        raise DataError(f"{path} is not there", "run the recipe again, or restore the folder")
+
+    def find(name: str | Path) -> FoundModel:
+        try:
+            return find_model(
+                name,
+                max_seq_length=recipe.model.max_seq_length,
+                load_in_4bit=recipe.model.load_in_4bit,
+                trust_remote_code=trust_remote_code,
+            )
+        except DataError as error:
+            raise DataError(
+                f"the run in {folder}, which began from {recipe.model.name}, can't be loaded: {error.problem}",
+                f"{error.remedy}; relative paths count from the current folder",
+            ) from error
+
+    found = find(path)
+    began = found.base or find(recipe.model.name)
+    tokenizer = found.tokenizer()
+    system = options.pop("system", recipe.data.system_prompt) or None
+    if system is not None and not tokenizer.chat_template:
+        raise ConfigError(f"a system prompt, but {recipe.model.name} has no chat template", "leave it out")
+    device = default_device()
+    dtype = resolve_dtype(recipe.precision.dtype, device)
+    trained = base = found.model(dtype, device).eval()
+    if not lora or trained.active_peft_config.bias != "none":  # the adapter off wouldn't give the base back
+        base = began.model(dtype, device).eval()
+        grow_embeddings(base, tokenizer)
+    return Talk({"base": base, "trained": trained}, tokenizer, system, **options)
+
+
+def _recipe(folder: Path) -> Recipe:
+    """The recipe of the finished run in `folder`."""
     if not folder.is_dir():
         raise ConfigError(f"{folder} is no folder", "give the output folder of a finished run")
     if not (folder / "run.json").exists() and (folder / "journal.json").exists():
         raise ConfigError(
             f"the run in {folder} is not finished", "run its `pronghorn train` command again to finish it"
         )
-    record = RunRecord.read(folder)
-    recipe = Recipe.model_validate(record.recipe)
-    device = default_device()
-    dtype = resolve_dtype(recipe.precision.dtype, device)
-    trained = folder / ("adapter" if recipe.adapter.method == "lora" else "model")
-    if not trained.is_dir():
-        raise DataError(f"{trained} is not there", "run the recipe again, or restore the folder")
+    try:
+        return Recipe.model_validate(RunRecord.read(folder).recipe)
+    except ValidationError as error:
+        key = ".".join(map(str, error.errors()[0]["loc"]))
+        raise DataError(
+            f"{folder / 'run.json'}: {key} of its recipe is not of this version ({error.errors()[0]['msg']})",
+            "use the version that trained it",
+        ) from error
 
-    def load(name: str | Path) -> tuple[Any, Any]:
-        found = find_model(
-            name,
-            max_seq_length=recipe.model.max_seq_length,
-            load_in_4bit=recipe.model.load_in_4bit,
-            trust_remote_code=recipe.model.trust_remote_code,
-        )
-        return found.model(dtype, device).eval(), found.tokenizer()
 
-    model, tokenizer = load(trained)
-    base = model if recipe.adapter.method == "lora" else load(recipe.model.name)[0]
-    options.setdefault("system", recipe.data.system_prompt)
-    return Talk({"base": base, "trained": model}, tokenizer, **options)
+def _ends(model: Any, tokenizer: Any) -> list[int]:
+    """The tokens that end an answer: the checkpoint's own and the tokenizer's, which is the chat template's."""
+    own = model.generation_config.eos_token_id
+    ends = [own] if isinstance(own, int) else list(own or [])
+    return [*ends, *({tokenizer.eos_token_id} - {None, *ends})]
