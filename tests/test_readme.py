@@ -34,6 +34,7 @@ def test_the_readme_names_these_commands() -> None:
         "pronghorn data inspect recipes/demo-cpu.yaml --rows 2 --html runs/data.html",
         'echo "What does len do?" | pronghorn chat runs/three',
         'echo "What does `abs` do?" | pronghorn chat runs/three',
+        "pronghorn bench step --model tiny --tokens 256 --against hf",
     ]
     assert len(PYTHON) == 1
 
@@ -102,6 +103,14 @@ def test_train_then_chat(tmp_path: Path) -> None:
         done = shell(["bash", "-c", f"{command} {more}"])
         assert done.returncode == 0, done.stdout + done.stderr
     assert re.fullmatch(r"base: .+trained: .+", done.stdout, re.DOTALL), done.stdout
+
+
+@pytest.mark.slow
+def test_bench_step(tmp_path: Path) -> None:
+    command = BASH[-1].replace("pronghorn", f"{sys.executable} -m pronghorn", 1).split()
+    done = shell([*command, "--repeats", "2", "--out", str(tmp_path / "step.json")])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "green" in done.stdout and "On the CPU" in done.stdout
 
 
 @pytest.mark.slow
