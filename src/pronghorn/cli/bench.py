@@ -10,6 +10,8 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
+from pronghorn.cli.errors import plain_errors
+
 bench = typer.Typer(help="Measure, with a gate first: who computes something else is not faster.", no_args_is_help=True)
 
 CHILD_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "UNSLOTH_DISABLE_STATISTICS": "1"}
@@ -80,9 +82,7 @@ def step(
 
       pronghorn bench step --model tiny --tokens 256 --against hf
     """
-    from pronghorn.cli.main import _plain_errors
-
-    with _plain_errors(debug):
+    with plain_errors(debug):
         from pronghorn.bench.record import write_results
         from pronghorn.bench.results import read_results
         from pronghorn.bench.step import StepOptions, bench_step

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from pronghorn import __version__
 from pronghorn.cli.bench import bench
-from pronghorn.errors import PronghornError, RunStopped
-
-INTERRUPTED = 130
-"""The exit code of a program ended by Ctrl-C (128 + SIGINT)."""
+from pronghorn.cli.errors import plain_errors
 
 app = typer.Typer(
     name="pronghorn",
@@ -82,7 +75,7 @@ def train(
       pronghorn train my.yaml 'report.sample_prompts=[What is a mutex?]'
     """
     console = Console(quiet=os.environ.get("RANK", "0") != "0")  # torchrun's other ranks have nothing to add
-    with _plain_errors(debug):
+    with plain_errors(debug):
         from pronghorn.config import Recipe
 
         settings = Recipe.load(recipe, overrides or [])
@@ -124,7 +117,7 @@ def inspect_data(
       pronghorn data inspect my.yaml data.loss_on=last model.max_seq_length=8192
     """
     console = Console()
-    with _plain_errors(debug):
+    with plain_errors(debug):
         from pronghorn.config import Recipe
 
         settings = Recipe.load(recipe, overrides or [])
@@ -165,7 +158,7 @@ def chat(
 
       echo "What does abs do?" | pronghorn chat runs/demo
     """
-    with _plain_errors(debug):
+    with plain_errors(debug):
         from pronghorn.cli.chat import converse
         from pronghorn.train.talk import load_talk
 
@@ -196,7 +189,7 @@ def doctor(
 
       pronghorn doctor --json > doctor.json
     """
-    with _plain_errors(debug):
+    with plain_errors(debug):
         from pronghorn.diagnose.doctor import diagnose, healthy, render
 
         findings = diagnose()
@@ -206,38 +199,3 @@ def doctor(
             Console().print(render(findings))
     if not healthy(findings):
         raise typer.Exit(1)
-
-
-@contextmanager
-def _plain_errors(debug: bool) -> Iterator[None]:
-    """Pronghorn's own errors as two lines and exit code 1; Ctrl-C as one line and 130. Others stay as they are.
-
-    Other libraries' notices to programmers (deprecations) are shown with --debug only.
-    """
-    try:
-        with warnings.catch_warnings():
-            if not debug:
-                warnings.simplefilter("ignore", FutureWarning)
-                warnings.simplefilter("ignore", DeprecationWarning)
-            yield
-    except RunStopped as stop:
-        _stderr().print(f"{escape(stop.problem)}; {escape(stop.remedy)}.")
-        raise typer.Exit(128 + stop.signal) from None
-    except PronghornError as error:
-        if debug:
-            raise
-        console = _stderr()
-        console.print(f"[bold red]error:[/] {escape(error.problem)}")
-        console.print(f"[bold]remedy:[/] {escape(error.remedy)}")
-        raise typer.Exit(1) from None
-    except KeyboardInterrupt:
-        if debug:
-            raise
-        _stderr().print("Interrupted. What is in the output folder is whole; what was being written is not there.")
-        raise typer.Exit(INTERRUPTED) from None
-
-
-def _stderr() -> Console:
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    console.show_cursor()  # a progress bar that was torn down may have hidden it
-    return console
