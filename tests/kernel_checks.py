@@ -13,7 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pronghorn.data.batch import TILE_ROWS, PackedBatch
 from pronghorn.kernels import (
+    attention,
+    attention_triton,
     cross_entropy,
     cross_entropy_triton,
     glu,
@@ -94,11 +97,11 @@ def check_rope(device: str, dtype: torch.dtype) -> None:
         cos, sin = (f(torch.cat([angles, angles], -1)).to(device, dtype) for f in (torch.cos, torch.sin))
         qkv = random(tokens, (query + 2 * key_value) * dim, device=device, dtype=dtype, seed=2)
         norms = [random(dim, device=device, dtype=dtype, seed=s) for s in (3, 4)]
-        grads = [random(tokens, n, dim, device=device, dtype=dtype, seed=n + 5) for n in (query, key_value, key_value)]
+        grads = random(tokens, query + 2 * key_value, dim, device=device, dtype=dtype, seed=5)
         for heads in (rope.Heads(query, key_value, dim), rope.Heads(query, key_value, dim, *norms, 1e-6, 1.0)):
             raw = None if heads.query_norm is None else qkv.clone()
             compare("rope", rope_triton.forward, rope.forward, qkv.clone(), cos, sin, heads)
-            compare("rope backward", rope_triton.backward, rope.backward, *grads, cos, sin, heads, raw)
+            compare("rope backward", rope_triton.backward_, rope.backward_, grads.clone(), cos, sin, heads, raw)
 
 
 def check_cross_entropy(device: str, dtype: torch.dtype) -> None:
@@ -112,11 +115,45 @@ def check_cross_entropy(device: str, dtype: torch.dtype) -> None:
             compare("cross-entropy", launch, reference, *arguments)
 
 
+def check_attention(device: str, dtype: torch.dtype) -> None:
+    """Documents of one token, of whole tiles and of parts of them; keys and values shared by heads; windows."""
+    if dtype is torch.float32 and device == "cuda":
+        return  # not served there: `attention.tiled.refusal`
+    cases = (
+        ([1], 1, 1, 16, None),
+        ([1, 64, 5, 63], 4, 2, 32, None),
+        ([200, 1, 65], 3, 1, 64, 17),
+        ([130, 70], 2, 2, 128, 64),
+    )
+    for lengths, query, key_value, dim, window in cases:
+        tokens = sum(lengths)
+        tiles = PackedBatch.build(lengths, tokens=tokens).tiles.to(device)
+        qkv, d_out = (
+            random(tokens, heads, dim, device=device, dtype=dtype, seed=heads)
+            for heads in (query + 2 * key_value, query)
+        )
+        q, k, v = rope.Heads(query, key_value, dim).split(qkv)
+        options = tiles, TILE_ROWS, dim**-0.5, window
+        compare(f"attention {lengths}", attention_triton.forward, attention.forward, q, k, v, *options)
+        backward, reference = both_ways(attention_triton), both_ways(attention)
+        compare(f"attention {lengths} backward", backward, reference, d_out, q, k, v, *options)
+
+
+def both_ways(module: Any) -> Callable[..., Tensor]:
+    """The backward after the same module's forward."""
+
+    def run(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:
+        return module.backward(d_out, q, k, v, *module.forward(q, k, v, *options), *options)
+
+    return run
+
+
 CHECKS = {
     "rms_norm": check_rms_norm,
     "glu": check_glu,
     "rope": check_rope,
     "cross_entropy": check_cross_entropy,
+    "attention": check_attention,
 }
 
 if __name__ == "__main__":

@@ -137,7 +137,7 @@ def test_detach_restores_the_attention_implementation(before_implementation: str
 
 
 def test_the_implementation_names_do_not_hold_flash() -> None:
-    for backend in ("auto", "flash", "per_document", "masked"):
+    for backend in ("auto", "tiled", "flash", "per_document", "masked"):
         assert "flash" not in implementation(backend, "once")  # transformers tests names for that substring
 
 
@@ -324,7 +324,7 @@ def test_configs_that_cannot_be_isolated_are_refused(family: str, option: str, v
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"attention": "eager"}, "attention 'eager' is unknown: use one of auto, flash, per_document, masked"),
+        ({"attention": "eager"}, "attention 'eager' is unknown: use one of auto, tiled, flash, per_document, masked"),
         ({"attention": "flex_attention"}, "attention 'flex_attention' is unknown"),
         ({"packing_metadata": "twice"}, "packing_metadata 'twice' is unknown"),
     ],

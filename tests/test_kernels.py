@@ -13,7 +13,7 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
-NAMES = ("rms_norm", "glu", "rope", "cross_entropy")
+NAMES = ("rms_norm", "glu", "rope", "cross_entropy", "attention")
 
 
 @pytest.mark.gpu
@@ -40,7 +40,7 @@ def test_interpreted() -> None:
 
 def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
     """Each kernel in its largest form: function, types of its arguments, compile-time values, warps."""
-    from pronghorn.kernels import cross_entropy_triton, glu_triton, rms_norm_triton, rope_triton
+    from pronghorn.kernels import attention_triton, cross_entropy_triton, glu_triton, rms_norm_triton, rope_triton
 
     x, wide, count, real = "*bf16", "*fp32", "i32", "fp32"
     norm = {"x_ptr": x, "w_ptr": x, "y_ptr": x, "r_ptr": wide, "H": count, "eps": real, "offset": real}
@@ -48,18 +48,31 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
     gate = {"gu_ptr": x, "a_ptr": x, "da_ptr": x, "dgu_ptr": x, "WIDTH": count}
     gate |= {"xa_ptr": x, "b_ptr": x, "T": count, "rank": count, "scale": real}
     turn = dict.fromkeys(("qkv_ptr", "q_ptr", "k_ptr", "cos_ptr", "sin_ptr", "qw_ptr", "kw_ptr"), x)
-    turn |= dict.fromkeys(("dq_ptr", "dk_ptr", "dv_ptr", "dqkv_ptr"), x) | {"eps": real, "offset": real}
+    turn |= {"dqkv_ptr": x, "eps": real, "offset": real}
     turn |= dict.fromkeys(("stride", "q_stride", "k_stride", "q_heads", "k_heads"), count)
     loss = {"y_ptr": x, "target_ptr": "*i64", "loss_ptr": wide, "V": count, "ignore": count, "cap": real}
+    attend = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr", "do_ptr", "dq_ptr", "dk_ptr", "dv_ptr"), x)
+    attend |= {"lse_ptr": wide, "delta_ptr": wide, "tiles_ptr": "*i32", "scale": real, "unit": real}
+    attend |= dict.fromkeys(("T", "q_row", "q_head", "k_row", "k_head", "v_row", "v_head", "out_row"), count)
+    attend |= dict.fromkeys(("grad_row", "group", "window"), count)
+    tile = {"WINDOW": True, "D": 128, "ROWS": 64}
     heads = {"NORM": True, "Q": 64, "K": 8, "HALF": 64}
     return {
         "rms_norm": (rms_norm_triton._forward, norm, {"BLOCK": 8192}, 16),
         "rms_norm backward": (rms_norm_triton._backward, norm, {"WEIGHT": True, "BLOCK": 8192}, 16),
         "glu": (glu_triton._forward, gate, {"GELU": True, "BLOCK": 1024}, 4),
-        "glu, low rank": (glu_triton._forward_with_low_rank, gate, {"GELU": True, "R": 128, "ROWS": 64, "COLS": 64}, 4),
+        "glu, low rank": (
+            glu_triton._forward_with_low_rank,
+            gate,
+            {"GELU": True, "R": 128, "ROWS": 16, "COLS": 128},
+            4,
+        ),
         "glu backward": (glu_triton._backward, gate, {"GELU": True, "BLOCK": 1024}, 4),
         "rope": (rope_triton._forward, turn, heads, 8),
         "rope backward": (rope_triton._backward, turn, heads, 8),
+        "attention": (attention_triton._forward, attend, {**tile, "COLS": 32}, 4),
+        "attention, queries": (attention_triton._backward_queries, attend, {**tile, "COLS": 32}, 4),
+        "attention, keys": (attention_triton._backward_keys, attend, {**tile, "COLS": 64}, 4),
         "cross-entropy": (cross_entropy_triton._kernel, loss, {"CAP": True, "BLOCK": 4096}, 8),
     }
 

@@ -34,7 +34,7 @@ class FastLanguageModel:
         use_gradient_checkpointing: Checkpointing = "auto",
         *,
         full_finetuning: bool = False,
-        attention: Literal["auto", "flash", "per_document", "masked"] = "auto",
+        attention: Literal["auto", "tiled", "flash", "per_document", "masked"] = "auto",
         packing_metadata: Literal["once", "per_layer", "per_layer_mask"] = "once",
         trust_remote_code: bool = False,
         token: str | None = None,

@@ -151,7 +151,9 @@ class Packing(Section):
     metadata: Literal["once", "per_layer", "per_layer_mask"] = Field(
         "once", description="once per batch; the others are ablations"
     )
-    attention: Literal["auto", "flash", "per_document", "masked"] = Field("auto", description="attention backend")
+    attention: Literal["auto", "tiled", "flash", "per_document", "masked"] = Field(
+        "auto", description="attention backend"
+    )
 
 
 class Train(Section):

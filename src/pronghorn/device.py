@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
+import importlib.util
 import os
 import platform
 from dataclasses import dataclass
@@ -65,6 +67,12 @@ def has_flash_varlen() -> bool:
 
     operator = getattr(torch.ops.aten, "_flash_attention_forward", None)
     return operator is not None and {a.name for a in operator.default._schema.arguments} >= _FLASH_ARGUMENTS
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether Triton, which kernels are written in, is installed (it comes with torch for CUDA on Linux)."""
+    return importlib.util.find_spec("triton") is not None
 
 
 def device_name() -> str:

@@ -3,7 +3,7 @@
 transformers looks a model's attention up by name in `AttentionInterface`. `implementation` registers one function for
 each (backend, metadata) that is asked for; the names are the only trace Pronghorn leaves in the process.
 
-    packed batch       -> flash varlen, per document or masked, reading the metadata made once for the batch
+    packed batch       -> by tiles, flash varlen, per document or masked, reading the metadata made once for the batch
     anything else      -> transformers' own SDPA path (padded batches, `generate()` with its cache)
 """
 
@@ -17,15 +17,18 @@ import torch
 from torch import Tensor, nn
 
 from pronghorn.attention.masked import masked_attention, per_document_attention
+from pronghorn.attention.tiled import refusal as tiled_refusal
+from pronghorn.attention.tiled import tiled_attention
 from pronghorn.attention.varlen import flash_varlen, flash_varlen_packed, refusal
 from pronghorn.data.batch import PackedBatch
 from pronghorn.errors import ConfigError, UnsupportedError
 
-Backend = Literal["auto", "flash", "per_document", "masked"]
+Backend = Literal["auto", "tiled", "flash", "per_document", "masked"]
 Metadata = Literal["once", "per_layer", "per_layer_mask"]
 NAME_PREFIX = "pronghorn_"  # of the attention implementations registered with transformers
 
 BACKENDS: dict[str, Callable[..., Tensor]] = {
+    "tiled": tiled_attention,
     "flash": flash_varlen_packed,
     "per_document": per_document_attention,
     "masked": masked_attention,
@@ -38,13 +41,16 @@ def choose(backend: Backend, query: Tensor) -> tuple[str, str]:
     Raises:
         UnsupportedError: a backend was asked for by name and can't serve them.
     """
-    reason = refusal(query)
-    if backend == "flash" and reason is not None:
-        raise UnsupportedError(f"attention 'flash' was asked for, but {reason}", "use attention='auto'")
+    by_tiles, reason = tiled_refusal(query), refusal(query)
+    asked = {"tiled": by_tiles, "flash": reason}.get(backend)
+    if asked is not None:
+        raise UnsupportedError(f"attention {backend!r} was asked for, but {asked}", "use attention='auto'")
     if backend != "auto":
         return backend, "asked for"
+    if by_tiles is None:
+        return "tiled", "the kernels over the batch's tiles serve this device, dtype and head size"
     if reason is None:
-        return "flash", "torch's varlen kernels serve this device, dtype and head size"
+        return "flash", f"torch's varlen kernels; {by_tiles}"
     # On two CPU cores a row of four documents costs half as much document by document as under a dense mask.
     return "per_document", reason
 
@@ -141,7 +147,7 @@ def _metadata_in_every_layer(
         lengths = None
         max_seqlen = int(longest)
     if refusal(query) is None:
-        return flash_varlen(query, key, value, cu_seqlens, max_seqlen, scale, window)
+        return flash_varlen(query, key, value, cu_seqlens, max_seqlen, scale, window)[0]
     lengths = lengths or cu_seqlens.diff().tolist()
     packed = PackedBatch.build(lengths, tokens=query.shape[0], device=query.device)
     return per_document_attention(query, key, value, packed, scale, window)

@@ -32,8 +32,8 @@ def refusal(query: Tensor) -> str | None:
 
 def flash_varlen(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int | None
-) -> Tensor:
-    """Causal attention inside each document.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Causal attention inside each document; differentiable.
 
     Args:
         query: fp16 or bf16 [T, H, D].
@@ -43,27 +43,43 @@ def flash_varlen(
         scale: what the scores are multiplied by.
         window: a query sees itself and the `window - 1` tokens before it; None for no limit.
     Returns:
-        [T, H, D].
+        (out [T, H, D], log-sum-exp, two tensors of dropout's state that the backward wants).
     """
     return torch.ops.aten._flash_attention_forward(
-        query,
-        key,
-        value,
-        cu_seqlens,
-        cu_seqlens,
-        max_seqlen,
-        max_seqlen,
-        0.0,
-        True,
-        False,
-        scale=scale,
-        window_size_left=-1 if window is None else window - 1,
-        window_size_right=0,
-    )[0]
+        query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, 0.0, True, False,
+        scale=scale, window_size_left=-1 if window is None else window - 1, window_size_right=0,
+    )[:4]  # fmt: skip
+
+
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, packed: PackedBatch, scale: float, window: int | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`flash_varlen` with the batch's own metadata: nothing is computed here, and nothing waits."""
+    return flash_varlen(query, key, value, packed.cu_seqlens, packed.max_seqlen, scale, window)
 
 
 def flash_varlen_packed(
     query: Tensor, key: Tensor, value: Tensor, packed: PackedBatch, scale: float, window: int | None
 ) -> Tensor:
-    """`flash_varlen` with the batch's own metadata: nothing is computed here, and nothing waits."""
-    return flash_varlen(query, key, value, packed.cu_seqlens, packed.max_seqlen, scale, window)
+    """The output of `forward` alone."""
+    return forward(query, key, value, packed, scale, window)[0]
+
+
+def backward(
+    d_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    state: list[Tensor],
+    packed: PackedBatch,
+    scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv); `state` is what `forward` returned after the output."""
+    lse, seed, unused = state
+    return torch.ops.aten._flash_attention_backward(
+        d_out, query, key, value, out, lse, packed.cu_seqlens, packed.cu_seqlens, packed.max_seqlen,
+        packed.max_seqlen, 0.0, True, seed, unused,
+        scale=scale, window_size_left=-1 if window is None else window - 1, window_size_right=0,
+    )  # fmt: skip

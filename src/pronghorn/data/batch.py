@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -30,6 +30,8 @@ from pronghorn.errors import DataError
 DOCUMENT_BUCKET = 16
 SEQLEN_BUCKET = 128
 LOSS_ROWS_BUCKET = 512
+TILE_ROWS = 64
+"""Rows of a tile of attention: documents of instructions have 100 to 300 tokens, so larger ones would be half empty."""
 
 
 def round_up(value: int, step: int) -> int:
@@ -59,6 +61,9 @@ class PackedBatch:
     """int32 [D_b + 1], cumulative lengths, padded by repeating T: the extra documents are empty."""
     document_ids: Tensor
     """int32 [T], which document each token belongs to."""
+    tiles: Tensor
+    """int32 [T // 64 + D_b, 3]: each tile's first row and its document's start and end, long documents first; empty
+    tiles (T, T, T) fill it up. What attention by tiles works through (`kernels.attention`)."""
     loss_rows: Tensor | None
     """int64 [M_b], the positions whose next token is a label, padded to a multiple of 512 with T - 1, which predicts
     nothing. None where the batch was made without labels."""
@@ -131,6 +136,7 @@ class PackedBatch:
             document_ids=torch.repeat_interleave(
                 torch.arange(len(lengths), dtype=torch.int32), host_lengths, output_size=tokens
             ).to(device),
+            tiles=_tiles(bounds, tokens, tokens // TILE_ROWS + bucket).to(device),
             loss_rows=loss_rows,
         )
 
@@ -172,7 +178,7 @@ class PackedBatch:
         Raises:
             DataError: the shapes differ.
         """
-        for name in ("cu_seqlens", "document_ids", "loss_rows"):
+        for name in ("cu_seqlens", "document_ids", "tiles", "loss_rows"):
             source, target = getattr(self, name), getattr(static, name)
             if (source is None) != (target is None) or (source is not None and source.shape != target.shape):
                 raise DataError(
@@ -181,13 +187,15 @@ class PackedBatch:
                 )
             if source is not None:
                 target.copy_(source, non_blocking=True)
-        return self._replace(static.cu_seqlens, static.document_ids, static.loss_rows)
+        return self._replace(static.cu_seqlens, static.document_ids, static.tiles, static.loss_rows)
 
     def _map(self, move: Callable[[Tensor], Tensor]) -> PackedBatch:
         loss_rows = None if self.loss_rows is None else move(self.loss_rows)
-        return self._replace(move(self.cu_seqlens), move(self.document_ids), loss_rows)
+        return self._replace(move(self.cu_seqlens), move(self.document_ids), move(self.tiles), loss_rows)
 
-    def _replace(self, cu_seqlens: Tensor, document_ids: Tensor, loss_rows: Tensor | None) -> PackedBatch:
+    def _replace(
+        self, cu_seqlens: Tensor, document_ids: Tensor, tiles: Tensor, loss_rows: Tensor | None
+    ) -> PackedBatch:
         return PackedBatch(
             self.lengths,
             self.padding,
@@ -196,8 +204,16 @@ class PackedBatch:
             self.max_seqlen,
             cu_seqlens,
             document_ids,
+            tiles,
             loss_rows,
         )
+
+
+def _tiles(bounds: Sequence[int], tokens: int, room: int) -> Tensor:
+    """`PackedBatch.tiles` from the documents' bounds: enough room, since each document has at most one partial tile."""
+    documents = sorted(pairwise(bounds), key=lambda bound: bound[0] - bound[1])
+    found = [(first, start, end) for start, end in documents for first in range(start, end, TILE_ROWS)]
+    return torch.tensor(found + [(tokens, tokens, tokens)] * (room - len(found)), dtype=torch.int32)
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ def forward_with_low_rank_(gate_up: Tensor, xa: Tensor, b: Tensor, scale: float,
     """As `glu.forward_with_low_rank_`."""
     (tokens, width), rank = (gate_up.shape[0], gate_up.shape[1] // 2), xa.shape[1]
     a = gate_up.new_empty(tokens, width)
-    rows, cols = 64, 64
+    rows, cols = 16, 128  # of those tried on a H200 the fastest at every width
     _forward_with_low_rank[(triton.cdiv(tokens, rows), triton.cdiv(width, cols))](
         gate_up, xa, b, a, tokens, width, rank, scale,
         GELU=activation == "gelu_tanh", R=max(16, triton.next_power_of_2(rank)), ROWS=rows, COLS=cols,

@@ -63,17 +63,25 @@ def forward(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads) -> tuple[Tensor
     return _turn(normed[0], cos, sin), _turn(normed[1], cos, sin), v
 
 
-def backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, qkv: Tensor | None) -> Tensor:
-    """d qkv: [T, (H + 2·H_kv)·D] from dq [T, H, D], dk and dv [T, H_kv, D]; `qkv` is from before the qk-norm."""
-    if dq.is_cuda:
-        from pronghorn.kernels.rope_triton import backward as launch
+def backward_(dqkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, qkv: Tensor | None) -> Tensor:
+    """The gradient of `forward`'s argument, in place of that of its results.
 
-        return launch(dq, dk, dv, cos, sin, heads, qkv)
-    dq, dk = _turn(dq, cos, -sin), _turn(dk, cos, -sin)
-    if qkv is not None:
-        q, k, _ = heads.split(qkv)
-        dq, dk = _norm_backward(dq, q, heads.query_norm, heads), _norm_backward(dk, k, heads.key_norm, heads)
-    return torch.cat([dq, dk, dv], 1).flatten(1)
+    Args:
+        dqkv: [T, H + 2·H_kv, D], contiguous: dq, dk and dv side by side.
+        qkv: what `forward` was given, where there is qk-norm.
+    Returns:
+        [T, (H + 2·H_kv)·D], the same storage.
+    """
+    if dqkv.is_cuda:
+        from pronghorn.kernels.rope_triton import backward_ as launch
+
+        return launch(dqkv, cos, sin, heads, qkv)
+    dq, dk, _ = heads.split(dqkv)
+    raw = (None, None) if qkv is None else heads.split(qkv)[:2]
+    for grad, x, weight in ((dq, raw[0], heads.query_norm), (dk, raw[1], heads.key_norm)):
+        turned = _turn(grad, cos, -sin)
+        grad.copy_(turned if x is None else _norm_backward(turned, x, weight, heads))
+    return dqkv.flatten(1)
 
 
 def _norm_backward(dy: Tensor, x: Tensor, weight: Tensor | None, heads: Heads) -> Tensor:

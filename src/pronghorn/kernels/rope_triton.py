@@ -60,12 +60,11 @@ def _forward(
 
 @triton.jit
 def _unturn_heads(
-    dy_ptr, dx_ptr, x_ptr, w_ptr, c, s, heads, eps, offset, NORM: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr
+    grad_ptr, x_ptr, w_ptr, c, s, heads, eps, offset, NORM: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr
 ):
-    dy, real = _halves(dy_ptr, heads, HEADS, HALF)
-    dx, _ = _halves(dx_ptr, heads, HEADS, HALF)
-    ya = tl.load(dy, mask=real, other=0.0).to(tl.float32)
-    yb = tl.load(dy + HALF, mask=real, other=0.0).to(tl.float32)
+    grad, real = _halves(grad_ptr, heads, HEADS, HALF)
+    ya = tl.load(grad, mask=real, other=0.0).to(tl.float32)
+    yb = tl.load(grad + HALF, mask=real, other=0.0).to(tl.float32)
     da = ya * c + yb * s
     db = yb * c - ya * s
     if NORM:
@@ -76,28 +75,23 @@ def _unturn_heads(
         ga, gb = da * wa, db * wb
         mean = ((tl.sum(ga * ar, 1) + tl.sum(gb * br, 1)) / (2 * HALF))[:, None]
         da, db = r * (ga - ar * mean), r * (gb - br * mean)
-    tl.store(dx, da.to(dx_ptr.dtype.element_ty), mask=real)
-    tl.store(dx + HALF, db.to(dx_ptr.dtype.element_ty), mask=real)
+    tl.store(grad, da.to(grad_ptr.dtype.element_ty), mask=real)
+    tl.store(grad + HALF, db.to(grad_ptr.dtype.element_ty), mask=real)
 
 
 @triton.jit
 def _backward(
-    dq_ptr, dk_ptr, dv_ptr, dqkv_ptr, qkv_ptr, cos_ptr, sin_ptr, qw_ptr, kw_ptr, stride, q_heads, k_heads, eps, offset,
+    dqkv_ptr, qkv_ptr, cos_ptr, sin_ptr, qw_ptr, kw_ptr, stride, q_heads, k_heads, eps, offset,
     NORM: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, HALF)[None, :]
     c = tl.load(cos_ptr + token * 2 * HALF + col).to(tl.float32)
     s = tl.load(sin_ptr + token * 2 * HALF + col).to(tl.float32)
-    q_cols, k_cols = q_heads * 2 * HALF, k_heads * 2 * HALF
-    here, x = dqkv_ptr + token * stride, qkv_ptr + token * stride
-    _unturn_heads(dq_ptr + token * q_cols, here, x, qw_ptr, c, s, q_heads, eps, offset, NORM, Q, HALF)
-    k = dk_ptr + token * k_cols
-    _unturn_heads(k, here + q_cols, x + q_cols, kw_ptr, c, s, k_heads, eps, offset, NORM, K, HALF)
-    source, real = _halves(dv_ptr + token * k_cols, k_heads, K, HALF)
-    target, _ = _halves(here + q_cols + k_cols, k_heads, K, HALF)
-    tl.store(target, tl.load(source, mask=real), mask=real)
-    tl.store(target + HALF, tl.load(source + HALF, mask=real), mask=real)
+    dq, q = dqkv_ptr + token * stride, qkv_ptr + token * stride
+    _unturn_heads(dq, q, qw_ptr, c, s, q_heads, eps, offset, NORM, Q, HALF)
+    columns = q_heads * 2 * HALF
+    _unturn_heads(dq + columns, q + columns, kw_ptr, c, s, k_heads, eps, offset, NORM, K, HALF)
 
 
 def forward(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
@@ -113,17 +107,14 @@ def forward(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads) -> tuple[Tensor
     return to_q, to_k, v
 
 
-def backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, qkv: Tensor | None) -> Tensor:
-    """As `rope.backward`."""
-    dq, dk, dv = dq.contiguous(), dk.contiguous(), dv.contiguous()
-    dqkv = dq.new_empty(dq.shape[0], heads.turned + heads.key_value * heads.dim)
+def backward_(dqkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, qkv: Tensor | None) -> Tensor:
+    """As `rope.backward_`."""
     norm = qkv is not None
-    _backward[(dq.shape[0],)](
-        dq, dk, dv, dqkv, qkv if norm else dqkv, cos, sin, heads.query_norm if norm else cos,
-        heads.key_norm if norm else cos, dqkv.stride(0), heads.query, heads.key_value, heads.eps, heads.offset,
-        NORM=norm, **_shape(heads),
+    _backward[(dqkv.shape[0],)](
+        dqkv, qkv if norm else dqkv, cos, sin, heads.query_norm if norm else cos, heads.key_norm if norm else cos,
+        dqkv.stride(0), heads.query, heads.key_value, heads.eps, heads.offset, NORM=norm, **_shape(heads),
     )  # fmt: skip
-    return dqkv
+    return dqkv.flatten(1)
 
 
 def _shape(heads: Heads) -> dict[str, int]:

@@ -95,8 +95,8 @@ class Handle:
         if not self._fast:
             device = next(self.model.parameters()).device.type
             why = "asked for" if self.options[2] == "stock" else f"the fused ones are for CUDA, this is {device}"
-            if self.options[:2] != ("auto", "once"):
-                why = "the fused ones have no other attention or metadata than their own"
+            if self.options[0] == "masked" or self.options[1] != "once":
+                why = "the fused ones have no dense mask, and metadata made once only"
             return PathTaken("decoder layers", "transformers and PEFT", why)
         reason = fast.refusal(self.model) or ("autocast is on" if autocast is not None else None)
         if reason is not None:
@@ -171,8 +171,8 @@ def attach(
     previous_class: Any = type(base)
     base.__class__ = _packed_class(previous_class)
     fused = layers == "fused" or (layers == "auto" and next(base.parameters()).is_cuda)
-    fused = fused and attention == "auto" and packing_metadata == "once"
-    changed = fast.enable(base) if fused else []
+    fused = fused and attention != "masked" and packing_metadata == "once"
+    changed = fast.enable(base, attention) if fused else []
     handle = Handle(base, plan, options, previous, previous_class, was_recomputing, hook, changed)
     base._pronghorn_handle = handle
     return handle

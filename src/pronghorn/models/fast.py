@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pronghorn.attention.packed import Backend
 from pronghorn.data.batch import PackedBatch
 from pronghorn.kernels.glu import Activation
 from pronghorn.kernels.rms_norm import rms_norm
@@ -58,17 +59,23 @@ def refusal(model: Any) -> str | None:
     return None
 
 
-def enable(model: Any) -> list[tuple[nn.Module, type[nn.Module]]]:
-    """Give the layers of a causal LM their fast classes; returns the modules with the classes that they had."""
-    found = [(module, _norm_class) for module in model.base_model.modules() if type(module).__name__ in NORM_OFFSETS]
-    for layer in model.base_model.layers:
-        found += [(layer.self_attn, _attention_class)] if _turns(model.config) else []
-        found += [(layer.mlp, _mlp_class)] if _activation(model.config) in ACTIVATIONS else []
-    changed: list[tuple[nn.Module, type[nn.Module]]] = []
+def enable(model: Any, backend: Backend) -> list[tuple[nn.Module, type[nn.Module]]]:
+    """Give the layers of a causal LM their fast classes; returns the modules with the classes that they had.
+
+    Args:
+        backend: of packed attention.
+    """
+    norms = [module for module in model.base_model.modules() if type(module).__name__ in NORM_OFFSETS]
+    found: list[tuple[Any, Any]] = [(norm, _norm_class(type(norm))) for norm in norms]
+    layers: Any = model.base_model.layers
+    for layer in layers:
+        if _turns(model.config):
+            found.append((layer.self_attn, _attention_class(type(layer.self_attn), backend)))
+        if _activation(model.config) in ACTIVATIONS:
+            found.append((layer.mlp, _mlp_class(type(layer.mlp))))
+    changed = [(module, type(module)) for module, _ in found]
     for module, fast_class in found:
-        original: Any = type(module)
-        changed.append((module, original))
-        module.__class__ = fast_class(original)
+        module.__class__ = fast_class
     return changed
 
 
@@ -90,7 +97,7 @@ def _norm_class(original: Any) -> type[nn.Module]:
 
 
 @functools.cache
-def _attention_class(original: Any) -> type[nn.Module]:
+def _attention_class(original: Any, backend: Backend) -> type[nn.Module]:
     plain: Any = original.forward
 
     @functools.wraps(plain)
@@ -103,7 +110,9 @@ def _attention_class(original: Any) -> type[nn.Module]:
         packed: PackedBatch | None = None,
         **kwargs: Any,
     ) -> Any:
-        parts = None if packed is None or position_embeddings is None else _attention_parts(self, hidden_states)
+        parts = (
+            None if packed is None or position_embeddings is None else _attention_parts(self, hidden_states, backend)
+        )
         if parts is None:
             more = {} if packed is None else {"packed": packed}
             return plain(self, hidden_states, position_embeddings, attention_mask, *args, **more, **kwargs)
@@ -133,7 +142,7 @@ def _subclass(original: type[nn.Module], forward: Any) -> type[nn.Module]:
     return type(original.__name__, (original,), namespace)
 
 
-def _attention_parts(module: Any, x: Tensor) -> AttentionParts | None:
+def _attention_parts(module: Any, x: Tensor, backend: Backend) -> AttentionParts | None:
     """The module's parts, or None where this call isn't for the fast way."""
 
     def make(linears: list[nn.Module]) -> AttentionParts:
@@ -149,7 +158,8 @@ def _attention_parts(module: Any, x: Tensor) -> AttentionParts | None:
         )
         of_all = getattr(module.config, "sliding_window", None)  # where layers don't differ (Mistral)
         window = getattr(module, "sliding_window", of_all)
-        return AttentionParts(LinearGroup(linears[:3]), LinearGroup(linears[3:]), heads, module.scaling, window)
+        groups = LinearGroup(linears[:3]), LinearGroup(linears[3:])
+        return AttentionParts(*groups, heads, module.scaling, window, backend)
 
     return _parts(module, ATTENTION, x, make)
 

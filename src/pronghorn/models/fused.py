@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pronghorn.attention.masked import per_document_attention
-from pronghorn.attention.varlen import refusal as varlen_refusal
+from pronghorn.attention import explicit
+from pronghorn.attention.packed import Backend
 from pronghorn.data.batch import PackedBatch
 from pronghorn.kernels import glu, rope
 from pronghorn.kernels.rope import Heads
@@ -32,6 +32,7 @@ class AttentionParts:
     heads: Heads
     scale: float
     window: int | None
+    backend: Backend
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:
         qkv, xa = parts.qkv.forward(x)
         q, k, v = rope.forward(qkv, cos, sin, parts.heads)
-        mixed, state = _attend(q, k, v, packed, parts)
+        mixed, state = explicit.forward(q, k, v, packed, parts.scale, parts.window, parts.backend)
         y, mixed_a = parts.out.forward(mixed.flatten(1))
         ctx.save_for_backward(x, cos, sin, qkv, mixed, *state, xa, mixed_a)
         ctx.packed, ctx.parts = packed, parts
@@ -78,8 +79,9 @@ class _Attention(torch.autograd.Function):
             (q, k, v), raw = heads.split(qkv), None
         else:
             (q, k, v), raw = rope.forward(qkv, cos, sin, heads), qkv
-        dq, dk, dv = _attend_backward(d_mixed.view_as(mixed), q, k, v, mixed, state, ctx.packed, parts)
-        dqkv = rope.backward(dq, dk, dv, cos, sin, heads, raw)
+        options = ctx.packed, parts.scale, parts.window, parts.backend
+        dqkv = explicit.backward(d_mixed.view_as(mixed), q, k, v, mixed, state, *options)
+        dqkv = rope.backward_(dqkv, cos, sin, heads, raw)
         dx, dya = parts.qkv.input_grad(dqkv, ctx.needs_input_grad[0])
         return dx, None, None, None, None, *parts.qkv.adapter_grads(dqkv, dya, x, xa), *out_grads
 
@@ -107,42 +109,3 @@ class _MLP(torch.autograd.Function):
         down_grads = parts.down.adapter_grads(dy, dya, a, a_a)
         dx, dya = parts.gate_up.input_grad(d_gate_up, ctx.needs_input_grad[0])
         return dx, None, *parts.gate_up.adapter_grads(d_gate_up, dya, x, xa), *down_grads
-
-
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, packed: PackedBatch, parts: AttentionParts
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """(attention's output [T, H, D], what its backward needs besides)."""
-    window = parts.window if parts.window is not None and parts.window < packed.max_seqlen else None
-    if varlen_refusal(q) is not None:
-        return per_document_attention(q, k, v, packed, parts.scale, window), ()
-    out, lse, seed, unused, _ = torch.ops.aten._flash_attention_forward(
-        q, k, v, packed.cu_seqlens, packed.cu_seqlens, packed.max_seqlen, packed.max_seqlen, 0.0, True, False,
-        scale=parts.scale, window_size_left=-1 if window is None else window - 1, window_size_right=0,
-    )  # fmt: skip
-    return out, (lse, seed, unused)
-
-
-def _attend_backward(
-    d_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    state: list[Tensor],
-    packed: PackedBatch,
-    parts: AttentionParts,
-) -> tuple[Tensor, Tensor, Tensor]:
-    window = parts.window if parts.window is not None and parts.window < packed.max_seqlen else None
-    if varlen_refusal(q) is not None:
-        with torch.enable_grad():
-            q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-            again = per_document_attention(q, k, v, packed, parts.scale, window)
-        dq, dk, dv = torch.autograd.grad(again, (q, k, v), d_out)
-        return dq, dk, dv
-    lse, seed, unused = state
-    return torch.ops.aten._flash_attention_backward(
-        d_out, q, k, v, out, lse, packed.cu_seqlens, packed.cu_seqlens, packed.max_seqlen, packed.max_seqlen, 0.0,
-        True, seed, unused, scale=parts.scale, window_size_left=-1 if window is None else window - 1,
-        window_size_right=0,
-    )  # fmt: skip
