@@ -44,6 +44,11 @@ def written(function: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tens
     return run
 
 
+def on_a_copy(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What a function returns that overwrites its first argument."""
+    return lambda given, *rest: function(given.clone(), *rest)
+
+
 def compare(name: str, launch: Callable[..., Any], reference: Callable[..., Any], *arguments: Any) -> None:
     """The kernel's results within twice the error of the reference in the same dtype, on the CPU."""
 
@@ -101,7 +106,9 @@ def check_rope(device: str, dtype: torch.dtype) -> None:
         for heads in (rope.Heads(query, key_value, dim), rope.Heads(query, key_value, dim, *norms, 1e-6, 1.0)):
             raw = None if heads.query_norm is None else qkv.clone()
             compare("rope", rope_triton.forward, rope.forward, qkv.clone(), cos, sin, heads)
-            compare("rope backward", rope_triton.backward_, rope.backward_, grads.clone(), cos, sin, heads, raw)
+            for weight_grad in (False, True):
+                arguments = cos, sin, heads, raw, weight_grad
+                compare("rope backward", on_a_copy(rope_triton.backward_), on_a_copy(rope.backward_), grads, *arguments)
 
 
 def check_cross_entropy(device: str, dtype: torch.dtype) -> None:

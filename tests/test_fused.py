@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from pronghorn.bench.shapes import byte_tokenizer
 from pronghorn.models.attach import attach
 from pronghorn.models.lora import add_lora
 from test_parity import DRAWS, LENGTHS, ROW, gradients, one_document_at_a_time
@@ -22,22 +24,32 @@ def with_adapters(model: Any, **options: Any) -> Any:
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
             if "lora_B" in name:
-                parameter.normal_(0, 0.1, generator=torch.Generator().manual_seed(len(name)))
+                noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
+                parameter.copy_(noise * 0.1)
     return adapted.train()
 
 
-def compare(model: Any, *batches: dict[str, Any], device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
+def compare(
+    model: Any,
+    *batches: dict[str, Any],
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    masters: bool = False,
+) -> None:
     """Fused, stock in the same dtype, and one document at a time in float64; `model` is float32 on the CPU.
 
     In 16 bits the stock path runs under autocast, as trainers run it: else PEFT multiplies float32 adapters in float32.
+    With `masters` the weights stay float32 and both paths run under autocast.
     """
     errors = ThreeWay()
     for batch in batches:
-        measure(errors, model, batch, device, dtype)
+        measure(errors, model, batch, device, dtype, masters)
     errors.check()
 
 
-def measure(errors: ThreeWay, model: Any, batch: dict[str, Any], device: str, dtype: torch.dtype) -> None:
+def measure(
+    errors: ThreeWay, model: Any, batch: dict[str, Any], device: str, dtype: torch.dtype, masters: bool
+) -> None:
     reference = copy.deepcopy(model).double()
     _, exact_loss = one_document_at_a_time(reference, batch)
     exact_loss.backward()
@@ -46,15 +58,15 @@ def measure(errors: ThreeWay, model: Any, batch: dict[str, Any], device: str, dt
     for layers in ("stock", "fused"):
         mine = copy.deepcopy(model).to(device)
         for name, parameter in mine.named_parameters():
-            if "lora_" not in name:
+            if "lora_" not in name and not masters:
                 parameter.data = parameter.data.to(dtype)
         handle = attach(mine, layers=layers)
-        autocast = layers == "stock" and dtype is not torch.float32
+        autocast = (layers == "stock" or masters) and dtype is not torch.float32
         with torch.autocast(device, dtype) if autocast else nullcontext():
             loss = mine(**on_device).loss
         loss.backward()
         found[layers] = loss, gradients(mine)
-        paths = {path.part: path.path for path in handle.report}
+        paths = {path.part: path.path for path in handle.paths(dtype if masters else None)}
         assert paths["decoder layers"] == ("fused" if layers == "fused" else "transformers and PEFT")
     errors.add("loss", found["fused"][0], found["stock"][0], exact_loss)
     exact = gradients(reference)
@@ -65,6 +77,23 @@ def measure(errors: ThreeWay, model: Any, batch: dict[str, Any], device: str, dt
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family(family: str, nan_memory: None) -> None:
     compare(with_adapters(tiny_model(family)), packed_row(LENGTHS, ROW))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_full_fine_tuning(family: str, nan_memory: None) -> None:
+    compare(tiny_model(family), packed_row(LENGTHS, ROW))
+    compare(tiny_model(family, tie_word_embeddings=True, attention_bias=True), packed_row(LENGTHS, ROW))
+
+
+def test_masters_in_float32_under_autocast() -> None:
+    """Weights are rounded for the products only: their gradients are float32, and no 16-bit copy stays behind."""
+    model = tiny_model("llama")
+    batches = [packed_row(LENGTHS, ROW, seed=seed) for seed in range(DRAWS)]
+    compare(model, *batches, dtype=torch.bfloat16, masters=True)
+    attach(model, layers="fused")
+    with torch.autocast("cpu", torch.bfloat16):
+        model(**batches[0]).loss.backward()
+    assert {grad.dtype for grad in gradients(model).values()} == {torch.float32}
 
 
 SUBSETS: dict[str, dict[str, Any]] = {
@@ -193,9 +222,80 @@ def test_what_the_fused_layers_do_not_serve(state: str) -> None:
         "dropout": "LoRA dropout",
         "dora": "an adapter that is not plain LoRA",
         "two": "2 adapters are active at once",
-        "weights trained": "the linears' own weights are trained",
+        "weights trained": "the linears differ in dtype, device or bias, or only some are trained",
     }
     assert path_of_layers(handle)[0 if state in ("disabled", "merged") else 1] == reasons.get(state, "fused")
+
+
+def test_a_change_after_the_first_step_is_noticed() -> None:
+    model, batch = with_adapters(tiny_model("llama")), packed_row(LENGTHS, ROW)
+    handle = attach(model, layers="fused")
+    alone, _ = loss_and_gradients(model, batch)
+    model.add_adapter("second", model.peft_config["default"])
+    for name, parameter in model.named_parameters():
+        if "lora_B.second" in name:
+            torch.nn.init.constant_(parameter, 0.1)
+    model.base_model.set_adapter(["default", "second"])
+    both = model(**batch).loss.item()
+    assert path_of_layers(handle)[1] == "2 adapters are active at once"
+    model.base_model.set_adapter("default")
+    assert model(**batch).loss.item() == alone != both
+    attach(model, layers="stock")
+    model.base_model.set_adapter(["default", "second"])
+    assert model(**batch).loss.item() == pytest.approx(both, rel=1e-6)
+
+
+def four_bit_pair(folder: Path, device: str, dtype: torch.dtype) -> tuple[Any, Any]:
+    """A 4-bit model with adapters, and a float64 one on the CPU with the weights that its 4 bits stand for."""
+    from pronghorn.models.load import load_model
+
+    tiny_model("llama").save_pretrained(folder)
+    byte_tokenizer(512).save_pretrained(folder)
+    quantised, _ = load_model(str(folder), max_seq_length=ROW, dtype=dtype, load_in_4bit=True, device=device)
+    exact = tiny_model("llama")
+    modules = dict(quantised.named_modules())
+    for name, parameter in exact.named_parameters():
+        module = modules[name.rpartition(".")[0]]
+        if type(module).__name__ == "Linear4bit":
+            from bitsandbytes.functional import dequantize_4bit
+
+            parameter.data = dequantize_4bit(module.weight.data, module.weight.quant_state).cpu().double()
+        else:
+            parameter.data = module.weight.data.cpu().double()
+    return with_adapters(quantised), with_adapters(exact.double())
+
+
+def compare_four_bit(folder: Path, device: str, dtype: torch.dtype) -> None:
+    quantised, exact = four_bit_pair(folder, device, dtype)
+    errors = ThreeWay()
+    for seed in range(DRAWS):
+        batch = packed_row(LENGTHS, ROW, seed=seed)
+        exact.zero_grad()
+        _, exact_loss = one_document_at_a_time(exact, batch)
+        exact_loss.backward()
+        found = {}
+        for layers in ("stock", "fused"):
+            handle = attach(quantised, layers=layers)
+            assert path_of_layers(handle)[0] == ("fused" if layers == "fused" else "transformers and PEFT")
+            on_device = {name: value.to(device) for name, value in batch.items()}
+            quantised.zero_grad()
+            loss = quantised(**on_device).loss
+            loss.backward()
+            found[layers] = loss, {name: grad.clone() for name, grad in gradients(quantised).items()}
+        errors.add("loss", found["fused"][0], found["stock"][0], exact_loss)
+        for (name, wanted), grad in zip(gradients(exact).items(), found["fused"][1].values(), strict=True):
+            errors.add(f"gradient of {name}", grad, found["stock"][1][name], wanted)
+    errors.check()
+
+
+def test_four_bit_weights(tmp_path: Path) -> None:
+    compare_four_bit(tmp_path, "cpu", torch.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_four_bit_weights_on_a_gpu(tmp_path: Path, dtype: torch.dtype) -> None:
+    compare_four_bit(tmp_path, "cuda", dtype)
 
 
 def test_padded_batches_and_generation_take_transformers_way() -> None:
@@ -216,6 +316,14 @@ def test_padded_batches_and_generation_take_transformers_way() -> None:
 def test_every_family_on_a_gpu(family: str, dtype: torch.dtype, nan_memory: None) -> None:
     batches = [packed_row(LENGTHS, ROW, seed=seed) for seed in range(DRAWS)]
     compare(with_adapters(tiny_model(family)), *batches, device="cuda", dtype=dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_full_fine_tuning_on_a_gpu(family: str, dtype: torch.dtype, nan_memory: None) -> None:
+    batches = [packed_row(LENGTHS, ROW, seed=seed) for seed in range(DRAWS)]
+    compare(tiny_model(family), *batches, device="cuda", dtype=dtype, masters=True)
 
 
 @pytest.mark.gpu

@@ -48,7 +48,7 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
     gate = {"gu_ptr": x, "a_ptr": x, "da_ptr": x, "dgu_ptr": x, "WIDTH": count}
     gate |= {"xa_ptr": x, "b_ptr": x, "T": count, "rank": count, "scale": real}
     turn = dict.fromkeys(("qkv_ptr", "q_ptr", "k_ptr", "cos_ptr", "sin_ptr", "qw_ptr", "kw_ptr"), x)
-    turn |= {"dqkv_ptr": x, "eps": real, "offset": real}
+    turn |= {"dqkv_ptr": x, "dw_ptr": wide, "eps": real, "offset": real}
     turn |= dict.fromkeys(("stride", "q_stride", "k_stride", "q_heads", "k_heads"), count)
     loss = {"y_ptr": x, "target_ptr": "*i64", "loss_ptr": wide, "V": count, "ignore": count, "cap": real}
     attend = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr", "do_ptr", "dq_ptr", "dk_ptr", "dv_ptr"), x)
@@ -69,7 +69,7 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
         ),
         "glu backward": (glu_triton._backward, gate, {"GELU": True, "BLOCK": 1024}, 4),
         "rope": (rope_triton._forward, turn, heads, 8),
-        "rope backward": (rope_triton._backward, turn, heads, 8),
+        "rope backward": (rope_triton._backward, turn, {**heads, "WEIGHT": True}, 8),
         "attention": (attention_triton._forward, attend, {**tile, "COLS": 32}, 4),
         "attention, queries": (attention_triton._backward_queries, attend, {**tile, "COLS": 32}, 4),
         "attention, keys": (attention_triton._backward_keys, attend, {**tile, "COLS": 64}, 4),

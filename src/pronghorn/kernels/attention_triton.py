@@ -177,8 +177,8 @@ def backward(
     grads = q.new_empty(tokens, heads + 2 * kv_heads, dim)
     dq, dk, dv = grads.split([heads, kv_heads, kv_heads], 1)
     delta = torch.empty_like(lse)
-    numbers = tokens, *_strides(q, k, v), out.stride(0), grads.stride(0)
-    numbers += heads // kv_heads, scale * LOG2_E, scale, window or 0
+    strides = *_strides(q, k, v), out.stride(0), grads.stride(0)
+    numbers = tokens, *strides, heads // kv_heads, scale * LOG2_E, scale, window or 0
     _backward_queries[(heads, len(tiles))](
         d_out, q, k, v, out, lse, delta, dq, tiles, *numbers,
         WINDOW=window is not None, D=dim, ROWS=tile_rows, COLS=32, num_warps=4, num_stages=3,

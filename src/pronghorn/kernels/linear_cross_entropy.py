@@ -29,7 +29,7 @@ def linear_cross_entropy(
     """Sum of the rows' cross-entropies over `divisor`.
 
     Args:
-        hidden: [M, H]; weight: [V, H] of the same dtype.
+        hidden: [M, H]; weight: [V, H], of the same dtype or wider (it is rounded to hidden's, its gradient isn't).
         targets: int64 [M], `ignore_index` where nothing is predicted.
         divisor: the labelled tokens of the whole accumulated batch; an int, or a scalar on the device.
         softcap: c of c·tanh(y/c), or None.
@@ -56,6 +56,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         wide = torch.promote_types(hidden.dtype, torch.float32)
         dh = torch.empty_like(hidden) if input_grad else None
         dw = torch.zeros_like(weight, dtype=wide) if weight_grad else None
+        ctx.weight_dtype, weight = weight.dtype, weight.to(hidden.dtype)
         total = torch.zeros((), dtype=wide, device=hidden.device)
         for start in range(0, len(hidden), rows_of_a_chunk(weight)):
             rows = slice(start, start + rows_of_a_chunk(weight))
@@ -66,7 +67,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if dw is not None:
                 dw += logits.t() @ hidden[rows]
         ctx.save_for_backward(dh, dw)
-        ctx.divisor, ctx.weight_dtype = divisor, weight.dtype
+        ctx.divisor = divisor
         return total / divisor
 
     @staticmethod

@@ -63,32 +63,34 @@ def forward(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads) -> tuple[Tensor
     return _turn(normed[0], cos, sin), _turn(normed[1], cos, sin), v
 
 
-def backward_(dqkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, qkv: Tensor | None) -> Tensor:
+def backward_(
+    dqkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, qkv: Tensor | None, weight_grad: bool = False
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The gradient of `forward`'s argument, in place of that of its results.
 
     Args:
         dqkv: [T, H + 2·H_kv, D], contiguous: dq, dk and dv side by side.
         qkv: what `forward` was given, where there is qk-norm.
+        weight_grad: whether the norms' weights have gradients, too.
     Returns:
-        [T, (H + 2·H_kv)·D], the same storage.
+        ([T, (H + 2·H_kv)·D], the same storage; d query_norm and d key_norm [D], or None).
     """
     if dqkv.is_cuda:
         from pronghorn.kernels.rope_triton import backward_ as launch
 
-        return launch(dqkv, cos, sin, heads, qkv)
+        return launch(dqkv, cos, sin, heads, qkv, weight_grad)
     dq, dk, _ = heads.split(dqkv)
     raw = (None, None) if qkv is None else heads.split(qkv)[:2]
+    weight_grads: list[Tensor | None] = []
     for grad, x, weight in ((dq, raw[0], heads.query_norm), (dk, raw[1], heads.key_norm)):
-        turned = _turn(grad, cos, -sin)
-        grad.copy_(turned if x is None else _norm_backward(turned, x, weight, heads))
-    return dqkv.flatten(1)
-
-
-def _norm_backward(dy: Tensor, x: Tensor, weight: Tensor | None, heads: Heads) -> Tensor:
-    assert weight is not None
-    x = x.contiguous()
-    _, rstd = rms_norm.forward(x, weight, heads.eps, heads.offset)
-    return rms_norm.backward(dy, x, weight, rstd, heads.offset, False)[0]
+        turned, dw = _turn(grad, cos, -sin), None
+        if x is not None and weight is not None:
+            x = x.contiguous()
+            _, rstd = rms_norm.forward(x, weight, heads.eps, heads.offset)
+            turned, dw = rms_norm.backward(turned, x, weight, rstd, heads.offset, weight_grad)
+        grad.copy_(turned)
+        weight_grads.append(dw)
+    return dqkv.flatten(1), weight_grads[0], weight_grads[1]
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -60,8 +60,9 @@ def _forward(
 
 @triton.jit
 def _unturn_heads(
-    grad_ptr, x_ptr, w_ptr, c, s, heads, eps, offset, NORM: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr
-):
+    grad_ptr, x_ptr, w_ptr, dw_ptr, c, s, heads, eps, offset,
+    NORM: tl.constexpr, WEIGHT: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
     grad, real = _halves(grad_ptr, heads, HEADS, HALF)
     ya = tl.load(grad, mask=real, other=0.0).to(tl.float32)
     yb = tl.load(grad + HALF, mask=real, other=0.0).to(tl.float32)
@@ -72,6 +73,10 @@ def _unturn_heads(
         a = tl.load(x, mask=real, other=0.0).to(tl.float32)
         b = tl.load(x + HALF, mask=real, other=0.0).to(tl.float32)
         _, _, ar, br, wa, wb, r = _normed(a, b, w_ptr, eps, offset, HALF)
+        if WEIGHT:
+            col = tl.arange(0, HALF)
+            tl.store(dw_ptr + col, tl.sum(da * ar, 0))
+            tl.store(dw_ptr + HALF + col, tl.sum(db * br, 0))
         ga, gb = da * wa, db * wb
         mean = ((tl.sum(ga * ar, 1) + tl.sum(gb * br, 1)) / (2 * HALF))[:, None]
         da, db = r * (ga - ar * mean), r * (gb - br * mean)
@@ -81,17 +86,18 @@ def _unturn_heads(
 
 @triton.jit
 def _backward(
-    dqkv_ptr, qkv_ptr, cos_ptr, sin_ptr, qw_ptr, kw_ptr, stride, q_heads, k_heads, eps, offset,
-    NORM: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr,
+    dqkv_ptr, qkv_ptr, cos_ptr, sin_ptr, qw_ptr, kw_ptr, dw_ptr, stride, q_heads, k_heads, eps, offset,
+    NORM: tl.constexpr, WEIGHT: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, HALF)[None, :]
     c = tl.load(cos_ptr + token * 2 * HALF + col).to(tl.float32)
     s = tl.load(sin_ptr + token * 2 * HALF + col).to(tl.float32)
     dq, q = dqkv_ptr + token * stride, qkv_ptr + token * stride
-    _unturn_heads(dq, q, qw_ptr, c, s, q_heads, eps, offset, NORM, Q, HALF)
+    dw = dw_ptr + token * 4 * HALF
+    _unturn_heads(dq, q, qw_ptr, dw, c, s, q_heads, eps, offset, NORM, WEIGHT, Q, HALF)
     columns = q_heads * 2 * HALF
-    _unturn_heads(dq + columns, q + columns, kw_ptr, c, s, k_heads, eps, offset, NORM, K, HALF)
+    _unturn_heads(dq + columns, q + columns, kw_ptr, dw + 2 * HALF, c, s, k_heads, eps, offset, NORM, WEIGHT, K, HALF)
 
 
 def forward(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
@@ -107,14 +113,23 @@ def forward(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads) -> tuple[Tensor
     return to_q, to_k, v
 
 
-def backward_(dqkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, qkv: Tensor | None) -> Tensor:
-    """As `rope.backward_`."""
-    norm = qkv is not None
-    _backward[(dqkv.shape[0],)](
-        dqkv, qkv if norm else dqkv, cos, sin, heads.query_norm if norm else cos, heads.key_norm if norm else cos,
-        dqkv.stride(0), heads.query, heads.key_value, heads.eps, heads.offset, NORM=norm, **_shape(heads),
+def backward_(
+    dqkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, qkv: Tensor | None, weight_grad: bool = False
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """As `rope.backward_`; a program leaves its token's part of the weights' gradients, which are summed after."""
+    query, key = heads.query_norm, heads.key_norm
+    norm = query is not None and key is not None
+    weight_grad = norm and weight_grad
+    dw = torch.empty(len(dqkv), 2, heads.dim, dtype=torch.float32, device=dqkv.device) if weight_grad else dqkv
+    _backward[(len(dqkv),)](
+        dqkv, qkv if norm else dqkv, cos, sin, query if norm else cos, key if norm else cos, dw,
+        dqkv.stride(0), heads.query, heads.key_value, heads.eps, heads.offset,
+        NORM=norm, WEIGHT=weight_grad, **_shape(heads),
     )  # fmt: skip
-    return dqkv.flatten(1)
+    if not weight_grad or query is None or key is None:
+        return dqkv.flatten(1), None, None
+    whole = dw.sum(0)
+    return dqkv.flatten(1), whole[0].to(query.dtype), whole[1].to(key.dtype)
 
 
 def _shape(heads: Heads) -> dict[str, int]:

@@ -98,7 +98,7 @@ class Handle:
             if self.options[0] == "masked" or self.options[1] != "once":
                 why = "the fused ones have no dense mask, and metadata made once only"
             return PathTaken("decoder layers", "transformers and PEFT", why)
-        reason = fast.refusal(self.model) or ("autocast is on" if autocast is not None else None)
+        reason = fast.refusal(self.model, autocast)
         if reason is not None:
             return PathTaken("decoder layers", "norms by kernels, the rest by transformers and PEFT", reason)
         return PathTaken("decoder layers", "fused", "merged products, kernels, one autograd function a block")

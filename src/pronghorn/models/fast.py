@@ -1,12 +1,14 @@
 """The fast path of decoder layers: transformers' own attention, MLP and norm modules, given a class that computes the
 same with fewer and larger operations (models.fused, kernels). Parameters stay where they are.
 
-A module takes its own class's way wherever the fast one can't serve a call: no packed batch, another dtype.
+A module takes its own class's way wherever the fast one can't serve a call: no packed batch, an adapter that is not
+plain LoRA.
 """
 
 from __future__ import annotations
 
 import functools
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from pronghorn.kernels.glu import Activation
 from pronghorn.kernels.rms_norm import rms_norm
 from pronghorn.kernels.rope import Heads
 from pronghorn.models.fused import AttentionParts, MLPParts, attention, mlp
-from pronghorn.models.merged import LinearGroup, base_of
+from pronghorn.models.merged import LinearGroup, state
 from pronghorn.models.merged import refusal as linears_refusal
 
 ACTIVATIONS: dict[str, Activation] = {
@@ -37,12 +39,9 @@ MLP = (("gate_proj", "up_proj"), ("down_proj",))
 """The linears that are computed as one product."""
 
 
-def refusal(model: Any) -> str | None:
-    """Why the fast path can't serve a causal LM as it is now, or None."""
-    parameter = next(model.parameters())
-    if not (parameter.dtype.is_floating_point and parameter.element_size() >= 2):
-        return "the weights are quantised"
-    config = model.config
+def refusal(model: Any, autocast: torch.dtype | None) -> str | None:
+    """Why the fast path can't serve a causal LM as it is now (under autocast in that dtype), or None."""
+    config, dtype = model.config, autocast or model.get_input_embeddings().weight.dtype
     if _activation(config) not in ACTIVATIONS:
         return f"activation {_activation(config)!r} has no kernel"
     if not _turns(config):
@@ -53,7 +52,7 @@ def refusal(model: Any) -> str | None:
             return f"{norm} has no kernel"
         for module, groups in ((layer.self_attn, ATTENTION), (layer.mlp, MLP)):
             for names in groups:
-                reason = linears_refusal([getattr(module, name) for name in names])
+                reason = linears_refusal([getattr(module, name) for name in names], dtype)
                 if reason is not None:
                     return reason
     return None
@@ -65,17 +64,16 @@ def enable(model: Any, backend: Backend) -> list[tuple[nn.Module, type[nn.Module
     Args:
         backend: of packed attention.
     """
-    norms = [module for module in model.base_model.modules() if type(module).__name__ in NORM_OFFSETS]
-    found: list[tuple[Any, Any]] = [(norm, _norm_class(type(norm))) for norm in norms]
-    layers: Any = model.base_model.layers
-    for layer in layers:
+    modules: list[Any] = list(model.base_model.modules())
+    classes: dict[Any, Any] = {norm: _norm_class for norm in modules if type(norm).__name__ in NORM_OFFSETS}
+    for layer in model.base_model.layers:
         if _turns(model.config):
-            found.append((layer.self_attn, _attention_class(type(layer.self_attn), backend)))
+            classes[layer.self_attn] = functools.partial(_attention_class, backend=backend)
         if _activation(model.config) in ACTIVATIONS:
-            found.append((layer.mlp, _mlp_class(type(layer.mlp))))
-    changed = [(module, type(module)) for module, _ in found]
-    for module, fast_class in found:
-        module.__class__ = fast_class
+            classes[layer.mlp] = _mlp_class
+    changed = [(module, type(module)) for module in classes]
+    for module, fast_class in classes.items():
+        module.__class__ = fast_class(type(module))
     return changed
 
 
@@ -119,8 +117,9 @@ def _attention_class(original: Any, backend: Backend) -> type[nn.Module]:
         assert position_embeddings is not None and packed is not None
         tokens = hidden_states.shape[0] * hidden_states.shape[1]
         cos, sin = (x.reshape(-1, x.shape[-1]).expand(tokens, -1) for x in position_embeddings)
-        y = attention(hidden_states.flatten(0, 1), cos, sin, packed, parts)
-        return y.view_as(hidden_states), None
+        x = hidden_states.flatten(0, 1).to(_compute_dtype(hidden_states))
+        with _without_autocast(x):
+            return attention(x, cos, sin, packed, parts).view_as(hidden_states), None
 
     return _subclass(original, forward)
 
@@ -131,7 +130,11 @@ def _mlp_class(original: Any) -> type[nn.Module]:
 
     def forward(self: Any, x: Tensor) -> Tensor:
         parts = _mlp_parts(self, x)
-        return plain(self, x) if parts is None else mlp(x.flatten(0, -2), parts).view_as(x)
+        if parts is None:
+            return plain(self, x)
+        flat = x.flatten(0, -2).to(_compute_dtype(x))
+        with _without_autocast(x):
+            return mlp(flat, parts).view_as(x)
 
     return _subclass(original, forward)
 
@@ -172,18 +175,29 @@ def _mlp_parts(module: Any, x: Tensor) -> MLPParts | None:
 
 
 def _parts(module: Any, groups: tuple[tuple[str, ...], ...], x: Tensor, make: Any) -> Any:
-    """The parts kept on the module, made again where its linears are others (an adapter was put around them)."""
-    first = groups[0]
+    """The parts kept on the module; made again where its linears are others (an adapter was put around them) or in
+    another state."""
     linears: list[nn.Module] = [getattr(module, name) for names in groups for name in names]
+    now = (_compute_dtype(x), state(linears))
     kept = module.__dict__.get("_pronghorn_parts")
-    if kept is None or any(a is not b for a, b in zip(kept[0], linears, strict=True)):
-        refused = linears_refusal(linears[: len(first)]) or linears_refusal(linears[len(first) :])
-        kept = linears, None if refused else make(linears)
+    if kept is None or kept[1] != now or any(a is not b for a, b in zip(kept[0], linears, strict=True)):
+        first = len(groups[0])
+        refused = linears_refusal(linears[:first], now[0]) or linears_refusal(linears[first:], now[0])
+        kept = linears, now, None if refused else make(linears)
         module.__dict__["_pronghorn_parts"] = kept
-    weights = [base_of(linear).weight for linear in linears]
-    if x.dtype is not weights[0].dtype or torch.is_autocast_enabled(x.device.type):
-        return None
-    return None if any(weight.requires_grad for weight in weights) else kept[1]
+    return kept[2]
+
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    """What products of x are computed in: autocast's dtype where it is on."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """The fused functions choose every dtype themselves."""
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 def _head_dim(config: Any) -> int:

@@ -20,7 +20,7 @@ from pronghorn.attention.packed import Backend
 from pronghorn.data.batch import PackedBatch
 from pronghorn.kernels import glu, rope
 from pronghorn.kernels.rope import Heads
-from pronghorn.models.merged import LinearGroup
+from pronghorn.models.merged import LinearGroup, Operands, read
 
 
 @dataclass(frozen=True)
@@ -45,67 +45,79 @@ class MLPParts:
 
 
 def attention(x: Tensor, cos: Tensor, sin: Tensor, packed: PackedBatch, parts: AttentionParts) -> Tensor:
-    """x, y: [T, H]; cos, sin: [T, D]."""
-    return _Attention.apply(x, cos, sin, packed, parts, *parts.qkv.parameters(), *parts.out.parameters())
+    """x, y: [T, H], in the dtype of the products; cos, sin: [T, D]."""
+    qkv, out = read([parts.qkv, parts.out], x.dtype)
+    norms = parts.heads.query_norm, parts.heads.key_norm
+    return _Attention.apply(x, cos, sin, packed, parts, qkv, out, *norms, *qkv.trained, *out.trained)
 
 
 def mlp(x: Tensor, parts: MLPParts) -> Tensor:
-    """x, y: [T, H]."""
-    return _MLP.apply(x, parts, *parts.gate_up.parameters(), *parts.down.parameters())
+    """x, y: [T, H], in the dtype of the products."""
+    gate_up, down = read([parts.gate_up, parts.down], x.dtype)
+    return _MLP.apply(x, parts.activation, gate_up, down, *gate_up.trained, *down.trained)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, packed: PackedBatch, parts: AttentionParts, *_: Tensor
+        ctx: Any,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        packed: PackedBatch,
+        parts: AttentionParts,
+        qkv_linears: Operands,
+        out_linear: Operands,
+        *_: Tensor | None,
     ) -> Tensor:
-        qkv, xa = parts.qkv.forward(x)
+        qkv, xa = qkv_linears.forward(x)
         q, k, v = rope.forward(qkv, cos, sin, parts.heads)
         mixed, state = explicit.forward(q, k, v, packed, parts.scale, parts.window, parts.backend)
-        y, mixed_a = parts.out.forward(mixed.flatten(1))
+        y, mixed_a = out_linear.forward(mixed.flatten(1))
         ctx.save_for_backward(x, cos, sin, qkv, mixed, *state, xa, mixed_a)
-        ctx.packed, ctx.parts = packed, parts
+        ctx.packed, ctx.parts, ctx.linears = packed, parts, (qkv_linears, out_linear)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, cos, sin, qkv, mixed, *state, xa, mixed_a = ctx.saved_tensors
         parts: AttentionParts = ctx.parts
+        qkv_linears, out_linear = ctx.linears
         heads = parts.heads
-        d_mixed, dya = parts.out.input_grad(dy)
-        assert d_mixed is not None
-        out_grads = parts.out.adapter_grads(dy, dya, mixed.flatten(1), mixed_a)
+        d_mixed, dya = out_linear.input_grad(dy)
+        out_grads = out_linear.gradients(dy, dya, mixed.flatten(1), mixed_a)
         if heads.query_norm is None:
             (q, k, v), raw = heads.split(qkv), None
         else:
             (q, k, v), raw = rope.forward(qkv, cos, sin, heads), qkv
         options = ctx.packed, parts.scale, parts.window, parts.backend
         dqkv = explicit.backward(d_mixed.view_as(mixed), q, k, v, mixed, state, *options)
-        dqkv = rope.backward_(dqkv, cos, sin, heads, raw)
-        dx, dya = parts.qkv.input_grad(dqkv, ctx.needs_input_grad[0])
-        return dx, None, None, None, None, *parts.qkv.adapter_grads(dqkv, dya, x, xa), *out_grads
+        dqkv, *norm_grads = rope.backward_(dqkv, cos, sin, heads, raw, any(ctx.needs_input_grad[7:9]))
+        dx, dya = qkv_linears.input_grad(dqkv, ctx.needs_input_grad[0])
+        return dx, *(None,) * 6, *norm_grads, *qkv_linears.gradients(dqkv, dya, x, xa), *out_grads
 
 
 class _MLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, parts: MLPParts, *_: Tensor) -> Tensor:
-        gate_up, low_rank = parts.gate_up.parts(x)
+    def forward(
+        ctx: Any, x: Tensor, activation: glu.Activation, gate_up_linears: Operands, down_linear: Operands, *_: Tensor
+    ) -> Tensor:
+        gate_up, low_rank = gate_up_linears.parts(x)
         if low_rank is None:
-            xa, a = None, glu.forward(gate_up, parts.activation)
+            xa, a = None, glu.forward(gate_up, activation)
         else:
-            xa, a = low_rank[0], glu.forward_with_low_rank_(gate_up, *low_rank, parts.activation)
-        y, a_a = parts.down.forward(a)
+            xa, a = low_rank[0], glu.forward_with_low_rank_(gate_up, *low_rank, activation)
+        y, a_a = down_linear.forward(a)
         ctx.save_for_backward(x, gate_up, xa, a_a)
-        ctx.parts = parts
+        ctx.activation, ctx.linears = activation, (gate_up_linears, down_linear)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, gate_up, xa, a_a = ctx.saved_tensors
-        parts: MLPParts = ctx.parts
-        da, dya = parts.down.input_grad(dy)
-        assert da is not None
-        d_gate_up, a = glu.backward(da, gate_up, parts.activation)
-        down_grads = parts.down.adapter_grads(dy, dya, a, a_a)
-        dx, dya = parts.gate_up.input_grad(d_gate_up, ctx.needs_input_grad[0])
-        return dx, None, *parts.gate_up.adapter_grads(d_gate_up, dya, x, xa), *down_grads
+        gate_up_linears, down_linear = ctx.linears
+        da, dya = down_linear.input_grad(dy)
+        d_gate_up, a = glu.backward(da, gate_up, ctx.activation)
+        down_grads = down_linear.gradients(dy, dya, a, a_a)
+        dx, dya = gate_up_linears.input_grad(d_gate_up, ctx.needs_input_grad[0])
+        return dx, *(None,) * 3, *gate_up_linears.gradients(d_gate_up, dya, x, xa), *down_grads

@@ -52,8 +52,12 @@ def labelled_cross_entropy(
     selected, targets = hidden.flatten(0, 1)[rows], next_labels[rows]
     # Nothing labelled anywhere is a loss of 0, not 0 / 0.
     divisor = packed.n_labels if num_items is None else num_items
-    if type(head) is nn.Linear and head.bias is None and head.weight.dtype is selected.dtype and not _autocast(hidden):
-        return linear_cross_entropy(selected, head.weight, targets, _at_least_one(divisor), IGNORE_INDEX, softcap)
+    if type(head) is nn.Linear and head.bias is None:
+        kind = hidden.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
+        selected, divisor = selected.to(dtype), _at_least_one(divisor)
+        with torch.autocast(kind, enabled=False):
+            return linear_cross_entropy(selected, head.weight, targets, divisor, IGNORE_INDEX, softcap)
 
     def chunk_loss(chunk: Tensor, target: Tensor) -> Tensor:
         logits = head(chunk).float()
@@ -75,7 +79,3 @@ def labelled_cross_entropy(
 
 def _at_least_one(divisor: Tensor | int) -> Tensor | int:
     return divisor.clamp(min=1) if isinstance(divisor, Tensor) else max(divisor, 1)
-
-
-def _autocast(hidden: Tensor) -> bool:
-    return torch.is_autocast_enabled(hidden.device.type)

@@ -3,8 +3,9 @@
     y = x Wᵀ + b + s · (x Aᵀ) Bᵀ        W: the weights of the linears, one below the other
                                         A: their A one below the other, B: their B along the diagonal
 
-The model's own weights become row slices of one storage, so they save, load and move as before; what moved them is
-noticed, and they are put together again. Adapters are copied once a forward, in the weights' dtype.
+Weights in the dtype of the products become row slices of one storage, so they save, load and move as before; what moved
+them is noticed, and they are put together again. Float32 weights that are trained in 16 bits (autocast), and adapters,
+are copied once a forward; 4-bit weights are written out for each product.
 """
 
 from __future__ import annotations
@@ -42,18 +43,21 @@ def base_of(linear: Any) -> Any:
     return getattr(linear, "base_layer", linear)
 
 
-def refusal(linears: list[nn.Module]) -> str | None:
-    """Why these linears can't be computed as one product, or None."""
+def refusal(linears: list[nn.Module], dtype: torch.dtype) -> str | None:
+    """Why these linears can't be computed as one product in `dtype`, or None."""
     bases = [base_of(linear) for linear in linears]
     for base in bases:
-        if type(base) is not nn.Linear:
+        if type(base) is not nn.Linear and not _is_4bit(base):
             return f"{type(base).__name__} is not a plain linear"
-        if base.weight.requires_grad:
-            return "the linears' own weights are trained"
         if hasattr(base.weight, "device_mesh"):
             return "the weights are sharded"
-    if len({(base.weight.dtype, base.weight.device, base.bias is None) for base in bases}) > 1:
-        return "the linears differ in dtype, device or bias"
+    first = bases[0]
+    if len({(type(x), x.weight.dtype, x.weight.device, x.weight.requires_grad, x.bias is None) for x in bases}) > 1:
+        return "the linears differ in dtype, device or bias, or only some are trained"
+    if any(x.bias is not None and x.bias.requires_grad is not x.weight.requires_grad for x in bases):
+        return "biases are trained and weights are not"
+    if not _is_4bit(first) and first.weight.dtype is not dtype and not first.weight.requires_grad:
+        return f"the weights are {_name(first.weight.dtype)} and the products {_name(dtype)}"
     scales = set()
     for module in linears:
         linear: Any = module
@@ -71,6 +75,19 @@ def refusal(linears: list[nn.Module]) -> str | None:
     return "the linears' LoRA scales differ" if len(scales) > 1 else None
 
 
+def state(linears: list[nn.Module]) -> list[Any]:
+    """What `refusal` depends on and may change while the modules stay: compare it to know when to ask again."""
+    found: list[Any] = []
+    for module in linears:
+        linear: Any = module
+        weight = base_of(linear).weight
+        found.append((weight.dtype, weight.requires_grad))
+        if hasattr(linear, "lora_A"):
+            active = linear.active_adapters
+            found.append((*active, *(linear.scaling.get(name) for name in active)))
+    return found
+
+
 class LinearGroup:
     """Linears with the same input, which `refusal` doesn't refuse."""
 
@@ -78,67 +95,88 @@ class LinearGroup:
         self.linears = linears
         self._weight: Tensor | None = None
         self._bias: Tensor | None = None
-        self._copies: tuple[Tensor, Tensor] | None = None
-        self._scale = 1.0
+        self._a: Tensor | None = None
+        self._b: Tensor | None = None
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the weights."""
-        return base_of(self.linears[0]).weight.dtype
+    def weight(self, bases: list[Any], dtype: torch.dtype) -> Tensor:
+        """[N, in] in `dtype`: the weights themselves where they have it, else a copy made now."""
+        weights = [base.weight for base in bases]
+        if _is_4bit(bases[0]):
+            from bitsandbytes.functional import dequantize_4bit
 
-    @property
-    def weight(self) -> Tensor:
-        """[N, in]; the linears' weights are its slices."""
-        weights = [base_of(linear).weight for linear in self.linears]
+            whole = [dequantize_4bit(weight.data, weight.quant_state) for weight in weights]
+            return (whole[0] if len(whole) == 1 else torch.cat(whole)).to(dtype)
+        if weights[0].dtype is not dtype:
+            copy = weights[0].new_empty(sum(weight.shape[0] for weight in weights), weights[0].shape[1], dtype=dtype)
+            torch._foreach_copy_(list(copy.split([len(weight) for weight in weights])), [x.detach() for x in weights])
+            return copy
         if self._weight is None or not _in_place(self._weight, weights):
             self._weight = _merge(weights)
         return self._weight
 
-    @property
-    def bias(self) -> Tensor | None:
-        """[N], or None."""
-        biases = [base_of(linear).bias for linear in self.linears]
+    def bias(self, bases: list[Any], dtype: torch.dtype) -> Tensor | None:
+        """[N] in `dtype`, or None."""
+        biases = [base.bias for base in bases]
         if biases[0] is None:
             return None
+        if biases[0].dtype is not dtype or _is_4bit(bases[0]):
+            return torch.cat([bias.detach().to(dtype) for bias in biases])
         if self._bias is None or not _in_place(self._bias, biases):
             self._bias = _merge(biases)
         return self._bias
 
-    def adapters(self) -> list[tuple[slice, Adapter]]:
-        """The active adapters and the columns of y that each adds to."""
-        found, start = [], 0
-        for linear in self.linears:
-            width = base_of(linear).out_features
-            adapter = adapter_of(linear)
-            if adapter is not None:
-                found.append((slice(start, start + width), adapter))
-            start += width
-        return found
+    def low_rank(
+        self, adapters: list[tuple[slice, Adapter]], shape: tuple[int, int], dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
+        """A [R, in] and B [N, R] for all adapters, and the copies that fill them as (target, source).
 
-    def copy_adapters(self) -> tuple[Tensor, Tensor]:
-        """A [R, in] and B [N, R] of all adapters in the weights' dtype; made anew, B's other blocks stay zero."""
-        adapters, weight = self.adapters(), self.weight
+        Kept from forward to forward, so that B's other blocks stay zero. `shape` is (N, in).
+        """
+        source = adapters[0][1].a
         ranks = sum(adapter.a.shape[0] for _, adapter in adapters)
-        kept = self._copies
-        if (
-            kept is None
-            or kept[0].shape[0] != ranks
-            or (kept[0].dtype, kept[0].device) != (weight.dtype, weight.device)
-        ):
-            kept = weight.new_zeros(ranks, weight.shape[1]), weight.new_zeros(weight.shape[0], ranks)
-            self._copies = kept
-        targets, sources, rank = [], [], 0
+        a, b = self._a, self._b
+        if a is None or b is None or (a.shape[0], a.dtype, a.device) != (ranks, dtype, source.device):
+            a, b = source.new_zeros(ranks, shape[1], dtype=dtype), source.new_zeros(shape[0], ranks, dtype=dtype)
+            self._a, self._b = a, b
+        copies, rank = [], 0
         for columns, adapter in adapters:
             r = adapter.a.shape[0]
-            targets += [kept[0][rank : rank + r], kept[1][columns, rank : rank + r]]
-            sources += [adapter.a.detach(), adapter.b.detach()]
+            copies.append((a[rank : rank + r], adapter.a.detach()))
+            copies.append((b[columns, rank : rank + r], adapter.b.detach()))
             rank += r
-        torch._foreach_copy_(targets, sources)
-        return kept
+        return a, b, copies
 
-    def parameters(self) -> list[Tensor]:
-        """The trained tensors, in the order of `backward`'s gradients: a and b of each adapter."""
-        return [tensor for _, adapter in self.adapters() for tensor in (adapter.a, adapter.b)]
+
+@dataclass(frozen=True)
+class Operands:
+    """What a group multiplies with in one step, read from the model at its forward."""
+
+    group: LinearGroup
+    bases: list[Any]
+    dtype: torch.dtype
+    _weight: Tensor | None
+    """None where it is written out for each product."""
+    adapters: list[tuple[slice, Adapter]]
+    """The active adapters, and the columns of y that each adds to."""
+    a: Tensor | None
+    b: Tensor | None
+
+    @property
+    def weight(self) -> Tensor:
+        """[N, in]."""
+        return self.group.weight(self.bases, self.dtype) if self._weight is None else self._weight
+
+    @property
+    def scale(self) -> float:
+        """s, the same for all adapters."""
+        return self.adapters[0][1].scale
+
+    @property
+    def trained(self) -> list[Tensor]:
+        """The trained tensors, in the order of `gradients`: weights, biases, then a and b of each adapter."""
+        found = [base.weight for base in self.bases if base.weight.requires_grad]
+        found += [base.bias for base in self.bases if base.bias is not None and base.bias.requires_grad]
+        return found + [tensor for _, adapter in self.adapters for tensor in (adapter.a, adapter.b)]
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """(y [T, N], x Aᵀ [T, R] or None without adapters) of x [T, in]."""
@@ -150,38 +188,69 @@ class LinearGroup:
 
     def parts(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor, float] | None]:
         """x Wᵀ + b, and what is to be added to it: (x Aᵀ, B, s) of s · (x Aᵀ) Bᵀ, or None without adapters."""
-        weight, bias, adapters = self.weight, self.bias, self.adapters()
-        y = x @ weight.t() if bias is None else torch.addmm(bias, x, weight.t())
-        if not adapters:
-            self._copies = None
+        bias = self.group.bias(self.bases, self.dtype)
+        y = x @ self.weight.t() if bias is None else torch.addmm(bias, x, self.weight.t())
+        if self.a is None or self.b is None:
             return y, None
-        self._scale = adapters[0][1].scale
-        a, b = self.copy_adapters()
-        return y, (x @ a.t(), b, self._scale)
+        return y, (x @ self.a.t(), self.b, self.scale)
 
     def input_grad(self, dy: Tensor, wanted: bool = True) -> tuple[Tensor | None, Tensor | None]:
         """(dx [T, in], if wanted; s·dy B [T, R], if there are adapters) from dy [T, N]."""
         dx = dy @ self.weight if wanted else None
-        if self._copies is None:
+        if self.a is None or self.b is None:
             return dx, None
-        a, b = self._copies
-        dya = torch.addmm(dy.new_empty(1, 1), dy, b, beta=0, alpha=self._scale)
-        return dx if dx is None else dx.addmm_(dya, a), dya
+        dya = torch.addmm(dy.new_empty(1, 1), dy, self.b, beta=0, alpha=self.scale)
+        return dx if dx is None else dx.addmm_(dya, self.a), dya
 
-    def adapter_grads(self, dy: Tensor, dya: Tensor | None, x: Tensor, xa: Tensor | None) -> list[Tensor]:
-        """The gradients of `parameters`, from dy [T, N], what `input_grad` gave, x [T, in], what `forward` gave."""
-        if dya is None or xa is None:
-            return []
+    def gradients(self, dy: Tensor, dya: Tensor | None, x: Tensor, xa: Tensor | None) -> list[Tensor]:
+        """Those of `trained`, from dy [T, N], what `input_grad` gave, x [T, in], and what `forward` gave."""
         grads: list[Tensor] = []
-        adapters = self.adapters()
-        da = _product(dya.t(), x, adapters[0][1].a.dtype)
+        if self.bases[0].weight.requires_grad:
+            widths = [base.out_features for base in self.bases]
+            grads += _product(dy.t(), x, self.bases[0].weight.dtype).split(widths)
+            if self.bases[0].bias is not None:
+                grads += dy.sum(0, dtype=self.bases[0].bias.dtype).split(widths)
+        if dya is None or xa is None:
+            return grads
+        da = _product(dya.t(), x, self.adapters[0][1].a.dtype)
         rank = 0
-        for columns, adapter in adapters:
+        for columns, adapter in self.adapters:
             r = adapter.a.shape[0]
             db = _product(dy[:, columns].t(), xa[:, rank : rank + r], adapter.b.dtype)
-            grads += [da[rank : rank + r], db if self._scale == 1 else db.mul_(self._scale)]
+            grads += [da[rank : rank + r], db if self.scale == 1 else db.mul_(self.scale)]
             rank += r
         return grads
+
+
+def read(groups: list[LinearGroup], dtype: torch.dtype) -> list[Operands]:
+    """The groups as they are now, for products in `dtype`; all adapters are copied in one launch."""
+    found, copies = [], []
+    for group in groups:
+        bases = [base_of(linear) for linear in group.linears]
+        weight = None if _is_4bit(bases[0]) else group.weight(bases, dtype)
+        adapters, start = [], 0
+        for linear, base in zip(group.linears, bases, strict=True):
+            adapter = adapter_of(linear)
+            if adapter is not None:
+                adapters.append((slice(start, start + base.out_features), adapter))
+            start += base.out_features
+        a = b = None
+        if adapters:
+            a, b, made = group.low_rank(adapters, (start, bases[0].in_features), dtype)
+            copies += made
+        found.append(Operands(group, bases, dtype, weight, adapters, a, b))
+    if copies:
+        torch._foreach_copy_([target for target, _ in copies], [source for _, source in copies])
+    return found
+
+
+def _is_4bit(base: Any) -> bool:
+    """Whether it is bitsandbytes' 4-bit linear (told by name: the package needn't be there)."""
+    return type(base).__name__ == "Linear4bit" and getattr(base.weight, "quant_state", None) is not None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
