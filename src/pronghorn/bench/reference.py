@@ -1,8 +1,5 @@
-"""What the gate compares with: transformers and PEFT in float32, one document at a time.
-
-Nothing is packed here, so whatever leaks between packed documents shows. Each decoder layer's weights are widened to
-float32 only while the layer runs and recomputed with it in the backward pass, so that a model is judged on the GPU that
-trains it, whatever its size. The same passes in the dtype of training tell how much of a difference is rounding.
+"""What the gate compares with: transformers and PEFT in float32, one document at a time (`parity.reference`), and how
+far the same passes in the dtype of training are from it.
 """
 
 from __future__ import annotations
@@ -15,18 +12,13 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
-from torch.func import functional_call
-from torch.nn.functional import cross_entropy
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
 from pronghorn.bench.contenders.base import Spec, autocast, device, set_adapters, trainable
 from pronghorn.bench.workload import Row
-from pronghorn.data.packing import IGNORE_INDEX
-
-KEPT_ELEMENTS = 2**29
-"""Gradients are kept for comparison, smallest tensors first, up to so many elements (2 GiB): all of a LoRA's, and of
-full fine-tuning as many as make a comparison worth its time. The norm is over all of them in any case."""
+from pronghorn.data.packing import Document
+from pronghorn.models.families import base_causal_lm
+from pronghorn.parity.reference import accumulate, kept_gradients, part_by_part
 
 
 @dataclass(frozen=True)
@@ -56,31 +48,6 @@ class Reference:
         return cls(**json.loads(path.read_text()))
 
 
-class WidenedLayer(nn.Module):
-    """A decoder layer that runs in float32 (or as it is), recomputed in the backward pass."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-        self.exact = False
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:  # models ask their layers what kind of attention they have
-            return getattr(super().__getattr__("layer"), name)
-
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The layer's own forward."""
-        return checkpoint(self._run, hidden, *args, use_reentrant=False, **kwargs)
-
-    def _run(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not self.exact:
-            return self.layer(hidden, *args, **kwargs)
-        widened = {name: p.float() for name, p in self.layer.named_parameters() if p.is_floating_point()}
-        return functional_call(self.layer, widened, (hidden, *args), kwargs)
-
-
 def compute_reference(spec: Spec, row: Row, folder: Path) -> Reference:
     """Loss, gradients and document losses of a row, and the plain path's own error.
 
@@ -89,27 +56,18 @@ def compute_reference(spec: Spec, row: Row, folder: Path) -> Reference:
         row: the row the gate judges on.
         folder: where the gradients are written.
     """
-    torch.set_float32_matmul_precision("highest")
     model = _load(spec)
     parameters = trainable(model)
-    base = model.get_base_model() if spec.method != "full" else model
-    layers = base.base_model.layers
-    for i, layer in enumerate(layers):
-        layers[i] = WidenedLayer(layer)
-    with autocast(spec.method):
-        _backward(model, row)
-    kept = _kept(parameters)
-    plain = {name: parameters[name].grad.detach().clone() for name in kept}
-    model.zero_grad()
-
-    for layer in layers:
-        layer.exact = True
-    for part in (base.get_input_embeddings(), base.base_model.norm, base.get_output_embeddings()):
-        part.float()
-    for module in model.modules():
-        if hasattr(module, "compute_dtype"):  # 4-bit linears
-            module.compute_dtype = torch.float32
-    losses = _backward(model, row)
+    documents = [Document(list(row.input_ids[a:b]), list(row.labels[a:b])) for a, b in row.bounds]
+    with part_by_part(base_causal_lm(model)) as widen:
+        with autocast(spec.method):
+            accumulate(model, documents, row.n_labels)
+        kept = kept_gradients(parameters)
+        plain = {name: parameters[name].grad.detach().clone() for name in kept}
+        model.zero_grad()
+        widen(torch.float32)
+        passed = accumulate(model, documents, row.n_labels)
+    losses = [None if each.losses is None else each.losses.sum().item() for each in passed]
     gradients = {name: parameters[name].grad.float() for name in kept}
     squared = {name: gradients[name].norm().item() ** 2 for name in kept}
     errors = {name: (plain[name].float() - gradients[name]).norm().item() ** 2 for name in kept}
@@ -148,29 +106,3 @@ def _load(spec: Spec) -> Any:
     model = build(replace(spec, recompute="off"), attention="sdpa").model
     set_adapters(model, spec.seed)
     return model
-
-
-def _kept(parameters: dict[str, Tensor]) -> list[str]:
-    kept, elements = [], 0
-    for name in sorted(parameters, key=lambda name: (parameters[name].numel(), name)):
-        elements += parameters[name].numel()
-        if elements > KEPT_ELEMENTS:
-            break
-        kept.append(name)
-    return kept
-
-
-def _backward(model: Any, row: Row) -> list[float | None]:
-    """Accumulate the gradient of the row's mean loss, document by document; each one's summed loss."""
-    losses: list[float | None] = []
-    for start, end in row.bounds:
-        labels = torch.tensor(row.labels[start:end], device=device())
-        if (labels[1:] == IGNORE_INDEX).all():
-            losses.append(None)
-            continue
-        ids = torch.tensor(row.input_ids[start:end], device=device())
-        logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
-        loss = cross_entropy(logits, labels[1:], ignore_index=IGNORE_INDEX, reduction="sum")
-        (loss / row.n_labels).backward()
-        losses.append(loss.item())
-    return losses

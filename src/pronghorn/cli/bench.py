@@ -115,10 +115,5 @@ def step(
         raise typer.Exit(1)
 
 
-@bench.callback()
-def _root() -> None:
-    """Keeps `step` a subcommand while it is the only one."""
-
-
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pronghorn.bench.workload import Row
+from pronghorn.parity.parameters import canonical as canonical  # for those who import it from here
+from pronghorn.parity.parameters import trainable
 
 Method = Literal["lora", "qlora", "full"]
 Recompute = Literal["off", "on", "offload"]
@@ -59,16 +61,6 @@ class Contender:
     build: Callable[[Spec], Built]
     needs_gpu: bool = False
     methods: tuple[Method, ...] = ("lora", "qlora", "full")
-
-
-def canonical(name: str) -> str:
-    """A parameter's name without what PEFT and compilation wrap around it: the same for every contender."""
-    return name.removeprefix("base_model.model.").replace("_orig_mod.", "").replace(".default.", ".")
-
-
-def trainable(model: Any) -> dict[str, Any]:
-    """The trained parameters by canonical name."""
-    return {canonical(name): p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def set_adapters(model: Any, seed: int) -> None:

@@ -1,0 +1,100 @@
+"""An op to measure and the ways to compute it, as values: what goes in, what must come out, what must be moved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+IGNORED = -100
+Work = tuple[float, float]
+"""Of the forward and of the backward: bytes read and written, or operations."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How somebody computes an op. `forward` and `backward` may overwrite what `start` made."""
+
+    start: Callable[[], Any]
+    """Fresh inputs and gradients of the outputs; outside the clock."""
+    forward: Callable[[Any], Any]
+    backward: Callable[[Any], Any] | None
+    """From what `forward` returned; None where the forward makes the gradients."""
+    results: Callable[[Any, Any], dict[str, Tensor]]
+    """Outputs and gradients by name, from what `forward` and `backward` returned."""
+    work: Work
+
+
+@dataclass(frozen=True)
+class Case:
+    """One op on one shape."""
+
+    op: str
+    shape: str
+    tokens: int
+    formula: Callable[..., tuple[Tensor, ...]]
+    inputs: tuple[Tensor, ...]
+    grads: tuple[Tensor, ...]
+    """Of the formula's outputs."""
+    names: tuple[str, ...]
+    """Of the outputs, then of the inputs' gradients."""
+    work: Work
+    """Of a way that keeps nothing back and does nothing twice."""
+    pronghorn: Callable[[Case], Way]
+    liger: Callable[[Case], Way] | None = None
+    trained: int = 1
+    """So many inputs have gradients, the first ones."""
+    product: tuple[int, int, int] | None = None
+    """(rows, inner, columns) of the product that is the ceiling; otherwise a copy is."""
+    slack: float = 0.0
+    """Of the first output, an average (`tolerance.three_way`)."""
+    small: Case | None = None
+    """What the gate judges on, where that isn't the case itself."""
+
+    def double(self) -> Case:
+        """The same numbers in float64."""
+        inputs, grads = (
+            tuple(x.double() if x.is_floating_point() else x for x in y) for y in (self.inputs, self.grads)
+        )
+        return replace(self, inputs=inputs, grads=grads)
+
+
+def by_autograd(case: Case, function: Callable[..., Any], work: Work | None = None) -> Way:
+    """A differentiable function of the case's inputs; it may return one tensor or several."""
+
+    def start() -> Any:
+        inputs = [x.clone().requires_grad_(i < case.trained) for i, x in enumerate(case.inputs)]
+        return inputs, [x.clone() for x in case.grads]
+
+    def forward(state: Any) -> Any:
+        outputs = function(*state[0])
+        return (outputs if isinstance(outputs, tuple) else (outputs,)), *state
+
+    def backward(state: Any) -> Any:
+        outputs, inputs, grads = state
+        return torch.autograd.grad(outputs, inputs[: case.trained], grads)
+
+    def results(state: Any, grads: Any) -> dict[str, Tensor]:
+        return dict(zip(case.names, (*state[0], *grads), strict=True))
+
+    return Way(start, forward, backward, results, work or case.work)
+
+
+class Draw:
+    """Random tensors, N(0, 1), the same in every run on the same device."""
+
+    def __init__(self, device: str, dtype: torch.dtype, seed: int = 0) -> None:
+        self.device, self.dtype = device, dtype
+        self.generator = torch.Generator(device).manual_seed(seed)
+
+    def __call__(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator, device=self.device).to(self.dtype)
+
+    def targets(self, rows: int, vocab: int) -> Tensor:
+        """Labels, int64 [M]; every eighth is ignored."""
+        drawn = torch.randint(vocab, (rows,), generator=self.generator, device=self.device)
+        drawn[7::8] = IGNORED
+        return drawn

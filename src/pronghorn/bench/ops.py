@@ -1,0 +1,311 @@
+"""`pronghorn bench ops`: each kernel against its formula in plain torch, that compiled, and Liger's; the gate first."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from pronghorn.bench.op_cases import OPS, cases
+from pronghorn.bench.op_way import Case, Way, by_autograd
+from pronghorn.bench.record import Result, Workload, command_line
+from pronghorn.bench.timing import Clock, CudaClock, HostClock, spread
+from pronghorn.bench.tolerance import three_way
+from pronghorn.device import versions
+from pronghorn.errors import ConfigError
+
+OTHERS = ("compile", "liger")
+DTYPES = ("bfloat16", "float16", "float32")
+WARM = 3
+"""Untimed rounds."""
+HEAD_START = 1_000_000
+"""Clock cycles, about half a millisecond, that the GPU waits before a timed part: the host has launched all of it by
+then, so that the device's work is measured and not the host's."""
+
+
+@dataclass(frozen=True)
+class OpsOptions:
+    """What is asked for."""
+
+    ops: tuple[str, ...] = ()
+    """Empty: all."""
+    tokens: int | None = None
+    """Rows T; None: 8192 on a GPU, 64 on the CPU."""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    repeats: int = 20
+    against: tuple[str, ...] | None = None
+    """None: all on a GPU; nobody on the CPU, where compiling takes longer than all the rest."""
+    commit: str = "unknown"
+
+
+@dataclass
+class Entrant:
+    """One contender in one case."""
+
+    name: str
+    make: Callable[[Case], Way]
+    gate: dict[str, Any] = field(default_factory=dict)
+    timings: dict[str, list[float]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    work: dict[str, float] = field(default_factory=dict)
+    """Bytes or operations of each part."""
+    ceiling_ms: dict[str, float] = field(default_factory=dict)
+    """What a copy of as many bytes, or a product of as many operations, takes."""
+
+    def fail(self, reason: str) -> None:
+        """Withhold its figures."""
+        self.gate = {**self.gate, "green": False, "reasons": [*self.gate.get("reasons", []), reason]}
+        self.timings = {}
+
+
+class Stopwatch:
+    """Times parts on the current device, each with cold caches."""
+
+    def __init__(self, device: str) -> None:
+        self._clock: Clock = HostClock()
+        self._flush: Tensor | None = None
+        if device == "cuda":
+            self._clock = CudaClock()
+            cache = torch.cuda.get_device_properties().L2_cache_size
+            self._flush = torch.empty(2 * cache, dtype=torch.uint8, device=device)
+
+    def timed(self, way: Way) -> dict[str, float]:
+        """Milliseconds of one forward and one backward on fresh inputs."""
+        given = way.start()
+        self._calm()
+        marks = [self._clock.mark()]
+        state = way.forward(given)
+        marks.append(self._clock.mark())
+        times = {"forward": self._clock.milliseconds(marks)[0]}
+        if way.backward is not None:
+            self._calm()
+            marks = [self._clock.mark()]
+            way.backward(state)
+            marks.append(self._clock.mark())
+            times["backward"] = self._clock.milliseconds(marks)[0]
+        return {**times, "step": sum(times.values())}
+
+    def _calm(self) -> None:
+        """Fill the cache with written lines, as it is in training: what a part leaves there unwritten at its end it
+        pays for at its start. Then hold the GPU until the host is ahead."""
+        if self._flush is not None:
+            self._flush.zero_()
+            torch.cuda._sleep(HEAD_START)
+
+
+def check_options(options: OpsOptions) -> OpsOptions:
+    """The options with what was left open filled in.
+
+    Raises:
+        ConfigError: an unknown op, contender or dtype (the known ones are listed), a number below 1.
+    """
+    known = {"--op": (options.ops, tuple(OPS)), "--against": (options.against or (), OTHERS)}
+    for flag, (given, names) in {**known, "--dtype": ((options.dtype,), DTYPES)}.items():
+        for name in given:
+            if name not in names:
+                raise ConfigError(f"{flag} {name} is unknown", f"use {', '.join(names)}")
+    cuda = torch.cuda.is_available()
+    tokens = options.tokens if options.tokens is not None else 8192 if cuda else 64
+    for flag, value in (("--tokens", tokens), ("--repeats", options.repeats)):
+        if value < 1:
+            raise ConfigError(f"{flag} {value} is below 1", "give a positive number")
+    against = options.against if options.against is not None else OTHERS if cuda else ()
+    ops = tuple(dict.fromkeys(options.ops or OPS))
+    return replace(options, ops=ops, tokens=tokens, against=tuple(dict.fromkeys(against)))
+
+
+def bench_ops(options: OpsOptions, say: Callable[[str], None]) -> list[Result]:
+    """Measure; one result per op, shape and contender, also for those that failed or aren't installed.
+
+    Args:
+        say: told what is being done.
+    Raises:
+        ConfigError: options that can't be served.
+    """
+    options = check_options(options)
+    assert options.tokens is not None and options.against is not None
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    watch = Stopwatch(device)
+    results = []
+    for op in options.ops:
+        for case in cases(op, options.tokens, device, getattr(torch, options.dtype)):
+            say(f"{op} {case.shape}")
+            entrants = measure(case, options.against, options.repeats, watch, device)
+            results += [_result(case, entrant, options, device) for entrant in entrants]
+    return results
+
+
+def measure(case: Case, against: Sequence[str], repeats: int, watch: Stopwatch, device: str) -> list[Entrant]:
+    """One case: the gate, then times by turns, then the ceiling at the same size."""
+    torch.compiler.reset()  # shapes of other cases are none of this one's business
+    entrants = [_pronghorn(device), Entrant("torch", lambda some: by_autograd(some, some.formula))]
+    entrants += [_other(name, case, device) for name in against]
+    judge(case.small or case, [entrant for entrant in entrants if not entrant.gate])
+    ways = {}
+    for entrant in entrants:
+        if entrant.gate["green"]:
+            way = entrant.make(case)
+            ways[entrant.name] = way
+            work = dict(zip(("forward", "backward"), way.work, strict=True))
+            entrant.work = {part: amount for part, amount in work.items() if amount}
+            if not way.work[1]:
+                entrant.notes.append("makes the gradients of cross-entropies in the forward")
+    for turn in range(WARM + repeats):
+        for entrant in [entrant for entrant in entrants if entrant.gate["green"]]:
+            try:
+                times = watch.timed(ways[entrant.name])
+            except Exception as error:  # whatever a library raises is for the table to tell
+                entrant.fail(_told(error))
+                _tidy()
+                continue
+            for part, ms in times.items() if turn >= WARM else ():
+                entrant.timings.setdefault(part, []).append(ms)
+    _ceilings(case, [entrant for entrant in entrants if entrant.timings], repeats, watch)
+    return entrants
+
+
+def judge(case: Case, entrants: Sequence[Entrant]) -> None:
+    """Compare each one's outputs and gradients with the formula in float64, by the three-way tolerance.
+
+    The limit is twice the error of the formula itself, computed by torch in the dtype measured.
+    """
+    try:
+        plain = _run(by_autograd(case, case.formula))
+        double = case.double()
+        exact = _run(by_autograd(double, double.formula))
+    except torch.OutOfMemoryError as error:
+        for entrant in entrants:
+            entrant.fail(f"can't be judged: {_told(error)}; give fewer --tokens")
+        return
+    if "a" in exact:
+        plain, exact = ({**found, "a again": found["a"]} for found in (plain, exact))
+    for entrant in entrants:
+        try:
+            spoilt = [torch.full_like(x, torch.nan) for x in plain.values() for _ in range(2)]
+            del spoilt  # memory that is reused holds no right answers
+            found = _run(entrant.make(case))
+        except Exception as error:
+            entrant.fail(_told(error))
+            _tidy()
+            continue
+        reasons, errors = [], {}
+        missing = set(case.names) - set(found)
+        reasons += [f"{name} is missing" for name in sorted(missing)]
+        for index, (name, mine) in enumerate(found.items()):
+            measured = three_way(mine, plain[name], exact[name], case.slack if index == 0 else 0.0)
+            errors[name] = {norm: {"error": error, "limit": limit} for norm, (error, limit) in measured.items()}
+            reasons += [
+                f"{name} is off: {norm} error {error:.2g}, allowed is {limit:.2g}"
+                for norm, (error, limit) in measured.items()
+                if not error <= limit
+            ]
+        entrant.gate = {"green": not reasons, "reasons": reasons, "tokens": case.tokens, "errors": errors}
+
+
+def _run(way: Way) -> dict[str, Tensor]:
+    state = way.forward(way.start())
+    return {name: x.detach() for name, x in way.results(state, way.backward(state) if way.backward else ()).items()}
+
+
+def _pronghorn(device: str) -> Entrant:
+    notes = [] if device == "cuda" else ["the torch code that Pronghorn runs on a CPU; its Triton kernel needs a GPU"]
+    return Entrant("pronghorn", lambda some: some.pronghorn(some), notes=notes)
+
+
+def _other(name: str, case: Case, device: str) -> Entrant:
+    if name == "compile":
+        compiled = functools.cache(lambda formula: torch.compile(formula, dynamic=False, fullgraph=True))
+        return Entrant(name, lambda some: by_autograd(some, compiled(some.formula)))
+    entrant = Entrant(name, _liger)
+    if case.liger is None:
+        entrant.fail("has no kernel for this op")
+    elif importlib.util.find_spec("liger_kernel") is None:
+        entrant.fail("not installed: pip install liger-kernel")
+    elif device != "cuda":
+        entrant.fail("needs an NVIDIA GPU: there is none here")
+    return entrant
+
+
+def _liger(case: Case) -> Way:
+    assert case.liger is not None
+    return case.liger(case)
+
+
+def _ceilings(case: Case, entrants: Sequence[Entrant], repeats: int, watch: Stopwatch) -> None:
+    """How long a copy of as many bytes takes (half read, half written), or as many operations of a plain product."""
+    known: dict[float, float] = {}
+
+    def milliseconds(work: Callable[[], Any]) -> float:
+        way = Way(lambda: None, lambda _: work(), None, lambda *_: {}, (0.0, 0.0))
+        return spread([watch.timed(way)["forward"] for _ in range(WARM + repeats)][WARM:])[0]
+
+    if case.product is not None:
+        rows, inner, columns = case.product
+        a, b = case.inputs[0], case.inputs[1].t()
+        per_operation = milliseconds(lambda: a @ b) / (2.0 * rows * inner * columns)
+    for entrant in entrants:
+        for part, amount in entrant.work.items():
+            if case.product is not None:
+                known[amount] = amount * per_operation
+            elif amount not in known:
+                source = torch.empty(int(amount) // 2, dtype=torch.uint8, device=case.inputs[0].device)
+                target = torch.empty_like(source)
+                known[amount] = milliseconds(functools.partial(target.copy_, source))
+            entrant.ceiling_ms[part] = known[amount]
+
+
+def _result(case: Case, entrant: Entrant, options: OpsOptions, device: str) -> Result:
+    product = case.product is not None
+    rate = "TFLOP/s" if product else "GB/s"
+    reached, share, ceilings = {}, {}, {}
+    for part, amount in entrant.work.items() if entrant.timings else ():
+        milliseconds = spread(entrant.timings[part])[0]
+        reached[part] = amount / milliseconds / (1e9 if product else 1e6)
+        if part in entrant.ceiling_ms:
+            share[part] = entrant.ceiling_ms[part] / milliseconds
+            name = "matmul_tflops" if product else "copy_bytes_per_s"
+            ceilings[f"{name}_{part}"] = amount / entrant.ceiling_ms[part] / (1e9 if product else 1e-3)
+    return Result(
+        command=command_line(),
+        contender=entrant.name,
+        workload=Workload(f"{case.shape} {options.dtype}", case.op, case.tokens, "one", 1.0, 0),
+        gate=entrant.gate,
+        timings_ms=entrant.timings,
+        ceilings=ceilings,
+        extra={
+            "on_cpu": device != "cuda",
+            "notes": entrant.notes,
+            "work": entrant.work,
+            "rate": rate,
+            "reached": reached,
+            "share_of_ceiling": share,
+        },
+        commit=options.commit,
+        versions=versions() | _liger_version(),
+    )
+
+
+def _liger_version() -> dict[str, str]:
+    try:
+        return {"liger-kernel": importlib.metadata.version("liger-kernel")}
+    except importlib.metadata.PackageNotFoundError:
+        return {}
+
+
+def _told(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}"
+
+
+def _tidy() -> None:
+    """Give back what a failed contender held."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

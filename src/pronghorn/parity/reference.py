@@ -1,0 +1,141 @@
+"""transformers and PEFT one document at a time, in the dtype of training and in a wider one.
+
+Nothing is packed here, so whatever leaks between packed documents shows. Each part's weights (a decoder layer, the
+embeddings, the last norm, the head) are widened only while the part runs, and again with it in the backward pass, so
+that a model is judged on the GPU that trains it, whatever its size. The same passes in the dtype of training tell how
+much of a difference is rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+from pronghorn.data.packing import IGNORE_INDEX, Document
+
+KEPT_ELEMENTS = 2**29
+"""Gradients are kept for comparison, smallest tensors first, up to so many elements (2 GiB): all of a LoRA's, and of
+full fine-tuning as many as make a comparison worth its time."""
+
+
+class WidenedPart(nn.Module):
+    """A part of a model that runs in `dtype` (None: as it is), recomputed in the backward pass."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+        self.dtype: torch.dtype | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:  # models ask their layers what kind of attention they have
+            return getattr(super().__getattr__("part"), name)
+
+    def forward(self, inputs: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The part's own forward."""
+        return checkpoint(self._run, inputs, *args, use_reentrant=False, **kwargs)
+
+    def _run(self, inputs: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.dtype is None:
+            return self.part(inputs, *args, **kwargs)
+        widened = {name: p.to(self.dtype) for name, p in self.part.named_parameters() if p.is_floating_point()}
+        return functional_call(self.part, widened, (inputs, *args), kwargs)
+
+
+@contextmanager
+def part_by_part(model: Any) -> Iterator[Callable[[torch.dtype], None]]:
+    """Run a transformers causal LM part by part; leaves it as it was. Not for an attached model.
+
+    Yields:
+        What makes every part compute in the given dtype from then on; before, they run as they are.
+    """
+    layers, trunk = model.base_model.layers, model.base_model
+    plain = list(layers)
+    embedding, norm, head = model.get_input_embeddings(), trunk.norm, model.get_output_embeddings()
+    quantised = [(m, m.compute_dtype) for m in model.modules() if hasattr(m, "compute_dtype")]
+    precision = torch.get_float32_matmul_precision()
+    parts = [WidenedPart(part) for part in (*plain, embedding, norm, head)]
+
+    def place(layer_parts: Sequence[nn.Module], embedding: nn.Module, norm: nn.Module, head: nn.Module) -> None:
+        for i, part in enumerate(layer_parts):
+            layers[i] = part
+        model.set_input_embeddings(embedding)
+        trunk.norm = norm
+        model.set_output_embeddings(head)
+
+    def widen(dtype: torch.dtype) -> None:
+        for part in parts:
+            part.dtype = dtype
+        for module, _ in quantised:  # 4-bit linears
+            module.compute_dtype = dtype
+
+    torch.set_float32_matmul_precision("highest")
+    place(parts[: len(plain)], *parts[len(plain) :])
+    try:
+        yield widen
+    finally:
+        place(plain, embedding, norm, head)
+        for module, dtype in quantised:
+            module.compute_dtype = dtype
+        torch.set_float32_matmul_precision(precision)
+
+
+@dataclass(frozen=True)
+class Passed:
+    """What one document came to."""
+
+    losses: Tensor | None
+    """[labels], the cross-entropy of each label, on the host; None for a document without labels."""
+    logits: Tensor | None
+    """[kept, V] at the positions asked for, on the host; None if none were."""
+
+
+def accumulate(
+    model: Any, documents: Sequence[Document], n_labels: int, keep: Sequence[Sequence[int]] | None = None
+) -> list[Passed]:
+    """Accumulate the gradient of the mean loss over `n_labels`, one document at a time; without autograd only look.
+
+    Args:
+        keep: for each document the positions whose logits are kept.
+    """
+    passed = []
+    for number, document in enumerate(documents):
+        kept = list(keep[number]) if keep is not None else []
+        labels = torch.tensor(document.labels, device=model.device)
+        predicting = (labels[1:] != IGNORE_INDEX).nonzero().flatten()
+        if not len(predicting) and not kept:
+            passed.append(Passed(None, None))
+            continue
+        ids = torch.tensor(document.input_ids, device=model.device)
+        rows = torch.cat([predicting, torch.tensor(kept, dtype=torch.int64, device=model.device)])
+        logits = model(input_ids=ids[None], use_cache=False, logits_to_keep=rows).logits[0]
+        losses = None
+        if len(predicting):
+            scores = logits[: len(predicting)]
+            scores = scores if scores.dtype is torch.float64 else scores.float()
+            losses = cross_entropy(scores, labels[predicting + 1], reduction="none")
+            if torch.is_grad_enabled():
+                (losses.sum() / n_labels).backward()
+            losses = losses.detach().cpu()
+        passed.append(Passed(losses, logits[len(predicting) :].detach().cpu() if kept else None))
+    return passed
+
+
+def kept_gradients(parameters: dict[str, Tensor]) -> list[str]:
+    """The names of the tensors whose gradients are compared: the smallest, up to `KEPT_ELEMENTS`."""
+    kept, elements = [], 0
+    for name in sorted(parameters, key=lambda name: (parameters[name].numel(), name)):
+        elements += parameters[name].numel()
+        if elements > KEPT_ELEMENTS:
+            break
+        kept.append(name)
+    return kept

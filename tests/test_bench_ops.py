@@ -1,0 +1,274 @@
+"""`bench ops`: the gate stops what computes something else, each op's ways agree, the command on the CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
+
+from pronghorn.bench import ops
+from pronghorn.bench.op_cases import GATE_ROWS, OPS, cases, linear_loss_case
+from pronghorn.bench.op_way import Case, Draw, Way, by_autograd
+from pronghorn.bench.ops import Entrant, OpsOptions, Stopwatch, bench_ops, judge, measure
+from pronghorn.bench.results import read_results
+from pronghorn.bench.timing import HostClock
+from pronghorn.bench.tolerance import three_way
+from pronghorn.cli.main import app
+from pronghorn.errors import ConfigError
+
+EVERY = [(op, index) for op, (_, _, tiny) in OPS.items() for index in range(len(tiny))]
+
+
+def a_case(op: str, index: int = 0, dtype: torch.dtype = torch.float32) -> Case:
+    return list(cases(op, 32, "cpu", dtype))[index]
+
+
+def invoke(*arguments: object, **environment: str) -> Any:
+    columns = {"NO_COLOR": "1", "COLUMNS": "250"}
+    return CliRunner().invoke(app, ["bench", "ops", *map(str, arguments)], env=columns | environment)
+
+
+# --- the gate
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("op", "index"), EVERY)
+def test_kernels_pass(op: str, index: int, dtype: torch.dtype) -> None:
+    case = a_case(op, index, dtype)
+    entrant = Entrant("pronghorn", case.pronghorn)
+    judge(case, [entrant])
+    assert entrant.gate["green"], entrant.gate["reasons"]
+    assert set(entrant.gate["errors"]) >= set(case.names)
+
+
+def planted(change: Callable[[dict[str, Tensor]], None]) -> Callable[[Case], Way]:
+    """Pronghorn's way with its results changed."""
+
+    def make(case: Case) -> Way:
+        way = case.pronghorn(case)
+
+        def results(state: Any, grads: Any) -> dict[str, Tensor]:
+            found = {name: x.detach().clone() for name, x in way.results(state, grads).items()}
+            change(found)
+            return found
+
+        return replace(way, results=results)
+
+    return make
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("op", "index"), EVERY)
+def test_defects_in_any_result_are_caught(op: str, index: int, dtype: torch.dtype) -> None:
+    case = a_case(op, index, dtype)
+    for name in case.names:
+        wrong = Entrant("wrong", planted(lambda found, name=name: found[name].mul_(1.05)))
+        lost = Entrant("lost", planted(lambda found, name=name: found.pop(name)))
+        unwritten = Entrant("unwritten", planted(lambda found, name=name: found[name].view(-1)[-1:].fill_(torch.nan)))
+        judge(case, [wrong, lost, unwritten])
+        for entrant in (wrong, lost, unwritten):
+            assert not entrant.gate["green"] and entrant.gate["reasons"][0].startswith(name), entrant.gate["reasons"]
+
+
+def test_defects_of_the_mathematics_are_caught() -> None:
+    """An activation without its derivative's second term; a sine of the wrong sign; a softmax without its label."""
+    swiglu, rope, loss = a_case("swiglu"), a_case("rope"), a_case("cross_entropy")
+
+    def half(gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return gate * torch.sigmoid(gate).detach() * up
+
+    def turned(qkv: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        return rope.formula(qkv, cos, -sin)
+
+    def label_forgotten(case: Case) -> Way:
+        return planted(lambda found: found["d logits"].clamp_(min=0))(case)
+
+    for case, make, name in (
+        (swiglu, lambda case: by_autograd(case, half), "d gate_up"),
+        (rope, lambda case: by_autograd(case, turned), "q"),
+        (loss, label_forgotten, "d logits"),
+    ):
+        entrant = Entrant("wrong", make)
+        judge(case, [entrant])
+        assert not entrant.gate["green"] and entrant.gate["reasons"][0].startswith(f"{name} is off")
+
+
+def test_who_raises_fails_alone() -> None:
+    case = a_case("rms_norm")
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("no such kernel\nat line 3")
+
+    entrants = [Entrant("broken", lambda some: by_autograd(some, broken)), Entrant("pronghorn", case.pronghorn)]
+    judge(case, entrants)
+    assert entrants[0].gate == {"green": False, "reasons": ["RuntimeError: no such kernel"]}
+    assert entrants[1].gate["green"]
+
+
+def test_linear_cross_entropy_is_judged_on_fewer_rows_but_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = linear_loss_case(Draw("cpu", torch.float32), GATE_ROWS + 1, 8, 16)
+    assert case.small is not None and case.small.tokens == GATE_ROWS and case.small.small is None
+    monkeypatch.setattr("pronghorn.kernels.linear_cross_entropy.CHUNK_BYTES", 1024 * 16 * 4)
+    entrant, *_ = measure(case, (), 1, Stopwatch("cpu"), "cpu")
+    assert entrant.gate["green"] and entrant.gate["tokens"] == GATE_ROWS
+
+
+def test_three_way() -> None:
+    exact = torch.tensor([1.0, -4.0], dtype=torch.float64)
+    plain = exact.float() + torch.tensor([0.0, 0.25])
+    (error, limit) = three_way(exact.float() + 0.5, plain, exact)["max"]
+    assert error == 0.5 and limit == pytest.approx(0.5, abs=1e-5) and error <= limit
+    assert three_way(exact.float() + 0.51, plain, exact)["max"][0] > limit
+    assert not all(error <= limit for error, limit in three_way(exact.float()[:1], plain, exact).values())
+    assert not all(error <= limit for error, limit in three_way(exact.float() * torch.nan, plain, exact).values())
+    assert three_way(exact.float(), plain, exact, slack=0.5)["rms"][1] > 2
+
+
+# --- times
+
+
+def test_parts_are_timed_apart_and_inputs_are_not() -> None:
+    seconds = 0.0
+
+    def work(milliseconds: float) -> Callable[..., Any]:
+        def run(*_: Any) -> None:
+            nonlocal seconds
+            seconds += milliseconds / 1e3
+
+        return run
+
+    watch = Stopwatch("cpu")
+    watch._clock = HostClock(lambda: seconds)
+    way = Way(work(100), work(3), work(5), lambda *_: {}, (1, 1))
+    assert watch.timed(way) == pytest.approx({"forward": 3, "backward": 5, "step": 8})
+    assert watch.timed(replace(way, backward=None)) == pytest.approx({"forward": 3, "step": 3})
+
+
+def test_who_raises_while_timed_loses_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pronghorn.kernels import glu
+
+    case, whole, calls = a_case("swiglu"), glu.forward, []
+
+    def tires(*arguments: Any) -> Tensor:
+        calls.append(1)
+        if len(calls) > 10:  # 2 a round: in the second timed one
+            raise RuntimeError("out of breath")
+        return whole(*arguments)
+
+    monkeypatch.setattr(glu, "forward", tires)
+    pronghorn, plain = measure(case, (), 4, Stopwatch("cpu"), "cpu")
+    assert pronghorn.gate["reasons"] == ["RuntimeError: out of breath"] and not pronghorn.timings
+    assert plain.gate["green"] and len(plain.timings["step"]) == 4
+
+
+def test_a_figure_is_work_over_time_and_its_share_of_the_copy() -> None:
+    case = a_case("swiglu")
+    entrant = Entrant("pronghorn", case.pronghorn, gate={"green": True, "reasons": [], "errors": {}})
+    entrant.timings = {"forward": [2.0, 1.0, 4.0], "backward": [5.0], "step": [7.0, 6.0, 9.0]}
+    entrant.work, entrant.ceiling_ms = {"forward": 8e6, "backward": 20e6}, {"forward": 1.5}
+    result = ops._result(case, entrant, OpsOptions(), "cuda")
+    assert result.extra["reached"] == {"forward": 4.0, "backward": 4.0}  # GB/s
+    assert result.extra["share_of_ceiling"] == {"forward": 0.75}
+    assert result.ceilings == pytest.approx({"copy_bytes_per_s_forward": 8e6 / 1.5e-3})
+
+
+def test_bytes_that_must_move() -> None:
+    """gate and up in, a out; then a's gradient with gate and up in, theirs and a again out."""
+    case = a_case("swiglu")
+    unit = 32 * 64 * 4
+    assert case.pronghorn(case).work == (3 * unit, 6 * unit) and case.work == (3 * unit, 5 * unit)
+    logits = a_case("cross_entropy")
+    assert logits.pronghorn(logits).work == (2 * 32 * 256 * 4, 0)
+
+
+# --- the command
+
+
+def test_on_the_cpu(tmp_path: Path) -> None:
+    out = tmp_path / "ops.json"
+    done = invoke("--repeats", 2, "--tokens", 16, "--out", out, "--commit", "abc1234")
+    assert done.exit_code == 0, done.output
+    assert "On the CPU: says that it works" in done.output and "its Triton kernel needs a GPU" in done.output
+    results = read_results(out)
+    assert {r.workload.method for r in results} == set(OPS) and {r.contender for r in results} == {"pronghorn", "torch"}
+    for result in results:
+        assert result.gate["green"] and result.extra["on_cpu"] and result.commit == "abc1234"
+        assert len(result.timings_ms["step"]) == len(result.timings_ms["forward"]) == 2
+        assert result.extra["reached"]["forward"] > 0 < result.extra["share_of_ceiling"]["forward"]
+    assert len({(r.workload.method, r.workload.shape, r.contender) for r in results}) == len(results)
+
+
+def test_compiled() -> None:
+    results = bench_ops(OpsOptions(("swiglu",), 16, "float32", 1, ("compile",)), lambda _: None)
+    compiled = [result for result in results if result.contender == "compile"]
+    assert len(compiled) == 2 and all(result.gate["green"] and result.timings_ms["backward"] for result in compiled)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is not None, reason="liger_kernel is installed")
+def test_liger_missing(tmp_path: Path) -> None:
+    out = tmp_path / "ops.json"
+    done = invoke("--op", "swiglu", "--against", "liger", "--repeats", 1, "--tokens", 8, "--out", out)
+    assert done.exit_code == 0, done.output
+    assert done.output.count("liger: not installed: pip install liger-kernel") == 1
+    missing = [result for result in read_results(out) if result.contender == "liger"]
+    assert len(missing) == 2 and not any(result.gate["green"] or result.timings_ms for result in missing)
+
+
+def test_a_failed_kernel_is_shown_without_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = lambda gate_up, activation: gate_up.chunk(2, -1)[0] * 1.0  # noqa: E731
+    monkeypatch.setattr("pronghorn.kernels.glu.forward", wrong)
+    out = tmp_path / "ops.json"
+    done = invoke("--op", "swiglu", "--repeats", 1, "--tokens", 8, "--out", out)
+    assert done.exit_code == 1
+    assert "FAILED" in done.output and "a is off: rms error" in done.output and "(swiglu, 8x64 bfloat16)" in done.output
+    failed = [result for result in read_results(out) if result.contender == "pronghorn"]
+    assert all(not result.gate["green"] and not result.timings_ms and not result.extra["reached"] for result in failed)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--op", "softmax"], "--op softmax is unknown"),
+        (["--op", "softmax"], f"use {', '.join(OPS)}"),
+        (["--against", "liger,apex"], "use compile, liger"),
+        (["--tokens", "0"], "--tokens 0 is below 1"),
+        (["--repeats", "-1"], "--repeats -1 is below 1"),
+    ],
+)
+def test_bad_input(arguments: list[str], problem: str) -> None:
+    done = invoke(*arguments)
+    assert done.exit_code == 1 and problem in done.output
+
+
+def test_bad_input_from_python() -> None:
+    with pytest.raises(ConfigError, match="bfloat16, float16, float32"):
+        bench_ops(OpsOptions(dtype="int8"), print)  # type: ignore[arg-type]
+
+
+def test_the_help_names_every_op() -> None:
+    done = invoke("--help")
+    assert all(op in done.output for op in OPS)
+
+
+def test_other_files_are_not_written_over(tmp_path: Path) -> None:
+    out = tmp_path / "mine.json"
+    out.write_text('{"schema": "other"}')
+    assert invoke("--op", "swiglu", "--out", out).exit_code == 1 and out.read_text() == '{"schema": "other"}'
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(tmp_path: Path) -> None:
+    out = tmp_path / "ops.json"
+    done = invoke("--op", "rms_norm", "--op", "rope", "--op", "swiglu", "--tokens", 4096, "--repeats", 5, "--out", out)
+    assert done.exit_code == 0, done.output
+    for result in (result for result in read_results(out) if result.contender in ("pronghorn", "torch", "compile")):
+        assert result.gate["green"] and not result.extra["on_cpu"], result.gate["reasons"]
+        assert all(0 < share < 1.5 for share in result.extra["share_of_ceiling"].values()), result.extra
