@@ -13,7 +13,11 @@ from rich.console import Console
 
 from pronghorn import __version__
 from pronghorn.cli.bench import bench
+from pronghorn.cli.bench_ops import ops
+from pronghorn.cli.bench_report import report
 from pronghorn.cli.errors import plain_errors
+from pronghorn.cli.profile import profile
+from pronghorn.cli.verify import verify
 
 app = typer.Typer(
     name="pronghorn",
@@ -28,6 +32,10 @@ app = typer.Typer(
 data = typer.Typer(help="Look at what a recipe trains on.", no_args_is_help=True)
 app.add_typer(data, name="data")
 app.add_typer(bench, name="bench")
+bench.command("ops")(ops)
+bench.command("report")(report)
+app.command("verify", no_args_is_help=True)(verify)
+app.command("profile", no_args_is_help=True)(profile)
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
 

@@ -57,12 +57,7 @@ def run(recipe: Recipe, console: Console, allow: bool = False) -> RunRecord:
     if recipe.report.html:
         check_report_dependencies()
 
-    found = find_model(
-        recipe.model.name,
-        max_seq_length=recipe.model.max_seq_length,
-        load_in_4bit=recipe.model.load_in_4bit,
-        trust_remote_code=recipe.model.trust_remote_code,
-    )
+    found = _find(recipe)
     tokenizer = tokenizer_for(recipe, found)
     documents = prepare(recipe, "train", tokenizer, console)
     check_data(journal, "train", documents.key, allow)
@@ -128,6 +123,19 @@ def run(recipe: Recipe, console: Console, allow: bool = False) -> RunRecord:
             write_report(record, output)
     _must_have_improved(recipe, journal.before, after)
     return record
+
+
+def build(recipe: Recipe, console: Console, callbacks: list[TrainerCallback]) -> tuple[SFTTrainer, Handle]:
+    """The trainer that `run` would train with, for a look at its steps: no journal, held-out data or record.
+
+    Raises as `run` before anything is trained.
+    """
+    found = _find(recipe)
+    tokenizer = tokenizer_for(recipe, found)
+    documents = prepare(recipe, "train", tokenizer, console)
+    console.print(f"[bold]Loading[/] {recipe.model.name}")
+    model, handle = _load(recipe, found, tokenizer, console)
+    return _trainer(recipe, model, tokenizer, documents.dataset, None, callbacks), handle
 
 
 def _train(recipe: Recipe, trainer: SFTTrainer, control: RunControl, journal: Journal, console: Console) -> None:
@@ -211,6 +219,15 @@ def _judge(
         console.print(f"[bold]Held-out loss {when} training[/] {loss:.4f}")
     tokens, system = recipe.report.sample_tokens, recipe.data.system_prompt
     return loss, [answer(model, tokenizer, prompt, tokens, system) for prompt in recipe.report.sample_prompts]
+
+
+def _find(recipe: Recipe) -> FoundModel:
+    return find_model(
+        recipe.model.name,
+        max_seq_length=recipe.model.max_seq_length,
+        load_in_4bit=recipe.model.load_in_4bit,
+        trust_remote_code=recipe.model.trust_remote_code,
+    )
 
 
 def _load(recipe: Recipe, found: FoundModel, tokenizer: Any, console: Console) -> tuple[Any, Handle]:

@@ -1,0 +1,73 @@
+"""`pronghorn profile`: where the time of a step goes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from pronghorn.cli.errors import plain_errors
+
+
+def profile(
+    recipe: Annotated[
+        Path, typer.Argument(metavar="RECIPE", help="YAML file that says what to train, on what, and where it goes.")
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="SECTION.KEY=VALUE", help="Changes to the recipe, for this look only."),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps under the profiler, and as many without it.")] = 3,
+    warmup: Annotated[int, typer.Option(min=1, help="Steps before them that are not looked at.")] = 3,
+    against: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Compare with a profile that --json wrote.", exists=True, dir_okay=False),
+    ] = None,
+    json: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the profile as JSON, too.", dir_okay=False)
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write it all to one page with a timeline.", dir_okay=False)
+    ] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
+) -> None:
+    """Tell what a training step of RECIPE spends its time on, and what to change first.
+
+    Trains a few steps exactly as `pronghorn train` would, under torch's profiler, and sorts every millisecond by cause:
+    products, attention, LoRA, norms, loss, optimiser, copies, idle device, waiting for data. Nothing is written to the
+    recipe's output folder and nothing is saved. Works on a CPU, too.
+
+    [bold]Examples[/]
+
+      pronghorn profile recipes/gpu-lora.yaml
+
+      pronghorn profile my.yaml --json before.json --html before.html
+
+      pronghorn profile my.yaml memory.gradient_checkpointing=false --against before.json
+    """
+    with plain_errors(debug):
+        from pronghorn.config import Recipe
+        from pronghorn.diagnose.profile_record import read_profile
+
+        settings = Recipe.load(recipe, overrides or [])
+        other = None if against is None else read_profile(against)
+        if json is not None and json.exists():
+            read_profile(json)  # what isn't ours is not written over
+        from pronghorn.diagnose.profile import profile as look
+        from pronghorn.diagnose.profile_terminal import show
+
+        main = os.environ.get("RANK", "0") == "0"  # torchrun's other ranks have nothing to add
+        found = look(settings, Console(stderr=True, highlight=False, quiet=not main), steps, warmup)
+        if not main:
+            return
+        console = Console()
+        show(found, console, other)
+        if json is not None:
+            found.write(json)
+        if html is not None:
+            from pronghorn.diagnose.profile_report import write_page
+
+            console.print(f"\nPage: {write_page(found, html, other)}", markup=False, soft_wrap=True)

@@ -1,0 +1,177 @@
+"""Why a piece of a step's time was spent: from torch's trace events to spans that nest, and from a span to its cause.
+
+A kernel has the cause of the host operation that launched it; a backward operation looks at the forward operation that
+it belongs to (the trace's forward-backward links), and through it at the ranges of the model's parts. An operation of a
+recomputed layer lies in ranges of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+PREFIX = "pronghorn:"
+"""Of the names of our own ranges: `pronghorn:norm`."""
+ENGINE = "autograd::engine::evaluate_function"
+STAGES = ("step", "backward", "wait")
+"""Ranges that say when, not why."""
+SCORES = "scores"
+"""The range of a fused layer's attention proper."""
+
+
+class Cause(StrEnum):
+    """What time goes to; idle causes are the device's, or on a CPU nobody's."""
+
+    GEMM = "dense products"
+    ATTENTION = "attention"
+    LORA = "LoRA"
+    NORM = "norms, RoPE, activation"
+    ELEMENTWISE = "residual adds, sums of gradients"
+    LOSS = "loss, with the head's products"
+    OPTIMISER = "optimiser, clipping, gradient watch"
+    ON_DEVICE = "copies and casts, device → device"
+    TO_DEVICE = "copies host → device"
+    TO_HOST = "copies device → host"
+    COMMUNICATION = "communication"
+    DATA = "data wait"
+    LOGGING = "logging"
+    OTHER = "embedding, masks, rest of the model"
+    AFTER_SYNC = "device idle after a synchronisation"
+    IDLE = "device idle, the host is late"
+    HOST = "Python and autograd between operations"
+    UNEXPLAINED = "not explained"
+
+
+TRANSFERS = (Cause.TO_DEVICE, Cause.TO_HOST, Cause.COMMUNICATION)
+"""What runs beside computing without slowing it."""
+
+_ATTENTION = ("flash_attention", "scaled_dot_product", "efficient_attention", "cudnn_attention", "_TiledAttention")
+_PRODUCTS = {f"aten::{name}" for name in ("mm", "addmm", "addmm_", "bmm", "baddbmm", "matmul", "linear", "_scaled_mm")}
+_PRODUCTS |= {"bitsandbytes::gemv_4bit", "bitsandbytes::gemm_4bit"}
+_WHOLE = {"data": Cause.DATA, "logging": Cause.LOGGING, "optimiser": Cause.OPTIMISER}
+"""Ranges all of whose time has one cause, Python's included."""
+
+
+@dataclass(slots=True, eq=False)
+class Span:
+    """An event of the host, in microseconds, within the one that was open when it began."""
+
+    name: str
+    category: str
+    start: float
+    end: float
+    thread: Any
+    args: dict[str, Any]
+    parent: Span | None = None
+    forward: Span | None = None
+    """The forward operation that this backward node belongs to."""
+    children: list[Span] = field(default_factory=list)
+
+    @property
+    def range(self) -> str | None:
+        """Which of our ranges this is, if it is one."""
+        return self.name.removeprefix(PREFIX) if self.name.startswith(PREFIX) else None
+
+
+def spans(events: Iterable[dict[str, Any]]) -> list[Span]:
+    """The host's events as spans, by thread and start; `events` are a Chrome trace's, as torch writes them."""
+    kinds = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver", "python_function")
+    found = [
+        Span(e["name"], e["cat"], e["ts"], e["ts"] + e.get("dur", 0), e["tid"], e.get("args", {}))
+        for e in events
+        if e.get("ph") == "X" and e.get("cat") in kinds
+    ]
+    found.sort(key=lambda span: (str(span.thread), span.start, -span.end))
+    places: dict[tuple[Any, float], Span] = {}
+    inside: list[Span] = []
+    for span in found:
+        while inside and (inside[-1].thread != span.thread or inside[-1].end <= span.start):
+            inside.pop()
+        if inside:
+            span.parent = inside[-1]
+            span.end = min(span.end, span.parent.end)  # clocks are read one after the other
+            span.parent.children.append(span)
+        inside.append(span)
+        places[span.thread, span.start] = span  # of those that begin together, the innermost
+    _link(events, places)
+    return found
+
+
+def _link(events: Iterable[dict[str, Any]], places: dict[tuple[Any, float], Span]) -> None:
+    ends: dict[Any, dict[str, Span | None]] = {}
+    for event in events:
+        if event.get("cat") == "fwdbwd":
+            ends.setdefault(event["id"], {})[event["ph"]] = places.get((event["tid"], event["ts"]))
+    for pair in ends.values():
+        forward, backward = pair.get("s"), pair.get("f")
+        if forward is not None and backward is not None:
+            backward.forward = forward
+
+
+def cause(span: Span | None, ranks: frozenset[int]) -> tuple[Cause, bool]:
+    """(why an operation runs, whether it computes again what the forward pass had computed).
+
+    Args:
+        ranks: the inner dimensions of LoRA's products in this model; a matrix that has one is LoRA's.
+    """
+    operations, ranges, again, sums = _way_out(span)
+    names = [operation.name for operation in operations]
+    inner = ranges[0] if ranges else None
+    for kind in ranges:
+        if kind in _WHOLE:
+            return _WHOLE[kind], False
+    if SCORES in ranges or any(part in name for name in names for part in _ATTENTION):
+        return Cause.ATTENTION, again
+    if "model" in ranges and "backbone" not in ranges:
+        return Cause.LOSS, again
+    product = next((operation for operation in operations if operation.name in _PRODUCTS), None)
+    if inner in ("lora", "dense"):
+        return (Cause.LORA if inner == "lora" else Cause.GEMM), again
+    if sums:
+        return Cause.ELEMENTWISE, again
+    if inner in ("attention", "mlp") and (
+        "aten::_foreach_copy_" in names or any(_low_rank(operation, ranks) for operation in operations)
+    ):
+        return Cause.LORA, again
+    if product is not None:
+        scores = inner == "attention" and product.name in ("aten::bmm", "aten::baddbmm")
+        return (Cause.ATTENTION if scores else Cause.GEMM), again
+    if inner in ("attention", "mlp") and "aten::copy_" in names:
+        return Cause.ON_DEVICE, again
+    if inner in ("norm", "attention", "mlp"):
+        return Cause.NORM, again
+    if inner is not None:
+        return (Cause.ELEMENTWISE if inner == "layer" else Cause.OTHER), again
+    return Cause.UNEXPLAINED, again
+
+
+def _way_out(span: Span | None) -> tuple[list[Span], list[str], bool, bool]:
+    """(operations, our ranges, computed again, a sum of gradients) around a span, innermost first.
+
+    From a backward node the way goes on at its forward operation, unless a range was met before: then the operation is
+    a forward one that the backward pass had to compute again.
+    """
+    operations: list[Span] = []
+    ranges: list[str] = []
+    again = crossed = sums = inside = False
+    while span is not None:
+        if span.range is None:
+            operations.append(span)
+            if span.name.startswith(ENGINE):
+                again = again or (inside and not crossed)
+                sums = sums or not (inside or crossed)
+        elif span.range not in STAGES:
+            ranges.append(span.range)
+            inside = inside or span.range != SCORES  # which the backward pass has, too
+        if span.forward is not None and not inside:
+            span, crossed = span.forward, True
+        else:
+            span = span.parent
+    return operations, ranges, again, sums
+
+
+def _low_rank(operation: Span, ranks: frozenset[int]) -> bool:
+    shapes = operation.args.get("Input Dims", ()) if operation.name.startswith("aten::") else ()
+    return any(len(shape) == 2 and not ranks.isdisjoint(x for x in shape if isinstance(x, int)) for shape in shapes)

@@ -1,0 +1,92 @@
+"""A profile as one HTML page that needs nothing but itself."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from pronghorn.diagnose.inspect import round_up
+from pronghorn.diagnose.profile_causes import Cause
+from pronghorn.diagnose.profile_record import PHASES, Profile, Shape
+from pronghorn.diagnose.profile_terminal import differences, headlines
+from pronghorn.errors import ConfigError
+
+_WIDTH, _LANE = 1040, 34
+_COLOURS = [
+    "#3b6fd4", "#8257d0", "#1f9e8f", "#4aa84e", "#9db23a", "#d9a521", "#e07b30", "#a9714b", "#d65f8f", "#a83e77",
+    "#5c7a99", "#d43f3f", "#c98a8a", "#8f97a6", "#eaa3a3", "#c9cfda", "#b9bfca", "#5b5f66",
+]  # fmt: skip
+"""Of each `Cause`, in their order."""
+
+
+def write_page(profile: Profile, path: Path, other: Profile | None = None) -> Path:
+    """Write the page to `path` and return it; ConfigError where no file can be written there."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    page = environment.get_template("profile.html.j2").render(
+        profile=profile,
+        other=other,
+        differences=differences(profile, other) if other is not None else [],
+        headlines=headlines(profile),
+        colours={str(cause): (f"c{i}", _COLOURS[i]) for i, cause in enumerate(Cause)},
+        rows=sorted(profile.rows, key=lambda row: -row.ms),
+        bar=_bar(profile),
+        timeline=_timeline(profile),
+    )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--html {path} can't be written ({error.strerror})", "give the path of a file") from error
+    return path
+
+
+def _bar(profile: Profile) -> list[tuple[str, float, float]]:
+    """(cause, x, width) of one bar of the whole step, in its order of causes."""
+    shapes, at = [], 0.0
+    total = sum(row.ms for row in profile.rows)
+    for row in sorted(profile.rows, key=lambda row: -row.ms):
+        width = _WIDTH * row.ms / total
+        shapes.append((row.cause, at, width))
+        at += width
+    return shapes
+
+
+def _timeline(profile: Profile) -> dict[str, Any]:
+    """The last step's lanes in the coordinates of an SVG: one path a lane and cause, phases by name."""
+    end = max((shape[1] for shapes in profile.timeline.values() for shape in shapes), default=0.0) or 1.0
+    scale = _WIDTH / end
+    lanes: list[dict[str, Any]] = []
+    for name, shapes in profile.timeline.items():
+        y = _LANE * len(lanes)
+        if name == PHASES:
+            phases = [(what, a * scale, (b - a) * scale) for a, b, what in shapes]
+            lanes.append({"name": name, "y": y, "phases": phases, "paths": []})
+        else:
+            lanes.append({"name": name, "y": y, "phases": [], "paths": _paths(shapes, y, scale)})
+    tick = _tick(end)
+    ticks = [(i * tick * scale, f"{i * tick:g}") for i in range(int(end / tick) + 1)]
+    return {"width": _WIDTH, "lane": _LANE, "height": _LANE * len(lanes), "lanes": lanes, "ticks": ticks}
+
+
+def _paths(shapes: list[Shape], y: float, scale: float) -> list[tuple[str, str]]:
+    """(cause, path data)."""
+    parts: dict[str, list[str]] = defaultdict(list)
+    for begin, until, cause in shapes:
+        width = max((until - begin) * scale, 0.3)
+        parts[cause].append(f"M{begin * scale:.2f} {y + 14}h{width:.2f}v16h-{width:.2f}z")
+    return [(cause, "".join(drawn)) for cause, drawn in parts.items()]
+
+
+def _tick(end: float) -> float:
+    """A round distance of ticks, in milliseconds, about eight of them up to `end`."""
+    unit = 0.001
+    return round_up(end / 8 / unit) * unit

@@ -1,0 +1,202 @@
+"""Recording steps of a trainer: ranges around its parts, hooks around the model's, and torch's profiler around both."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, record_function
+from transformers import TrainerCallback
+
+from pronghorn.attention import explicit
+from pronghorn.diagnose.profile_causes import PREFIX, SCORES
+from pronghorn.diagnose.profile_syncs import Place, noticed
+from pronghorn.models import fast
+from pronghorn.models.attach import Handle
+from pronghorn.models.merged import adapter_of
+from pronghorn.train.trainer import SFTTrainer
+
+Trace = list[dict[str, Any]]
+"""The events of a Chrome trace."""
+
+
+class Recorder(TrainerCallback):
+    """Times and records steps while a trainer trains, and stops it when it has enough."""
+
+    def __init__(self, folder: Path, steps: int, warmup: int) -> None:
+        self.folder, self.steps, self.warmup = folder, steps, warmup
+        self.plain_ms = 0.0
+        """Milliseconds a step takes without the profiler."""
+        self.trace: Trace = []
+        """Of `steps` steps."""
+        self.stacks: Trace = []
+        """Of one step with Python's stack (CUDA only)."""
+        self.places: list[Place] = []
+        """Synchronisations noticed in that step."""
+        self._script: Generator[None] | None = None
+
+    def watch(self, trainer: SFTTrainer, handle: Handle) -> None:
+        """Record the steps of this trainer, whose model `handle` is of; call it before `train`."""
+        self._script = self._stages(trainer, handle)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._go_on(control)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._go_on(control)
+
+    def close(self) -> None:
+        """Take ranges, hooks and profiler away, wherever the training ended."""
+        if self._script is not None:
+            self._script.close()
+
+    def _go_on(self, control: Any) -> None:
+        assert self._script is not None
+        try:
+            next(self._script)
+        except StopIteration:
+            control.should_training_stop = True
+
+    def _stages(self, trainer: SFTTrainer, handle: Handle) -> Generator[None]:
+        """At each `yield` the trainer does a step: from the end of one to the end of the next."""
+        device = handle.model.device
+        for _ in range(self.warmup):
+            yield
+        _wait(device)
+        started = time.perf_counter()
+        for _ in range(self.steps):
+            yield
+        _wait(device)
+        self.plain_ms = (time.perf_counter() - started) * 1e3 / self.steps
+        with marked(trainer, handle):
+            if device.type == "cuda":
+                with (
+                    noticed() as self.places,
+                    self._recorded(device, self.stacks, with_stack=True),
+                    record_function(f"{PREFIX}step"),
+                ):
+                    yield
+                    _wait(device)
+            with self._recorded(device, self.trace):
+                for left in reversed(range(self.steps)):
+                    with record_function(f"{PREFIX}step"):
+                        yield
+                        if not left:
+                            _wait(device)
+
+    @contextmanager
+    def _recorded(self, device: torch.device, trace: Trace, with_stack: bool = False) -> Iterator[None]:
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+        with torch.profiler.profile(activities=activities, record_shapes=True, with_stack=with_stack) as profiler:
+            yield
+        path = self.folder / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        trace += json.loads(path.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
+        path.unlink()
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        with record_function(f"{PREFIX}wait"):
+            torch.cuda.synchronize(device)
+
+
+@contextmanager
+def marked(trainer: SFTTrainer, handle: Handle) -> Iterator[None]:
+    """Ranges around the parts of the trainer's step and of the model's forward pass."""
+    parts: list[tuple[Any, str, str]] = [
+        (trainer, "get_batch_samples", "data"),
+        (trainer, "_maybe_log_save_evaluate", "logging"),
+        (trainer, "_clip_grad_norm", "optimiser"),
+        (trainer.optimizer, "step", "optimiser"),
+        (trainer.lr_scheduler, "step", "optimiser"),
+        (trainer.accelerator, "backward", "backward"),
+        (trainer._watch, "observe", "optimiser"),
+        (trainer._watch, "on_pre_optimizer_step", "optimiser"),
+        (explicit, "forward", SCORES),
+        (explicit, "backward", SCORES),
+    ]
+    opened: list[Any] = []
+    with ExitStack() as stack:
+        for owner, name, kind in parts:
+            stack.enter_context(_replaced(owner, name, _within(getattr(owner, name), kind)))
+        for name, module in handle.model.named_modules():
+            kind_or_none = part_of(name, module, handle.model)
+            if kind_or_none is not None:
+                enter, leave = _hooks(kind_or_none, opened)
+                stack.callback(module.register_forward_pre_hook(enter).remove)
+                # recomputation leaves a layer by an exception once it has what it needs
+                stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+        yield
+
+
+def part_of(name: str, module: nn.Module, model: Any) -> str | None:
+    """What a module of a causal LM is for `cause`, or None where the module around it says enough."""
+    own, last = type(module).__name__, name.rpartition(".")[2]
+    if module is model:
+        return "model"
+    if module is model.base_model:
+        return "backbone"
+    if hasattr(module, "lora_A"):
+        return "lora"
+    if last == "base_layer":
+        return "dense"
+    if own.endswith(("Norm", "RotaryEmbedding")):
+        return "norm"
+    if isinstance(module, nn.Embedding):
+        return "embedding"
+    if own.endswith("DecoderLayer"):
+        return "layer"
+    return {"self_attn": "attention", "mlp": "mlp"}.get(last)
+
+
+def inner_dimensions(handle: Handle) -> frozenset[int]:
+    """The ranks of a model's adapters, and their sums where adapters are computed as one product."""
+    found: set[int] = set()
+    for layer in handle.model.base_model.layers:
+        for module, groups in ((layer.self_attn, fast.ATTENTION), (layer.mlp, fast.MLP)):
+            for names in groups:
+                adapters = [adapter_of(getattr(module, name)) for name in names if hasattr(module, name)]
+                ranks = [adapter.a.shape[0] for adapter in adapters if adapter is not None]
+                found |= {*ranks, sum(ranks)} - {0}
+    return frozenset(found)
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """An attribute of an object, given another value for a while."""
+    own = name in vars(owner)
+    earlier = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if own:
+            setattr(owner, name, earlier)
+        else:
+            delattr(owner, name)
+
+
+def _within(function: Callable[..., Any], kind: str) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with record_function(PREFIX + kind):
+            return function(*args, **kwargs)
+
+    return call
+
+
+def _hooks(kind: str, opened: list[Any]) -> tuple[Callable[..., None], Callable[..., None]]:
+    def enter(*_: Any) -> None:
+        opened.append(record_function(PREFIX + kind))
+        opened[-1].__enter__()
+
+    def leave(*_: Any) -> None:
+        opened.pop().__exit__(None, None, None)
+
+    return enter, leave

@@ -1,0 +1,108 @@
+"""A profile in the terminal, beside another one if there is one."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from pronghorn.diagnose.profile_causes import Cause
+from pronghorn.diagnose.profile_record import Profile
+
+KERNELS = 12
+"""The kernels that are listed."""
+
+
+def show(profile: Profile, console: Console, other: Profile | None = None) -> None:
+    """Print causes, kernels, synchronisations and, last, what to change."""
+    console.print(Text(f"A step of {profile.recipe['model']['name']} on {profile.device}", style="bold"))
+    for label, figure, note in headlines(profile):
+        console.print(Text(f"{label}: {figure} ({note})"), highlight=False)
+    console.print()
+    console.print(_causes(profile, other))
+    console.print()
+    console.print(_kernels(profile))
+    if profile.syncs:
+        console.print()
+        console.print(_syncs(profile))
+    console.print()
+    if not profile.advice:
+        console.print(Text("Nothing avoidable takes more than 2 % of the step.", style="bold green"))
+    for number, each in enumerate(profile.advice, 1):
+        console.print(Text(f"{number}. {each.cost}: up to {each.ms:.2f} ms a step", style="bold"), highlight=False)
+        console.print(Text(f"   {each.change}"), highlight=False)
+
+
+def headlines(profile: Profile) -> list[tuple[str, str, str]]:
+    """(label, figure, note) of what is told of the whole step."""
+    slower = profile.step_ms / profile.plain_ms - 1
+    found = [
+        ("A step", f"{profile.plain_ms:,.1f} ms", f"{slower:+.0%} under the profiler, over {profile.steps} steps"),
+        ("Explained", f"{profile.explained:.1%}", f"of the {profile.step_ms:,.1f} ms under the profiler"),
+    ]
+    if profile.launches:
+        idle = profile.ms(Cause.IDLE) + profile.ms(Cause.AFTER_SYNC)
+        found += [
+            ("Device idle", f"{idle / profile.step_ms:.1%}", f"{idle:,.1f} ms a step under the profiler"),
+            ("Launches", f"{profile.launches:,.0f}", f"{profile.launch_ms:,.1f} ms of the host's time a step"),
+        ]
+    if profile.peak_memory_bytes is not None and profile.memory_bytes is not None:
+        used, there = profile.peak_memory_bytes / 2**30, profile.memory_bytes / 2**30
+        found.append(("Device memory", f"{used:.1f} GiB", f"at most, of {there:.1f}"))
+    return found
+
+
+def differences(profile: Profile, other: Profile) -> list[tuple[str, float, float]]:
+    """(cause, this profile's ms, the other's) of each cause of either, the largest change first."""
+    causes = dict.fromkeys([row.cause for row in profile.rows] + [row.cause for row in other.rows])
+    found = [(cause, profile.ms(cause), other.ms(cause)) for cause in causes]
+    return sorted(found, key=lambda row: -abs(row[1] - row[2]))
+
+
+def _causes(profile: Profile, other: Profile | None) -> Table:
+    table = _table("Cause")
+    if other is not None:
+        for name in ("ms a step", "the other's", "difference"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for cause, mine, its in differences(profile, other):
+            table.add_row(cause, f"{mine:.2f}", f"{its:.2f}", f"{mine - its:+.2f}")
+        step = profile.step_ms, other.step_ms
+        table.add_row("step", f"{step[0]:.2f}", f"{step[1]:.2f}", f"{step[0] - step[1]:+.2f}", style="bold")
+        plain = profile.plain_ms, other.plain_ms
+        table.add_row("without the profiler", f"{plain[0]:.2f}", f"{plain[1]:.2f}", f"{plain[0] - plain[1]:+.2f}")
+        return table
+    for name in ("ms a step", "share", "hidden", "pieces"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in sorted(profile.rows, key=lambda row: -row.ms):
+        hidden = f"{row.hidden_ms:.2f}" if row.hidden_ms >= 0.005 else ""
+        count = f"{row.count:,.0f}" if row.count else ""
+        table.add_row(row.cause, f"{row.ms:.2f}", f"{row.ms / profile.step_ms:.1%}", hidden, count)
+    table.add_row("sum", f"{sum(row.ms for row in profile.rows):.2f}", "", "", "", style="bold")
+    return table
+
+
+def _kernels(profile: Profile) -> Table:
+    table = _table("Kernel or operation")
+    for name in ("ms a step", "times"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("cause", no_wrap=True)
+    for kernel in profile.kernels[:KERNELS]:
+        name = kernel.name if len(kernel.name) <= 60 else f"{kernel.name[:59]}…"
+        table.add_row(Text(name), f"{kernel.ms:.2f}", f"{kernel.count:,.0f}", kernel.cause)
+    return table
+
+
+def _syncs(profile: Profile) -> Table:
+    table = _table("Synchronisation")
+    table.add_column("times", justify="right", no_wrap=True)
+    table.add_column("ms waited", justify="right", no_wrap=True)
+    table.add_column("call", no_wrap=True)
+    for sync in profile.syncs:
+        table.add_row(Text(sync.site), f"{sync.count:,.0f}", f"{sync.ms:.2f}", Text(sync.call))
+    return table
+
+
+def _table(first: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column(first, overflow="fold")
+    return table

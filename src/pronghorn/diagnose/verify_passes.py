@@ -1,0 +1,244 @@
+"""The passes that `verify` compares: plain, exact and ours, and what else the attached model is asked."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import accumulate as running_sum
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pronghorn.data.packing import IGNORE_INDEX, Document
+from pronghorn.diagnose import verify_checks as checks
+from pronghorn.diagnose.verify_checks import Check, Passes
+from pronghorn.diagnose.verify_probe import NEIGHBOUR, Sight, probe_tokens, sight
+from pronghorn.models.families import base_causal_lm
+from pronghorn.parity.parameters import canonical, trainable
+from pronghorn.parity.reference import accumulate, kept_gradients, part_by_part
+
+LOGIT_ROWS = 384
+"""Labelled rows whose logits are compared, spread over all."""
+FIRST_TOKENS = 64
+"""Documents whose first token's logits are compared as well: they tell a wrong position from a wrong layer."""
+ALONE = 12
+"""Documents that are run through the attached model by themselves."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is judged. `build` makes it anew, so that nobody's model or file is touched."""
+
+    name: str
+    build: Callable[[], Any]
+    """The model to train as transformers and PEFT make it, on its device, nothing attached."""
+    attach: Callable[[Any], object]
+    """Puts it on the path that is judged."""
+    collate: Callable[[list[dict[str, Any]]], dict[str, Any]]
+    """Rows of `input_ids`, `labels` and `lengths` as a packed batch on the host."""
+    reload: Callable[[Path], Any]
+    """A plain model from what its `save_pretrained` wrote."""
+    rows: list[list[Document]]
+    """The documents of each packed row; all rows are one accumulated batch."""
+    row_tokens: int
+    """What `collate` makes of a row."""
+    autocast: torch.dtype | None = None
+    """Around the forward pass, if training does."""
+
+    @property
+    def documents(self) -> list[Document]:
+        """Of all rows."""
+        return [document for row in self.rows for document in row]
+
+    @property
+    def n_labels(self) -> int:
+        """Supervised tokens of all rows."""
+        return sum(document.labelled for document in self.documents)
+
+
+def compared_positions(documents: list[Document]) -> list[list[int]]:
+    """The positions of each document whose logits are compared: labelled ones, and first tokens."""
+    labelled = [
+        (number, t)
+        for number, document in enumerate(documents)
+        for t in range(len(document) - 1)
+        if document.labels[t + 1] != IGNORE_INDEX
+    ]
+    chosen = set(labelled[:: -(-len(labelled) // LOGIT_ROWS)]) | {
+        (number, 0) for number in range(min(len(documents), FIRST_TOKENS))
+    }
+    positions: list[list[int]] = [[] for _ in documents]
+    for number, t in sorted(chosen):
+        positions[number].append(t)
+    return positions
+
+
+def without_dropout(model: nn.Module) -> None:
+    """Dropout of 0: two passes with different noise can't be compared."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+
+
+def perturb(model: nn.Module) -> None:
+    """Give every LoRA's B that is still zero N(0, 0.01²): A has no gradient while B is zero."""
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if ".lora_B." in name and not parameter.any():
+            noise = torch.empty(parameter.shape).normal_(0, 0.01, generator=generator)
+            parameter.data.copy_(noise)
+
+
+class Run:
+    """The passes over one subject, on a model of its own."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
+        self.model: Any = subject.build().train()
+        without_dropout(self.model)
+        perturb(self.model)
+        self.positions = compared_positions(subject.documents)
+        self.parameters: dict[str, Tensor] = trainable(self.model)
+        self.kept = set(kept_gradients(self.parameters))
+        base = base_causal_lm(self.model)
+        self.device = base.device
+        self.probe = min(probe_tokens(base.config), subject.row_tokens - 2 * NEIGHBOUR)
+        self.first_tokens = [t == 0 for document in self.positions for t in document]
+
+    def references(self, wide: torch.dtype, say: Callable[[str], None]) -> tuple[Passes, Passes]:
+        """The plain pass and the exact one; the latter in `wide`, without autocast."""
+        with part_by_part(base_causal_lm(self.model)) as widen:
+            say("plain transformers and PEFT, one document at a time")
+            with self._autocast():
+                plain = self._documents()
+            widen(wide)
+            say(f"the same in {str(wide).removeprefix('torch.')}, layer by layer")
+            return plain, self._documents()
+
+    def _documents(self) -> Passes:
+        subject = self.subject
+        passed = accumulate(self.model, subject.documents, subject.n_labels, self.positions)
+        losses = [each.losses for each in passed if each.losses is not None]
+        logits = torch.cat([each.logits for each in passed if each.logits is not None])
+        return self._take(losses, torch.cat(losses).double().mean().item(), logits)
+
+    def ours(self) -> Passes:
+        """The accumulated batch: every row's loss over the labels of all rows, as the trainer does."""
+        total = 0.0
+        items = torch.tensor(self.subject.n_labels, device=self.device)
+        for batch in self._batches():
+            with self._autocast():
+                loss = self.model(**batch, use_cache=False, num_items_in_batch=items).loss
+            loss.backward()
+            total += loss.item()
+        return self._take([], total, None)
+
+    def _take(self, losses: list[Tensor], loss: float, logits: Tensor | None) -> Passes:
+        """Take the gradients off the model: on the host, for the next pass needs the room."""
+        taken, dead = {}, []
+        for name, parameter in self.parameters.items():
+            gradient = parameter.grad
+            if gradient is None or not gradient.isfinite().all() or not gradient.any():
+                dead.append(name)
+            if name in self.kept:
+                taken[name] = torch.zeros(parameter.shape) if gradient is None else gradient.detach().cpu()
+            parameter.grad = None
+        return Passes(loss, losses, logits, taken, dead)
+
+    @torch.no_grad()
+    def own_loss(self) -> float:
+        """The rows' own mean losses, weighed by their labels."""
+        total = 0.0
+        for row, batch in zip(self.subject.rows, self._batches(), strict=True):
+            labels = sum(document.labelled for document in row)
+            with self._autocast():
+                total += self.model(**batch, use_cache=False).loss.item() * labels if labels else 0.0
+        return total / self.subject.n_labels
+
+    def packed_logits(self) -> Tensor:
+        """[R, V], the compared logits out of the packed rows."""
+        found, number = [], 0
+        for row in self.subject.rows:
+            found.append(self._logits(row, self.positions[number : number + len(row)]))
+            number += len(row)
+        return torch.cat(found)
+
+    def alone_logits(self) -> tuple[list[int], Tensor]:
+        """Those of some documents, each alone in its row; with the indices of the rows of `packed_logits`."""
+        documents = self.subject.documents
+        starts = [0, *running_sum(map(len, self.positions))]
+        some = [n for n in range(len(documents)) if self.positions[n]]
+        some = some[:: -(-len(some) // ALONE)]
+        rows = [row for n in some for row in range(starts[n], starts[n + 1])]
+        return rows, torch.cat([self._logits([documents[n]], [self.positions[n]]) for n in some])
+
+    @torch.no_grad()
+    def _logits(self, row: list[Document], positions: list[list[int]]) -> Tensor:
+        starts = [0, *running_sum(map(len, row))]
+        keep = [start + t for start, ts in zip(starts, positions, strict=False) for t in ts]
+        batch = self._batch(row)
+        del batch["labels"]
+        with self._autocast():
+            out = self.model(**batch, use_cache=False, logits_to_keep=torch.tensor(keep, device=self.device))
+        return out.logits[0].cpu()
+
+    def sight(self, packed: bool) -> list[Sight]:
+        """What a token reaches in each layer, in a packed row or alone."""
+        base, sample = base_causal_lm(self.model), self.subject.documents[0]
+        with self._autocast():
+            return sight(base, sample, self.probe, packed and self._batch)
+
+    @torch.no_grad()
+    def shift(self) -> int | None:
+        """By how many tokens labels are shifted, as the loss of one document tells; None where no shift explains it."""
+        document = min((d for d in self.subject.documents if d.labelled > 1), key=len, default=None)
+        if document is None:
+            return None
+        labels = torch.tensor([*document.labels, *[IGNORE_INDEX] * 2])
+        predicting = (labels[1:-2] != IGNORE_INDEX).nonzero().flatten()
+        logits = self._logits([document], [predicting.tolist()]).float()
+        with self._autocast():
+            loss = self.model(**self._batch([document]), use_cache=False).loss.item()
+        for shift in (1, 0, 2):
+            sums = nn.functional.cross_entropy(logits, labels[predicting + shift], reduction="sum").item()
+            if abs(sums / len(predicting) - loss) <= 1e-2 * abs(loss):
+                return shift
+        return None
+
+    def reloaded(self, plain: Passes, exact: Passes) -> Check:
+        """Save as users do, let go of the model, load what was saved, compare tensors and logits."""
+        trained = {name: p.detach().to("cpu", copy=True) for name, p in self.parameters.items()}
+        with tempfile.TemporaryDirectory(prefix="pronghorn-verify-") as folder:
+            self.model.save_pretrained(folder)
+            self.model, self.parameters = None, {}
+            gc.collect()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+            again = self.subject.reload(Path(folder)).train()
+        without_dropout(again)
+        there = {canonical(name): p for name, p in again.named_parameters()}
+        differ = [n for n, p in trained.items() if n not in there or not torch.equal(there[n].detach().cpu(), p)]
+        with torch.no_grad(), self._autocast():
+            passed = accumulate(again, self.subject.documents, self.subject.n_labels, self.positions)
+        logits = torch.cat([each.logits for each in passed if each.logits is not None])
+        return checks.reloaded(logits, differ, plain, exact)
+
+    def _batches(self) -> Iterator[dict[str, Any]]:
+        return (self._batch(row) for row in self.subject.rows)
+
+    def _batch(self, row: list[Document]) -> dict[str, Any]:
+        columns = {
+            "input_ids": [token for document in row for token in document.input_ids],
+            "labels": [label for document in row for label in document.labels],
+            "lengths": [len(document) for document in row],
+        }
+        return {name: value.to(self.device) for name, value in self.subject.collate([columns]).items()}
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        dtype = self.subject.autocast
+        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)

@@ -1,0 +1,115 @@
+"""What `verify` judges, made from a recipe: its model, its adapter, its documents, its packed path."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from pronghorn.config import Recipe
+from pronghorn.data.batch import Collator
+from pronghorn.data.packing import IGNORE_INDEX, Document
+from pronghorn.diagnose.verify_passes import Subject
+from pronghorn.diagnose.verify_probe import NEIGHBOUR, probe_tokens
+from pronghorn.errors import ConfigError
+from pronghorn.memory.plan import Plan
+from pronghorn.models.attach import attach
+from pronghorn.models.load import FoundModel, default_device, find_model, resolve_dtype
+from pronghorn.train.documents import prepare, tokenizer_for
+from pronghorn.train.run import _autocast, _load
+
+DOCUMENTS_A_ROW = 3
+"""At least: longer documents are cut to their last tokens, where the answer is."""
+
+
+def subject_of(
+    recipe: Recipe, tokens: int, documents: Iterable[Mapping[str, Any]] | None = None, console: Console | None = None
+) -> Subject:
+    """What the recipe trains and how, on its own first documents.
+
+    Args:
+        tokens: of the first row; the second has half as many, so that they count differently.
+        documents: instead of the recipe's: `input_ids` and `labels` of each.
+        console: shown what happens while data are read.
+    Raises:
+        ConfigError, DataError, UnsupportedError: as training would.
+    """
+    quiet = Console(quiet=True)
+    found = find_model(
+        recipe.model.name,
+        max_seq_length=recipe.model.max_seq_length,
+        load_in_4bit=recipe.model.load_in_4bit,
+        trust_remote_code=recipe.model.trust_remote_code,
+    )
+    device = default_device()
+    dtype = resolve_dtype(recipe.precision.dtype, device)
+    tokenizer = tokenizer_for(recipe, found)
+    if documents is None:
+        documents = prepare(recipe, "train", tokenizer, console or quiet).dataset
+    rows = rows_of(documents, min(tokens, recipe.model.max_seq_length))
+    config = found.config if found.config is not None else found.base and found.base.config
+    row_tokens = max(tokens, probe_tokens(config) + 2 * NEIGHBOUR)
+    if limit := getattr(config, "max_position_embeddings", None):
+        row_tokens = min(row_tokens, limit)
+    full = recipe.adapter.method == "full"
+
+    def build() -> Any:
+        model, handle = _load(recipe, found, tokenizer, quiet)
+        handle.detach()
+        return model
+
+    def attach_as_trained(model: Any) -> object:
+        plan = Plan.recompute() if recipe.memory.gradient_checkpointing else Plan.keep()
+        return attach(model, plan, attention=recipe.packing.attention, packing_metadata=recipe.packing.metadata)
+
+    def reload(folder: Path) -> Any:
+        if not full:
+            tokenizer.save_pretrained(folder)  # tells how many tokens were added
+        saved: FoundModel = find_model(
+            folder,
+            max_seq_length=recipe.model.max_seq_length,
+            load_in_4bit=recipe.model.load_in_4bit,
+            trust_remote_code=recipe.model.trust_remote_code,
+        )
+        return saved.model(torch.float32 if full else dtype, device)
+
+    return Subject(
+        name=recipe.model.name,
+        build=build,
+        attach=attach_as_trained,
+        collate=Collator(row_tokens, tokenizer.pad_token_id or 0),
+        reload=reload,
+        rows=rows,
+        row_tokens=row_tokens,
+        autocast=_autocast(recipe),
+    )
+
+
+def rows_of(documents: Iterable[Mapping[str, Any]], tokens: int) -> list[list[Document]]:
+    """Two rows of whole or cut documents: up to `tokens`, and up to half as many.
+
+    Raises:
+        ConfigError: `tokens` leave no room for a document.
+    """
+    if tokens < 2 * DOCUMENTS_A_ROW:
+        raise ConfigError(f"--tokens {tokens} hold no {DOCUMENTS_A_ROW} documents", "give 256 or more, 2048 is common")
+    rows: list[list[Document]] = []
+    remaining = iter(documents)
+    for room in (tokens, tokens // 2):
+        row, left = [], room
+        for each in remaining:
+            cut = min(room // DOCUMENTS_A_ROW, left)
+            ids, labels = list(each["input_ids"])[-cut:], list(each["labels"])[-cut:]
+            labels[0] = IGNORE_INDEX
+            if all(label == IGNORE_INDEX for label in labels):
+                continue
+            row.append(Document(ids, labels))
+            left -= len(ids)
+            if left < 2:
+                break
+        if row:
+            rows.append(row)
+    return rows

@@ -1,0 +1,382 @@
+"""verify passes every family, and names each planted defect; defects are planted into what is attached or written."""
+
+from __future__ import annotations
+
+import json
+import random
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from pronghorn.cli.main import app
+from pronghorn.data.batch import Collator, PackedBatch
+from pronghorn.diagnose.verify import Report, verify
+from pronghorn.diagnose.verify_passes import Subject, perturb
+from pronghorn.diagnose.verify_subject import rows_of
+from pronghorn.export import merge
+from pronghorn.models.attach import attach
+from pronghorn.models.lora import add_lora
+from pronghorn.parity.parameters import trainable
+from tiny import FAMILIES, VOCAB, tiny_model
+
+TOKENS = 96
+
+
+def documents(count: int = 12, seed: int = 0) -> list[dict[str, list[int]]]:
+    rng = random.Random(seed)
+    made = []
+    for _ in range(count):
+        ids = [rng.randrange(3, VOCAB) for _ in range(rng.randrange(12, 40))]
+        made.append({"input_ids": ids, "labels": [-100] * 3 + ids[3:]})
+    return made
+
+
+@pytest.fixture(scope="module")
+def subject_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Subject]:
+    """A family's tiny model, saved once, with LoRA adapters or whole."""
+    folders: dict[str, Path] = {}
+
+    def make(family: str, full: bool = False, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Subject:
+        from peft import PeftModel
+        from transformers import AutoModelForCausalLM
+
+        if family not in folders:
+            folders[family] = tmp_path_factory.mktemp(family)
+            tiny_model(family).save_pretrained(folders[family])
+
+        def load(folder: Path) -> Any:
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+            return model.to(device)
+
+        return Subject(
+            name=family,
+            build=lambda: load(folders[family]) if full else add_lora(load(folders[family]), r=4),
+            attach=attach,
+            collate=Collator(TOKENS, pad_token_id=0),
+            reload=lambda folder: load(folder) if full else PeftModel.from_pretrained(load(folders[family]), folder),
+            rows=rows_of(documents(), TOKENS),
+            row_tokens=TOKENS,
+        )
+
+    return make
+
+
+both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+
+
+def planted(subject: Subject, plant: Callable[[Any], object]) -> Report:
+    """The verdict with a defect put into the attached model."""
+
+    def attach_and_plant(model: Any) -> None:
+        attach(model)
+        plant(model)
+
+    return verify(replace(subject, attach=attach_and_plant))
+
+
+def only_cause(report: Report, words: str) -> None:
+    assert not report.ok
+    assert len(report.causes) == 1 and words in report.causes[0], (report.causes, report.checks)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_clean_runs_pass(subject_of: Any, family: str) -> None:
+    report = verify(subject_of(family))
+    assert report.ok and report.causes == [], [check for check in report.checks if not check.ok]
+    assert report.tensors == 3 * 7 * 2 and len(report.worst) == 10
+    assert [check.name for check in report.checks][-2:] == ["merged weights", "saved and reloaded"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_clean_full_fine_tuning_passes(subject_of: Any, family: str) -> None:
+    report = verify(subject_of(family, full=True))
+    assert report.ok and report.causes == [], [check for check in report.checks if not check.ok]
+    assert "merged weights" not in {check.name for check in report.checks}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_clean_bf16_passes(subject_of: Any, family: str) -> None:
+    report = verify(subject_of(family, dtype=torch.bfloat16))
+    assert (report.dtype, report.reference) == ("bfloat16", "float32")
+    assert report.ok and report.causes == [], [check for check in report.checks if not check.ok]
+
+
+@pytest.mark.gpu
+@both_dtypes
+@pytest.mark.parametrize("family", FAMILIES)
+def test_clean_runs_pass_on_the_gpu(subject_of: Any, family: str, dtype: torch.dtype) -> None:
+    report = verify(subject_of(family, dtype=dtype, device="cuda"))
+    assert report.ok and report.causes == [], [check for check in report.checks if not check.ok]
+
+
+@both_dtypes
+def test_a_leaking_mask_in_the_batch(subject_of: Any, dtype: torch.dtype) -> None:
+    """The collator forgets where documents end; positions and labels stay right."""
+    subject = subject_of("llama", dtype=dtype)
+
+    def leak(rows: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = subject.collate(rows)
+        return batch | {"packed": PackedBatch.build([TOKENS], tokens=TOKENS, labels=batch["labels"][0])}
+
+    only_cause(verify(replace(subject, collate=leak)), "leaking mask: a token is seen by another document")
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_a_leaking_mask_in_the_model(subject_of: Any, family: str) -> None:
+    def plant(model: Any) -> None:
+        def forget(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+            if kwargs.get("packed") is None:
+                return None
+            return args, kwargs | {"packed": PackedBatch.build([TOKENS], tokens=TOKENS)}
+
+        last = model.base_model.model.model.layers[-1].self_attn
+        last.register_forward_pre_hook(forget, with_kwargs=True, prepend=True)
+        module = last.forward  # the probe calls forward itself, without hooks
+        last.forward = lambda *args, packed=None, **kwargs: module(
+            *args, **kwargs, packed=packed and PackedBatch.build([TOKENS], tokens=TOKENS)
+        )
+
+    only_cause(planted(subject_of(family), plant), "leaking mask: a token is seen by another document in layers 2")
+
+
+@pytest.mark.parametrize("change", [lambda p: p + (p > 0), lambda p: p // 2, lambda p: p * 2])
+@both_dtypes
+def test_a_wrong_rope_position(subject_of: Any, change: Callable[[Any], Any], dtype: torch.dtype) -> None:
+    subject = subject_of("qwen3", dtype=dtype)
+
+    def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = subject.collate(rows)
+        return batch | {"position_ids": change(batch["position_ids"])}
+
+    only_cause(verify(replace(subject, collate=collate)), "wrong RoPE position")
+
+
+@both_dtypes
+def test_queries_turned_one_position_further_than_keys(subject_of: Any, dtype: torch.dtype) -> None:
+    """Which a loss doesn't show."""
+
+    def plant(model: Any) -> None:
+        for layer in model.base_model.model.model.layers:
+            layer.self_attn.q_proj.register_forward_hook(lambda module, args, q: turned(q))
+
+    def turned(q: torch.Tensor) -> torch.Tensor:
+        """Turn every head by one more position; the model then turns it by its own."""
+        heads = q.unflatten(-1, (4, 16))
+        angle = 10000.0 ** -(torch.arange(8) / 8)
+        cos, sin = angle.cos().to(q), angle.sin().to(q)
+        x, y = heads.chunk(2, dim=-1)
+        return torch.cat([x * cos - y * sin, y * cos + x * sin], dim=-1).flatten(-2)
+
+    only_cause(planted(subject_of("llama", dtype=dtype), plant), "wrong RoPE position")
+
+
+NAME = "model.layers.1.mlp.up_proj.lora_A.weight"
+
+
+@pytest.mark.parametrize("gradient", [torch.zeros_like, lambda g: g * torch.inf, None])
+def test_an_adapter_that_gets_no_gradient(subject_of: Any, gradient: Any) -> None:
+    def plant(model: Any) -> None:
+        parameter = trainable(model)[NAME]
+        parameter.requires_grad_(False) if gradient is None else parameter.register_hook(gradient)
+
+    report = planted(subject_of("llama"), plant)
+    only_cause(report, f"adapter or weight that gets no gradient: {NAME}")
+    assert report.worst[0].name == NAME
+
+
+@pytest.mark.parametrize(("by", "learns"), [(1, "itself"), (-1, "the one after the next")])
+@both_dtypes
+def test_a_dropped_label_shift(subject_of: Any, by: int, learns: str, dtype: torch.dtype) -> None:
+    subject = subject_of("llama", dtype=dtype)
+
+    def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = subject.collate(rows)
+        return batch | {"labels": batch["labels"].roll(by, dims=-1)}
+
+    only_cause(verify(replace(subject, collate=collate)), f"label shift: each token learns {learns}")
+
+
+@both_dtypes
+def test_mis_scaled_accumulation(subject_of: Any, dtype: torch.dtype) -> None:
+    def plant(model: Any) -> None:
+        base = model.get_base_model()
+        sound = base.forward
+        base.forward = lambda *args, num_items_in_batch=None, **kwargs: sound(*args, **kwargs)
+
+    report = planted(subject_of("llama", dtype=dtype), plant)
+    only_cause(report, "accumulation: a micro-batch's loss is not divided by the labels of the whole accumulated batch")
+
+
+@pytest.mark.parametrize("by", [1, -1])
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "gemma3_text"])
+@both_dtypes
+def test_an_off_by_one_window(subject_of: Any, family: str, by: int, dtype: torch.dtype) -> None:
+    def plant(model: Any) -> None:
+        config = model.config
+        config.sliding_window += by  # Mistral reads it in every forward
+        for layer in model.get_base_model().model.layers:
+            if getattr(layer.self_attn, "sliding_window", None):
+                layer.self_attn.sliding_window += by
+
+    window = FAMILIES[family]["sliding_window"]
+    words = f"sliding window: a token is seen by {window + by} tokens and not by {window} in layers"
+    only_cause(planted(subject_of(family, dtype=dtype), plant), words)
+
+
+def test_an_attention_that_sees_the_future(subject_of: Any) -> None:
+    def plant(model: Any) -> None:
+        attention = model.get_base_model().model.layers[1].self_attn
+        sound = attention.forward
+
+        def forward(hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+            output, weights = sound(hidden_states, *args, **kwargs)
+            return output + output.roll(-1, dims=1), weights
+
+        attention.forward = forward
+
+    report = planted(subject_of("llama"), plant)
+    assert "a token is seen by those before it" in report.causes[0] or "another document" in report.causes[0]
+
+
+def test_a_backward_pass_that_differs_the_second_time(subject_of: Any) -> None:
+    calls = []
+
+    def more_each_time(gradient: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return gradient * (1 if len(calls) <= 2 else 1.01)  # two rows a pass
+
+    report = planted(subject_of("llama"), lambda model: trainable(model)[NAME].register_hook(more_each_time) and None)
+    only_cause(report, "not repeatable: 1 of 42 gradients not bit-equal")
+
+
+def test_a_merged_weight_that_forgot_its_adapter(subject_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    sound, name = merge._merged_state, "model.layers.1.self_attn.v_proj"
+
+    def forgetful(base: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        bare = base.get_submodule(name).get_base_layer().weight
+        return sound(base, dtype) | {f"{name}.weight": bare.detach().to("cpu", dtype)}
+
+    monkeypatch.setattr(merge, "_merged_state", forgetful)
+    only_cause(verify(subject_of("llama")), f"merged weight forgot its adapter: {name}")
+
+
+def test_an_adapter_saved_wrong(subject_of: Any) -> None:
+    def plant(model: Any) -> None:
+        sound = model.save_pretrained
+
+        def save(folder: Any) -> None:
+            with torch.no_grad():
+                trainable(model)[NAME].mul_(1.5)
+            sound(folder)
+
+        model.save_pretrained = save
+
+    only_cause(planted(subject_of("llama"), plant), f"saving or loading: tensors that differ: {NAME}")
+
+
+def test_nan_fails(subject_of: Any) -> None:
+    def plant(model: Any) -> None:
+        with torch.no_grad():
+            model.get_base_model().get_input_embeddings().weight.fill_(torch.nan)
+
+    report = planted(subject_of("llama"), plant)
+    failed = {check.name for check in report.checks if not check.ok}
+    assert failed >= {"loss", "accumulated loss", "logits", "gradients", "no dead gradient", "packed as alone"}
+    assert report.causes
+    json.loads(json.dumps(report.to_dict(), allow_nan=False))
+
+
+def test_nothing_of_the_users_is_touched(subject_of: Any, tmp_path: Path) -> None:
+    subject = subject_of("llama")
+    folder = Path(str(subject.build().get_base_model().config._name_or_path))
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    verify(subject)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_one_model_at_a_time_is_in_memory(subject_of: Any) -> None:
+    """What is saved is loaded again where a second copy may have no room."""
+    subject, models, left = subject_of("llama"), [], []
+
+    def build() -> Any:
+        model = subject.build()
+        models.append(weakref.ref(model))
+        return model
+
+    def reload(folder: Path) -> Any:
+        left.extend(ref for ref in models if ref() is not None)
+        return subject.reload(folder)
+
+    assert verify(replace(subject, build=build, reload=reload)).ok
+    assert len(models) == 1 and not left
+
+
+def test_the_command_on_a_recipe(stories: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"text": "Once upon a time there was a dog. " * n}) + "\n" for n in range(1, 9)))
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"model: {{name: {stories}, max_seq_length: 128}}\ndata: {{train: {data}, loss_on: all}}\n"
+        f"adapter: {{lora_dropout: 0.1}}\ntrain: {{output: {tmp_path / 'run'}}}\n"
+    )
+    files = sorted(tmp_path.iterdir())
+    result = CliRunner().invoke(app, ["verify", str(recipe), "adapter.r=4", "--tokens", "128", "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["schema"] == "pronghorn-verify-v1" and found["ok"] and found["causes"] == []
+    assert len(found["rows"]) == 2 and len(found["rows"][0]) >= 3 and len(found["worst"]) == 10
+    assert sorted(tmp_path.iterdir()) == files
+
+
+def test_the_command_on_a_saved_adapter(stories: Path, tmp_path: Path) -> None:
+    """A trained adapter is judged as it is: its B isn't zero."""
+    from transformers import AutoModelForCausalLM
+
+    model = add_lora(AutoModelForCausalLM.from_pretrained(stories), r=4)
+    perturb(model)
+    model.save_pretrained(tmp_path / "adapter")
+    data, recipe = tmp_path / "data.jsonl", tmp_path / "recipe.yaml"
+    data.write_text(json.dumps({"text": "Once upon a time there was a dog. " * 5}) + "\n")
+    recipe.write_text(
+        f"model: {{name: {tmp_path / 'adapter'}, max_seq_length: 128}}\ndata: {{train: {data}, loss_on: all}}\n"
+        f"train: {{output: {tmp_path / 'run'}}}\n"
+    )
+    result = CliRunner().invoke(app, ["verify", str(recipe), "--tokens", "128"])
+    assert result.exit_code == 0, result.output
+
+
+def test_four_bits_in_float32_have_nothing_to_compare_with() -> None:
+    pytest.importorskip("bitsandbytes")
+    result = CliRunner().invoke(app, ["verify", "--model", "tiny", "--method", "qlora", "--dtype", "float32"])
+    assert result.exit_code == 1 and "set precision.dtype (or --dtype) to bfloat16" in result.output
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_the_command_on_a_shape(method: str) -> None:
+    result = CliRunner().invoke(app, ["verify", "--model", "tiny", "--method", method, "--tokens", "128"])
+    assert result.exit_code == 0, result.output
+    assert "The numbers are right." in result.stdout and "self_attn" in result.stdout
+
+
+def test_the_command_says_no(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pronghorn.diagnose.verify_subject.attach", lambda model, *args, **kwargs: dead(model))
+
+    def dead(model: Any) -> None:
+        attach(model)
+        trainable(model)[NAME].register_hook(torch.zeros_like)
+
+    result = CliRunner().invoke(app, ["verify", "--model", "tiny", "--tokens", "128"])
+    assert result.exit_code == 1
+    assert "The numbers are wrong." in result.stdout and "gets no gradient" in result.stdout
+
+
+@pytest.mark.parametrize("arguments", [["r.yaml", "--model", "tiny"], ["--tokens", "64"]])
+def test_a_recipe_or_a_model(arguments: list[str]) -> None:
+    result = CliRunner().invoke(app, ["verify", *arguments])
+    assert result.exit_code == 1 and "a recipe or --model" in result.output
