@@ -327,10 +327,11 @@ def test_full_fine_tuning_on_a_gpu(family: str, dtype: torch.dtype, nan_memory: 
 
 
 @pytest.mark.gpu
-def test_no_synchronisation() -> None:
+@pytest.mark.parametrize("graph", ["off", "on"])
+def test_no_synchronisation(graph: Any) -> None:
     """A fused step never makes the host wait."""
     model = with_adapters(tiny_model("qwen3")).to("cuda", torch.bfloat16)
-    attach(model, layers="fused")
+    attach(model, layers="fused", graph=graph)
     batch = {name: value.to("cuda") for name, value in packed_row(LENGTHS, ROW).items()}
     model(**batch).loss.backward()
     torch.cuda.synchronize()

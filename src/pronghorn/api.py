@@ -161,9 +161,9 @@ def _set_recompute(model: Any, value: Checkpointing) -> None:
     if handle is None:
         recompute_layers(base_causal_lm(model), bool(value))
     else:
-        attention, metadata, layers = handle.options
+        attention, metadata, layers, graph = handle.options
         plan = Plan.recompute() if value else Plan.keep()
-        attach(model, plan, attention=attention, packing_metadata=metadata, layers=layers)
+        attach(model, plan, attention=attention, packing_metadata=metadata, layers=layers, graph=graph)
 
 
 def _refuse(arguments: dict[str, Any], where: str) -> None:

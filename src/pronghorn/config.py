@@ -154,6 +154,9 @@ class Packing(Section):
     attention: Literal["auto", "tiled", "flash", "per_document", "masked"] = Field(
         "auto", description="attention backend"
     )
+    graph: Literal["auto", "on", "off"] = Field(
+        "auto", description="launch layers as one CUDA graph; auto: where that is measured to pay"
+    )
 
 
 class Train(Section):

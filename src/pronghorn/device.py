@@ -75,6 +75,14 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+def graph_bytes() -> int:
+    """GPU memory that CUDA graphs hold for their own tensors, which torch does not count as allocated."""
+    import torch
+
+    ours = [part for part in torch.cuda.memory_snapshot() if tuple(part["segment_pool_id"]) != (0, 0)]
+    return sum(part["total_size"] - part["allocated_size"] for part in ours)
+
+
 def device_name() -> str:
     """The current GPU's name, or CPU with its architecture."""
     import torch

@@ -63,7 +63,7 @@ def glu_case(draw: Draw, tokens: int, width: int, activation: glu.Activation) ->
 
     def pronghorn(case: Case) -> Way:
         def backward(state: Any) -> Any:
-            return glu.backward(state[2], state[1], activation)
+            return glu.backward_(state[2], state[1], activation), state[2]
 
         return Way(
             lambda: (case.inputs[0].clone(), case.grads[0].clone()),

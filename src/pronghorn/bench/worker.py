@@ -72,6 +72,8 @@ class ContenderProcess:
         """Run `warm` untimed and `count` timed steps on the next rows; their times, and the most memory they took."""
         import torch
 
+        from pronghorn.device import graph_bytes
+
         for _ in range(warm):
             self._step()
         retries = self._statistic("num_alloc_retries")
@@ -86,18 +88,20 @@ class ContenderProcess:
             "steps": times,
             "losses": losses,
             "memory_retries": self._statistic("num_alloc_retries") - retries,
-            "peak": torch.cuda.max_memory_allocated() if self._cuda else None,
+            "peak": torch.cuda.max_memory_allocated() + graph_bytes() if self._cuda else None,
         }
 
     def rest(self) -> dict[str, Any]:
         """Free gradients and caches; weights and the optimiser's state stay. Bytes still held."""
         import torch
 
+        from pronghorn.device import graph_bytes
+
         self._optimizer.zero_grad()
         gc.collect()
         if self._cuda:
             torch.cuda.empty_cache()
-        return {"resting": torch.cuda.memory_allocated() if self._cuda else None}
+        return {"resting": torch.cuda.memory_allocated() + graph_bytes() if self._cuda else None}
 
     def count(self) -> dict[str, Any]:
         """Launches and synchronisations of a step; nothing on the CPU."""

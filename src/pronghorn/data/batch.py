@@ -170,6 +170,14 @@ class PackedBatch:
         """The same batch on `device`; host integers stay host integers."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
+    def clone(self) -> PackedBatch:
+        """The same batch in tensors of its own."""
+        return self._map(lambda tensor: tensor.clone())
+
+    def without_labels(self) -> PackedBatch:
+        """The same batch for what comes before the loss."""
+        return self._replace(self.cu_seqlens, self.document_ids, self.tiles, None)
+
     def copy_into(self, static: PackedBatch) -> PackedBatch:
         """Copy this batch's tensors into those of `static` (same shapes), for a captured graph that reads `static`.
 

@@ -35,6 +35,7 @@ from pronghorn.train.control import RunControl
 from pronghorn.train.progress import ProgressCallback
 from pronghorn.train.run import build
 
+GRAPH = "CUDA graph of the layers"
 KERNELS = 200
 """The most kernels that are kept by name."""
 VISIBLE = 2000
@@ -58,9 +59,10 @@ def profile(recipe: Recipe, console: Console, steps: int = 3, warmup: int = 3) -
                 "report_to": [],
             }
         )
+        packing = recipe.packing.model_copy(update={"graph": "off"})  # a graph's kernels can't be told by cause
         recorder = Recorder(Path(folder), steps, warmup)
         callbacks = [RunControl(None, None, None), ProgressCallback(Console(quiet=True)), recorder]
-        trainer, handle = build(recipe.model_copy(update={"train": train}), console, callbacks)
+        trainer, handle = build(recipe.model_copy(update={"train": train, "packing": packing}), console, callbacks)
         recorder.watch(trainer, handle)
         console.print(f"Profiling {steps} steps after {warmup} to warm up and {steps} without the profiler")
         try:
@@ -74,7 +76,9 @@ def profile(recipe: Recipe, console: Console, steps: int = 3, warmup: int = 3) -
     layers = next(path for path in paths if path.part == "decoder layers")
     found.recipe, found.device, found.versions = recipe.to_dict(), device_name(), versions()
     found.plain_ms, found.warmup = recorder.plain_ms, warmup
-    found.paths = [vars(path) for path in paths]
+    found.paths = [vars(path) for path in paths if path.part != GRAPH]
+    if recipe.packing.graph != "off" and device.type == "cuda":
+        found.paths.append({"part": GRAPH, "path": "off", "why": "while profiling; training decides by itself"})
     if device.type == "cuda":
         found.syncs = find_sites(recorder.stacks, recorder.places)
         found.peak_memory_bytes = torch.cuda.max_memory_allocated(device)

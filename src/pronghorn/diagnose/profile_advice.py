@@ -39,7 +39,8 @@ def _on_device(profile: Profile, unfused: str | None) -> list[Advice]:
         _recomputed(profile, profile.recomputed_ms),
     ]
     if kept * late > 0.1 * profile.plain_ms:
-        found.append(Advice(kept * late, "the host can't launch as fast as the device computes", _LARGER))
+        change = f"packing.graph: auto launches the layers at once where it can; {_LARGER}"
+        found.append(Advice(kept * late, "the host can't launch as fast as the device computes", change))
     if unfused is not None:
         parts = (Cause.NORM, Cause.ELEMENTWISE, Cause.ON_DEVICE, Cause.LORA)
         cost = sum(map(profile.ms, parts)) / 2  # a rough figure: no share of it is the same for all models

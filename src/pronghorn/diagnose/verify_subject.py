@@ -63,7 +63,8 @@ def subject_of(
 
     def attach_as_trained(model: Any) -> object:
         plan = Plan.recompute() if recipe.memory.gradient_checkpointing else Plan.keep()
-        return attach(model, plan, attention=recipe.packing.attention, packing_metadata=recipe.packing.metadata)
+        packing = recipe.packing
+        return attach(model, plan, attention=packing.attention, packing_metadata=packing.metadata, graph=packing.graph)
 
     def reload(folder: Path) -> Any:
         if not full:

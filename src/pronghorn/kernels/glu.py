@@ -43,17 +43,18 @@ def forward_with_low_rank_(gate_up: Tensor, xa: Tensor, b: Tensor, scale: float,
     return forward(gate_up.addmm_(xa, b.t(), alpha=scale), activation)
 
 
-def backward(da: Tensor, gate_up: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
-    """(d gate_up: [T, 2·I], a: [T, I] computed again) from da: [T, I], contiguous."""
+def backward_(da: Tensor, gate_up: Tensor, activation: Activation) -> Tensor:
+    """d gate_up [T, 2·I] from da [T, I], contiguous, whose place a, computed again, takes."""
     if gate_up.is_cuda:
-        from pronghorn.kernels.glu_triton import backward as launch
+        from pronghorn.kernels.glu_triton import backward_ as launch
 
         return launch(da, gate_up, activation)
     with torch.enable_grad():
         leaf = gate_up.detach().requires_grad_()
         a = forward(leaf, activation)
     (grad,) = torch.autograd.grad(a, leaf, da)
-    return grad, a.detach()
+    da.copy_(a.detach())
+    return grad
 
 
 def _activate(gate: Tensor, activation: Activation) -> Tensor:

@@ -63,7 +63,7 @@ def _forward_with_low_rank(
 
 
 @triton.jit
-def _backward(da_ptr, gu_ptr, dgu_ptr, a_ptr, WIDTH, GELU: tl.constexpr, BLOCK: tl.constexpr):
+def _backward(da_ptr, gu_ptr, dgu_ptr, WIDTH, GELU: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < WIDTH
@@ -74,7 +74,7 @@ def _backward(da_ptr, gu_ptr, dgu_ptr, a_ptr, WIDTH, GELU: tl.constexpr, BLOCK: 
     f, df = _activate(g, GELU)
     tl.store(dgu_ptr + here, (da * u * df).to(dgu_ptr.dtype.element_ty), mask=inside)
     tl.store(dgu_ptr + here + WIDTH, (da * f).to(dgu_ptr.dtype.element_ty), mask=inside)
-    tl.store(a_ptr + row * WIDTH + cols, (f * u).to(a_ptr.dtype.element_ty), mask=inside)
+    tl.store(da_ptr + row * WIDTH + cols, (f * u).to(da_ptr.dtype.element_ty), mask=inside)
 
 
 def forward(gate_up: Tensor, activation: str) -> Tensor:
@@ -97,10 +97,10 @@ def forward_with_low_rank_(gate_up: Tensor, xa: Tensor, b: Tensor, scale: float,
     return a
 
 
-def backward(da: Tensor, gate_up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """As `glu.backward`."""
+def backward_(da: Tensor, gate_up: Tensor, activation: str) -> Tensor:
+    """As `glu.backward_`."""
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
-    dgu, a = torch.empty_like(gate_up), gate_up.new_empty(tokens, width)
+    dgu = torch.empty_like(gate_up)
     grid = (tokens, triton.cdiv(width, BLOCK))
-    _backward[grid](da, gate_up, dgu, a, width, GELU=activation == "gelu_tanh", BLOCK=BLOCK)
-    return dgu, a
+    _backward[grid](da, gate_up, dgu, width, GELU=activation == "gelu_tanh", BLOCK=BLOCK)
+    return dgu

@@ -26,6 +26,7 @@ from pronghorn.errors import ConfigError, DataError, UnsupportedError
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.models import fast
 from pronghorn.models.families import base_causal_lm, check_config, recompute_layers, recomputes_layers
+from pronghorn.models.graph import Graph, TrunkGraphs, graphed_class
 from pronghorn.models.head import labelled_cross_entropy
 
 Layers = Literal["auto", "fused", "stock"]
@@ -49,13 +50,15 @@ class Handle:
     model: Any
     """The transformers causal LM that was changed (not a PEFT wrapper around it)."""
     plan: Plan | None
-    options: tuple[Backend, Metadata, Layers]
+    options: tuple[Backend, Metadata, Layers, Graph]
     _previous_attention: str
     original_class: type[nn.Module]
     _was_recomputing: bool
     _hook: RemovableHandle
     _fast: list[tuple[nn.Module, type[nn.Module]]]
     """The modules with another class, and the class that they had."""
+    _graphs: TrunkGraphs | None
+    """The trunk's CUDA graphs, where layers are fused on CUDA."""
 
     @property
     def report(self) -> list[PathTaken]:
@@ -64,7 +67,7 @@ class Handle:
 
     def paths(self, autocast: torch.dtype | None) -> list[PathTaken]:
         """The report for steps that run under autocast in that dtype (None: without), which attention then sees."""
-        backend, metadata, _ = self.options
+        backend, metadata, *_ = self.options
         config = self.model.config
         parameter = next(self.model.parameters())
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -82,6 +85,7 @@ class Handle:
             PathTaken("packed attention", path, why),
             PathTaken("packing metadata", metadata, where[metadata]),
             self._layers_path(autocast),
+            self._graph_path(autocast),
             PathTaken("loss", "labelled tokens only, in chunks", "the batch knows its labelled positions"),
             PathTaken("padded batches, generate()", "transformers' SDPA", "they carry a mask or a cache"),
             PathTaken(
@@ -103,6 +107,14 @@ class Handle:
             return PathTaken("decoder layers", "norms by kernels, the rest by transformers and PEFT", reason)
         return PathTaken("decoder layers", "fused", "merged products, kernels, one autograd function a block")
 
+    def _graph_path(self, autocast: torch.dtype | None) -> PathTaken:
+        if self.options[3] == "off" or self._graphs is None:
+            why = "asked for" if self.options[3] == "off" else "it is for fused layers on CUDA"
+            return PathTaken("CUDA graph of the layers", "off", why)
+        if autocast is not None:
+            return PathTaken("CUDA graph of the layers", "off", "autocast is on")
+        return PathTaken("CUDA graph of the layers", *self._graphs.state)
+
     def detach(self) -> None:
         """Give the model back as it was; does nothing if it already is.
 
@@ -118,6 +130,7 @@ class Handle:
             )
         self._hook.remove()
         fast.disable(self._fast)
+        self.model.base_model.__dict__.pop("_pronghorn_graphs", None)
         self.model.__class__ = self.original_class
         self.model.set_attn_implementation(self._previous_attention)
         if self.plan is not None:
@@ -132,6 +145,7 @@ def attach(
     attention: Backend = "auto",
     packing_metadata: Metadata = "once",
     layers: Layers = "auto",
+    graph: Graph = "auto",
 ) -> Handle:
     """Give a model Pronghorn's packed path. Idempotent: a second call with the same options returns the first handle.
 
@@ -142,6 +156,8 @@ def attach(
         packing_metadata: `once`, or for ablations `per_layer` and `per_layer_mask`.
         layers: `fused` computes norms, attention and MLP by `models.fast`, `stock` leaves them to transformers and
             PEFT; `auto` is fused on CUDA.
+        graph: launch fused layers as CUDA graphs (`models.graph`): `on`, `off`, or `auto`, where the first steps show
+            that launching takes the host as long as computing takes the device.
     Returns:
         The handle: `.report` tells every path taken, `.detach()` restores the model.
     Raises:
@@ -152,7 +168,9 @@ def attach(
     check_config(base.config)
     if layers not in get_args(Layers):
         raise ConfigError(f"layers {layers!r} is unknown", f"use one of {', '.join(get_args(Layers))}")
-    options = (attention, packing_metadata, layers)
+    if graph not in get_args(Graph):
+        raise ConfigError(f"graph {graph!r} is unknown", f"use one of {', '.join(get_args(Graph))}")
+    options = (attention, packing_metadata, layers, graph)
     name = implementation(attention, packing_metadata)
     current: Handle | None = getattr(base, "_pronghorn_handle", None)
     if current is not None and current.options == options and plan in (None, current.plan):
@@ -173,9 +191,35 @@ def attach(
     fused = layers == "fused" or (layers == "auto" and next(base.parameters()).is_cuda)
     fused = fused and attention != "masked" and packing_metadata == "once"
     changed = fast.enable(base, attention) if fused else []
-    handle = Handle(base, plan, options, previous, previous_class, was_recomputing, hook, changed)
+    graphs = None
+    if fused and graph != "off" and next(base.parameters()).is_cuda:
+        backbone: Any = base.base_model
+        plain: Any = type(backbone)
+        graphs = TrunkGraphs(backbone, plain.forward, graph == "on", lambda: _graph_refusal(base))
+        changed.append((backbone, plain))
+        backbone.__class__ = graphed_class(plain)
+        backbone.__dict__["_pronghorn_graphs"] = graphs
+    handle = Handle(base, plan, options, previous, previous_class, was_recomputing, hook, changed, graphs)
     base._pronghorn_handle = handle
     return handle
+
+
+def _graph_refusal(model: Any) -> str | None:
+    """Why a model's layers can't be captured as they are now, or None."""
+    weights = [p for name, p in model.base_model.named_parameters() if p.requires_grad and ".lora_" not in name]
+    if weights:
+        return "weights besides adapters are trained"
+    if not any(p.requires_grad for p in model.base_model.parameters()):
+        return "nothing in the layers is trained"
+    if recomputes_layers(model):
+        return "layers are recomputed"
+    if any(not p.dtype.is_floating_point for p in model.base_model.parameters()):
+        return "the weights are quantised"
+    if any(kind in str(getattr(model.config, "rope_parameters", "")) for kind in ("dynamic", "longrope")):
+        return "RoPE's frequencies depend on the longest position"
+    query = torch.empty(0, fast.head_dim(model.config), dtype=next(model.parameters()).dtype, device=model.device)
+    way, why = choose("auto", query)
+    return fast.refusal(model, None) or (None if way == "tiled" else f"attention goes {way}: {why}")
 
 
 def attached(model: nn.Module) -> Handle | None:

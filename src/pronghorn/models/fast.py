@@ -45,7 +45,7 @@ def refusal(model: Any, autocast: torch.dtype | None) -> str | None:
     if _activation(config) not in ACTIVATIONS:
         return f"activation {_activation(config)!r} has no kernel"
     if not _turns(config):
-        return f"head_dim {_head_dim(config)} is no power of two"
+        return f"head_dim {head_dim(config)} is no power of two"
     for layer in model.base_model.layers:
         norm = type(layer.input_layernorm).__name__
         if norm not in NORM_OFFSETS:
@@ -200,13 +200,14 @@ def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
-def _head_dim(config: Any) -> int:
+def head_dim(config: Any) -> int:
+    """D, which some configurations leave to be computed."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def _turns(config: Any) -> bool:
     """Whether the RoPE kernel serves these heads."""
-    dim = _head_dim(config)
+    dim = head_dim(config)
     return dim >= 16 and dim & (dim - 1) == 0
 
 

@@ -117,7 +117,8 @@ class _MLP(torch.autograd.Function):
         x, gate_up, xa, a_a = ctx.saved_tensors
         gate_up_linears, down_linear = ctx.linears
         da, dya = down_linear.input_grad(dy)
-        d_gate_up, a = glu.backward(da, gate_up, ctx.activation)
-        down_grads = down_linear.gradients(dy, dya, a, a_a)
+        d_gate_up = glu.backward_(da, gate_up, ctx.activation)
+        down_grads = down_linear.gradients(dy, dya, da, a_a)  # da holds the activation now
+        del da
         dx, dya = gate_up_linears.input_grad(d_gate_up, ctx.needs_input_grad[0])
         return dx, *(None,) * 3, *gate_up_linears.gradients(d_gate_up, dya, x, xa), *down_grads

@@ -17,7 +17,7 @@ from trl import SFTConfig
 from pronghorn.config import Recipe
 from pronghorn.data.batch import Collator
 from pronghorn.data.packed_rows import PackedRows, PackingStats
-from pronghorn.device import device_name, versions
+from pronghorn.device import device_name, graph_bytes, versions
 from pronghorn.errors import ConfigError, RunStopped, TrainingError
 from pronghorn.export.folder import whole_folder
 from pronghorn.memory.plan import Plan
@@ -113,7 +113,7 @@ def run(recipe: Recipe, console: Console, allow: bool = False) -> RunRecord:
         trainable=trainable_parameters(model),
         seconds=time.perf_counter() - started + control.seconds_before,
         stopped=journal.stopped or ("max_steps" if recipe.train.max_steps else "epochs"),
-        peak_memory_bytes=torch.cuda.max_memory_allocated(model.device) if model.device.type == "cuda" else None,
+        peak_memory_bytes=_peak_memory(model.device),
         evaluations=[{"step": e["step"], "loss": e["eval_loss"]} for e in history if "eval_loss" in e],
         resumed_at=journal.resumed_at,
     )
@@ -270,7 +270,8 @@ def _load(recipe: Recipe, found: FoundModel, tokenizer: Any, console: Console) -
             random_state=adapter.random_state,
         )
     plan = Plan.recompute() if recipe.memory.gradient_checkpointing else Plan.keep()
-    handle = attach(model, plan, attention=recipe.packing.attention, packing_metadata=recipe.packing.metadata)
+    packing = recipe.packing
+    handle = attach(model, plan, attention=packing.attention, packing_metadata=packing.metadata, graph=packing.graph)
     return model, handle
 
 
@@ -359,3 +360,8 @@ def _must_have_improved(recipe: Recipe, before: float | None, after: float | Non
             f"the held-out loss went from {before:.4f} to {after:.4f}, which is not a fall of {wanted} or more",
             "train longer, or change train.learning_rate; the run is saved and its report tells more",
         )
+
+
+def _peak_memory(device: torch.device) -> int | None:
+    """Bytes on the GPU, at most, those of CUDA graphs included."""
+    return torch.cuda.max_memory_allocated(device) + graph_bytes() if device.type == "cuda" else None

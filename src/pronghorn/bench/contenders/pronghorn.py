@@ -10,6 +10,7 @@ from pronghorn.bench.workload import Row
 SWITCHES = {
     "packing_metadata": ("once", "per_layer", "per_layer_mask"),
     "layers": ("auto", "fused", "stock"),
+    "graph": ("auto", "on", "off"),
     "attention": ("auto", "tiled", "flash", "per_document", "masked"),
 }
 """Arguments of `attach` that an ablation may set."""

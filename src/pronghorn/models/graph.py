@@ -1,0 +1,251 @@
+"""The trunk (all decoder layers and the last norm) as two CUDA graphs, one forward and one backward, for packed rows.
+
+A small model's layers take the host longer to launch than the device to compute. A graph launches them all at once; to
+autograd it is one function, so accumulation, loss scaling, clipping and the trainer stay as they are. Embedding, head
+and loss run as usual. In the manner of `torch.cuda.make_graphed_callables`.
+
+One graph serves every batch of the same tokens and number of documents (rounded up to the batch's bucket): documents'
+bounds are data on the device. What a graph can't serve runs without: evaluation, recomputation, autocast, quantised
+weights, documents that need host integers.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from pronghorn.data.batch import PackedBatch
+from pronghorn.errors import TrainingError
+
+Graph = Literal["auto", "on", "off"]
+
+MEASURED_FORWARDS = 3
+"""Training forwards that are timed before `auto` decides; the first ones compile kernels."""
+HOST_BOUND = 0.8
+"""Share of a forward's time on the device that the host takes to launch it, from which on a graph pays."""
+MOST_GRAPHS = 4
+"""Different numbers of documents (buckets) that are captured; rows of others run without a graph."""
+WARM_UPS = 2
+
+
+@dataclass
+class _Captured:
+    """A forward and a backward graph, and the tensors that they read and write."""
+
+    embeds: Tensor
+    position_ids: Tensor
+    packed: PackedBatch
+    out: Tensor
+    d_out: Tensor
+    gradients: Tensor
+    """All parameters' gradients, one after the other."""
+    forward: torch.cuda.CUDAGraph
+    backward: torch.cuda.CUDAGraph
+    replays: int = 0
+
+
+class TrunkGraphs:
+    """The graphs of one model.
+
+    Args:
+        backbone: what has embeddings, layers and the last norm.
+        plain: its forward without a graph, a function of the backbone and keywords.
+        always: capture at once instead of measuring whether it pays.
+        refusal: why the model as it is now can't be captured, or None.
+    """
+
+    def __init__(
+        self, backbone: Any, plain: Callable[..., Any], always: bool, refusal: Callable[[], str | None]
+    ) -> None:
+        self._backbone, self._plain, self._always, self._refusal = backbone, plain, always, refusal
+        self._parameters: list[nn.Parameter] = []
+        self._captured: dict[Any, _Captured] = {}
+        self._fingerprint: list[Any] = []
+        self._pool: Any = None
+        self._timed: list[tuple[float, torch.cuda.Event, torch.cuda.Event]] = []
+        self._refused: str | None = None
+        self._host_share: float | None = None
+
+    @property
+    def state(self) -> tuple[str, str]:
+        """What is done at present, and why: a line of `Handle.report`."""
+        refused = self._refusal()
+        if refused is not None:
+            return "off", refused
+        if self._always:
+            return "on", "asked for"
+        if self._host_share is None:
+            return "off", "the first steps measure whether it pays"
+        share = f"launching takes the host {self._host_share:.0%} of a forward's time"
+        return ("on" if self._host_share >= HOST_BOUND else "off"), share
+
+    def forward(self, embeds: Tensor, position_ids: Tensor, packed: PackedBatch) -> Tensor | None:
+        """The trunk's output [1, T, H] through a graph; None if this batch goes without one."""
+        fingerprint = _fingerprint(self._backbone)
+        if fingerprint != self._fingerprint:  # weights were moved, adapters switched: what was captured reads others
+            self._captured.clear()
+            self._refused = self._refusal()
+            self._parameters = [p for p in self._backbone.parameters() if p.requires_grad]
+            self._fingerprint = fingerprint
+        if self._refused is not None or embeds.requires_grad:
+            return None
+        if not self._always and (self._host_share is None or self._host_share < HOST_BOUND):
+            return None
+        window = getattr(self._backbone.config, "sliding_window", None)
+        key = packed.tokens, packed.bucket, embeds.dtype, window is not None and packed.max_seqlen > window
+        if key not in self._captured:
+            if len(self._captured) >= MOST_GRAPHS:
+                return None
+            self._captured[key] = self._capture(embeds, position_ids, packed)
+            self._fingerprint = _fingerprint(self._backbone)  # the first products put weights together
+        return _Replay.apply(embeds, position_ids, packed, self._captured[key], self._parameters, *self._parameters)
+
+    def without(self, run: Callable[[], Any]) -> Any:
+        """Run a training forward without a graph; the first ones are timed, without waiting for the device."""
+        if self._always or self._host_share is not None or self._refused is not None:
+            return run()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        began = time.perf_counter()
+        result = run()
+        host_ms = (time.perf_counter() - began) * 1e3
+        end.record()
+        self._timed.append((host_ms, start, end))
+        done = [host / a.elapsed_time(b) for host, a, b in self._timed if b.query()]
+        if len(done) >= MEASURED_FORWARDS:
+            self._host_share = done[-1]
+            self._timed.clear()
+        return result
+
+    def _capture(self, embeds: Tensor, position_ids: Tensor, packed: PackedBatch) -> _Captured:
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        static = embeds.detach().clone(), position_ids.clone(), packed.without_labels().clone()
+        options = {"pool": self._pool, "capture_error_mode": "thread_local"}  # other threads may be pinning memory
+        forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        here, aside = torch.cuda.current_stream(embeds.device), torch.cuda.Stream(embeds.device)
+        with torch.enable_grad(), _aliased(self._backbone) as parameters:
+            aside.wait_stream(here)
+            with torch.cuda.stream(aside):
+                for _ in range(WARM_UPS):
+                    out = self._trunk(*static)
+                    torch.autograd.grad(out, parameters, torch.zeros_like(out))
+                del out
+            here.wait_stream(aside)
+            with torch.cuda.graph(forward, **options):
+                out = self._trunk(*static)
+            d_out = torch.empty_like(out)
+            sizes = [parameter.numel() for parameter in parameters]
+            flat = torch.empty(sum(sizes), dtype=parameters[0].dtype, device=embeds.device)
+            with torch.cuda.graph(backward, **options):
+                gradients = torch.autograd.grad(out, parameters, d_out)
+                torch._foreach_copy_(list(flat.split(sizes)), [gradient.flatten() for gradient in gradients])
+        return _Captured(*static, out.detach(), d_out, flat, forward, backward)
+
+    def _trunk(self, embeds: Tensor, position_ids: Tensor, packed: PackedBatch) -> Tensor:
+        mask = packed.cu_seqlens.view(1, 1, 1, -1)  # a placeholder, as in `models.attach`
+        return self._plain(
+            self._backbone,
+            inputs_embeds=embeds,
+            position_ids=position_ids,
+            attention_mask=mask,
+            packed=packed,
+            use_cache=False,
+            return_dict=True,
+        ).last_hidden_state
+
+
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        embeds: Tensor,
+        position_ids: Tensor,
+        packed: PackedBatch,
+        captured: _Captured,
+        parameters: list[nn.Parameter],
+        *_: Tensor,
+    ) -> Tensor:
+        captured.embeds.copy_(embeds)
+        captured.position_ids.copy_(position_ids)
+        packed.without_labels().copy_into(captured.packed)
+        captured.forward.replay()
+        captured.replays += 1
+        ctx.captured, ctx.replay, ctx.parameters = captured, captured.replays, parameters
+        return captured.out.clone()
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> Any:
+        captured: _Captured = ctx.captured
+        if captured.replays != ctx.replay:
+            raise TrainingError(
+                "another batch went forward before this one's backward, and both share one CUDA graph",
+                "attach with graph='off' for several forwards a backward",
+            )
+        captured.d_out.copy_(d_out)
+        captured.backward.replay()
+        gradients = captured.gradients.clone().split([parameter.numel() for parameter in ctx.parameters])
+        shaped = [flat.view_as(parameter) for flat, parameter in zip(gradients, ctx.parameters, strict=True)]
+        return *(None,) * 5, *shaped
+
+
+@functools.cache
+def graphed_class(original: Any) -> type[nn.Module]:
+    """A subclass of a backbone's class, of the same name, whose instances look for `_pronghorn_graphs`."""
+    plain: Any = original.forward
+
+    @functools.wraps(plain)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        packed = kwargs.get("packed")
+        training = self.training and torch.is_grad_enabled() and not torch.is_autocast_enabled("cuda")
+        told = any(kwargs.get(name) for name in ("output_hidden_states", "output_attentions"))
+        if packed is None or args or told or not training or not packed.cu_seqlens.is_cuda:
+            return plain(self, *args, **kwargs)
+        from transformers.modeling_outputs import BaseModelOutputWithPast
+
+        graphs: TrunkGraphs = self._pronghorn_graphs
+        embeds = kwargs.get("inputs_embeds")
+        if embeds is None:
+            embeds = self.get_input_embeddings()(kwargs["input_ids"])
+        hidden = graphs.forward(embeds, kwargs["position_ids"], packed)
+        if hidden is not None:
+            return BaseModelOutputWithPast(last_hidden_state=hidden)
+        return graphs.without(lambda: plain(self, **{**kwargs, "input_ids": None, "inputs_embeds": embeds}))
+
+    namespace = {"forward": forward, "__module__": original.__module__, "__qualname__": original.__qualname__}
+    return type(original.__name__, (original,), namespace)
+
+
+@contextmanager
+def _aliased(backbone: nn.Module) -> Iterator[list[Tensor]]:
+    """The trained parameters as leaves of their own over the same storage. Autograd accumulates a leaf's gradients on
+    the stream that first used it, which for the parameters themselves is not the one that is captured."""
+    places = [
+        (module, name, parameter)
+        for module in backbone.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and parameter.requires_grad
+    ]
+    aliases: list[Tensor] = [nn.Parameter(parameter.detach()) for *_, parameter in places]
+    try:
+        for (module, name, _), alias in zip(places, aliases, strict=True):
+            module._parameters[name] = alias  # type: ignore[assignment]
+        yield aliases
+    finally:
+        for module, name, parameter in places:
+            module._parameters[name] = parameter
+
+
+def _fingerprint(backbone: Any) -> list[Any]:
+    """What captured graphs rely on: where every weight lies, what is trained, which adapters are on."""
+    found: list[Any] = [(parameter.data_ptr(), parameter.requires_grad) for parameter in backbone.parameters()]
+    for module in backbone.modules():
+        if hasattr(module, "lora_A"):
+            found.append((*module.active_adapters, *module.scaling.values(), module.disable_adapters, module.merged))
+    return found

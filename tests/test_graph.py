@@ -1,0 +1,147 @@
+"""The trunk as CUDA graphs: the same bits as without, whatever the batches; and what isn't captured."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from pronghorn.errors import ConfigError, TrainingError
+from pronghorn.memory.plan import Plan
+from pronghorn.models.attach import attach
+from test_fused import with_adapters
+from test_parity import LENGTHS, ROW, gradients
+from tiny import FAMILIES, packed_row, tiny_model
+
+ROWS = [LENGTHS, [90], [3] * 30, LENGTHS[::-1], [1, 95], [2] * 40]
+"""Up to 16 documents, up to 32, and up to 48: three graphs."""
+
+
+def on_device(lengths: list[int], seed: int) -> dict[str, Any]:
+    return {name: value.to("cuda") for name, value in packed_row(lengths, ROW, seed=seed).items()}
+
+
+def graph_path(handle: Any) -> tuple[str, str]:
+    [path] = [path for path in handle.report if path.part == "CUDA graph of the layers"]
+    return path.path, path.why
+
+
+def losses_and_gradients(model: Any, graph: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Of several micro-batches, gradients summed up."""
+    attach(model, layers="fused", graph=graph)
+    model.zero_grad()
+    losses = []
+    for seed, lengths in enumerate(ROWS):
+        loss = model(**on_device(lengths, seed)).loss
+        loss.backward()
+        losses.append(loss.item())
+    return losses, {name: grad.clone() for name, grad in gradients(model).items()}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equal_to_the_layers_without_a_graph(family: str, dtype: torch.dtype) -> None:
+    model = with_adapters(tiny_model(family))
+    for name, parameter in model.named_parameters():
+        if "lora_" not in name:
+            parameter.data = parameter.data.to(dtype)
+    model.to("cuda")
+    losses, grads = losses_and_gradients(model, "off")
+    for _ in range(2):  # captured, and replayed
+        again, same = losses_and_gradients(model, "on")
+        assert again == losses
+        assert all(torch.equal(grads[name], same[name]) for name in grads)
+
+
+@pytest.fixture
+def captured(request: pytest.FixtureRequest) -> tuple[Any, Any]:
+    model = with_adapters(tiny_model("qwen3"))
+    for name, parameter in model.named_parameters():
+        if "lora_" not in name:
+            parameter.data = parameter.data.bfloat16()
+    model.to("cuda")
+    return model, attach(model, layers="fused", graph="on")
+
+
+@pytest.mark.gpu
+def test_adapters_that_were_updated_are_read(captured: tuple[Any, Any]) -> None:
+    model, _ = captured
+    batch = on_device(LENGTHS, 0)
+    first = model(**batch).loss
+    first.backward()
+    torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0).step()
+    second = model(**batch).loss.item()
+    attach(model, layers="fused", graph="off")
+    assert second == model(**batch).loss.item() != first.item()
+
+
+@pytest.mark.gpu
+def test_weights_that_moved_and_adapters_that_were_switched_are_captured_again(captured: tuple[Any, Any]) -> None:
+    model, _ = captured
+    batch = on_device(LENGTHS, 0)
+    loss = model(**batch).loss.item()
+    model.cpu().cuda()
+    assert model(**batch).loss.item() == loss
+    model.base_model.disable_adapter_layers()
+    without = model(**batch).loss.item()
+    model.base_model.enable_adapter_layers()
+    assert model(**batch).loss.item() == loss != without
+    assert copy.deepcopy(model.get_base_model().model.layers[0]) is not None
+
+
+@pytest.mark.gpu
+def test_two_forwards_before_a_backward_are_refused(captured: tuple[Any, Any]) -> None:
+    model, _ = captured
+    first = model(**on_device(LENGTHS, 0)).loss
+    model(**on_device(LENGTHS, 1)).loss.backward()
+    with pytest.raises(TrainingError, match="both share one CUDA graph: attach with graph='off'"):
+        first.backward()
+
+
+@pytest.mark.gpu
+def test_evaluation_and_recompute_go_without(captured: tuple[Any, Any]) -> None:
+    model, _ = captured
+    batch = on_device(LENGTHS, 0)
+    trained = model(**batch).loss.item()
+    with torch.no_grad():
+        assert model(**batch).loss.item() == trained
+    assert model.eval()(**batch).loss.item() == trained
+    handle = attach(model.train(), Plan.recompute(), layers="fused", graph="on")
+    assert graph_path(handle) == ("off", "layers are recomputed")
+    model(**batch).loss.backward()
+    base = model.get_base_model()
+    handle.detach()
+    assert "_pronghorn_graphs" not in base.model.__dict__
+    assert (
+        type(base.model).__module__.startswith("transformers") and type(base.model).__mro__[1].__name__ != "Qwen3Model"
+    )
+
+
+@pytest.mark.gpu
+def test_auto_measures_first(captured: tuple[Any, Any]) -> None:
+    model, _ = captured
+    handle = attach(model, layers="fused", graph="auto")
+    assert graph_path(handle) == ("off", "the first steps measure whether it pays")
+    for seed in range(5):
+        model(**on_device(LENGTHS, seed)).loss.backward()
+        torch.cuda.synchronize()
+    path, why = graph_path(handle)  # three tiny layers: nothing but launching
+    assert path == "on" and "of a forward's time" in why
+    assert handle._graphs._captured == {} or len(handle._graphs._captured) == 1
+
+
+@pytest.mark.gpu
+def test_full_fine_tuning_is_not_captured() -> None:
+    handle = attach(tiny_model("llama").to("cuda", torch.bfloat16), layers="fused", graph="on")
+    assert graph_path(handle) == ("off", "weights besides adapters are trained")
+
+
+def test_the_cpu_has_none() -> None:
+    model = with_adapters(tiny_model("llama"))
+    assert graph_path(attach(model, layers="fused", graph="on")) == ("off", "it is for fused layers on CUDA")
+    assert graph_path(attach(model, graph="off")) == ("off", "asked for")
+    with pytest.raises(ConfigError, match="graph 'yes' is unknown: use one of auto, on, off"):
+        attach(model, graph="yes")  # type: ignore[arg-type]
