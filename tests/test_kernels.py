@@ -73,7 +73,7 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
         "attention": (attention_triton._forward, attend, {**tile, "COLS": 32}, 4),
         "attention, queries": (attention_triton._backward_queries, attend, {**tile, "COLS": 32}, 4),
         "attention, keys": (attention_triton._backward_keys, attend, {**tile, "COLS": 64}, 4),
-        "cross-entropy": (cross_entropy_triton._kernel, loss, {"CAP": True, "BLOCK": 4096}, 8),
+        "cross-entropy": (cross_entropy_triton._kernel, loss, {"CAP": True, "BLOCK": 8192}, 16),
     }
 
 

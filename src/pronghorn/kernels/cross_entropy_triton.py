@@ -25,18 +25,15 @@ def _kernel(y_ptr, target_ptr, loss_ptr, V, ignore, cap, CAP: tl.constexpr, BLOC
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_ptr + row)
     y_ptr += row * V
-    top = tl.full((BLOCK,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK,), tl.float32)
+    m = float("-inf")
+    whole = 0.0
     for start in range(0, V, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         z, _ = _cap(tl.load(y_ptr + cols, mask=cols < V, other=0.0).to(tl.float32), cap, CAP)
         z = tl.where(cols < V, z, float("-inf"))
-        higher = tl.maximum(top, z)
-        known = higher > float("-inf")
-        total = total * tl.where(known, tl.exp(top - higher), 0.0) + tl.where(known, tl.exp(z - higher), 0.0)
-        top = higher
-    m = tl.max(top, 0)
-    whole = tl.sum(total * tl.where(top > float("-inf"), tl.exp(top - m), 0.0), 0)
+        higher = tl.maximum(m, tl.max(z, 0))
+        whole = whole * tl.exp(m - higher) + tl.sum(tl.exp(z - higher), 0)
+        m = higher
     keep = target != ignore
     chosen, _ = _cap(tl.load(y_ptr + tl.where(keep, target, 0)).to(tl.float32), cap, CAP)
     tl.store(loss_ptr + row, tl.where(keep, m - chosen + tl.log(whole), 0.0))
@@ -57,6 +54,6 @@ def cross_entropy_(logits: Tensor, targets: Tensor, ignore_index: int, softcap: 
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
     cap = softcap or 1.0
     _kernel[(rows,)](
-        logits, targets, losses, vocab, ignore_index, cap, CAP=softcap is not None, BLOCK=4096, num_warps=8
+        logits, targets, losses, vocab, ignore_index, cap, CAP=softcap is not None, BLOCK=8192, num_warps=16
     )
     return losses
