@@ -33,7 +33,8 @@ def test_the_readme_names_these_commands() -> None:
         "pronghorn train recipes/demo-cpu.yaml",
         "pronghorn data inspect recipes/demo-cpu.yaml --rows 2 --html runs/data.html",
         'echo "What does len do?" | pronghorn chat runs/three',
-        'echo "What does `abs` do?" | pronghorn chat runs/three',
+        "pronghorn verify recipes/demo-cpu.yaml --tokens 128",
+        "pronghorn profile recipes/demo-cpu.yaml --steps 1 --warmup 1 --html runs/profile.html",
         "pronghorn bench step --model tiny --tokens 256 --against hf",
     ]
     assert len(PYTHON) == 1
@@ -103,6 +104,18 @@ def test_train_then_chat(tmp_path: Path) -> None:
         done = shell(["bash", "-c", f"{command} {more}"])
         assert done.returncode == 0, done.stdout + done.stderr
     assert re.fullmatch(r"base: .+trained: .+", done.stdout, re.DOTALL), done.stdout
+
+
+@pytest.mark.slow
+def test_verify_and_profile(tmp_path: Path) -> None:
+    assert (ROOT / ".cache" / "docs" / "train.jsonl").is_file(), "test_make_demo_in_three_steps makes this"
+    page = tmp_path / "profile.html"
+    for line, said in ((BASH[6], "The numbers are right."), (BASH[7], "dense products")):
+        command = line.replace("pronghorn", f"{sys.executable} -m pronghorn", 1).replace("runs/profile.html", str(page))
+        done = shell(command.split())
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert said in done.stdout
+    assert "<svg" in page.read_text(encoding="utf-8")
 
 
 @pytest.mark.slow

@@ -144,7 +144,7 @@ def merged(model: Any) -> list[Check]:
     own = base.get_input_embeddings().weight.dtype
     dtype = own if own in (torch.float16, torch.bfloat16) else torch.bfloat16
     try:
-        state = merge._merged_state(base, dtype)
+        state = merge.merged_state(base, dtype)
     except UnsupportedError as error:
         return [Check("merged weights", True, 0, 0, f"not checked: {error.problem}")]
     forgot: list[str] = []
@@ -152,7 +152,7 @@ def merged(model: Any) -> list[Check]:
     worst = 0.0
     for name, module in adapted.items():
         with torch.no_grad():
-            weight = merge._dense(module.get_base_layer())
+            weight = merge.dense_weight(module.get_base_layer())
             added = sum(
                 module.scaling[a] * (module.lora_B[a].weight.double() @ module.lora_A[a].weight.double()).float()
                 for a in module.active_adapters

@@ -19,7 +19,7 @@ from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import attach
 from pronghorn.models.load import FoundModel, default_device, find_model, resolve_dtype
 from pronghorn.train.documents import prepare, tokenizer_for
-from pronghorn.train.run import _autocast, _load
+from pronghorn.train.run import autocast_dtype, load
 
 DOCUMENTS_A_ROW = 3
 """At least: longer documents are cut to their last tokens, where the answer is."""
@@ -57,7 +57,7 @@ def subject_of(
     full = recipe.adapter.method == "full"
 
     def build() -> Any:
-        model, handle = _load(recipe, found, tokenizer, quiet)
+        model, handle = load(recipe, found, tokenizer, quiet)
         handle.detach()
         return model
 
@@ -85,7 +85,7 @@ def subject_of(
         reload=reload,
         rows=rows,
         row_tokens=row_tokens,
-        autocast=_autocast(recipe),
+        autocast=autocast_dtype(recipe),
     )
 
 

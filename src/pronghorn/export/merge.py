@@ -67,7 +67,7 @@ def _merged_copy(base: Any, dtype: torch.dtype) -> Any:
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
     config.dtype = dtype
-    state = _merged_state(base, dtype)
+    state = merged_state(base, dtype)
     # `modules_to_save` trains a copy of a tied head or embedding: tying them again would drop one of the two
     embedding, head = state["model.embed_tokens.weight"], state["lm_head.weight"]
     config.tie_word_embeddings = config.tie_word_embeddings and torch.equal(embedding, head)
@@ -86,7 +86,7 @@ def _merged_copy(base: Any, dtype: torch.dtype) -> Any:
 
 
 @torch.no_grad()
-def _merged_state(base: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+def merged_state(base: Any, dtype: torch.dtype) -> dict[str, Tensor]:
     """The base's state dict under its plain names, adapters merged, on the CPU in `dtype`."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper
@@ -104,7 +104,7 @@ def _merged_state(base: Any, dtype: torch.dtype) -> dict[str, Tensor]:
             put(f"{prefix}weight", rows.get_merged_weights(rows.active_adapters))
         elif isinstance(module, BaseTunerLayer):
             layer: Any = module
-            weight = _dense(layer.get_base_layer())
+            weight = dense_weight(layer.get_base_layer())
             for adapter in [] if layer.disable_adapters else layer.active_adapters:
                 _refuse_other_than_lora(layer, prefix, adapter)
                 if adapter in layer.lora_A:
@@ -114,7 +114,7 @@ def _merged_state(base: Any, dtype: torch.dtype) -> dict[str, Tensor]:
                 put(f"{prefix}bias", layer.get_base_layer().bias)
         elif type(module).__name__ == "Linear4bit":
             linear: Any = module
-            put(f"{prefix}weight", _dense(linear))
+            put(f"{prefix}weight", dense_weight(linear))
             if linear.bias is not None:
                 put(f"{prefix}bias", linear.bias)
         else:
@@ -142,7 +142,7 @@ def _refuse_other_than_lora(layer: Any, prefix: str, adapter: str) -> None:
             )
 
 
-def _dense(linear: Any) -> Tensor:
+def dense_weight(linear: Any) -> Tensor:
     """A linear's weight as float32 [out, in], dequantised if bitsandbytes holds it in 4 bits."""
     if not linear.weight.is_floating_point() and getattr(linear.weight, "quant_state", None) is None:
         raise UnsupportedError(

@@ -67,7 +67,7 @@ def run(recipe: Recipe, console: Console, allow: bool = False) -> RunRecord:
         check_data(journal, "eval", held.key, allow)
         heldout = PackedRows(held.dataset, recipe.model.max_seq_length).first(recipe.data.eval_rows)
     console.print(f"[bold]Loading[/] {recipe.model.name}")
-    model, handle = _load(recipe, found, tokenizer, console)
+    model, handle = load(recipe, found, tokenizer, console)
     control = RunControl(recipe.train.max_minutes, recipe.train.save_minutes, recipe.train.patience)
     progress = ProgressCallback(console, recipe.train.max_minutes)
     trainer = _trainer(recipe, model, tokenizer, documents.dataset, heldout, [control, progress])
@@ -103,7 +103,7 @@ def run(recipe: Recipe, console: Console, allow: bool = False) -> RunRecord:
             "split": documents.split,
             "sources": [asdict(count) for count in documents.counts],
         },
-        paths=[vars(path) for path in handle.paths(_autocast(recipe))],
+        paths=[vars(path) for path in handle.paths(autocast_dtype(recipe))],
         steps=_steps(history),
         heldout={"before": journal.before, "after": after, "rows": len(heldout) if heldout is not None else 0},
         samples=[
@@ -134,7 +134,7 @@ def build(recipe: Recipe, console: Console, callbacks: list[TrainerCallback]) ->
     tokenizer = tokenizer_for(recipe, found)
     documents = prepare(recipe, "train", tokenizer, console)
     console.print(f"[bold]Loading[/] {recipe.model.name}")
-    model, handle = _load(recipe, found, tokenizer, console)
+    model, handle = load(recipe, found, tokenizer, console)
     return _trainer(recipe, model, tokenizer, documents.dataset, None, callbacks), handle
 
 
@@ -207,7 +207,7 @@ def _judge(
     loss = None
     if heldout is not None:
         collator = Collator(recipe.model.max_seq_length, tokenizer.pad_token_id)
-        autocast = _autocast(recipe)
+        autocast = autocast_dtype(recipe)
         with torch.autocast(model.device.type, autocast) if autocast else nullcontext():
             loss = heldout_loss(
                 model,
@@ -230,7 +230,7 @@ def _find(recipe: Recipe) -> FoundModel:
     )
 
 
-def _load(recipe: Recipe, found: FoundModel, tokenizer: Any, console: Console) -> tuple[Any, Handle]:
+def load(recipe: Recipe, found: FoundModel, tokenizer: Any, console: Console) -> tuple[Any, Handle]:
     """The model with its adapter, and the handle that tells the paths taken."""
     device = default_device()
     dtype = resolve_dtype(recipe.precision.dtype, device)
@@ -283,7 +283,7 @@ def _trainer(
     heldout: PackedRows | None,
     callbacks: list[TrainerCallback],
 ) -> SFTTrainer:
-    train, device, autocast = recipe.train, default_device(), _autocast(recipe)
+    train, device, autocast = recipe.train, default_device(), autocast_dtype(recipe)
     config = SFTConfig(
         output_dir=str(train.output),
         packing=recipe.packing.enabled,
@@ -328,7 +328,7 @@ def _trainer(
     return trainer
 
 
-def _autocast(recipe: Recipe) -> torch.dtype | None:
+def autocast_dtype(recipe: Recipe) -> torch.dtype | None:
     """The dtype of autocast, if any: LoRA computes in its base's own dtype, float32 masters compute in 16 bits, and
     float16 always needs autocast for its loss scaling."""
     dtype = resolve_dtype(recipe.precision.dtype, default_device())
