@@ -43,8 +43,10 @@ check: $(READY)
 
 gpu: $(READY)
 	$(PY) -m pytest -m gpu --shared=$(SHARED)
-	$(PY) benchmarks/packing_metadata.py --shapes $(SHARED)/data/model_shapes.json \
-	  --lengths $(SHARED)/data/lengths/alpaca_demo.json --out $(OUT) --commit $(COMMIT)
+	$(PY) -m pronghorn bench ops --out $(OUT)/ops.json --commit $(COMMIT)
+	$(PY) -m pronghorn bench step --model Llama-3.2-1B --lengths $(SHARED)/data/lengths/alpaca_demo.json \
+	  --ablate attention=flash --ablate layers=stock+attention=flash --ablate layers=stock+packing_metadata=per_layer \
+	  --out $(OUT)/ablations-llama-3.2-1b.json --commit $(COMMIT)
 	$(PY) benchmarks/packed_vs_padded.py --model $(SMOLLM2) --data $(SHARED)/data/gsm8k --out $(OUT) \
 	  --commit $(COMMIT)
 
