@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -211,6 +212,26 @@ def test_text_datasets_pack_and_the_loss_falls(stories: Path, texts: list[str], 
     assert trainer.evaluate(trainer.train_dataset)["eval_loss"] < before
     entry = next(entry for entry in trainer.state.log_history if "loss" in entry)
     assert 0 < entry["labelled_tokens"] < entry["tokens"] <= ROW and entry["tokens_per_second"] > 0
+    assert entry["supervised_share"] == entry["labelled_tokens"] / entry["tokens"]
+    assert entry["packing_efficiency"] == entry["tokens"] / ROW and entry["skipped_steps"] == 0
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_waiting_for_data_is_told(stories: Path, texts: list[str], tmp_path: Path, packing: bool) -> None:
+    """A collator that sleeps a second a step takes most of the time; without it hardly any."""
+    shares = []
+    for seconds in (0.0, 1.0):
+        model, tokenizer = adapted(stories)
+        data = Dataset.from_dict({"text": texts})
+        args = config(tmp_path, max_steps=2, packing=packing)
+        trainer = SFTTrainer(model, args, train_dataset=data, processing_class=tokenizer)
+        collate = trainer.data_collator
+        trainer.data_collator = lambda rows, wait=seconds, collate=collate: time.sleep(wait) or collate(rows)
+        trainer.train()
+        [*_, entry] = [entry for entry in trainer.state.log_history if "loss" in entry]
+        shares.append(entry["data_wait_share"])
+        assert 0 < entry["packing_efficiency"] <= 1
+    assert shares[0] < 0.3 and 0.5 < shares[1] <= 1
 
 
 # ---- gradient accumulation and normalisation ----
@@ -385,6 +406,7 @@ def test_an_overflow_of_scaled_float16_is_left_to_the_scaler() -> None:
     run(1.0, 0.0)  # so a zero is still excused
     run(float("nan"), 0.0)  # after movement the zero that clipping made is no dead gradient
     run(1.0, 1.0)
+    assert run.watch.skipped == 2
     with pytest.raises(TrainingError, match=r"step 5: .*: bias"):
         run(1.0, 0.0)
 

@@ -50,6 +50,8 @@ class GradientWatch(TrainerCallback):
         self._moved = False
         self._observed: tuple[list[str], Tensor] | None = None
         self._pending: _Pending | None = None
+        self.skipped = 0
+        """Steps that the loss scaler skipped, as far as they are judged."""
 
     def observe(self, model: nn.Module) -> None:
         """Flag the gradients as the last backward left them: clipping would spread one NaN over all of them."""
@@ -91,6 +93,7 @@ class GradientWatch(TrainerCallback):
         nonzero, nonfinite = pending.flags.bool()
         if nonfinite.any():
             if pending.scaled:
+                self.skipped += 1
                 return  # the scaler skips this step: it says nothing about the other tensors
             bad = pending.named(nonfinite)
             raise TrainingError(

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _LINES = 10
 """About how many lines a whole training prints where there is no terminal."""
+WAITING = 0.1
+"""Share of the time spent waiting for data from which on it is shown."""
 
 
 class ProgressCallback(TrainerCallback):
@@ -60,6 +62,8 @@ class ProgressCallback(TrainerCallback):
             return
         speed = logs.get("tokens_per_second")
         self._figures = f"loss {logs['loss']:.4f}" + ("" if speed is None else f" · {speed:,.0f} tokens/s")
+        if logs.get("data_wait_share", 0.0) > WAITING:
+            self._figures += f" · waits {logs['data_wait_share']:.0%} for data"
         self._show(state)
         every = max(1, state.max_steps // _LINES)
         due = state.global_step // every > (state.global_step - args.logging_steps) // every

@@ -347,6 +347,9 @@ def _steps(history: list[dict[str, float]]) -> list[dict[str, float]]:
             "tokens": entry["tokens"],
             "labelled": entry["labelled_tokens"],
             "seconds": entry["step_seconds"],
+            "packing_efficiency": entry["packing_efficiency"],
+            "data_wait_share": entry["data_wait_share"],
+            "skipped": entry["skipped_steps"],
         }
         for entry in history
         if "loss" in entry

@@ -23,11 +23,12 @@ import trl
 from torch import Tensor
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from pronghorn.data.batch import Collator, PackedBatch
+from pronghorn.data.batch import Collator
 from pronghorn.data.packed_rows import PackedRows
 from pronghorn.errors import ConfigError, DataError, TrainingError, UnsupportedError
 from pronghorn.models.attach import attach, attached
 from pronghorn.train import checkpoint
+from pronghorn.train.counters import StepCounters
 from pronghorn.train.evaluate import heldout_loss
 from pronghorn.train.gradients import GradientWatch
 
@@ -78,7 +79,7 @@ class SFTTrainer(trl.SFTTrainer):
         self.data_collator = self._collate
         self._watch = GradientWatch()
         self.add_callback(self._watch)
-        self._counted = _Counted()
+        self._counted = StepCounters()
         self._fingerprint = checkpoint.Fingerprint.of(self.model)
         self._aside: Path | None = None
 
@@ -118,6 +119,11 @@ class SFTTrainer(trl.SFTTrainer):
             loss = loss * self.accelerator.num_processes
         return (loss, outputs) if return_outputs else loss
 
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """A step's micro-batches; how long they are waited for is counted."""
+        with self._counted.waiting():
+            return super().get_batch_samples(*args, **kwargs)
+
     def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Tensor:
         """A micro-batch's forward and backward; the last one of a step shows its gradients to the watch."""
         loss = super().training_step(model, *args, **kwargs)
@@ -126,9 +132,12 @@ class SFTTrainer(trl.SFTTrainer):
         return loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds `tokens`, `labelled_tokens`, `step_seconds` and `tokens_per_second` since the last log of a loss."""
+        """Adds what `StepCounters` counted since the last log of a loss, and so far: the steps that loss scaling skipped
+        and, on a GPU, the most memory."""
         if "loss" in logs:
-            logs |= self._counted.take()
+            logs |= {**self._counted.take(), "skipped_steps": self._watch.skipped}
+            if self.args.device.type == "cuda":
+                logs["peak_memory_gib"] = round(torch.cuda.max_memory_allocated(self.args.device) / 2**30, 3)
         super().log(logs, start_time)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -208,43 +217,6 @@ class SFTTrainer(trl.SFTTrainer):
         there = self.state.best_global_step is not None and (best.is_dir() or best.name == folder.name)
         self.state.best_model_checkpoint = str(best) if there else None
         self.state.save_to_json(str(folder / "trainer_state.json"))
-
-
-class _Counted:
-    """Tokens and time since the last log. Counts on the host where the batch knows them; a padded batch's real tokens
-    are summed on the device and read when the log reads the loss anyway."""
-
-    def __init__(self) -> None:
-        self._reset()
-
-    def _reset(self) -> None:
-        self._started: float | None = None
-        self._host = [0, 0]
-        self._device: list[Tensor] = []
-
-    def add(self, inputs: dict[str, Any]) -> None:
-        self._started = self._started or time.perf_counter()
-        packed = inputs.get("packed")
-        if isinstance(packed, PackedBatch):
-            self._host[0] += packed.real_tokens
-            self._host[1] += packed.n_labels
-        else:
-            self._device.append(torch.stack([inputs["attention_mask"].sum(), (inputs["labels"][:, 1:] != -100).sum()]))
-
-    def take(self) -> dict[str, float]:
-        tokens, labelled = self._host
-        for counted in self._device:
-            tokens, labelled = tokens + int(counted[0]), labelled + int(counted[1])
-        now = time.perf_counter()
-        seconds = now - (self._started or now)
-        self._reset()
-        self._started = now
-        return {
-            "tokens": tokens,
-            "labelled_tokens": labelled,
-            "step_seconds": seconds,
-            "tokens_per_second": tokens / max(seconds, 1e-9),
-        }
 
 
 def _check_dataset(name: str, given: Any, packing: bool) -> None:

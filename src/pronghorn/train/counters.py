@@ -1,0 +1,69 @@
+"""What every step says of itself, always: counted on the host from what it knows anyway, so nothing waits for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pronghorn.data.batch import PackedBatch
+
+
+class StepCounters:
+    """Tokens and time of this process since the last log. A padded batch's real tokens are summed on the device and
+    read when the log reads the loss anyway."""
+
+    def __init__(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
+        self._started: float | None = None
+        self._tokens = self._labelled = self._places = 0
+        self._padded: list[Tensor] = []
+        self._waited = 0.0
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around the fetching of batches. While the device is still busy with the step before, waiting costs nothing:
+        the share is at most this."""
+        began = time.perf_counter()
+        self._started = self._started or began
+        try:
+            yield
+        finally:
+            self._waited += time.perf_counter() - began
+
+    def add(self, inputs: dict[str, Any]) -> None:
+        """Count a micro-batch."""
+        self._started = self._started or time.perf_counter()
+        self._places += inputs["input_ids"].numel()
+        packed = inputs.get("packed")
+        if isinstance(packed, PackedBatch):
+            self._tokens += packed.real_tokens
+            self._labelled += packed.n_labels
+        else:
+            self._padded.append(torch.stack([inputs["attention_mask"].sum(), (inputs["labels"][:, 1:] != -100).sum()]))
+
+    def take(self) -> dict[str, float]:
+        """The figures since the last time: real and labelled tokens, seconds, and what follows from them as shares."""
+        tokens, labelled = self._tokens, self._labelled
+        for counted in self._padded:
+            tokens, labelled = tokens + int(counted[0]), labelled + int(counted[1])
+        now = time.perf_counter()
+        seconds = now - (self._started or now)
+        found = {
+            "tokens": tokens,
+            "labelled_tokens": labelled,
+            "step_seconds": seconds,
+            "tokens_per_second": tokens / max(seconds, 1e-9),
+            "supervised_share": labelled / max(tokens, 1),
+            "packing_efficiency": tokens / max(self._places, 1),
+            "data_wait_share": min(self._waited / max(seconds, 1e-9), 1.0),
+        }
+        self._reset()
+        self._started = now
+        return found
