@@ -132,8 +132,8 @@ class SFTTrainer(trl.SFTTrainer):
         return loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds what `StepCounters` counted since the last log of a loss, and so far: the steps that loss scaling skipped
-        and, on a GPU, the most memory."""
+        """Adds what `StepCounters` counted since the last log of a loss; and so far, the steps that loss scaling
+        skipped and, on a GPU, the most memory."""
         if "loss" in logs:
             logs |= {**self._counted.take(), "skipped_steps": self._watch.skipped}
             if self.args.device.type == "cuda":
