@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from pronghorn.attention.tiled import tiled_attention
 from pronghorn.bench.op_way import IGNORED, Case, Draw, Way, Work, by_autograd
+from pronghorn.data.batch import PackedBatch
 from pronghorn.kernels import cross_entropy, glu, linear_cross_entropy, rms_norm, rope
 
 EPS = 1e-6
@@ -236,6 +238,34 @@ def linear_loss_case(draw: Draw, tokens: int, width: int, vocab: int, trained: b
     )  # fmt: skip
 
 
+# --- attention
+
+
+def attention_formula(q: Tensor, k: Tensor, v: Tensor, length: int) -> tuple[Tensor, ...]:
+    """torch's SDPA, a batch of documents of one length: the fastest that torch has where nothing must be packed."""
+    q_BHLD, k_BHLD, v_BHLD = (x.view(-1, length, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+    out = functional.scaled_dot_product_attention(q_BHLD, k_BHLD, v_BHLD, is_causal=True, enable_gqa=True)
+    return (out.transpose(1, 2).reshape(q.shape),)
+
+
+def attention_case(draw: Draw, tokens: int, heads: int, kv_heads: int, dim: int, length: int) -> Case:
+    """q: [T, H, D], k and v: [T, H_kv, D], in packed documents of `length` tokens each."""
+    documents = max(1, tokens // length)
+    tokens = documents * length
+    packed = PackedBatch.build([length] * documents, tokens=tokens, device=draw.device)
+
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return tiled_attention(q, k, v, packed, dim**-0.5, None)
+
+    q, k, v, d_out = (draw(tokens, count, dim) for count in (heads, kv_heads, kv_heads, heads))
+    forward = 2.0 * q.nbytes + k.nbytes + v.nbytes
+    return Case(
+        "attention", f"{tokens}x{heads}/{kv_heads}x{dim}, documents of {length}", tokens,
+        functools.partial(attention_formula, length=length), (q, k, v), (d_out,), ("out", "dq", "dk", "dv"),
+        (forward, 2 * forward), lambda case: by_autograd(case, ours), trained=3,
+    )  # fmt: skip
+
+
 # --- all of them
 
 
@@ -254,6 +284,11 @@ OPS: dict[str, tuple[Callable[..., Case], tuple[tuple[Any, ...], ...], tuple[tup
         ((64,), (63,)),
     ),
     "geglu": (functools.partial(glu_case, activation="gelu_tanh"), ((6912,), (1025,)), ((64,),)),
+    "attention": (
+        attention_case,
+        ((32, 8, 64, 180), (32, 8, 128, 180), (16, 8, 128, 180), (32, 8, 128, 2048), (9, 3, 64, 511)),
+        ((4, 2, 16, 20), (3, 1, 32, 31)),
+    ),
     "cross_entropy": (loss_case, ((128256,), (151936,), (50257,)), ((256,), (131,))),
     "linear_cross_entropy": (
         linear_loss_case,
