@@ -17,8 +17,8 @@ def ops(
         typer.Option(
             "--op",
             metavar="NAME",
-            help="rms_norm, rope, rope_qk_norm, swiglu, geglu, attention, cross_entropy, linear_cross_entropy; all if not "
-            "given. Can be repeated.",
+            help="rms_norm, rope, rope_qk_norm, swiglu, geglu, attention, cross_entropy, linear_cross_entropy; all if "
+            "none is given. Can be repeated.",
         ),
     ] = None,
     tokens: Annotated[int | None, typer.Option(help="Rows; 8192, or 64 on the CPU, if not given.")] = None,
