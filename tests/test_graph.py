@@ -134,6 +134,16 @@ def test_auto_measures_first(captured: tuple[Any, Any]) -> None:
 
 
 @pytest.mark.gpu
+def test_attention_that_needs_host_integers_is_not_captured(captured: tuple[Any, Any]) -> None:
+    """Flash varlen is launched with the longest document's length: another batch's may be longer."""
+    model, _ = captured
+    handle = attach(model, attention="flash", layers="fused", graph="on")
+    assert graph_path(handle) == ("off", "attention goes flash: asked for")
+    model(**on_device(LENGTHS, 0)).loss.backward()
+    assert not handle._graphs._captured
+
+
+@pytest.mark.gpu
 def test_full_fine_tuning_is_not_captured() -> None:
     handle = attach(tiny_model("llama").to("cuda", torch.bfloat16), layers="fused", graph="on")
     assert graph_path(handle) == ("off", "weights besides adapters are trained")

@@ -195,7 +195,7 @@ def attach(
     if fused and graph != "off" and next(base.parameters()).is_cuda:
         backbone: Any = base.base_model
         plain: Any = type(backbone)
-        graphs = TrunkGraphs(backbone, plain.forward, graph == "on", lambda: _graph_refusal(base))
+        graphs = TrunkGraphs(backbone, plain.forward, graph == "on", lambda: _graph_refusal(base, attention))
         changed.append((backbone, plain))
         backbone.__class__ = graphed_class(plain)
         backbone.__dict__["_pronghorn_graphs"] = graphs
@@ -204,8 +204,9 @@ def attach(
     return handle
 
 
-def _graph_refusal(model: Any) -> str | None:
-    """Why a model's layers can't be captured as they are now, or None."""
+def _graph_refusal(model: Any, attention: Backend) -> str | None:
+    """Why a model's layers can't be captured as they are now, or None. Only attention by tiles takes nothing about
+    documents from the host, which a graph would keep for ever."""
     weights = [p for name, p in model.base_model.named_parameters() if p.requires_grad and ".lora_" not in name]
     if weights:
         return "weights besides adapters are trained"
@@ -218,7 +219,7 @@ def _graph_refusal(model: Any) -> str | None:
     if any(kind in str(getattr(model.config, "rope_parameters", "")) for kind in ("dynamic", "longrope")):
         return "RoPE's frequencies depend on the longest position"
     query = torch.empty(0, fast.head_dim(model.config), dtype=next(model.parameters()).dtype, device=model.device)
-    way, why = choose("auto", query)
+    way, why = choose(attention, query)
     return fast.refusal(model, None) or (None if way == "tiled" else f"attention goes {way}: {why}")
 
 
