@@ -256,13 +256,13 @@ def test_a_backward_pass_that_differs_the_second_time(subject_of: Any) -> None:
 
 
 def test_a_merged_weight_that_forgot_its_adapter(subject_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    sound, name = merge._merged_state, "model.layers.1.self_attn.v_proj"
+    sound, name = merge.merged_state, "model.layers.1.self_attn.v_proj"
 
     def forgetful(base: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         bare = base.get_submodule(name).get_base_layer().weight
         return sound(base, dtype) | {f"{name}.weight": bare.detach().to("cpu", dtype)}
 
-    monkeypatch.setattr(merge, "_merged_state", forgetful)
+    monkeypatch.setattr(merge, "merged_state", forgetful)
     only_cause(verify(subject_of("llama")), f"merged weight forgot its adapter: {name}")
 
 
