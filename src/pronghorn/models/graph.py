@@ -48,7 +48,6 @@ class _Captured:
     """All parameters' gradients, one after the other."""
     forward: torch.cuda.CUDAGraph
     backward: torch.cuda.CUDAGraph
-    replays: int = 0
 
 
 class TrunkGraphs:
@@ -72,6 +71,8 @@ class TrunkGraphs:
         self._timed: list[tuple[float, torch.cuda.Event, torch.cuda.Event]] = []
         self._refused: str | None = None
         self._host_share: float | None = None
+        self.replays = 0
+        """Forwards and backwards so far. All graphs share memory: each overwrites what a forward before it left."""
 
     @property
     def state(self) -> tuple[str, str]:
@@ -105,7 +106,7 @@ class TrunkGraphs:
                 return None
             self._captured[key] = self._capture(embeds, position_ids, packed)
             self._fingerprint = _fingerprint(self._backbone)  # the first products put weights together
-        return _Replay.apply(embeds, position_ids, packed, self._captured[key], self._parameters, *self._parameters)
+        return _Replay.apply(embeds, position_ids, packed, self, self._captured[key], *self._parameters)
 
     def without(self, run: Callable[[], Any]) -> Any:
         """Run a training forward without a graph; the first ones are timed, without waiting for the device."""
@@ -168,31 +169,32 @@ class _Replay(torch.autograd.Function):
         embeds: Tensor,
         position_ids: Tensor,
         packed: PackedBatch,
+        graphs: TrunkGraphs,
         captured: _Captured,
-        parameters: list[nn.Parameter],
-        *_: Tensor,
+        *parameters: Tensor,
     ) -> Tensor:
         captured.embeds.copy_(embeds)
         captured.position_ids.copy_(position_ids)
         packed.without_labels().copy_into(captured.packed)
         captured.forward.replay()
-        captured.replays += 1
-        ctx.captured, ctx.replay, ctx.parameters = captured, captured.replays, parameters
+        graphs.replays += 1
+        ctx.graphs, ctx.captured, ctx.replay = graphs, captured, graphs.replays
+        ctx.shapes = [parameter.shape for parameter in parameters]
         return captured.out.clone()
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> Any:
         captured: _Captured = ctx.captured
-        if captured.replays != ctx.replay:
+        if ctx.graphs.replays != ctx.replay:
             raise TrainingError(
-                "another batch went forward before this one's backward, and both share one CUDA graph",
-                "attach with graph='off' for several forwards a backward",
+                "what this batch's backward needs was overwritten by another forward, or by a backward before",
+                "attach with graph='off' for several forwards a backward, or several backwards a forward",
             )
+        ctx.graphs.replays += 1
         captured.d_out.copy_(d_out)
         captured.backward.replay()
-        gradients = captured.gradients.clone().split([parameter.numel() for parameter in ctx.parameters])
-        shaped = [flat.view_as(parameter) for flat, parameter in zip(gradients, ctx.parameters, strict=True)]
-        return *(None,) * 5, *shaped
+        gradients = captured.gradients.clone().split([shape.numel() for shape in ctx.shapes])
+        return *(None,) * 5, *(flat.view(shape) for flat, shape in zip(gradients, ctx.shapes, strict=True))
 
 
 @functools.cache
