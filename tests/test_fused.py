@@ -245,6 +245,22 @@ def test_a_change_after_the_first_step_is_noticed() -> None:
     assert model(**batch).loss.item() == pytest.approx(both, rel=1e-6)
 
 
+def test_adapters_switched_off_one_by_one_leave_nothing_behind() -> None:
+    """The same ranks in another place: the blocks of B that were filled before must be zero again."""
+    model, batch = with_adapters(tiny_model("llama"), target_modules=["q_proj", "v_proj"]), packed_row(LENGTHS, ROW)
+    found: dict[Any, list[float]] = {}
+    for layers in ("fused", "stock"):
+        attach(model, layers=layers)
+        found[layers] = []
+        for only in ("q_proj", "v_proj", "q_proj"):
+            for name, module in model.named_modules():
+                if hasattr(module, "lora_A"):
+                    module.enable_adapters(name.endswith(only))
+            found[layers].append(model(**batch).loss.item())
+    assert found["fused"] == pytest.approx(found["stock"], rel=1e-6)
+    assert found["stock"][0] != found["stock"][1]
+
+
 def four_bit_pair(folder: Path, device: str, dtype: torch.dtype) -> tuple[Any, Any]:
     """A 4-bit model with adapters, and a float64 one on the CPU with the weights that its 4 bits stand for."""
     from pronghorn.models.load import load_model

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -91,7 +90,6 @@ def test_weights_that_moved_and_adapters_that_were_switched_are_captured_again(c
     without = model(**batch).loss.item()
     model.base_model.enable_adapter_layers()
     assert model(**batch).loss.item() == loss != without
-    assert copy.deepcopy(model.get_base_model().model.layers[0]) is not None
 
 
 @pytest.mark.gpu
@@ -133,7 +131,8 @@ def test_auto_measures_first(captured: tuple[Any, Any]) -> None:
         torch.cuda.synchronize()
     path, why = graph_path(handle)  # three tiny layers: nothing but launching
     assert path == "on" and "of a forward's time" in why
-    assert handle._graphs._captured == {} or len(handle._graphs._captured) == 1
+    model(**on_device(LENGTHS, 0)).loss.backward()
+    assert len(handle._graphs._captured) == 1
 
 
 @pytest.mark.gpu

@@ -61,6 +61,7 @@ def probe(index: int | None = None) -> Device:
     return Device(properties.name, "cuda", index, capability, properties.total_memory, modern, flash, cores, ram)
 
 
+@functools.cache
 def has_flash_varlen() -> bool:
     """Whether this build of torch has the flash varlen kernel with grouped heads and windows (asks no device)."""
     import torch

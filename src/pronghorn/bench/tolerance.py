@@ -1,4 +1,4 @@
-"""The three-way tolerance of docs/numerics.md: for tests, and for the gate of `pronghorn bench ops`."""
+"""The three-way tolerance of docs/numerics.md, for the gate of `pronghorn bench ops`."""
 
 from __future__ import annotations
 

@@ -97,6 +97,8 @@ class LinearGroup:
         self._bias: Tensor | None = None
         self._a: Tensor | None = None
         self._b: Tensor | None = None
+        self._blocks: list[tuple[int, int]] = []
+        """First column and rank of each block of `_b` that was ever filled: the rest is zero."""
 
     def weight(self, bases: list[Any], dtype: torch.dtype) -> Tensor:
         """[N, in] in `dtype`: the weights themselves where they have it, else a copy made now."""
@@ -133,11 +135,12 @@ class LinearGroup:
         Kept from forward to forward, so that B's other blocks stay zero. `shape` is (N, in).
         """
         source = adapters[0][1].a
-        ranks = sum(adapter.a.shape[0] for _, adapter in adapters)
+        blocks = [(columns.start, adapter.a.shape[0]) for columns, adapter in adapters]
         a, b = self._a, self._b
-        if a is None or b is None or (a.shape[0], a.dtype, a.device) != (ranks, dtype, source.device):
+        if a is None or b is None or self._blocks != blocks or (a.dtype, a.device) != (dtype, source.device):
+            ranks = sum(rank for _, rank in blocks)
             a, b = source.new_zeros(ranks, shape[1], dtype=dtype), source.new_zeros(shape[0], ranks, dtype=dtype)
-            self._a, self._b = a, b
+            self._a, self._b, self._blocks = a, b, blocks
         copies, rank = [], 0
         for columns, adapter in adapters:
             r = adapter.a.shape[0]
