@@ -116,6 +116,9 @@ def check_glu(device: str, dtype: torch.dtype) -> None:
                 f"{activation} backward", written(glu_triton.backward_), written(glu.backward_), da, gate_up, activation
             )
 
+            launch = written(lambda da, gu, *rest: glu_triton.backward_(da, gu.clone(), *rest))
+            compare(f"{activation} in place", launch, written(glu.backward_), da, gate_up, activation, True)
+
             for rank in (1, 6, 40) if tokens > 1 else ():  # in three numbers luck decides whose error is larger
                 xa, b = (random(n, rank, device=device, dtype=dtype, seed=n) for n in (tokens, 2 * width))
                 launch, reference = written(glu_triton.forward_with_low_rank_), written(glu.forward_with_low_rank_)

@@ -181,6 +181,21 @@ def test_policies_change_what_is_kept_only(family: str, device: str) -> None:
         assert all(torch.equal(grads[name], grad) for name, grad in found[0][1].items())
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_retained_graph_gives_the_same_again(device: str) -> None:
+    """gate·up is overwritten in a last backward only."""
+    model = with_adapters(tiny_model("llama")).to(device, torch.float32 if device == "cpu" else torch.bfloat16)
+    attach(model, layers="fused", graph="off")
+    loss = model(**{name: value.to(device) for name, value in packed_row(LENGTHS, ROW).items()}).loss
+    found = []
+    for retain in (True, True, False):
+        model.zero_grad()
+        loss.backward(retain_graph=retain)
+        found.append({name: grad.clone() for name, grad in gradients(model).items()})
+    for again in found[1:]:
+        assert all(torch.equal(again[name], grad) for name, grad in found[0].items())
+
+
 def test_hooks_on_what_a_layer_calls_run() -> None:
     model, batch = with_adapters(tiny_model("llama")), packed_row(LENGTHS, ROW)
     attach(model, layers="fused")

@@ -170,9 +170,10 @@ class _Layer(torch.autograd.Function):
             dy, d_norms[3] = norms[3].backward(d_out, h_y, h_y_rstd)
         if h_normed is None:
             h_normed = norms[1].forward(h, dtype)[0]
+        donated = gate_up is None or _freed_after()
         if gate_up is None:
             gate_up = _gate_up(h_normed, parts.mlp, linears[2])[1]
-        d_normed, mlp_grads = _mlp_backward(dy.to(dtype), h_normed, gate_up, xa, a_a, parts.mlp, linears[2:])
+        d_normed, mlp_grads = _mlp_backward(dy.to(dtype), h_normed, gate_up, donated, xa, a_a, parts.mlp, linears[2:])
         dh, d_norms[1] = norms[1].backward(d_normed, h, h_rstd, d_out)
         del d_normed, h_normed, gate_up
 
@@ -241,18 +242,25 @@ def _mlp_backward(
     dy: Tensor,
     x: Tensor,
     gate_up: Tensor,
+    donated: bool,
     xa: Tensor | None,
     a_a: Tensor | None,
     parts: MLPParts,
     linears: list[Operands],
 ) -> tuple[Tensor, list[Tensor]]:
-    """(dx, the gradients of all that is trained)."""
+    """(dx, the gradients of all that is trained). `donated`: gate·up may be overwritten."""
     da, dya = linears[1].input_grad(dy)
-    d_gate_up = glu.backward_(da, gate_up, parts.activation)
+    d_gate_up = glu.backward_(da, gate_up, parts.activation, donated)
     down_grads = linears[1].gradients(dy, dya, da, a_a)  # da holds the activation now
     del da
     dx, dya = linears[0].input_grad(d_gate_up)
     return dx, [*linears[0].gradients(d_gate_up, dya, x, xa), *down_grads]
+
+
+def _freed_after() -> bool:
+    """Whether autograd frees what was saved after this backward pass: nobody retains the graph."""
+    retained = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return retained is not None and not retained()
 
 
 def _add(
