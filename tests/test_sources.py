@@ -15,7 +15,16 @@ from pronghorn.config import Data, Recipe, Source
 from pronghorn.data import files
 from pronghorn.data.cache import Prepared, documents
 from pronghorn.data.chat import label_rows
-from pronghorn.data.rows import Conversation, Message, Preference, PromptCompletion, Row, RowReader, TextDocument, read_rows
+from pronghorn.data.rows import (
+    Conversation,
+    Message,
+    Preference,
+    PromptCompletion,
+    Row,
+    RowReader,
+    TextDocument,
+    read_rows,
+)
 from pronghorn.data.sources import SourceCount, mixture, read_source
 from pronghorn.data.template import render, writer
 from pronghorn.errors import ConfigError, DataError
