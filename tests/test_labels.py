@@ -286,7 +286,8 @@ def test_conversations_do_not_see_what_the_template_set_before() -> None:
     """One context serves many renderings: top-level variables, macros and the generation prompt must not stay."""
     state = (
         "{% if seen is defined %}SEEN{% endif %}{% if messages | length > 1 %}{% set seen = 1 %}"
-        "{% macro twice(x) %}{{ x }}{{ x }}{% endmacro %}{% endif %}{% if twice is defined %}{{ twice('=') }}{% endif %}"
+        "{% macro twice(x) %}{{ x }}{{ x }}{% endmacro %}{% endif %}"
+        "{% if twice is defined %}{{ twice('=') }}{% endif %}"
     )
     tokenizer = byte_level(state + CHATML)
     write = writer(tokenizer)

@@ -51,8 +51,8 @@ def mixture(lengths: Sequence[int], weights: Sequence[float], seed: int) -> list
 
 
 def read_source(source: Source, reader: RowReader) -> Iterator[Row]:
-    """The rows of one source as they are read, one format for all its files. Raises DataError as `rows.read_rows`, and for a
-    source that is not there."""
+    """The rows of one source as they are read, one format for all its files. Raises DataError as
+    `rows.read_rows`."""
     for path, values in _open(source):
         yield from for_sft(reader.stream(path, values))
 
