@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pronghorn.attention import explicit
-from pronghorn.attention.packed import Backend
+from pronghorn.attention.backends import Backend
 from pronghorn.data.batch import PackedBatch
 from pronghorn.kernels import glu, rope
 from pronghorn.kernels.rope import Heads
@@ -33,6 +33,8 @@ class AttentionParts:
     scale: float
     window: int | None
     backend: Backend
+    sinks: Tensor | None = None
+    """[H], scores that have no value (gpt-oss)."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ def attention(x: Tensor, cos: Tensor, sin: Tensor, packed: PackedBatch, parts: A
     """x, y: [T, H], in the dtype of the products; cos, sin: [T, D]."""
     qkv, out = read([parts.qkv, parts.out], x.dtype)
     norms = parts.heads.query_norm, parts.heads.key_norm
-    return _Attention.apply(x, cos, sin, packed, parts, qkv, out, *norms, *qkv.trained, *out.trained)
+    return _Attention.apply(x, cos, sin, packed, parts, qkv, out, *norms, parts.sinks, *qkv.trained, *out.trained)
 
 
 def mlp(x: Tensor, parts: MLPParts) -> Tensor:
@@ -72,7 +74,7 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:
         qkv, xa = qkv_linears.forward(x)
         q, k, v = rope.forward(qkv, cos, sin, parts.heads)
-        mixed, state = explicit.forward(q, k, v, packed, parts.scale, parts.window, parts.backend)
+        mixed, state = explicit.forward(q, k, v, packed, parts.scale, parts.window, parts.backend, parts.sinks)
         y, mixed_a = out_linear.forward(mixed.flatten(1))
         ctx.save_for_backward(x, cos, sin, qkv, mixed, *state, xa, mixed_a)
         ctx.packed, ctx.parts, ctx.linears = packed, parts, (qkv_linears, out_linear)
@@ -90,11 +92,11 @@ class _Attention(torch.autograd.Function):
             (q, k, v), raw = heads.split(qkv), None
         else:
             (q, k, v), raw = rope.forward(qkv, cos, sin, heads), qkv
-        options = ctx.packed, parts.scale, parts.window, parts.backend
-        dqkv = explicit.backward(d_mixed.view_as(mixed), q, k, v, mixed, state, *options)
+        options = ctx.packed, parts.scale, parts.window, parts.backend, parts.sinks
+        dqkv, d_sinks = explicit.backward(d_mixed.view_as(mixed), q, k, v, mixed, state, *options)
         dqkv, *norm_grads = rope.backward_(dqkv, cos, sin, heads, raw, any(ctx.needs_input_grad[7:9]))
         dx, dya = qkv_linears.input_grad(dqkv, ctx.needs_input_grad[0])
-        return dx, *(None,) * 6, *norm_grads, *qkv_linears.gradients(dqkv, dya, x, xa), *out_grads
+        return dx, *(None,) * 6, *norm_grads, d_sinks, *qkv_linears.gradients(dqkv, dya, x, xa), *out_grads
 
 
 class _MLP(torch.autograd.Function):
