@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pronghorn.attention.packed import Backend
+from pronghorn.attention.backends import Backend
 from pronghorn.data.batch import PackedBatch
 from pronghorn.kernels.glu import Activation
 from pronghorn.kernels.rms_norm import rms_norm
@@ -30,6 +30,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_tanh": "gelu_tanh",
 }
 NORM_OFFSETS = {"LlamaRMSNorm": 0.0, "MistralRMSNorm": 0.0, "Qwen2RMSNorm": 0.0, "Qwen3RMSNorm": 0.0}
+NORM_OFFSETS |= {"Qwen3MoeRMSNorm": 0.0, "MixtralRMSNorm": 0.0, "OlmoeRMSNorm": 0.0, "GptOssRMSNorm": 0.0}
 NORM_OFFSETS |= {"Gemma3RMSNorm": 1.0}
 """The norm classes that the kernel computes, and what each adds to its weight."""
 
@@ -42,7 +43,7 @@ MLP = (("gate_proj", "up_proj"), ("down_proj",))
 def refusal(model: Any, autocast: torch.dtype | None) -> str | None:
     """Why the fast path can't serve a causal LM as it is now (under autocast in that dtype), or None."""
     config, dtype = model.config, autocast or model.get_input_embeddings().weight.dtype
-    if _activation(config) not in ACTIVATIONS:
+    if _activation(config) not in ACTIVATIONS and any(_is_dense(layer) for layer in model.base_model.layers):
         return f"activation {_activation(config)!r} has no kernel"
     if not _turns(config):
         return f"head_dim {head_dim(config)} is no power of two"
@@ -50,7 +51,10 @@ def refusal(model: Any, autocast: torch.dtype | None) -> str | None:
         norm = type(layer.input_layernorm).__name__
         if norm not in NORM_OFFSETS:
             return f"{norm} has no kernel"
-        for module, groups in ((layer.self_attn, ATTENTION), (layer.mlp, MLP)):
+        if _norms_all_heads(layer.self_attn):
+            return "q_norm is over all heads at once"
+        blocks = [(layer.self_attn, ATTENTION), *([(layer.mlp, MLP)] if _is_dense(layer) else [])]
+        for module, groups in blocks:
             for names in groups:
                 reason = linears_refusal([getattr(module, name) for name in names], dtype)
                 if reason is not None:
@@ -67,9 +71,9 @@ def enable(model: Any, backend: Backend) -> list[tuple[nn.Module, type[nn.Module
     modules: list[Any] = list(model.base_model.modules())
     classes: dict[Any, Any] = {norm: _norm_class for norm in modules if type(norm).__name__ in NORM_OFFSETS}
     for layer in model.base_model.layers:
-        if _turns(model.config):
+        if _turns(model.config) and not _norms_all_heads(layer.self_attn):
             classes[layer.self_attn] = functools.partial(_attention_class, backend=backend)
-        if _activation(model.config) in ACTIVATIONS:
+        if _activation(model.config) in ACTIVATIONS and _is_dense(layer):
             classes[layer.mlp] = _mlp_class
     changed = [(module, type(module)) for module in classes]
     for module, fast_class in classes.items():
@@ -117,6 +121,8 @@ def _attention_class(original: Any, backend: Backend) -> type[nn.Module]:
         assert position_embeddings is not None and packed is not None
         tokens = hidden_states.shape[0] * hidden_states.shape[1]
         cos, sin = (x.reshape(-1, x.shape[-1]).expand(tokens, -1) for x in position_embeddings)
+        if cos.shape[1] < self.head_dim:  # gpt-oss gives one of the equal halves
+            cos, sin = torch.cat([cos, cos], 1), torch.cat([sin, sin], 1)
         x = hidden_states.flatten(0, 1).to(_compute_dtype(hidden_states))
         with _without_autocast(x):
             return attention(x, cos, sin, packed, parts).view_as(hidden_states), None
@@ -162,7 +168,8 @@ def _attention_parts(module: Any, x: Tensor, backend: Backend) -> AttentionParts
         of_all = getattr(module.config, "sliding_window", None)  # where layers don't differ (Mistral)
         window = getattr(module, "sliding_window", of_all)
         groups = LinearGroup(linears[:3]), LinearGroup(linears[3:])
-        return AttentionParts(*groups, heads, module.scaling, window, backend)
+        sinks = getattr(module, "sinks", None)
+        return AttentionParts(*groups, heads, module.scaling, window, backend, sinks)
 
     return _parts(module, ATTENTION, x, make)
 
@@ -209,6 +216,17 @@ def _turns(config: Any) -> bool:
     """Whether the RoPE kernel serves these heads."""
     dim = head_dim(config)
     return dim >= 16 and dim & (dim - 1) == 0
+
+
+def _is_dense(layer: Any) -> bool:
+    """Whether the layer's MLP is one, not a block of experts."""
+    return hasattr(layer.mlp, "gate_proj")
+
+
+def _norms_all_heads(attention: Any) -> bool:
+    """OLMoE's qk-norm, which the RoPE kernel hasn't."""
+    norm = getattr(attention, "q_norm", None)
+    return norm is not None and norm.weight.numel() != attention.head_dim
 
 
 def _eps(norm: Any) -> float:
