@@ -43,6 +43,15 @@ MOE_FAMILIES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 2,
         "intermediate_size": 24,
         "sliding_window": 5,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 8.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 64,
+        },
     },
     "qwen3_moe": {**_ROUTED, "moe_intermediate_size": 24, "norm_topk_prob": True},
     "mixtral": {**_ROUTED, "intermediate_size": 24, "sliding_window": 7},
@@ -59,6 +68,8 @@ def tiny_model(family: str, seed: int = 0, **changes: Any) -> Any:
         torch.manual_seed(seed)
         stock = FAMILY_FACTS[family].stock_attention
         model = AutoModelForCausalLM.from_config(config, attn_implementation=stock)
+        if family in MOE_FAMILIES:
+            model.set_experts_implementation("eager")  # the others have no float64
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.05)
