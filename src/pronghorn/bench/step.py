@@ -20,7 +20,7 @@ from pronghorn.bench.contenders.pronghorn import SWITCHES
 from pronghorn.bench.pairs import Outcome, Pairs
 from pronghorn.bench.process import Worker
 from pronghorn.bench.record import Result, Workload, command_line
-from pronghorn.bench.shapes import SHAPES, check_model
+from pronghorn.bench.shapes import check_model, shape_of
 from pronghorn.bench.timing import spread
 from pronghorn.bench.workload import Row, check_rows, make_rows, write_rows
 from pronghorn.errors import ConfigError, UnsupportedError
@@ -118,7 +118,7 @@ def _prepare(
     with Worker("prepare", environment, folder / "prepare.log") as worker:
         say(f"checkpoint of {options.model}")
         kept = (options.checkpoints or folder).resolve()
-        model = options.model if options.model in SHAPES else str(Path(options.model).resolve())
+        model = options.model if shape_of(options.model) else str(Path(options.model).resolve())
         made = worker.ask("checkpoint", model=model, folder=str(kept), seed=options.seed)
         rows = make_rows(options.tokens, options.lengths, options.labelled, made["vocab_size"], options.seed)
         write_rows(rows, folder / "rows.json")
@@ -162,7 +162,7 @@ def _result(options: StepOptions, outcome: Outcome, prepared: Prepared) -> Resul
         if prepared.ceilings:
             peak, n = prepared.ceilings["matmul_tflops"] * 1e12, prepared.matmul_parameters
             utilisation = {f"{times}N": times * n * options.tokens / second / peak for times in (4, 6)}
-            counted = "weights of all linears with the head, without adapters and the embedding lookup"
+            counted = "weights that a token meets, with the head, without adapters and the embedding lookup"
             extra["mfu"] = {**utilisation, "N": n, "N_counts": counted, "peak": "the bf16 product of this run"}
     lengths = Path(options.lengths).name
     shape = Path(options.model).name

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from pronghorn.errors import ConfigError, UnsupportedError
-from pronghorn.models.families import LINEARS, base_causal_lm
+from pronghorn.models.families import LINEARS, base_causal_lm, has_experts
 
 
 def add_lora(
@@ -31,7 +31,8 @@ def add_lora(
 
     Args:
         r, lora_alpha, lora_dropout, target_modules, bias, use_rslora, modules_to_save, trainable_token_indices: as in
-            `peft.LoraConfig`. Embeddings that are tied to the head stay tied when they are trained.
+            `peft.LoraConfig`. Embeddings that are tied to the head stay tied when they are trained. The default
+            targets are those of `LINEARS` that the model has: with experts, attention's.
         random_state: seeds the adapters' initialisation, and nothing else: the global generators are left as they were.
     Raises:
         ConfigError: the model has an adapter already, or rank or target modules make no sense.
@@ -47,6 +48,8 @@ def add_lora(
         raise ConfigError(f"LoRA rank r = {r} is below 1", "use a rank from 1 to 256, 16 is common")
     targets = target_modules if isinstance(target_modules, str) else list(target_modules)
     names = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules()}
+    if tuple(targets) == LINEARS and has_experts(base_causal_lm(model).config):
+        targets = [target for target in LINEARS if target in names]
     for target in [targets] if isinstance(targets, str) and targets != "all-linear" else targets:
         if target in ("lm_head", "embed_tokens"):
             raise UnsupportedError(f"an adapter on {target} is not supported", "name it in modules_to_save instead")
