@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from pronghorn.attention import explicit
-from pronghorn.errors import UnsupportedError
+from pronghorn.bench.contenders import CONTENDERS
+from pronghorn.bench.contenders.base import InPaddedBatches, Spec, set_adapters, trainable
+from pronghorn.bench.gate import judge, measure
+from pronghorn.bench.reference import compute_reference
+from pronghorn.bench.shapes import SHAPES, checkpoint_of, matmul_parameters, shape_of
+from pronghorn.bench.workload import Row, make_rows
+from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.models.attach import attach
 from pronghorn.models.families import recompute_layers
 from test_parity import DRAWS, LENGTHS, ROW, gradients, one_document_at_a_time
@@ -160,6 +167,68 @@ def test_recompute_changes_nothing(layers: Any) -> None:
 def test_auxiliary_loss_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="output_router_logits"):
         attach(tiny_model("mixtral", output_router_logits=True))
+
+
+def bench_spec(shape: str, row: Row, folder: Path, **changes: Any) -> Spec:
+    checkpoint = checkpoint_of(shape, folder, seed=0)
+    return Spec("hf", str(checkpoint), "lora", "off", 192, max(row.lengths), len(row.lengths), seed=0, **changes)
+
+
+@pytest.mark.parametrize(
+    ("shape", "experts"), [("tiny-moe@2", "frozen"), ("tiny-moe@1", "lora"), ("tiny-gpt-oss@2", "frozen")]
+)
+def test_bench_gate(shape: str, experts: Any, tmp_path: Path) -> None:
+    """Sound contenders pass: packed, and padded where transformers can't pack."""
+    row = make_rows(192, "lognormal", 1.0, 512, seed=0)[0]
+    spec = bench_spec(shape, row, tmp_path, experts=experts)
+    reference = compute_reference(spec, row, tmp_path)
+    for contender in ("pronghorn", "hf"):
+        built = CONTENDERS[contender].build(spec)
+        set_adapters(built.model, spec.seed)
+        optimizer = torch.optim.AdamW(trainable(built.model).values(), lr=1e-5)
+        found = judge(measure(built, spec, row, reference, optimizer, lambda: None), reference)
+        assert found["green"], (contender, found["reasons"])
+        assert found["trained_tensors"] == len(reference.names)
+        assert isinstance(built.model, InPaddedBatches) == (contender == "hf" and "oss" in shape)
+    assert any("experts" in name for name in reference.names) == (experts == "lora")
+
+
+def test_padded_batches_hold_every_document_once() -> None:
+    row = Row(tuple(range(100, 160)), tuple(range(100, 160)), (5, 20, 1, 3, 4, 2, 6, 7, 12)).labelled_where(
+        lambda document: document != 8
+    )
+    (share, batch), *rest = InPaddedBatches.make_batch(row)["batches"]
+    assert share == 1.0 and not rest  # the ninth document has no label
+    assert batch["input_ids"].shape == (8, 20)
+    kept = batch["input_ids"][batch["attention_mask"].bool()].tolist()
+    assert kept == list(row.input_ids[:48]) and (batch["labels"] != -100).sum() == 48
+
+
+def test_shapes_of_fewer_layers() -> None:
+    assert shape_of("gpt-oss-20b@4") == SHAPES["gpt-oss-20b"] | {"num_hidden_layers": 4}
+    assert shape_of("no-such-shape@4") is None
+    for layers in ("0", "49", "x", ""):
+        with pytest.raises(ConfigError, match="use 1 to 48"):
+            shape_of(f"Qwen3-30B-A3B@{layers}")
+
+
+@pytest.mark.parametrize(
+    ("shape", "experts", "active"),
+    [("gpt-oss-20b", 19116933120, 4), ("Qwen3-30B-A3B", 28991029248, 8), ("OLMoE-1B-7B", 6442450944, 8)],
+)
+def test_active_weights_are_counted(shape: str, experts: int, active: int) -> None:
+    """Against the published numbers of weights in experts (gpt-oss' with their biases)."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(**SHAPES[shape])
+    with torch.device("meta"):
+        meta = AutoModelForCausalLM.from_config(config)
+    assert sum(p.numel() for name, p in meta.named_parameters() if ".experts." in name) == experts
+    layers, width, inner = config.num_hidden_layers, config.hidden_size, getattr(config, "moe_intermediate_size", 0)
+    dense = sum(module.weight.numel() for module in meta.modules() if isinstance(module, torch.nn.Linear))
+    routers = sum(p.numel() for name, p in meta.named_parameters() if name.endswith(("gate.weight", "router.weight")))
+    visited = layers * active * 3 * width * (inner or config.intermediate_size)
+    assert matmul_parameters(shape) == dense + routers + visited
 
 
 @pytest.mark.gpu

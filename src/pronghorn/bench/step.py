@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pronghorn.bench.contenders import CONTENDERS, Spec
-from pronghorn.bench.contenders.base import RANK, Method, Recompute
+from pronghorn.bench.contenders.base import RANK, Experts, Method, Recompute
 from pronghorn.bench.contenders.pronghorn import SWITCHES
 from pronghorn.bench.pairs import Outcome, Pairs
 from pronghorn.bench.process import Worker
@@ -36,6 +36,7 @@ class StepOptions:
     lengths: str = "lognormal"
     labelled: float = 1.0
     recompute: Recompute = "off"
+    experts: Experts = "frozen"
     against: tuple[str, ...] = ()
     ablate: tuple[str, ...] = ()
     """Each a switch of Pronghorn, NAME=VALUE, or several joined by +."""
@@ -131,6 +132,7 @@ def _prepare(
             longest=max(max(row.lengths) for row in rows),
             documents=max(len(row.lengths) for row in rows),
             seed=options.seed,
+            experts=options.experts,
         )
         say("ceilings of the device")
         ceilings = worker.ask("ceilings")
@@ -145,6 +147,7 @@ def _result(options: StepOptions, outcome: Outcome, prepared: Prepared) -> Resul
     supervised = sum(row.n_labels for row in prepared.rows) / len(prepared.rows)
     extra: dict[str, Any] = {
         "recompute": options.recompute,
+        "experts": options.experts,
         "rank": None if options.method == "full" else RANK,
         "documents": [len(row.lengths) for row in prepared.rows],
         "on_cpu": not prepared.cuda,

@@ -21,6 +21,7 @@ def add_lora(
     lora_alpha: int = 16,
     lora_dropout: float = 0.0,
     target_modules: Sequence[str] | str = LINEARS,
+    target_parameters: Sequence[str] | None = None,
     bias: str = "none",
     use_rslora: bool = False,
     modules_to_save: Sequence[str] | None = None,
@@ -30,9 +31,9 @@ def add_lora(
     """Wrap a causal LM in a PEFT model with fresh LoRA adapters (float32 over a bf16 or 4-bit base).
 
     Args:
-        r, lora_alpha, lora_dropout, target_modules, bias, use_rslora, modules_to_save, trainable_token_indices: as in
-            `peft.LoraConfig`. Embeddings that are tied to the head stay tied when they are trained. The default
-            targets are those of `LINEARS` that the model has: with experts, attention's.
+        r, lora_alpha, lora_dropout, target_modules, target_parameters, bias, use_rslora, modules_to_save,
+            trainable_token_indices: as in `peft.LoraConfig`. Embeddings that are tied to the head stay tied when they
+            are trained. The default targets are those of `LINEARS` that the model has: with experts, attention's.
         random_state: seeds the adapters' initialisation, and nothing else: the global generators are left as they were.
     Raises:
         ConfigError: the model has an adapter already, or rank or target modules make no sense.
@@ -65,6 +66,7 @@ def add_lora(
         lora_alpha=lora_alpha,
         lora_dropout=lora_dropout,
         target_modules=targets,
+        target_parameters=list(target_parameters) if target_parameters else None,
         bias=bias,  # type: ignore[arg-type]  # PEFT checks the value itself
         use_rslora=use_rslora,
         modules_to_save=list(modules_to_save) if modules_to_save else None,

@@ -48,7 +48,12 @@ class WidenedPart(nn.Module):
     def _run(self, inputs: Tensor, *args: Any, **kwargs: Any) -> Any:
         if self.dtype is None:
             return self.part(inputs, *args, **kwargs)
-        widened = {name: p.to(self.dtype) for name, p in self.part.named_parameters() if p.is_floating_point()}
+        widened = {
+            # what is frozen stays a parameter: PEFT parametrises experts' weights, and gives others back as buffers
+            name: p.to(self.dtype) if p.requires_grad else nn.Parameter(p.to(self.dtype), requires_grad=False)
+            for name, p in self.part.named_parameters()
+            if p.is_floating_point()
+        }
         return functional_call(self.part, widened, (inputs, *args), kwargs)
 
 

@@ -17,6 +17,7 @@ from pronghorn.parity.parameters import trainable
 
 Method = Literal["lora", "qlora", "full"]
 Recompute = Literal["off", "on", "offload"]
+Experts = Literal["frozen", "lora"]
 RANK = 16
 """Of every LoRA; alpha is the same, so adapters are scaled by 1."""
 LEARNING_RATE = 1e-5
@@ -41,6 +42,8 @@ class Spec:
     documents: int
     """The most documents in any row."""
     seed: int
+    experts: Experts = "frozen"
+    """Whether experts have adapters."""
     switches: Mapping[str, str] = field(default_factory=dict)
     """Ablations of Pronghorn: arguments of `attach` by name."""
 
@@ -50,10 +53,12 @@ class Spec:
         return json.loads((Path(self.checkpoint) / "config.json").read_text(encoding="utf-8"))
 
     @property
-    def targets(self) -> list[str]:
-        """The linears with adapters: of models with experts the attention's."""
-        experts = "num_experts" in self.config or "num_local_experts" in self.config
-        return [name for name in TARGETS if not experts or name in ("q_proj", "k_proj", "v_proj", "o_proj")]
+    def adapters(self) -> dict[str, Any]:
+        """Arguments of `peft.LoraConfig`: every linear; with experts attention's, and the experts if asked."""
+        routed = "num_experts" in self.config or "num_local_experts" in self.config
+        found = {"r": RANK, "lora_alpha": RANK, "target_modules": list(TARGETS[:4] if routed else TARGETS)}
+        experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if routed and self.experts == "lora" else []
+        return found | ({"target_parameters": experts} if experts else {})
 
 
 @dataclass

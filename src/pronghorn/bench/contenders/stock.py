@@ -12,7 +12,6 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from pronghorn.bench.contenders.base import (
-    RANK,
     Built,
     Contender,
     InPaddedBatches,
@@ -71,8 +70,7 @@ def build(
     recompute_layers(model, spec.recompute != "off")
     layers = model.base_model.layers
     if spec.method != "full":
-        config = LoraConfig(r=RANK, lora_alpha=RANK, target_modules=spec.targets, task_type="CAUSAL_LM")
-        model = get_peft_model(model, config)
+        model = get_peft_model(model, LoraConfig(**spec.adapters, task_type="CAUSAL_LM"))
     if compiled:
         import torch
 

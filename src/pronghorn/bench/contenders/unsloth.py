@@ -12,7 +12,6 @@ import inspect
 from typing import Any
 
 from pronghorn.bench.contenders.base import (
-    RANK,
     Built,
     Contender,
     InPaddedBatches,
@@ -62,11 +61,9 @@ def build(spec: Spec) -> Built:
     checkpointing = CHECKPOINTING[spec.recompute]
     model = FastLanguageModel.get_peft_model(
         model,
-        r=RANK,
-        lora_alpha=RANK,
+        **spec.adapters,
         lora_dropout=0,
         bias="none",
-        target_modules=spec.targets,
         use_gradient_checkpointing=checkpointing,
         random_state=0,
     )
