@@ -27,12 +27,12 @@ def attention(
     packed: PackedBatch,
     scale: float,
     window: int | None,
-    backend: Backend,
+    way: str,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention inside each document: [T, H, D] and [T, H_kv, D] to [T, H, D], any strides but for the last;
-    sinks: [H]. Differentiable."""
-    return _Attention.apply(query, key, value, sinks, packed, scale, window, backend)
+    sinks: [H]. Differentiable; `way` is what `choose` chose."""
+    return _Attention.apply(query, key, value, sinks, packed, scale, window, way)
 
 
 class _Attention(torch.autograd.Function):
@@ -46,18 +46,19 @@ class _Attention(torch.autograd.Function):
         packed: PackedBatch,
         scale: float,
         window: int | None,
-        backend: Backend,
+        way: str,
     ) -> Tensor:
-        out, state = forward(q, k, v, packed, scale, window, backend, sinks)
+        out, state = _forward(way, q, k, v, packed, scale, window, sinks)
         ctx.save_for_backward(q, k, v, sinks, out, *state)
-        ctx.options = packed, scale, window, backend
+        ctx.options = packed, scale, window
+        ctx.way = way
         return out
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> Any:
         q, k, v, sinks, out, *state = ctx.saved_tensors
-        packed, scale, window, backend = ctx.options
-        grads, d_sinks = backward(d_out.contiguous(), q, k, v, out, state, packed, scale, window, backend, sinks)
+        packed, scale, window = ctx.options
+        grads, d_sinks = _backward(ctx.way, d_out.contiguous(), q, k, v, out, state, packed, scale, window, sinks)
         return *grads.split([q.shape[1], k.shape[1], k.shape[1]], 1), d_sinks, *(None,) * 4
 
 
@@ -72,14 +73,7 @@ def forward(
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """(attention's output [T, H, D], what `backward` needs besides)."""
-    way, window = choose(backend, q)[0], _binding(window, packed)
-    if way == "tiled":
-        out, lse = tiles.forward(q, k, v, packed.tiles, TILE_ROWS, scale, window, sinks)
-        return out, (lse,)
-    if way == "flash":
-        out, *state = varlen.forward(q, k, v, packed, scale, window, sinks)
-        return out, tuple(state)
-    return per_document_attention(q, k, v, packed, scale, window, sinks), ()
+    return _forward(choose(backend, q)[0], q, k, v, packed, scale, window, sinks)
 
 
 def backward(
@@ -96,7 +90,43 @@ def backward(
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """([T, H + 2·H_kv, D]: dq, dk and dv side by side; [H]: the sinks' gradient, None where they aren't trained)."""
-    way, window = choose(backend, q)[0], _binding(window, packed)
+    return _backward(choose(backend, q)[0], d_out, q, k, v, out, state, packed, scale, window, sinks)
+
+
+def _forward(
+    way: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packed: PackedBatch,
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    window = _binding(window, packed)
+    if way == "tiled":
+        out, lse = tiles.forward(q, k, v, packed.tiles, TILE_ROWS, scale, window, sinks)
+        return out, (lse,)
+    if way == "flash":
+        out, *state = varlen.forward(q, k, v, packed, scale, window, sinks)
+        return out, tuple(state)
+    return per_document_attention(q, k, v, packed, scale, window, sinks), ()
+
+
+def _backward(
+    way: str,
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    state: list[Tensor],
+    packed: PackedBatch,
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    window = _binding(window, packed)
     trained = [sinks] if sinks is not None and sinks.requires_grad else []
     if way == "tiled":
         grads = tiles.backward(d_out, q, k, v, out, state[0], packed.tiles, TILE_ROWS, scale, window)

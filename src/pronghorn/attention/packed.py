@@ -104,7 +104,7 @@ def packed_attention(
     elif way == "per_document":
         out = per_document_attention(q_THD, k_THD, v_THD, packed, scale, window, s_aux)
     else:
-        out = explicit.attention(q_THD, k_THD, v_THD, packed, scale, window, backend, s_aux)
+        out = explicit.attention(q_THD, k_THD, v_THD, packed, scale, window, way, s_aux)
     return out.reshape(batch, length, heads, head_dim), None
 
 
