@@ -16,7 +16,7 @@ from pronghorn.bench.gate import judge, measure
 from pronghorn.bench.reference import compute_reference
 from pronghorn.bench.shapes import SHAPES, checkpoint_of, matmul_parameters, shape_of
 from pronghorn.bench.workload import Row, make_rows
-from pronghorn.errors import ConfigError, UnsupportedError
+from pronghorn.errors import ConfigError
 from pronghorn.models.attach import attach
 from pronghorn.models.families import recompute_layers
 from test_parity import DRAWS, LENGTHS, ROW, gradients, one_document_at_a_time
@@ -162,11 +162,6 @@ def test_recompute_changes_nothing(layers: Any) -> None:
         found.append(gradients(model))
     for name in found[0]:
         assert torch.equal(found[0][name], found[1][name]), name
-
-
-def test_auxiliary_loss_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="output_router_logits"):
-        attach(tiny_model("mixtral", output_router_logits=True))
 
 
 def bench_spec(shape: str, row: Row, folder: Path, **changes: Any) -> Spec:

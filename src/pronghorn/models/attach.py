@@ -26,13 +26,7 @@ from pronghorn.data.batch import PackedBatch
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.models import fast
-from pronghorn.models.families import (
-    base_causal_lm,
-    check_config,
-    has_experts,
-    recompute_layers,
-    recomputes_layers,
-)
+from pronghorn.models.families import base_causal_lm, check_config, has_experts, recompute_layers, recomputes_layers
 from pronghorn.models.graph import Graph, TrunkGraphs, graphed_class
 from pronghorn.models.head import labelled_cross_entropy
 

@@ -72,12 +72,11 @@ def check_config(config: Any) -> Family:
         ("attention_dropout", (0, None)),
         ("use_bidirectional_attention", (False, None)),
         ("attn_logit_softcapping", (None,)),
-        ("output_router_logits", (False, None)),
     ):
         value = getattr(config, name, None)
         if value not in allowed:
             raise UnsupportedError(
-                f"config.{name} = {value!r} is not served in packed batches",
+                f"config.{name} = {value!r} is not served by packed attention",
                 f"set config.{name} to {allowed[0]!r} if the model allows it",
             )
     return family
