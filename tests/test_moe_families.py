@@ -16,9 +16,11 @@ from pronghorn.bench.gate import judge, measure
 from pronghorn.bench.reference import compute_reference
 from pronghorn.bench.shapes import SHAPES, checkpoint_of, matmul_parameters, shape_of
 from pronghorn.bench.workload import Row, make_rows
+from pronghorn.data.packing import Document
 from pronghorn.errors import ConfigError
 from pronghorn.models.attach import attach
-from pronghorn.models.families import recompute_layers
+from pronghorn.models.families import base_causal_lm, recompute_layers
+from pronghorn.parity.reference import accumulate, part_by_part
 from test_parity import DRAWS, LENGTHS, ROW, gradients, one_document_at_a_time
 from tiny import MOE_FAMILIES, packed_row, tiny_model
 from tolerance import ThreeWay, assert_three_way
@@ -118,11 +120,13 @@ def test_nan_neighbours(family: str) -> None:
     torch.testing.assert_close(among_nans, clean, rtol=0, atol=1e-5)
 
 
-def test_padded_batches_of_gpt_oss() -> None:
-    """Padded on either side, longer than the window: as transformers' eager attention, gradients too."""
+@pytest.mark.parametrize("padded", [True, False])
+def test_unpacked_batches_of_gpt_oss(padded: bool) -> None:
+    """Padded on either side or not at all, longer than the window: as transformers' eager attention, gradients too."""
     ids = torch.randint(3, 131, (3, 20), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
-    mask[1, 12:], mask[2, :9] = 0, 0
+    if padded:
+        mask[1, 12:], mask[2, :9] = 0, 0
     batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
     stock, ours = tiny_model("gpt_oss"), tiny_model("gpt_oss")
     attach(ours)
@@ -186,6 +190,24 @@ def test_bench_gate(shape: str, experts: Any, tmp_path: Path) -> None:
         assert found["trained_tensors"] == len(reference.names)
         assert isinstance(built.model, InPaddedBatches) == (contender == "hf" and "oss" in shape)
     assert any("experts" in name for name in reference.names) == (experts == "lora")
+
+
+def test_reference_widens_experts_with_adapters() -> None:
+    """PEFT parametrises experts' weights in every forward; they are widened and stay the model's parameters."""
+    from peft import LoraConfig, get_peft_model
+
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    model = tiny_model("gpt_oss").to(torch.bfloat16)
+    model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], target_parameters=targets))
+    set_adapters(model, 0)
+    names = sorted(name for name, _ in model.named_parameters())
+    ids = list(range(3, 30))
+    with part_by_part(base_causal_lm(model)) as widen:
+        widen(torch.float32)
+        passed = accumulate(model, [Document(ids, [-100, *ids[1:]])], 26)
+    assert passed[0].losses.dtype is torch.float32
+    assert sorted(name for name, _ in model.named_parameters()) == names
+    assert all(p.grad is not None for p in trainable(model).values())
 
 
 def test_padded_batches_hold_every_document_once() -> None:
