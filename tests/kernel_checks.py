@@ -169,17 +169,18 @@ def check_attention(device: str, dtype: torch.dtype) -> None:
             for heads in (query + 2 * key_value, query)
         )
         q, k, v = rope.Heads(query, key_value, dim).split(qkv)
-        options = tiles, TILE_ROWS, dim**-0.5, window
-        compare(f"attention {lengths}", attention_triton.forward, attention.forward, q, k, v, *options)
-        backward, reference = both_ways(attention_triton), both_ways(attention)
-        compare(f"attention {lengths} backward", backward, reference, d_out, q, k, v, *options)
+        for sinks in (None, random(query, device=device, dtype=dtype, seed=6) * 2):
+            options = tiles, TILE_ROWS, dim**-0.5, window, sinks
+            compare(f"attention {lengths}", attention_triton.forward, attention.forward, q, k, v, *options)
+            backward, reference = both_ways(attention_triton), both_ways(attention)
+            compare(f"attention {lengths} backward", backward, reference, d_out, q, k, v, *options)
 
 
 def both_ways(module: Any) -> Callable[..., Tensor]:
-    """The backward after the same module's forward."""
+    """The backward after the same module's forward (which alone is told of sinks)."""
 
     def run(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:
-        return module.backward(d_out, q, k, v, *module.forward(q, k, v, *options), *options)
+        return module.backward(d_out, q, k, v, *module.forward(q, k, v, *options), *options[:-1])
 
     return run
 

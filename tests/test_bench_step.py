@@ -104,7 +104,7 @@ def test_shapes_are_the_published_ones(shared: Path) -> None:
     facts = json.loads((shared / "data" / "model_shapes.json").read_text())["models"]
     names = {"Mistral-7B": "Mistral-7B-v0.3", "Gemma-3-1B": "gemma-3-1b"}
     for name, shape in SHAPES.items():
-        if name == "tiny":
+        if name.startswith("tiny") or name in ("Mixtral-8x7B", "gpt-oss-120b"):  # not among the facts
             continue
         known = facts[names.get(name, name)]
         assert {key: known[key] for key in shape if key in known} == {key: shape[key] for key in shape if key in known}

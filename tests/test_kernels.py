@@ -60,7 +60,9 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
     turn |= {"dqkv_ptr": x, "dw_ptr": wide, "eps": real, "offset": real}
     turn |= dict.fromkeys(("stride", "q_stride", "k_stride", "q_heads", "k_heads"), count)
     loss = {"y_ptr": x, "target_ptr": "*i64", "loss_ptr": wide, "V": count, "ignore": count, "cap": real}
-    attend = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr", "do_ptr", "dq_ptr", "dk_ptr", "dv_ptr"), x)
+    attend = dict.fromkeys(
+        ("q_ptr", "k_ptr", "v_ptr", "sinks_ptr", "out_ptr", "do_ptr", "dq_ptr", "dk_ptr", "dv_ptr"), x
+    )
     attend |= {"lse_ptr": wide, "delta_ptr": wide, "tiles_ptr": "*i32", "scale": real, "unit": real}
     attend |= dict.fromkeys(("T", "q_row", "q_head", "k_row", "k_head", "v_row", "v_head", "out_row"), count)
     attend |= dict.fromkeys(("grad_row", "group", "window"), count)
@@ -80,7 +82,7 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
         "glu backward": (glu_triton._backward, gate, {"GELU": True, "BLOCK": 1024}, 4),
         "rope": (rope_triton._forward, turn, heads, 8),
         "rope backward": (rope_triton._backward, turn, {**heads, "WEIGHT": True}, 8),
-        "attention": (attention_triton._forward, attend, {**tile, "COLS": 32}, 4),
+        "attention": (attention_triton._forward, attend, {**tile, "SINK": True, "COLS": 32}, 4),
         "attention, queries": (attention_triton._backward_queries, attend, {**tile, "COLS": 32}, 4),
         "attention, keys": (attention_triton._backward_keys, attend, {**tile, "COLS": 64}, 4),
         "cross-entropy": (cross_entropy_triton._kernel, loss, {"CAP": True, "BLOCK": 8192}, 16),

@@ -21,9 +21,10 @@ from pronghorn.diagnose.verify_passes import Subject, perturb
 from pronghorn.diagnose.verify_subject import rows_of
 from pronghorn.export import merge
 from pronghorn.models.attach import attach
+from pronghorn.models.families import FAMILIES as FAMILY_FACTS
 from pronghorn.models.lora import add_lora
 from pronghorn.parity.parameters import trainable
-from tiny import FAMILIES, VOCAB, tiny_model
+from tiny import FAMILIES, MOE_FAMILIES, VOCAB, tiny_model
 
 TOKENS = 96
 
@@ -51,7 +52,8 @@ def subject_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Subjec
             tiny_model(family).save_pretrained(folders[family])
 
         def load(folder: Path) -> Any:
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+            stock = FAMILY_FACTS[family].stock_attention
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=stock)
             return model.to(device)
 
         return Subject(
@@ -85,11 +87,12 @@ def only_cause(report: Report, words: str) -> None:
     assert len(report.causes) == 1 and words in report.causes[0], (report.causes, report.checks)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *MOE_FAMILIES])
 def test_clean_runs_pass(subject_of: Any, family: str) -> None:
     report = verify(subject_of(family))
     assert report.ok and report.causes == [], [check for check in report.checks if not check.ok]
-    assert report.tensors == 3 * 7 * 2 and len(report.worst) == 10
+    adapted = 3 * 7 if family in FAMILIES else (2 if family == "gpt_oss" else 3) * 4  # layers and linears
+    assert report.tensors == adapted * 2 and len(report.worst) == 10
     assert [check.name for check in report.checks][-2:] == ["merged weights", "saved and reloaded"]
 
 

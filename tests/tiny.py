@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pronghorn.data.batch import Collator
+from pronghorn.models.families import FAMILIES as FAMILY_FACTS
 
 stock_loss_on_cpu = pytest.mark.skipif(
     not hasattr(importlib.import_module("trl.kernels.chunked_logprob"), "_use_triton"),
@@ -35,15 +36,40 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"sliding_window": 5, "query_pre_attn_scalar": 16},
 }
 
+_ROUTED = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
+MOE_FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt_oss": {
+        **_ROUTED,
+        "num_hidden_layers": 2,
+        "intermediate_size": 24,
+        "sliding_window": 5,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 8.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "qwen3_moe": {**_ROUTED, "moe_intermediate_size": 24, "norm_topk_prob": True},
+    "mixtral": {**_ROUTED, "intermediate_size": 24, "sliding_window": 7},
+    "olmoe": {**_ROUTED, "intermediate_size": 24},
+}
+
 
 def tiny_model(family: str, seed: int = 0, **changes: Any) -> Any:
     """A float32 model in training mode, its weights spread enough that every part matters."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(family, **{**_COMMON, **FAMILIES[family], **changes})
+    config = AutoConfig.for_model(family, **{**_COMMON, **(FAMILIES | MOE_FAMILIES)[family], **changes})
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        stock = FAMILY_FACTS[family].stock_attention
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=stock)
+        if family in MOE_FAMILIES:
+            model.set_experts_implementation("eager")  # the others have no float64
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.05)

@@ -14,9 +14,15 @@ from pronghorn.data.batch import PackedBatch
 
 
 def per_document_attention(
-    query: Tensor, key: Tensor, value: Tensor, packed: PackedBatch, scale: float, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packed: PackedBatch,
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention, one SDPA call for each document: [T, H, D] and [T, H_kv, D] to [T, H, D].
+    """Causal attention, one SDPA call for each document: [T, H, D] and [T, H_kv, D] to [T, H, D]; sinks: [H].
 
     The bounds are host integers, so nothing waits for the device.
     """
@@ -25,20 +31,16 @@ def per_document_attention(
     for start, end in packed.segments:
         length = end - start
         band = None
-        if window is not None and length > window:
+        if sinks is not None or (window is not None and length > window):
             position = torch.arange(length, device=query.device)
             distance = position[:, None] - position[None, :]
-            band = (distance >= 0) & (distance < window)
-        outputs.append(
-            scaled_dot_product_attention(
-                q_HTD[None, :, start:end],
-                k_HTD[None, :, start:end],
-                v_HTD[None, :, start:end],
-                attn_mask=band,
-                is_causal=band is None,
-                scale=scale,
-            )[0]
-        )
+            band = (distance >= 0) & (distance < (window or length))
+        q, k, v = (x[None, :, start:end] for x in (q_HTD, k_HTD, v_HTD))
+        if sinks is not None:
+            out = sink_attention(q, k, v, band, scale, sinks)
+        else:
+            out = scaled_dot_product_attention(q, k, v, attn_mask=band, is_causal=band is None, scale=scale)
+        outputs.append(out[0])
     return torch.cat(outputs, dim=1).transpose(0, 1)
 
 
@@ -49,6 +51,7 @@ def masked_attention(
     packed: PackedBatch,
     scale: float,
     window: int | None,
+    sinks: Tensor | None = None,
     *,
     keep_mask: bool = True,
 ) -> Tensor:
@@ -58,8 +61,32 @@ def masked_attention(
     """
     q_HTD, k_HTD, v_HTD = _heads_first(query, key, value)
     mask = packed.dense_mask(window, keep=keep_mask)
-    out = scaled_dot_product_attention(q_HTD[None], k_HTD[None], v_HTD[None], attn_mask=mask, scale=scale)
+    q, k, v = q_HTD[None], k_HTD[None], v_HTD[None]
+    if sinks is not None:
+        out = sink_attention(q, k, v, mask, scale, sinks)
+    else:
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     return out[0].transpose(0, 1)
+
+
+def sink_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, sinks: Tensor
+) -> Tensor:
+    """softmax over the keys and one more score, the head's sink, that has no value (Xiao et al. 2023, arXiv:2309.17453;
+    learned in gpt-oss). All scores at once: SDPA has no sinks.
+
+    Args:
+        query: [B, H, L, D]; key, value: [B, H, S, D].
+        mask: [..., L, S], booleans (True where a query looks) or what is added to scores; None to look everywhere.
+        sinks: [H].
+    Returns:
+        [B, H, L, D].
+    """
+    scores = (query @ key.mT).to(torch.promote_types(query.dtype, torch.float32)) * scale
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype is torch.bool else scores + mask
+    sink = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, sink], -1).softmax(-1)[..., :-1].to(value.dtype) @ value
 
 
 def _heads_first(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

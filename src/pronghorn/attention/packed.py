@@ -4,55 +4,27 @@ transformers looks a model's attention up by name in `AttentionInterface`. `impl
 each (backend, metadata) that is asked for; the names are the only trace Pronghorn leaves in the process.
 
     packed batch       -> by tiles, flash varlen, per document or masked, reading the metadata made once for the batch
-    anything else      -> transformers' own SDPA path (padded batches, `generate()` with its cache)
+    anything else      -> transformers' own SDPA path (padded batches, `generate()` with its cache); the softmax written
+                          out for attention sinks, which SDPA doesn't have
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from pronghorn.attention.masked import masked_attention, per_document_attention
-from pronghorn.attention.tiled import refusal as tiled_refusal
-from pronghorn.attention.tiled import tiled_attention
-from pronghorn.attention.varlen import flash_varlen, flash_varlen_packed, refusal
+from pronghorn.attention import explicit
+from pronghorn.attention.backends import Backend, choose
+from pronghorn.attention.masked import masked_attention, per_document_attention, sink_attention
+from pronghorn.attention.varlen import flash_varlen, refusal
 from pronghorn.data.batch import PackedBatch
 from pronghorn.errors import ConfigError, UnsupportedError
 
-Backend = Literal["auto", "tiled", "flash", "per_document", "masked"]
 Metadata = Literal["once", "per_layer", "per_layer_mask"]
 NAME_PREFIX = "pronghorn_"  # of the attention implementations registered with transformers
-
-BACKENDS: dict[str, Callable[..., Tensor]] = {
-    "tiled": tiled_attention,
-    "flash": flash_varlen_packed,
-    "per_document": per_document_attention,
-    "masked": masked_attention,
-}
-
-
-def choose(backend: Backend, query: Tensor) -> tuple[str, str]:
-    """The backend that serves queries like this [..., D], and why.
-
-    Raises:
-        UnsupportedError: a backend was asked for by name and can't serve them.
-    """
-    by_tiles, reason = tiled_refusal(query), refusal(query)
-    asked = {"tiled": by_tiles, "flash": reason}.get(backend)
-    if asked is not None:
-        raise UnsupportedError(f"attention {backend!r} was asked for, but {asked}", "use attention='auto'")
-    if backend != "auto":
-        return backend, "asked for"
-    if by_tiles is None:
-        return "tiled", "the kernels over the batch's tiles serve this device, dtype and head size"
-    if reason is None:
-        return "flash", f"torch's varlen kernels; {by_tiles}"
-    # On two CPU cores a row of four documents costs half as much document by document as under a dense mask.
-    return "per_document", reason
 
 
 def implementation(backend: Backend, metadata: Metadata) -> str:
@@ -86,6 +58,7 @@ def packed_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     packed: PackedBatch | None = None,
+    s_aux: Tensor | None = None,
     *,
     backend: Backend,
     metadata: Metadata,
@@ -96,9 +69,12 @@ def packed_attention(
     Args:
         query: [B, H, T/B, D]; key, value: [B, H_kv, T/B, D].
         packed: the batch's metadata; without it the call goes to transformers' SDPA path unchanged.
+        s_aux: [H], attention sinks (transformers' name for them).
     Returns:
         ([B, T/B, H, D], None).
     """
+    if packed is None and s_aux is not None:
+        return _unpacked_with_sinks(query, key, value, attention_mask, scaling, s_aux), None
     if packed is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -120,17 +96,42 @@ def packed_attention(
     scale = head_dim**-0.5 if scaling is None else scaling
     window = sliding_window if sliding_window is not None and sliding_window < packed.max_seqlen else None
     q_THD, k_THD, v_THD = (x.transpose(1, 2).reshape(batch * length, -1, head_dim) for x in (query, key, value))
-    if metadata == "once":
-        out = BACKENDS[choose(backend, query)[0]](q_THD, k_THD, v_THD, packed, scale, window)
+    way = choose(backend, query)[0]
+    if metadata == "per_layer_mask" or (metadata == "once" and way == "masked"):
+        out = masked_attention(q_THD, k_THD, v_THD, packed, scale, window, s_aux, keep_mask=metadata == "once")
     elif metadata == "per_layer":
-        out = _metadata_in_every_layer(q_THD, k_THD, v_THD, kwargs["position_ids"], scale, window)
+        out = _metadata_in_every_layer(q_THD, k_THD, v_THD, kwargs["position_ids"], scale, window, s_aux)
+    elif way == "per_document":
+        out = per_document_attention(q_THD, k_THD, v_THD, packed, scale, window, s_aux)
     else:
-        out = masked_attention(q_THD, k_THD, v_THD, packed, scale, window, keep_mask=False)
+        out = explicit.attention(q_THD, k_THD, v_THD, packed, scale, window, way, s_aux)
     return out.reshape(batch, length, heads, head_dim), None
 
 
+def _unpacked_with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, sinks: Tensor
+) -> Tensor:
+    """[B, L, H, D] of a padded batch, or of `generate()` with its cache.
+
+    Args:
+        mask: of `sdpa_mask`; None where a query sees every key up to its own.
+    """
+    groups, length = query.shape[1] // key.shape[1], query.shape[2]
+    if mask is None and length > 1:
+        mask = torch.ones(length, key.shape[2], dtype=torch.bool, device=query.device).tril()
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return sink_attention(query, key, value, mask, scale, sinks).transpose(1, 2).contiguous()
+
+
 def _metadata_in_every_layer(
-    query: Tensor, key: Tensor, value: Tensor, position_ids: Tensor, scale: float, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    position_ids: Tensor,
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Ablation: derive the metadata from `position_ids` as transformers' flash path does in every layer.
 
@@ -147,7 +148,9 @@ def _metadata_in_every_layer(
         lengths = None
         max_seqlen = int(longest)
     if refusal(query) is None:
+        if sinks is not None:
+            raise UnsupportedError("this ablation has no attention sinks", "use packing_metadata='once'")
         return flash_varlen(query, key, value, cu_seqlens, max_seqlen, scale, window)[0]
     lengths = lengths or cu_seqlens.diff().tolist()
     packed = PackedBatch.build(lengths, tokens=query.shape[0], device=query.device)
-    return per_document_attention(query, key, value, packed, scale, window)
+    return per_document_attention(query, key, value, packed, scale, window, sinks)

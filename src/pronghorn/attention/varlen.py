@@ -52,17 +52,24 @@ def flash_varlen(
 
 
 def forward(
-    query: Tensor, key: Tensor, value: Tensor, packed: PackedBatch, scale: float, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packed: PackedBatch,
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`flash_varlen` with the batch's own metadata: nothing is computed here, and nothing waits."""
-    return flash_varlen(query, key, value, packed.cu_seqlens, packed.max_seqlen, scale, window)
+    """`flash_varlen` with the batch's own metadata: nothing is computed here, and nothing waits.
 
-
-def flash_varlen_packed(
-    query: Tensor, key: Tensor, value: Tensor, packed: PackedBatch, scale: float, window: int | None
-) -> Tensor:
-    """The output of `forward` alone."""
-    return forward(query, key, value, packed, scale, window)[0]
+    With sinks σ [H] output and log-sum-exp become those of a softmax that counts exp(σ): lse' = logaddexp(lse, σ) and
+    out' = out · exp(lse − lse'). Flash's backward, given these, computes the gradient with sinks.
+    """
+    out, lse, *state = flash_varlen(query, key, value, packed.cu_seqlens, packed.max_seqlen, scale, window)
+    if sinks is not None:
+        with_sinks = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+        out, lse = (out * torch.exp(lse - with_sinks).T[..., None]).to(out.dtype), with_sinks
+    return out, lse, *state  # type: ignore[return-value]  # two
 
 
 def backward(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pronghorn.attention.tiled import tiled_attention
+from pronghorn.attention import explicit
 from pronghorn.bench.op_way import IGNORED, Case, Draw, Way, Work, by_autograd
 from pronghorn.data.batch import PackedBatch
 from pronghorn.kernels import cross_entropy, glu, linear_cross_entropy, rms_norm, rope
@@ -255,7 +255,7 @@ def attention_case(draw: Draw, tokens: int, heads: int, kv_heads: int, dim: int,
     packed = PackedBatch.build([length] * documents, tokens=tokens, device=draw.device)
 
     def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return tiled_attention(q, k, v, packed, dim**-0.5, None)
+        return explicit.attention(q, k, v, packed, dim**-0.5, None, "tiled")
 
     q, k, v, d_out = (draw(tokens, count, dim) for count in (heads, kv_heads, kv_heads, heads))
     forward = 2.0 * q.nbytes + k.nbytes + v.nbytes

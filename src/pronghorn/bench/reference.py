@@ -103,6 +103,6 @@ def gradient_errors(parameters: dict[str, Tensor], reference: Reference) -> tupl
 def _load(spec: Spec) -> Any:
     from pronghorn.bench.contenders.stock import build
 
-    model = build(replace(spec, recompute="off"), attention="sdpa").model
+    model = build(replace(spec, recompute="off"), attention="sdpa", padded=False).model
     set_adapters(model, spec.seed)
     return model

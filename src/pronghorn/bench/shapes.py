@@ -38,6 +38,13 @@ _TABLE: dict[str, tuple[Any, ...]] = {
     "Qwen3-14B": ("qwen3", 40, 5120, 17408, 40, 8, 128, 151936, False, 1e-6, 40960),
     "Mistral-7B": ("mistral", 32, 4096, 14336, 32, 8, 128, 32768, False, 1e-5, 32768),
     "Gemma-3-1B": ("gemma3_text", 26, 1152, 6912, 4, 1, 256, 262144, True, 1e-6, 32768),
+    "tiny-moe": ("qwen3_moe", 3, 64, 96, 4, 2, 16, 512, False, 1e-6, 8192),
+    "tiny-gpt-oss": ("gpt_oss", 4, 64, 32, 4, 2, 16, 512, False, 1e-5, 8192),
+    "Qwen3-30B-A3B": ("qwen3_moe", 48, 2048, 6144, 32, 4, 128, 151936, False, 1e-6, 40960),
+    "Mixtral-8x7B": ("mixtral", 32, 4096, 14336, 32, 8, 128, 32000, False, 1e-5, 32768),
+    "OLMoE-1B-7B": ("olmoe", 16, 2048, 1024, 16, 16, 128, 50304, False, 1e-5, 4096),
+    "gpt-oss-20b": ("gpt_oss", 24, 2880, 2880, 64, 8, 64, 201088, False, 1e-5, 131072),
+    "gpt-oss-120b": ("gpt_oss", 36, 2880, 2880, 64, 8, 64, 201088, False, 1e-5, 131072),
 }
 
 
@@ -51,6 +58,18 @@ def _rope(theta: float) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
 
 
+def _gpt_oss(experts: int, chosen: int, window: int) -> dict[str, Any]:
+    rope = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0}
+    rope |= {"truncate": False, "original_max_position_embeddings": 4096}
+    routed = {"num_local_experts": experts, "num_experts_per_tok": chosen}
+    return {"rope_parameters": rope, "sliding_window": window, **routed}
+
+
+def _qwen3_moe(experts: int, chosen: int, width: int) -> dict[str, Any]:
+    routed = {"num_experts": experts, "num_experts_per_tok": chosen, "moe_intermediate_size": width}
+    return {**_rope(1e6), **routed, "norm_topk_prob": True}
+
+
 _MORE: dict[str, dict[str, Any]] = {
     "tiny": _rope(1e4),
     "SmolLM2-135M": _rope(1e5),
@@ -61,17 +80,42 @@ _MORE: dict[str, dict[str, Any]] = {
     "Qwen3-14B": _rope(1e6),
     "Mistral-7B": {**_rope(1e6), "sliding_window": None},
     "Gemma-3-1B": {"sliding_window": 512, "query_pre_attn_scalar": 256},
+    "tiny-moe": _qwen3_moe(8, 2, 32),
+    "tiny-gpt-oss": _gpt_oss(8, 2, 16),
+    "Qwen3-30B-A3B": _qwen3_moe(128, 8, 768),
+    "Mixtral-8x7B": {**_rope(1e6), "num_local_experts": 8, "num_experts_per_tok": 2},
+    "OLMoE-1B-7B": {**_rope(1e4), "num_experts": 64, "num_experts_per_tok": 8},
+    "gpt-oss-20b": _gpt_oss(32, 4, 128),
+    "gpt-oss-120b": _gpt_oss(128, 4, 128),
 }
 SHAPES = {name: dict(zip(_FIELDS, row, strict=True)) | _MORE[name] for name, row in _TABLE.items()}
 """Fields of config.json by the shape's name."""
 
 
+def shape_of(model: str) -> dict[str, Any] | None:
+    """A shape's fields; NAME@12 is the shape NAME with its first 12 layers. None for what is no shape.
+
+    Raises:
+        ConfigError: a number of layers that the shape hasn't.
+    """
+    name, at, layers = model.partition("@")
+    if name not in SHAPES:
+        return None
+    shape = SHAPES[name]
+    if not at:
+        return shape
+    most = shape["num_hidden_layers"]
+    if not layers.isdecimal() or not 1 <= int(layers) <= most:
+        raise ConfigError(f"{model!r}: {layers!r} is no number of layers of {name}", f"use 1 to {most}")
+    return shape | {"num_hidden_layers": int(layers)}
+
+
 def check_model(model: str) -> None:
     """Refuse what is neither a shape nor a folder with a model (ConfigError; the known shapes are listed)."""
-    if model not in SHAPES and not (Path(model) / "config.json").is_file():
+    if shape_of(model) is None and not (Path(model) / "config.json").is_file():
         raise ConfigError(
             f"model {model!r} is neither a known shape nor a folder with config.json",
-            f"use one of {', '.join(SHAPES)}, or a model's folder",
+            f"use one of {', '.join(SHAPES)}, with @LAYERS for fewer layers, or a model's folder",
         )
 
 
@@ -80,19 +124,20 @@ def checkpoint_of(model: str, folder: Path, seed: int) -> Path:
 
     Written under another name and renamed when whole, so that an interrupted run leaves nothing that looks complete.
     """
-    if model not in SHAPES:
+    shape = shape_of(model)
+    if shape is None:
         return Path(model)
     target = folder / f"{model}-seed{seed}"
     if not target.is_dir():
         unfinished = target.with_suffix(".unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
-        write_checkpoint(SHAPES[model], unfinished, seed)
+        write_checkpoint(shape, unfinished, seed)
         unfinished.rename(target)
     return target
 
 
 def write_checkpoint(shape: dict[str, Any], folder: Path, seed: int) -> None:
-    """Write bf16 weights (matrices N(0, 0.02²), biases 0, norms 1), the config and a byte-level tokenizer."""
+    """Write bf16 weights (matrices N(0, 0.02²), sinks N(0, 1), biases 0, norms 1), config and byte-level tokenizer."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -105,6 +150,8 @@ def write_checkpoint(shape: dict[str, Any], folder: Path, seed: int) -> None:
         for name, parameter in model.named_parameters():
             if parameter.dim() >= 2:
                 parameter.normal_(0, 0.02, generator=generator)
+            elif name.endswith("sinks"):
+                parameter.normal_(0, 1, generator=generator)
             elif name.endswith("bias"):
                 parameter.zero_()
     model.generation_config.pad_token_id = PAD
@@ -127,14 +174,20 @@ def byte_tokenizer(max_length: int) -> Any:
 
 
 def matmul_parameters(model: str) -> int:
-    """N of "4N" and "6N": the weights of all linears, the head's among them; looking up embeddings multiplies nothing.
-
-    Counted on the meta device: no weights are made.
+    """N of "4N" and "6N": the weights that a token is multiplied by, the head's among them; of experts those of as many
+    as it goes to. Looking up embeddings multiplies nothing. Counted on the meta device: no weights are made.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(**SHAPES[model]) if model in SHAPES else AutoConfig.from_pretrained(model)
+    shape = shape_of(model)
+    config = AutoConfig.from_pretrained(model) if shape is None else AutoConfig.for_model(**shape)
     with torch.device("meta"):
         meta = AutoModelForCausalLM.from_config(config)
-    return sum(module.weight.numel() for module in meta.modules() if isinstance(module, torch.nn.Linear))
+    total = 0
+    for module in meta.modules():
+        if isinstance(module, torch.nn.Linear) or type(module).__name__.endswith("Router"):
+            total += module.weight.numel()
+        experts = [p for p in module.parameters(recurse=False) if p.dim() == 3]
+        total += sum(p.numel() // len(p) for p in experts) * getattr(config, "num_experts_per_tok", 0)
+    return total

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from pronghorn.bench.contenders import CONTENDERS, Spec
-from pronghorn.bench.contenders.base import RANK, Method, Recompute
+from pronghorn.bench.contenders.base import RANK, Experts, Method, Recompute
 from pronghorn.bench.contenders.pronghorn import SWITCHES
 from pronghorn.bench.pairs import Outcome, Pairs
 from pronghorn.bench.process import Worker
 from pronghorn.bench.record import Result, Workload, command_line
-from pronghorn.bench.shapes import SHAPES, check_model
+from pronghorn.bench.shapes import check_model, shape_of
 from pronghorn.bench.timing import spread
 from pronghorn.bench.workload import Row, check_rows, make_rows, write_rows
 from pronghorn.errors import ConfigError, UnsupportedError
@@ -36,6 +36,7 @@ class StepOptions:
     lengths: str = "lognormal"
     labelled: float = 1.0
     recompute: Recompute = "off"
+    experts: Experts = "frozen"
     against: tuple[str, ...] = ()
     ablate: tuple[str, ...] = ()
     """Each a switch of Pronghorn, NAME=VALUE, or several joined by +."""
@@ -118,7 +119,7 @@ def _prepare(
     with Worker("prepare", environment, folder / "prepare.log") as worker:
         say(f"checkpoint of {options.model}")
         kept = (options.checkpoints or folder).resolve()
-        model = options.model if options.model in SHAPES else str(Path(options.model).resolve())
+        model = options.model if shape_of(options.model) else str(Path(options.model).resolve())
         made = worker.ask("checkpoint", model=model, folder=str(kept), seed=options.seed)
         rows = make_rows(options.tokens, options.lengths, options.labelled, made["vocab_size"], options.seed)
         write_rows(rows, folder / "rows.json")
@@ -131,6 +132,7 @@ def _prepare(
             longest=max(max(row.lengths) for row in rows),
             documents=max(len(row.lengths) for row in rows),
             seed=options.seed,
+            experts=options.experts,
         )
         say("ceilings of the device")
         ceilings = worker.ask("ceilings")
@@ -145,6 +147,7 @@ def _result(options: StepOptions, outcome: Outcome, prepared: Prepared) -> Resul
     supervised = sum(row.n_labels for row in prepared.rows) / len(prepared.rows)
     extra: dict[str, Any] = {
         "recompute": options.recompute,
+        "experts": options.experts,
         "rank": None if options.method == "full" else RANK,
         "documents": [len(row.lengths) for row in prepared.rows],
         "on_cpu": not prepared.cuda,
@@ -162,7 +165,7 @@ def _result(options: StepOptions, outcome: Outcome, prepared: Prepared) -> Resul
         if prepared.ceilings:
             peak, n = prepared.ceilings["matmul_tflops"] * 1e12, prepared.matmul_parameters
             utilisation = {f"{times}N": times * n * options.tokens / second / peak for times in (4, 6)}
-            counted = "weights of all linears with the head, without adapters and the embedding lookup"
+            counted = "weights that a token meets, with the head, without adapters and the embedding lookup"
             extra["mfu"] = {**utilisation, "N": n, "N_counts": counted, "peak": "the bf16 product of this run"}
     lengths = Path(options.lengths).name
     shape = Path(options.model).name

@@ -22,7 +22,10 @@ CHILD_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "
 def step(
     model: Annotated[
         str,
-        typer.Option(metavar="SHAPE|PATH", help="A known shape with random weights, or a model's folder."),
+        typer.Option(
+            metavar="SHAPE|PATH",
+            help="A known shape with random weights (SHAPE@12: its first 12 layers), or a model's folder.",
+        ),
     ],
     method: Annotated[
         Literal["lora", "qlora", "full"],
@@ -41,8 +44,14 @@ def step(
         Literal["off", "on", "offload"],
         typer.Option(help="Recompute layers in the backward pass; offload also moves their inputs to the host."),
     ] = "off",
+    experts: Annotated[
+        Literal["frozen", "lora"], typer.Option(help="Whether experts get adapters too; by default attention alone.")
+    ] = "frozen",
     against: Annotated[
-        str, typer.Option(metavar="NAMES", help="hf, hf-compile, hf-sdpa, liger, liger-sdpa, unsloth; with commas.")
+        str,
+        typer.Option(
+            metavar="NAMES", help="hf, hf-compile, hf-flex, hf-sdpa, liger, liger-sdpa, unsloth; with commas."
+        ),
     ] = "",
     ablate: Annotated[
         list[str] | None,
@@ -97,6 +106,7 @@ def step(
             lengths=lengths,
             labelled=labelled,
             recompute=recompute,
+            experts=experts,
             against=_names(against),
             ablate=tuple(ablate or ()),
             repeats=repeats,

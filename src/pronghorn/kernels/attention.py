@@ -4,6 +4,9 @@
     dv_j = Σ_i p_ij do_i          ds_ij = p_ij (do_i·v_j − δ_i)   δ_i = do_i·o_i
     dq_i = scale · Σ_j ds_ij k_j          dk_j = scale · Σ_i ds_ij q_i
 
+A head may have a sink, a learned score σ that takes part in the softmax and has no value (gpt-oss): lse_i then counts
+exp(σ), nothing else changes, and dσ = −Σ_i exp(σ − lse_i) δ_i.
+
 Source: FlashAttention-2, Dao 2023, arXiv:2307.08691. Its varlen kernels launch (documents × longest / 128) blocks a
 head, nearly all of them empty where documents are short, add dq atomically and write dk and dv once for each query
 head. Here a list of tiles, made once a batch, says where the work is; each tile's owner writes it once, so results
@@ -19,7 +22,14 @@ LOG2_E = 1.4426950408889634
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, tile_rows: int, scale: float, window: int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tiles: Tensor,
+    tile_rows: int,
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out [T, H, D], lse [H, T]: base-2 logarithm of the sum of exp(s), in float32, or float64).
 
@@ -28,18 +38,23 @@ def forward(
         tiles: int32 [N, 3], each tile's first row and its document's start and end; empty where first ≥ end.
         tile_rows: rows of a tile, of which those past its document's end are nobody's.
         window: a query sees itself and the `window - 1` tokens before it; None for no limit.
+        sinks: [H], any float dtype, or None.
     """
     if q.is_cuda:
         from pronghorn.kernels.attention_triton import forward as launch
 
-        return launch(q, k, v, tiles, tile_rows, scale, window)
+        return launch(q, k, v, tiles, tile_rows, scale, window, sinks)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     wide = torch.promote_types(q.dtype, torch.float32)
     lse = torch.empty(q.shape[1], q.shape[0], dtype=wide)
     for start, end in _documents(tiles):
         scores = _scores(q[start:end], k[start:end], scale, window)
-        lse[:, start:end] = torch.logsumexp(scores, -1) * LOG2_E
-        out[start:end] = (scores.softmax(-1).to(q.dtype) @ _heads_first(v[start:end], q.shape[1])).transpose(0, 1)
+        total = torch.logsumexp(scores, -1)
+        if sinks is not None:
+            total = torch.logaddexp(total, sinks[:, None].to(wide))
+        lse[:, start:end] = total * LOG2_E
+        p = torch.exp(scores - total[..., None])
+        out[start:end] = (p.to(q.dtype) @ _heads_first(v[start:end], q.shape[1])).transpose(0, 1)
     return out, lse
 
 
@@ -57,7 +72,7 @@ def backward(
 ) -> Tensor:
     """[T, H + 2·H_kv, D]: dq, dk and dv side by side, as one product of q, k and v leaves them.
 
-    Args: those of `forward`, its results, and d_out [T, H, D], contiguous.
+    Args: those of `forward` (lse has counted the sinks), its results, and d_out [T, H, D], contiguous.
     """
     if q.is_cuda:
         from pronghorn.kernels.attention_triton import backward as launch
@@ -77,6 +92,18 @@ def backward(
         shared = [x.unflatten(0, (kv_heads, -1)).sum(1) for x in (dk, dv)]
         grads[rows] = torch.cat([dq, *shared]).transpose(0, 1).to(q.dtype)
     return grads
+
+
+def sink_grad(sinks: Tensor, d_out: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+    """[H], in the sinks' dtype.
+
+    Args:
+        sinks: [H].
+        d_out, out: [T, H, D].
+        lse: [H, T], natural logarithm, the sinks counted.
+    """
+    delta = (d_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1).T
+    return -(torch.exp(sinks[:, None].to(lse.dtype) - lse) * delta).sum(1).to(sinks.dtype)
 
 
 def _documents(tiles: Tensor) -> list[tuple[int, int]]:

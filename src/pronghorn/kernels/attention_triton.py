@@ -13,6 +13,9 @@ NEVER: tl.constexpr = tl.constexpr(-1e30)
 """A score that isn't looked at: finite, so that a row's first block may be wholly outside its window. What is summed
 up there is multiplied by exp2(−1e30) = 0 when the first real score comes."""
 
+BITS: tl.constexpr = tl.constexpr(LOG2_E)
+"""From natural logarithms to base 2."""
+
 
 @triton.jit
 def _tile(tiles_ptr, index):
@@ -35,9 +38,9 @@ def _store_rows(ptr, value, rows, row_stride, end, D: tl.constexpr):
 
 @triton.jit
 def _forward(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, tiles_ptr, T,
+    q_ptr, k_ptr, v_ptr, sinks_ptr, out_ptr, lse_ptr, tiles_ptr, T,
     q_row, q_head, k_row, k_head, v_row, v_head, out_row, group, scale, window,
-    WINDOW: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    WINDOW: tl.constexpr, SINK: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
     first, start, end = _tile(tiles_ptr, tl.program_id(1))
@@ -48,6 +51,9 @@ def _forward(
         q = _rows_of(q_ptr + head * q_head, rows, q_row, end, D)
         top = tl.full((ROWS,), NEVER, tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
+        if SINK:  # a score that every query has seen before it looks at a key
+            top = tl.zeros((ROWS,), tl.float32) + tl.load(sinks_ptr + head).to(tl.float32) * BITS
+            total += 1.0
         out = tl.zeros((ROWS, D), tl.float32)
         begin = start
         if WINDOW:
@@ -146,15 +152,23 @@ def _backward_keys(
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, tile_rows: int, scale: float, window: int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tiles: Tensor,
+    tile_rows: int,
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `attention.forward`."""
     tokens, heads, dim = q.shape
     out = q.new_empty(tokens, heads, dim)
     lse = torch.empty(heads, tokens, dtype=torch.float32, device=q.device)
     _forward[(heads, len(tiles))](
-        q, k, v, out, lse, tiles, tokens, *_strides(q, k, v), out.stride(0), heads // k.shape[1], scale * LOG2_E,
-        window or 0, WINDOW=window is not None, D=dim, ROWS=tile_rows, COLS=32, num_warps=4, num_stages=3,
+        q, k, v, q if sinks is None else sinks, out, lse, tiles, tokens, *_strides(q, k, v), out.stride(0),
+        heads // k.shape[1], scale * LOG2_E, window or 0,
+        WINDOW=window is not None, SINK=sinks is not None, D=dim, ROWS=tile_rows, COLS=32, num_warps=4, num_stages=3,
     )  # fmt: skip
     return out, lse
 

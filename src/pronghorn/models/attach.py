@@ -20,12 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from pronghorn.attention.packed import NAME_PREFIX, Backend, Metadata, choose, implementation
+from pronghorn.attention.backends import Backend, choose
+from pronghorn.attention.packed import NAME_PREFIX, Metadata, implementation
 from pronghorn.data.batch import PackedBatch
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.models import fast
-from pronghorn.models.families import base_causal_lm, check_config, recompute_layers, recomputes_layers
+from pronghorn.models.families import base_causal_lm, check_config, has_experts, recompute_layers, recomputes_layers
 from pronghorn.models.graph import Graph, TrunkGraphs, graphed_class
 from pronghorn.models.head import labelled_cross_entropy
 
@@ -81,13 +82,15 @@ class Handle:
         if metadata == "per_layer_mask":
             path, why = "masked", "ablation"
         recompute = recomputes_layers(self.model)
+        sinks = check_config(config).stock_attention == "eager"
+        unpacked = "the softmax written out, for the sinks" if sinks else "transformers' SDPA"
         return [
             PathTaken("packed attention", path, why),
             PathTaken("packing metadata", metadata, where[metadata]),
             self._layers_path(autocast),
             self._graph_path(autocast),
             PathTaken("loss", "labelled tokens only, in chunks", "the batch knows its labelled positions"),
-            PathTaken("padded batches, generate()", "transformers' SDPA", "they carry a mask or a cache"),
+            PathTaken("padded batches, generate()", unpacked, "they carry a mask or a cache"),
             PathTaken(
                 "activations",
                 "recompute the layer" if recompute else "keep",
@@ -105,7 +108,8 @@ class Handle:
         reason = fast.refusal(self.model, autocast)
         if reason is not None:
             return PathTaken("decoder layers", "norms by kernels, the rest by transformers and PEFT", reason)
-        return PathTaken("decoder layers", "fused", "merged products, kernels, one autograd function a block")
+        path = "attention and norms fused, experts apart" if has_experts(self.model.config) else "fused"
+        return PathTaken("decoder layers", path, "merged products, kernels, one autograd function a block")
 
     def _graph_path(self, autocast: torch.dtype | None) -> PathTaken:
         if self.options[3] == "off" or self._graphs is None:
@@ -216,6 +220,8 @@ def _graph_refusal(model: Any, attention: Backend) -> str | None:
         return "layers are recomputed"
     if any(not p.dtype.is_floating_point for p in model.base_model.parameters()):
         return "the weights are quantised"
+    if has_experts(model.config) and not str(model.config._experts_implementation).startswith(NAME_PREFIX):
+        return f"experts go transformers' way, {model.config._experts_implementation}, which may wait for the device"
     if any(kind in str(getattr(model.config, "rope_parameters", "")) for kind in ("dynamic", "longrope")):
         return "RoPE's frequencies depend on the longest position"
     query = torch.empty(0, fast.head_dim(model.config), dtype=next(model.parameters()).dtype, device=model.device)

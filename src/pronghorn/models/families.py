@@ -1,7 +1,7 @@
 """The model families Pronghorn serves, and where their parts live.
 
 A family is listed once its packed forward and gradients are shown to equal one document at a time
-(tests/test_parity.py).
+(tests/test_parity.py, tests/test_moe_families.py).
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ class Family:
     """`config.model_type` of transformers."""
     members: str
     """Models of the family, for people."""
+    stock_attention: str = "sdpa"
+    """transformers' attention to load with; SDPA has no attention sinks."""
 
 
 FAMILIES = {
@@ -34,8 +36,17 @@ FAMILIES = {
         Family("qwen2", "Qwen2 and Qwen2.5"),
         Family("qwen3", "Qwen3"),
         Family("gemma3_text", "Gemma 3 text"),
+        Family("gpt_oss", "gpt-oss 20b and 120b", stock_attention="eager"),
+        Family("qwen3_moe", "Qwen3 with experts"),
+        Family("mixtral", "Mixtral"),
+        Family("olmoe", "OLMoE"),
     )
 }
+
+
+def has_experts(config: Any) -> bool:
+    """Whether layers of this model route tokens to experts."""
+    return bool(getattr(config, "num_local_experts", 0) or getattr(config, "num_experts", 0))
 
 
 def base_causal_lm(model: Any) -> Any:

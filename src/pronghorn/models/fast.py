@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pronghorn.attention.packed import Backend
+from pronghorn.attention.backends import Backend
 from pronghorn.data.batch import PackedBatch
 from pronghorn.kernels.glu import Activation
 from pronghorn.kernels.rms_norm import rms_norm
@@ -33,6 +33,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_tanh": "gelu_tanh",
 }
 NORM_OFFSETS = {"LlamaRMSNorm": 0.0, "MistralRMSNorm": 0.0, "Qwen2RMSNorm": 0.0, "Qwen3RMSNorm": 0.0}
+NORM_OFFSETS |= {"Qwen3MoeRMSNorm": 0.0, "MixtralRMSNorm": 0.0, "OlmoeRMSNorm": 0.0, "GptOssRMSNorm": 0.0}
 NORM_OFFSETS |= {"Gemma3RMSNorm": 1.0}
 """The norm classes that the kernel computes, and what each adds to its weight."""
 LAYERS = {f"{family}DecoderLayer" for family in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma3")}
@@ -47,7 +48,7 @@ MLP = (("gate_proj", "up_proj"), ("down_proj",))
 def refusal(model: Any, autocast: torch.dtype | None) -> str | None:
     """Why the fast path can't serve a causal LM as it is now (under autocast in that dtype), or None."""
     config, dtype = model.config, autocast or model.get_input_embeddings().weight.dtype
-    if _activation(config) not in ACTIVATIONS:
+    if _activation(config) not in ACTIVATIONS and any(_is_dense(layer) for layer in model.base_model.layers):
         return f"activation {_activation(config)!r} has no kernel"
     if not _turns(config):
         return f"head_dim {head_dim(config)} is no power of two"
@@ -55,7 +56,10 @@ def refusal(model: Any, autocast: torch.dtype | None) -> str | None:
         norm = type(layer.input_layernorm).__name__
         if norm not in NORM_OFFSETS:
             return f"{norm} has no kernel"
-        for module, groups in ((layer.self_attn, ATTENTION), (layer.mlp, MLP)):
+        if _norms_all_heads(layer.self_attn):
+            return "q_norm is over all heads at once"
+        blocks = [(layer.self_attn, ATTENTION), *([(layer.mlp, MLP)] if _is_dense(layer) else [])]
+        for module, groups in blocks:
             for names in groups:
                 reason = linears_refusal([getattr(module, name) for name in names], dtype)
                 if reason is not None:
@@ -72,7 +76,7 @@ def enable(model: Any, backend: Backend) -> list[tuple[nn.Module, type[nn.Module
     modules: list[Any] = list(model.base_model.modules())
     classes: dict[Any, Any] = {norm: _norm_class for norm in modules if type(norm).__name__ in NORM_OFFSETS}
     for layer in model.base_model.layers:
-        if _turns(model.config):
+        if _turns(model.config) and not _norms_all_heads(layer.self_attn):
             classes[layer.self_attn] = functools.partial(_attention_class, backend=backend)
             if type(layer).__name__ in LAYERS and _activation(model.config) in ACTIVATIONS:
                 classes[layer] = functools.partial(_layer_class, backend=backend)
@@ -125,7 +129,7 @@ def _attention_class(original: Any, backend: Backend) -> type[nn.Module]:
             more = {} if packed is None else {"packed": packed}
             return plain(self, hidden_states, position_embeddings, attention_mask, *args, **more, **kwargs)
         assert position_embeddings is not None and packed is not None
-        cos, sin = _rows(position_embeddings, hidden_states)
+        cos, sin = _rows(position_embeddings, hidden_states, self.head_dim)
         x = hidden_states.flatten(0, 1).to(_compute_dtype(hidden_states))
         with _without_autocast(x):
             return fused.attention(x, cos, sin, packed, parts).view_as(hidden_states), None
@@ -153,7 +157,7 @@ def _layer_class(original: Any, backend: Backend) -> type[nn.Module]:
             kwargs |= {"position_embeddings": position_embeddings} | ({} if packed is None else {"packed": packed})
             return plain(self, hidden_states, *args, **kwargs)
         assert position_embeddings is not None and packed is not None
-        cos, sin = _rows(position_embeddings, hidden_states)
+        cos, sin = _rows(position_embeddings, hidden_states, self.self_attn.head_dim)
         policy = self.__dict__.get("_pronghorn_policy", Policy.KEEP)
         with _without_autocast(hidden_states):
             x = hidden_states.flatten(0, 1).contiguous()
@@ -175,7 +179,7 @@ def _subclass(original: type[nn.Module], forward: Any) -> type[nn.Module]:
 
 def _attention_parts(module: Any, x: Tensor, backend: Backend) -> AttentionParts | None:
     """The module's parts, or None where this call isn't for the fast way."""
-    weights = [norm.weight for norm in _head_norms(module)]
+    weights = [norm.weight for norm in _head_norms(module)] + ([module.sinks] if hasattr(module, "sinks") else [])
     return _parts(
         module, [(module, ATTENTION)], weights, x, lambda *linears: _make_attention(module, backend, *linears)
     )
@@ -215,7 +219,7 @@ def _make_attention(module: Any, backend: Backend, qkv: LinearGroup, out: Linear
     )
     of_all = getattr(config, "sliding_window", None)  # where layers don't differ (Mistral)
     window = getattr(module, "sliding_window", of_all)
-    return AttentionParts(qkv, out, heads, module.scaling, window, backend)
+    return AttentionParts(qkv, out, heads, module.scaling, window, backend, getattr(module, "sinks", None))
 
 
 def _head_norms(attention: Any) -> list[Any]:
@@ -246,10 +250,12 @@ def _parts(
     return kept[2]
 
 
-def _rows(position_embeddings: tuple[Tensor, Tensor], hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+def _rows(position_embeddings: tuple[Tensor, Tensor], hidden_states: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
     """cos and sin [T, D], a row a token."""
     tokens = hidden_states.shape[0] * hidden_states.shape[1]
     cos, sin = (x.reshape(-1, x.shape[-1]).expand(tokens, -1) for x in position_embeddings)
+    if cos.shape[1] < head_dim:  # gpt-oss gives one of the equal halves
+        return torch.cat([cos, cos], 1), torch.cat([sin, sin], 1)
     return cos, sin
 
 
@@ -274,6 +280,17 @@ def _turns(config: Any) -> bool:
     """Whether the RoPE kernel serves these heads."""
     dim = head_dim(config)
     return dim >= 16 and dim & (dim - 1) == 0
+
+
+def _is_dense(layer: Any) -> bool:
+    """Whether the layer's MLP is one, not a block of experts."""
+    return hasattr(layer.mlp, "gate_proj")
+
+
+def _norms_all_heads(attention: Any) -> bool:
+    """OLMoE's qk-norm, which the RoPE kernel hasn't."""
+    norm = getattr(attention, "q_norm", None)
+    return norm is not None and norm.weight.numel() != attention.head_dim
 
 
 def _eps(norm: Any) -> float:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pronghorn.attention import explicit
-from pronghorn.attention.packed import Backend
+from pronghorn.attention.backends import Backend
 from pronghorn.data.batch import PackedBatch
 from pronghorn.kernels import glu, residual, rms_norm, rope
 from pronghorn.kernels.residual import LowRank
@@ -38,6 +38,8 @@ class AttentionParts:
     scale: float
     window: int | None
     backend: Backend
+    sinks: Tensor | None = None
+    """[H], scores that have no value (gpt-oss)."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +85,8 @@ class LayerParts:
 def attention(x: Tensor, cos: Tensor, sin: Tensor, packed: PackedBatch, parts: AttentionParts) -> Tensor:
     """x, y: [T, H], in the dtype of the products; cos, sin: [T, D]."""
     linears = read([parts.qkv, parts.out], x.dtype)
-    norms = parts.heads.query_norm, parts.heads.key_norm
-    return _Attention.apply(x, cos, sin, packed, parts, linears, *norms, *_trained(linears))
+    more = parts.heads.query_norm, parts.heads.key_norm, parts.sinks
+    return _Attention.apply(x, cos, sin, packed, parts, linears, *more, *_trained(linears))
 
 
 def layer(
@@ -93,8 +95,9 @@ def layer(
     """x, y: [T, H], contiguous; cos, sin: [T, D]; products are in `dtype`."""
     linears = read([parts.attention.qkv, parts.attention.out, parts.mlp.gate_up, parts.mlp.down], dtype)
     norms = [norm.weight for norm in (*parts.before, *(parts.after or ()))]
-    norms += [parts.attention.heads.query_norm, parts.attention.heads.key_norm]
-    return _Layer.apply(x, cos, sin, packed, parts, policy, linears, *norms, *_trained(linears))
+    heads = parts.attention.heads
+    more = *norms, heads.query_norm, heads.key_norm, parts.attention.sinks
+    return _Layer.apply(x, cos, sin, packed, parts, policy, linears, *more, *_trained(linears))
 
 
 class _Attention(torch.autograd.Function):
@@ -197,7 +200,7 @@ def _attention_forward(
     """(o's product, what its adapter adds, what the backward needs) of x [T, H]."""
     qkv, xa = linears[0].forward(x)
     q, k, v = rope.forward(qkv, cos, sin, parts.heads)
-    mixed, state = explicit.forward(q, k, v, packed, parts.scale, parts.window, parts.backend)
+    mixed, state = explicit.forward(q, k, v, packed, parts.scale, parts.window, parts.backend, parts.sinks)
     y, low_rank = linears[1].parts(mixed.flatten(1))
     return y, low_rank, (qkv, mixed, xa, low_rank and low_rank[0], *state)
 
@@ -213,7 +216,7 @@ def _attention_backward(
     linears: list[Operands],
     wanted: bool,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """(dx if wanted, the gradients of q's and k's norms and of all that is trained)."""
+    """(dx if wanted, the gradients of q's and k's norms, the sinks and all of the linears that is trained)."""
     qkv, mixed, xa, mixed_a, *state = kept
     heads = parts.heads
     d_mixed, dya = linears[1].input_grad(dy)
@@ -222,12 +225,12 @@ def _attention_backward(
         (q, k, v), raw = heads.split(qkv), None
     else:
         (q, k, v), raw = rope.forward(qkv, cos, sin, heads), qkv
-    options = packed, parts.scale, parts.window, parts.backend
-    dqkv = explicit.backward(d_mixed.view_as(mixed), q, k, v, mixed, state, *options)
+    options = packed, parts.scale, parts.window, parts.backend, parts.sinks
+    dqkv, d_sinks = explicit.backward(d_mixed.view_as(mixed), q, k, v, mixed, state, *options)
     norm_grad = any(norm is not None and norm.requires_grad for norm in (heads.query_norm, heads.key_norm))
     dqkv, *norm_grads = rope.backward_(dqkv, cos, sin, heads, raw, norm_grad)
     dx, dya = linears[0].input_grad(dqkv, wanted)
-    return dx, [*norm_grads, *linears[0].gradients(dqkv, dya, x, xa), *out_grads]
+    return dx, [*norm_grads, d_sinks, *linears[0].gradients(dqkv, dya, x, xa), *out_grads]
 
 
 def _gate_up(x: Tensor, parts: MLPParts, linear: Operands) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -141,7 +141,7 @@ class FoundModel:
             config=self.config,
             dtype=dtype,
             use_safetensors=True,
-            attn_implementation="sdpa",
+            attn_implementation=check_config(self.config).stock_attention,
             device_map={"": device},
             **self.hub,
             **({"quantization_config": quantization} if quantization is not None else {}),

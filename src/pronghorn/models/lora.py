@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from pronghorn.errors import ConfigError, UnsupportedError
-from pronghorn.models.families import LINEARS, base_causal_lm
+from pronghorn.models.families import LINEARS, base_causal_lm, has_experts
 
 
 def add_lora(
@@ -21,6 +21,7 @@ def add_lora(
     lora_alpha: int = 16,
     lora_dropout: float = 0.0,
     target_modules: Sequence[str] | str = LINEARS,
+    target_parameters: Sequence[str] | None = None,
     bias: str = "none",
     use_rslora: bool = False,
     modules_to_save: Sequence[str] | None = None,
@@ -30,8 +31,9 @@ def add_lora(
     """Wrap a causal LM in a PEFT model with fresh LoRA adapters (float32 over a bf16 or 4-bit base).
 
     Args:
-        r, lora_alpha, lora_dropout, target_modules, bias, use_rslora, modules_to_save, trainable_token_indices: as in
-            `peft.LoraConfig`. Embeddings that are tied to the head stay tied when they are trained.
+        r, lora_alpha, lora_dropout, target_modules, target_parameters, bias, use_rslora, modules_to_save,
+            trainable_token_indices: as in `peft.LoraConfig`. Embeddings that are tied to the head stay tied when they
+            are trained. The default targets are those of `LINEARS` that the model has: with experts, attention's.
         random_state: seeds the adapters' initialisation, and nothing else: the global generators are left as they were.
     Raises:
         ConfigError: the model has an adapter already, or rank or target modules make no sense.
@@ -47,6 +49,8 @@ def add_lora(
         raise ConfigError(f"LoRA rank r = {r} is below 1", "use a rank from 1 to 256, 16 is common")
     targets = target_modules if isinstance(target_modules, str) else list(target_modules)
     names = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules()}
+    if tuple(targets) == LINEARS and has_experts(base_causal_lm(model).config):
+        targets = [target for target in LINEARS if target in names]
     for target in [targets] if isinstance(targets, str) and targets != "all-linear" else targets:
         if target in ("lm_head", "embed_tokens"):
             raise UnsupportedError(f"an adapter on {target} is not supported", "name it in modules_to_save instead")
@@ -62,6 +66,7 @@ def add_lora(
         lora_alpha=lora_alpha,
         lora_dropout=lora_dropout,
         target_modules=targets,
+        target_parameters=list(target_parameters) if target_parameters else None,
         bias=bias,  # type: ignore[arg-type]  # PEFT checks the value itself
         use_rslora=use_rslora,
         modules_to_save=list(modules_to_save) if modules_to_save else None,

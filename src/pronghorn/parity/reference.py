@@ -20,6 +20,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from pronghorn.data.packing import IGNORE_INDEX, Document
+from pronghorn.models.families import has_experts
 
 KEPT_ELEMENTS = 2**29
 """Gradients are kept for comparison, smallest tensors first, up to so many elements (2 GiB): all of a LoRA's, and of
@@ -47,7 +48,12 @@ class WidenedPart(nn.Module):
     def _run(self, inputs: Tensor, *args: Any, **kwargs: Any) -> Any:
         if self.dtype is None:
             return self.part(inputs, *args, **kwargs)
-        widened = {name: p.to(self.dtype) for name, p in self.part.named_parameters() if p.is_floating_point()}
+        widened = {
+            # what is frozen stays a parameter: PEFT parametrises experts' weights, and gives others back as buffers
+            name: p.to(self.dtype) if p.requires_grad else nn.Parameter(p.to(self.dtype), requires_grad=False)
+            for name, p in self.part.named_parameters()
+            if p.is_floating_point()
+        }
         return functional_call(self.part, widened, (inputs, *args), kwargs)
 
 
@@ -72,7 +78,11 @@ def part_by_part(model: Any) -> Iterator[Callable[[torch.dtype], None]]:
         trunk.norm = norm
         model.set_output_embeddings(head)
 
+    experts = getattr(model.config, "_experts_implementation", None)
+
     def widen(dtype: torch.dtype) -> None:
+        if dtype is torch.float64 and has_experts(model.config):
+            model.set_experts_implementation("eager")  # grouped products have no float64
         for part in parts:
             part.dtype = dtype
         for module, _ in quantised:  # 4-bit linears
@@ -84,6 +94,8 @@ def part_by_part(model: Any) -> Iterator[Callable[[torch.dtype], None]]:
         yield widen
     finally:
         place(plain, embedding, norm, head)
+        if has_experts(model.config):
+            model.set_experts_implementation(experts)
         for module, dtype in quantised:
             module.compute_dtype = dtype
         torch.set_float32_matmul_precision(precision)

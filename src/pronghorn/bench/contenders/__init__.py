@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pronghorn.bench.contenders.base import Built, Contender, Spec
 from pronghorn.bench.contenders.pronghorn import PRONGHORN
-from pronghorn.bench.contenders.stock import HF, HF_COMPILE, HF_SDPA, LIGER, LIGER_SDPA
+from pronghorn.bench.contenders.stock import HF, HF_COMPILE, HF_FLEX, HF_SDPA, LIGER, LIGER_SDPA
 from pronghorn.bench.contenders.unsloth import UNSLOTH
 
-CONTENDERS = {c.name: c for c in (PRONGHORN, HF, HF_COMPILE, HF_SDPA, LIGER, LIGER_SDPA, UNSLOTH)}
+CONTENDERS = {c.name: c for c in (PRONGHORN, HF, HF_COMPILE, HF_SDPA, HF_FLEX, LIGER, LIGER_SDPA, UNSLOTH)}
 
 __all__ = ["CONTENDERS", "Built", "Contender", "Spec"]

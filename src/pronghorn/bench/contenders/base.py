@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 from pronghorn.bench.workload import Row
+from pronghorn.data.packing import IGNORE_INDEX
 from pronghorn.parity.parameters import canonical as canonical  # for those who import it from here
 from pronghorn.parity.parameters import trainable
 
 Method = Literal["lora", "qlora", "full"]
 Recompute = Literal["off", "on", "offload"]
+Experts = Literal["frozen", "lora"]
 RANK = 16
 """Of every LoRA; alpha is the same, so adapters are scaled by 1."""
 LEARNING_RATE = 1e-5
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+DOCUMENTS_A_BATCH = 8
+"""Of those who can't pack."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +42,23 @@ class Spec:
     documents: int
     """The most documents in any row."""
     seed: int
+    experts: Experts = "frozen"
+    """Whether experts have adapters."""
     switches: Mapping[str, str] = field(default_factory=dict)
     """Ablations of Pronghorn: arguments of `attach` by name."""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The checkpoint's config.json."""
+        return json.loads((Path(self.checkpoint) / "config.json").read_text(encoding="utf-8"))
+
+    @property
+    def adapters(self) -> dict[str, Any]:
+        """Arguments of `peft.LoraConfig`: every linear; with experts attention's, and the experts if asked."""
+        routed = "num_experts" in self.config or "num_local_experts" in self.config
+        found = {"r": RANK, "lora_alpha": RANK, "target_modules": list(TARGETS[:4] if routed else TARGETS)}
+        experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if routed and self.experts == "lora" else []
+        return found | ({"target_parameters": experts} if experts else {})
 
 
 @dataclass
@@ -47,6 +70,38 @@ class Built:
     """A row's arguments on the device, made anew at every call, outside the clock."""
     notes: list[str] = field(default_factory=list)
     """What a reader must know to judge the figures."""
+
+
+class InPaddedBatches:
+    """A model that takes a row's documents as its own trainer would without packing: `DOCUMENTS_A_BATCH` after one
+    another, padded to the longest. One loss over all of them, so that a step is the same step."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def __call__(self, batches: list[tuple[float, dict[str, Any]]]) -> Any:
+        """`loss`: the mean over all labels, from each batch's own mean and share of them."""
+        return SimpleNamespace(loss=sum(self.model(**batch, use_cache=False).loss * share for share, batch in batches))
+
+    @staticmethod
+    def make_batch(row: Row) -> dict[str, Any]:
+        """The batches of a row, each with its share of the labels (those without any are left out)."""
+        batches = []
+        for first in range(0, len(row.bounds), DOCUMENTS_A_BATCH):
+            bounds = row.bounds[first : first + DOCUMENTS_A_BATCH]
+            longest = max(end - start for start, end in bounds)
+            columns = {
+                "input_ids": [[*row.input_ids[a:b], *[0] * (longest - b + a)] for a, b in bounds],
+                "attention_mask": [[1] * (b - a) + [0] * (longest - b + a) for a, b in bounds],
+                "labels": [[*row.labels[a:b], *[IGNORE_INDEX] * (longest - b + a)] for a, b in bounds],
+            }
+            share = sum(label != IGNORE_INDEX for labels in columns["labels"] for label in labels) / row.n_labels
+            if share:
+                batches.append((share, {name: torch_tensor(values) for name, values in columns.items()}))
+        return {"batches": batches}
 
 
 @dataclass(frozen=True)
@@ -97,6 +152,13 @@ def autocast(method: Method) -> Any:
     import torch
 
     return torch.autocast("cuda", torch.bfloat16, enabled=method == "full" and torch.cuda.is_available())
+
+
+def torch_tensor(values: list[list[int]]) -> Any:
+    """int64, on the device."""
+    import torch
+
+    return torch.tensor(values, device=device())
 
 
 def base_tensors(row: Row) -> dict[str, Any]:

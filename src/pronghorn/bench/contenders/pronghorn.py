@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pronghorn.bench.contenders.base import RANK, TARGETS, Built, Contender, Spec, device, weights_dtype
+from pronghorn.bench.contenders.base import Built, Contender, Spec, device, weights_dtype
 from pronghorn.bench.workload import Row
 
 SWITCHES = {
@@ -40,7 +40,7 @@ def build(spec: Spec) -> Built:
     plan = Plan.keep() if spec.recompute == "off" else Plan.recompute()
     handle = attach(model, plan, **spec.switches)  # type: ignore[arg-type]  # names and values were checked
     if spec.method != "full":
-        model = add_lora(model, r=RANK, lora_alpha=RANK, target_modules=TARGETS)
+        model = add_lora(model, **spec.adapters)
     collator = Collator(spec.tokens, pad_token_id=0)
 
     def make_batch(row: Row) -> dict[str, Any]:

@@ -12,10 +12,9 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from pronghorn.bench.contenders.base import (
-    RANK,
-    TARGETS,
     Built,
     Contender,
+    InPaddedBatches,
     Spec,
     base_tensors,
     device,
@@ -23,7 +22,7 @@ from pronghorn.bench.contenders.base import (
 )
 from pronghorn.bench.workload import Row
 
-Attention = Literal["varlen", "sdpa"]
+Attention = Literal["varlen", "sdpa", "flex_attention"]
 ATTENTION_NAME = "bench_varlen"
 
 
@@ -39,19 +38,27 @@ def prepare_liger() -> None:
     import liger_kernel.transformers  # noqa: F401
 
 
-def build(spec: Spec, attention: Attention = "varlen", compiled: bool = False, liger: bool = False) -> Built:
+def build(
+    spec: Spec, attention: Attention = "varlen", compiled: bool = False, liger: bool = False, padded: bool | None = None
+) -> Built:
+    """Packed, or `padded`: by default where packed documents would see each other, which is gpt-oss."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
     from pronghorn.models.families import recompute_layers
 
-    varlen = attention == "varlen" and device().type == "cuda"
+    sinks = spec.config["model_type"] == "gpt_oss"
+    padded = sinks if padded is None else padded
+    varlen = attention == "varlen" and device().type == "cuda" and not sinks
+    name = ATTENTION_NAME if varlen else "flex_attention" if attention == "flex_attention" else "sdpa"
+    if sinks and name == "sdpa":
+        name = "eager"  # SDPA has no sinks
     if varlen:
         _register_varlen(spec.longest)
     model: Any = AutoModelForCausalLM.from_pretrained(
         spec.checkpoint,
         dtype=weights_dtype(spec.method),
-        attn_implementation=ATTENTION_NAME if varlen else "sdpa",
+        attn_implementation=name,
         device_map={"": device()},
         **_quantization(spec),
     )
@@ -63,18 +70,21 @@ def build(spec: Spec, attention: Attention = "varlen", compiled: bool = False, l
     recompute_layers(model, spec.recompute != "off")
     layers = model.base_model.layers
     if spec.method != "full":
-        config = LoraConfig(r=RANK, lora_alpha=RANK, target_modules=list(TARGETS), task_type="CAUSAL_LM")
-        model = get_peft_model(model, config)
+        model = get_peft_model(model, LoraConfig(**spec.adapters, task_type="CAUSAL_LM"))
     if compiled:
         import torch
 
         torch._dynamo.config.recompile_limit = 2 * len(layers)  # they share one code object
         for layer in layers:
             layer.compile(dynamic=False)
-    notes = ["attention: " + ("flash varlen, metadata passed in" if varlen else "SDPA under transformers' own mask")]
+    notes = ["attention: " + ("flash varlen, metadata passed in" if varlen else f"{name} under transformers' own mask")]
     notes += ["decoder layers compiled one by one"] if compiled else []
     notes += ["recomputes: it has no offloading"] if spec.recompute == "offload" else []
-    return Built(model.train(), functools.partial(_make_batch, spec, varlen), notes)
+    model.train()
+    if padded:
+        notes.append("padded: packed documents of gpt-oss would see each other")
+        return Built(InPaddedBatches(model), InPaddedBatches.make_batch, notes)
+    return Built(model, functools.partial(_make_batch, spec, varlen), notes)
 
 
 def _make_batch(spec: Spec, varlen: bool, row: Row) -> dict[str, Any]:
@@ -131,6 +141,7 @@ def _quantization(spec: Spec) -> dict[str, Any]:
 _LIGER = {"liger_kernel": "liger-kernel"}
 HF = Contender("hf", {}, prepare, build)
 HF_SDPA = Contender("hf-sdpa", {}, prepare, functools.partial(build, attention="sdpa"))
+HF_FLEX = Contender("hf-flex", {}, prepare, functools.partial(build, attention="flex_attention"), needs_gpu=True)
 HF_COMPILE = Contender("hf-compile", {}, prepare, functools.partial(build, compiled=True), needs_gpu=True)
 LIGER = Contender("liger", _LIGER, prepare_liger, functools.partial(build, liger=True), needs_gpu=True)
 LIGER_SDPA = Contender(

@@ -11,7 +11,14 @@ import importlib
 import inspect
 from typing import Any
 
-from pronghorn.bench.contenders.base import RANK, TARGETS, Built, Contender, Spec, base_tensors, weights_dtype
+from pronghorn.bench.contenders.base import (
+    Built,
+    Contender,
+    InPaddedBatches,
+    Spec,
+    base_tensors,
+    weights_dtype,
+)
 from pronghorn.bench.workload import Row
 
 CHECKPOINTING: dict[str, bool | str] = {"off": False, "on": True, "offload": "unsloth"}
@@ -54,14 +61,15 @@ def build(spec: Spec) -> Built:
     checkpointing = CHECKPOINTING[spec.recompute]
     model = FastLanguageModel.get_peft_model(
         model,
-        r=RANK,
-        lora_alpha=RANK,
+        **spec.adapters,
         lora_dropout=0,
         bias="none",
-        target_modules=list(TARGETS),
         use_gradient_checkpointing=checkpointing,
         random_state=0,
     )
+    if spec.config["model_type"] == "gpt_oss":
+        FastLanguageModel.for_training(model, use_gradient_checkpointing=bool(checkpointing))
+        return Built(InPaddedBatches(model), InPaddedBatches.make_batch, ["padded: it refuses to pack gpt-oss"])
     importlib.import_module("unsloth.utils.packing")._enable_hf_packed_attention()
     FastLanguageModel.for_training(model, use_gradient_checkpointing=bool(checkpointing))
     return Built(model, _make_batch, ["packed attention on, as its trainer does"])

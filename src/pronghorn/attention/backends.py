@@ -1,0 +1,48 @@
+"""Which way packed attention goes: device, dtype and head size decide, or whoever asks for a backend by name."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from pronghorn.attention import varlen
+from pronghorn.device import AMPERE, has_triton
+from pronghorn.errors import UnsupportedError
+
+Backend = Literal["auto", "tiled", "flash", "per_document", "masked"]
+TILED_HEAD_DIMS = (16, 32, 64, 128)
+
+
+def choose(backend: Backend, query: Tensor) -> tuple[str, str]:
+    """The backend that serves queries like this [..., D], and why.
+
+    Raises:
+        UnsupportedError: a backend was asked for by name and can't serve them.
+    """
+    by_tiles, reason = tiles_refusal(query), varlen.refusal(query)
+    asked = {"tiled": by_tiles, "flash": reason}.get(backend)
+    if asked is not None:
+        raise UnsupportedError(f"attention {backend!r} was asked for, but {asked}", "use attention='auto'")
+    if backend != "auto":
+        return backend, "asked for"
+    if by_tiles is None:
+        return "tiled", "the kernels over the batch's tiles serve this device, dtype and head size"
+    if reason is None:
+        return "flash", f"torch's varlen kernels; {by_tiles}"
+    # On two CPU cores a row of four documents costs half as much document by document as under a dense mask.
+    return "per_document", reason
+
+
+def tiles_refusal(query: Tensor) -> str | None:
+    """Why `kernels.attention` can't serve queries like this [..., D], or None if they can."""
+    if query.device.type != "cuda":
+        return f"device {query.device.type} has no Triton kernels"
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        return f"attention by tiles has no {str(query.dtype).removeprefix('torch.')}"
+    if query.shape[-1] not in TILED_HEAD_DIMS:
+        return f"head_dim {query.shape[-1]} is none of {', '.join(map(str, TILED_HEAD_DIMS))}"
+    if torch.cuda.get_device_capability(query.device) < AMPERE:
+        return f"{torch.cuda.get_device_name(query.device)} is older than Ampere (compute capability 8.0)"
+    return None if has_triton() else "triton is not installed"
