@@ -24,7 +24,7 @@ from pronghorn.attention.packed import NAME_PREFIX, Backend, Metadata, choose, i
 from pronghorn.data.batch import PackedBatch
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
 from pronghorn.memory.plan import Plan, Policy
-from pronghorn.models import fast
+from pronghorn.models import experts, fast
 from pronghorn.models.families import base_causal_lm, check_config, recompute_layers, recomputes_layers
 from pronghorn.models.graph import Graph, TrunkGraphs, graphed_class
 from pronghorn.models.head import labelled_cross_entropy
@@ -50,7 +50,7 @@ class Handle:
     model: Any
     """The transformers causal LM that was changed (not a PEFT wrapper around it)."""
     plan: Plan | None
-    options: tuple[Backend, Metadata, Layers, Graph]
+    options: tuple[Backend, Metadata, Layers, Graph, experts.Routing]
     _previous_attention: str
     original_class: type[nn.Module]
     _was_recomputing: bool
@@ -59,6 +59,8 @@ class Handle:
     """The modules with another class, and the class that they had."""
     _graphs: TrunkGraphs | None
     """The trunk's CUDA graphs, where layers are fused on CUDA."""
+    _experts: experts.ExpertLayers | None
+    """The experts of a mixture-of-experts model."""
 
     @property
     def report(self) -> list[PathTaken]:
@@ -85,6 +87,7 @@ class Handle:
             PathTaken("packed attention", path, why),
             PathTaken("packing metadata", metadata, where[metadata]),
             self._layers_path(autocast),
+            *(PathTaken(*line) for line in (() if self._experts is None else self._experts.paths(dtype))),
             self._graph_path(autocast),
             PathTaken("loss", "labelled tokens only, in chunks", "the batch knows its labelled positions"),
             PathTaken("padded batches, generate()", "transformers' SDPA", "they carry a mask or a cache"),
@@ -130,6 +133,8 @@ class Handle:
             )
         self._hook.remove()
         fast.disable(self._fast)
+        if self._experts is not None:
+            self._experts.disable()
         self.model.base_model.__dict__.pop("_pronghorn_graphs", None)
         self.model.__class__ = self.original_class
         self.model.set_attn_implementation(self._previous_attention)
@@ -146,6 +151,7 @@ def attach(
     packing_metadata: Metadata = "once",
     layers: Layers = "auto",
     graph: Graph = "auto",
+    moe_routing: experts.Routing = "once",
 ) -> Handle:
     """Give a model Pronghorn's packed path. Idempotent: a second call with the same options returns the first handle.
 
@@ -158,6 +164,7 @@ def attach(
             PEFT; `auto` is fused on CUDA.
         graph: launch fused layers as CUDA graphs (`models.graph`): `on`, `off`, or `auto`, where the first steps show
             that launching takes the host as long as computing takes the device.
+        moe_routing: group the tokens of an experts' layer `once` (`models.experts`), or for ablations `loop`.
     Returns:
         The handle: `.report` tells every path taken, `.detach()` restores the model.
     Raises:
@@ -170,7 +177,9 @@ def attach(
         raise ConfigError(f"layers {layers!r} is unknown", f"use one of {', '.join(get_args(Layers))}")
     if graph not in get_args(Graph):
         raise ConfigError(f"graph {graph!r} is unknown", f"use one of {', '.join(get_args(Graph))}")
-    options = (attention, packing_metadata, layers, graph)
+    if moe_routing not in get_args(experts.Routing):
+        raise ConfigError(f"moe_routing {moe_routing!r} is unknown", f"use {' or '.join(get_args(experts.Routing))}")
+    options = (attention, packing_metadata, layers, graph, moe_routing)
     name = implementation(attention, packing_metadata)
     current: Handle | None = getattr(base, "_pronghorn_handle", None)
     if current is not None and current.options == options and plan in (None, current.plan):
@@ -184,6 +193,7 @@ def attach(
     if policy is not None:
         recompute_layers(base, policy is Policy.RECOMPUTE_LAYER)
     previous = base.config._attn_implementation
+    expert_layers = experts.enable(base, moe_routing)
     base.set_attn_implementation(name)
     hook = base.base_model.register_forward_pre_hook(_share_metadata, with_kwargs=True)
     previous_class: Any = type(base)
@@ -199,7 +209,7 @@ def attach(
         changed.append((backbone, plain))
         backbone.__class__ = graphed_class(plain)
         backbone.__dict__["_pronghorn_graphs"] = graphs
-    handle = Handle(base, plan, options, previous, previous_class, was_recomputing, hook, changed, graphs)
+    handle = Handle(base, plan, options, previous, previous_class, was_recomputing, hook, changed, graphs, expert_layers)
     base._pronghorn_handle = handle
     return handle
 
