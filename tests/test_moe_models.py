@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from pronghorn.errors import ConfigError
 from pronghorn.models import experts
+from pronghorn.models.attach import attach
+from tiny import packed_row, tiny_model
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 61,
@@ -50,7 +53,9 @@ def with_expert_lora(model: Any, **options: Any) -> Any:
     from peft import LoraConfig, get_peft_model
 
     given = {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj"], "target_parameters": TARGETS, **options}
-    adapted = get_peft_model(model, LoraConfig(**given))
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        adapted = get_peft_model(model, LoraConfig(**given))
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
             if "lora_B" in name:
@@ -81,9 +86,107 @@ def test_losses_and_gradients_equal_eager_experts(family: str, trained: str) -> 
     if trained != "everything":
         model = with_expert_lora(model, **({} if trained == "expert lora" else {"target_parameters": None}))
     other = copy.deepcopy(model)
-    base = getattr(other, "base_model", other) if trained == "everything" else other.get_base_model()
-    base = other if trained == "everything" else base
+    base = other if trained == "everything" else other.get_base_model()
     layers = experts.enable(base, "once")
     assert layers is not None and layers.refused is None
     assert base.config._experts_implementation == experts.NAME
     assert_same(losses_and_gradients(other), losses_and_gradients(model))
+
+
+@pytest.fixture
+def families(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`attach` takes the families of this file, whether they are listed already or not."""
+    from pronghorn.models import families
+
+    listed = dict(families.FAMILIES)
+    for name in FAMILIES:
+        listed.setdefault(name, families.Family(name, name))
+    monkeypatch.setattr(families, "FAMILIES", listed)
+
+
+DOCUMENTS = [9, 1, 14, 6]
+ATTACHED = ["mixtral", "qwen3_moe", "olmoe"]
+
+
+@pytest.mark.parametrize("family", ATTACHED)
+def test_attached_routes_once_or_by_a_loop_and_detaches(family: str, families: None, tmp_path: Path) -> None:
+    plain, model = (with_expert_lora(tiny_moe(family)) for _ in range(2))
+    batch = packed_row(DOCUMENTS, 40, vocab=61)
+    found = {}
+    for routing, path in (("loop", "transformers' eager"), ("once", "routed once, products by loop")):
+        handle = attach(model, moe_routing=routing)
+        report = {line.part: line.path for line in handle.report}
+        assert report["experts"] == path
+        assert report.get("expert LoRA") == ("low-rank products beside the experts'" if routing == "once" else None)
+        assert attach(model, moe_routing=routing) is handle
+        model.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        found[routing] = {"loss": loss.detach()} | {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+    assert_same(found["once"], found["loop"])
+    model.save_pretrained(tmp_path / "attached")
+    handle.detach()
+    assert [type(m) for m in model.modules()] == [type(m) for m in plain.modules()]
+    assert model.get_base_model().config._experts_implementation == "eager"
+    plain.save_pretrained(tmp_path / "plain")
+    files = {path.name: path.read_bytes() for path in (tmp_path / "plain").iterdir()}
+    assert {path.name: path.read_bytes() for path in (tmp_path / "attached").iterdir()} == files
+    assert "adapter_model.safetensors" in files
+
+
+def test_several_adapters_are_folded_by_peft_and_said_so(families: None) -> None:
+    from peft import LoraConfig
+
+    model = with_expert_lora(tiny_moe("qwen3_moe"))
+    model.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"], target_parameters=TARGETS))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B.second" in name:
+                parameter.normal_(0, 0.1)
+    model.base_model.set_adapter(["default", "second"])
+    other = copy.deepcopy(model)
+    handle = attach(other)
+    line = next(line for line in handle.report if line.part == "expert LoRA")
+    assert line.path == "folded into the weights by PEFT" and line.why == "several adapters are active at once"
+    assert_same(losses_and_gradients(other), losses_and_gradients(model))
+
+
+def test_an_adapter_put_on_after_attach_and_a_disabled_one(families: None) -> None:
+    model = tiny_moe("mixtral")
+    attach(model)
+    late = with_expert_lora(model)
+    early = with_expert_lora(tiny_moe("mixtral"))
+    attach(early)
+    assert_same(losses_and_gradients(late), losses_and_gradients(early))
+    ids = torch.arange(3, 20)[None]
+    with late.disable_adapter(), early.disable_adapter():
+        base = tiny_moe("mixtral")(input_ids=ids).logits
+        for adapted in (late, early):
+            torch.testing.assert_close(adapted(input_ids=ids).logits, base)
+    assert not torch.allclose(early(input_ids=ids).logits, base)
+
+
+@pytest.mark.parametrize("family", ATTACHED)
+def test_the_auxiliary_loss_is_the_familys_without_the_padded_tail(family: str, families: None) -> None:
+    """Against transformers' own forward of one document with its own loss, which has no tail."""
+    model = tiny_moe(family, output_router_logits=True, router_aux_loss_coef=0.5)
+    other = copy.deepcopy(model)
+    attach(model)
+    batch = packed_row([23], 40, vocab=61)
+    out = model(**batch)
+    out.loss.backward()
+    ids, labels = (batch[name][:, :23] for name in ("input_ids", "labels"))
+    wanted = other(input_ids=ids, labels=labels)
+    wanted.loss.backward()
+    torch.testing.assert_close(out.aux_loss, wanted.aux_loss)
+    gradients = [{n: p.grad for n, p in m.named_parameters()} for m in (model, other)]
+    assert_same(*({"loss": o.loss.detach(), **g} for o, g in zip((out, wanted), gradients, strict=True)))
+    whole = model(**batch, num_items_in_batch=2 * batch["packed"].n_labels)
+    torch.testing.assert_close(whole.loss * 2, out.loss)
+
+
+def test_a_loop_needs_experts_and_a_known_name(families: None) -> None:
+    with pytest.raises(ConfigError, match="without experts"):
+        attach(tiny_model("llama"), moe_routing="loop")
+    with pytest.raises(ConfigError, match="unknown"):
+        attach(tiny_moe("mixtral"), moe_routing="twice")  # type: ignore[arg-type]

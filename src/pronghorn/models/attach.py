@@ -228,6 +228,8 @@ def _graph_refusal(model: Any, attention: Backend) -> str | None:
         return "the weights are quantised"
     if any(kind in str(getattr(model.config, "rope_parameters", "")) for kind in ("dynamic", "longrope")):
         return "RoPE's frequencies depend on the longest position"
+    if getattr(model.config, "output_router_logits", False):
+        return "the loss needs the routers' logits"
     query = torch.empty(0, fast.head_dim(model.config), dtype=next(model.parameters()).dtype, device=model.device)
     way, why = choose(attention, query)
     return fast.refusal(model, None) or (None if way == "tiled" else f"attention goes {way}: {why}")
@@ -251,8 +253,13 @@ class PackedCausalLM:
         **kwargs: Any,
     ) -> Any:
         """Backbone, then the loss from labelled rows. The output has no logits: they are never built."""
-        from transformers.modeling_outputs import CausalLMOutputWithPast
+        from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
+        balanced = kwargs.get("output_router_logits")
+        if balanced is None:
+            balanced = getattr(self.config, "output_router_logits", False)
+        if balanced:
+            kwargs["output_router_logits"] = True
         kwargs |= {"packed": packed, "use_cache": False, "return_dict": True}
         outputs = self.base_model(*args, **kwargs)
         loss = labelled_cross_entropy(
@@ -265,6 +272,10 @@ class PackedCausalLM:
             num_items=num_items_in_batch,
         )
         result = CausalLMOutputWithPast(loss=loss, hidden_states=outputs.hidden_states)
+        if balanced:
+            aux = experts.balancing_loss(self, outputs.router_logits, labels, packed, num_items_in_batch)
+            loss = loss + self.config.router_aux_loss_coef * aux
+            result = MoeCausalLMOutputWithPast(loss=loss, aux_loss=aux, hidden_states=outputs.hidden_states)
         return result.to_tuple() if return_dict is False else result
 
 

@@ -9,6 +9,7 @@ what is saved stay transformers' and PEFT's: `lora_A` [E·r, in] is expert-major
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,8 +17,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from torch.nn.utils.parametrize import is_parametrized
 
+from pronghorn.data.batch import PackedBatch
+from pronghorn.data.packing import IGNORE_INDEX
 from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.kernels.grouped_gemm import choose
 from pronghorn.kernels.moe_glu import Gate
@@ -136,6 +140,31 @@ def _forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weig
         routing = route(top_k_index, module.num_experts)
         out = experts(hidden_states.to(dtype).contiguous(), top_k_weights, routing, layer, way)
     return out.to(hidden_states.dtype)
+
+
+def balancing_loss(
+    model: Any, router_logits: tuple[Tensor, ...], labels: Tensor, packed: PackedBatch, num_items: Tensor | int | None
+) -> Tensor:
+    """The family's own auxiliary loss (`load_balancing_loss_func` beside its class), not yet times its coefficient.
+
+    Tokens of documents without a label don't count (the padded tail is one). A batch counts by its share of the
+    labels, as its cross-entropy does, so that accumulated batches sum to one auxiliary loss, where transformers sums
+    one for each.
+
+    Args:
+        router_logits: [T, E] of each layer; labels: int64 [1, T], unshifted, -100 where nothing is predicted.
+        num_items: the labelled tokens of the accumulated batch; None for this batch's own.
+    """
+    function = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
+    if function is None:
+        raise UnsupportedError(
+            f"{type(model).__name__} has no auxiliary loss that we know", "set config.output_router_logits to false"
+        )
+    upto = pad((labels.flatten() != IGNORE_INDEX).cumsum(0), (1, 0))
+    counts = upto[packed.cu_seqlens[1:]] - upto[packed.cu_seqlens[:-1]]
+    counted = (counts > 0)[packed.document_ids]
+    aux = function(router_logits, model.num_experts, model.num_experts_per_tok, counted[None])
+    return aux if num_items is None else aux * (packed.n_labels / num_items)
 
 
 def _gate(module: Any) -> Gate | None:
