@@ -1,6 +1,6 @@
 """Each Triton kernel of MoE layers against its plain torch reference in float64, as tests/kernel_checks.py does it.
 
-    TRITON_INTERPRET=1 python tests/moe_checks.py
+TRITON_INTERPRET=1 python tests/moe_checks.py
 """
 
 from __future__ import annotations

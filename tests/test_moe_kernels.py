@@ -40,12 +40,17 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int, int]]
     """Each kernel in its largest form: function, types of its arguments, compile-time values, warps, stages."""
     from pronghorn.kernels import grouped_gemm_triton, moe_glu_triton, moe_route_triton, moe_rows_triton
 
-    types = dict.fromkeys(("x_ptr", "y_ptr", "w_ptr", "h_ptr", "a_ptr", "d_ptr", "dh_ptr", "dw_ptr", "bias_ptr"), "*bf16")
-    types |= dict.fromkeys(("g_ptr",), "*fp32") | dict.fromkeys(("alpha", "limit", "scale"), "fp32") | {"ids_ptr": "*i64"}
-    types |= dict.fromkeys(
-        ("rows_ptr", "experts_ptr", "slots_ptr", "tokens_ptr", "inverse_ptr", "offsets_ptr", "x_rows_ptr", "y_rows_ptr",
-         "counts_ptr", "upto_ptr"), "*i32",
-    )  # fmt: skip
+    types = dict.fromkeys(("x_ptr", "y_ptr", "w_ptr", "h_ptr", "a_ptr", "d_ptr", "dh_ptr", "dw_ptr"), "*bf16")
+    types |= {
+        "bias_ptr": "*bf16",
+        "g_ptr": "*fp32",
+        "ids_ptr": "*i64",
+        "alpha": "fp32",
+        "limit": "fp32",
+        "scale": "fp32",
+    }
+    whole = ("rows", "experts", "slots", "tokens", "inverse", "offsets", "x_rows", "y_rows", "counts", "upto")
+    types |= {f"{name}_ptr": "*i32" for name in whole}
     types |= dict.fromkeys(("WIDTH", "N", "K", "M", "S", "blocks", "w_expert", "w_k", "w_n"), "i32")
     experts = {"E": 128, "EXPERTS": 128}
     sort = (types, {**experts, "BLOCK": 128}, 8, 3)

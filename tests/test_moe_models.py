@@ -9,10 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from pronghorn.data.batch import Collator
 from pronghorn.errors import ConfigError
 from pronghorn.models import experts
 from pronghorn.models.attach import attach
+from pronghorn.models.expert_gradients import count_tokens
+from pronghorn.train.gradients import gradient_flags
 from tiny import packed_row, tiny_model
+from tolerance import ThreeWay
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 61,
@@ -76,7 +80,9 @@ def losses_and_gradients(model: Any) -> dict[str, torch.Tensor]:
 def assert_same(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
     assert mine.keys() == theirs.keys()
     for name, wanted in theirs.items():
-        torch.testing.assert_close(mine[name], wanted, rtol=2e-4, atol=2e-6 + 2e-5 * wanted.abs().max().item(), msg=name)
+        torch.testing.assert_close(
+            mine[name], wanted, rtol=2e-4, atol=2e-6 + 2e-5 * wanted.abs().max().item(), msg=name
+        )
 
 
 @pytest.mark.parametrize("trained", ["everything", "expert lora", "attention lora"])
@@ -190,3 +196,67 @@ def test_a_loop_needs_experts_and_a_known_name(families: None) -> None:
         attach(tiny_model("llama"), moe_routing="loop")
     with pytest.raises(ConfigError, match="unknown"):
         attach(tiny_moe("mixtral"), moe_routing="twice")  # type: ignore[arg-type]
+
+
+def test_experts_that_never_train_are_found_and_idle_ones_are_not_errors(families: None) -> None:
+    model = with_expert_lora(tiny_moe("mixtral", num_local_experts=16), target_parameters=TARGETS)
+    attach(model)
+    with count_tokens(model) as routed:
+        model(**packed_row([5], 5, vocab=61)).loss.backward()
+    assert routed.untrained() == []
+    assert routed.idle(), "five tokens can't reach sixteen experts"
+    trained = [p.grad for p in model.parameters() if p.requires_grad]
+    assert gradient_flags(trained, torch.device("cpu"))[0].all(), "the watch would call an adapter dead"
+    first = model.get_base_model().model.layers[0].mlp.experts.get_base_layer()
+    seen = int(routed.counts[first].argmax())
+    names = dict(model.named_parameters())
+    a, b = (next(n for n in names if f"experts.lora_{x}" in n and "layers.0." in n) for x in "AB")
+    names[a].grad.view(16, -1)[seen] = 0
+    names[b].grad.view(-1, 16)[:, seen] = 0
+    assert {(name, expert) for name, expert, _ in routed.untrained()} == {(a, seen), (b, seen)}
+
+
+def test_expert_lora_learns_what_attention_lora_can_not(families: None) -> None:
+    """A next token that depends on the current one alone: frozen random experts can't be steered there by queries."""
+    losses = {}
+    ids = torch.randint(3, 61, (24,), generator=torch.Generator().manual_seed(5))
+    follows = torch.randperm(58, generator=torch.Generator().manual_seed(6)) + 3
+    rows = [[start] for start in ids.tolist()]
+    for row in rows:
+        for _ in range(6):
+            row.append(int(follows[row[-1] - 3]))
+    flat = [token for row in rows for token in row]
+    row = {"input_ids": flat, "labels": flat, "lengths": [7] * len(rows)}
+    batch = Collator(len(flat), pad_token_id=0)([row])
+    for name, targets in (("experts", TARGETS), ("attention", None)):
+        model = with_expert_lora(tiny_moe("qwen3_moe"), r=8, lora_alpha=16, target_parameters=targets)
+        attach(model)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        for _ in range(60):
+            optimizer.zero_grad()
+            loss = model(**batch).loss
+            loss.backward()
+            optimizer.step()
+        losses[name] = loss.item()
+    print(losses)
+    assert losses["experts"] < 0.5 * losses["attention"], losses
+
+
+@pytest.mark.parametrize("trained", ["everything", "expert lora"])
+def test_autocast_computes_in_bfloat16_and_gives_float32_gradients(trained: str) -> None:
+    model = tiny_moe("qwen3_moe")
+    model = model if trained == "everything" else with_expert_lora(model)
+    results = []
+    for way, autocast in (("eager", False), ("eager", True), (experts.NAME, True)):
+        other = copy.deepcopy(model)
+        if way == experts.NAME:
+            experts.enable(other if trained == "everything" else other.get_base_model(), "once")
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            results.append(losses_and_gradients(other))
+    errors = ThreeWay()
+    exact, plain, mine = results
+    for name, wanted in exact.items():
+        assert mine[name].dtype is torch.float32
+        if "experts" in name:
+            errors.add("experts", *(part[name] / wanted.abs().max() for part in (mine, plain, exact)))
+    errors.check()

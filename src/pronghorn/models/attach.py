@@ -209,7 +209,9 @@ def attach(
         changed.append((backbone, plain))
         backbone.__class__ = graphed_class(plain)
         backbone.__dict__["_pronghorn_graphs"] = graphs
-    handle = Handle(base, plan, options, previous, previous_class, was_recomputing, hook, changed, graphs, expert_layers)
+    handle = Handle(
+        base, plan, options, previous, previous_class, was_recomputing, hook, changed, graphs, expert_layers
+    )
     base._pronghorn_handle = handle
     return handle
 
@@ -271,7 +273,7 @@ class PackedCausalLM:
             softcap=getattr(self.config, "final_logit_softcapping", None),
             num_items=num_items_in_batch,
         )
-        result = CausalLMOutputWithPast(loss=loss, hidden_states=outputs.hidden_states)
+        result: Any = CausalLMOutputWithPast(loss=loss, hidden_states=outputs.hidden_states)
         if balanced:
             aux = experts.balancing_loss(self, outputs.router_logits, labels, packed, num_items_in_batch)
             loss = loss + self.config.router_aux_loss_coef * aux

@@ -68,6 +68,8 @@ class ExpertLayers:
         """Undo `enable`."""
         for wrapper, original in self.wrappers:
             wrapper.__class__ = original
+        for module in expert_modules(self.model):
+            module.__dict__.pop(_HELD, None)
         self.model.set_experts_implementation(self.previous)
 
 
@@ -93,8 +95,9 @@ def enable(model: Any, routing: Routing) -> ExpertLayers | None:
             ALL_EXPERTS_FUNCTIONS.register(NAME, _forward)
         model.set_experts_implementation(NAME)
         for wrapper in list(_wrappers(model)):
-            layers.wrappers.append((wrapper, type(wrapper)))
-            wrapper.__class__ = _wrapper_class(type(wrapper))
+            original: Any = type(wrapper)
+            layers.wrappers.append((wrapper, original))
+            wrapper.__class__ = _wrapper_class(original)
     return layers
 
 
@@ -134,7 +137,7 @@ def _forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weig
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
     gate = _gate(module)
     assert gate is not None
-    layer = Experts(gate_up, down, gate, *biases, gate_up_lora, down_lora)
+    layer = Experts(gate_up, down, gate, biases[0], biases[1], gate_up_lora, down_lora)
     way, _ = choose(hidden_states.device, dtype, _sizes(module))
     with torch.autocast(kind, enabled=False):  # the function chooses every dtype itself
         routing = route(top_k_index, module.num_experts)

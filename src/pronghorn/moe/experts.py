@@ -11,6 +11,7 @@ nor a dense dW is ever made, and adapters get gradients in their own dtype. An e
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,119 +64,141 @@ def experts(x: Tensor, top_k_weights: Tensor, routing: Routing, layer: Experts, 
     Returns:
         [T, H] in x's dtype.
     """
-    options = layer.gate, way, *(1.0 if lora is None else lora.scale for lora in (layer.gate_up_lora, layer.down_lora))
-    low_rank = [part for lora in (layer.gate_up_lora, layer.down_lora) for part in _parts(lora)]
-    weights = layer.gate_up, layer.down, layer.gate_up_bias, layer.down_bias
-    return _Experts.apply(x, top_k_weights, options, *routing.tensors, *weights, *low_rank)
+    adapters = layer.gate_up_lora, layer.down_lora
+    low_rank = [(None, None) if lora is None else (lora.a, lora.b) for lora in adapters]
+    options = layer.gate, way, [1.0 if lora is None else lora.scale for lora in adapters]
+    parts = (layer.gate_up, *low_rank[0]), (layer.down, *low_rank[1]), (layer.gate_up_bias, layer.down_bias)
+    return _Experts.apply(x, top_k_weights, options, *routing.tensors, *(tensor for part in parts for tensor in part))
+
+
+@dataclass(frozen=True)
+class _Product:
+    """y = x W + s (x Aᵀ) Bᵀ, row by row with the expert's own."""
+
+    given: tuple[Tensor, Tensor | None, Tensor | None]
+    """W, A, B as they are stored."""
+    dtype: torch.dtype
+    scale: float
+    offsets: Tensor
+    way: Way
+
+    @property
+    def thin(self) -> Way:
+        """The way of products with a rank: grouped_mm can neither add to a result nor gather nor give float32."""
+        return "triton" if self.way == "torch" else self.way
+
+    def _low_rank(self) -> tuple[Tensor, Tensor] | None:
+        """A and B, copied in the dtype of the products and expert by expert (PEFT's B is expert-minor)."""
+        _, a, b = self.given
+        if a is None or b is None:
+            return None
+        return a.detach().to(self.dtype).contiguous(), b.detach().to(self.dtype).contiguous()
+
+    def forward(self, x: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """(y, x Aᵀ)."""
+        weight = self.given[0].detach().to(self.dtype)
+        y = multiply(x, weight, self.offsets, self.way, rows=rows)
+        low_rank = self._low_rank()
+        if low_rank is None:
+            return y, None
+        a, b = low_rank
+        return self._add(y, x, a.transpose(1, 2), b.transpose(1, 2), rows)
+
+    def input_grad(self, dy: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """(dx, dy B)."""
+        weight = self.given[0].detach().to(self.dtype)
+        dx = multiply(dy, weight.transpose(1, 2), self.offsets, self.way, rows=rows)
+        low_rank = self._low_rank()
+        if low_rank is None:
+            return dx, None
+        a, b = low_rank
+        return self._add(dx, dy, b, a, rows)
+
+    def _add(self, y: Tensor, x: Tensor, first: Tensor, second: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+        narrow = multiply(x, first, self.offsets, self.thin, rows=rows)
+        return multiply(narrow, second, self.offsets, self.thin, out=y, scale=self.scale), narrow
+
+    def gradients(
+        self,
+        needs: Sequence[bool],
+        x: Tensor,
+        dy: Tensor,
+        xa: Tensor | None,
+        dyb: Tensor | None,
+        x_rows: Tensor | None = None,
+        dy_rows: Tensor | None = None,
+    ) -> list[Tensor | None]:
+        """dW, dA, dB where needed, each in the dtype of its parameter."""
+        weight, a, b = self.given
+        found: list[Tensor | None] = [None] * 3
+        if needs[0] and weight.stride(-1) == 1:
+            found[0] = outer(x, dy, self.offsets, self.way, dtype=weight.dtype, x_rows=x_rows, y_rows=dy_rows)
+        elif needs[0]:  # a transposed view: laid out as the parameter is, so that nothing copies it after
+            grad = outer(dy, x, self.offsets, self.way, dtype=weight.dtype, x_rows=dy_rows, y_rows=x_rows)
+            found[0] = grad.transpose(1, 2)
+        if a is None or b is None or xa is None or dyb is None:
+            return found
+        if needs[1]:
+            found[1] = outer(dyb, x, self.offsets, self.thin, dtype=a.dtype, y_rows=x_rows, scale=self.scale)
+        if needs[2]:
+            found[2] = outer(dy, xa, self.offsets, self.thin, dtype=b.dtype, x_rows=dy_rows, scale=self.scale)
+        return found
+
+    def bias_grad(self, ones: Tensor, dy: Tensor, dtype: torch.dtype, dy_rows: Tensor | None = None) -> Tensor:
+        """The sum of each expert's rows, each times its number in `ones` [S, 1]."""
+        return outer(ones, dy, self.offsets, self.thin, dtype=dtype, y_rows=dy_rows).squeeze(1)
+
+
+def _products(
+    x: Tensor, options: tuple[Gate, Way, list[float]], tensors: Sequence[Any]
+) -> tuple[Routing, _Product, _Product, Tensor | None, Tensor | None]:
+    """(routing, gate and up, down, their biases), from what the function is given."""
+    _, way, scales = options
+    routing = Routing(*tensors[:5])
+    gate_up, down = (
+        _Product(tuple(part), x.dtype, scale, routing.offsets, way)
+        for part, scale in zip((tensors[5:8], tensors[8:11]), scales, strict=True)
+    )
+    b1, b2 = (None if bias is None else bias.detach().to(x.dtype) for bias in tensors[11:])
+    return routing, gate_up, down, b1, b2
 
 
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, options: tuple[Gate, Way, float, float], *rest: Tensor | None) -> Tensor:
-        routing = Routing(*rest[:5])  # type: ignore[arg-type]
-        gate, way, *scales = options
-        w1, w2, b1, b2, a1, lb1, a2, lb2 = (_cast(part, x) for part in rest[5:])
-        assert w1 is not None and w2 is not None
-        h = multiply(x, w1, routing.offsets, way, rows=routing.tokens)
-        xa = _add_low_rank(h, x, a1, lb1, routing, way, scales[0], routing.tokens)
-        a = moe_glu.forward(h, gate, b1, routing.experts)
-        y = multiply(a, w2, routing.offsets, way)
-        aa = _add_low_rank(y, a, a2, lb2, routing, way, scales[1])
-        ids = None if b2 is None else _slot_experts(routing)
-        ctx.save_for_backward(x, w, h, xa, aa, *rest)
+    def forward(ctx: Any, x: Tensor, w: Tensor, options: Any, *tensors: Tensor | None) -> Tensor:
+        routing, gate_up, down, b1, b2 = _products(x, options, tensors)
+        h, xa = gate_up.forward(x, routing.tokens)
+        a = moe_glu.forward(h, options[0], b1, routing.experts)
+        y, aa = down.forward(a)
+        ctx.save_for_backward(x, w, h, xa, aa, *tensors)
         ctx.options = options
-        return combine(y, routing.inverse, w, b2, ids)
+        return combine(y, routing.inverse, w, b2, None if b2 is None else _slot_experts(routing))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        x, w, h, xa, aa, *rest = ctx.saved_tensors
-        routing, kept = Routing(*rest[:5]), rest[5:]
-        gate, way, *scales = ctx.options
-        needs = dict(zip(("w1", "w2", "b1", "b2", "a1", "lb1", "a2", "lb2"), ctx.needs_input_grad[8:], strict=True))
-        w1, w2, b1, b2, a1, lb1, a2, lb2 = (_cast(part, x) for part in kept)
-        dy, offsets, tokens = dy.contiguous(), routing.offsets, routing.tokens
-
-        d = multiply(dy, w2.transpose(1, 2), offsets, way, rows=tokens)
-        u = _add_low_rank(d, dy, lb2, a2, routing, way, scales[1], tokens, transposed=True)
-        dh, dw = moe_glu.backward_(d, h, w, routing.slots, gate, b1, routing.experts)
-        wa = d  # the weighted activation lies there now
-        row_weights = None
-        if needs["b2"] or needs["lb2"]:
-            row_weights = w.flatten().index_select(0, routing.slots).to(x.dtype).unsqueeze(1)
+        x, w, h, xa, aa, *tensors = ctx.saved_tensors
+        routing, gate_up, down, b1, b2 = _products(x, ctx.options, tensors)
+        needs, tokens, dy = ctx.needs_input_grad[8:], routing.tokens, dy.contiguous()
+        d, dyb = down.input_grad(dy, tokens)
+        dh, dw = moe_glu.backward_(d, h, w, routing.slots, ctx.options[0], b1, routing.experts)
         if b2 is not None:
             dw = dw + (dy @ b2.t()).gather(1, _slot_experts(routing)).to(dw.dtype)
-        grads: dict[str, Tensor | None] = dict.fromkeys(needs)
-        if needs["w2"]:
-            grads["w2"] = _weight_grad(kept[1], wa, dy, routing, way, y_rows=tokens)
-        if needs["b2"]:
-            grads["b2"] = outer(row_weights, dy, offsets, _thin(way), dtype=kept[3].dtype, y_rows=tokens).squeeze(1)
-        if needs["a2"]:
-            grads["a2"] = outer(u, wa, offsets, _thin(way), dtype=kept[6].dtype, scale=scales[1])
-        if needs["lb2"]:
-            options = {"dtype": kept[7].dtype, "x_rows": tokens, "scale": scales[1]}
-            grads["lb2"] = outer(dy, aa * row_weights, offsets, _thin(way), **options)
-        del d, wa
-
-        if needs["b1"]:
-            ones = dh.new_ones(dh.shape[0], 1)
-            grads["b1"] = outer(ones, dh, offsets, _thin(way), dtype=kept[2].dtype).squeeze(1)
-        if needs["w1"]:
-            grads["w1"] = _weight_grad(kept[0], x, dh, routing, way, x_rows=tokens)
-        if needs["lb1"]:
-            grads["lb1"] = outer(dh, xa, offsets, _thin(way), dtype=kept[5].dtype, scale=scales[0])
-        u = None if lb1 is None else multiply(dh, lb1, offsets, _thin(way))
-        if needs["a1"]:
-            grads["a1"] = outer(u, x, offsets, _thin(way), dtype=kept[4].dtype, y_rows=tokens, scale=scales[0])
-        dx = None
-        if ctx.needs_input_grad[0]:
-            dx_rows = multiply(dh, w1.transpose(1, 2), offsets, way)
-            if u is not None:
-                multiply(u, a1, offsets, _thin(way), out=dx_rows, scale=scales[0])
-            dx = combine(dx_rows, routing.inverse)
-        return dx, dw if ctx.needs_input_grad[1] else None, *(None,) * 6, *grads.values()
-
-
-def _add_low_rank(
-    y: Tensor,
-    x: Tensor,
-    a: Tensor | None,
-    b: Tensor | None,
-    routing: Routing,
-    way: Way,
-    scale: float,
-    rows: Tensor | None = None,
-    transposed: bool = False,
-) -> Tensor | None:
-    """Add s · (x Aᵀ) Bᵀ to y; returns x Aᵀ [S, r]. Transposed: s · (x A) B."""
-    if a is None or b is None:
-        return None
-    first, second = (a, b) if transposed else (a.transpose(1, 2), b.transpose(1, 2))
-    thin = multiply(x, first, routing.offsets, _thin(way), rows=rows)
-    multiply(thin, second, routing.offsets, _thin(way), out=y, scale=scale)
-    return thin
-
-
-def _weight_grad(weight: Tensor, x: Tensor, dy: Tensor, routing: Routing, way: Way, **rows: Tensor) -> Tensor:
-    """Σ xᵀ dy as [E, K, N] in the weight's dtype, laid out as the weight is (so that nothing copies it after)."""
-    if weight.stride(-1) == 1:
-        return outer(x, dy, routing.offsets, way, dtype=weight.dtype, **rows)
-    swapped = {{"x_rows": "y_rows", "y_rows": "x_rows"}[name]: value for name, value in rows.items()}
-    return outer(dy, x, routing.offsets, way, dtype=weight.dtype, **swapped).transpose(1, 2)
-
-
-def _thin(way: Way) -> Way:
-    """The way of products with a rank: grouped_mm can't add to a result, gather, or give float32."""
-    return "triton" if way == "torch" else way
+        w_rows = w.flatten().index_select(0, routing.slots).to(x.dtype).unsqueeze(1) if any(needs[5:]) else None
+        weighted = None if aa is None or w_rows is None else aa * w_rows
+        down_grads = down.gradients(needs[3:6], d, dy, weighted, dyb, dy_rows=tokens)  # d holds w·a now
+        del d
+        bias_grads: list[Tensor | None] = [None, None]
+        if needs[6]:
+            bias_grads[0] = gate_up.bias_grad(torch.ones_like(dh[:, :1]), dh, tensors[11].dtype)
+        if needs[7]:
+            assert w_rows is not None
+            bias_grads[1] = down.bias_grad(w_rows, dy, tensors[12].dtype, tokens)
+        dx_rows, dhb = gate_up.input_grad(dh)
+        gate_up_grads = gate_up.gradients(needs[:3], x, dh, xa, dhb, x_rows=tokens)
+        dx = combine(dx_rows, routing.inverse)
+        return dx, dw, *(None,) * 6, *gate_up_grads, *down_grads, *bias_grads
 
 
 def _slot_experts(routing: Routing) -> Tensor:
     """int64 [T, K], the router's own indices."""
     return routing.experts[routing.inverse].long()
-
-
-def _cast(part: Tensor | None, x: Tensor) -> Tensor | None:
-    return None if part is None else part.detach().to(x.dtype)
-
-
-def _parts(lora: LowRank | None) -> tuple[Tensor | None, Tensor | None]:
-    return (None, None) if lora is None else (lora.a, lora.b)
