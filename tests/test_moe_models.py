@@ -68,7 +68,7 @@ def with_expert_lora(model: Any, **options: Any) -> Any:
 
 
 def losses_and_gradients(model: Any) -> dict[str, torch.Tensor]:
-    ids = torch.randint(61, (2, 19), generator=torch.Generator().manual_seed(3))
+    ids = torch.randint(61, (2, 19), generator=torch.Generator().manual_seed(3)).to(model.device)
     loss = model(input_ids=ids, labels=ids, use_cache=False).loss
     loss.backward()
     found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -217,46 +217,62 @@ def test_experts_that_never_train_are_found_and_idle_ones_are_not_errors(familie
 
 
 def test_expert_lora_learns_what_attention_lora_can_not(families: None) -> None:
-    """A next token that depends on the current one alone: frozen random experts can't be steered there by queries."""
-    losses = {}
-    ids = torch.randint(3, 61, (24,), generator=torch.Generator().manual_seed(5))
+    """A next token that depends on the current one alone, by a table: rank 2 on attention is left far behind, with
+    twice the steps too."""
     follows = torch.randperm(58, generator=torch.Generator().manual_seed(6)) + 3
-    rows = [[start] for start in ids.tolist()]
+    rows = [[start] for start in range(3, 61, 2)]
     for row in rows:
-        for _ in range(6):
+        for _ in range(3):
             row.append(int(follows[row[-1] - 3]))
     flat = [token for row in rows for token in row]
-    row = {"input_ids": flat, "labels": flat, "lengths": [7] * len(rows)}
-    batch = Collator(len(flat), pad_token_id=0)([row])
-    for name, targets in (("experts", TARGETS), ("attention", None)):
-        model = with_expert_lora(tiny_moe("qwen3_moe"), r=8, lora_alpha=16, target_parameters=targets)
+    given = {"input_ids": flat, "labels": flat, "lengths": [len(row) for row in rows]}
+    batch = Collator(len(flat), pad_token_id=0)([given])
+    losses = {}
+    for name, targets, steps in (("experts", TARGETS, 80), ("attention", None, 160)):
+        linears = ["q_proj", "k_proj", "v_proj", "o_proj"]
+        options = {"target_modules": linears, "target_parameters": targets}
+        model = with_expert_lora(tiny_moe("qwen3_moe"), r=2, lora_alpha=4, **options)
         attach(model)
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-        for _ in range(60):
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-2)
+        for _ in range(steps):
             optimizer.zero_grad()
             loss = model(**batch).loss
             loss.backward()
             optimizer.step()
         losses[name] = loss.item()
-    print(losses)
-    assert losses["experts"] < 0.5 * losses["attention"], losses
+    assert losses["experts"] < 0.7 * losses["attention"], losses
+
+
+def check_16_bits(model: Any, device: str, autocast: torch.dtype | None) -> None:
+    """One layer, so that both ways route alike: experts' gradients as near to float64 as transformers' and PEFT's."""
+    exact = losses_and_gradients(copy.deepcopy(model).cpu().double())
+    errors = ThreeWay()
+    results = []
+    for way in ("eager", experts.NAME):
+        other = copy.deepcopy(model)
+        if way == experts.NAME:
+            experts.enable(other.get_base_model() if hasattr(other, "peft_config") else other, "once")
+        with torch.autocast(device, autocast, enabled=autocast is not None):
+            results.append(losses_and_gradients(other))
+    for name, wanted in exact.items():
+        plain, mine = (result[name] for result in results)
+        assert mine.dtype == plain.dtype
+        if "experts" in name or "router" in name or ".gate." in name:
+            errors.add("gradients", *(part.cpu() / wanted.abs().max() for part in (mine, plain, wanted)))
+    errors.check()
 
 
 @pytest.mark.parametrize("trained", ["everything", "expert lora"])
 def test_autocast_computes_in_bfloat16_and_gives_float32_gradients(trained: str) -> None:
-    model = tiny_moe("qwen3_moe")
-    model = model if trained == "everything" else with_expert_lora(model)
-    results = []
-    for way, autocast in (("eager", False), ("eager", True), (experts.NAME, True)):
-        other = copy.deepcopy(model)
-        if way == experts.NAME:
-            experts.enable(other if trained == "everything" else other.get_base_model(), "once")
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            results.append(losses_and_gradients(other))
-    errors = ThreeWay()
-    exact, plain, mine = results
-    for name, wanted in exact.items():
-        assert mine[name].dtype is torch.float32
-        if "experts" in name:
-            errors.add("experts", *(part[name] / wanted.abs().max() for part in (mine, plain, exact)))
-    errors.check()
+    model = tiny_moe("qwen3_moe", num_hidden_layers=1)
+    check_16_bits(model if trained == "everything" else with_expert_lora(model), "cpu", torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, "autocast"], ids=str)
+@pytest.mark.parametrize("trained", ["everything", "expert lora"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_on_a_gpu(family: str, trained: str, dtype: Any, nan_memory: None) -> None:
+    autocast = torch.bfloat16 if dtype == "autocast" else None
+    model = tiny_moe(family, num_hidden_layers=1).to("cuda", torch.float32 if autocast else dtype)
+    check_16_bits(model if trained == "everything" else with_expert_lora(model, r=4), "cuda", autocast)
