@@ -55,11 +55,11 @@ class ExpertLayers:
             why = self.refused or "ablation: tokens are looked up again for each expert"
             return [("experts", f"transformers' {implementation}", why)]
         module = next(expert_modules(self.model))
-        way, why = choose(module.gate_up_proj.device, dtype, _sizes(module))
+        way, why = choose(weights(module)[0].device, dtype, _sizes(module))
         lines = [("experts", f"routed once, products by {way}", why)]
-        wrappers = list(_wrappers(self.model))
-        if wrappers:
-            folds = _fold_reason(wrappers)
+        adapted = list(wrappers(self.model))
+        if adapted:
+            folds = _fold_reason(adapted)
             path = "folded into the weights by PEFT" if folds else "low-rank products beside the experts'"
             lines.append(("expert LoRA", path, folds or "A and B are read from PEFT's parameters"))
         return lines
@@ -91,14 +91,19 @@ def enable(model: Any, routing: Routing) -> ExpertLayers | None:
     elif refused is None:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-        if NAME not in ALL_EXPERTS_FUNCTIONS.valid_keys():
-            ALL_EXPERTS_FUNCTIONS.register(NAME, _forward)
+        register(ALL_EXPERTS_FUNCTIONS)
         model.set_experts_implementation(NAME)
-        for wrapper in list(_wrappers(model)):
+        for wrapper in list(wrappers(model)):
             original: Any = type(wrapper)
             layers.wrappers.append((wrapper, original))
-            wrapper.__class__ = _wrapper_class(original)
+            wrapper.__class__ = wrapper_class(original)
     return layers
+
+
+def register(registry: Any) -> None:
+    """Make our function known to transformers' registry of experts' implementations, under `NAME`."""
+    if NAME not in registry.valid_keys():
+        registry.register(NAME, _forward)
 
 
 def expert_modules(model: nn.Module) -> Iterator[Any]:
@@ -114,12 +119,11 @@ def refusal(module: Any) -> str | None:
         return f"{type(module).__name__} is not gate, up and down"
     if getattr(module, "_is_expert_parallel", False):
         return "experts are spread over ranks"
-    parameters = [_stored(module, name) for name in _WEIGHTS]
-    if any(hasattr(parameter, "device_mesh") for parameter in parameters):
+    if any(hasattr(weight, "device_mesh") for weight in weights(module)):
         return "the experts are sharded"
-    if any(parameter.dim() != 3 or not parameter.dtype.is_floating_point for parameter in parameters):
+    if any(weight.dim() != 3 or not weight.dtype.is_floating_point for weight in weights(module)):
         return "the experts are quantised"
-    if _gate(module) is None:
+    if gate(module) is None:
         return f"the activation of {type(module).__name__} has no kernel"
     return None
 
@@ -135,9 +139,9 @@ def _forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weig
     biases = [getattr(module, f"{name}_bias") if module.has_bias else None for name in _WEIGHTS]
     if not module.is_transposed:
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
-    gate = _gate(module)
-    assert gate is not None
-    layer = Experts(gate_up, down, gate, biases[0], biases[1], gate_up_lora, down_lora)
+    activation = gate(module)
+    assert activation is not None
+    layer = Experts(gate_up, down, activation, biases[0], biases[1], gate_up_lora, down_lora)
     way, _ = choose(hidden_states.device, dtype, _sizes(module))
     with torch.autocast(kind, enabled=False):  # the function chooses every dtype itself
         routing = route(top_k_index, module.num_experts)
@@ -170,23 +174,27 @@ def balancing_loss(
     return aux if num_items is None else aux * (packed.n_labels / num_items)
 
 
-def _gate(module: Any) -> Gate | None:
+def gate(module: Any) -> Gate | None:
+    """The activation of an experts module; None for one that has no kernel."""
     if not module.is_concatenated:  # gpt-oss: its own activation, gate and up in turns
         known = type(module)._apply_gate.__qualname__ == "GptOssExperts._apply_gate"
-        return Gate("clamped", module.alpha, module.limit) if known else None
+        return Gate("clamped", float(module.alpha), float(module.limit)) if known else None
     if type(module)._apply_gate.__qualname__ != "_default_apply_gate":
         return None
     kind: Any = _ACTIVATIONS.get(type(module.act_fn).__name__)
     return None if kind is None else Gate(kind)
 
 
+def weights(module: Any) -> list[Tensor]:
+    """gate_up and down as they are stored, without computing what PEFT has put around them."""
+    return [
+        module.parametrizations[name].original if is_parametrized(module, name) else getattr(module, name)
+        for name in _WEIGHTS
+    ]
+
+
 def _sizes(module: Any) -> tuple[int, ...]:
-    return tuple(size for name in _WEIGHTS for size in _stored(module, name).shape[1:])
-
-
-def _stored(module: Any, name: str) -> Tensor:
-    """The parameter, without computing what PEFT has put around it."""
-    return module.parametrizations[name].original if is_parametrized(module, name) else getattr(module, name)
+    return tuple(size for weight in weights(module) for size in weight.shape[1:])
 
 
 def _weight(module: Any, name: str) -> tuple[Tensor, LowRank | None]:
@@ -202,7 +210,7 @@ def _weight(module: Any, name: str) -> tuple[Tensor, LowRank | None]:
     return chain.original, LowRank(a, b, chain[0].scaling)
 
 
-def _wrappers(model: nn.Module) -> Iterator[Any]:
+def wrappers(model: nn.Module) -> Iterator[Any]:
     """PEFT's wrappers around the weights of experts."""
     modules = set(expert_modules(model))
     for module in model.modules():
@@ -212,14 +220,14 @@ def _wrappers(model: nn.Module) -> Iterator[Any]:
                 yield wrapper
 
 
-def _fold_reason(wrappers: list[Any]) -> str | None:
-    if any(len([a for a in wrapper.active_adapters if a in wrapper.lora_A]) > 1 for wrapper in wrappers):
+def _fold_reason(adapted: list[Any]) -> str | None:
+    if any(len([a for a in wrapper.active_adapters if a in wrapper.lora_A]) > 1 for wrapper in adapted):
         return "several adapters are active at once"
     return None
 
 
 @functools.cache
-def _wrapper_class(original: Any) -> type[nn.Module]:
+def wrapper_class(original: Any) -> type[nn.Module]:
     """PEFT's ParamWrapper, but for how an adapter is made active: its A and B lie on the experts for one forward."""
 
     @contextmanager

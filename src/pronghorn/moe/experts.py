@@ -154,12 +154,12 @@ def _products(
 ) -> tuple[Routing, _Product, _Product, Tensor | None, Tensor | None]:
     """(routing, gate and up, down, their biases), from what the function is given."""
     _, way, scales = options
-    routing = Routing(*tensors[:5])
+    routing = Routing(*tensors[:6])
     gate_up, down = (
         _Product(tuple(part), x.dtype, scale, routing.offsets, way)
-        for part, scale in zip((tensors[5:8], tensors[8:11]), scales, strict=True)
+        for part, scale in zip((tensors[6:9], tensors[9:12]), scales, strict=True)
     )
-    b1, b2 = (None if bias is None else bias.detach().to(x.dtype) for bias in tensors[11:])
+    b1, b2 = (None if bias is None else bias.detach().to(x.dtype) for bias in tensors[12:])
     return routing, gate_up, down, b1, b2
 
 
@@ -172,33 +172,28 @@ class _Experts(torch.autograd.Function):
         y, aa = down.forward(a)
         ctx.save_for_backward(x, w, h, xa, aa, *tensors)
         ctx.options = options
-        return combine(y, routing.inverse, w, b2, None if b2 is None else _slot_experts(routing))
+        return combine(y, routing.inverse, w, b2, routing.index)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, w, h, xa, aa, *tensors = ctx.saved_tensors
         routing, gate_up, down, b1, b2 = _products(x, ctx.options, tensors)
-        needs, tokens, dy = ctx.needs_input_grad[8:], routing.tokens, dy.contiguous()
+        needs, tokens, dy = ctx.needs_input_grad[9:], routing.tokens, dy.contiguous()
         d, dyb = down.input_grad(dy, tokens)
         dh, dw = moe_glu.backward_(d, h, w, routing.slots, ctx.options[0], b1, routing.experts)
         if b2 is not None:
-            dw = dw + (dy @ b2.t()).gather(1, _slot_experts(routing)).to(dw.dtype)
+            dw = dw + (dy @ b2.t()).gather(1, routing.index).to(dw.dtype)
         w_rows = w.flatten().index_select(0, routing.slots).to(x.dtype).unsqueeze(1) if any(needs[5:]) else None
         weighted = None if aa is None or w_rows is None else aa * w_rows
         down_grads = down.gradients(needs[3:6], d, dy, weighted, dyb, dy_rows=tokens)  # d holds w·a now
         del d
         bias_grads: list[Tensor | None] = [None, None]
         if needs[6]:
-            bias_grads[0] = gate_up.bias_grad(torch.ones_like(dh[:, :1]), dh, tensors[11].dtype)
+            bias_grads[0] = gate_up.bias_grad(dh.new_ones(len(dh), 1), dh, tensors[12].dtype)
         if needs[7]:
             assert w_rows is not None
-            bias_grads[1] = down.bias_grad(w_rows, dy, tensors[12].dtype, tokens)
+            bias_grads[1] = down.bias_grad(w_rows, dy, tensors[13].dtype, tokens)
         dx_rows, dhb = gate_up.input_grad(dh)
         gate_up_grads = gate_up.gradients(needs[:3], x, dh, xa, dhb, x_rows=tokens)
         dx = combine(dx_rows, routing.inverse)
-        return dx, dw, *(None,) * 6, *gate_up_grads, *down_grads, *bias_grads
-
-
-def _slot_experts(routing: Routing) -> Tensor:
-    """int64 [T, K], the router's own indices."""
-    return routing.experts[routing.inverse].long()
+        return dx, dw, *(None,) * 7, *gate_up_grads, *down_grads, *bias_grads

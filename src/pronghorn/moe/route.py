@@ -16,8 +16,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Routing:
-    """The order of S = T·K rows; int32 on the device of the indices."""
+    """The order of S = T·K rows; int32, but for the indices, on their device."""
 
+    index: Tensor
+    """int64 [T, K], the expert of each slot, as the router chose."""
     offsets: Tensor
     """[E], where each expert's rows end."""
     slots: Tensor
@@ -32,7 +34,7 @@ class Routing:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All of them, to be kept for a backward."""
-        return self.offsets, self.slots, self.tokens, self.experts, self.inverse
+        return self.index, self.offsets, self.slots, self.tokens, self.experts, self.inverse
 
 
 def route(top_k_index: Tensor, num_experts: int) -> Routing:
@@ -45,12 +47,12 @@ def route(top_k_index: Tensor, num_experts: int) -> Routing:
     if top_k_index.is_cuda:
         from pronghorn.kernels.moe_route_triton import route as launch
 
-        return Routing(*launch(top_k_index, num_experts))
-    return Routing(*route_by_sort(top_k_index, num_experts))
+        return Routing(top_k_index.long(), *launch(top_k_index, num_experts))
+    return Routing(top_k_index.long(), *route_by_sort(top_k_index, num_experts))
 
 
 def route_by_sort(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, ...]:
-    """The fields of `Routing` by a stable sort and a search in it: the reference, and the CPU's way."""
+    """The other fields of `Routing` by a stable sort and a search in it: the reference, and the CPU's way."""
     ids = top_k_index.flatten().to(torch.int32)
     experts, slots = ids.sort(stable=True)
     every = torch.arange(num_experts, dtype=torch.int32, device=ids.device)
