@@ -159,9 +159,9 @@ def _layer_class(original: Any, backend: Backend) -> type[nn.Module]:
         assert position_embeddings is not None and packed is not None
         cos, sin = _rows(position_embeddings, hidden_states, self.self_attn.head_dim)
         policy = self.__dict__.get("_pronghorn_policy", Policy.KEEP)
+        x, dtype = hidden_states.flatten(0, 1).contiguous(), _compute_dtype(hidden_states)
         with _without_autocast(hidden_states):
-            x = hidden_states.flatten(0, 1).contiguous()
-            return fused.layer(x, cos, sin, packed, parts, _compute_dtype(hidden_states), policy).view_as(hidden_states)
+            return fused.layer(x, cos, sin, packed, parts, dtype, policy).view_as(hidden_states)
 
     return _subclass(original, forward)
 
