@@ -24,7 +24,7 @@ from trl import SFTConfig
 
 from pronghorn.api import FastLanguageModel
 from pronghorn.bench.record import Result, Workload, command_line, measure_ceilings, write_results
-from pronghorn.data.chat import fit, tokenize
+from pronghorn.data.chat import fit, label_rows
 from pronghorn.data.rows import read_rows
 from pronghorn.train.trainer import SFTTrainer
 
@@ -33,7 +33,7 @@ COLUMNS = {"prompt": "question", "completion": "answer"}
 
 def documents(path: Path, tokenizer: Any, row: int, limit: int) -> Dataset:
     rows = read_rows(path, COLUMNS)[:limit]
-    made = fit(tokenize(rows, tokenizer).documents, row, "truncate").documents
+    made = fit(label_rows(rows, tokenizer).documents, row, "truncate").documents
     return Dataset.from_dict({"input_ids": [d.input_ids for d in made], "labels": [d.labels for d in made]})
 
 

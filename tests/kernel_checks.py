@@ -21,6 +21,8 @@ from pronghorn.kernels import (
     cross_entropy_triton,
     glu,
     glu_triton,
+    residual,
+    residual_triton,
     rms_norm,
     rms_norm_triton,
     rope,
@@ -80,6 +82,28 @@ def check_rms_norm(device: str, dtype: torch.dtype) -> None:
             for weight_grad in (False, True):
                 arguments = dy, x, weight, rstd.to(device), offset, weight_grad
                 compare("rms_norm backward", rms_norm_triton.backward, rms_norm.backward, *arguments)
+            more = random(tokens, width, device=device, dtype=torch.float32, seed=4)
+            arguments = dy, x, weight, rstd.to(device), offset, False, more
+            compare("rms_norm backward, sum", rms_norm_triton.backward, rms_norm.backward, *arguments)
+            wide = x.float(), weight.float(), 1e-5, offset
+            compare("rms_norm, to another type", narrow(rms_norm_triton, dtype), narrow(rms_norm, dtype), *wide)
+
+
+def narrow(module: Any, dtype: torch.dtype) -> Callable[..., Any]:
+    """The norm's forward into `dtype`; of float64 arguments, the exact result."""
+    return lambda x, *rest: module.forward(x, *rest, x.dtype if x.dtype is torch.float64 else dtype)
+
+
+def check_residual(device: str, dtype: torch.dtype) -> None:
+    for tokens, width, rank in ((2, 5, 1), (17, 131, 6), (33, 64, 128)):
+        y, xa, b = (
+            random(*shape, device=device, dtype=dtype, seed=seed)
+            for seed, shape in enumerate([(tokens, width), (tokens, rank), (width, rank)])
+        )
+        for x_dtype in {dtype, torch.float32}:
+            x = random(tokens, width, device=device, dtype=x_dtype, seed=5)
+            reference = on_a_copy(lambda *arguments: residual.add_(*arguments[:2], arguments[2:]))
+            compare(f"residual {width}", on_a_copy(residual_triton.add_), reference, y, x, xa, b, 0.5)
 
 
 def check_glu(device: str, dtype: torch.dtype) -> None:
@@ -91,6 +115,9 @@ def check_glu(device: str, dtype: torch.dtype) -> None:
             compare(
                 f"{activation} backward", written(glu_triton.backward_), written(glu.backward_), da, gate_up, activation
             )
+
+            launch = written(lambda da, gu, *rest: glu_triton.backward_(da, gu.clone(), *rest))
+            compare(f"{activation} in place", launch, written(glu.backward_), da, gate_up, activation, True)
 
             for rank in (1, 6, 40) if tokens > 1 else ():  # in three numbers luck decides whose error is larger
                 xa, b = (random(n, rank, device=device, dtype=dtype, seed=n) for n in (tokens, 2 * width))
@@ -127,7 +154,7 @@ def check_cross_entropy(device: str, dtype: torch.dtype) -> None:
 def check_attention(device: str, dtype: torch.dtype) -> None:
     """Documents of one token, of whole tiles and of parts of them; keys and values shared by heads; windows."""
     if dtype is torch.float32 and device == "cuda":
-        return  # not served there: `attention.tiled.refusal`
+        return  # not served there: `attention.backends.tiles_refusal`
     cases = (
         ([1], 1, 1, 16, None),
         ([1, 64, 5, 63], 4, 2, 32, None),
@@ -160,6 +187,7 @@ def both_ways(module: Any) -> Callable[..., Tensor]:
 
 CHECKS = {
     "rms_norm": check_rms_norm,
+    "residual": check_residual,
     "glu": check_glu,
     "rope": check_rope,
     "cross_entropy": check_cross_entropy,

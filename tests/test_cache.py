@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from pronghorn.config import Data
 from pronghorn.data import cache as cache_module
 from pronghorn.data.cache import Prepared, documents
-from pronghorn.data.chat import fit, tokenize
+from pronghorn.data.chat import fit, label_rows
 from pronghorn.data.packed_rows import PackedRows
 from pronghorn.data.parts import Tokenising
 from pronghorn.data.rows import read_rows
@@ -65,7 +65,7 @@ def content(prepared: Prepared) -> list[tuple[list[int], list[int], str]]:
 
 def test_the_same_documents_as_without_a_cache(settings: Any, tokenizer: Any) -> None:
     data = settings()
-    expected = tokenize(read_rows(data.train), tokenizer).documents
+    expected = label_rows(read_rows(data.train), tokenizer).documents
     seen: list[tuple[str, int, int | None]] = []
     prepared = prepare(data, tokenizer, progress=lambda *each: seen.append(each))
     assert content(prepared) == [(d.input_ids, d.labels, d.source) for d in expected]
@@ -134,7 +134,7 @@ def test_what_does_not_decide_the_tokens_is_not(settings: Any, tokenizer: Any) -
 @pytest.mark.parametrize("overflow", ["drop", "truncate", "split"])
 def test_the_overflow_rule_on_cached_documents(settings: Any, tokenizer: Any, overflow: Any) -> None:
     data = settings(overflow=overflow)
-    expected = fit(tokenize(read_rows(data.train), tokenizer).documents, 44, overflow)
+    expected = fit(label_rows(read_rows(data.train), tokenizer).documents, 44, overflow)
     prepared = prepare(data, tokenizer, length=44)
     assert sorted(content(prepared)) == sorted((d.input_ids, d.labels, d.source) for d in expected.documents)
     assert (prepared.dropped, prepared.truncated, prepared.split) == (

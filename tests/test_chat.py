@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from pronghorn.data.chat import fit, tokenize
+from pronghorn.data.chat import fit, label_rows
 from pronghorn.data.packing import Document
 from pronghorn.data.rows import Conversation, Message, PromptCompletion, Row, TextDocument, read_rows
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
@@ -52,7 +52,7 @@ def trained(document: Document, tokenizer: Any) -> list[str]:
 
 
 def one(row: Row, tokenizer: Any, **options: Any) -> Document:
-    (document,) = tokenize([row], tokenizer, **options).documents
+    (document,) = label_rows([row], tokenizer, **options).documents
     return document
 
 
@@ -155,7 +155,7 @@ def test_reasoning_is_trained_where_the_template_keeps_it() -> None:
     reasoned = "<think>\nhm\n</think>\n\nsecond"
     assert trained(one(chat("a", reasoned), tokenizer), tokenizer) == [f"{reasoned}<|im_end|>"]
     with pytest.raises(DataError, match=r"chat\.jsonl line 7 message 2: .* writes 'second<\|im_end\|>"):
-        tokenize([chat("a", reasoned, "b", "third")], tokenizer)
+        label_rows([chat("a", reasoned, "b", "third")], tokenizer)
 
 
 REFUSED = {
@@ -177,7 +177,7 @@ REFUSED = {
 @pytest.mark.parametrize(("template", "row", "error"), REFUSED.values(), ids=REFUSED)
 def test_what_would_give_wrong_labels_is_refused(template: str | None, row: Row, error: str) -> None:
     with pytest.raises(DataError) as caught:
-        tokenize([row], byte_level(template))
+        label_rows([row], byte_level(template))
     assert error in str(caught.value)
     assert str(caught.value).startswith("chat.jsonl line 7")
 
@@ -192,7 +192,7 @@ def test_a_token_across_the_boundary_is_refused(
 ) -> None:
     tokenizer = byte_level(None, vocabulary, trim_offsets)
     with pytest.raises(DataError) as caught:
-        tokenize([PromptCompletion(prompt, completion, **WHERE)], tokenizer)
+        label_rows([PromptCompletion(prompt, completion, **WHERE)], tokenizer)
     assert f"chat.jsonl line 7: token {token} lies on both sides of the boundary" in str(caught.value)
     good = PromptCompletion(prompt[:-1], prompt[-1] + completion, **WHERE)
     assert trained(one(good, tokenizer), tokenizer) == [f"{prompt[-1]}{completion}<|im_end|>"]
@@ -200,31 +200,28 @@ def test_a_token_across_the_boundary_is_refused(
 
 def test_a_turn_across_the_templates_newline_is_refused() -> None:
     with pytest.raises(DataError, match=r"line 7: token '\\n\\n' lies on both sides"):
-        tokenize([chat("a", "\nb")], byte_level(CHATML, ("ĊĊ",)))
+        label_rows([chat("a", "\nb")], byte_level(CHATML, ("ĊĊ",)))
 
 
 def test_rows_without_labels_are_dropped_and_counted(stories: Any) -> None:
     rows = [chat("a", "b"), chat("only a question"), chat("c", "d")]
-    seen: list[int] = []
-    result = tokenize(rows, stories, progress=seen.append)
-    assert (len(result.documents), result.dropped_unlabelled, sum(seen)) == (2, 1, 3)
-    assert tokenize(rows, stories, loss_on="all").dropped_unlabelled == 0
-    with pytest.raises(DataError, match="none of 1 rows has a token to train"):
-        tokenize([rows[1]], stories)
+    result = label_rows(rows, stories)
+    assert (len(result.documents), result.dropped_unlabelled) == (2, 1)
+    assert label_rows(rows, stories, loss_on="all").dropped_unlabelled == 0
 
 
 def test_bad_arguments(stories: Any, plain: Any) -> None:
     with pytest.raises(ConfigError, match=r"data\.loss_on is 'answers': set it to completion, last or all"):
-        tokenize([chat("a", "b")], stories, loss_on="answers")  # type: ignore[arg-type]
+        label_rows([chat("a", "b")], stories, loss_on="answers")  # type: ignore[arg-type]
 
     class Slow:
         is_fast = False
 
     with pytest.raises(UnsupportedError, match="Slow gives no character offsets: use a fast tokenizer"):
-        tokenize([chat("a", "b")], Slow())  # type: ignore[arg-type]
+        label_rows([chat("a", "b")], Slow())  # type: ignore[arg-type]
     endless = PreTrainedTokenizerFast(tokenizer_object=plain.backend_tokenizer)
     with pytest.raises(DataError, match=r"line 7: the tokenizer has no token to end it with: set tokenizer\.eos"):
-        tokenize([TextDocument("Once", **WHERE)], endless)
+        label_rows([TextDocument("Once", **WHERE)], endless)
 
 
 def test_overflow() -> None:
@@ -249,7 +246,7 @@ def test_gsm8k_is_labelled_exactly(stories: Any, shared: Path) -> None:
     columns = {"prompt": "question", "completion": "answer"}
     rows = read_rows(shared / "data" / "gsm8k" / "test.jsonl", columns)
     assert len(rows) == 1319
-    result = tokenize(rows, stories, verify_rows=len(rows))
+    result = label_rows(rows, stories, verify_rows=len(rows))
     assert result.dropped_unlabelled == 0
     for row, document in zip(rows, result.documents, strict=True):
         assert isinstance(row, PromptCompletion)

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
-from pronghorn.data.chat import tokenize
+from pronghorn.data.files import objects
 from pronghorn.data.rows import (
     Conversation,
     Message,
@@ -18,7 +17,6 @@ from pronghorn.data.rows import (
     PromptCompletion,
     RowReader,
     TextDocument,
-    read_pairs,
     read_rows,
 )
 from pronghorn.errors import DataError
@@ -44,8 +42,6 @@ FILES: list[tuple[str, str, dict[str, str], str, int, type]] = [  # file, format
 def test_every_data_file(
     file: str, format: Any, columns: dict[str, str], name: str, count: int, kind: type, shared: Path
 ) -> None:
-    from pronghorn.data.files import objects
-
     path, bad = shared / "data" / file, list[DataError]()
     reader = RowReader(format, columns, bad.append)
     rows = list(reader.stream(str(path), objects(path)))
@@ -192,14 +188,12 @@ PAIRS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("value", PAIRS.values(), ids=PAIRS)
-def test_preference_pairs(value: dict[str, Any], stories: Path, tmp_path: Path) -> None:
+def test_preference_pairs(value: dict[str, Any], tmp_path: Path) -> None:
     path = write(tmp_path / "pairs.jsonl", value)
     wanted = Preference((ASKED,), ANSWERED, Message("assistant", "Go away"), path=str(path), line=1)
-    assert read_pairs(path) == [wanted]
+    assert list(RowReader("preference").stream(str(path), objects(path))) == [wanted]
     with pytest.raises(DataError, match=r"pairs\.jsonl line 1: a preference pair, .*name what to train on"):
         read_rows(path)
-    with pytest.raises(DataError, match=r"pairs\.jsonl line 1: a preference pair"):
-        tokenize([wanted], AutoTokenizer.from_pretrained(stories))  # type: ignore[list-item]
 
 
 BAD_PAIRS: dict[str, tuple[dict[str, Any], str]] = {
@@ -228,8 +222,9 @@ BAD_PAIRS: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize(("value", "error"), BAD_PAIRS.values(), ids=BAD_PAIRS)
 def test_bad_pairs(value: dict[str, Any], error: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "pairs.jsonl", value)
     with pytest.raises(DataError, match=error) as caught:
-        read_pairs(write(tmp_path / "pairs.jsonl", value))
+        list(RowReader("preference").stream(str(path), objects(path)))
     assert "pairs.jsonl line 1" in caught.value.problem
 
 

@@ -145,6 +145,81 @@ def test_recompute_changes_nothing(recompute: bool) -> None:
     assert again == loss and all(torch.equal(grads[name], same[name]) for name in grads)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
+def test_policies_change_what_is_kept_only(family: str, device: str) -> None:
+    """Norms' results, or gate and up too, computed again by the same kernels: the same bits, fewer bytes kept."""
+    from pronghorn.memory.plan import Policy
+
+    model = with_adapters(tiny_model(family)).to(device, torch.float32 if device == "cpu" else torch.bfloat16)
+    batch = {name: value.to(device) for name, value in packed_row(LENGTHS, ROW).items()}
+    attach(model, layers="fused", graph="off", attention="per_document" if device == "cpu" else "auto")
+    kept: dict[Policy, int] = {}
+    found = []
+    for policy in (Policy.KEEP, Policy.RECOMPUTE_CHEAP, Policy.RECOMPUTE_MLP):
+        for layer in model.get_base_model().model.layers:
+            layer._pronghorn_policy = policy
+        sizes: dict[int, int] = {}
+
+        def note(tensor: torch.Tensor, sizes: dict[int, int] = sizes) -> torch.Tensor:
+            sizes[tensor.data_ptr()] = tensor.nbytes
+            return tensor
+
+        model.zero_grad()
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            loss = model(**batch).loss
+        kept[policy] = sum(sizes.values())
+        loss.backward()
+        found.append((loss.item(), {name: grad.clone() for name, grad in gradients(model).items()}))
+    config = model.get_base_model().config
+    element, layers = next(model.parameters()).element_size(), config.num_hidden_layers
+    normed, gate_up = (n * ROW * layers * element for n in (2 * config.hidden_size, 2 * config.intermediate_size))
+    assert kept[Policy.KEEP] - kept[Policy.RECOMPUTE_CHEAP] == normed
+    assert kept[Policy.RECOMPUTE_CHEAP] - kept[Policy.RECOMPUTE_MLP] == gate_up
+    for loss, grads in found[1:]:
+        assert loss == found[0][0]
+        assert all(torch.equal(grads[name], grad) for name, grad in found[0][1].items())
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_retained_graph_gives_the_same_again(device: str) -> None:
+    """gate·up is overwritten in a last backward only."""
+    model = with_adapters(tiny_model("llama")).to(device, torch.float32 if device == "cpu" else torch.bfloat16)
+    attach(model, layers="fused", graph="off")
+    loss = model(**{name: value.to(device) for name, value in packed_row(LENGTHS, ROW).items()}).loss
+    found = []
+    for retain in (True, True, False):
+        model.zero_grad()
+        loss.backward(retain_graph=retain)
+        found.append({name: grad.clone() for name, grad in gradients(model).items()})
+    for again in found[1:]:
+        assert all(torch.equal(again[name], grad) for name, grad in found[0].items())
+
+
+def test_hooks_on_what_a_layer_calls_run() -> None:
+    model, batch = with_adapters(tiny_model("llama")), packed_row(LENGTHS, ROW)
+    attach(model, layers="fused")
+    expected, grads = loss_and_gradients(model, batch)
+    called = []
+    model.get_base_model().model.layers[1].mlp.register_forward_hook(lambda *_: called.append(1))
+    loss, same = loss_and_gradients(model, batch)
+    assert called and loss == pytest.approx(expected, rel=1e-6)
+    torch.testing.assert_close(same, grads)
+
+
+def test_a_norm_that_was_replaced_is_noticed() -> None:
+    model, batch = with_adapters(tiny_model("qwen3")), packed_row(LENGTHS, ROW)
+    layer = model.get_base_model().model.layers[0]
+    for norm in (layer.input_layernorm, layer.self_attn.q_norm):
+        found = []
+        for layers in ("fused", "stock", "fused"):
+            attach(model, layers=layers)
+            if layers == "stock":
+                norm.weight = torch.nn.Parameter(norm.weight * 2)
+            found.append(loss_and_gradients(model, batch)[0])
+        assert found[0] != found[1] == pytest.approx(found[2], rel=1e-6)
+
+
 def test_detach_gives_the_modules_back() -> None:
     model = with_adapters(tiny_model("qwen3"))
     base = model.get_base_model()

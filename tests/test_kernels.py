@@ -13,7 +13,7 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
-NAMES = ("rms_norm", "glu", "rope", "cross_entropy", "attention")
+NAMES = ("rms_norm", "residual", "glu", "rope", "cross_entropy", "attention")
 
 
 @pytest.mark.gpu
@@ -40,11 +40,20 @@ def test_interpreted() -> None:
 
 def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
     """Each kernel in its largest form: function, types of its arguments, compile-time values, warps."""
-    from pronghorn.kernels import attention_triton, cross_entropy_triton, glu_triton, rms_norm_triton, rope_triton
+    from pronghorn.kernels import (
+        attention_triton,
+        cross_entropy_triton,
+        glu_triton,
+        residual_triton,
+        rms_norm_triton,
+        rope_triton,
+    )
 
     x, wide, count, real = "*bf16", "*fp32", "i32", "fp32"
     norm = {"x_ptr": x, "w_ptr": x, "y_ptr": x, "r_ptr": wide, "H": count, "eps": real, "offset": real}
-    norm |= {"dy_ptr": x, "dx_ptr": x, "dw_ptr": wide, "T": count, "rows": count}
+    norm |= {"dy_ptr": x, "more_ptr": wide, "dx_ptr": x, "dw_ptr": wide, "T": count, "rows": count}
+    add = {**dict.fromkeys(("y_ptr", "xa_ptr", "b_ptr"), x), "x_ptr": wide, "out_ptr": wide, "scale": real}
+    add |= dict.fromkeys(("T", "N", "rank"), count)
     gate = {"gu_ptr": x, "a_ptr": x, "da_ptr": x, "dgu_ptr": x, "WIDTH": count}
     gate |= {"xa_ptr": x, "b_ptr": x, "T": count, "rank": count, "scale": real}
     turn = dict.fromkeys(("qkv_ptr", "q_ptr", "k_ptr", "cos_ptr", "sin_ptr", "qw_ptr", "kw_ptr"), x)
@@ -61,7 +70,8 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
     heads = {"NORM": True, "Q": 64, "K": 8, "HALF": 64}
     return {
         "rms_norm": (rms_norm_triton._forward, norm, {"BLOCK": 8192}, 16),
-        "rms_norm backward": (rms_norm_triton._backward, norm, {"WEIGHT": True, "BLOCK": 8192}, 16),
+        "rms_norm backward": (rms_norm_triton._backward, norm, {"WEIGHT": True, "MORE": True, "BLOCK": 8192}, 16),
+        "residual": (residual_triton._add, add, {"R": 128, "ROWS": 16, "COLS": 128}, 4),
         "glu": (glu_triton._forward, gate, {"GELU": True, "BLOCK": 1024}, 4),
         "glu, low rank": (
             glu_triton._forward_with_low_rank,

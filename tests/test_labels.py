@@ -16,12 +16,12 @@ from transformers import AutoTokenizer
 
 from pronghorn.config import Recipe
 from pronghorn.data import chat as chat_module
-from pronghorn.data.chat import fit, tokenize
+from pronghorn.data.chat import fit, label_rows
 from pronghorn.data.labels import token_ranges
 from pronghorn.data.packing import Document
 from pronghorn.data.row_types import Conversation, Message, PromptCompletion, TextDocument
 from pronghorn.data.rows import read_rows
-from pronghorn.data.template import BUILT_IN, find_template, render, render_all
+from pronghorn.data.template import BUILT_IN, find_template, render, writer
 from pronghorn.errors import ConfigError, DataError
 from pronghorn.train.run import run
 from test_chat import CHATML, WHERE, byte_level, chat, one, texts, trained
@@ -132,7 +132,7 @@ def test_what_built_in_templates_write(name: str, shared: Path) -> None:
     assert written(None) == bare
     tooled = replace(chat("a", "b"), tools=({"type": "function", "function": {"name": "f"}},))
     with pytest.raises(DataError, match="the chat template refuses the conversation"):
-        tokenize([tooled], tokenizer)
+        label_rows([tooled], tokenizer)
 
 
 def test_a_template_is_chosen_by_name_or_file(tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_bad_templates_are_refused(tmp_path: Path) -> None:
             find_template(choice)
         assert says in str(caught.value)
     with pytest.raises(ConfigError, match="the chat template's line 2: "):
-        tokenize([chat("a", "b")], byte_level("a\n{% if %}"))
+        label_rows([chat("a", "b")], byte_level("a\n{% if %}"))
 
 
 def test_the_system_prompt_begins_conversations_without_one() -> None:
@@ -180,8 +180,7 @@ def test_the_system_prompt_begins_conversations_without_one() -> None:
     row = PromptCompletion("a", "b", **WHERE)
     assert one(row, tokenizer, system_prompt="S") == one(chat("a", "b", system="S"), tokenizer)
     for silent, template in ((TextDocument("a", **WHERE), CHATML), (row, None)):
-        with pytest.raises(ConfigError, match=r"data\.system_prompt is set, but no row is rendered"):
-            tokenize([silent], byte_level(template), system_prompt="S")
+        assert not label_rows([silent], byte_level(template), system_prompt="S").conversations
 
 
 CALLS = CHATML.replace(
@@ -276,6 +275,25 @@ def test_many_conversations_render_as_one_by_one(name: str, shared: Path, storie
             row = Conversation(messages, path=row.path, line=row.line)
         assert isinstance(row, Conversation)
         rows.append(row)
-    for answer in (False, True):
-        one_by_one = [render(row.messages, row.tools, tokenizer, row.source, answer) for row in rows]
-        assert render_all(rows, tokenizer, answer) == one_by_one
+    write = writer(tokenizer)
+    for row in rows:
+        assert write(row, None) == render(row.messages, row.tools, tokenizer, row.source, answer=False)
+        for index in range(1, len(row.messages), 2):
+            assert write(row, index) == render(row.messages[:index], row.tools, tokenizer, row.source, answer=True)
+
+
+def test_conversations_do_not_see_what_the_template_set_before() -> None:
+    """One context serves many renderings: top-level variables, macros and the generation prompt must not stay."""
+    state = (
+        "{% if seen is defined %}SEEN{% endif %}{% if messages | length > 1 %}{% set seen = 1 %}"
+        "{% macro twice(x) %}{{ x }}{{ x }}{% endmacro %}{% endif %}"
+        "{% if twice is defined %}{{ twice('=') }}{% endif %}"
+    )
+    tokenizer = byte_level(state + CHATML)
+    write = writer(tokenizer)
+    for row in (chat("a", "b", "c", "d"), chat("a"), chat("e", "f")):
+        for before in (None, 1):
+            messages = row.messages[:before]
+            assert write(row, before) == render(messages, (), tokenizer, row.source, answer=before is not None)
+    with pytest.raises(DataError, match="line 7: the chat template refuses the conversation"):
+        writer(byte_level("{{ raise_exception('no') }}"))(chat("a"), None)

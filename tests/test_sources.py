@@ -5,18 +5,28 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pronghorn.config import Data, Recipe
+from pronghorn.config import Data, Recipe, Source
 from pronghorn.data import files
-from pronghorn.data.chat import tokenize
-from pronghorn.data.rows import Conversation, Message, Preference, PromptCompletion, TextDocument, read_rows
-from pronghorn.data.sources import SourceCount, load_rows, mixture
-from pronghorn.data.template import render, render_all
+from pronghorn.data.cache import Prepared, documents
+from pronghorn.data.chat import label_rows
+from pronghorn.data.rows import (
+    Conversation,
+    Message,
+    Preference,
+    PromptCompletion,
+    Row,
+    RowReader,
+    TextDocument,
+    read_rows,
+)
+from pronghorn.data.sources import SourceCount, mixture, read_source
+from pronghorn.data.template import render, writer
 from pronghorn.errors import ConfigError, DataError
 from test_chat import byte_level, trained
 from test_formats import FILES
@@ -43,8 +53,8 @@ def parquet(path: Path, *rows: Any) -> Path:
     return path
 
 
-def data(train: Any, **settings: Any) -> Data:
-    return Data.model_validate({"train": train, **settings}, strict=False)
+def read(path: str | Path) -> list[Row]:
+    return list(read_source(Source(path=Path(path)), RowReader()))
 
 
 def test_csv(tmp_path: Path) -> None:
@@ -128,21 +138,19 @@ def test_folders(tmp_path: Path) -> None:
     (tmp_path / "sub" / "more.csv").write_text("prompt,completion\n4,b\n")
     for name in ("README.md", "LICENSE", "LICENSE.txt", ".hidden.jsonl"):
         (tmp_path / name).write_text("not data")
-    loaded = load_rows(data(tmp_path), "train", seed=0)
-    assert [row.prompt for row in loaded.rows if isinstance(row, PromptCompletion)] == ["1", "2", "3", "4"]
-    assert loaded.counts == [SourceCount(str(tmp_path), "prompt_completion", 4, 0, 4)]
+    assert [row.prompt for row in read(tmp_path) if isinstance(row, PromptCompletion)] == ["1", "2", "3", "4"]
 
     (tmp_path / "part-3.jsonl").write_text(lines({"text": "x"}))
     with pytest.raises(
         DataError, match=r"part-3\.jsonl line 1: a row with 'text', but .*part-1\.json line 1 has 'prompt"
     ):
-        load_rows(data(tmp_path), "train", seed=0)
+        read(tmp_path)
     (tmp_path / "part-3.jsonl").rename(tmp_path / "part-3.jsonl.gz")
     with pytest.raises(DataError, match=r"part-3\.jsonl\.gz: unknown file type \.gz"):
-        load_rows(data(tmp_path), "train", seed=0)
+        read(tmp_path)
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="empty: no data in this folder"):
-        load_rows(data(tmp_path / "empty"), "train", seed=0)
+        read(tmp_path / "empty")
 
 
 def test_hub_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,15 +166,13 @@ def test_hub_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return datasets.Dataset.from_list([{"messages": TURNS}, {"messages": CALLS}])
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    loaded = load_rows(data("owner/chats-v1.0"), "train", seed=0)
-    assert [row.source for row in loaded.rows] == ["owner/chats-v1.0 row 1", "owner/chats-v1.0 row 2"]
-    assert loaded.counts == [SourceCount("owner/chats-v1.0", "messages", 2, 0, 2)]
+    assert [row.source for row in read("owner/chats-v1.0")] == ["owner/chats-v1.0 row 1", "owner/chats-v1.0 row 2"]
     with pytest.raises(DataError, match="owner/chat: no such file or folder here, and the hub gives no split `train`"):
-        load_rows(data("owner/chat"), "train", seed=0)
+        read("owner/chat")
     assert asked == [("owner/chats-v1.0", "train"), ("owner/chat", "train")]
     for name in ("chats", "owner/chats.jsonl", "/owner/chats"):  # nothing that a hub set can be called
         with pytest.raises(DataError, match="no such file"):
-            load_rows(data(name), "train", seed=0)
+            read(name)
     assert len(asked) == 2
 
 
@@ -175,7 +181,7 @@ def test_data_files_come_back_from_their_tokens(file: str, format: Any, columns:
     """Decoding the trained tokens gives the assistant's texts (and calls), of many rows at a time as of one."""
     rows = read_rows(shared / "data" / file, columns, format)[:300]
     tokenizer = byte_level("{{ tools | tojson if tools }}" + CALLS_TEMPLATE)
-    for row, document in zip(rows, tokenize(rows, tokenizer, verify_rows=len(rows)).documents, strict=True):
+    for row, document in zip(rows, label_rows(rows, tokenizer, verify_rows=len(rows)).documents, strict=True):
         if isinstance(row, TextDocument):
             assert tokenizer.decode(document.input_ids) == row.text + "<|im_end|>"
             continue
@@ -185,8 +191,7 @@ def test_data_files_come_back_from_their_tokens(file: str, format: Any, columns:
         for answer, text in zip(answers, trained(document, tokenizer), strict=True):
             calls = [json.dumps(call, ensure_ascii=False) for call in answer.extra.get("tool_calls", ())]
             assert text == answer.content + "".join(f"<call>{call}</call>" for call in calls) + "<|im_end|>"
-        [text] = render_all([row], tokenizer, answer=False)
-        assert text == render(row.messages, row.tools, tokenizer, row.source, answer=False)
+        assert writer(tokenizer)(row, None) == render(row.messages, row.tools, tokenizer, row.source, answer=False)
 
 
 @given(
@@ -213,22 +218,28 @@ def test_a_mixture_draws_by_its_seed(tmp_path: Path) -> None:
         {"path": tmp_path / "a.jsonl", "weight": 1, "columns": {"text": "text"}},
         {"path": tmp_path / "b.jsonl", "weight": 6},
     ]
-    settings = {"columns": {"prompt": "question", "completion": "answer"}, "bad_rows": "drop"}
-    loaded = load_rows(data(parts, **settings), "train", seed=3)
-    assert loaded.counts == [
+    unweighted = [{key: value for key, value in part.items() if key != "weight"} for part in parts]
+
+    def prepared(train: Any, split: Literal["train", "eval"] = "train", bad_rows: str = "drop") -> Prepared:
+        settings = {"train": train, "cache": tmp_path / "cache", "workers": 1, "bad_rows": bad_rows}
+        columns = {"prompt": "question", "completion": "answer"}
+        data = Data.model_validate({**settings, "columns": columns}, strict=False)
+        return documents(data, split, byte_level(None), max_seq_length=64, seed=3)
+
+    drawn = prepared(parts)
+    assert drawn.counts == [
         SourceCount(str(tmp_path / "a.jsonl"), "text", 6, 0, 1),
         SourceCount(str(tmp_path / "b.jsonl"), "prompt_completion", 1, 1, 6),
     ]
-    assert [type(row) for row in loaded.rows] == [TextDocument] + 6 * [PromptCompletion]
-    assert "line 2: an empty completion" in str(loaded.errors[0])
-    unweighted = [{key: value for key, value in part.items() if key != "weight"} for part in parts]
-    assert [count.used for count in load_rows(data(unweighted, **settings), "train", seed=3).counts] == [6, 1]
+    assert ["a.jsonl" in row["source"] for row in drawn.dataset] == [True] + 6 * [False]
+    assert "line 2: an empty completion" in drawn.errors[0]
+    assert [count.used for count in prepared(unweighted).counts] == [6, 1]
     with pytest.raises(DataError, match=r"b\.jsonl line 2: an empty completion"):
-        load_rows(data(parts, columns=settings["columns"]), "train", seed=3)
+        prepared(parts, bad_rows="error")
     with pytest.raises(ConfigError, match=r"data\.train: 1 of 2 sources have a weight: give every source one, or none"):
-        load_rows(data([parts[0], unweighted[1]]), "train", seed=3)
+        prepared([parts[0], unweighted[1]])
     with pytest.raises(ConfigError, match=r"data\.eval is not set"):
-        load_rows(data(parts), "eval", seed=3)
+        prepared(parts, "eval")
 
 
 RECIPE = "model: {name: m, max_seq_length: 8}\ntrain: {output: out}\ndata: {train: TRAIN}\n"

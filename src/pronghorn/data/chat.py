@@ -9,14 +9,14 @@ a token that lies on both sides of a boundary is an error too. A turn ends with 
 set the text before each turn is tokenised once more by itself, as generation will do it: other tokens are an error.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from pronghorn.data.labels import Edges, Rendered, token_ranges, verify
 from pronghorn.data.packing import IGNORE_INDEX, Document
-from pronghorn.data.rows import Conversation, Message, PromptCompletion, Row, for_sft, in_chunks
-from pronghorn.data.template import asked, render_all, turns
+from pronghorn.data.rows import Conversation, Message, PromptCompletion, Row, in_chunks
+from pronghorn.data.template import turns, writer
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 LossOn = Literal["completion", "last", "all"]
 Overflow = Literal["error", "drop", "truncate", "split"]
-Progress = Callable[[int], None]
 
 ROWS_PER_CALL = 1000
 CHARACTERS_PER_CALL = 1_000_000
@@ -75,15 +74,14 @@ class _Specials:
         return cls(frozenset(control), bos, tokenizer.eos_token_id)
 
 
-def tokenize(
+def label_rows(
     rows: Sequence[Row],
     tokenizer: "PreTrainedTokenizerBase",
     loss_on: LossOn = "completion",
-    progress: Progress | None = None,
     system_prompt: str | None = None,
     verify_rows: int = VERIFIED_ROWS,
 ) -> Tokenised:
-    """Tokenises `rows` and labels them; `progress(n)` is called after every n more rows.
+    """Tokenises some rows of a set and labels them.
 
     Conversations go through the tokenizer's chat template, and so do prompt and completion, as a user's and an
     assistant's message, where there is one; else they are [bos] + prompt + completion + eos. Texts are [bos] + text +
@@ -97,34 +95,10 @@ def tokenize(
     message. In the first `verify_rows` rows every trained range is checked against the tokens of the text before it and
     of the text up to its end, tokenised by themselves.
 
-    Raises DataError, naming file and line, for a template or a boundary that would give wrong labels (see above), for
-    control tokens inside an assistant's text, and where no row has a label; ConfigError for another `loss_on` and for a
-    `system_prompt` that no row takes; UnsupportedError for a tokenizer without offsets.
+    Raises DataError, naming file and line, for a template or a boundary that would give wrong labels (see above) and
+    for control tokens inside an assistant's text; ConfigError for another `loss_on`; UnsupportedError for a tokenizer
+    without offsets.
     """
-    list(for_sft(rows))  # untyped callers may hand in preference pairs
-    labelled = label_rows(rows, tokenizer, loss_on, system_prompt, verify_rows, progress)
-    if system_prompt is not None and not labelled.conversations:
-        raise ConfigError(
-            "data.system_prompt is set, but no row is rendered by a chat template",
-            "leave it out, or give conversations and a chat template (data.chat_template)",
-        )
-    if not labelled.documents:
-        raise DataError(
-            f"none of {len(rows)} rows has a token to train",
-            "give rows with an assistant message (data.loss_on: completion trains nothing else)",
-        )
-    return labelled
-
-
-def label_rows(
-    rows: Sequence[Row],
-    tokenizer: "PreTrainedTokenizerBase",
-    loss_on: LossOn = "completion",
-    system_prompt: str | None = None,
-    verify_rows: int = VERIFIED_ROWS,
-    progress: Progress | None = None,
-) -> Tokenised:
-    """`tokenize` for some rows of a set, of which none may have a label or go through a template."""
     if loss_on not in ("completion", "last", "all"):
         raise ConfigError(f"data.loss_on is {loss_on!r}", "set it to completion, last or all")
     if not tokenizer.is_fast:
@@ -136,8 +110,6 @@ def label_rows(
         for each, encoding in zip(rendered, _encode([each.text for each in rendered], tokenizer), strict=True):
             check = tokenizer if len(documents) < verify_rows else None
             documents.append(_document(each, encoding, specials, check))
-        if progress is not None:
-            progress(len(rendered))
     labelled = [document for document in documents if any(label != IGNORE_INDEX for label in reversed(document.labels))]
     spoken = sum(map(_speaks, rows)) if tokenizer.chat_template else 0
     return Tokenised(labelled, len(documents) - len(labelled), spoken)
@@ -206,22 +178,19 @@ def _render(
     rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", loss_on: LossOn, system_prompt: str | None = None
 ) -> list[Rendered]:
     """The rows' texts and the ranges of their characters to train."""
-    rendered: list[Rendered | Conversation] = [_bare_or_chat(row, tokenizer, loss_on, system_prompt) for row in rows]
-    chats = [row for row in rendered if isinstance(row, Conversation)]
-    last = loss_on == "last"
-    texts = iter(render_all(chats, tokenizer, answer=False))
-    beginnings = [] if loss_on == "all" else [_upto(row, index) for row in chats for index in asked(row, last)]
-    prompts = iter(render_all(beginnings, tokenizer, answer=True))
+    write = writer(tokenizer)
 
-    def label(row: Conversation) -> Rendered:
-        text = next(texts)
+    def rendered(row: Rendered | Conversation) -> Rendered:
+        if isinstance(row, Rendered):
+            return row
+        text, ranges = write(row, None), None
         if loss_on == "all":
             _check_said(row, text)
-            return Rendered(text, None, bare=False, source=row.source)
-        before = [next(prompts) for _ in asked(row, last)]
-        return Rendered(text, turns(row, text, before, tokenizer, last), bare=False, source=row.source)
+        else:
+            ranges = turns(row, text, write, tokenizer, last=loss_on == "last")
+        return Rendered(text, ranges, bare=False, source=row.source)
 
-    return [label(each) if isinstance(each, Conversation) else each for each in rendered]
+    return [rendered(_bare_or_chat(row, tokenizer, loss_on, system_prompt)) for row in rows]
 
 
 def _bare_or_chat(
@@ -245,10 +214,6 @@ def _bare_or_chat(
     if system_prompt is not None and all(message.role != "system" for message in row.messages):
         return replace(row, messages=(Message("system", system_prompt), *row.messages))
     return row
-
-
-def _upto(row: Conversation, index: int) -> Conversation:
-    return Conversation(row.messages[:index], row.tools, path=row.path, line=row.line)
 
 
 def _check_said(row: Conversation, text: str) -> None:

@@ -105,13 +105,15 @@ def verify(
         raise DataError(
             f"{rendered.source}: the tokenizer's offsets do not follow the text", "use a tokenizer whose offsets do"
         )
-    for (start, end), (first, last) in zip(rendered.turns or (), ranges, strict=True):
-        for edge, prefix in ((start, ids[:first]), (end, ids[:last])):
-            alone = tokenizer(rendered.text[:edge], add_special_tokens=False, verbose=False)["input_ids"]
-            if alone != (prefix if edge == start else prefix[: len(alone)]):
-                before, after = clip(rendered.text[max(0, edge - 20) : edge]), clip(rendered.text[edge : edge + 20])
-                raise DataError(
-                    f"{rendered.source}: the text up to the boundary between {before} and {after} has other tokens by "
-                    "itself than within the whole text",
-                    "trim white space around the assistant's text, or move it from the prompt's end to the completion",
-                )
+    edges_of = [edge for turn in rendered.turns or () for edge in turn]
+    texts = [rendered.text[:edge] for edge in edges_of]
+    alone = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+    for number, (edge, found) in enumerate(zip(edges_of, alone, strict=True)):
+        first, last = ranges[number // 2]
+        if found != (ids[:last][: len(found)] if number % 2 else ids[:first]):
+            before, after = clip(rendered.text[max(0, edge - 20) : edge]), clip(rendered.text[edge : edge + 20])
+            raise DataError(
+                f"{rendered.source}: the text up to the boundary between {before} and {after} has other tokens by "
+                "itself than within the whole text",
+                "trim white space around the assistant's text, or move it from the prompt's end to the completion",
+            )

@@ -19,7 +19,7 @@ from pronghorn.data.values import keys
 from pronghorn.errors import DataError
 
 __all__ = ["Conversation", "Message", "Preference", "PromptCompletion", "Row", "TextDocument"]
-__all__ += ["OnBad", "RowReader", "for_sft", "in_chunks", "read_pairs", "read_rows"]
+__all__ += ["OnBad", "RowReader", "for_sft", "in_chunks", "read_rows"]
 
 OnBad = Callable[[DataError], None]
 
@@ -88,15 +88,10 @@ def read_rows(
     that are no known format, two formats in one file, preference pairs, a wrong role or order of roles, a value that
     isn't a string, and nothing to learn (an empty completion, assistant message or text).
     """
-    return list(for_sft(_read(path, RowReader(format, columns, on_bad))))
-
-
-def read_pairs(
-    path: str | Path, columns: Mapping[str, str] | None = None, on_bad: OnBad | None = None
-) -> list[Preference]:
-    """Reads every preference pair of a file, for DPO. Raises as `read_rows`, and for pairs of equal sides."""
-    rows = _read(path, RowReader("preference", columns, on_bad))
-    return [row for row in rows if isinstance(row, Preference)]
+    path = Path(path)
+    if not path.is_file():
+        raise DataError(f"{path}: no such file", "mend data.train or data.eval; paths start at the current directory")
+    return list(for_sft(RowReader(format, columns, on_bad).stream(str(path), objects(path))))
 
 
 def for_sft(rows: Iterable[Row | Preference]) -> Iterator[Row]:
@@ -123,10 +118,3 @@ def in_chunks(rows: Iterable[Row], most: int, characters: int) -> Iterator[list[
             chunk, length = [], 0
     if chunk:
         yield chunk
-
-
-def _read(path: str | Path, reader: RowReader) -> Iterator[Row | Preference]:
-    path = Path(path)
-    if not path.is_file():
-        raise DataError(f"{path}: no such file", "mend data.train or data.eval; paths start at the current directory")
-    return reader.stream(str(path), objects(path))

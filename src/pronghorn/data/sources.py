@@ -10,12 +10,12 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pronghorn.config import Data, Source
+from pronghorn.config import Source
 from pronghorn.data.files import READERS, count, objects, without_nulls
 from pronghorn.data.rows import Row, RowReader, for_sft
-from pronghorn.errors import ConfigError, DataError
+from pronghorn.errors import DataError
 
 NO_DATA = ("", ".md")
 
@@ -29,46 +29,6 @@ class SourceCount:
     rows: int
     dropped: int
     used: int
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """Rows for training, source after source, with a count for each; `errors` are those of the dropped rows."""
-
-    rows: list[Row]
-    counts: list[SourceCount]
-    errors: list[DataError]
-
-
-def load_rows(data: Data, split: Literal["train", "eval"], seed: int) -> Loaded:
-    """Reads `data.train` or `data.eval`.
-
-    Raises DataError for what can't be read or trained on (see `rows.read_rows`), ConfigError for a split that isn't set
-    and for a mixture where some sources have a weight and others none.
-    """
-    sources = data.sources(split)
-    if not sources:
-        raise ConfigError(f"data.{split} is not set", "give a file, a folder, a hub name or a list of them")
-    weights = [source.weight for source in sources if source.weight is not None]
-    errors: list[DataError] = []
-    read: list[list[Row]] = []
-    counts: list[tuple[str, str, int]] = []
-    for source in sources:
-        before = len(errors)
-        reader = RowReader(source.format, source.columns, errors.append if data.bad_rows == "drop" else None)
-        read.append(list(read_source(source, reader)))
-        kind = reader.shape.name if reader.shape is not None else ""
-        counts.append((str(source.path), kind, len(errors) - before))
-    if weights:
-        taken = mixture([len(rows) for rows in read], weights, seed)
-    else:
-        taken = [list(range(len(rows))) for rows in read]
-    rows = [rows[index] for rows, indices in zip(read, taken, strict=True) for index in indices]
-    used = [
-        SourceCount(path, kind, len(rows), dropped, len(indices))
-        for (path, kind, dropped), rows, indices in zip(counts, read, taken, strict=True)
-    ]
-    return Loaded(rows, used, errors)
 
 
 def mixture(lengths: Sequence[int], weights: Sequence[float], seed: int) -> list[list[int]]:
@@ -91,7 +51,8 @@ def mixture(lengths: Sequence[int], weights: Sequence[float], seed: int) -> list
 
 
 def read_source(source: Source, reader: RowReader) -> Iterator[Row]:
-    """The rows of one source as they are read, one format for all its files. Raises DataError as `load_rows`."""
+    """The rows of one source as they are read, one format for all its files. Raises DataError as
+    `rows.read_rows`."""
     for path, values in _open(source):
         yield from for_sft(reader.stream(path, values))
 

@@ -131,19 +131,20 @@ def cause(span: Span | None, ranks: frozenset[int]) -> tuple[Cause, bool]:
         return (Cause.LORA if inner == "lora" else Cause.GEMM), again
     if sums:
         return Cause.ELEMENTWISE, again
-    if inner in ("attention", "mlp") and (
-        "aten::_foreach_copy_" in names or any(_low_rank(operation, ranks) for operation in operations)
-    ):
+    block = inner in ("attention", "mlp", "layer")  # a fused layer computes what else these two do
+    if block and ("aten::_foreach_copy_" in names or any(_low_rank(operation, ranks) for operation in operations)):
         return Cause.LORA, again
     if product is not None:
         scores = inner == "attention" and product.name in ("aten::bmm", "aten::baddbmm")
         return (Cause.ATTENTION if scores else Cause.GEMM), again
-    if inner in ("attention", "mlp") and "aten::copy_" in names:
+    if block and "aten::copy_" in names:
         return Cause.ON_DEVICE, again
-    if inner in ("norm", "attention", "mlp"):
+    if inner == "layer" and any(name.startswith("aten::add") for name in names):
+        return Cause.ELEMENTWISE, again
+    if block or inner == "norm":
         return Cause.NORM, again
     if inner is not None:
-        return (Cause.ELEMENTWISE if inner == "layer" else Cause.OTHER), again
+        return Cause.OTHER, again
     return Cause.UNEXPLAINED, again
 
 

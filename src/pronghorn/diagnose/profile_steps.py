@@ -126,7 +126,13 @@ def marked(trainer: SFTTrainer, handle: Handle) -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, kind in parts:
             stack.enter_context(_replaced(owner, name, _within(getattr(owner, name), kind)))
+        fused = {
+            id(part) for layer in handle.model.base_model.layers if fast.is_fused(layer) for part in layer.modules()
+        }
+        fused -= {id(layer) for layer in handle.model.base_model.layers}
         for name, module in handle.model.named_modules():
+            if id(module) in fused:
+                continue  # not called; with a hook it would be
             kind_or_none = part_of(name, module, handle.model)
             if kind_or_none is not None:
                 enter, leave = _hooks(kind_or_none, opened)

@@ -43,12 +43,16 @@ def forward_with_low_rank_(gate_up: Tensor, xa: Tensor, b: Tensor, scale: float,
     return forward(gate_up.addmm_(xa, b.t(), alpha=scale), activation)
 
 
-def backward_(da: Tensor, gate_up: Tensor, activation: Activation) -> Tensor:
-    """d gate_up [T, 2·I] from da [T, I], contiguous, whose place a, computed again, takes."""
+def backward_(da: Tensor, gate_up: Tensor, activation: Activation, donated: bool = False) -> Tensor:
+    """d gate_up [T, 2·I] from da [T, I], contiguous, whose place a, computed again, takes.
+
+    Args:
+        donated: nobody needs `gate_up` any more: its place may be taken.
+    """
     if gate_up.is_cuda:
         from pronghorn.kernels.glu_triton import backward_ as launch
 
-        return launch(da, gate_up, activation)
+        return launch(da, gate_up, activation, donated)
     with torch.enable_grad():
         leaf = gate_up.detach().requires_grad_()
         a = forward(leaf, activation)

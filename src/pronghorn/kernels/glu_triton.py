@@ -97,10 +97,10 @@ def forward_with_low_rank_(gate_up: Tensor, xa: Tensor, b: Tensor, scale: float,
     return a
 
 
-def backward_(da: Tensor, gate_up: Tensor, activation: str) -> Tensor:
+def backward_(da: Tensor, gate_up: Tensor, activation: str, donated: bool = False) -> Tensor:
     """As `glu.backward_`."""
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
-    dgu = torch.empty_like(gate_up)
+    dgu = gate_up if donated else torch.empty_like(gate_up)
     grid = (tokens, triton.cdiv(width, BLOCK))
     _backward[grid](da, gate_up, dgu, width, GELU=activation == "gelu_tanh", BLOCK=BLOCK)
     return dgu

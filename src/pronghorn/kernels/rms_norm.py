@@ -41,28 +41,39 @@ class _RMSNorm(torch.autograd.Function):
         return dx, dw, None, None
 
 
-def forward(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
-    """(y, r): r is [..., 1] in float32 (float64)."""
+def forward(
+    x: Tensor, weight: Tensor, eps: float, offset: float, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """(y in `dtype`, or x's; r [..., 1] in float32 (float64))."""
     if x.is_cuda:
         from pronghorn.kernels.rms_norm_triton import forward as launch
 
-        return launch(x, weight, eps, offset)
+        return launch(x, weight, eps, offset, dtype)
     wide = x.to(_wide(x))
     rstd = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
-    return (wide * rstd * (weight.to(wide.dtype) + offset)).to(x.dtype), rstd
+    return (wide * rstd * (weight.to(wide.dtype) + offset)).to(dtype or x.dtype), rstd
 
 
 def backward(
-    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offset: float, weight_grad: bool
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    offset: float,
+    weight_grad: bool,
+    residual_grad: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """(dx in x's dtype, dw in the weight's or None)."""
+    """(dx in x's dtype, dw in the weight's or None). `residual_grad` [..., H], of what x went on to besides, is added
+    to dx before it is rounded."""
     if x.is_cuda:
         from pronghorn.kernels.rms_norm_triton import backward as launch
 
-        return launch(dy, x, weight, rstd, offset, weight_grad)
+        return launch(dy, x, weight, rstd, offset, weight_grad, residual_grad)
     wide, grad = x.to(rstd.dtype), dy.to(rstd.dtype)
     scaled = grad * (weight.to(rstd.dtype) + offset)
     dx = rstd * (scaled - wide * rstd.square() * (scaled * wide).mean(-1, keepdim=True))
+    if residual_grad is not None:
+        dx = dx + residual_grad.to(dx.dtype)
     dw = (grad * wide * rstd).flatten(0, -2).sum(0).to(weight.dtype) if weight_grad else None
     return dx.to(x.dtype), dw
 

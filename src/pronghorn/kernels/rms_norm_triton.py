@@ -22,8 +22,9 @@ def _forward(x_ptr, w_ptr, y_ptr, r_ptr, H, eps, offset, BLOCK: tl.constexpr):
 
 @triton.jit
 def _backward(
-    dy_ptr, x_ptr, w_ptr, r_ptr, dx_ptr, dw_ptr, T, H, offset, rows, WEIGHT: tl.constexpr, BLOCK: tl.constexpr
-):
+    dy_ptr, x_ptr, w_ptr, r_ptr, more_ptr, dx_ptr, dw_ptr, T, H, offset, rows,
+    WEIGHT: tl.constexpr, MORE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * rows
     cols = tl.arange(0, BLOCK)
     inside = cols < H
@@ -35,6 +36,8 @@ def _backward(
         r = tl.load(r_ptr + row)
         g = dy * w
         dx = r * (g - x * r * r * (tl.sum(g * x, 0) / H))
+        if MORE:
+            dx += tl.load(more_ptr + row * H + cols, mask=inside, other=0.0).to(tl.float32)
         tl.store(dx_ptr + row * H + cols, dx.to(dx_ptr.dtype.element_ty), mask=inside)
         if WEIGHT:
             dw += dy * x * r
@@ -42,19 +45,30 @@ def _backward(
         tl.store(dw_ptr + tl.program_id(0).to(tl.int64) * H + cols, dw, mask=inside)
 
 
-def forward(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+def forward(
+    x: Tensor, weight: Tensor, eps: float, offset: float, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
     """As `rms_norm.forward`; x is contiguous."""
     size = x.shape[-1]
-    y, rstd = torch.empty_like(x), torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device=x.device)
+    y, rstd = (
+        torch.empty_like(x, dtype=dtype or x.dtype),
+        torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device=x.device),
+    )
     block = triton.next_power_of_2(size)
     _forward[(rstd.numel(),)](x, weight, y, rstd, size, eps, offset, BLOCK=block, num_warps=_warps(block))
     return y, rstd
 
 
 def backward(
-    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offset: float, weight_grad: bool
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    offset: float,
+    weight_grad: bool,
+    residual_grad: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """As `rms_norm.backward`; dy and x are contiguous."""
+    """As `rms_norm.backward`; all tensors are contiguous."""
     size, count = x.shape[-1], rstd.numel()
     dx = torch.empty_like(x)
     rows = -(-count // 1024) if weight_grad else 1
@@ -62,8 +76,9 @@ def backward(
     dw = torch.empty(programs, size, dtype=torch.float32, device=x.device) if weight_grad else rstd
     block = triton.next_power_of_2(size)
     _backward[(programs,)](
-        dy, x, weight, rstd, dx, dw, count, size, offset, rows, WEIGHT=weight_grad, BLOCK=block, num_warps=_warps(block)
-    )
+        dy, x, weight, rstd, dy if residual_grad is None else residual_grad, dx, dw, count, size, offset, rows,
+        WEIGHT=weight_grad, MORE=residual_grad is not None, BLOCK=block, num_warps=_warps(block),
+    )  # fmt: skip
     return dx, dw.sum(0).to(weight.dtype) if weight_grad else None
 
 

@@ -1,13 +1,14 @@
-"""The fast path of decoder layers: transformers' own attention, MLP and norm modules, given a class that computes the
-same with fewer and larger operations (models.fused, kernels). Parameters stay where they are.
+"""The fast path: transformers' own decoder layers, attention and norm modules, given a class that computes the same
+with fewer and larger operations (models.fused, kernels). Parameters stay where they are.
 
 A module takes its own class's way wherever the fast one can't serve a call: no packed batch, an adapter that is not
-plain LoRA.
+plain LoRA. A layer whose attention or MLP somebody hooked calls them, so that the hooks run.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -19,7 +20,9 @@ from pronghorn.data.batch import PackedBatch
 from pronghorn.kernels.glu import Activation
 from pronghorn.kernels.rms_norm import rms_norm
 from pronghorn.kernels.rope import Heads
-from pronghorn.models.fused import AttentionParts, MLPParts, attention, mlp
+from pronghorn.memory.plan import Policy
+from pronghorn.models import fused
+from pronghorn.models.fused import AttentionParts, LayerParts, MLPParts, Norm
 from pronghorn.models.merged import LinearGroup, state
 from pronghorn.models.merged import refusal as linears_refusal
 
@@ -33,6 +36,8 @@ NORM_OFFSETS = {"LlamaRMSNorm": 0.0, "MistralRMSNorm": 0.0, "Qwen2RMSNorm": 0.0,
 NORM_OFFSETS |= {"Qwen3MoeRMSNorm": 0.0, "MixtralRMSNorm": 0.0, "OlmoeRMSNorm": 0.0, "GptOssRMSNorm": 0.0}
 NORM_OFFSETS |= {"Gemma3RMSNorm": 1.0}
 """The norm classes that the kernel computes, and what each adds to its weight."""
+LAYERS = {f"{family}DecoderLayer" for family in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma3")}
+"""The layers that are computed as one function."""
 
 
 ATTENTION = (("q_proj", "k_proj", "v_proj"), ("o_proj",))
@@ -43,7 +48,7 @@ MLP = (("gate_proj", "up_proj"), ("down_proj",))
 def refusal(model: Any, autocast: torch.dtype | None) -> str | None:
     """Why the fast path can't serve a causal LM as it is now (under autocast in that dtype), or None."""
     config, dtype = model.config, autocast or model.get_input_embeddings().weight.dtype
-    if _activation(config) not in ACTIVATIONS and any(_is_dense(layer) for layer in model.base_model.layers):
+    if _activation(config) not in ACTIVATIONS and any(_is_whole(layer) for layer in model.base_model.layers):
         return f"activation {_activation(config)!r} has no kernel"
     if not _turns(config):
         return f"head_dim {head_dim(config)} is no power of two"
@@ -53,7 +58,7 @@ def refusal(model: Any, autocast: torch.dtype | None) -> str | None:
             return f"{norm} has no kernel"
         if _norms_all_heads(layer.self_attn):
             return "q_norm is over all heads at once"
-        blocks = [(layer.self_attn, ATTENTION), *([(layer.mlp, MLP)] if _is_dense(layer) else [])]
+        blocks = [(layer.self_attn, ATTENTION), *([(layer.mlp, MLP)] if _is_whole(layer) else [])]
         for module, groups in blocks:
             for names in groups:
                 reason = linears_refusal([getattr(module, name) for name in names], dtype)
@@ -73,8 +78,8 @@ def enable(model: Any, backend: Backend) -> list[tuple[nn.Module, type[nn.Module
     for layer in model.base_model.layers:
         if _turns(model.config) and not _norms_all_heads(layer.self_attn):
             classes[layer.self_attn] = functools.partial(_attention_class, backend=backend)
-        if _activation(model.config) in ACTIVATIONS and _is_dense(layer):
-            classes[layer.mlp] = _mlp_class
+            if _is_whole(layer) and _activation(model.config) in ACTIVATIONS:
+                classes[layer] = functools.partial(_layer_class, backend=backend)
     changed = [(module, type(module)) for module in classes]
     for module, fast_class in classes.items():
         module.__class__ = fast_class(type(module))
@@ -86,6 +91,11 @@ def disable(changed: list[tuple[nn.Module, type[nn.Module]]]) -> None:
     for module, original in changed:
         module.__class__ = original
         module.__dict__.pop("_pronghorn_parts", None)
+
+
+def is_fused(layer: nn.Module) -> bool:
+    """Whether a decoder layer computed its last packed batch as one function, without calling its modules."""
+    return layer.__dict__.get("_pronghorn_parts", (None,))[-1] is not None
 
 
 @functools.cache
@@ -119,30 +129,48 @@ def _attention_class(original: Any, backend: Backend) -> type[nn.Module]:
             more = {} if packed is None else {"packed": packed}
             return plain(self, hidden_states, position_embeddings, attention_mask, *args, **more, **kwargs)
         assert position_embeddings is not None and packed is not None
-        tokens = hidden_states.shape[0] * hidden_states.shape[1]
-        cos, sin = (x.reshape(-1, x.shape[-1]).expand(tokens, -1) for x in position_embeddings)
+        cos, sin = _rows(position_embeddings, hidden_states)
         if cos.shape[1] < self.head_dim:  # gpt-oss gives one of the equal halves
             cos, sin = torch.cat([cos, cos], 1), torch.cat([sin, sin], 1)
         x = hidden_states.flatten(0, 1).to(_compute_dtype(hidden_states))
         with _without_autocast(x):
-            return attention(x, cos, sin, packed, parts).view_as(hidden_states), None
+            return fused.attention(x, cos, sin, packed, parts).view_as(hidden_states), None
 
     return _subclass(original, forward)
 
 
 @functools.cache
-def _mlp_class(original: Any) -> type[nn.Module]:
+def _layer_class(original: Any, backend: Backend) -> type[nn.Module]:
     plain: Any = original.forward
 
-    def forward(self: Any, x: Tensor) -> Tensor:
-        parts = _mlp_parts(self, x)
+    @functools.wraps(plain)
+    def forward(
+        self: Any,
+        hidden_states: Tensor,
+        *args: Any,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        packed: PackedBatch | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        parts = None
+        if packed is not None and position_embeddings is not None and not _watched(self):
+            parts = _layer_parts(self, hidden_states, backend)
         if parts is None:
-            return plain(self, x)
-        flat = x.flatten(0, -2).to(_compute_dtype(x))
-        with _without_autocast(x):
-            return mlp(flat, parts).view_as(x)
+            kwargs |= {"position_embeddings": position_embeddings} | ({} if packed is None else {"packed": packed})
+            return plain(self, hidden_states, *args, **kwargs)
+        assert position_embeddings is not None and packed is not None
+        cos, sin = _rows(position_embeddings, hidden_states)
+        policy = self.__dict__.get("_pronghorn_policy", Policy.KEEP)
+        with _without_autocast(hidden_states):
+            x = hidden_states.flatten(0, 1).contiguous()
+            return fused.layer(x, cos, sin, packed, parts, _compute_dtype(hidden_states), policy).view_as(hidden_states)
 
     return _subclass(original, forward)
+
+
+def _watched(module: Any) -> bool:
+    """Whether somebody hooked the modules that a fused layer doesn't call."""
+    return any(part._forward_hooks or part._forward_pre_hooks for part in (module.self_attn, module.mlp))
 
 
 def _subclass(original: type[nn.Module], forward: Any) -> type[nn.Module]:
@@ -153,46 +181,82 @@ def _subclass(original: type[nn.Module], forward: Any) -> type[nn.Module]:
 
 def _attention_parts(module: Any, x: Tensor, backend: Backend) -> AttentionParts | None:
     """The module's parts, or None where this call isn't for the fast way."""
+    weights = [norm.weight for norm in _head_norms(module)] + ([module.sinks] if hasattr(module, "sinks") else [])
+    return _parts(
+        module, [(module, ATTENTION)], weights, x, lambda *linears: _make_attention(module, backend, *linears)
+    )
 
-    def make(linears: list[nn.Module]) -> AttentionParts:
-        norm = getattr(module, "q_norm", None)
-        heads = Heads(
-            query=module.config.num_attention_heads,
-            key_value=module.config.num_key_value_heads,
-            dim=module.head_dim,
-            query_norm=None if norm is None else norm.weight,
-            key_norm=None if norm is None else module.k_norm.weight,
-            eps=0.0 if norm is None else _eps(norm),
-            offset=0.0 if norm is None else NORM_OFFSETS[type(norm).__name__],
+
+def _layer_parts(module: Any, x: Tensor, backend: Backend) -> LayerParts | None:
+    """The whole layer's parts, or None where this call isn't for the fast way."""
+    attention, mlp = module.self_attn, module.mlp
+    gemma = hasattr(module, "pre_feedforward_layernorm")
+    names = ["input_layernorm", "pre_feedforward_layernorm" if gemma else "post_attention_layernorm"]
+    names += ["post_attention_layernorm", "post_feedforward_layernorm"] if gemma else []
+    norms = [getattr(module, name) for name in names]
+
+    def make(qkv: LinearGroup, out: LinearGroup, gate_up: LinearGroup, down: LinearGroup) -> LayerParts:
+        before, *after = ([_make_norm(norm) for norm in norms[i : i + 2]] for i in range(0, len(norms), 2))
+        return LayerParts(
+            _make_attention(attention, backend, qkv, out),
+            MLPParts(gate_up, down, ACTIVATIONS[_activation(attention.config)]),
+            (before[0], before[1]),
+            (after[0][0], after[0][1]) if after else None,
         )
-        of_all = getattr(module.config, "sliding_window", None)  # where layers don't differ (Mistral)
-        window = getattr(module, "sliding_window", of_all)
-        groups = LinearGroup(linears[:3]), LinearGroup(linears[3:])
-        sinks = getattr(module, "sinks", None)
-        return AttentionParts(*groups, heads, module.scaling, window, backend, sinks)
 
-    return _parts(module, ATTENTION, x, make)
+    weights = [norm.weight for norm in (*norms, *_head_norms(attention))]
+    return _parts(module, [(attention, ATTENTION), (mlp, MLP)], weights, x, make)
 
 
-def _mlp_parts(module: Any, x: Tensor) -> MLPParts | None:
-    def make(linears: list[nn.Module]) -> MLPParts:
-        return MLPParts(LinearGroup(linears[:2]), LinearGroup(linears[2:]), ACTIVATIONS[_activation(module.config)])
+def _make_attention(module: Any, backend: Backend, qkv: LinearGroup, out: LinearGroup) -> AttentionParts:
+    config, norms = module.config, [_make_norm(norm) for norm in _head_norms(module)]
+    heads = Heads(
+        query=config.num_attention_heads,
+        key_value=config.num_key_value_heads,
+        dim=module.head_dim,
+        query_norm=norms[0].weight if norms else None,
+        key_norm=norms[1].weight if norms else None,
+        eps=norms[0].eps if norms else 0.0,
+        offset=norms[0].offset if norms else 0.0,
+    )
+    of_all = getattr(config, "sliding_window", None)  # where layers don't differ (Mistral)
+    window = getattr(module, "sliding_window", of_all)
+    return AttentionParts(qkv, out, heads, module.scaling, window, backend, getattr(module, "sinks", None))
 
-    return _parts(module, MLP, x, make)
+
+def _head_norms(attention: Any) -> list[Any]:
+    return [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
 
 
-def _parts(module: Any, groups: tuple[tuple[str, ...], ...], x: Tensor, make: Any) -> Any:
-    """The parts kept on the module; made again where its linears are others (an adapter was put around them) or in
-    another state."""
-    linears: list[nn.Module] = [getattr(module, name) for names in groups for name in names]
-    now = (_compute_dtype(x), state(linears))
+def _make_norm(module: Any) -> Norm:
+    return Norm(module.weight, _eps(module), NORM_OFFSETS[type(module).__name__])
+
+
+def _parts(
+    module: Any,
+    groups: list[tuple[Any, tuple[tuple[str, ...], ...]]],
+    weights: list[Tensor],
+    x: Tensor,
+    make: Callable[..., Any],
+) -> Any:
+    """The parts kept on the module; made again where its linears or norms' weights are others (an adapter was put
+    around them) or in another state."""
+    found = [[getattr(owner, name) for name in names] for owner, sets in groups for names in sets]
+    linears = [linear for group in found for linear in group]
+    now, made_of = (_compute_dtype(x), state(linears)), [*linears, *weights]
     kept = module.__dict__.get("_pronghorn_parts")
-    if kept is None or kept[1] != now or any(a is not b for a, b in zip(kept[0], linears, strict=True)):
-        first = len(groups[0])
-        refused = linears_refusal(linears[:first], now[0]) or linears_refusal(linears[first:], now[0])
-        kept = linears, now, None if refused else make(linears)
+    if kept is None or kept[1] != now or any(a is not b for a, b in zip(kept[0], made_of, strict=True)):
+        refused = any(linears_refusal(group, now[0]) for group in found)
+        kept = made_of, now, None if refused else make(*(LinearGroup(group) for group in found))
         module.__dict__["_pronghorn_parts"] = kept
     return kept[2]
+
+
+def _rows(position_embeddings: tuple[Tensor, Tensor], hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin [T, D], a row a token."""
+    tokens = hidden_states.shape[0] * hidden_states.shape[1]
+    cos, sin = (x.reshape(-1, x.shape[-1]).expand(tokens, -1) for x in position_embeddings)
+    return cos, sin
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
@@ -218,9 +282,9 @@ def _turns(config: Any) -> bool:
     return dim >= 16 and dim & (dim - 1) == 0
 
 
-def _is_dense(layer: Any) -> bool:
-    """Whether the layer's MLP is one, not a block of experts."""
-    return hasattr(layer.mlp, "gate_proj")
+def _is_whole(layer: Any) -> bool:
+    """Whether the layer is computed as one function, its MLP with it."""
+    return type(layer).__name__ in LAYERS
 
 
 def _norms_all_heads(attention: Any) -> bool:

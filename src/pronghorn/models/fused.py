@@ -1,10 +1,13 @@
-"""Attention and MLP of a decoder layer as one autograd function each: what runs is written out, forward and backward.
+"""A decoder layer as one autograd function: what runs is written out, forward and backward.
 
-    attention   q·k·v in one product → RoPE (and qk-norm) → packed attention → o
-    mlp         gate·up in one product → gated activation → down
+    h   = x + attention(norm(x))    q·k·v in one product → RoPE (and qk-norm) → packed attention → o
+    out = h + mlp(norm(h))          gate·up in one product → gated activation → down
 
-Kept for the backward: the input, q·k·v, attention's output and its log-sum-exp; the input and gate·up. The activation
-is computed again. Source of the gradients: the formulas in `kernels` and `models.merged`.
+Gemma 3 has two norms more, on what is added. Layers with another MLP (experts) have the attention half alone.
+
+Kept for the backward: x and h with their norms' results, q·k·v, attention's output and log-sum-exp, gate·up. The
+activation is computed again; so are, as the layer's policy says, the norms' results and gate·up. Source of the
+gradients: the formulas in `kernels` and `models.merged`.
 """
 
 from __future__ import annotations
@@ -18,8 +21,10 @@ from torch import Tensor
 from pronghorn.attention import explicit
 from pronghorn.attention.backends import Backend
 from pronghorn.data.batch import PackedBatch
-from pronghorn.kernels import glu, rope
+from pronghorn.kernels import glu, residual, rms_norm, rope
+from pronghorn.kernels.residual import LowRank
 from pronghorn.kernels.rope import Heads
+from pronghorn.memory.plan import Policy
 from pronghorn.models.merged import LinearGroup, Operands, read
 
 
@@ -46,17 +51,52 @@ class MLPParts:
     activation: glu.Activation
 
 
+@dataclass(frozen=True)
+class Norm:
+    """An RMSNorm's weight [H] and numbers."""
+
+    weight: Tensor
+    eps: float
+    offset: float
+
+    def forward(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(y in `dtype`, r); see `kernels.rms_norm`."""
+        return rms_norm.forward(x, self.weight, self.eps, self.offset, dtype)
+
+    def backward(
+        self, dy: Tensor, x: Tensor, rstd: Tensor, residual_grad: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """(dx, dw or None); see `kernels.rms_norm`."""
+        return rms_norm.backward(dy, x, self.weight, rstd, self.offset, self.weight.requires_grad, residual_grad)
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """A whole layer."""
+
+    attention: AttentionParts
+    mlp: MLPParts
+    before: tuple[Norm, Norm]
+    """Of what attention and MLP are given."""
+    after: tuple[Norm, Norm] | None
+    """Of what they add to the residual stream, where the family has such."""
+
+
 def attention(x: Tensor, cos: Tensor, sin: Tensor, packed: PackedBatch, parts: AttentionParts) -> Tensor:
     """x, y: [T, H], in the dtype of the products; cos, sin: [T, D]."""
-    qkv, out = read([parts.qkv, parts.out], x.dtype)
+    linears = read([parts.qkv, parts.out], x.dtype)
     norms = parts.heads.query_norm, parts.heads.key_norm
-    return _Attention.apply(x, cos, sin, packed, parts, qkv, out, *norms, parts.sinks, *qkv.trained, *out.trained)
+    return _Attention.apply(x, cos, sin, packed, parts, linears, *norms, parts.sinks, *_trained(linears))
 
 
-def mlp(x: Tensor, parts: MLPParts) -> Tensor:
-    """x, y: [T, H], in the dtype of the products."""
-    gate_up, down = read([parts.gate_up, parts.down], x.dtype)
-    return _MLP.apply(x, parts.activation, gate_up, down, *gate_up.trained, *down.trained)
+def layer(
+    x: Tensor, cos: Tensor, sin: Tensor, packed: PackedBatch, parts: LayerParts, dtype: torch.dtype, policy: Policy
+) -> Tensor:
+    """x, y: [T, H], contiguous; cos, sin: [T, D]; products are in `dtype`."""
+    linears = read([parts.attention.qkv, parts.attention.out, parts.mlp.gate_up, parts.mlp.down], dtype)
+    norms = [norm.weight for norm in (*parts.before, *(parts.after or ()))]
+    norms += [parts.attention.heads.query_norm, parts.attention.heads.key_norm, parts.attention.sinks]
+    return _Layer.apply(x, cos, sin, packed, parts, policy, linears, *norms, *_trained(linears))
 
 
 class _Attention(torch.autograd.Function):
@@ -68,59 +108,177 @@ class _Attention(torch.autograd.Function):
         sin: Tensor,
         packed: PackedBatch,
         parts: AttentionParts,
-        qkv_linears: Operands,
-        out_linear: Operands,
+        linears: list[Operands],
         *_: Tensor | None,
     ) -> Tensor:
-        qkv, xa = qkv_linears.forward(x)
-        q, k, v = rope.forward(qkv, cos, sin, parts.heads)
-        mixed, state = explicit.forward(q, k, v, packed, parts.scale, parts.window, parts.backend, parts.sinks)
-        y, mixed_a = out_linear.forward(mixed.flatten(1))
-        ctx.save_for_backward(x, cos, sin, qkv, mixed, *state, xa, mixed_a)
-        ctx.packed, ctx.parts, ctx.linears = packed, parts, (qkv_linears, out_linear)
-        return y
+        y, low_rank, kept = _attention_forward(x, cos, sin, packed, parts, linears)
+        ctx.save_for_backward(x, cos, sin, *kept)
+        ctx.packed, ctx.parts, ctx.linears = packed, parts, linears
+        return _whole(y, low_rank)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        x, cos, sin, qkv, mixed, *state, xa, mixed_a = ctx.saved_tensors
-        parts: AttentionParts = ctx.parts
-        qkv_linears, out_linear = ctx.linears
-        heads = parts.heads
-        d_mixed, dya = out_linear.input_grad(dy)
-        out_grads = out_linear.gradients(dy, dya, mixed.flatten(1), mixed_a)
-        if heads.query_norm is None:
-            (q, k, v), raw = heads.split(qkv), None
-        else:
-            (q, k, v), raw = rope.forward(qkv, cos, sin, heads), qkv
-        options = ctx.packed, parts.scale, parts.window, parts.backend, parts.sinks
-        dqkv, d_sinks = explicit.backward(d_mixed.view_as(mixed), q, k, v, mixed, state, *options)
-        dqkv, *norm_grads = rope.backward_(dqkv, cos, sin, heads, raw, any(ctx.needs_input_grad[7:9]))
-        dx, dya = qkv_linears.input_grad(dqkv, ctx.needs_input_grad[0])
-        return dx, *(None,) * 6, *norm_grads, d_sinks, *qkv_linears.gradients(dqkv, dya, x, xa), *out_grads
+        x, cos, sin, *kept = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[0]
+        dx, gradients = _attention_backward(dy, x, cos, sin, kept, ctx.packed, ctx.parts, ctx.linears, wanted)
+        return dx, *(None,) * 5, *gradients
 
 
-class _MLP(torch.autograd.Function):
+class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, activation: glu.Activation, gate_up_linears: Operands, down_linear: Operands, *_: Tensor
+        ctx: Any,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        packed: PackedBatch,
+        parts: LayerParts,
+        policy: Policy,
+        linears: list[Operands],
+        *_: Tensor | None,
     ) -> Tensor:
-        gate_up, low_rank = gate_up_linears.parts(x)
-        if low_rank is None:
-            xa, a = None, glu.forward(gate_up, activation)
-        else:
-            xa, a = low_rank[0], glu.forward_with_low_rank_(gate_up, *low_rank, activation)
-        y, a_a = down_linear.forward(a)
-        ctx.save_for_backward(x, gate_up, xa, a_a)
-        ctx.activation, ctx.linears = activation, (gate_up_linears, down_linear)
-        return y
+        dtype = linears[0].dtype
+        normed, rstd = parts.before[0].forward(x, dtype)
+        y, low_rank, kept = _attention_forward(normed, cos, sin, packed, parts.attention, linears[:2])
+        h, after = _add(x, y, low_rank, parts.after and parts.after[0])
+        h_normed, h_rstd = parts.before[1].forward(h, dtype)
+        a, gate_up, xa = _gate_up(h_normed, parts.mlp, linears[2])
+        y, low_rank = linears[3].parts(a)
+        a_a = low_rank and low_rank[0]
+        del a
+        out, h_after = _add(h, y, low_rank, parts.after and parts.after[1])
+        keep = policy not in (Policy.RECOMPUTE_CHEAP, Policy.RECOMPUTE_MLP)
+        large = (
+            normed if keep else None,
+            h_normed if keep else None,
+            None if policy is Policy.RECOMPUTE_MLP else gate_up,
+        )
+        ctx.save_for_backward(x, rstd, *after, h, h_rstd, *h_after, xa, a_a, *large, cos, sin, *kept)
+        ctx.packed, ctx.parts, ctx.linears = packed, parts, linears
+        return out
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        x, gate_up, xa, a_a = ctx.saved_tensors
-        gate_up_linears, down_linear = ctx.linears
-        da, dya = down_linear.input_grad(dy)
-        d_gate_up = glu.backward_(da, gate_up, ctx.activation)
-        down_grads = down_linear.gradients(dy, dya, da, a_a)  # da holds the activation now
-        del da
-        dx, dya = gate_up_linears.input_grad(d_gate_up, ctx.needs_input_grad[0])
-        return dx, *(None,) * 3, *gate_up_linears.gradients(d_gate_up, dya, x, xa), *down_grads
+    def backward(ctx: Any, d_out: Tensor) -> Any:
+        x, rstd, y, y_rstd, h, h_rstd, h_y, h_y_rstd, xa, a_a, *rest = ctx.saved_tensors
+        normed, h_normed, gate_up, cos, sin, *kept = rest
+        parts: LayerParts = ctx.parts
+        linears, dtype = ctx.linears, ctx.linears[0].dtype
+        norms = [*parts.before, *(parts.after or ())]
+        d_norms: list[Tensor | None] = [None] * len(norms)
+        d_out = d_out.contiguous()
+
+        dy = d_out
+        if parts.after is not None:
+            dy, d_norms[3] = norms[3].backward(d_out, h_y, h_y_rstd)
+        if h_normed is None:
+            h_normed = norms[1].forward(h, dtype)[0]
+        donated = gate_up is None or _freed_after()
+        if gate_up is None:
+            gate_up = _gate_up(h_normed, parts.mlp, linears[2])[1]
+        d_normed, mlp_grads = _mlp_backward(dy.to(dtype), h_normed, gate_up, donated, xa, a_a, parts.mlp, linears[2:])
+        dh, d_norms[1] = norms[1].backward(d_normed, h, h_rstd, d_out)
+        del d_normed, h_normed, gate_up
+
+        dy = dh
+        if parts.after is not None:
+            dy, d_norms[2] = norms[2].backward(dh, y, y_rstd)
+        if normed is None:
+            normed = norms[0].forward(x, dtype)[0]
+        wanted = ctx.needs_input_grad[0] or norms[0].weight.requires_grad
+        dx, gradients = _attention_backward(
+            dy.to(dtype), normed, cos, sin, kept, ctx.packed, parts.attention, linears[:2], wanted
+        )
+        if dx is not None:
+            dx, d_norms[0] = norms[0].backward(dx, x, rstd, dh)
+        return dx, *(None,) * 6, *d_norms, *gradients, *mlp_grads
+
+
+def _attention_forward(
+    x: Tensor, cos: Tensor, sin: Tensor, packed: PackedBatch, parts: AttentionParts, linears: list[Operands]
+) -> tuple[Tensor, LowRank | None, tuple[Tensor | None, ...]]:
+    """(o's product, what its adapter adds, what the backward needs) of x [T, H]."""
+    qkv, xa = linears[0].forward(x)
+    q, k, v = rope.forward(qkv, cos, sin, parts.heads)
+    mixed, state = explicit.forward(q, k, v, packed, parts.scale, parts.window, parts.backend, parts.sinks)
+    y, low_rank = linears[1].parts(mixed.flatten(1))
+    return y, low_rank, (qkv, mixed, xa, low_rank and low_rank[0], *state)
+
+
+def _attention_backward(
+    dy: Tensor,
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    kept: list[Tensor],
+    packed: PackedBatch,
+    parts: AttentionParts,
+    linears: list[Operands],
+    wanted: bool,
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """(dx if wanted, the gradients of q's and k's norms, of the sinks and of all that is trained)."""
+    qkv, mixed, xa, mixed_a, *state = kept
+    heads = parts.heads
+    d_mixed, dya = linears[1].input_grad(dy)
+    out_grads = linears[1].gradients(dy, dya, mixed.flatten(1), mixed_a)
+    if heads.query_norm is None:
+        (q, k, v), raw = heads.split(qkv), None
+    else:
+        (q, k, v), raw = rope.forward(qkv, cos, sin, heads), qkv
+    options = packed, parts.scale, parts.window, parts.backend, parts.sinks
+    dqkv, d_sinks = explicit.backward(d_mixed.view_as(mixed), q, k, v, mixed, state, *options)
+    norm_grad = any(norm is not None and norm.requires_grad for norm in (heads.query_norm, heads.key_norm))
+    dqkv, *norm_grads = rope.backward_(dqkv, cos, sin, heads, raw, norm_grad)
+    dx, dya = linears[0].input_grad(dqkv, wanted)
+    return dx, [*norm_grads, d_sinks, *linears[0].gradients(dqkv, dya, x, xa), *out_grads]
+
+
+def _gate_up(x: Tensor, parts: MLPParts, linear: Operands) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(the activation [T, I], gate·up [T, 2·I], x Aᵀ)."""
+    gate_up, low_rank = linear.parts(x)
+    if low_rank is None:
+        return glu.forward(gate_up, parts.activation), gate_up, None
+    return glu.forward_with_low_rank_(gate_up, *low_rank, parts.activation), gate_up, low_rank[0]
+
+
+def _mlp_backward(
+    dy: Tensor,
+    x: Tensor,
+    gate_up: Tensor,
+    donated: bool,
+    xa: Tensor | None,
+    a_a: Tensor | None,
+    parts: MLPParts,
+    linears: list[Operands],
+) -> tuple[Tensor, list[Tensor]]:
+    """(dx, the gradients of all that is trained). `donated`: gate·up may be overwritten."""
+    da, dya = linears[1].input_grad(dy)
+    d_gate_up = glu.backward_(da, gate_up, parts.activation, donated)
+    down_grads = linears[1].gradients(dy, dya, da, a_a)  # da holds the activation now
+    del da
+    dx, dya = linears[0].input_grad(d_gate_up)
+    return dx, [*linears[0].gradients(d_gate_up, dya, x, xa), *down_grads]
+
+
+def _freed_after() -> bool:
+    """Whether autograd frees what was saved after this backward pass: nobody retains the graph."""
+    retained = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return retained is not None and not retained()
+
+
+def _add(
+    x: Tensor, y: Tensor, low_rank: LowRank | None, norm: Norm | None
+) -> tuple[Tensor, tuple[Tensor | None, Tensor | None]]:
+    """(x + y with its low-rank part, normed if there is a norm; what that norm's backward needs)."""
+    if norm is None:
+        return residual.add_(y, x, low_rank), (None, None)
+    y = _whole(y, low_rank)
+    normed, rstd = norm.forward(y, y.dtype)
+    return residual.add_(normed, x, None), (y, rstd)
+
+
+def _whole(y: Tensor, low_rank: LowRank | None) -> Tensor:
+    return y if low_rank is None else y.addmm_(low_rank[0], low_rank[1].t(), alpha=low_rank[2])
+
+
+def _trained(linears: list[Operands]) -> list[Tensor]:
+    return [tensor for linear in linears for tensor in linear.trained]

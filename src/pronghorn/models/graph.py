@@ -247,7 +247,8 @@ def _aliased(backbone: nn.Module) -> Iterator[list[Tensor]]:
 def _fingerprint(backbone: Any) -> list[Any]:
     """What captured graphs rely on: where every weight lies, what is trained and kept, which adapters are on."""
     found: list[Any] = [(parameter.data_ptr(), parameter.requires_grad) for parameter in backbone.parameters()]
-    found.append(getattr(backbone.layers[0], "gradient_checkpointing", False))
+    found.append([getattr(layer, "gradient_checkpointing", False) for layer in backbone.layers])
+    found.append([layer.__dict__.get("_pronghorn_policy") for layer in backbone.layers])
     for module in backbone.modules():
         if hasattr(module, "lora_A"):
             found.append((*module.active_adapters, *module.scaling.values(), module.disable_adapters, module.merged))

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pronghorn.kernels.residual import LowRank
+
 
 @dataclass(frozen=True)
 class Adapter:
@@ -189,7 +191,7 @@ class Operands:
         xa, b, scale = low_rank
         return y.addmm_(xa, b.t(), alpha=scale), xa
 
-    def parts(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor, float] | None]:
+    def parts(self, x: Tensor) -> tuple[Tensor, LowRank | None]:
         """x Wᵀ + b, and what is to be added to it: (x Aᵀ, B, s) of s · (x Aᵀ) Bᵀ, or None without adapters."""
         bias = self.group.bias(self.bases, self.dtype)
         y = x @ self.weight.t() if bias is None else torch.addmm(bias, x, self.weight.t())
@@ -197,7 +199,7 @@ class Operands:
             return y, None
         return y, (x @ self.a.t(), self.b, self.scale)
 
-    def input_grad(self, dy: Tensor, wanted: bool = True) -> tuple[Tensor | None, Tensor | None]:
+    def input_grad(self, dy: Tensor, wanted: bool = True) -> tuple[Any, Tensor | None]:
         """(dx [T, in], if wanted; s·dy B [T, R], if there are adapters) from dy [T, N]."""
         dx = dy @ self.weight if wanted else None
         if self.a is None or self.b is None:

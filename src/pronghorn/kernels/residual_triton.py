@@ -1,0 +1,36 @@
+"""The residual sum with LoRA's part in Triton: one pass, a small product on the way."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _add(
+    y_ptr, x_ptr, xa_ptr, b_ptr, out_ptr, T, N, rank, scale, R: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    k = tl.arange(0, R)
+    inside = (rows < T)[:, None] & (cols < N)[None, :]
+    at = rows[:, None].to(tl.int64) * N + cols[None, :]
+    xa = tl.load(xa_ptr + rows[:, None] * rank + k[None, :], mask=(rows < T)[:, None] & (k < rank)[None, :], other=0.0)
+    b = tl.load(b_ptr + cols[None, :] * rank + k[:, None], mask=(k < rank)[:, None] & (cols < N)[None, :], other=0.0)
+    low = tl.dot(xa, b, input_precision="ieee")
+    y = tl.load(y_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, (x + (y + scale * low)).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def add_(y: Tensor, x: Tensor, xa: Tensor, b: Tensor, scale: float) -> Tensor:
+    """As `residual.add_`."""
+    (tokens, width), rank = y.shape, xa.shape[1]
+    out = y if y.dtype is x.dtype else torch.empty_like(x)
+    rows, cols = 16, 128  # as the low-rank kernel of `glu`
+    _add[(triton.cdiv(tokens, rows), triton.cdiv(width, cols))](
+        y, x, xa, b, out, tokens, width, rank, scale, R=max(16, triton.next_power_of_2(rank)), ROWS=rows, COLS=cols
+    )
+    return out
