@@ -161,9 +161,10 @@ def _set_recompute(model: Any, value: Checkpointing) -> None:
     if handle is None:
         recompute_layers(base_causal_lm(model), bool(value))
     else:
-        attention, metadata, layers, graph = handle.options
+        attention, metadata, layers, graph, routing = handle.options
         plan = Plan.recompute() if value else Plan.keep()
-        attach(model, plan, attention=attention, packing_metadata=metadata, layers=layers, graph=graph)
+        options: dict[str, Any] = {"layers": layers, "graph": graph, "moe_routing": routing}
+        attach(model, plan, attention=attention, packing_metadata=metadata, **options)
 
 
 def _refuse(arguments: dict[str, Any], where: str) -> None:

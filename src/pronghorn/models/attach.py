@@ -25,7 +25,7 @@ from pronghorn.attention.packed import NAME_PREFIX, Metadata, implementation
 from pronghorn.data.batch import PackedBatch
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
 from pronghorn.memory.plan import Plan, Policy
-from pronghorn.models import fast
+from pronghorn.models import experts, fast
 from pronghorn.models.families import base_causal_lm, check_config, has_experts, recompute_layers, recomputes_layers
 from pronghorn.models.graph import Graph, TrunkGraphs, graphed_class
 from pronghorn.models.head import labelled_cross_entropy
@@ -51,7 +51,7 @@ class Handle:
     model: Any
     """The transformers causal LM that was changed (not a PEFT wrapper around it)."""
     plan: Plan | None
-    options: tuple[Backend, Metadata, Layers, Graph]
+    options: tuple[Backend, Metadata, Layers, Graph, experts.Routing]
     _previous_attention: str
     original_class: type[nn.Module]
     _was_recomputing: bool
@@ -60,6 +60,8 @@ class Handle:
     """The modules with another class, and the class that they had."""
     _graphs: TrunkGraphs | None
     """The trunk's CUDA graphs, where layers are fused on CUDA."""
+    _experts: experts.ExpertLayers | None
+    """The experts of a mixture-of-experts model."""
 
     @property
     def report(self) -> list[PathTaken]:
@@ -88,6 +90,7 @@ class Handle:
             PathTaken("packed attention", path, why),
             PathTaken("packing metadata", metadata, where[metadata]),
             self._layers_path(autocast),
+            *(PathTaken(*line) for line in (() if self._experts is None else self._experts.paths(dtype))),
             self._graph_path(autocast),
             PathTaken("loss", "labelled tokens only, in chunks", "the batch knows its labelled positions"),
             PathTaken("padded batches, generate()", unpacked, "they carry a mask or a cache"),
@@ -134,6 +137,8 @@ class Handle:
             )
         self._hook.remove()
         fast.disable(self._fast)
+        if self._experts is not None:
+            self._experts.disable()
         self.model.base_model.__dict__.pop("_pronghorn_graphs", None)
         self.model.__class__ = self.original_class
         self.model.set_attn_implementation(self._previous_attention)
@@ -150,6 +155,7 @@ def attach(
     packing_metadata: Metadata = "once",
     layers: Layers = "auto",
     graph: Graph = "auto",
+    moe_routing: experts.Routing = "once",
 ) -> Handle:
     """Give a model Pronghorn's packed path. Idempotent: a second call with the same options returns the first handle.
 
@@ -162,6 +168,7 @@ def attach(
             PEFT; `auto` is fused on CUDA.
         graph: launch fused layers as CUDA graphs (`models.graph`): `on`, `off`, or `auto`, where the first steps show
             that launching takes the host as long as computing takes the device.
+        moe_routing: group the tokens of an experts' layer `once` (`models.experts`), or for ablations `loop`.
     Returns:
         The handle: `.report` tells every path taken, `.detach()` restores the model.
     Raises:
@@ -174,7 +181,9 @@ def attach(
         raise ConfigError(f"layers {layers!r} is unknown", f"use one of {', '.join(get_args(Layers))}")
     if graph not in get_args(Graph):
         raise ConfigError(f"graph {graph!r} is unknown", f"use one of {', '.join(get_args(Graph))}")
-    options = (attention, packing_metadata, layers, graph)
+    if moe_routing not in get_args(experts.Routing):
+        raise ConfigError(f"moe_routing {moe_routing!r} is unknown", f"use {' or '.join(get_args(experts.Routing))}")
+    options = (attention, packing_metadata, layers, graph, moe_routing)
     name = implementation(attention, packing_metadata)
     current: Handle | None = getattr(base, "_pronghorn_handle", None)
     if current is not None and current.options == options and plan in (None, current.plan):
@@ -188,6 +197,7 @@ def attach(
     if policy is not None:
         recompute_layers(base, policy is Policy.RECOMPUTE_LAYER)
     previous = base.config._attn_implementation
+    expert_layers = experts.enable(base, moe_routing)
     base.set_attn_implementation(name)
     hook = base.base_model.register_forward_pre_hook(_share_metadata, with_kwargs=True)
     previous_class: Any = type(base)
@@ -203,7 +213,9 @@ def attach(
         changed.append((backbone, plain))
         backbone.__class__ = graphed_class(plain)
         backbone.__dict__["_pronghorn_graphs"] = graphs
-    handle = Handle(base, plan, options, previous, previous_class, was_recomputing, hook, changed, graphs)
+    handle = Handle(
+        base, plan, options, previous, previous_class, was_recomputing, hook, changed, graphs, expert_layers
+    )
     base._pronghorn_handle = handle
     return handle
 
@@ -224,6 +236,8 @@ def _graph_refusal(model: Any, attention: Backend) -> str | None:
         return f"experts go transformers' way, {model.config._experts_implementation}, which may wait for the device"
     if any(kind in str(getattr(model.config, "rope_parameters", "")) for kind in ("dynamic", "longrope")):
         return "RoPE's frequencies depend on the longest position"
+    if getattr(model.config, "output_router_logits", False):
+        return "the loss needs the routers' logits"
     query = torch.empty(0, fast.head_dim(model.config), dtype=next(model.parameters()).dtype, device=model.device)
     way, why = choose(attention, query)
     return fast.refusal(model, None) or (None if way == "tiled" else f"attention goes {way}: {why}")
@@ -247,8 +261,13 @@ class PackedCausalLM:
         **kwargs: Any,
     ) -> Any:
         """Backbone, then the loss from labelled rows. The output has no logits: they are never built."""
-        from transformers.modeling_outputs import CausalLMOutputWithPast
+        from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
+        balanced = kwargs.get("output_router_logits")
+        if balanced is None:
+            balanced = getattr(self.config, "output_router_logits", False)
+        if balanced:
+            kwargs["output_router_logits"] = True
         kwargs |= {"packed": packed, "use_cache": False, "return_dict": True}
         outputs = self.base_model(*args, **kwargs)
         loss = labelled_cross_entropy(
@@ -260,7 +279,11 @@ class PackedCausalLM:
             softcap=getattr(self.config, "final_logit_softcapping", None),
             num_items=num_items_in_batch,
         )
-        result = CausalLMOutputWithPast(loss=loss, hidden_states=outputs.hidden_states)
+        result: Any = CausalLMOutputWithPast(loss=loss, hidden_states=outputs.hidden_states)
+        if balanced:
+            aux = experts.balancing_loss(self, outputs.router_logits, labels, packed, num_items_in_batch)
+            loss = loss + self.config.router_aux_loss_coef * aux
+            result = MoeCausalLMOutputWithPast(loss=loss, aux_loss=aux, hidden_states=outputs.hidden_states)
         return result.to_tuple() if return_dict is False else result
 
 

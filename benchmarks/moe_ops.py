@@ -1,0 +1,181 @@
+"""The parts of a mixture-of-experts layer, each against other ways of doing it, and the layer against transformers'.
+
+Random weights of Qwen3-30B-A3B's and gpt-oss-20b's shapes, bfloat16. The gate comes first: ours must be as near to
+float32 as transformers' eager experts are, forward and backward, or nothing is timed.
+
+    python benchmarks/moe_ops.py --out moe_ops.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssExperts
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeExperts
+
+from pronghorn.bench.record import measure_ceilings
+from pronghorn.bench.timing import CudaClock, HostClock
+from pronghorn.bench.tolerance import three_way
+from pronghorn.device import device_name, versions
+from pronghorn.kernels import moe_glu, moe_rows
+from pronghorn.kernels.grouped_gemm import choose, multiply, outer
+from pronghorn.models import experts as ours
+from pronghorn.moe.route import route, route_by_sort
+
+SHAPES = {"qwen3-30b-a3b": (128, 8, 2048, 768), "gpt-oss-20b": (32, 4, 2880, 2880)}
+TILES = ((128, 128, 64, 8, 3), (128, 256, 64, 8, 3), (128, 128, 64, 4, 4), (64, 128, 64, 4, 4), (64, 256, 64, 8, 4))
+RANK = 16
+Cases = dict[str, tuple[Callable[[], Any], float]]
+"""What is timed, and its bytes (below 0: its operations; 0: neither)."""
+
+
+def make(name: str, sizes: tuple[int, int, int, int], tokens: int, device: str) -> tuple[Any, Tensor, Tensor, Tensor]:
+    """(experts module, x, top-k indices, top-k weights)."""
+    count, k, hidden, width = sizes
+    torch.manual_seed(0)
+    if name.startswith("qwen3"):
+        config: Any = Qwen3MoeConfig(num_experts=count, hidden_size=hidden, moe_intermediate_size=width)
+    else:
+        config = GptOssConfig(num_local_experts=count, hidden_size=hidden, intermediate_size=width)
+    module: Any = (Qwen3MoeExperts if name.startswith("qwen3") else GptOssExperts)(config)
+    module = module.to(device, torch.bfloat16).requires_grad_(False)
+    for parameter in module.parameters():
+        parameter.normal_(0, 0.02)
+    x = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16).requires_grad_()
+    top = torch.randn(tokens, count, device=device).softmax(-1).topk(k)
+    return module, x, top.indices, (top.values / top.values.sum(-1, keepdim=True)).requires_grad_()
+
+
+def run(call: Any, module: Any, way: str, x: Tensor, index: Tensor, w: Tensor, dy: Tensor | None) -> list[Tensor]:
+    """The layer by one of the registered ways; with dy, its gradients too (an adapter's as well)."""
+    module.config._experts_implementation = way
+    out = call(x, index, w)
+    trained = [parameter for parameter in call.parameters() if parameter.requires_grad]
+    return [out] if dy is None else [out, *torch.autograd.grad(out, [x, w, *trained], dy)]
+
+
+def gate(module: Any, x: Tensor, index: Tensor, w: Tensor) -> tuple[bool, list[Any]]:
+    """Errors and limits of output, dx and dw on the first tokens, with float32 eager experts as the truth."""
+    x, index, w = (part[:512].detach() for part in (x, index, w))
+    dy, results = torch.randn_like(x), []
+    for way, dtype in ((ours.NAME, x.dtype), ("eager", x.dtype), ("eager", torch.float32)):
+        given = [part.to(dtype).requires_grad_() for part in (x, w)]
+        results.append(run(module.to(dtype), module, way, given[0], index, given[1], dy.to(dtype)))
+    module.to(x.dtype)
+    checks = [three_way(*parts) for parts in zip(*results, strict=True)]
+    return all(error <= limit for check in checks for error, limit in check.values()), checks
+
+
+def parts(module: Any, x: Tensor, index: Tensor, w: Tensor) -> Cases:
+    """Routing, rows and products, apart."""
+    count, plain, w, cuda = module.num_experts, x.detach(), w.detach(), x.is_cuda
+    routing = route(index, count)
+    offsets, tokens, owners = routing.offsets, routing.tokens, routing.experts
+    w1, w2 = (weight if module.is_transposed else weight.transpose(1, 2) for weight in ours.weights(module))
+    b1, b2 = (getattr(module, f"{name}_proj_bias", None) for name in ("gate_up", "down"))
+    (width, hidden), rows, form = w2.shape[1:], len(tokens), ours.gate(module)
+    h, d, y = (torch.randn(rows, size, device=x.device, dtype=x.dtype) for size in (2 * width, width, hidden))
+    both = 2.0 * (rows + len(x)) * hidden
+    found: Cases = {
+        "route": (partial(route, index, count), 0),
+        "route: by sort": (partial(route_by_sort, index, count), 0),
+        "route: sort and bincount": (lambda: (index.flatten().sort(stable=True), index.flatten().bincount()), 0),
+        "route: loop of where": (lambda: [torch.where(index == e) for e in range(count)], 0),
+        "gather": (partial(moe_rows.gather, plain, tokens), both),
+        "gather: x[rows]": (lambda: plain[tokens], both),
+        "combine": (partial(moe_rows.combine, y, routing.inverse, w, b2, index), both),
+        "gate": (partial(moe_glu.forward, h, form, b1, owners), 6.0 * rows * width),
+        "gate back": (partial(moe_glu.backward_, d, h, w, routing.slots, form, b1, owners), 12.0 * rows * width),
+    }
+    best, _ = choose(x.device, x.dtype, (hidden, width))
+    products = {"gate_up": (y, w1), "down": (d, w2), "d down": (y, w2.mT), "d gate_up": (h, w1.mT)}
+    for name, (many, weight) in products.items():
+        operations = -2.0 * rows * weight.shape[1] * weight.shape[2]
+        found[f"{name}: {best}"] = partial(multiply, many, weight, offsets, best), operations
+        if cuda:
+            from pronghorn.kernels import grouped_gemm_triton as triton
+
+            given = (plain, weight, offsets, tokens) if many is y else (many, weight, offsets, None)
+            for tile in TILES:  # the products of y's width gather
+                work = partial(triton.multiply, *given, None, 1.0, triton.Tile(*tile))
+                found[f"{name}: triton {tile}"] = work, operations
+    a, b, thin = (torch.randn(*s, device=x.device, dtype=x.dtype) for s in
+                  ((count, RANK, hidden), (count, 2 * width, RANK), (rows, RANK)))  # fmt: skip
+    way: Any = "triton" if cuda else "loop"
+    more: Any = {"dtype": torch.float32}
+    found["lora x A"] = partial(multiply, plain, a.mT, offsets, way, rows=tokens), both
+    found["lora + xa B"] = partial(multiply, thin, b.mT, offsets, way, out=h), 8.0 * rows * width
+    found["lora dA"] = partial(outer, thin, plain, offsets, way, y_rows=tokens, **more), both
+    found["lora dB"] = partial(outer, h, thin, offsets, way, **more), 4.0 * rows * width
+    return found
+
+
+def layers(module: Any, x: Tensor, index: Tensor, w: Tensor) -> Cases:
+    """The whole layer, frozen and with PEFT's adapter, by each way."""
+    found: Cases = {}
+    dy, others = torch.randn_like(x), ["eager", *(["grouped_mm"] if x.is_cuda else [])]
+    for way in (ours.NAME, *others):
+        for name, grad in (("forward", None), ("forward and backward", dy)):
+            found[f"layer {name}: {way}"] = partial(run, module, module, way, x, index, w, grad), 0
+    holder = nn.ModuleDict({"experts": module})
+    targets = [f"experts.{name}" for name in ("gate_up_proj", "down_proj")]
+    adapted = get_peft_model(holder, LoraConfig(r=RANK, target_modules=[], target_parameters=targets))  # type: ignore
+    wrapper: Any = adapted.base_model.model["experts"]
+    for each in ours.wrappers(adapted):  # hands A and B over to our way only: others fold, as PEFT does
+        each.__class__ = ours.wrapper_class(type(each))
+    for way in (ours.NAME, *others):
+        found[f"layer with LoRA: {way}"] = partial(run, wrapper, module, way, x, index, w, dy), 0
+    return found
+
+
+def milliseconds(work: Callable[[], Any], clock: Any, repeats: int) -> float:
+    """The median of some calls, each behind enough waiting that the host has launched it by then."""
+    times = []
+    for repeat in range(repeats + 3):
+        if isinstance(clock, CudaClock):
+            torch.cuda._sleep(2_000_000)
+        start = clock.mark()
+        work()
+        times += clock.milliseconds([start, clock.mark()]) if repeat >= 3 else []
+    return statistics.median(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--divide", type=int, default=1, help="all sizes by this, to try the script on a CPU")
+    given = parser.parse_args()
+    cuda = torch.cuda.is_available()
+    clock, ceilings = (CudaClock(), measure_ceilings()) if cuda else (HostClock(), {})
+    ours.register(ALL_EXPERTS_FUNCTIONS)
+    result: dict[str, Any] = {"device": device_name(), "versions": versions(), "ceilings": ceilings, "shapes": {}}
+    for name, (e, k, h, i) in SHAPES.items():
+        sizes = max(e // given.divide, k), k, h // given.divide, i // given.divide
+        made = make(name, sizes, given.tokens, "cuda" if cuda else "cpu")
+        green, checks = gate(*made)
+        figures: dict[str, dict[str, float]] = {}
+        print(name, "gate", "green" if green else f"RED {checks}", flush=True)
+        for case, (work, amount) in {**parts(*made), **layers(*made)}.items() if green else ():
+            time = milliseconds(work, clock, given.repeats)
+            rate = abs(amount) / time * 1e3
+            figures[case] = {"ms": time, "per_s": rate}
+            shown = f"{rate / 1e12:8.2f} {'TB/s' if amount > 0 else 'TFLOP/s'}" if amount else ""
+            print(f"  {case:45} {time:9.3f} ms {shown}", flush=True)
+        result["shapes"][name] = {"green": green, "checks": checks, "tokens": given.tokens, "figures": figures}
+    given.out.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

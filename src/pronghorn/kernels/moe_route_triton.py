@@ -1,0 +1,57 @@
+"""A stable counting sort of slots by expert in Triton: count in blocks, one running sum, place. No atomics."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 128
+
+
+@triton.jit
+def _count(ids_ptr, counts_ptr, S, blocks, EXPERTS: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr):
+    block = tl.program_id(0)
+    slots = block * BLOCK + tl.arange(0, BLOCK)
+    ids = tl.load(ids_ptr + slots, mask=slots < S, other=E).to(tl.int32)
+    experts = tl.arange(0, EXPERTS)
+    counts = tl.sum((ids[:, None] == experts[None, :]).to(tl.int32), 0)
+    tl.store(counts_ptr + experts * blocks + block, counts, mask=experts < E)
+
+
+@triton.jit
+def _place(
+    ids_ptr, counts_ptr, upto_ptr, offsets_ptr, slots_ptr, tokens_ptr, experts_ptr, inverse_ptr, S, K, blocks,
+    EXPERTS: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    slots = block * BLOCK + tl.arange(0, BLOCK)
+    inside = slots < S
+    ids = tl.load(ids_ptr + slots, mask=inside, other=E).to(tl.int32)
+    experts = tl.arange(0, EXPERTS)
+    upto = tl.load(upto_ptr + experts * blocks + block, mask=experts < E, other=0)
+    before = upto - tl.load(counts_ptr + experts * blocks + block, mask=experts < E, other=0)
+    mine = (ids[:, None] == experts[None, :]).to(tl.int32)
+    rows = tl.sum(mine * (tl.cumsum(mine, 0) - 1 + before[None, :]), 1)
+    tl.store(slots_ptr + rows, slots, mask=inside)
+    tl.store(tokens_ptr + rows, slots // K, mask=inside)
+    tl.store(experts_ptr + rows, ids, mask=inside)
+    tl.store(inverse_ptr + slots, rows, mask=inside)
+    if block == blocks - 1:
+        tl.store(offsets_ptr + experts, upto, mask=experts < E)
+
+
+def route(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, ...]:
+    """As `moe.route.route_by_sort`."""
+    ids = top_k_index.contiguous()
+    size, k = ids.numel(), ids.shape[1]
+    blocks = triton.cdiv(size, BLOCK)
+    counts = torch.empty(num_experts * blocks, dtype=torch.int32, device=ids.device)
+    options = {"EXPERTS": triton.next_power_of_2(num_experts), "E": num_experts, "BLOCK": BLOCK, "num_warps": 8}
+    _count[(blocks,)](ids, counts, size, blocks, **options)
+    upto = torch.cumsum(counts, 0, dtype=torch.int32)  # expert by expert: what lies before a block's slots of one
+    offsets = counts.new_empty(num_experts)
+    slots, tokens, experts, inverse = (counts.new_empty(size) for _ in range(4))
+    _place[(blocks,)](ids, counts, upto, offsets, slots, tokens, experts, inverse, size, k, blocks, **options)
+    return offsets, slots, tokens, experts, inverse.view(top_k_index.shape)

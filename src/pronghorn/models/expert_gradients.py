@@ -1,0 +1,84 @@
+"""Experts that never train: tokens went to them, and their slice of a trained tensor had no gradient.
+
+The watch over whole tensors (`train.gradients`) can't see it, since an expert's weights and adapters are slices of one
+tensor. Only tokens that the loss depends on count: an expert without such tokens (the padded tail's may be all that it
+sees) has a zero gradient rightly, and is told apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pronghorn.models.experts import expert_modules
+
+
+@dataclass
+class RoutedTokens:
+    """How many tokens that the loss depends on went to each expert of each layer while `count_tokens` was on."""
+
+    model: nn.Module
+    counts: dict[nn.Module, Tensor] = field(default_factory=dict)
+    """int64 [E] of each experts module."""
+
+    def untrained(self) -> list[tuple[str, int, int]]:
+        """(tensor, expert, tokens) for experts that saw such tokens and whose slice has no gradient (after a backward;
+        LoRA's A has none while B is zero)."""
+        found = []
+        for name, parameter, owner in self._tensors():
+            counts = self.counts[owner].tolist()
+            largest = torch.zeros(len(counts))
+            if parameter.grad is not None:
+                gradient = parameter.grad.detach().abs()
+                # PEFT's B [out, r·E] is expert-minor; weights [E, ...] and A [E·r, in] are expert-major.
+                minor = ".lora_B." in name
+                largest = (
+                    gradient.reshape(-1, len(counts)).amax(0) if minor else gradient.reshape(len(counts), -1).amax(1)
+                )
+            found += [(name, e, n) for e, n in enumerate(counts) if n > 0 and largest[e].item() == 0]
+        return found
+
+    def idle(self) -> list[tuple[str, int]]:
+        """(module, expert) for experts that saw no such token."""
+        names = {module: name for name, module in self.model.named_modules()}
+        return [(names[m], e) for m, counts in self.counts.items() for e, n in enumerate(counts.tolist()) if n == 0]
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor, nn.Module]]:
+        """Each trained tensor of counted experts: (name, tensor, experts module)."""
+        for prefix, module in self.model.named_modules():
+            wrapped: Any = module
+            owner = wrapped.get_base_layer() if hasattr(module, "parameter_name") else module
+            if owner not in self.counts:
+                continue
+            for name, parameter in module.named_parameters(prefix, recurse=owner is not module):
+                nested = owner is not module and ".base_layer." in name.removeprefix(prefix)
+                if parameter.requires_grad and not nested:
+                    yield name, parameter, owner
+
+
+@contextmanager
+def count_tokens(model: nn.Module) -> Iterator[RoutedTokens]:
+    """Count each expert's tokens in the backwards inside the block (waits for the device: for diagnosis only)."""
+    routed = RoutedTokens(model)
+
+    def watch(module: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], out: Tensor) -> None:
+        index = keywords.get("top_k_index", keywords.get("router_indices", (*arguments, None, None)[1]))
+
+        def count(gradient: Tensor) -> None:
+            counts = torch.bincount(index[(gradient != 0).any(-1)].flatten(), minlength=module.num_experts).cpu()
+            routed.counts[module] = routed.counts.get(module, 0) + counts
+
+        if out.requires_grad:
+            out.register_hook(count)
+
+    hooks = [module.register_forward_hook(watch, with_kwargs=True) for module in expert_modules(model)]
+    try:
+        yield routed
+    finally:
+        for hook in hooks:
+            hook.remove()

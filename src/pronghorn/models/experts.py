@@ -1,0 +1,253 @@
+"""The experts of transformers' mixture-of-experts layers, computed by `moe.experts`, and PEFT's LoRA on them.
+
+transformers asks a registered function for the output of each experts module; ours groups tokens once and reads the
+parameters where they lie. PEFT adapts 3-dimensional parameters (`target_parameters`) by a wrapper that folds W + ΔW for
+all experts in every forward; `enable` gives the wrappers a class that hands A and B over instead. Names and layouts of
+what is saved stay transformers' and PEFT's: `lora_A` [E·r, in] is expert-major, `lora_B` [out, r·E] expert-minor.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from torch.nn.utils.parametrize import is_parametrized
+
+from pronghorn.data.batch import PackedBatch
+from pronghorn.data.packing import IGNORE_INDEX
+from pronghorn.errors import ConfigError, UnsupportedError
+from pronghorn.kernels.grouped_gemm import choose
+from pronghorn.kernels.moe_glu import Gate
+from pronghorn.moe.experts import Experts, LowRank, experts
+from pronghorn.moe.route import route
+
+Routing = Literal["once", "loop"]
+NAME = "pronghorn_experts"
+"""What the function is called in transformers' registry."""
+_WEIGHTS = ("gate_up_proj", "down_proj")
+_ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu_tanh", "PytorchGELUTanh": "gelu_tanh"}
+_HELD = "_pronghorn_lora"
+
+
+@dataclass(frozen=True)
+class ExpertLayers:
+    """What `enable` did to one model."""
+
+    model: Any
+    previous: str | None
+    """The experts implementation it had."""
+    wrappers: list[tuple[nn.Module, type[nn.Module]]]
+    """PEFT's wrappers with another class, and the class that they had."""
+    refused: str | None
+    """Why the experts stay transformers'."""
+
+    def paths(self, dtype: torch.dtype) -> list[tuple[str, str, str]]:
+        """(part, path, why) for the report, with products in that dtype."""
+        implementation = self.model.config._experts_implementation
+        if implementation != NAME:
+            why = self.refused or "ablation: tokens are looked up again for each expert"
+            return [("experts", f"transformers' {implementation}", why)]
+        module = next(expert_modules(self.model))
+        way, why = choose(weights(module)[0].device, dtype, _sizes(module))
+        lines = [("experts", f"routed once, products by {way}", why)]
+        adapted = list(wrappers(self.model))
+        if adapted:
+            folds = _fold_reason(adapted)
+            path = "folded into the weights by PEFT" if folds else "low-rank products beside the experts'"
+            lines.append(("expert LoRA", path, folds or "A and B are read from PEFT's parameters"))
+        return lines
+
+    def disable(self) -> None:
+        """Undo `enable`."""
+        for wrapper, original in self.wrappers:
+            wrapper.__class__ = original
+        for module in expert_modules(self.model):
+            module.__dict__.pop(_HELD, None)
+        self.model.set_experts_implementation(self.previous)
+
+
+def enable(model: Any, routing: Routing) -> ExpertLayers | None:
+    """Route a causal LM's experts `once`, or by transformers' own `loop` (for ablations); None without experts.
+
+    Raises:
+        ConfigError: `loop` for a model without experts.
+    """
+    modules = list(expert_modules(model))
+    if not modules:
+        if routing == "loop":
+            raise ConfigError("moe_routing 'loop' for a model without experts", "leave moe_routing out")
+        return None
+    refused = next((reason for reason in map(refusal, modules) if reason is not None), None)
+    layers = ExpertLayers(model, model.config._experts_implementation, [], refused)
+    if routing == "loop":
+        model.set_experts_implementation("eager")
+    elif refused is None:
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+        register(ALL_EXPERTS_FUNCTIONS)
+        model.set_experts_implementation(NAME)
+        for wrapper in list(wrappers(model)):
+            original: Any = type(wrapper)
+            layers.wrappers.append((wrapper, original))
+            wrapper.__class__ = wrapper_class(original)
+    return layers
+
+
+def register(registry: Any) -> None:
+    """Make our function known to transformers' registry of experts' implementations, under `NAME`."""
+    if NAME not in registry.valid_keys():
+        registry.register(NAME, _forward)
+
+
+def expert_modules(model: nn.Module) -> Iterator[Any]:
+    """The modules that transformers' `use_experts_implementation` made switchable."""
+    for module in model.modules():
+        if hasattr(module, "is_concatenated") and hasattr(module, "num_experts") and hasattr(module, "is_transposed"):
+            yield module
+
+
+def refusal(module: Any) -> str | None:
+    """Why a module's experts can't be computed here, or None."""
+    if not module.has_gate or getattr(module, "has_post_expert_norm", False):
+        return f"{type(module).__name__} is not gate, up and down"
+    if getattr(module, "_is_expert_parallel", False):
+        return "experts are spread over ranks"
+    if any(hasattr(weight, "device_mesh") for weight in weights(module)):
+        return "the experts are sharded"
+    if any(weight.dim() != 3 or not weight.dtype.is_floating_point for weight in weights(module)):
+        return "the experts are quantised"
+    if gate(module) is None:
+        return f"the activation of {type(module).__name__} has no kernel"
+    return None
+
+
+def _forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """What transformers calls: hidden [T, H], indices and weights [T, K]; returns [T, H]."""
+    reason = refusal(module)
+    if reason is not None:
+        raise UnsupportedError(f"since attach, {reason}", "detach, change the model, then attach again")
+    kind = hidden_states.device.type
+    (gate_up, gate_up_lora), (down, down_lora) = (_weight(module, name) for name in _WEIGHTS)
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else gate_up.dtype
+    biases = [getattr(module, f"{name}_bias") if module.has_bias else None for name in _WEIGHTS]
+    if not module.is_transposed:
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    activation = gate(module)
+    assert activation is not None
+    layer = Experts(gate_up, down, activation, biases[0], biases[1], gate_up_lora, down_lora)
+    way, _ = choose(hidden_states.device, dtype, _sizes(module))
+    with torch.autocast(kind, enabled=False):  # the function chooses every dtype itself
+        routing = route(top_k_index, module.num_experts)
+        out = experts(hidden_states.to(dtype).contiguous(), top_k_weights, routing, layer, way)
+    return out.to(hidden_states.dtype)
+
+
+def balancing_loss(
+    model: Any, router_logits: tuple[Tensor, ...], labels: Tensor, packed: PackedBatch, num_items: Tensor | int | None
+) -> Tensor:
+    """The family's own auxiliary loss (`load_balancing_loss_func` beside its class), not yet times its coefficient.
+
+    Tokens of documents without a label don't count (the padded tail is one). A batch counts by its share of the
+    labels, as its cross-entropy does, so that accumulated batches sum to one auxiliary loss, where transformers sums
+    one for each.
+
+    Args:
+        router_logits: [T, E] of each layer; labels: int64 [1, T], unshifted, -100 where nothing is predicted.
+        num_items: the labelled tokens of the accumulated batch; None for this batch's own.
+    """
+    function = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
+    if function is None:
+        raise UnsupportedError(
+            f"{type(model).__name__} has no auxiliary loss that we know", "set config.output_router_logits to false"
+        )
+    upto = pad((labels.flatten() != IGNORE_INDEX).cumsum(0), (1, 0))
+    counts = upto[packed.cu_seqlens[1:]] - upto[packed.cu_seqlens[:-1]]
+    counted = (counts > 0)[packed.document_ids]
+    aux = function(router_logits, model.num_experts, model.num_experts_per_tok, counted[None])
+    return aux if num_items is None else aux * (packed.n_labels / num_items)
+
+
+def gate(module: Any) -> Gate | None:
+    """The activation of an experts module; None for one that has no kernel."""
+    if not module.is_concatenated:  # gpt-oss: its own activation, gate and up in turns
+        known = type(module)._apply_gate.__qualname__ == "GptOssExperts._apply_gate"
+        return Gate("clamped", float(module.alpha), float(module.limit)) if known else None
+    if type(module)._apply_gate.__qualname__ != "_default_apply_gate":
+        return None
+    kind: Any = _ACTIVATIONS.get(type(module.act_fn).__name__)
+    return None if kind is None else Gate(kind)
+
+
+def weights(module: Any) -> list[Tensor]:
+    """gate_up and down as they are stored, without computing what PEFT has put around them."""
+    return [
+        module.parametrizations[name].original if is_parametrized(module, name) else getattr(module, name)
+        for name in _WEIGHTS
+    ]
+
+
+def _sizes(module: Any) -> tuple[int, ...]:
+    return tuple(size for weight in weights(module) for size in weight.shape[1:])
+
+
+def _weight(module: Any, name: str) -> tuple[Tensor, LowRank | None]:
+    """A weight as it is stored, and its adapter: handed over by our wrapper, or read from PEFT's parametrization
+    (adapters that came after attach). Several adapters at once: the weight with all of them folded in."""
+    if not is_parametrized(module, name):
+        return getattr(module, name), module.__dict__.get(_HELD, {}).get(name)
+    chain = module.parametrizations[name]
+    if len(chain) > 1 or not all(hasattr(chain[0], part) for part in ("lhs", "rhs", "scaling")):
+        return getattr(module, name), None
+    left, right = chain[0].lhs, chain[0].rhs
+    a, b = (left.transpose(1, 2), right.transpose(1, 2)) if module.is_transposed else (right, left)
+    return chain.original, LowRank(a, b, chain[0].scaling)
+
+
+def wrappers(model: nn.Module) -> Iterator[Any]:
+    """PEFT's wrappers around the weights of experts."""
+    modules = set(expert_modules(model))
+    for module in model.modules():
+        if getattr(module, "parameter_name", None) in _WEIGHTS and hasattr(module, "lora_A"):
+            wrapper: Any = module
+            if wrapper.get_base_layer() in modules:
+                yield wrapper
+
+
+def _fold_reason(adapted: list[Any]) -> str | None:
+    if any(len([a for a in wrapper.active_adapters if a in wrapper.lora_A]) > 1 for wrapper in adapted):
+        return "several adapters are active at once"
+    return None
+
+
+@functools.cache
+def wrapper_class(original: Any) -> type[nn.Module]:
+    """PEFT's ParamWrapper, but for how an adapter is made active: its A and B lie on the experts for one forward."""
+
+    @contextmanager
+    def _activate_lora(self: Any, active_adapters: list[str]) -> Iterator[None]:
+        mine = [name for name in active_adapters if name in self.lora_A]
+        module = self.get_base_layer()
+        # Another implementation of the experts would not look for the adapter.
+        if len(mine) != 1 or self.num_experts == 1 or module.config._experts_implementation != NAME:
+            with original._activate_lora(self, active_adapters):
+                yield
+            return
+        a, b = (part[mine[0]].weight for part in (self.lora_A, self.lora_B))
+        a = a.reshape(self.num_experts, -1, a.shape[1])
+        b = b.reshape(b.shape[0], -1, self.num_experts).permute(2, 0, 1)
+        held = module.__dict__.setdefault(_HELD, {})
+        held[self.parameter_name] = LowRank(a, b, self.scaling[mine[0]])
+        try:
+            yield
+        finally:
+            del held[self.parameter_name]
+
+    namespace = {"_activate_lora": _activate_lora, "__module__": original.__module__}
+    return type(original.__name__, (original,), {**namespace, "__qualname__": original.__qualname__})

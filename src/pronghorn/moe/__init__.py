@@ -1,0 +1,1 @@
+"""Mixture-of-experts layers: tokens grouped once, experts as grouped products."""

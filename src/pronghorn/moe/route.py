@@ -1,0 +1,63 @@
+"""Routing, once: which rows go to which expert, found in one pass after the router's top-k and read by every kernel.
+
+The T·K pairs of a token and one of its experts are its *slots*, numbered t·K + k. Sorted by expert, slots of one expert
+in the order of their tokens, they are the *rows* of all that experts compute: expert e has rows
+`offsets[e-1] : offsets[e]`. T·K is fixed and all else is data on the device, so nothing waits for the host and a CUDA
+graph can hold it; integers only, so equal inputs give equal bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The order of S = T·K rows; int32, but for the indices, on their device."""
+
+    index: Tensor
+    """int64 [T, K], the expert of each slot, as the router chose."""
+    offsets: Tensor
+    """[E], where each expert's rows end."""
+    slots: Tensor
+    """[S], the slot of each row; its token is `tokens`."""
+    tokens: Tensor
+    """[S], the token of each row."""
+    experts: Tensor
+    """[S], the expert of each row, ascending."""
+    inverse: Tensor
+    """[T, K], the row of each slot."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All of them, to be kept for a backward."""
+        return self.index, self.offsets, self.slots, self.tokens, self.experts, self.inverse
+
+
+def route(top_k_index: Tensor, num_experts: int) -> Routing:
+    """Group slots by expert.
+
+    Args:
+        top_k_index: integers [T, K] in [0, num_experts).
+        num_experts: E.
+    """
+    if top_k_index.is_cuda:
+        from pronghorn.kernels.moe_route_triton import route as launch
+
+        return Routing(top_k_index.long(), *launch(top_k_index, num_experts))
+    return Routing(top_k_index.long(), *route_by_sort(top_k_index, num_experts))
+
+
+def route_by_sort(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, ...]:
+    """The other fields of `Routing` by a stable sort and a search in it: the reference, and the CPU's way."""
+    ids = top_k_index.flatten().to(torch.int32)
+    experts, slots = ids.sort(stable=True)
+    every = torch.arange(num_experts, dtype=torch.int32, device=ids.device)
+    offsets = torch.searchsorted(experts, every, right=True, out_int32=True)
+    rows = torch.arange(len(ids), dtype=torch.int32, device=ids.device)
+    inverse = torch.empty_like(rows).scatter_(0, slots, rows)
+    slots = slots.to(torch.int32)
+    return offsets, slots, slots // top_k_index.shape[1], experts, inverse.view(top_k_index.shape)
