@@ -154,7 +154,7 @@ def check_cross_entropy(device: str, dtype: torch.dtype) -> None:
 def check_attention(device: str, dtype: torch.dtype) -> None:
     """Documents of one token, of whole tiles and of parts of them; keys and values shared by heads; windows."""
     if dtype is torch.float32 and device == "cuda":
-        return  # not served there: `attention.tiled.refusal`
+        return  # not served there: `attention.backends.tiles_refusal`
     cases = (
         ([1], 1, 1, 16, None),
         ([1, 64, 5, 63], 4, 2, 32, None),

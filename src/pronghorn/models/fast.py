@@ -48,7 +48,7 @@ MLP = (("gate_proj", "up_proj"), ("down_proj",))
 def refusal(model: Any, autocast: torch.dtype | None) -> str | None:
     """Why the fast path can't serve a causal LM as it is now (under autocast in that dtype), or None."""
     config, dtype = model.config, autocast or model.get_input_embeddings().weight.dtype
-    if _activation(config) not in ACTIVATIONS and any(_is_dense(layer) for layer in model.base_model.layers):
+    if _activation(config) not in ACTIVATIONS and any(_is_whole(layer) for layer in model.base_model.layers):
         return f"activation {_activation(config)!r} has no kernel"
     if not _turns(config):
         return f"head_dim {head_dim(config)} is no power of two"
@@ -58,7 +58,7 @@ def refusal(model: Any, autocast: torch.dtype | None) -> str | None:
             return f"{norm} has no kernel"
         if _norms_all_heads(layer.self_attn):
             return "q_norm is over all heads at once"
-        blocks = [(layer.self_attn, ATTENTION), *([(layer.mlp, MLP)] if _is_dense(layer) else [])]
+        blocks = [(layer.self_attn, ATTENTION), *([(layer.mlp, MLP)] if _is_whole(layer) else [])]
         for module, groups in blocks:
             for names in groups:
                 reason = linears_refusal([getattr(module, name) for name in names], dtype)
@@ -78,7 +78,7 @@ def enable(model: Any, backend: Backend) -> list[tuple[nn.Module, type[nn.Module
     for layer in model.base_model.layers:
         if _turns(model.config) and not _norms_all_heads(layer.self_attn):
             classes[layer.self_attn] = functools.partial(_attention_class, backend=backend)
-            if type(layer).__name__ in LAYERS and _activation(model.config) in ACTIVATIONS:
+            if _is_whole(layer) and _activation(model.config) in ACTIVATIONS:
                 classes[layer] = functools.partial(_layer_class, backend=backend)
     changed = [(module, type(module)) for module in classes]
     for module, fast_class in classes.items():
@@ -282,9 +282,9 @@ def _turns(config: Any) -> bool:
     return dim >= 16 and dim & (dim - 1) == 0
 
 
-def _is_dense(layer: Any) -> bool:
-    """Whether the layer's MLP is one, not a block of experts."""
-    return hasattr(layer.mlp, "gate_proj")
+def _is_whole(layer: Any) -> bool:
+    """Whether the layer is computed as one function, its MLP with it."""
+    return type(layer).__name__ in LAYERS
 
 
 def _norms_all_heads(attention: Any) -> bool:

@@ -11,6 +11,7 @@ SWITCHES = {
     "packing_metadata": ("once", "per_layer", "per_layer_mask"),
     "layers": ("auto", "fused", "stock"),
     "graph": ("auto", "on", "off"),
+    "moe_routing": ("once", "loop"),
     "attention": ("auto", "tiled", "flash", "per_document", "masked"),
 }
 """Arguments of `attach` that an ablation may set."""
