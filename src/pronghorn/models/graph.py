@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from pronghorn.data.batch import PackedBatch
 from pronghorn.errors import TrainingError
+from pronghorn.models.families import recomputes_layers
 
 Graph = Literal["auto", "on", "off"]
 
@@ -247,7 +248,7 @@ def _aliased(backbone: nn.Module) -> Iterator[list[Tensor]]:
 def _fingerprint(backbone: Any) -> list[Any]:
     """What captured graphs rely on: where every weight lies, what is trained and kept, which adapters are on."""
     found: list[Any] = [(parameter.data_ptr(), parameter.requires_grad) for parameter in backbone.parameters()]
-    found.append(getattr(backbone.layers[0], "gradient_checkpointing", False))
+    found.append(recomputes_layers(backbone))
     for module in backbone.modules():
         if hasattr(module, "lora_A"):
             found.append((*module.active_adapters, *module.scaling.values(), module.disable_adapters, module.merged))
