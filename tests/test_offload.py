@@ -107,7 +107,9 @@ def test_after_a_forward_only_the_last_input_is_on_the_device() -> None:
         on_device.append(kept().hidden is not None)  # type: ignore[union-attr]
         kept = kept().before  # type: ignore[union-attr]
     assert on_device == [True] + [False] * (LAYERS - 1)
-    del out
+    again = stack(inputs(), engine)
+    assert engine._latest().before().before().before().before().before is None  # type: ignore[union-attr]
+    del out, again
 
 
 def fetches(engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch) -> list[Any]:

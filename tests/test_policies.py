@@ -61,7 +61,7 @@ def test_detach_restores_and_evaluation_takes_the_plain_way(name: str, layers: A
     before, saved = trace(base), copy.deepcopy([layer._gradient_checkpointing_func for layer in base.model.layers])
     loss, _ = loss_and_gradients(model, batch)
     handle = attach(model, PLANS[name], layers=layers)
-    engine = handle._installed.engine
+    engine = handle.offload_engine
     assert [layer.__dict__[POLICY] for layer in base.model.layers] == list(PLANS[name].by_layer(3))
     with torch.no_grad():
         model(**batch)
@@ -92,7 +92,7 @@ def test_a_plan_survives_what_trainers_do(plan: Plan) -> None:
         getattr(model, f"{kind}_checkpointing_disable")()
         assert not any(layer.gradient_checkpointing for layer in base.model.layers)
         model(**batch).loss.backward()
-        engine = handle._installed.engine
+        engine = handle.offload_engine
         assert engine is None or engine.host_bytes == 0
     if plan.policies != (KEEP,):
         assert activations(handle)[1] == "gradient checkpointing was switched off"
@@ -110,7 +110,7 @@ def test_reports_tell_counts_buffers_and_memory() -> None:
 
 def test_memory_goes_back_when_the_plan_changes() -> None:
     model, batch = with_adapters(tiny_model("llama")), packed_row(LENGTHS, ROW)
-    engine = attach(model, Plan.offload())._installed.engine
+    engine = attach(model, Plan.offload()).offload_engine
     model(**batch).loss.backward()
     assert engine.host_bytes > 0
     attach(model, Plan.recompute())

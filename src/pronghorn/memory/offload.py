@@ -76,7 +76,8 @@ class _Input:
         # Its graph died, after a backward or without one. A copy may be under way, in memory that goes back to compute.
         if not sys.is_finalizing():
             self.settle()
-            self.give_slot()
+            if self.slot is not None:
+                self.engine.pool(self.device).give(self.slot, self.ready)
 
     def settle(self) -> Tensor | None:
         """Its memory on the device, which compute may use from here on; the input itself lets go of it."""
@@ -84,12 +85,6 @@ class _Input:
         if hidden is not None and self.ready is not None:
             self.compute.wait_event(self.ready)
         return hidden
-
-    def give_slot(self) -> None:
-        """Its place in host memory goes back to the pool, for use when the last copy is over."""
-        slot, self.slot = self.slot, None
-        if slot is not None:
-            self.engine.pool(self.device).give(slot, self.ready)
 
 
 class _Run:
@@ -219,7 +214,6 @@ class OffloadEngine:
         assert hidden is not None
         if arrived is not None:
             self._marks.append((kept, arrived, self._mark(kept.compute)))
-        kept.give_slot()
         return hidden.requires_grad_(kept.requires_grad)
 
     def _fetch(self, kept: _Input) -> None:
@@ -229,7 +223,6 @@ class OffloadEngine:
         with self._copying(kept, UPLOAD, kept.ready):
             hidden.copy_(kept.slot.view(kept.shape, kept.dtype), non_blocking=True)
         kept.hidden = hidden
-        kept.give_slot()
 
     @contextmanager
     def _copying(self, kept: _Input, way: int, after: Any) -> Iterator[None]:

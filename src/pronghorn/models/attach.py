@@ -24,6 +24,7 @@ from pronghorn.attention.packed import NAME_PREFIX, Backend, Metadata, choose, i
 from pronghorn.data.batch import PackedBatch
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
 from pronghorn.memory.checkpoint import Installed, install, policies_of
+from pronghorn.memory.offload import OffloadEngine
 from pronghorn.memory.plan import Plan
 from pronghorn.models import fast
 from pronghorn.models.families import base_causal_lm, check_config, recomputes_layers
@@ -66,6 +67,11 @@ class Handle:
     def report(self) -> list[PathTaken]:
         """Every path taken and why, for the model's present device and dtype."""
         return self.paths(None)
+
+    @property
+    def offload_engine(self) -> OffloadEngine | None:
+        """What moves layers' inputs to the host, where the plan has it do so."""
+        return None if self._installed is None else self._installed.engine
 
     def paths(self, autocast: torch.dtype | None) -> list[PathTaken]:
         """The report for steps that run under autocast in that dtype (None: without), which attention then sees."""
