@@ -54,8 +54,6 @@ class _Input:
 
     engine: OffloadEngine
     layer: int
-    shape: torch.Size
-    dtype: torch.dtype
     device: torch.device
     requires_grad: bool
     before: weakref.ref[_Input] | None
@@ -66,6 +64,8 @@ class _Input:
     """The stream that `hidden` was made on; None on the CPU."""
     slot: Slot | None = None
     """Its place in host memory, if it has one."""
+    away: Tensor | None = None
+    """The tensor there."""
     ready: Any = None
     """The event of the last copy that was started: it must be over before anything else uses either."""
     copied: tuple[Any, Any] | None = None
@@ -106,7 +106,7 @@ class OffloadEngine:
         last: index of the last layer that is offloaded.
         buffers: 2 reloads an input while the layer after it computes; 1 only when it is wanted (the ablation).
         allocate_host: makes page-locked memory, as `pinned.allocate_pinned`.
-        allocate_device: makes what an input comes back into, as `torch.empty`.
+        allocate_device: makes what an input comes back into, as `torch.empty_strided`.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class OffloadEngine:
         buffers: int = 2,
         *,
         allocate_host: Callable[[int], Tensor] = allocate_pinned,
-        allocate_device: Callable[..., Tensor] = torch.empty,
+        allocate_device: Callable[..., Tensor] = torch.empty_strided,
     ) -> None:
         self.last, self.buffers = last, buffers
         self.timed = False
@@ -177,8 +177,6 @@ class OffloadEngine:
         kept = _Input(
             engine=self,
             layer=layer,
-            shape=hidden.shape,
-            dtype=hidden.dtype,
             device=hidden.device,
             requires_grad=hidden.requires_grad,
             before=self._latest if follows else None,
@@ -187,10 +185,11 @@ class OffloadEngine:
         )
         self._latest = weakref.ref(kept)
         if layer != self.last:
-            kept.hidden = source = hidden.detach().contiguous()
-            kept.slot = slot = self.pool(hidden.device).take(source.nbytes)
-            with self._copying(kept, DOWNLOAD, slot.free_after):
-                slot.view(kept.shape, kept.dtype).copy_(source, non_blocking=True)
+            kept.hidden = source = _without_gaps(hidden.detach())
+            kept.slot = self.pool(hidden.device).take(source.nbytes)
+            kept.away = kept.slot.like(source)
+            with self._copying(kept, DOWNLOAD, kept.slot.free_after):
+                kept.away.copy_(source, non_blocking=True)
         return kept
 
     def bring_back(self, kept: _Input) -> Tensor:
@@ -218,10 +217,11 @@ class OffloadEngine:
 
     def _fetch(self, kept: _Input) -> None:
         """Start an input's copy from the host, into memory that compute is done with when it gets here."""
-        assert kept.slot is not None
-        hidden = self._allocate_device(kept.shape, dtype=kept.dtype, device=kept.device)
+        away = kept.away
+        assert away is not None
+        hidden = self._allocate_device(away.shape, away.stride(), dtype=away.dtype, device=kept.device)
         with self._copying(kept, UPLOAD, kept.ready):
-            hidden.copy_(kept.slot.view(kept.shape, kept.dtype), non_blocking=True)
+            hidden.copy_(away, non_blocking=True)
         kept.hidden = hidden
 
     @contextmanager
@@ -271,3 +271,10 @@ class OffloadEngine:
 
     def _mark(self, stream: Any) -> Any:
         return stream.record_event(self._timing_event()) if self.timed and stream is not None else None
+
+
+def _without_gaps(x: Tensor) -> Tensor:
+    """x as it is, if its elements lie together in whatever order (another order could mean other kernels, other bits);
+    else made contiguous."""
+    dense = x.is_contiguous() or torch.empty_like(x, device="meta").stride() == x.stride()
+    return x if dense else x.contiguous()

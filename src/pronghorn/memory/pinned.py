@@ -28,9 +28,9 @@ class Slot:
     free_after: Any = None
     """The CUDA event after which nothing reads or writes it any more; None: from the start."""
 
-    def view(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Its first bytes as a contiguous tensor."""
-        return self.memory[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
+    def like(self, x: Tensor) -> Tensor:
+        """Its first bytes as a tensor of x's shape, strides (which leave no gaps) and dtype."""
+        return self.memory[: x.nbytes].view(x.dtype).as_strided(x.shape, x.stride())
 
 
 def allocate_pinned(size: int) -> Tensor:
