@@ -337,11 +337,11 @@ def test_unknown_options_are_refused(options: dict[str, Any], message: str) -> N
     assert trace(model) == before
 
 
-def test_plans_that_need_the_memory_engine_are_refused() -> None:
+def test_plans_that_layers_cannot_follow_are_refused() -> None:
     model = tiny_model("llama")
     before = trace(model)
-    with pytest.raises(UnsupportedError, match="memory engine"):
-        attach(model, Plan(policies=(Policy.OFFLOAD,)))
+    with pytest.raises(UnsupportedError, match="needs fused layers"):
+        attach(model, Plan(policies=(Policy.RECOMPUTE_CHEAP,)), layers="stock")
     with pytest.raises(ConfigError, match="2 policies for a model of 3 layers"):
         attach(model, Plan(policies=(Policy.KEEP, Policy.KEEP)))
     assert trace(model) == before
@@ -351,7 +351,7 @@ def test_a_failed_second_attach_leaves_the_first() -> None:
     model = tiny_model("llama")
     handle = attach(model)
     with pytest.raises(UnsupportedError):
-        attach(model, Plan(policies=(Policy.OFFLOAD,)), attention="masked")
+        attach(model, Plan(policies=(Policy.RECOMPUTE_CHEAP,)), attention="masked")
     assert attached(model) is handle
 
 

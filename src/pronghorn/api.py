@@ -11,13 +11,12 @@ import torch
 
 from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.export.merge import save_merged
-from pronghorn.memory.plan import Plan
+from pronghorn.memory.checkpoint import INSTALLED, install
+from pronghorn.memory.plan import Checkpointing, Plan
 from pronghorn.models.attach import attach, attached
 from pronghorn.models.families import LINEARS, base_causal_lm, recompute_layers
 from pronghorn.models.load import load_model
 from pronghorn.models.lora import add_lora
-
-Checkpointing = bool | Literal["auto", "unsloth"]
 
 
 class FastLanguageModel:
@@ -49,7 +48,8 @@ class FastLanguageModel:
             dtype: None for the device's own (bfloat16, float16 on GPUs before Ampere, float32 on the CPU).
             load_in_4bit: NF4 through bitsandbytes.
             packing: attach the packed path, so that documents of a packed row are isolated.
-            use_gradient_checkpointing: False keeps activations; True, "auto" and "unsloth" recompute layers.
+            use_gradient_checkpointing: False keeps activations; True and "auto" recompute layers; "offload" and
+                "unsloth" recompute them, and their inputs wait in host memory.
             full_finetuning: train every weight; they are kept in float32 (the trainer computes in 16 bits).
             attention, packing_metadata: as in `pronghorn.attach`.
         Returns:
@@ -154,15 +154,17 @@ def _finish(model: Any, max_seq_length: int | None) -> Any:
 
 
 def _set_recompute(model: Any, value: Checkpointing) -> None:
-    """Keep or recompute layers: through the plan of an attached model, so that trainers know it was decided."""
-    if value not in (True, False, "auto", "unsloth"):
-        raise ConfigError(f"use_gradient_checkpointing = {value!r} is unknown", "use True, False, 'auto' or 'unsloth'")
-    handle = attached(model)
+    """Keep, recompute or offload: through the plan of an attached model, so that trainers know it was decided."""
+    plan, handle, base = Plan.asked(value), attached(model), base_causal_lm(model)
     if handle is None:
-        recompute_layers(base_causal_lm(model), bool(value))
+        if installed := getattr(base, INSTALLED, None):
+            installed.uninstall()
+        if plan == Plan.offload():
+            install(base, base.base_model.layers, plan)
+        else:
+            recompute_layers(base, plan == Plan.recompute())
     else:
         attention, metadata, layers, graph, routing = handle.options
-        plan = Plan.recompute() if value else Plan.keep()
         options: dict[str, Any] = {"layers": layers, "graph": graph, "moe_routing": routing}
         attach(model, plan, attention=attention, packing_metadata=metadata, **options)
 

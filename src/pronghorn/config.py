@@ -190,8 +190,13 @@ class Train(Section):
 class Memory(Section):
     """What is kept for the backward pass."""
 
-    gradient_checkpointing: bool | Literal["auto", "unsloth"] = Field(
-        "auto", description="recompute layers in the backward pass; auto and unsloth mean true for now"
+    gradient_checkpointing: bool | Literal["auto", "offload", "unsloth"] = Field(
+        "auto",
+        description="recompute layers in the backward pass; offload or unsloth: keep their inputs in host memory "
+        "meanwhile; auto means true for now",
+    )
+    offload_buffers: Literal[1, 2] = Field(
+        2, description="inputs that come back at a time: 2 hides the copies, 1 is the ablation"
     )
 
 

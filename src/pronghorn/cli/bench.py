@@ -58,7 +58,7 @@ def step(
         typer.Option(
             metavar="NAME=VALUE",
             help="Pronghorn with a switch turned, as one more contender: layers=stock, packing_metadata=per_layer, "
-            "attention=masked; several joined by +. Can be repeated.",
+            "attention=masked, offload_buffers=1; several joined by +. Can be repeated.",
         ),
     ] = None,
     repeats: Annotated[int, typer.Option(help="Timed steps of each contender in a pair.")] = 20,

@@ -62,7 +62,7 @@ def subject_of(
         return model
 
     def attach_as_trained(model: Any) -> object:
-        plan = Plan.recompute() if recipe.memory.gradient_checkpointing else Plan.keep()
+        plan = Plan.asked(recipe.memory.gradient_checkpointing, recipe.memory.offload_buffers)
         packing = recipe.packing
         return attach(model, plan, attention=packing.attention, packing_metadata=packing.metadata, graph=packing.graph)
 

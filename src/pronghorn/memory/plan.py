@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Literal
 
-from pronghorn.errors import ConfigError, UnsupportedError
+from pronghorn.errors import ConfigError
+
+Checkpointing = bool | Literal["auto", "offload", "unsloth"]
+"""Values of `use_gradient_checkpointing` and of a recipe's `memory.gradient_checkpointing`."""
+POLICY = "_pronghorn_policy"
+"""The attribute that holds a decoder layer's Policy while a plan is on it."""
 
 
 class Policy(StrEnum):
@@ -21,15 +27,12 @@ class Policy(StrEnum):
 
 @dataclass(frozen=True)
 class Plan:
-    """One policy a layer, and what the plan assumed when it was made.
-
-    `keep` and `recompute` apply one policy to every layer; plans by layer come with the memory engine.
-    """
+    """One policy a layer, and what the plan assumed when it was made."""
 
     policies: tuple[Policy, ...] = (Policy.KEEP,)
     """One a layer; a single entry means every layer."""
-    buffers: int = 0
-    """Device buffers for offloaded activations."""
+    buffers: int = 2
+    """Inputs that come back from the host at a time: 2 hides the copies behind compute, 1 is the ablation."""
     device: str | None = None
     """The device the plan was made for; None for any."""
     world_size: int = 1
@@ -38,6 +41,10 @@ class Plan:
     """Device memory the plan was held to; None for no limit."""
     predicted: Mapping[str, float] = field(default_factory=dict)
     """Predicted bytes by kind and milliseconds a step; empty where nothing was predicted."""
+
+    def __post_init__(self) -> None:
+        if self.buffers not in (1, 2):
+            raise ConfigError(f"buffers = {self.buffers}", "use 2, or 1 to see what the second one saves")
 
     @classmethod
     def keep(cls) -> Plan:
@@ -49,22 +56,37 @@ class Plan:
         """Every layer keeps its input and is recomputed in the backward pass (gradient checkpointing)."""
         return cls(policies=(Policy.RECOMPUTE_LAYER,))
 
-    def uniform_policy(self, layers: int) -> Policy:
-        """The one policy of all layers.
+    @classmethod
+    def offload(cls, buffers: int = 2) -> Plan:
+        """Every layer is recomputed, and its input waits in host memory: the plan with the least device memory."""
+        return cls(policies=(Policy.OFFLOAD,), buffers=buffers)
+
+    @classmethod
+    def asked(cls, value: Checkpointing, buffers: int = 2) -> Plan:
+        """The plan that a switch asks for: False keeps, True recomputes, "offload" and "unsloth" offload.
+
+        "auto" recomputes until a planner chooses by the memory there is: this is its only place.
+
+        Raises:
+            ConfigError: another value.
+        """
+        if not any(value is known for known in (True, False)) and value not in ("auto", "offload", "unsloth"):
+            raise ConfigError(
+                f"use_gradient_checkpointing = {value!r} is unknown", "use True, False, 'auto', 'offload' or 'unsloth'"
+            )
+        if value in ("offload", "unsloth"):
+            return cls.offload(buffers)
+        return cls.recompute() if value else cls.keep()
+
+    def by_layer(self, layers: int) -> tuple[Policy, ...]:
+        """One policy for each of so many layers.
 
         Raises:
             ConfigError: the plan was made for another number of layers.
-            UnsupportedError: layers differ, or the policy needs the memory engine.
         """
         if len(self.policies) not in (1, layers):
             raise ConfigError(
                 f"the plan has {len(self.policies)} policies for a model of {layers} layers",
-                "make one policy a layer, or use Plan.keep() or Plan.recompute()",
+                "make one policy a layer, or a single one for all",
             )
-        kinds = set(self.policies)
-        if len(kinds) > 1 or kinds - {Policy.KEEP, Policy.RECOMPUTE_LAYER}:
-            raise UnsupportedError(
-                f"policies {sorted(kinds)} need the memory engine, which is not built yet",
-                "use Plan.keep() or Plan.recompute()",
-            )
-        return self.policies[0]
+        return self.policies * (layers // len(self.policies))

@@ -24,9 +24,11 @@ from pronghorn.attention.backends import Backend, choose
 from pronghorn.attention.packed import NAME_PREFIX, Metadata, implementation
 from pronghorn.data.batch import PackedBatch
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
-from pronghorn.memory.plan import Plan, Policy
+from pronghorn.memory.checkpoint import Installed, install, policies_of
+from pronghorn.memory.offload import OffloadEngine
+from pronghorn.memory.plan import Plan
 from pronghorn.models import experts, fast
-from pronghorn.models.families import base_causal_lm, check_config, has_experts, recompute_layers, recomputes_layers
+from pronghorn.models.families import base_causal_lm, check_config, has_experts, recomputes_layers
 from pronghorn.models.graph import Graph, TrunkGraphs, graphed_class
 from pronghorn.models.head import labelled_cross_entropy
 
@@ -54,7 +56,8 @@ class Handle:
     options: tuple[Backend, Metadata, Layers, Graph, experts.Routing]
     _previous_attention: str
     original_class: type[nn.Module]
-    _was_recomputing: bool
+    _installed: Installed | None
+    """The plan on the layers; None where there was no plan."""
     _hook: RemovableHandle
     _fast: list[tuple[nn.Module, type[nn.Module]]]
     """The modules with another class, and the class that they had."""
@@ -67,6 +70,11 @@ class Handle:
     def report(self) -> list[PathTaken]:
         """Every path taken and why, for the model's present device and dtype."""
         return self.paths(None)
+
+    @property
+    def offload_engine(self) -> OffloadEngine | None:
+        """What moves layers' inputs to the host, where the plan has it do so."""
+        return None if self._installed is None else self._installed.engine
 
     def paths(self, autocast: torch.dtype | None) -> list[PathTaken]:
         """The report for steps that run under autocast in that dtype (None: without), which attention then sees."""
@@ -83,7 +91,6 @@ class Handle:
         }
         if metadata == "per_layer_mask":
             path, why = "masked", "ablation"
-        recompute = recomputes_layers(self.model)
         sinks = check_config(config).stock_attention == "eager"
         unpacked = "the softmax written out, for the sinks" if sinks else "transformers' SDPA"
         return [
@@ -94,12 +101,16 @@ class Handle:
             self._graph_path(autocast),
             PathTaken("loss", "labelled tokens only, in chunks", "the batch knows its labelled positions"),
             PathTaken("padded batches, generate()", unpacked, "they carry a mask or a cache"),
-            PathTaken(
-                "activations",
-                "recompute the layer" if recompute else "keep",
-                "gradient checkpointing is on" if recompute else "gradient checkpointing is off",
-            ),
+            PathTaken("activations", *self._activations_path()),
         ]
+
+    def _activations_path(self) -> tuple[str, str]:
+        if self._installed is not None:
+            return self._installed.path
+        on = recomputes_layers(self.model)
+        return (
+            ("recompute the layer", "gradient checkpointing is on") if on else ("keep", "gradient checkpointing is off")
+        )
 
     def _layers_path(self, autocast: torch.dtype | None) -> PathTaken:
         if not self._fast:
@@ -142,8 +153,8 @@ class Handle:
         self.model.base_model.__dict__.pop("_pronghorn_graphs", None)
         self.model.__class__ = self.original_class
         self.model.set_attn_implementation(self._previous_attention)
-        if self.plan is not None:
-            recompute_layers(self.model, self._was_recomputing)
+        if self._installed is not None:
+            self._installed.uninstall()
         del self.model._pronghorn_handle
 
 
@@ -172,8 +183,8 @@ def attach(
     Returns:
         The handle: `.report` tells every path taken, `.detach()` restores the model.
     Raises:
-        UnsupportedError: a family without an adapter, or a plan that needs the memory engine.
-        ConfigError: unknown options.
+        UnsupportedError: a family without an adapter, or a plan that these layers can't follow.
+        ConfigError: unknown options, or a plan for another number of layers.
     """
     base = base_causal_lm(model)
     check_config(base.config)
@@ -190,20 +201,19 @@ def attach(
         return current
     if plan is None and current is not None:
         plan = current.plan
-    policy = None if plan is None else plan.uniform_policy(base.config.num_hidden_layers)
+    fused = layers == "fused" or (layers == "auto" and next(base.parameters()).is_cuda)
+    fused = fused and attention != "masked" and packing_metadata == "once"
+    whole = fused and not has_experts(base.config)
+    if plan is not None:
+        policies_of(plan, base.base_model.layers, whole)  # refused before anything is changed
     if current is not None:
         current.detach()
-    was_recomputing = recomputes_layers(base)
-    if policy is not None:
-        recompute_layers(base, policy is Policy.RECOMPUTE_LAYER)
     previous = base.config._attn_implementation
     expert_layers = experts.enable(base, moe_routing)
     base.set_attn_implementation(name)
     hook = base.base_model.register_forward_pre_hook(_share_metadata, with_kwargs=True)
     previous_class: Any = type(base)
     base.__class__ = _packed_class(previous_class)
-    fused = layers == "fused" or (layers == "auto" and next(base.parameters()).is_cuda)
-    fused = fused and attention != "masked" and packing_metadata == "once"
     changed = fast.enable(base, attention) if fused else []
     graphs = None
     if fused and graph != "off" and next(base.parameters()).is_cuda:
@@ -213,9 +223,8 @@ def attach(
         changed.append((backbone, plain))
         backbone.__class__ = graphed_class(plain)
         backbone.__dict__["_pronghorn_graphs"] = graphs
-    handle = Handle(
-        base, plan, options, previous, previous_class, was_recomputing, hook, changed, graphs, expert_layers
-    )
+    installed = None if plan is None else install(base, base.base_model.layers, plan, whole)
+    handle = Handle(base, plan, options, previous, previous_class, installed, hook, changed, graphs, expert_layers)
     base._pronghorn_handle = handle
     return handle
 

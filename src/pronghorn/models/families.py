@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from pronghorn.errors import UnsupportedError
+from pronghorn.memory.plan import POLICY, Policy
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -83,8 +84,12 @@ def check_config(config: Any) -> Family:
 
 
 def recomputes_layers(model: nn.Module) -> bool:
-    """Whether decoder layers are recomputed in the backward pass (gradient checkpointing)."""
-    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    """Whether decoder layers, or parts of them, are recomputed in the backward pass (gradient checkpointing)."""
+    parts = (Policy.RECOMPUTE_CHEAP, Policy.RECOMPUTE_MLP)
+    return any(
+        getattr(module, "gradient_checkpointing", False) or module.__dict__.get(POLICY) in parts
+        for module in model.modules()
+    )
 
 
 def recompute_layers(model: Any, on: bool) -> None:

@@ -20,7 +20,7 @@ from pronghorn.data.batch import PackedBatch
 from pronghorn.kernels.glu import Activation
 from pronghorn.kernels.rms_norm import rms_norm
 from pronghorn.kernels.rope import Heads
-from pronghorn.memory.plan import Policy
+from pronghorn.memory.plan import POLICY, Policy
 from pronghorn.models import fused
 from pronghorn.models.fused import AttentionParts, LayerParts, MLPParts, Norm
 from pronghorn.models.merged import LinearGroup, state
@@ -158,7 +158,7 @@ def _layer_class(original: Any, backend: Backend) -> type[nn.Module]:
             return plain(self, hidden_states, *args, **kwargs)
         assert position_embeddings is not None and packed is not None
         cos, sin = _rows(position_embeddings, hidden_states, self.self_attn.head_dim)
-        policy = self.__dict__.get("_pronghorn_policy", Policy.KEEP)
+        policy = self.__dict__.get(POLICY, Policy.KEEP)
         x, dtype = hidden_states.flatten(0, 1).contiguous(), _compute_dtype(hidden_states)
         with _without_autocast(hidden_states):
             return fused.layer(x, cos, sin, packed, parts, dtype, policy).view_as(hidden_states)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from pronghorn.data.batch import PackedBatch
 from pronghorn.errors import TrainingError
+from pronghorn.memory.plan import POLICY
 
 Graph = Literal["auto", "on", "off"]
 
@@ -247,8 +248,7 @@ def _aliased(backbone: nn.Module) -> Iterator[list[Tensor]]:
 def _fingerprint(backbone: Any) -> list[Any]:
     """What captured graphs rely on: where every weight lies, what is trained and kept, which adapters are on."""
     found: list[Any] = [(parameter.data_ptr(), parameter.requires_grad) for parameter in backbone.parameters()]
-    found.append([getattr(layer, "gradient_checkpointing", False) for layer in backbone.layers])
-    found.append([layer.__dict__.get("_pronghorn_policy") for layer in backbone.layers])
+    found += [(getattr(each, "gradient_checkpointing", False), each.__dict__.get(POLICY)) for each in backbone.layers]
     for module in backbone.modules():
         if hasattr(module, "lora_A"):
             found.append((*module.active_adapters, *module.scaling.values(), module.disable_adapters, module.merged))

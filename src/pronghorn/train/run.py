@@ -269,7 +269,7 @@ def load(recipe: Recipe, found: FoundModel, tokenizer: Any, console: Console) ->
             trainable_token_indices=trainable_tokens(model, tokenizer, adapter.new_tokens, adapter.modules_to_save),
             random_state=adapter.random_state,
         )
-    plan = Plan.recompute() if recipe.memory.gradient_checkpointing else Plan.keep()
+    plan = Plan.asked(recipe.memory.gradient_checkpointing, recipe.memory.offload_buffers)
     packing = recipe.packing
     handle = attach(model, plan, attention=packing.attention, packing_metadata=packing.metadata, graph=packing.graph)
     return model, handle

@@ -13,8 +13,9 @@ SWITCHES = {
     "graph": ("auto", "on", "off"),
     "moe_routing": ("once", "loop"),
     "attention": ("auto", "tiled", "flash", "per_document", "masked"),
+    "offload_buffers": ("2", "1"),
 }
-"""Arguments of `attach` that an ablation may set."""
+"""Arguments of `attach`, and one of its plan, that an ablation may set."""
 
 
 def prepare() -> None:
@@ -38,8 +39,10 @@ def build(spec: Spec) -> Built:
         load_in_4bit=spec.method == "qlora",
         device=device(),
     )
-    plan = Plan.keep() if spec.recompute == "off" else Plan.recompute()
-    handle = attach(model, plan, **spec.switches)  # type: ignore[arg-type]  # names and values were checked
+    switches = dict(spec.switches)
+    buffers = int(switches.pop("offload_buffers", "2"))
+    plan = Plan.asked({"off": False, "on": True, "offload": "offload"}[spec.recompute], buffers)  # type: ignore[arg-type]
+    handle = attach(model, plan, **switches)  # type: ignore[arg-type]  # names and values were checked
     if spec.method != "full":
         model = add_lora(model, **spec.adapters)
     collator = Collator(spec.tokens, pad_token_id=0)
@@ -49,8 +52,6 @@ def build(spec: Spec) -> Built:
         return {name: value.to(device()) for name, value in collator([columns]).items()}
 
     notes = [f"{path.part}: {path.path} ({path.why})" for path in handle.report]
-    if spec.recompute == "offload":
-        notes.append("recomputes: offloading is not built yet")
     return Built(model.train(), make_batch, notes)
 
 

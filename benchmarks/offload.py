@@ -1,0 +1,152 @@
+"""What the second buffer saves: layers recomputed with inputs offloaded by two buffers, by one, and without offloading.
+
+The three take turns in one process on one model of random weights (LoRA r16 on all linears, fused layers). First
+gradients must agree bit by bit; then the clock runs; then events on the streams tell a layer's copy c and backward g. A
+layer costs c + g with one buffer and max(c, g) with two, so (L − 1)·min(c, g) is what there is to save: the last
+layer's input never leaves. Times are of forward and backward.
+
+    python benchmarks/offload.py --shape Llama-3.1-8B --tokens 8192 --out offload-8b.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from pronghorn.bench.contenders.base import RANK, TARGETS, device, set_adapters
+from pronghorn.bench.record import Result, Workload, command_line, write_results
+from pronghorn.bench.shapes import SHAPES
+from pronghorn.bench.timing import WARM_STEPS, CudaClock, HostClock, schedule
+from pronghorn.bench.workload import make_rows
+from pronghorn.data.batch import Collator
+from pronghorn.memory.offload import LayerTiming
+from pronghorn.memory.plan import Plan
+from pronghorn.models.attach import Handle, attach
+from pronghorn.models.lora import add_lora
+
+WAYS = {"two buffers": Plan.offload(2), "one buffer": Plan.offload(1), "recompute": Plan.recompute()}
+
+
+def build(shape: str, layers: int | None, seed: int) -> Any:
+    config = AutoConfig.for_model(**SHAPES[shape] | ({"num_hidden_layers": layers} if layers else {}))
+    torch.manual_seed(seed)
+    with torch.device(device()):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model = add_lora(model, r=RANK, lora_alpha=RANK, target_modules=TARGETS)
+    set_adapters(model, seed)
+    return model.train()
+
+
+def batches(model: Any, tokens: int, seed: int) -> list[dict[str, Any]]:
+    collator = Collator(tokens, pad_token_id=0)
+    rows = make_rows(tokens, "lognormal", 1.0, model.config.vocab_size, seed)
+    columns = [{"input_ids": list(r.input_ids), "labels": list(r.labels), "lengths": list(r.lengths)} for r in rows]
+    return [{name: value.to(device()) for name, value in collator([each]).items()} for each in columns]
+
+
+def gradients(model: Any, batch: dict[str, Any], plan: Plan) -> list[torch.Tensor]:
+    """Of two micro-batches, the second through memory that the first one used."""
+    attach(model, plan, graph="off")
+    model.zero_grad()
+    for _ in range(2):
+        model(**batch).loss.backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def gate(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
+    wanted, equal = gradients(model, batch, WAYS["recompute"]), {}
+    for name, plan in ({"recompute, again": WAYS["recompute"]} | WAYS).items():
+        found = gradients(model, batch, plan)
+        equal[name] = len(found) == len(wanted) > 0 and all(map(torch.equal, found, wanted))
+    return {"gradients equal bit by bit": equal, "green": all(equal.values())}
+
+
+def turn(model: Any, plan: Plan, rows: Sequence[dict[str, Any]], steps: int) -> tuple[Handle, list[float], int]:
+    """Milliseconds of so many steps, and bytes at the peak of one."""
+    clock: Any = CudaClock() if torch.cuda.is_available() else HostClock()
+    handle, times = attach(model, plan, graph="off"), []
+    for step in range(WARM_STEPS + steps):
+        if step == WARM_STEPS and torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        begin = clock.mark()
+        model(**rows[step % len(rows)]).loss.backward()
+        model.zero_grad()
+        times += clock.milliseconds([begin, clock.mark()])
+    return handle, times[WARM_STEPS:], torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+
+
+def layer_timings(model: Any, plan: Plan, rows: Sequence[dict[str, Any]]) -> list[LayerTiming]:
+    """Of one step after warm ones; none on the CPU."""
+    handle, *_ = turn(model, plan, rows, 1)
+    engine = handle.offload_engine
+    assert engine is not None
+    engine.timed = True
+    model(**rows[0]).loss.backward()
+    model.zero_grad()
+    return engine.timings()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="Llama-3.1-8B")
+    parser.add_argument("--layers", type=int, help="fewer than the shape has")
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--repeats", type=int, default=12)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--commit", default="unknown")
+    arguments = parser.parse_args()
+    model = build(arguments.shape, arguments.layers, arguments.seed)
+    rows = batches(model, arguments.tokens, arguments.seed)
+    checked = gate(model, rows[0])
+    resting = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+    times: dict[str, list[float]] = {name: [] for name in WAYS}
+    peaks, states = {}, {}
+    for name, steps in schedule(list(WAYS), arguments.repeats):
+        handle, more, peak = turn(model, WAYS[name], rows, steps)
+        times[name] += more
+        peaks[name], states[name] = peak, handle.report[-1].why
+    medians = {name: statistics.median(found) for name, found in times.items()}
+    table = Table("way", "step ms", "least", "greatest", "peak GiB", title=f"{arguments.shape}, gate {checked}")
+    for name, found in times.items():
+        figures = (f"{value:,.1f}" for value in (medians[name], min(found), max(found)))
+        table.add_row(f"{name} ({states[name]})", *figures, f"{peaks[name] / 2**30:.2f}")
+    extra: dict[str, Any] = {"layers": model.config.num_hidden_layers, "states": states}
+    one, two = (layer_timings(model, WAYS[name], rows) for name in ("one buffer", "two buffers"))
+    if one:
+        alone = [(t.copy_ms, t.compute_ms) for t in one if t.copy_ms]
+        c, g = (statistics.median(values) for values in zip(*alone, strict=True))
+        predicted = (extra["layers"] - 1) * min(c, g)
+        overlapped = [t for t in two if t.copy_ms]
+        hidden = 1 - sum(t.exposed_ms for t in two) / sum(min(t.copy_ms, t.compute_ms) for t in overlapped)
+        saved = medians["one buffer"] - medians["two buffers"]
+        extra |= {"copy_ms": c, "compute_ms": g, "predicted_ms": predicted, "saved_ms": saved, "hidden_share": hidden}
+        extra["layers_ms"] = {"one buffer": [vars(t) for t in one], "two buffers": [vars(t) for t in two]}
+        table.caption = (
+            f"c {c:.2f} ms, g {g:.2f} ms a layer; (L - 1)·min(c, g): {predicted:.1f} ms; saved: {saved:.1f} ms, "
+            f"{saved / predicted:.0%} of it; hidden by events: {hidden:.1%}; "
+            f"second buffer: {(peaks['two buffers'] - peaks['one buffer']) / 2**30:+.2f} GiB"
+        )
+    Console(width=140).print(table)
+    work = Workload(arguments.shape, "lora", arguments.tokens, "lognormal", 1.0, arguments.seed)
+    results = [
+        Result(command_line(), f"pronghorn, {name}", work, checked, {"step": times[name]}, commit=arguments.commit,
+               memory_bytes={"resting": resting, "peak": peaks[name]}, extra=extra)
+        for name in WAYS
+    ]  # fmt: skip
+    if arguments.out is not None:
+        write_results(results, arguments.out)
+    if not checked["green"]:
+        raise SystemExit("gradients differ: the figures mean nothing")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""Policies put on a model's decoder layers, each on its own, and taken off again.
+
+The place where they take hold is transformers' own: every decoder layer has a flag `gradient_checkpointing` and a
+function `_gradient_checkpointing_func` that then runs its forward in training. Fused layers (`models.fast`) read their
+policy from `_pronghorn_policy` and recompute their cheap parts or their MLP themselves.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from pronghorn.errors import UnsupportedError
+from pronghorn.memory.offload import OffloadEngine
+from pronghorn.memory.plan import POLICY, Plan, Policy
+
+INSTALLED = "_pronghorn_installed"
+"""The attribute of a causal LM that holds what is installed on it."""
+WHOLE_LAYER = (Policy.RECOMPUTE_LAYER, Policy.OFFLOAD)
+_ABSENT: Any = ...  # which stays itself in a copied model
+
+
+@dataclass(eq=False)
+class Installed:
+    """A plan on one model, and the way back."""
+
+    layers: list[Any]
+    policies: tuple[Policy, ...]
+    engine: OffloadEngine | None
+    """None if no layer offloads."""
+    flags: list[tuple[Any, bool]] = field(default_factory=list)
+    """Modules with transformers' flag, and what the plan sets it to."""
+    _before: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
+
+    @property
+    def path(self) -> tuple[str, str]:
+        """What layers do now, and why: a line of the report."""
+        counts = Counter(
+            Policy.KEEP if policy in WHOLE_LAYER and not layer.gradient_checkpointing else policy
+            for layer, policy in zip(self.layers, self.policies, strict=True)
+        )
+        what = "; ".join(f"{n} of {len(self.layers)} layers: {policy}" for policy, n in counts.items())
+        what = what if len(counts) > 1 else min(counts).value
+        if self.engine is not None and counts[Policy.OFFLOAD]:
+            return what, self.engine.state
+        return what, "the plan" if counts == Counter(self.policies) else "gradient checkpointing was switched off"
+
+    def switch(self, on: bool) -> None:
+        """Recompute layers as planned, or no layer as a whole."""
+        for module, planned in self.flags:
+            module.gradient_checkpointing = on and planned
+
+    def uninstall(self) -> None:
+        """Give every layer back what it had, and the host memory to the system."""
+        while self._before:
+            module, name, value = self._before.pop()
+            if value is _ABSENT:
+                module.__dict__.pop(name, None)
+            else:
+                module.__dict__[name] = value
+        if self.engine is not None:
+            self.engine.release()
+
+    def put(self, module: nn.Module, name: str, value: Any) -> None:
+        """Set an instance's attribute and remember what was there."""
+        self._before.append((module, name, module.__dict__.get(name, _ABSENT)))
+        module.__dict__[name] = value
+
+
+def policies_of(plan: Plan, layers: Iterable[nn.Module], fused: bool) -> tuple[Policy, ...]:
+    """A plan's policies for these layers.
+
+    Args:
+        fused: whether the layers recompute parts of themselves (`models.fast`).
+    Raises:
+        ConfigError: the plan was made for another number of layers.
+        UnsupportedError: a policy that these layers can't follow.
+    """
+    layers = list(layers)
+    policies = plan.by_layer(len(layers))
+    if not fused and Policy.RECOMPUTE_CHEAP in policies:
+        raise UnsupportedError(
+            f"'{Policy.RECOMPUTE_CHEAP}' needs fused layers, which this model does not have",
+            f"train on CUDA with layers='auto', or use '{Policy.RECOMPUTE_MLP}' or '{Policy.RECOMPUTE_LAYER}'",
+        )
+    for layer, policy in zip(layers, policies, strict=True):
+        if policy in WHOLE_LAYER and not hasattr(layer, "gradient_checkpointing"):
+            raise UnsupportedError(
+                f"{type(layer).__name__} can't be recomputed by transformers' gradient checkpointing", "use Plan.keep()"
+            )
+        if policy is Policy.RECOMPUTE_MLP and not fused and "forward" in layer.mlp.__dict__:
+            raise UnsupportedError(
+                f"the forward of {type(layer).__name__}.mlp was replaced by something else",
+                f"use '{Policy.RECOMPUTE_LAYER}', or take that hook off",
+            )
+    return policies
+
+
+def install(model: nn.Module, layers: Iterable[nn.Module], plan: Plan, fused: bool = False) -> Installed:
+    """Make each decoder layer of a causal LM follow the plan's policy for it.
+
+    transformers' own switch is overruled: turned on by a trainer, it brings the plan's policies back; turned off, no
+    layer is recomputed as a whole.
+
+    Raises:
+        ConfigError, UnsupportedError: as `policies_of`, before anything was changed.
+    """
+    layers = list(layers)
+    policies = policies_of(plan, layers, fused)
+    offloaded = [index for index, policy in enumerate(policies) if policy is Policy.OFFLOAD]
+    engine = OffloadEngine(offloaded[-1], plan.buffers) if offloaded else None
+    installed = Installed(layers, policies, engine)
+    whole = any(policy in WHOLE_LAYER for policy in policies)
+    by_layer = dict(zip(layers, policies, strict=True))
+    recompute = functools.partial(checkpoint, use_reentrant=False)
+    for module in model.modules():
+        if hasattr(module, "gradient_checkpointing"):
+            policy = by_layer.get(module, Policy.RECOMPUTE_LAYER if whole else Policy.KEEP)  # the backbone has one, too
+            installed.flags.append((module, policy in WHOLE_LAYER))
+            installed.put(module, "gradient_checkpointing", policy in WHOLE_LAYER)
+            installed.put(module, "_gradient_checkpointing_func", recompute)
+    for index, (layer, policy) in enumerate(by_layer.items()):
+        installed.put(layer, POLICY, policy)
+        if policy is Policy.OFFLOAD:
+            assert engine is not None
+            installed.put(layer, "_gradient_checkpointing_func", functools.partial(engine.checkpoint, index))
+        elif policy is Policy.RECOMPUTE_MLP and not fused:
+            mlp: Any = layer.mlp
+            installed.put(mlp, "forward", types.MethodType(_checkpointed_forward, mlp))
+    installed.put(model, INSTALLED, installed)
+    installed.put(model, "_set_gradient_checkpointing", types.MethodType(_switched, model))
+    return installed
+
+
+def _checkpointed_forward(mlp: Any, *args: Any, **kwargs: Any) -> Any:
+    """An MLP's forward as its class has it, recomputed in the backward pass of training. A method of the instance, so
+    that a copy of the model gets a copy of it."""
+    forward = functools.partial(type(mlp).forward, mlp)
+    if not (mlp.training and torch.is_grad_enabled()):
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+def _switched(model: Any, enable: bool = True, **_: Any) -> None:
+    """In the place of the method that transformers' `gradient_checkpointing_enable` and `_disable` end in, by whatever
+    names this version has for them."""
+    getattr(model, INSTALLED).switch(enable)

@@ -1,0 +1,235 @@
+"""Policies by layer: equal bits whatever is kept, recomputed or offloaded, on real models; put on and taken off."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pronghorn.api import FastLanguageModel
+from pronghorn.errors import ConfigError, UnsupportedError
+from pronghorn.memory.checkpoint import install
+from pronghorn.memory.plan import POLICY, Plan, Policy
+from pronghorn.models.attach import attach, attached
+from pronghorn.models.families import base_causal_lm, recompute_layers, recomputes_layers
+from test_attach import trace
+from test_fused import loss_and_gradients, with_adapters
+from test_parity import LENGTHS, ROW
+from tiny import packed_row, tiny_model
+
+KEEP, CHEAP, MLP, LAYER, OFFLOAD = Policy
+PLANS = {
+    "recompute": Plan.recompute(),
+    "MLP": Plan(policies=(MLP,)),
+    "offload": Plan.offload(),
+    "one buffer": Plan.offload(1),
+    "offload first": Plan(policies=(OFFLOAD, KEEP, LAYER)),
+    "offload around": Plan(policies=(OFFLOAD, MLP, OFFLOAD)),
+    "offload one": Plan(policies=(KEEP, OFFLOAD, KEEP)),
+}
+
+
+def activations(handle: Any) -> tuple[str, str]:
+    return next((path.path, path.why) for path in handle.report if path.part == "activations")
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["lora", "full"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
+def test_every_plan_gives_the_same_bits(family: str, full: bool) -> None:
+    """Dropout's, too: what is recomputed draws the same numbers again."""
+    model = tiny_model(family)
+    model = model if full else with_adapters(model, lora_dropout=0.2)
+    batch, found = packed_row(LENGTHS, ROW), {}
+    for name, plan in ({"keep": Plan.keep()} | PLANS).items():
+        attach(model, plan)
+        torch.manual_seed(5)
+        found[name] = loss_and_gradients(model, batch)
+    loss, grads = found["keep"]
+    for name, (again, same) in found.items():
+        assert again == loss and all(torch.equal(grads[each], same[each]) for each in grads), name
+
+
+@pytest.mark.parametrize("layers", ["stock", "fused"])
+@pytest.mark.parametrize("name", PLANS)
+def test_detach_restores_and_evaluation_takes_the_plain_way(name: str, layers: Any) -> None:
+    model, batch = with_adapters(tiny_model("qwen3")), packed_row(LENGTHS, ROW)
+    base = model.get_base_model()
+    recompute_layers(base, True)
+    before, saved = trace(base), copy.deepcopy([layer._gradient_checkpointing_func for layer in base.model.layers])
+    loss, _ = loss_and_gradients(model, batch)
+    handle = attach(model, PLANS[name], layers=layers)
+    engine = handle.offload_engine
+    assert [layer.__dict__[POLICY] for layer in base.model.layers] == list(PLANS[name].by_layer(3))
+    with torch.no_grad():
+        model(**batch)
+    model.eval()(**batch)
+    assert engine is None or engine.host_bytes == 0
+    model.train()(**batch).loss.backward()
+    assert recomputes_layers(base)
+    handle.detach()
+    assert (trace(base) == before and engine is None) or engine.host_bytes == 0
+    assert str([layer._gradient_checkpointing_func for layer in base.model.layers]) == str(saved)
+    assert loss_and_gradients(model, batch)[0] == loss
+
+
+@pytest.mark.parametrize("plan", [Plan.keep(), Plan.offload(), PLANS["offload around"]], ids=str)
+def test_a_plan_survives_what_trainers_do(plan: Plan) -> None:
+    """Trainer switches checkpointing on again when training starts; TRL off and on around generation."""
+    model = with_adapters(tiny_model("llama"))
+    base, batch = model.get_base_model(), packed_row(LENGTHS, ROW)
+    handle = attach(model, plan)
+    told, planned = activations(handle), [layer.gradient_checkpointing for layer in base.model.layers]
+    functions = [layer._gradient_checkpointing_func for layer in base.model.layers]
+    kind = "activation" if hasattr(base, "activation_checkpointing_enable") else "gradient"
+    for _ in range(2):
+        getattr(model, f"{kind}_checkpointing_enable")({"use_reentrant": False})
+        assert [layer.gradient_checkpointing for layer in base.model.layers] == planned
+        assert [layer._gradient_checkpointing_func for layer in base.model.layers] == functions
+        assert activations(handle)[0] == told[0]
+        getattr(model, f"{kind}_checkpointing_disable")()
+        assert not any(layer.gradient_checkpointing for layer in base.model.layers)
+        model(**batch).loss.backward()
+        engine = handle.offload_engine
+        assert engine is None or engine.host_bytes == 0
+    if plan.policies != (KEEP,):
+        assert activations(handle)[1] == "gradient checkpointing was switched off"
+
+
+def test_reports_tell_counts_buffers_and_memory() -> None:
+    model, batch = with_adapters(tiny_model("llama")), packed_row(LENGTHS, ROW)
+    handle = attach(model, PLANS["offload around"])
+    model(**batch).loss.backward()
+    counts = "2 of 3 layers: recompute with the input offloaded; 1 of 3 layers: recompute the MLP"
+    assert activations(handle) == (counts, "two buffers, host memory")
+    assert activations(attach(model, Plan.offload(1))) == ("recompute with the input offloaded", "one buffer")
+    assert activations(attach(model, Plan.keep())) == ("keep", "the plan")
+
+
+def test_memory_goes_back_when_the_plan_changes() -> None:
+    model, batch = with_adapters(tiny_model("llama")), packed_row(LENGTHS, ROW)
+    engine = attach(model, Plan.offload()).offload_engine
+    model(**batch).loss.backward()
+    assert engine.host_bytes > 0
+    attach(model, Plan.recompute())
+    assert engine.host_bytes == 0
+
+
+def test_a_copied_model_is_a_model_of_its_own() -> None:
+    model, batch = with_adapters(tiny_model("llama")), packed_row(LENGTHS, ROW)
+    base = model.get_base_model()
+    install(base, base.model.layers, PLANS["offload around"])
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.mul_(1.5)
+    batch = {name: batch[name] for name in ("input_ids", "labels")}
+    loss, grads = loss_and_gradients(twin, batch)
+    recompute = copy.deepcopy(twin)
+    recompute.get_base_model()._pronghorn_installed.uninstall()
+    assert loss_and_gradients(recompute, batch)[0] == loss
+    engines = [each.get_base_model()._pronghorn_installed.engine for each in (model, twin)]
+    assert engines[0].host_bytes == 0 < engines[1].host_bytes and grads
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (Plan(policies=(CHEAP,)), "'recompute the cheap parts' needs fused layers"),
+        (Plan(policies=(KEEP, MLP)), "2 policies for a model of 3 layers"),
+    ],
+)
+def test_plans_that_cannot_be_followed_change_nothing(plan: Plan, message: str) -> None:
+    model = tiny_model("llama")
+    before = trace(model)
+    with pytest.raises((UnsupportedError, ConfigError), match=message):
+        attach(model, plan, layers="stock")
+    with pytest.raises((UnsupportedError, ConfigError), match=message):
+        install(model, model.model.layers, plan)
+    assert trace(model) == before
+
+
+def test_an_mlp_whose_forward_was_replaced_is_not_replaced_again() -> None:
+    model = tiny_model("llama")
+    model.model.layers[1].mlp.forward = lambda x: x
+    with pytest.raises(UnsupportedError, match=r"LlamaDecoderLayer\.mlp was replaced"):
+        attach(model, Plan(policies=(MLP,)))
+
+
+def test_buffers_are_one_or_two() -> None:
+    with pytest.raises(ConfigError, match="buffers = 3: use 2, or 1"):
+        Plan.offload(3)
+
+
+@pytest.mark.parametrize("packing", [True, False], ids=["attached", "plain"])
+def test_the_switch(stories: Path, packing: bool) -> None:
+    """`use_gradient_checkpointing` by all its values, one after the other, on one model."""
+    model, _ = FastLanguageModel.from_pretrained(str(stories), max_seq_length=64, packing=packing)
+    base = base_causal_lm(model)
+    assert recomputes_layers(model) and (attached(model) is not None) == packing
+    for value, policy in ((False, KEEP), ("offload", OFFLOAD), (True, LAYER), ("unsloth", OFFLOAD), ("auto", LAYER)):
+        FastLanguageModel.for_training(model, use_gradient_checkpointing=value)  # type: ignore[arg-type]
+        assert recomputes_layers(model) == (policy is not KEEP)
+        if packing:
+            assert attached(model).plan.policies == (policy,)  # type: ignore[union-attr]
+        assert ("_pronghorn_installed" in base.__dict__) == (packing or policy is OFFLOAD)
+        ids = torch.arange(3, 35)[None]
+        model(input_ids=ids, labels=ids).loss.backward()
+    with pytest.raises(ConfigError, match="use_gradient_checkpointing = 1 is unknown"):
+        FastLanguageModel.for_training(model, use_gradient_checkpointing=1)  # type: ignore[arg-type]
+
+
+EQUAL_BITS = """
+import sys, torch
+sys.path[:0] = sys.argv[1:]
+torch.use_deterministic_algorithms(True, warn_only=True)
+from pronghorn.memory.plan import Plan, Policy
+from pronghorn.models.attach import attach
+from test_fused import loss_and_gradients, with_adapters
+from test_parity import LENGTHS, ROW
+from tiny import packed_row, tiny_model
+for layers in ("stock", "fused"):
+    model = with_adapters(tiny_model("qwen3", num_hidden_layers=6))
+    for name, parameter in model.named_parameters():
+        if "lora_" not in name:
+            parameter.data = parameter.data.bfloat16()
+    model.to("cuda")
+    batch = {name: value.to("cuda") for name, value in packed_row(LENGTHS, ROW).items()}
+    found = {}
+    for plan in (Plan.recompute(), Plan.offload(), Plan.offload(1), Plan(policies=(Policy.OFFLOAD, Policy.KEEP) * 3)):
+        with torch.autocast("cuda", torch.bfloat16, enabled=layers == "stock"):
+            attach(model, plan, layers=layers, graph="off")
+            found[plan.policies, plan.buffers] = loss_and_gradients(model, batch)
+    (loss, grads), *others = found.values()
+    for again, same in others:
+        assert again == loss and all(torch.equal(grads[name], same[name]) for name in grads)
+"""
+
+
+@pytest.mark.gpu
+def test_every_plan_gives_the_same_bits_on_a_gpu() -> None:
+    """In a process of its own: deterministic algorithms stay on."""
+    import os
+    import subprocess
+    import sys
+
+    environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    subprocess.run([sys.executable, "-c", EQUAL_BITS, *sys.path], check=True, env=environment, timeout=300)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["offload", "offload around", "one buffer"])
+def test_a_planned_step_never_synchronises(name: str) -> None:
+    model = with_adapters(tiny_model("llama").to("cuda", torch.bfloat16))
+    attach(model, PLANS[name], graph="off")
+    batch = {key: value.to("cuda") for key, value in packed_row(LENGTHS, ROW).items()}
+    for _ in range(2):
+        model(**batch).loss.backward()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        model(**batch).loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
