@@ -193,6 +193,11 @@ class Memory(Section):
     gradient_checkpointing: bool | Literal["auto", "unsloth"] = Field(
         "auto", description="recompute layers in the backward pass; auto and unsloth mean true for now"
     )
+    budget: str | None = Field(
+        None,
+        pattern=r"^\d+(\.\d+)?\s*(GiB|GB|MiB|MB)$",
+        description="GPU memory this process may take, e.g. 16GiB; null is what is free",
+    )
 
 
 class Precision(Section):
