@@ -176,13 +176,16 @@ def _stock_bytes(shape: Shape, work: Work) -> int:
 
 
 def working_bytes(shape: Shape, work: Work) -> int:
-    """W: the most that comes and goes inside one layer's backward, which is in the MLP's."""
+    """W: the most that comes and goes inside one layer's backward, which is in its MLP.
+
+    The stream's gradient, a product's result and the activation, or its gradient; d(gate·up) takes gate·up's place.
+    """
     t, h, i, b = work.tokens, shape.hidden, shape.intermediate, work.itemsize
-    down = t * h * work.stream_bytes + 3 * t * i * b  # the stream's gradient, d(activation), d(gate·up)
+    states, activation = t * h * (work.stream_bytes + b), t * i * b * (1 if work.fused else 3)
     if work.method != "qlora":
-        return down
-    # Weights are written out for a product: gate and up by themselves and then side by side.
-    return max(down + h * i * b, t * h * 2 * b + 2 * t * i * b + 4 * h * i * b)
+        return states + activation
+    # Weights are written out for a product: down's, or gate's and up's by themselves and then side by side.
+    return states + max(activation + h * i * b, 4 * h * i * b)
 
 
 def head_bytes(shape: Shape, work: Work) -> int:
@@ -250,8 +253,11 @@ class Step:
             before += bytes_
         activations, working = max(moments, key=sum)
         found = self.resting | {"activations": activations, "working": working, "batch": self.batch}
-        graph = self.graph if set(policies) == {Policy.KEEP} else 0
-        return found | {kind: n for kind, n in (("buffers", buffers * self.buffer), ("CUDA graph", graph)) if n}
+        if Policy.OFFLOAD in policies:
+            found["buffers"] = buffers * self.buffer
+        if self.graph and set(policies) == {Policy.KEEP}:
+            found["CUDA graph"] = self.graph
+        return found
 
 
 def process_bytes(kinds: Mapping[str, int]) -> int:

@@ -87,7 +87,7 @@ def plan(shape: Shape, work: Work, card: Card, budget_bytes: int | None = None, 
         raise _refusal(shape, work, times, budget, choices[-1].process_bytes)
     best = fitting[0]
     predicted = {**best.kinds, "peak": sum(best.kinds.values()), "process": best.process_bytes}
-    return Plan(best.policies, best.buffers, card.name, 1, budget, {**predicted, "step_ms": best.milliseconds})
+    return Plan(best.policies, best.buffers or 2, card.name, 1, budget, {**predicted, "step_ms": best.milliseconds})
 
 
 def choices_of(shape: Shape, work: Work, times: StepTimes) -> list[Choice]:
