@@ -136,9 +136,10 @@ def forecast_recipe(
         trust_remote_code=recipe.model.trust_remote_code,
     )
     model, _ = load(recipe, whole, tokenizer_for(recipe, whole), console)
-    shape, own = shape_of(model), work_of(model, work.tokens, autocast_dtype(recipe))
+    autocast = autocast_dtype(recipe)
+    shape, own = shape_of(model), work_of(model, work.tokens, autocast)
     own = replace(own, documents=work.documents, graph=work.graph)
-    times = measured_times(model, shape, own, device_card(model.device))
+    times = measured_times(model, shape, own, device_card(model.device), autocast)
     return forecast(recipe.model.name, shape, own, None, budget, job, times)
 
 

@@ -126,9 +126,8 @@ def plan_for(
     budget = budget_bytes
     if budget is None:
         budget = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) + CONTEXT_BYTES
-    if measure:
-        return plan(shape, work, card, budget, measured_times(model, shape, work, card))
-    return plan(shape, work, card, budget)
+    times = measured_times(model, shape, work, card, autocast) if measure else None
+    return plan(shape, work, card, budget, times)
 
 
 def device_card(device: torch.device) -> Card:
@@ -137,7 +136,7 @@ def device_card(device: torch.device) -> Card:
     return card_of(properties.name, properties.total_memory)
 
 
-def measured_times(model: Any, shape: Shape, work: Work, card: Card) -> StepTimes:
+def measured_times(model: Any, shape: Shape, work: Work, card: Card, autocast: torch.dtype | None = None) -> StepTimes:
     """The card's estimate scaled by one layer's times, keeping everything, and the copy of its input, measured.
 
     The backbone runs with one layer and with two; the difference is a layer's. Takes about a second; gradients, random
@@ -148,7 +147,8 @@ def measured_times(model: Any, shape: Shape, work: Work, card: Card) -> StepTime
     attention, metadata, layers, graph = options if before is None else before.options
     handle = attach(model, Plan.keep(), attention=attention, packing_metadata=metadata, layers=layers, graph="off")
     try:
-        return _measure(base, shape, work, card)
+        with torch.cuda.device(base.device), torch.autocast("cuda", autocast, enabled=autocast is not None):
+            return _measure(base, shape, work, card)
     finally:
         handle.detach()
         if before is not None:
