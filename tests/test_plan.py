@@ -24,7 +24,7 @@ from pronghorn.memory.plan import Policy
 from pronghorn.memory.planner import PlanDoesNotFit, choices_of, frontier, plan
 from pronghorn.memory.step_time import StepTimes, step_times
 from pronghorn.models.attach import attach, attached
-from pronghorn.models.auto_plan import plan_for, shape_of, shape_of_config, work_of
+from pronghorn.models.auto_plan import device_card, measured_times, plan_for, shape_of, shape_of_config, work_of
 from pronghorn.models.families import base_causal_lm
 from pronghorn.models.lora import add_lora
 from tiny import FAMILIES, tiny_model
@@ -200,7 +200,8 @@ def test_a_plan_fits_by_its_own_accounting(method: Any) -> None:
     with pytest.raises(PlanDoesNotFit, match=f"needs {least / GIB:.1f} GiB and the budget is 0.5") as refused:
         plan(shape, work, gpu, GIB // 2)
     assert "rows of half as many tokens" in refused.value.remedy and isinstance(refused.value, ConfigError)
-    assert ("load_in_4bit" in refused.value.remedy) is (method != "qlora")
+    assert ("load_in_4bit" in refused.value.remedy) is (method == "lora")
+    assert ("adapter.method: lora" in refused.value.remedy) is (method == "full")
 
 
 def test_everything_is_kept_where_it_fits_and_shared_memory_never_offloads() -> None:
@@ -283,6 +284,7 @@ def test_a_recipe_is_planned_without_weights_and_its_data_counted(recipe: Path) 
         (["--model", "tiny", "--device", "gtx1"], "device 'gtx1' is unknown"),
         (["--model", "tiny", "--device", "24 apples"], "--device '24 apples' is no amount of memory"),
         (["--model", "tiny", "--device", "h100", "--budget", "lots"], "budget 'lots' is no amount of memory"),
+        (["--model", "tiny", "--device", "rtx4090", "--budget", "80GiB"], "more than rtx4090 has (23.5 GiB)"),
         (["--model", "tiny", "--device", "h100", "--budget", "0GiB"], "budget '0GiB' is no amount of memory"),
         (["--model", "Llama-3.1-8B", "--device", "h100", "--budget", "9GiB"], "the smallest plan needs 17.7 GiB"),
         (["--model", "./no-such-folder", "--device", "h100"], "model ./no-such-folder"),
@@ -313,6 +315,9 @@ def test_plan_for_measures_and_leaves_the_model_alone() -> None:
     layers, state = base_causal_lm(model).base_model.layers, torch.cuda.get_rng_state()
     made = plan_for(model, 512)
     assert set(made.policies) == {Policy.KEEP} and len(made.policies) == 3 and made.predicted["step_ms"] > 0
+    shape, work = shape_of(model), work_of(model, 512)
+    times = measured_times(model, shape, work, device_card(torch.device("cuda")))
+    assert 0 < times.forward < 100 and 0 < times.backward < 100 and times.copy > 0
     assert base_causal_lm(model).base_model.layers is layers and torch.equal(torch.cuda.get_rng_state(), state)
     assert parameter.grad is not None and parameter.grad.eq(1).all()
     assert sum(p.grad is not None for p in model.parameters()) == 1 and attached(model) is None

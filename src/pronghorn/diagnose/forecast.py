@@ -18,13 +18,12 @@ from pronghorn.config import Recipe
 from pronghorn.data.packed_rows import PackedRows
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
 from pronghorn.memory.devices import Card, card, parse_bytes
-from pronghorn.memory.estimate import CONTEXT_BYTES, Method, Shape, Work
+from pronghorn.memory.estimate import CONTEXT_BYTES, GIB, Method, Shape, Work
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.memory.planner import Choice, choices_of, plan
 from pronghorn.memory.step_time import StepTimes, step_times
 from pronghorn.models.auto_plan import device_card, measured_times, shape_of, shape_of_config, work_of
 from pronghorn.models.load import FoundModel, default_device, find_model
-from pronghorn.train.documents import prepare, tokenizer_for
 
 SMALL_DATA = 32 * 2**20
 """Local data up to this many bytes is tokenised (or read from its cache) to be counted."""
@@ -127,6 +126,7 @@ def forecast_recipe(
         return forecast(recipe.model.name, shape, work, device, budget, job)
     if device is not None or not torch.cuda.is_available():
         raise ConfigError("--calibrate measures on this machine's GPU", "leave --device out, and run where the GPU is")
+    from pronghorn.train.documents import tokenizer_for
     from pronghorn.train.run import autocast_dtype, load
 
     whole = find_model(
@@ -180,6 +180,11 @@ def forecast(
             limit = torch.cuda.mem_get_info(default_device())[0] + torch.cuda.memory_reserved() + CONTEXT_BYTES
     else:
         raise ConfigError("this machine has no GPU to plan for", "name one, e.g. --device rtx4090 or --device 24GiB")
+    if limit is not None and limit > where.memory_bytes:
+        raise ConfigError(
+            f"budget {budget} is more than {where.name} has ({where.memory_bytes / GIB:.1f} GiB)",
+            "lower it, or leave it out",
+        )
     measured = times is not None
     times = times or step_times(shape, work, where)
     made = plan(shape, work, where, limit, times)
@@ -223,6 +228,8 @@ def _configuration(name: str, trust_remote_code: bool, max_seq_length: int) -> F
 
 def _job(recipe: Recipe, found: FoundModel) -> Job | None:
     """The data set's tokens and steps, if it is local and small."""
+    from pronghorn.train.documents import prepare, tokenizer_for
+
     sizes: list[int] = []
     for source in recipe.data.sources("train"):
         files = [source.path, *source.path.rglob("*")] if source.path.exists() else []

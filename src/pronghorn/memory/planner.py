@@ -102,9 +102,7 @@ def _refusal(shape: Shape, work: Work, times: StepTimes, budget: int, least: int
     remedies = {
         f"rows of half as many tokens ({work.tokens // 2:,})": replace(work, tokens=work.tokens // 2),
         "adapter.method: lora": replace(work, method="lora") if work.method == "full" else None,
-        "model.load_in_4bit: true": replace(work, method="qlora", ranks=half and work.ranks)
-        if work.method != "qlora"
-        else None,
+        "model.load_in_4bit: true": replace(work, method="qlora") if work.method == "lora" else None,
         f"adapter.r: {max(half.values(), default=0)}": replace(work, ranks=half) if half else None,
     }
     told = [

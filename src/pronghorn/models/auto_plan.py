@@ -14,7 +14,7 @@ from pronghorn.data.batch import PackedBatch
 from pronghorn.errors import UnsupportedError
 from pronghorn.memory.devices import Card, card_of
 from pronghorn.memory.estimate import CONTEXT_BYTES, GROUPS, Method, Shape, Work
-from pronghorn.memory.plan import Plan
+from pronghorn.memory.plan import Plan, Policy
 from pronghorn.memory.planner import plan
 from pronghorn.memory.step_time import StepTimes, step_times
 from pronghorn.models import fast
@@ -117,7 +117,7 @@ def plan_for(
         tokens: of a micro-batch: rows a step times max_seq_length.
         budget_bytes: of the process; None for what is free on the device now, and what this process holds.
         autocast: dtype that training will run under, if any.
-        measure: time a layer on the device; else the table's rates are taken.
+        measure: where not everything fits, time a layer on the device; else the table's rates are taken.
     Raises:
         PlanDoesNotFit: with what would fit.
     """
@@ -126,8 +126,10 @@ def plan_for(
     budget = budget_bytes
     if budget is None:
         budget = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) + CONTEXT_BYTES
-    times = measured_times(model, shape, work, card, autocast) if measure else None
-    return plan(shape, work, card, budget, times)
+    made = plan(shape, work, card, budget)
+    if not measure or set(made.policies) == {Policy.KEEP}:
+        return made
+    return plan(shape, work, card, budget, measured_times(model, shape, work, card, autocast))
 
 
 def device_card(device: torch.device) -> Card:
@@ -151,6 +153,7 @@ def measured_times(model: Any, shape: Shape, work: Work, card: Card, autocast: t
             return _measure(base, shape, work, card)
     finally:
         handle.detach()
+        torch.cuda.empty_cache()  # what the allocator keeps would be in training's way
         if before is not None:
             attach(model, before.plan, attention=attention, packing_metadata=metadata, layers=layers, graph=graph)
 
