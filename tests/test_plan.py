@@ -121,11 +121,13 @@ def test_biases_adapters_and_trained_modules_are_counted() -> None:
 
 def test_nf4_takes_what_bitsandbytes_stores() -> None:
     functional = pytest.importorskip("bitsandbytes.functional")
-    weight = torch.randn(512, 1024)
-    packed, state = functional.quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
-    stored = packed.nbytes + state.absmax.nbytes + state.state2.absmax.nbytes
-    n = weight.numel()
-    assert stored == n // 2 + n // 64 + n // 4096
+    shape = shape_of(tiny_model("llama", hidden_size=256, intermediate_size=512, num_attention_heads=4, head_dim=64))
+    stored = 0
+    for sizes in shape.linears.values():
+        packed, state = functional.quantize_4bit(torch.randn(sizes), quant_type="nf4", compress_statistics=True)
+        stored += packed.nbytes + state.absmax.nbytes + state.state2.absmax.nbytes
+    others = shape.parameters - shape.layers * shape.layer_weights
+    assert resting_bytes(shape, Work(TOKENS, "qlora"))["weights"] == shape.layers * stored + 2 * others
 
 
 ANCHORS = [
@@ -273,7 +275,7 @@ def test_a_recipe_is_planned_without_weights_and_its_data_counted(recipe: Path) 
     assert found["budget_bytes"] == 8 * GIB and found["tokens"] == 128 and set(found["policies"]) == {"keep"}
     job = found["data"]
     assert job["documents"] == 40 and job["tokens"] == 360 and job["micro_batches"] == 6  # 6 rows, twice, by two
-    assert job["hours"] == pytest.approx(6 * found["predicted"]["step_ms"] / 3.6e6)
+    assert found["seconds"] == pytest.approx(6 * found["predicted"]["step_ms"] / 1e3)
     told = run_plan(str(recipe), "packing.rows_per_step=2", "--device", "rtx3090").stdout
     assert "40 documents, 360 tokens: 6 micro-batches" in told
 

@@ -112,13 +112,11 @@ def render(found: Forecast) -> RenderableType:
         f"[bold]{policy_map(found.plan.policies)}[/]",
         f"{found.step_ms:,.0f} ms a micro-batch, {found.tokens_per_s:,.0f} tokens/s ({times})",
     ]
-    if found.job is not None:
-        lines.append(
-            f"{found.job.documents:,} documents, {found.job.tokens:,} tokens: "
-            f"{found.job.micro_batches:,} micro-batches, {_duration(found.job.micro_batches * found.step_ms / 1e3)}"
-        )
-    else:
+    if found.data is None or found.seconds is None:
         lines.append(f"a million tokens take {_duration(1e6 / found.tokens_per_s)}")
+    else:
+        counts = "{documents:,} documents, {tokens:,} tokens: {micro_batches:,} micro-batches".format(**found.data)
+        lines.append(f"{counts}, {_duration(found.seconds)}")
     curve = Table("GiB", "ms", "tokens/s", "", "layers, from the first", box=None, padding=(0, 2, 0, 0))
     slowest = max(one.milliseconds for one in found.curve)
     for one in found.curve:

@@ -31,16 +31,6 @@ BUDGETS = 8
 
 
 @dataclass(frozen=True)
-class Job:
-    """The data set's share of a forecast."""
-
-    tokens: int
-    documents: int
-    micro_batches: int
-    """Of the whole run."""
-
-
-@dataclass(frozen=True)
 class Forecast:
     """A plan with all it was made from."""
 
@@ -54,8 +44,8 @@ class Forecast:
     plan: Plan
     curve: list[Choice]
     """The best choices of a few budgets, the largest first."""
-    job: Job | None
-    """None where the data wasn't counted."""
+    data: dict[str, int] | None
+    """The data set's `tokens` and `documents`, and the run's `micro_batches`; None where it wasn't counted."""
 
     @property
     def step_ms(self) -> float:
@@ -82,7 +72,8 @@ class Forecast:
             "predicted": dict(self.plan.predicted),
             "tokens_per_s": self.tokens_per_s,
             "times_ms": dataclasses.asdict(self.times),
-            "data": None if self.job is None else dataclasses.asdict(self.job) | {"hours": self.hours},
+            "data": self.data,
+            "seconds": self.seconds,
             "curve": [
                 {"process_bytes": one.process_bytes, "step_ms": one.milliseconds, "policies": policy_map(one.policies)}
                 for one in self.curve
@@ -90,9 +81,9 @@ class Forecast:
         }
 
     @property
-    def hours(self) -> float | None:
+    def seconds(self) -> float | None:
         """Of the whole run, without evaluations and checkpoints."""
-        return None if self.job is None else self.job.micro_batches * self.step_ms / 3.6e6
+        return None if self.data is None else self.data["micro_batches"] * self.step_ms / 1e3
 
 
 def forecast_recipe(
@@ -108,7 +99,7 @@ def forecast_recipe(
         PlanDoesNotFit: with what would fit; ConfigError: no such device; DataError, UnsupportedError: no such model.
     """
     found = _configuration(recipe.model.name, recipe.model.trust_remote_code, recipe.model.max_seq_length)
-    shape, job = shape_of_config(found.config), _job(recipe, found)
+    shape, data = shape_of_config(found.config), _count(recipe, found)
     full = recipe.adapter.method == "full"
     quantised = recipe.model.load_in_4bit or getattr(found.config, "quantization_config", None) is not None
     work = Work(
@@ -119,11 +110,11 @@ def forecast_recipe(
         fused=not recipe.adapter.lora_dropout and recipe.packing.attention != "masked" and recipe.packing.enabled,
         trained_whole=shape.vocab * shape.hidden * len(recipe.adapter.modules_to_save),
         graph=recipe.packing.graph != "off",
-        documents=max(1, job.tokens // job.documents) if job else Work.documents,
+        documents=max(1, data["tokens"] // data["documents"]) if data else Work.documents,
     )
     budget = budget or recipe.memory.budget
     if not calibrate:
-        return forecast(recipe.model.name, shape, work, device, budget, job)
+        return forecast(recipe.model.name, shape, work, device, budget, data)
     if device is not None or not torch.cuda.is_available():
         raise ConfigError("--calibrate measures on this machine's GPU", "leave --device out, and run where the GPU is")
     from pronghorn.train.documents import tokenizer_for
@@ -140,7 +131,7 @@ def forecast_recipe(
     shape, own = shape_of(model), work_of(model, work.tokens, autocast)
     own = replace(own, documents=work.documents, graph=work.graph)
     times = measured_times(model, shape, own, device_card(model.device), autocast)
-    return forecast(recipe.model.name, shape, own, None, budget, job, times)
+    return forecast(recipe.model.name, shape, own, None, budget, data, times)
 
 
 def forecast_model(
@@ -167,7 +158,7 @@ def forecast(
     work: Work,
     device: str | None,
     budget: str | None,
-    job: Job | None = None,
+    data: dict[str, int] | None = None,
     times: StepTimes | None = None,
 ) -> Forecast:
     """The forecast of one model on one device; arguments and errors as for `forecast_recipe`."""
@@ -188,7 +179,7 @@ def forecast(
     measured = times is not None
     times = times or step_times(shape, work, where)
     made = plan(shape, work, where, limit, times)
-    return Forecast(name, shape, work, where, times, measured, made, _curve(choices_of(shape, work, times)), job)
+    return Forecast(name, shape, work, where, times, measured, made, _curve(choices_of(shape, work, times)), data)
 
 
 def policy_map(policies: Sequence[Policy]) -> str:
@@ -226,7 +217,7 @@ def _configuration(name: str, trust_remote_code: bool, max_seq_length: int) -> F
     return FoundModel(path, config, None, max_seq_length, False, hub)
 
 
-def _job(recipe: Recipe, found: FoundModel) -> Job | None:
+def _count(recipe: Recipe, found: FoundModel) -> dict[str, int] | None:
     """The data set's tokens and steps, if it is local and small."""
     from pronghorn.train.documents import prepare, tokenizer_for
 
@@ -242,4 +233,4 @@ def _job(recipe: Recipe, found: FoundModel) -> Job | None:
     batches = math.ceil(rows / recipe.packing.rows_per_step * recipe.train.epochs)
     if recipe.train.max_steps is not None:
         batches = recipe.train.max_steps * recipe.train.gradient_accumulation_steps
-    return Job(stats.tokens, stats.documents, batches)
+    return {"tokens": stats.tokens, "documents": stats.documents, "micro_batches": batches}
