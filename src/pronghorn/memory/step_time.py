@@ -93,7 +93,8 @@ def step_times(shape: Shape, work: Work, card: Card) -> StepTimes:
     around = t * (6 * h * work.stream_bytes + (4 * q + 4 * kv + 3 * i) * b) * moving
     adapters = sum(t * _adapted(shape, work, names) * b for names in GROUPS) * moving
     gaps = GAPS if work.fused else 0.0
-    written = 4.5 * shape.layer_weights / card.bandwidth * 1e3 if work.method == "qlora" else 0.0  # bf16 from 4 bits
+    # 4-bit weights are written out for each product (2.5 bytes an element) and then put side by side (4)
+    written = 6.5 * shape.layer_weights * moving if work.method == "qlora" else 0.0
     forward = products + attention + norms + around + adapters + written + gaps
     trained = 2 if work.method == "full" else 1
     backward = trained * products + 2.5 * attention + 1.5 * (norms + around) + adapters + written + gaps
