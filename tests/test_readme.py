@@ -35,6 +35,7 @@ def test_the_readme_names_these_commands() -> None:
         'echo "What does len do?" | pronghorn chat runs/three',
         "pronghorn verify recipes/demo-cpu.yaml --tokens 128",
         "pronghorn profile recipes/demo-cpu.yaml --steps 1 --warmup 1 --html runs/profile.html",
+        "pronghorn plan recipes/demo-cpu.yaml --device rtx4090",
         "pronghorn bench step --model tiny --tokens 256 --against hf",
     ]
     assert len(PYTHON) == 1
@@ -116,6 +117,14 @@ def test_verify_and_profile(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
         assert said in done.stdout
     assert "<svg" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_plan() -> None:
+    assert (ROOT / ".cache" / "docs" / "train.jsonl").is_file(), "test_make_demo_in_three_steps makes this"
+    done = shell(BASH[8].replace("pronghorn", f"{sys.executable} -m pronghorn", 1).split())
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "layers 0–29 keep" in done.stdout and "datasheet" in done.stdout and "micro-batches" in done.stdout
 
 
 @pytest.mark.slow

@@ -198,6 +198,11 @@ class Memory(Section):
     offload_buffers: Literal[1, 2] = Field(
         2, description="inputs that come back at a time: 2 hides the copies, 1 is the ablation"
     )
+    budget: str | None = Field(
+        None,
+        pattern=r"^\d+(\.\d+)?\s*(GiB|GB|MiB|MB)$",
+        description="GPU memory this process may take, e.g. 16GiB; null is what is free",
+    )
 
 
 class Precision(Section):

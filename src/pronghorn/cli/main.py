@@ -16,6 +16,7 @@ from pronghorn.cli.bench import bench
 from pronghorn.cli.bench_ops import ops
 from pronghorn.cli.bench_report import report
 from pronghorn.cli.errors import plain_errors
+from pronghorn.cli.plan import plan
 from pronghorn.cli.profile import profile
 from pronghorn.cli.verify import verify
 
@@ -35,6 +36,7 @@ app.add_typer(bench, name="bench")
 bench.command("ops")(ops)
 bench.command("report")(report)
 app.command("verify", no_args_is_help=True)(verify)
+app.command("plan", no_args_is_help=True)(plan)
 app.command("profile", no_args_is_help=True)(profile)
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]

@@ -1,0 +1,153 @@
+"""Predicted against measured: peak memory and step time of models of real shapes with random weights, on one GPU.
+
+python benchmarks/plan.py [--cases TEXT] [--checkpoints FOLDER] [--out FILE] [--commit ID]
+
+A case's last part is a policy for every layer, or a budget that the planner fills. Peaks are torch's, with what CUDA
+graphs hold; predicted times are the table's, and those after a layer was measured.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from pronghorn.bench.contenders.base import set_adapters
+from pronghorn.bench.shapes import checkpoint_of
+from pronghorn.bench.workload import make_rows
+from pronghorn.data.batch import Collator
+from pronghorn.device import graph_bytes, versions
+from pronghorn.errors import PronghornError
+from pronghorn.memory.devices import parse_bytes
+from pronghorn.memory.estimate import GIB, Step
+from pronghorn.memory.plan import Plan, Policy
+from pronghorn.memory.planner import plan
+from pronghorn.memory.step_time import step_times
+from pronghorn.models.attach import attach
+from pronghorn.models.auto_plan import device_card, measured_times, shape_of, work_of
+from pronghorn.models.load import load_model
+from pronghorn.models.lora import add_lora
+
+POLICIES = ("keep", "norms", "mlp", "layer", "offload")
+CASES = """
+Qwen3-0.6B lora 8192 keep; Qwen3-0.6B lora 16384 mlp
+Llama-3.2-1B lora 8192 keep; Llama-3.2-1B lora 8192 norms; Llama-3.2-1B lora 8192 mlp; Llama-3.2-1B lora 8192 layer
+Llama-3.2-1B lora 8192 offload; Llama-3.2-1B lora 32768 layer; Llama-3.2-1B lora 8192 8GiB
+Llama-3.2-1B full 8192 keep; Llama-3.2-1B full 8192 layer
+Llama-3.1-8B lora 8192 keep; Llama-3.1-8B lora 8192 mlp; Llama-3.1-8B lora 8192 24GiB; Llama-3.1-8B lora 8192 offload
+Llama-3.1-8B qlora 8192 keep; Llama-3.1-8B qlora 8192 12GiB
+"""
+WARM, TIMED = 6, 8
+"""Steps; the first ones decide about CUDA graphs."""
+
+
+def load(shape: str, method: str, folder: Path) -> Any:
+    dtype = torch.float32 if method == "full" else torch.bfloat16
+    path = checkpoint_of(shape, folder, seed=0)
+    model, _ = load_model(path, max_seq_length=8192, dtype=dtype, load_in_4bit=method == "qlora")
+    if method == "full":
+        return model.train()
+    model = add_lora(model)
+    set_adapters(model, seed=0)
+    return model.train()
+
+
+def measure(model: Any, batches: list[dict[str, Any]], autocast: bool) -> tuple[int, float]:
+    """(peak bytes, median ms) of whole steps with AdamW."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-6, fused=True)
+    times = []
+    for step in range(WARM + TIMED):
+        if step == WARM:
+            torch.cuda.reset_peak_memory_stats()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        start.record()
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            loss = model(**batches[step % len(batches)]).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+        del loss
+    return torch.cuda.max_memory_allocated() + graph_bytes(), statistics.median(times[WARM:])
+
+
+def one(model: Any, method: str, tokens: int, wanted: str) -> dict[str, float]:
+    autocast, device = torch.bfloat16 if method == "full" else None, model.device
+    shape, work, card = shape_of(model), work_of(model, tokens, autocast), device_card(device)
+    collator = Collator(tokens, pad_token_id=0)
+    rows = [dict(row.__dict__) for row in make_rows(tokens, "lognormal", 1.0, shape.vocab, seed=0)]
+    batches = [{name: value.to(device) for name, value in collator([row]).items()} for row in rows]
+    if wanted in POLICIES:
+        made = Plan((list(Policy)[POLICIES.index(wanted)],) * shape.layers)
+    else:
+        made = plan(shape, work, card, parse_bytes(wanted, "budget"))
+    table = step_times(shape, work, card)
+    calibrated = measured_times(model, shape, work, card, autocast)
+    kinds = Step.of(shape, work).peak(made.policies, made.buffers)
+    handle = attach(model, made)
+    try:
+        peak, milliseconds = measure(model, batches, autocast is not None)
+        kinds["CUDA graph"] = Step.of(shape, work).graph if graph_bytes() else 0
+    finally:
+        handle.detach()
+    return {
+        "peak_bytes": peak,
+        "predicted_bytes": sum(kinds.values()),
+        "step_ms": milliseconds,
+        "table_ms": table.step(made.policies, made.buffers),
+        "calibrated_ms": calibrated.step(made.policies, made.buffers),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", default="", help="only those that contain this text")
+    parser.add_argument("--checkpoints", type=Path, default=None, help="where random checkpoints are kept")
+    parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--commit", default="unknown")
+    arguments = parser.parse_args()
+    console = Console()
+    table = Table("case", "GiB", "predicted", "error", "ms", "table", "error", "calibrated", "error")
+    found: list[dict[str, Any]] = []
+    loaded = model = None
+    cases = [part.strip() for part in CASES.strip().replace("\n", ";").split(";") if arguments.cases in part]
+    with tempfile.TemporaryDirectory() as scratch:
+        for case in cases:
+            shape, method, tokens, wanted = case.split()
+            if loaded != (shape, method):
+                model = None
+                gc.collect()
+                torch.cuda.empty_cache()
+                loaded, model = (shape, method), load(shape, method, arguments.checkpoints or Path(scratch))
+            try:
+                result: dict[str, Any] = {"case": case, **one(model, method, int(tokens), wanted)}
+            except (PronghornError, torch.OutOfMemoryError) as error:
+                result = {"case": case, "error": f"{type(error).__name__}: {str(error)[:200]}"}
+            gc.collect()
+            torch.cuda.empty_cache()  # the next case is measured alone
+            found.append(result)
+            console.print(json.dumps(result), soft_wrap=True)
+            if "error" not in result:
+                cells = [f"{result['peak_bytes'] / GIB:.2f}"]
+                for key, unit in (("predicted_bytes", GIB), ("step_ms", 1), ("table_ms", 1), ("calibrated_ms", 1)):
+                    against = result["peak_bytes" if key == "predicted_bytes" else "step_ms"]
+                    error = [] if key == "step_ms" else [f"{result[key] / against - 1:+.1%}"]
+                    cells += [f"{result[key] / unit:.{2 if unit > 1 else 1}f}", *error]
+                table.add_row(case, *cells)
+    console.print(table)
+    if arguments.out is not None:
+        whole = {"device": torch.cuda.get_device_name(), "versions": versions(), "commit": arguments.commit}
+        arguments.out.write_text(json.dumps({"schema": 1, **whole, "cases": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

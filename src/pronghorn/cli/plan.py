@@ -1,0 +1,133 @@
+"""`pronghorn plan`: what a run will take, before it runs."""
+
+from __future__ import annotations
+
+import json
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+
+from pronghorn.cli.errors import plain_errors
+
+SHORT = {
+    "keep": "keep",
+    "recompute the cheap parts": "norms",
+    "recompute the MLP": "MLP",
+    "recompute the layer": "layer",
+    "recompute with the input offloaded": "offload",
+}
+"""What is recomputed, in a word."""
+
+if TYPE_CHECKING:
+    from pronghorn.diagnose.forecast import Forecast
+
+
+def plan(
+    recipe: Annotated[
+        Path | None, typer.Argument(metavar="RECIPE", help="YAML file that says what to train, on what.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="SECTION.KEY=VALUE", help="Changes to the recipe, for this plan only.")
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(metavar="GPU|SIZE", help="rtx4090, h100, …, or its memory, like 24GiB. Without it: this GPU."),
+    ] = None,
+    budget: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="GPU memory the process may take, like 16GiB. Without it: all.")
+    ] = None,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Load the model and time a layer on this GPU (seconds).")
+    ] = False,
+    model: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Instead of RECIPE: folder, hub name, or a shape of bench.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="With --model: tokens of a micro-batch.")] = 8192,
+    method: Annotated[Literal["lora", "qlora", "full"], typer.Option(help="With --model.")] = "lora",
+    rank: Annotated[int, typer.Option(min=1, help="With --model: LoRA's rank, on all linears.")] = 16,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON, for programs.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
+) -> None:
+    """Tell how much GPU memory and time a run will take, and which layers to keep, recompute or offload.
+
+    Reads the model's configuration only: no weights are loaded and no GPU is needed. Of all plans that fit the budget
+    it shows the fastest; if none does, what would. Times come from datasheets, and say so, unless a layer is measured
+    (--calibrate). A packed row is always full, so every step is the worst; accumulating steps takes no more memory.
+
+    [bold]Examples[/]
+
+      pronghorn plan recipes/gpu-lora.yaml --device rtx4090
+
+      pronghorn plan my.yaml --budget 16GiB --calibrate
+
+      pronghorn plan --model Llama-3.1-8B --method qlora --tokens 8192 --device 24GiB
+    """
+    with plain_errors(debug):
+        from pronghorn.errors import ConfigError
+
+        if (recipe is None) == (model is None):
+            raise ConfigError("plan needs a recipe or --model, and one of them", "write e.g. pronghorn plan my.yaml")
+        from pronghorn.diagnose.forecast import forecast_model, forecast_recipe
+
+        if recipe is not None:
+            from pronghorn.config import Recipe
+
+            console = Console(stderr=True, highlight=False)
+            found = forecast_recipe(Recipe.load(recipe, overrides or []), device, budget, calibrate, console)
+        else:
+            if calibrate:
+                raise ConfigError("--calibrate needs a recipe, which tells the adapters", "give one, or leave it out")
+            from pronghorn.bench.shapes import SHAPES
+
+            name = model or ""
+            found = forecast_model(name, SHAPES.get(name), tokens, method, rank, device, budget)
+        if as_json:
+            typer.echo(json.dumps(found.to_dict(), indent=1))
+        else:
+            Console(highlight=False).print(render(found))
+
+
+def render(found: Forecast) -> RenderableType:
+    """The forecast for a terminal."""
+    from pronghorn.diagnose.forecast import policy_map
+    from pronghorn.memory.estimate import CONTEXT_BYTES, GIB
+
+    predicted, budget = found.plan.predicted, found.plan.budget_bytes or 0
+    memory = Table("memory at the peak", "GiB", box=None, padding=(0, 2, 0, 0))
+    memory.columns[1].justify = "right"
+    allowance = predicted["process"] - predicted["peak"] - CONTEXT_BYTES
+    kinds = {k: v for k, v in predicted.items() if k not in ("peak", "process", "step_ms")}
+    for kind, size in (kinds | {"fragmentation, at most": allowance, "CUDA context": CONTEXT_BYTES}).items():
+        memory.add_row(kind, f"{size / GIB:.2f}")
+    memory.add_row("[bold]the process[/]", f"[bold]{predicted['process'] / GIB:.2f}[/] of {budget / GIB:.2f}")
+    memory.add_row("of it, as torch counts", f"{predicted['peak'] / GIB:.2f}")
+
+    times = "one layer measured here" if found.measured else found.card.source
+    lines = [
+        f"[bold]{found.name}[/], {found.work.method}, {found.work.tokens:,} tokens a micro-batch, on {found.card.name}",
+        f"[bold]{policy_map(found.plan.policies)}[/]",
+        f"{found.step_ms:,.0f} ms a micro-batch, {found.tokens_per_s:,.0f} tokens/s ({times})",
+    ]
+    if found.data is None or found.seconds is None:
+        lines.append(f"a million tokens take {_duration(1e6 / found.tokens_per_s)}")
+    else:
+        counts = "{documents:,} documents, {tokens:,} tokens: {micro_batches:,} micro-batches".format(**found.data)
+        lines.append(f"{counts}, {_duration(found.seconds)}")
+    curve = Table("GiB", "ms", "tokens/s", "", "layers, from the first", box=None, padding=(0, 2, 0, 0))
+    slowest = max(one.milliseconds for one in found.curve)
+    for one in found.curve:
+        speed = found.work.tokens / one.milliseconds * 1e3
+        bar = "█" * max(1, round(12 * one.milliseconds / slowest))
+        row = f"{one.process_bytes / GIB:.1f}", f"{one.milliseconds:,.0f}", f"{speed:,.0f}", bar
+        curve.add_row(*row, ", ".join(f"{len(list(run))} {SHORT[policy]}" for policy, run in groupby(one.policies)))
+    return Group(*lines, "", memory, "", "With more or less memory:", curve)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

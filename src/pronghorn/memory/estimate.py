@@ -1,0 +1,270 @@
+"""Bytes of a training step by kind, from the model's shape: what rests on the device, and where the step peaks.
+
+Going backward, layer i has in memory what the layers before it stored, what it keeps itself (stored or made again: K
+for every policy), and one layer's working memory, W. Before that stands the head. So
+
+    peak = resting + max( Σ_j s_j + head,  max_i ( Σ_{j<i} s_j + K + W ) )        s_j: what layer j's policy stores
+
+Tensors of the fused layers: `models.fused`; of the stock ones: counted with `saved_tensors_hooks` (tests/test_plan.py).
+The allocator's peaks that this was checked against: benchmarks/results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from pronghorn.memory.plan import Policy
+
+GIB = 2**30
+CONTEXT_BYTES = int(0.6 * GIB)
+"""Of the process, outside torch's allocator: CUDA's context, loaded kernels."""
+LIBRARY_BYTES = 64 * 2**20
+"""cuBLAS workspaces in torch's allocator: 32 MiB for the forward's thread and 32 for the backward's."""
+FRAGMENTATION = 0.03
+"""Share of what comes and goes in a step that the allocator holds besides."""
+
+GROUPS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
+"""Linears with the same input, computed as one product."""
+
+Method = Literal["lora", "qlora", "full"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What memory and time depend on in a dense decoder model."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool
+    """The head's weight is the embedding's."""
+    norms: int
+    """RMSNorms of `hidden` in a layer: 2, or 4 in Gemma."""
+    qk_norm: bool
+    parameters: int
+    """All of them."""
+
+    @property
+    def query(self) -> int:
+        """Width of all query heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def key_value(self) -> int:
+        """Width of all key heads (and of all value heads)."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """(out, in) of a layer's linears."""
+        h, i, q, kv = self.hidden, self.intermediate, self.query, self.key_value
+        attention = {"q_proj": (q, h), "k_proj": (kv, h), "v_proj": (kv, h), "o_proj": (h, q)}
+        return attention | {"gate_proj": (i, h), "up_proj": (i, h), "down_proj": (h, i)}
+
+    @property
+    def layer_weights(self) -> int:
+        """Elements of a layer's linears."""
+        return sum(rows * columns for rows, columns in self.linears.values())
+
+
+@dataclass(frozen=True)
+class Work:
+    """How a model is trained, as far as memory and time depend on it."""
+
+    tokens: int
+    """T of a micro-batch: rows a step times max_seq_length. A packed row is always full, so every step is the worst;
+    accumulating micro-batches changes nothing."""
+    method: Method = "lora"
+    ranks: Mapping[str, int] | None = None
+    """LoRA rank by linear; None for 16 on all."""
+    itemsize: int = 2
+    """Bytes of an element of the products: 2 in bf16 and fp16, 4 in float32."""
+    fused: bool = True
+    """Layers are Pronghorn's fused ones; else transformers' and PEFT's."""
+    optimizer_bytes: int = 8
+    """Optimiser state of a trained parameter: 8 for AdamW in float32, about 2 in 8 bits."""
+    trained_whole: int = 0
+    """Parameters of modules_to_save."""
+    graph: bool = False
+    """The layers run as CUDA graphs, which hold what comes and goes in their backward for themselves."""
+    documents: int = 512
+    """Mean tokens of a document, which attention's time depends on (memory doesn't)."""
+
+    def rank(self, linear: str) -> int:
+        """0 where nothing adapts the linear."""
+        if self.method == "full":
+            return 0
+        return 16 if self.ranks is None else self.ranks.get(linear, 0)
+
+    @property
+    def stream_bytes(self) -> int:
+        """Of an element between layers: float32 where float32 masters are trained under autocast."""
+        return 4 if self.method == "full" else self.itemsize
+
+
+def resting_bytes(shape: Shape, work: Work) -> dict[str, int]:
+    """What is on the device all the time, by kind; gradients too, as from the second micro-batch on."""
+    p, b = shape.parameters, work.itemsize
+    if work.method == "full":
+        return {"weights": 4 * p, "gradients": 4 * p, "optimizer": work.optimizer_bytes * p, "libraries": LIBRARY_BYTES}
+    linear = shape.layers * shape.layer_weights
+    weights = p * b
+    if work.method == "qlora":  # 4 bits each, 8 of absmax for 64 elements, and 32 for 256 of those
+        weights = (p - linear) * b + linear // 2 + linear // 64 + linear // 4096
+    trained = shape.layers * sum(work.rank(name) * sum(sizes) for name, sizes in shape.linears.items())
+    whole = work.trained_whole
+    return {
+        "weights": weights,
+        "adapters": 4 * trained + b * whole + (_adapter_copies(shape, work) if work.fused else 0),
+        "gradients": 4 * trained + b * whole,
+        "optimizer": work.optimizer_bytes * (trained + whole),
+        "libraries": LIBRARY_BYTES,
+    }
+
+
+def _adapter_copies(shape: Shape, work: Work) -> int:
+    """A and B in the products' dtype, B of a merged product with zeros beside each block."""
+    total = 0
+    for names in GROUPS:
+        rank = sum(work.rank(name) for name in names)
+        columns = shape.linears[names[0]][1]
+        total += rank * (columns + sum(shape.linears[name][0] for name in names))
+    return shape.layers * total * work.itemsize
+
+
+def stored_bytes(shape: Shape, work: Work) -> dict[Policy, int]:
+    """What a layer leaves on the device between forward and backward, by policy."""
+    t, h, b = work.tokens, shape.hidden, work.itemsize
+    keep = _fused_bytes(shape, work) if work.fused else _stock_bytes(shape, work)
+    without_norms = keep - 2 * t * h * b
+    served = {Policy.KEEP: keep}
+    if work.fused:
+        without_mlp = without_norms - 2 * t * shape.intermediate * b
+        served |= {Policy.RECOMPUTE_CHEAP: without_norms, Policy.RECOMPUTE_MLP: without_mlp}
+    return served | {Policy.RECOMPUTE_LAYER: t * h * work.stream_bytes, Policy.OFFLOAD: 0}
+
+
+def _fused_bytes(shape: Shape, work: Work) -> int:
+    """Norms' inputs and outputs, q·k·v, attention's output and log-sum-exp, gate·up, x·Aᵀ of every product."""
+    b, q, kv = work.itemsize, shape.query, shape.key_value
+    ranks = sum(work.rank(name) for name in shape.linears)
+    token = shape.norms * (shape.hidden * work.stream_bytes + 4) + 4 * shape.heads
+    token += b * (2 * shape.hidden + 2 * q + 2 * kv + 2 * shape.intermediate + ranks)
+    copies = b * shape.layer_weights if work.method == "full" else 0  # of float32 masters, until the backward
+    return work.tokens * token + copies
+
+
+def _stock_bytes(shape: Shape, work: Work) -> int:
+    """transformers and PEFT: float32 in norms, and in 16 bits a float32 copy of x for every adapted linear."""
+    b, q, kv, heads = work.itemsize, shape.query, shape.key_value, shape.heads + shape.kv_heads
+    token = shape.norms * 4 * (shape.hidden + 1) + (4 * (q + kv + heads) if shape.qk_norm else 0)
+    token += b * (2 * q + 2 * kv) + 4 * shape.heads + 3 * b * shape.intermediate
+    for names in GROUPS:
+        adapted = [name for name in names if work.rank(name)]
+        width = shape.linears[names[0]][1]
+        if b == 4:  # one x for all, and o_proj's is attention's output
+            token += 4 * width * (bool(adapted) and names != ("o_proj",))
+        else:
+            token += 4 * width * len(adapted)
+    return work.tokens * (token + 4 * sum(work.rank(name) for name in shape.linears))
+
+
+def working_bytes(shape: Shape, work: Work) -> int:
+    """W: the most that comes and goes inside one layer's backward, which is in its MLP.
+
+    The stream's gradient, a product's result and the activation, or its gradient; d(gate·up) takes gate·up's place.
+    """
+    t, h, i, b = work.tokens, shape.hidden, shape.intermediate, work.itemsize
+    states, activation = t * h * (work.stream_bytes + b), t * i * b * (1 if work.fused else 3)
+    if work.method != "qlora":
+        return states + activation
+    # Weights are written out for a product: down's, or gate's and up's by themselves and then side by side.
+    return states + max(activation + h * i * b, 4 * h * i * b)
+
+
+def head_bytes(shape: Shape, work: Work) -> int:
+    """Last hidden states, before and after the norm, the labelled ones, their gradients, and two chunks of logits."""
+    import torch
+
+    from pronghorn.kernels.linear_cross_entropy import rows_of_a_chunk
+
+    dtype = torch.bfloat16 if work.itemsize == 2 else torch.float32
+    weight = torch.empty(shape.vocab, shape.hidden, dtype=dtype, device="meta")
+    rows = min(rows_of_a_chunk(weight), work.tokens)
+    chunks = min(2, -(-work.tokens // rows)) * rows * shape.vocab * work.itemsize
+    states = work.tokens * shape.hidden * (2 * work.stream_bytes + 2 * work.itemsize)
+    trained = work.method == "full" or work.trained_whole >= shape.vocab * shape.hidden
+    return states + chunks + (8 * shape.vocab * shape.hidden if trained else 0)  # dW in float32, its chunk's, W's copy
+
+
+def batch_bytes(shape: Shape, work: Work) -> int:
+    """RoPE's cosines and sines, and the batch."""
+    return work.tokens * (2 * shape.head_dim * work.itemsize + 40)
+
+
+def buffer_bytes(shape: Shape, work: Work) -> int:
+    """One device buffer for an offloaded layer's input; pinned host memory takes as much a layer."""
+    return work.tokens * shape.hidden * work.stream_bytes
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a choice of policies is made from: the sizes of the formula above, in bytes."""
+
+    resting: dict[str, int]
+    stored: dict[Policy, int]
+    working: int
+    head: int
+    batch: int
+    buffer: int
+    graph: int
+    """Of the CUDA graphs, which there are where every layer keeps everything."""
+
+    @classmethod
+    def of(cls, shape: Shape, work: Work) -> Step:
+        """The sizes for a model trained in this way."""
+        head, batch = head_bytes(shape, work), batch_bytes(shape, work)
+        parts = resting_bytes(shape, work), stored_bytes(shape, work), working_bytes(shape, work)
+        graph = parts[2] + parts[0]["gradients"] + LIBRARY_BYTES if work.graph else 0
+        return cls(*parts, head, batch, buffer_bytes(shape, work), graph)
+
+    @property
+    def fixed(self) -> int:
+        """Bytes whatever the policies, of which gradients are there throughout."""
+        return sum(self.resting.values()) + self.batch
+
+    def peak(self, policies: Sequence[Policy], buffers: int = 0) -> dict[str, int]:
+        """Bytes by kind at the moment of the peak, as torch's allocator counts them; their sum is the peak.
+
+        Args:
+            policies: one a layer, from the first.
+            buffers: of offloaded inputs.
+        """
+        stored = [self.stored[policy] for policy in policies]
+        moments, before = [(sum(stored), self.head)], 0
+        for bytes_ in stored:
+            moments.append((before + bytes_, self.stored[Policy.KEEP] - bytes_ + self.working))
+            before += bytes_
+        activations, working = max(moments, key=sum)
+        found = self.resting | {"activations": activations, "working": working, "batch": self.batch}
+        if Policy.OFFLOAD in policies:
+            found["buffers"] = buffers * self.buffer
+        if self.graph and set(policies) == {Policy.KEEP}:
+            found["CUDA graph"] = self.graph
+        return found
+
+
+def process_bytes(kinds: Mapping[str, int]) -> int:
+    """What the process takes when torch counts `kinds`: fragmentation and CUDA's context besides."""
+    return allocator_bytes(kinds) + CONTEXT_BYTES
+
+
+def allocator_bytes(kinds: Mapping[str, int]) -> int:
+    """What torch's allocator takes from the device: the peak and fragmentation."""
+    return sum(kinds.values()) + int(FRAGMENTATION * (kinds["activations"] + kinds["working"]))
