@@ -115,6 +115,11 @@ class Handle:
             return PathTaken("CUDA graph of the layers", "off", "autocast is on")
         return PathTaken("CUDA graph of the layers", *self._graphs.state)
 
+    def replan(self, plan: Plan) -> Handle:
+        """Attach the model again, with another plan and the same options. Raises as `attach` and `detach` do."""
+        attention, metadata, layers, graph = self.options
+        return attach(self.model, plan, attention=attention, packing_metadata=metadata, layers=layers, graph=graph)
+
     def detach(self) -> None:
         """Give the model back as it was; does nothing if it already is.
 
