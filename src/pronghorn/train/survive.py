@@ -8,14 +8,17 @@ gradient is ever copied, and what is kept while nothing fails is a reference to 
 from __future__ import annotations
 
 import gc
-import traceback
+import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from traceback import clear_frames, walk_tb
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 from pronghorn.errors import ConfigError, PronghornError, TrainingError, UnsupportedError
 from pronghorn.memory.plan import Plan, Policy
@@ -26,6 +29,7 @@ MOST = 3
 """Out-of-memory errors of one training that are survived."""
 _MESSAGES = ("out of memory", "STATUS_ALLOC_FAILED", "can't allocate memory")
 """What RuntimeErrors of the driver and pinned memory, of cuBLAS and cuDNN, and of the CPU's allocator say."""
+_KEY = "pronghorn: out of memory"
 
 
 @dataclass(frozen=True)
@@ -42,8 +46,8 @@ class OutOfMemory:
     """What layers do from then on."""
 
     def __str__(self) -> str:
-        filled = _filled(self.used_bytes, self.total_bytes)
-        return f"step {self.step} ran out of memory{filled} and is repeated; layers from here on: {self.plan}"
+        share = _share(self.used_bytes, self.total_bytes)
+        return f"step {self.step} ran out of memory{share} and is repeated; layers from here on: {self.plan}"
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -101,7 +105,12 @@ class MemoryGuard:
             model.zero_grad(set_to_none=True)
             plan, applied = _tighter_plan(model, self._tighter)
             if plan is None or not applied or not self._alone or self._survived == MOST:
-                raise self._given_up(step, found, plan) from found.error
+                problem = f"step {step} ran out of memory{_share(found.used_bytes, found.total_bytes)}"
+                if not self._alone:
+                    problem += f" in process {dist.get_rank()} of {dist.get_world_size()}, which can't repeat it alone"
+                elif self._survived == MOST:
+                    problem += f", after {MOST} times that were survived"
+                raise self._stop(problem, plan) from found.error
             self._survived += 1
             gc.collect()  # what reference cycles of autograd's functions hold
             if self._devices:
@@ -131,13 +140,31 @@ class MemoryGuard:
             _forget(error)
             return failure
 
-    def _given_up(self, step: int, failure: _Failure, plan: Plan | None) -> TrainingError:
-        problem = f"step {step} ran out of memory{_filled(failure.used_bytes, failure.total_bytes)}"
+    def explained(self, error: RuntimeError, model: Any, step: int) -> TrainingError | None:
+        """What an error that ended the training means, if memory is why: it ran out in the optimiser, which may have
+        updated a part of the weights and so can't go again, or in another process."""
+        if isinstance(error, PronghornError):
+            return None
+        if is_out_of_memory(error):
+            if not any(isinstance(frame.f_locals.get("self"), Optimizer) for frame, _ in walk_tb(error.__traceback__)):
+                return None
+            filled = _fullest(self._devices or [])
+            _forget(error)
+            where = "in the optimiser, which may have updated a part of the weights"
+            return self._stop(
+                f"step {step} ran out of memory{_share(*filled)} {where}", _tighter_plan(model, self._tighter)[0]
+            )
+        return None if self._alone else _heard()
+
+    def _stop(self, problem: str, plan: Plan | None) -> TrainingError:
+        """The error to raise; other processes find it where they wonder why this one is gone."""
+        less = "fewer rows a micro-batch, shorter rows or a quantised base"
+        remedy = f"no plan keeps less: train with {less}"
+        if plan is not None:
+            remedy = f"start again, from the last checkpoint if there is one, with the plan {_words(plan)!r} or {less}"
         if not self._alone:
-            problem += " on one of several processes, which can't repeat it alone"
-        elif self._survived == MOST:
-            problem += f", after {MOST} times that were survived"
-        return TrainingError(problem, _remedy(plan))
+            _store().set(_KEY, json.dumps([problem, remedy]))
+        return TrainingError(problem, remedy)
 
 
 @dataclass(frozen=True)
@@ -182,7 +209,7 @@ def _tighter_plan(model: Any, tighter: Callable[[Plan], Plan | None]) -> tuple[P
 def _forget(error: BaseException | None) -> None:
     """Drop what the frames that an error came through hold: a forward's and a backward's tensors."""
     while error is not None:
-        traceback.clear_frames(error.__traceback__)
+        clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 
 
@@ -197,17 +224,26 @@ def _fullest(devices: list[torch.device]) -> tuple[int, int] | tuple[None, None]
     return max(found, key=lambda each: each[0] / each[1], default=(None, None))
 
 
-def _filled(used: int | None, total: int | None) -> str:
+def _share(used: int | None, total: int | None) -> str:
     return "" if used is None or total is None else f" ({used / 2**30:.1f} of {total / 2**30:.1f} GiB)"
 
 
 def _words(plan: Plan) -> str:
     counts = Counter(plan.policies)
-    return ", ".join(policy if len(counts) == 1 else f"{policy} ({n})" for policy, n in counts.items())
+    return ", ".join(policy if len(counts) == 1 else f"{policy} ({n} layers)" for policy, n in counts.items())
 
 
-def _remedy(plan: Plan | None) -> str:
-    shorter = "fewer rows a micro-batch, shorter rows or a quantised base"
-    if plan is None:
-        return f"no plan keeps less: train with {shorter}"
-    return f'start again, from the last checkpoint if there is one, with the plan "{_words(plan)}", or with {shorter}'
+def _store() -> Any:
+    """What the processes of a group share besides their collectives (torch names it only so)."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def _heard() -> TrainingError | None:
+    """The error that another process left behind."""
+    try:
+        if _store().check([_KEY]):
+            problem, remedy = json.loads(_store().get(_KEY))
+            return TrainingError(problem, remedy)
+    except dist.DistError:  # the process that holds the store is the one that is gone
+        return None
+    return None

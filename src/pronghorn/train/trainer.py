@@ -141,7 +141,8 @@ class SFTTrainer(trl.SFTTrainer):
 
     def _ran_out(self, event: OutOfMemory) -> None:
         """Into the history, which checkpoints and the run's record keep, and to the user."""
-        self.state.log_history.append({"step": event.step, "out_of_memory": asdict(event)})
+        history: list[Any] = self.state.log_history
+        history.append({"step": event.step, "out_of_memory": asdict(event)})
         self.note(str(event))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -154,7 +155,8 @@ class SFTTrainer(trl.SFTTrainer):
         super().log(logs, start_time)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """TRL's `train`; a checkpoint to resume from is verified first (DataError: damaged, or of another model)."""
+        """TRL's `train`; a checkpoint to resume from is verified first (DataError: damaged, or of another model), and
+        memory that runs out is survived (TrainingError: it can't be, docs/out_of_memory.md)."""
         if isinstance(resume_from_checkpoint, bool):
             found = checkpoint.checkpoints(Path(str(self.args.output_dir))) if resume_from_checkpoint else []
             if resume_from_checkpoint and not found:
@@ -165,7 +167,13 @@ class SFTTrainer(trl.SFTTrainer):
         if resume_from_checkpoint is not None:
             checkpoint.verify(Path(resume_from_checkpoint), self._fingerprint)
         self._memory.begin()
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        try:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        except RuntimeError as error:
+            meant = self._memory.explained(error, self.model, self.state.global_step + 1)
+            if meant is None:
+                raise
+            raise meant from error
 
     def load_weights(self, folder: Path) -> None:
         """Put a checkpoint's trained weights into the model (DataError: damaged, or of another model)."""
