@@ -3,7 +3,11 @@ didn't: every sample counted once, the same dropout."""
 
 from __future__ import annotations
 
+import gc
 import io
+import os
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -30,6 +34,7 @@ from tiny import packed_row, tiny_model
 
 STEPS, WINDOW = 3, 3
 KEEP = Plan.keep()
+GPU_ROW = 4096
 POINTS = ["forward 0", "forward 2", "loss", "backward 2", "backward 0"]
 WHEN = [(1, 1), (1, 2), (1, 3), (2, 1), (3, 3)]
 
@@ -40,8 +45,8 @@ def policies(model: Any) -> tuple[Policy, ...]:
     return handle.plan.policies
 
 
-def build(method: str, plan: Plan | None = KEEP) -> Any:
-    model = tiny_model("llama")
+def build(method: str, plan: Plan | None = KEEP, **sizes: int) -> Any:
+    model = tiny_model("llama", **sizes)
     if method == "lora":
         from peft import LoraConfig, get_peft_model
 
@@ -307,3 +312,102 @@ def test_the_optimiser_is_not_repeated(recipe: Callable[..., Recipe], monkeypatc
     ):
         outcome(recipe("run"))
     assert len(calls) == 2
+
+
+# ---- several processes ----
+
+
+def launch(stories: Path, folder: Path, device: str) -> tuple[int, str]:
+    """Exit status and standard error of two processes, of which the second runs out of memory."""
+    here = Path(__file__).parent
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = [*launcher, str(here / "short_of_memory.py"), str(stories), str(folder), "1", device]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    if device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    # 300 s: a process that waits for one that is gone would do so for half an hour
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    return done.returncode, done.stderr
+
+
+STOPPED = "pronghorn.errors.TrainingError: step 2 ran out of memory in process 1 of 2, which can't repeat it alone"
+
+
+def test_one_process_of_two_stops_both(stories: Path, tmp_path: Path) -> None:
+    status, told = launch(stories, tmp_path, "cpu")
+    assert status != 0
+    for rank in (0, 1):
+        assert f"[rank{rank}]: {STOPPED}: start again" in told, told
+    assert "with the plan 'recompute the layer'" in told
+
+
+# ---- GPUs ----
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_one_gpu_of_two_stops_both(stories: Path, tmp_path: Path) -> None:
+    """The launcher ends the other, which waits on the device."""
+    status, told = launch(stories, tmp_path, "cuda")
+    assert status != 0
+    assert STOPPED in told, told
+
+
+def on_gpu(plan: Plan, graph: Any) -> Any:
+    sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "head_dim": 64}
+    model = build("lora", None, num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=GPU_ROW, **sizes)
+    for name, parameter in model.named_parameters():
+        if "lora_" not in name:
+            parameter.data = parameter.data.bfloat16()
+    model.to("cuda")
+    attach(model, plan, graph=graph)
+    return model
+
+
+def gpu_losses(model: Any, events: list[OutOfMemory]) -> tuple[list[float], int]:
+    """Losses of two steps of two rows, and the most bytes that the allocator took."""
+    guard = MemoryGuard(events.append, alone=True)
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    torch.manual_seed(7)
+    losses = []
+
+    def micro_batch(batch: dict[str, Any]) -> Tensor:
+        loss = model(**batch).loss
+        loss.backward()
+        return loss.detach()
+
+    for i in range(4):
+        batch = {k: v.to("cuda") for k, v in packed_row([1000 - i] * 4, GPU_ROW, seed=i).items()}
+        losses.append(guard.run(model, 1 + i // 2, i % 2 == 1, batch, micro_batch).item())
+        if i % 2:
+            model.zero_grad()
+    return losses, torch.cuda.max_memory_reserved()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graph", ["off", "on"])
+def test_memory_that_does_run_out(graph: str) -> None:
+    model = on_gpu(Plan.recompute(), graph)
+    expected, least = gpu_losses(model, [])
+    model = on_gpu(Plan.keep(), graph)
+    _, most = gpu_losses(model, [])
+    assert most > 1.5 * least
+    device = torch.cuda.current_device()
+    del model
+    model = on_gpu(Plan.keep(), graph)
+    gc.collect()
+    torch.cuda.empty_cache()
+    events: list[OutOfMemory] = []
+    limit = (least + most) / 2 / torch.cuda.mem_get_info(device)[1]
+    torch.cuda.set_per_process_memory_fraction(limit, device)
+    try:
+        losses, reserved = gpu_losses(model, events)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+    assert losses == pytest.approx(expected, rel=1e-3)
+    assert events and events[0].step == 1 and events[0].micro_batch == 1
+    used, total = events[0].used_bytes, events[0].total_bytes
+    assert used is not None and total is not None and 0.5 * total < used <= total
+    assert reserved <= total and policies(model) != (Policy.KEEP,)
