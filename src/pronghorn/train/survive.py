@@ -103,6 +103,7 @@ class MemoryGuard:
         found = self._attempt(micro_batch, [inputs])
         while not isinstance(found, Tensor):
             model.zero_grad(set_to_none=True)
+            _free(self._devices)
             plan, applied = _tighter_plan(model, self._tighter)
             if plan is None or not applied or not self._alone or self._survived == MOST:
                 problem = f"step {step} ran out of memory{_share(found.used_bytes, found.total_bytes)}"
@@ -112,9 +113,7 @@ class MemoryGuard:
                     problem += f", after {MOST} times that were survived"
                 raise self._stop(problem, plan) from found.error
             self._survived += 1
-            gc.collect()  # what reference cycles of autograd's functions hold
-            if self._devices:
-                torch.cuda.empty_cache()
+            _free(self._devices)  # what the plan before held: CUDA graphs, buffers
             self._tell(OutOfMemory(step, len(self._window), found.used_bytes, found.total_bytes, _words(plan)))
             found = self._attempt(micro_batch, self._replayed())
         if last:
@@ -211,6 +210,12 @@ def _forget(error: BaseException | None) -> None:
     while error is not None:
         clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
+
+
+def _free(devices: list[torch.device]) -> None:
+    gc.collect()  # reference cycles through autograd's functions
+    if devices:
+        torch.cuda.empty_cache()
 
 
 def _fullest(devices: list[torch.device]) -> tuple[int, int] | tuple[None, None]:
