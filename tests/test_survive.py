@@ -101,7 +101,7 @@ def train(
 ) -> tuple[list[float], list[OutOfMemory]]:
     """A plain loop of STEPS steps of WINDOW rows: losses of the rows, and what was survived."""
     events: list[OutOfMemory] = []
-    guard = MemoryGuard(tell or events.append, **({"alone": True} | options))
+    guard = MemoryGuard(tell or events.append, **options)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
     losses = []
 
@@ -366,7 +366,7 @@ def on_gpu(plan: Plan, graph: Any) -> Any:
 
 def gpu_losses(model: Any, events: list[OutOfMemory]) -> tuple[list[float], int]:
     """Losses of two steps of two rows, and the most bytes that the allocator took."""
-    guard = MemoryGuard(events.append, alone=True)
+    guard = MemoryGuard(events.append)
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()

@@ -72,19 +72,18 @@ class MemoryGuard:
 
     Args:
         tell: called with every error that was survived, before the step is repeated.
-        alone: this is the only process. Of several, each waits for the others' gradients: none can repeat by itself.
         tighter: the plan to go on with after one that ran out of memory, or None.
     """
 
-    def __init__(
-        self, tell: Callable[[OutOfMemory], None], alone: bool, tighter: Callable[[Plan], Plan | None] = tighten
-    ) -> None:
-        self._tell, self._alone, self._tighter = tell, alone, tighter
+    def __init__(self, tell: Callable[[OutOfMemory], None], tighter: Callable[[Plan], Plan | None] = tighten) -> None:
+        self._tell, self._tighter = tell, tighter
         self.begin()
 
     def begin(self) -> None:
         """A training begins."""
         self._survived = 0
+        # of several processes each waits for the others' gradients: none can repeat by itself
+        self._alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
         self._window: list[tuple[Any, _RandomState]] = []
         self._devices: list[torch.device] | None = None
 
@@ -245,6 +244,8 @@ def _store() -> Any:
 
 def _heard() -> TrainingError | None:
     """The error that another process left behind."""
+    if not dist.is_initialized():
+        return None
     try:
         if _store().check([_KEY]):
             problem, remedy = json.loads(_store().get(_KEY))

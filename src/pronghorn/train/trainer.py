@@ -83,7 +83,7 @@ class SFTTrainer(trl.SFTTrainer):
         self._watch = GradientWatch()
         self.add_callback(self._watch)
         self._counted = StepCounters()
-        self._memory = MemoryGuard(self._ran_out, alone=self.accelerator.num_processes == 1)
+        self._memory = MemoryGuard(self._ran_out)
         self.note: Callable[[str], None] = logging.getLogger(__name__).warning
         """Where a word to the user goes."""
         self._fingerprint = checkpoint.Fingerprint.of(self.model)
