@@ -164,9 +164,7 @@ def _set_recompute(model: Any, value: Checkpointing) -> None:
         else:
             recompute_layers(base, plan == Plan.recompute())
     else:
-        attention, metadata, layers, graph, routing = handle.options
-        options: dict[str, Any] = {"layers": layers, "graph": graph, "moe_routing": routing}
-        attach(model, plan, attention=attention, packing_metadata=metadata, **options)
+        handle.replan(plan)
 
 
 def _refuse(arguments: dict[str, Any], where: str) -> None:

@@ -31,6 +31,10 @@ def summary(record: RunRecord, output: Path) -> Table:
     table.add_row("Packing", f"{packing['efficiency']:.1%} full; at most {packing['ceiling']:.1%} is possible")
     if record.peak_memory_bytes is not None:
         table.add_row("Peak memory", f"{record.peak_memory_bytes / 2**30:.1f} GiB")
+    if record.out_of_memory:
+        steps = ", ".join(str(event["step"]) for event in record.out_of_memory)
+        now = escape(record.out_of_memory[-1]["plan"])
+        table.add_row("Out of memory", f"[yellow]survived at step {steps}[/]; layers from then on: {now}")
     table.add_row("Time", f"{duration(record.seconds)}, limited by {record.stopped}")
     for path in record.paths:
         line = f"{path['part']}: {path['path']}"

@@ -133,6 +133,22 @@ class Handle:
             return PathTaken("CUDA graph of the layers", "off", "autocast is on")
         return PathTaken("CUDA graph of the layers", *self._graphs.state)
 
+    def replan(self, plan: Plan | None, graph: Graph | None = None) -> Handle:
+        """Attach the model again, with another plan (None: without one) and the same options, but for `graph` where it
+        is given. Raises as `attach` and `detach` do."""
+        attention, metadata, layers, same, routing = self.options
+        if plan is None:
+            self.detach()
+        return attach(
+            self.model,
+            plan,
+            attention=attention,
+            packing_metadata=metadata,
+            layers=layers,
+            graph=graph or same,
+            moe_routing=routing,
+        )
+
     def detach(self) -> None:
         """Give the model back as it was; does nothing if it already is.
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pronghorn.attention.packed import Backend, Metadata
 from pronghorn.data.batch import PackedBatch
 from pronghorn.errors import UnsupportedError
 from pronghorn.memory.devices import Card, card_of
@@ -18,9 +17,8 @@ from pronghorn.memory.plan import Plan, Policy
 from pronghorn.memory.planner import plan
 from pronghorn.memory.step_time import StepTimes, step_times
 from pronghorn.models import fast
-from pronghorn.models.attach import Layers, attach, attached
+from pronghorn.models.attach import attach, attached
 from pronghorn.models.families import base_causal_lm, check_config
-from pronghorn.models.graph import Graph
 from pronghorn.models.merged import adapter_of, base_of
 
 REPEATS = 5
@@ -145,17 +143,16 @@ def measured_times(model: Any, shape: Shape, work: Work, card: Card, autocast: t
     state and the model are left as they were.
     """
     base, before = base_causal_lm(model), attached(model)
-    options: tuple[Backend, Metadata, Layers, Graph] = ("auto", "once", "auto", "off")
-    attention, metadata, layers, graph = options if before is None else before.options
-    handle = attach(model, Plan.keep(), attention=attention, packing_metadata=metadata, layers=layers, graph="off")
+    handle = attach(model, Plan.keep(), graph="off") if before is None else before.replan(Plan.keep(), graph="off")
     try:
         with torch.cuda.device(base.device), torch.autocast("cuda", autocast, enabled=autocast is not None):
             return _measure(base, shape, work, card)
     finally:
-        handle.detach()
+        if before is None:
+            handle.detach()
+        else:
+            handle.replan(before.plan, graph=before.options[3])
         torch.cuda.empty_cache()  # what the allocator keeps would be in training's way
-        if before is not None:
-            attach(model, before.plan, attention=attention, packing_metadata=metadata, layers=layers, graph=graph)
 
 
 def _measure(base: Any, shape: Shape, work: Work, card: Card) -> StepTimes:

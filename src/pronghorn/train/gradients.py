@@ -48,6 +48,7 @@ class GradientWatch(TrainerCallback):
 
     def __init__(self) -> None:
         self._moved = False
+        self._trained: list[tuple[str, nn.Parameter]] | None = None
         self._observed: tuple[list[str], Tensor] | None = None
         self._pending: _Pending | None = None
         self.skipped = 0
@@ -55,9 +56,15 @@ class GradientWatch(TrainerCallback):
 
     def observe(self, model: nn.Module) -> None:
         """Flag the gradients as the last backward left them: clipping would spread one NaN over all of them."""
-        named = [(n.removeprefix("module."), p) for n, p in model.named_parameters() if p.requires_grad]
+        if self._trained is None:  # once: walking through a large model's modules takes the host milliseconds
+            self._trained = [(n.removeprefix("module."), p) for n, p in model.named_parameters() if p.requires_grad]
+        named = [(name, parameter) for name, parameter in self._trained if parameter.requires_grad]
         flags = gradient_flags([p.grad for _, p in named], named[0][1].device)
         self._observed = [name for name, _ in named], flags
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Other parameters may be trained now."""
+        self._trained = None
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Judge the last step, and keep the optimiser from applying gradients that aren't finite."""

@@ -44,6 +44,8 @@ class RunRecord:
     """Each {step, loss}: held-out loss during training."""
     resumed_at: list[int] = field(default_factory=list)
     """Steps at which the run was taken up again after it was killed or stopped."""
+    out_of_memory: list[dict[str, Any]] = field(default_factory=list)
+    """Each {step, micro_batch, used_bytes, total_bytes (None: CPU), plan}: what `train.survive` survived."""
     schema: str = SCHEMA
 
     @property
@@ -83,11 +85,11 @@ class RunRecord:
             raise DataError(f"{path}: not valid JSON ({error})", "restore the file or run again") from None
         if not isinstance(table, dict) or table.get("schema") != SCHEMA:
             raise DataError(f"{path} is not a {SCHEMA} record", "give the run.json of a finished run")
-        names = [each.name for each in fields(cls)]
-        missing = [name for name in names if name not in table]
-        if missing:
-            raise DataError(f"{path} lacks {', '.join(missing)}", "restore the file or run again")
-        return cls(**{name: table[name] for name in names})
+        given = {each.name: table[each.name] for each in fields(cls) if each.name in table}
+        try:
+            return cls(**given)  # what has a default came later: older records lack it
+        except TypeError as error:
+            raise DataError(f"{path} is not whole ({error})", "restore the file or run again") from None
 
 
 def _finite(value: Any) -> Any:

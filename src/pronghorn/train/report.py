@@ -110,6 +110,9 @@ def _headlines(record: RunRecord) -> list[tuple[str, str, str]]:
         cards.append(("Peak memory", "–", "measured on GPUs only"))
     else:
         cards.append(("Peak memory", f"{peak / 2**30:.1f} GiB", f"allocated on {record.device}"))
+    if record.out_of_memory:
+        steps = ", ".join(str(event["step"]) for event in record.out_of_memory)
+        cards.append(("Out of memory", f"{len(record.out_of_memory)} ×", f"survived, at step {steps}"))
     parameters, share = record.trainable["parameters"], record.trainable["share"]
     cards.append(("Trained", f"{_short(parameters)} parameters", f"{share:.2%} of the model"))
     return cards

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from transformers import PrinterCallback, TrainerCallback, TrainerState
 from trl import SFTConfig
 
@@ -21,7 +22,7 @@ from pronghorn.device import device_name, graph_bytes, versions
 from pronghorn.errors import ConfigError, RunStopped, TrainingError
 from pronghorn.export.folder import whole_folder
 from pronghorn.memory.plan import Plan
-from pronghorn.models.attach import Handle, attach
+from pronghorn.models.attach import Handle, attach, attached
 from pronghorn.models.load import FoundModel, default_device, find_model, resolve_dtype, trainable_parameters
 from pronghorn.models.lora import add_lora
 from pronghorn.models.new_tokens import grow_embeddings, trainable_tokens
@@ -80,6 +81,7 @@ def run(recipe: Recipe, console: Console, allow: bool = False) -> RunRecord:
         journal.before, journal.answers = _judge(recipe, model, tokenizer, heldout, console, "before")
         journal.judged = True
     _note(journal, trainer)
+    trainer.note = lambda text: console.print(f"[yellow]{escape(text)}[/]")
     try:
         _train(recipe, trainer, control, journal, console)
     finally:
@@ -90,7 +92,7 @@ def run(recipe: Recipe, console: Console, allow: bool = False) -> RunRecord:
             tokenizer.save_pretrained(folder)
     after, answers_after = _judge(recipe, model, tokenizer, heldout, console, "after")
 
-    history = trainer.state.log_history
+    history: list[Any] = trainer.state.log_history
     record = RunRecord(
         recipe=recipe.to_dict(),
         model=recipe.model.name,
@@ -103,7 +105,7 @@ def run(recipe: Recipe, console: Console, allow: bool = False) -> RunRecord:
             "split": documents.split,
             "sources": [asdict(count) for count in documents.counts],
         },
-        paths=[vars(path) for path in handle.paths(autocast_dtype(recipe))],
+        paths=[vars(path) for path in (attached(model) or handle).paths(autocast_dtype(recipe))],
         steps=_steps(history),
         heldout={"before": journal.before, "after": after, "rows": len(heldout) if heldout is not None else 0},
         samples=[
@@ -116,6 +118,7 @@ def run(recipe: Recipe, console: Console, allow: bool = False) -> RunRecord:
         peak_memory_bytes=_peak_memory(model.device),
         evaluations=[{"step": e["step"], "loss": e["eval_loss"]} for e in history if "eval_loss" in e],
         resumed_at=journal.resumed_at,
+        out_of_memory=[entry["out_of_memory"] for entry in history if "out_of_memory" in entry],
     )
     if trainer.accelerator.is_main_process:
         record.write(output)

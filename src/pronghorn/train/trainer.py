@@ -12,9 +12,11 @@ Everything TRL's users know stays: `SFTConfig`, its data formats, its tokenising
 from __future__ import annotations
 
 import errno
+import logging
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from pronghorn.train import checkpoint
 from pronghorn.train.counters import StepCounters
 from pronghorn.train.evaluate import heldout_loss
 from pronghorn.train.gradients import GradientWatch
+from pronghorn.train.survive import MemoryGuard, OutOfMemory
 
 
 class SFTTrainer(trl.SFTTrainer):
@@ -80,6 +83,9 @@ class SFTTrainer(trl.SFTTrainer):
         self._watch = GradientWatch()
         self.add_callback(self._watch)
         self._counted = StepCounters()
+        self._memory = MemoryGuard(self._ran_out)
+        self.note: Callable[[str], None] = logging.getLogger(__name__).warning
+        """Where a word to the user goes."""
         self._fingerprint = checkpoint.Fingerprint.of(self.model)
         self._aside: Path | None = None
 
@@ -111,8 +117,6 @@ class SFTTrainer(trl.SFTTrainer):
     ) -> Any:
         """The model's own loss: normalised by `num_items_in_batch`, the labelled tokens of the accumulated batch on
         all ranks (DDP averages gradients over ranks, hence the factor)."""
-        if model.training:
-            self._counted.add(inputs)
         outputs = model(**inputs, use_cache=False, num_items_in_batch=num_items_in_batch)
         loss = outputs.loss
         if self.args.average_tokens_across_devices and num_items_in_batch is not None:
@@ -124,12 +128,22 @@ class SFTTrainer(trl.SFTTrainer):
         with self._counted.waiting():
             return super().get_batch_samples(*args, **kwargs)
 
-    def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """A micro-batch's forward and backward; the last one of a step shows its gradients to the watch."""
-        loss = super().training_step(model, *args, **kwargs)
-        if self.accelerator.sync_gradients:
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """A micro-batch's forward and backward, repeated with less kept if memory runs out; the last one of a step
+        shows its gradients to the watch."""
+        step, last = self.state.global_step + 1, self.accelerator.sync_gradients
+        once = super().training_step
+        loss = self._memory.run(model, step, last, inputs, lambda batch: once(model, batch, *args, **kwargs))
+        self._counted.add(inputs)
+        if last:
             self._watch.observe(model)
         return loss
+
+    def _ran_out(self, event: OutOfMemory) -> None:
+        """Into the history, which checkpoints and the run's record keep, and to the user."""
+        history: list[Any] = self.state.log_history
+        history.append({"step": event.step, "out_of_memory": asdict(event)})
+        self.note(str(event))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds what `StepCounters` counted since the last log of a loss; and so far, the steps that loss scaling
@@ -141,7 +155,8 @@ class SFTTrainer(trl.SFTTrainer):
         super().log(logs, start_time)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """TRL's `train`; a checkpoint to resume from is verified first (DataError: damaged, or of another model)."""
+        """TRL's `train`; a checkpoint to resume from is verified first (DataError: damaged, or of another model), and
+        memory that runs out is survived (TrainingError: it can't be, docs/out_of_memory.md)."""
         if isinstance(resume_from_checkpoint, bool):
             found = checkpoint.checkpoints(Path(str(self.args.output_dir))) if resume_from_checkpoint else []
             if resume_from_checkpoint and not found:
@@ -151,7 +166,14 @@ class SFTTrainer(trl.SFTTrainer):
             resume_from_checkpoint = str(found[-1]) if found else None
         if resume_from_checkpoint is not None:
             checkpoint.verify(Path(resume_from_checkpoint), self._fingerprint)
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        self._memory.begin()
+        try:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        except RuntimeError as error:
+            meant = self._memory.explained(error, self.model, self.state.global_step + 1)
+            if meant is None:
+                raise
+            raise meant from error
 
     def load_weights(self, folder: Path) -> None:
         """Put a checkpoint's trained weights into the model (DataError: damaged, or of another model)."""

@@ -1,0 +1,193 @@
+"""What the figures that every training tells cost: the same training with and without them, by turns of four steps.
+
+With them are the watch over gradients, the counters, what a log adds and the guard against memory that runs out.
+Without, a step is TRL's over the same rows, model and loss. Two measurements:
+
+    by turns     the median step of a turn with them over that of the next turn, without: the whole cost, and the
+                 machine's noise
+    on the host  the time that the host computes for them, as a share of a step: on a CPU that is all of it
+
+    python benchmarks/always_on.py --model Llama-3.2-1B --tokens 8192 --pairs 20
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import trl
+from datasets import Dataset
+from transformers import TrainerCallback
+from trl import SFTConfig
+
+from pronghorn.bench.shapes import SHAPES, checkpoint_of
+from pronghorn.bench.timing import STEPS_A_TURN, CudaClock, HostClock
+from pronghorn.bench.workload import make_rows
+from pronghorn.models.load import default_device, load_model
+from pronghorn.models.lora import add_lora
+from pronghorn.train.trainer import SFTTrainer
+
+WARM_TURNS = 4
+DOCUMENTS = 16
+"""Of equal length in every row, so that all steps are alike."""
+
+
+class Stock(trl.SFTTrainer):
+    """TRL's trainer, timed on the host, below Pronghorn's."""
+
+    inner = 0.0
+
+    def _below(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        began = time.thread_time()
+        result = call(*args, **kwargs)
+        self.inner += time.thread_time() - began
+        return result
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._below(super().training_step, *args, **kwargs)
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        return self._below(super().get_batch_samples, *args, **kwargs)
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        self._below(super().log, *args, **kwargs)
+
+
+class ByTurns(SFTTrainer, Stock):
+    """Pronghorn's trainer, that leaves its figures out every other turn."""
+
+    def __init__(self, *args: Any, clock: CudaClock | HostClock, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.clock, self.marks, self.outer, self.told_seconds, self.told = clock, [], 0.0, 0.0, True
+        judge = self._watch.on_pre_optimizer_step
+        self._watch.on_pre_optimizer_step = lambda *a, **k: self._outside(judge, *a, **k) if self.told else None
+
+    def _outside(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        began = time.thread_time()
+        result = call(*args, **kwargs)
+        self.outer += time.thread_time() - began
+        return result
+
+    def _either(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        if self.told:
+            return self._outside(getattr(super(), name), *args, **kwargs)
+        return getattr(super(SFTTrainer, self), name)(*args, **kwargs)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._either("training_step", *args, **kwargs)
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        return self._either("get_batch_samples", *args, **kwargs)
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        self._either("log", *args, **kwargs)
+
+
+class Turns(TrainerCallback):
+    """Marks each step's beginning, and changes what the trainer tells after each turn."""
+
+    def __init__(self) -> None:
+        self.trainer: Any = None
+        self.inner_told = self.outer_told = 0.0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        trainer, step = self.trainer, state.global_step
+        trainer.marks.append(trainer.clock.mark())
+        if step % STEPS_A_TURN == 0:
+            if trainer.told and step > WARM_TURNS * STEPS_A_TURN:
+                self.inner_told, self.outer_told = self.inner_told + trainer.inner, self.outer_told + trainer.outer
+            trainer.inner = trainer.outer = 0.0
+            trainer.told = (step // STEPS_A_TURN) % 2 == 0
+
+
+def build(arguments: argparse.Namespace, folder: Path) -> tuple[ByTurns, Turns]:
+    device = default_device()
+    torch.set_num_threads(1)
+    cuda = device.type == "cuda"
+    checkpoint = checkpoint_of(arguments.model, folder, seed=0)
+    model, tokenizer = load_model(
+        checkpoint,
+        max_seq_length=arguments.tokens,
+        dtype=torch.bfloat16 if cuda else torch.float32,
+        device=device,
+    )
+    model = add_lora(model, r=16, lora_alpha=16)
+    steps = STEPS_A_TURN * (WARM_TURNS + 2 * arguments.pairs)
+    vocab = SHAPES[arguments.model]["vocab_size"] if arguments.model in SHAPES else model.config.vocab_size
+    length = arguments.tokens // DOCUMENTS
+    rows = make_rows(length * DOCUMENTS, "one", 1.0, vocab, seed=0)
+    ids = [list(row.input_ids[i * length :][:length]) for row in rows for i in range(DOCUMENTS)]
+    documents = [{"input_ids": document, "labels": document} for document in ids]
+    config = SFTConfig(
+        output_dir=str(folder / "out"),
+        packing=True,
+        max_length=arguments.tokens,
+        per_device_train_batch_size=1,
+        max_steps=steps,
+        gradient_checkpointing=False,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        bf16=False,
+        use_cpu=not cuda,
+        disable_tqdm=True,
+    )
+    turns = Turns()
+    trainer = ByTurns(
+        model,
+        config,
+        train_dataset=Dataset.from_list(documents),
+        tokenizer=tokenizer,
+        callbacks=[turns],
+        clock=CudaClock() if cuda else HostClock(time.thread_time),  # other programs' time isn't ours
+    )
+    turns.trainer = trainer
+    return trainer, turns
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        trainer, turns = build(arguments, Path(folder))
+        trainer.train()
+    trainer.marks.append(trainer.clock.mark())
+    # a turn's first step begins within the one before it: its figures are told late
+    times = trainer.clock.milliseconds(trainer.marks)
+    medians = [
+        statistics.median(times[first + 1 : first + STEPS_A_TURN])
+        for first in range(WARM_TURNS * STEPS_A_TURN, len(times), STEPS_A_TURN)
+    ]
+    costs = sorted(told / untold - 1 for told, untold in zip(medians[::2], medians[1::2], strict=True))
+    reach = 0.98 * math.sqrt(len(costs))  # 95 % of a median, by order
+    low, high = (costs[max(0, min(len(costs) - 1, round(len(costs) / 2 + side * reach)))] for side in (-1, 1))
+    steps = STEPS_A_TURN * arguments.pairs
+    host = (turns.outer_told - turns.inner_told) * 1e3 / steps
+    step = statistics.median(medians[1::2])
+    return {
+        "model": arguments.model,
+        "tokens": arguments.tokens,
+        "step_ms": step,
+        "by_turns": statistics.median(costs),
+        "by_turns_95": [low, high],
+        "host_ms_a_step": host,
+        "host_share": host / step,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="Llama-3.2-1B", help="a shape's name or a model's folder")
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--pairs", type=int, default=20, help="turns with and without the figures")
+    print(json.dumps(measure(parser.parse_args())))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,255 @@
+"""An out-of-memory error in a training step is survived: the step is repeated under a tighter plan.
+
+Gradients of an accumulation window are added up, so after an error some of the failed micro-batch's may be among them.
+All are dropped and the window is run again from its first micro-batch, each with the random state that it had: no
+gradient is ever copied, and what is kept while nothing fails is a reference to each batch and a few bytes of state.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from traceback import clear_frames, walk_tb
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from pronghorn.errors import ConfigError, PronghornError, TrainingError, UnsupportedError
+from pronghorn.memory.plan import Plan, Policy
+from pronghorn.models.attach import attached
+from pronghorn.models.families import recomputes_layers
+
+MOST = 3
+"""Out-of-memory errors of one training that are survived."""
+_MESSAGES = ("out of memory", "STATUS_ALLOC_FAILED", "can't allocate memory")
+"""What RuntimeErrors of the driver and pinned memory, of cuBLAS and cuDNN, and of the CPU's allocator say."""
+_KEY = "pronghorn: out of memory"
+
+
+@dataclass(frozen=True)
+class OutOfMemory:
+    """One error that was survived."""
+
+    step: int
+    micro_batch: int
+    """From 1, within the step."""
+    used_bytes: int | None
+    """Device memory in use when it came, and what there is; None on the CPU."""
+    total_bytes: int | None
+    plan: str
+    """What layers do from then on."""
+
+    def __str__(self) -> str:
+        share = _share(self.used_bytes, self.total_bytes)
+        return f"step {self.step} ran out of memory{share} and is repeated; layers from here on: {self.plan}"
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether memory ran out: by the error itself, or by one during whose handling it was raised (a CUDA graph's
+    capture that is broken off says only that it was)."""
+    while isinstance(error, RuntimeError) and not isinstance(error, PronghornError):
+        if isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in _MESSAGES):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def tighten(plan: Plan) -> Plan | None:
+    """Every layer one policy tighter; None if none is left."""
+    order = list(Policy)
+    policies = tuple(order[min(order.index(policy) + 1, len(order) - 1)] for policy in plan.policies)
+    return None if policies == plan.policies else replace(plan, policies=policies, predicted={})
+
+
+class MemoryGuard:
+    """Runs the micro-batches of one training.
+
+    Args:
+        tell: called with every error that was survived, before the step is repeated.
+        tighter: the plan to go on with after one that ran out of memory, or None.
+    """
+
+    def __init__(self, tell: Callable[[OutOfMemory], None], tighter: Callable[[Plan], Plan | None] = tighten) -> None:
+        self._tell, self._tighter = tell, tighter
+        self.begin()
+
+    def begin(self) -> None:
+        """A training begins."""
+        self._survived = 0
+        # of several processes each waits for the others' gradients: none can repeat by itself
+        self._alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
+        self._window: list[tuple[Any, _RandomState]] = []
+        self._devices: list[torch.device] | None = None
+
+    def run(self, model: Any, step: int, last: bool, inputs: Any, micro_batch: Callable[[Any], Tensor]) -> Tensor:
+        """The loss of `micro_batch(inputs)`, a forward and a backward; repeated where memory runs out.
+
+        Args:
+            step: the optimiser step that the micro-batch belongs to, from 1.
+            last: it is the step's last one.
+        Raises:
+            TrainingError: no plan is tighter, it was the fourth time, or there are several processes.
+        """
+        if self._devices is None:
+            self._devices = sorted({p.device for p in model.parameters() if p.is_cuda}, key=str)
+        self._window.append((inputs, _RandomState(self._devices)))
+        found = self._attempt(micro_batch, [inputs])
+        while not isinstance(found, Tensor):
+            model.zero_grad(set_to_none=True)
+            _free(self._devices)
+            plan, applied = _tighter_plan(model, self._tighter)
+            if plan is None or not applied or not self._alone or self._survived == MOST:
+                problem = f"step {step} ran out of memory{_share(found.used_bytes, found.total_bytes)}"
+                if not self._alone:
+                    problem += f" in process {dist.get_rank()} of {dist.get_world_size()}, which can't repeat it alone"
+                elif self._survived == MOST:
+                    problem += f", after {MOST} times that were survived"
+                raise self._stop(problem, plan) from found.error
+            self._survived += 1
+            _free(self._devices)  # what the plan before held: CUDA graphs, buffers
+            self._tell(OutOfMemory(step, len(self._window), found.used_bytes, found.total_bytes, _words(plan)))
+            found = self._attempt(micro_batch, self._replayed())
+        if last:
+            self._window.clear()
+        return found
+
+    def _replayed(self) -> Iterator[Any]:
+        """The window's batches, each with the random state of its first time."""
+        for inputs, state in self._window:
+            state.restore()
+            yield inputs
+
+    def _attempt(self, micro_batch: Callable[[Any], Tensor], batches: Iterable[Any]) -> Tensor | _Failure:
+        """The last batch's loss (the others' are counted already)."""
+        try:
+            for batch in batches:
+                loss = micro_batch(batch)
+            return loss
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            failure = _Failure(error, *_fullest(self._devices or []))
+            _forget(error)
+            return failure
+
+    def explained(self, error: RuntimeError, model: Any, step: int) -> TrainingError | None:
+        """What an error that ended the training means, if memory is why: it ran out in the optimiser, which may have
+        updated a part of the weights and so can't go again, or in another process."""
+        if isinstance(error, PronghornError):
+            return None
+        if is_out_of_memory(error):
+            if not any(isinstance(frame.f_locals.get("self"), Optimizer) for frame, _ in walk_tb(error.__traceback__)):
+                return None
+            filled = _fullest(self._devices or [])
+            _forget(error)
+            where = "in the optimiser, which may have updated a part of the weights"
+            return self._stop(
+                f"step {step} ran out of memory{_share(*filled)} {where}", _tighter_plan(model, self._tighter)[0]
+            )
+        return None if self._alone else _heard()
+
+    def _stop(self, problem: str, plan: Plan | None) -> TrainingError:
+        """The error to raise; other processes find it where they wonder why this one is gone."""
+        less = "fewer rows a micro-batch, shorter rows or a quantised base"
+        remedy = f"no plan keeps less: train with {less}"
+        if plan is not None:
+            remedy = f"start again, from the last checkpoint if there is one, with the plan {_words(plan)!r} or {less}"
+        if not self._alone:
+            _store().set(_KEY, json.dumps([problem, remedy]))
+        return TrainingError(problem, remedy)
+
+
+@dataclass(frozen=True)
+class _Failure:
+    error: RuntimeError
+    used_bytes: int | None
+    total_bytes: int | None
+
+
+class _RandomState:
+    """The state of torch's random generators, of the CPU and of `devices`: reading it makes no device wait."""
+
+    def __init__(self, devices: list[torch.device]) -> None:
+        self._cpu = torch.get_rng_state()
+        self._devices = [(device, torch.cuda.get_rng_state(device)) for device in devices]
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._cpu)
+        for device, state in self._devices:
+            torch.cuda.set_rng_state(state, device)
+
+
+def _tighter_plan(model: Any, tighter: Callable[[Plan], Plan | None]) -> tuple[Plan | None, bool]:
+    """The next tighter plan that attach serves, and whether the model follows it now (a sharded model can't)."""
+    handle = attached(model)
+    plan = None if handle is None else handle.plan
+    if handle is not None and plan is None:  # transformers' arguments decided
+        plan = Plan.recompute() if recomputes_layers(handle.model) else Plan.keep()
+    while handle is not None and plan is not None:
+        plan = tighter(plan)
+        if plan is not None:
+            try:
+                handle.replan(plan)
+            except UnsupportedError:
+                continue
+            except ConfigError:
+                return plan, False
+            return plan, True
+    return None, False
+
+
+def _forget(error: BaseException | None) -> None:
+    """Drop what the frames that an error came through hold: a forward's and a backward's tensors."""
+    while error is not None:
+        clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def _free(devices: list[torch.device]) -> None:
+    gc.collect()  # reference cycles through autograd's functions
+    if devices:
+        torch.cuda.empty_cache()
+
+
+def _fullest(devices: list[torch.device]) -> tuple[int, int] | tuple[None, None]:
+    """Bytes in use and in all of the fullest device, within the share that this process may take of it."""
+    found = []
+    for device in devices:
+        free, total = torch.cuda.mem_get_info(device)
+        share = torch.cuda.get_per_process_memory_fraction(device)
+        used = total - free if share == 1 else torch.cuda.memory_reserved(device)
+        found.append((used, int(share * total)))
+    return max(found, key=lambda each: each[0] / each[1], default=(None, None))
+
+
+def _share(used: int | None, total: int | None) -> str:
+    return "" if used is None or total is None else f" ({used / 2**30:.1f} of {total / 2**30:.1f} GiB)"
+
+
+def _words(plan: Plan) -> str:
+    counts = Counter(plan.policies)
+    return ", ".join(policy if len(counts) == 1 else f"{policy} ({n} layers)" for policy, n in counts.items())
+
+
+def _store() -> Any:
+    """What the processes of a group share besides their collectives (torch names it only so)."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def _heard() -> TrainingError | None:
+    """The error that another process left behind."""
+    if not dist.is_initialized():
+        return None
+    try:
+        if _store().check([_KEY]):
+            problem, remedy = json.loads(_store().get(_KEY))
+            return TrainingError(problem, remedy)
+    except dist.DistError:  # the process that holds the store is the one that is gone
+        return None
+    return None
