@@ -137,9 +137,9 @@ def inspect_data(
             found = inspect(settings, split, rows, progress)
         show(found, console)
         if html is not None:
-            from pronghorn.diagnose.inspect_report import write_page
+            from pronghorn.diagnose.inspect_report import write_report
 
-            console.print(f"\nPage: {write_page(found, html)}", markup=False, soft_wrap=True)
+            console.print(f"\nPage: {write_report(found, html)}", markup=False, soft_wrap=True)
 
 
 @app.command(no_args_is_help=True)

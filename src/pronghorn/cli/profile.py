@@ -68,6 +68,6 @@ def profile(
         if json is not None:
             found.write(json)
         if html is not None:
-            from pronghorn.diagnose.profile_report import write_page
+            from pronghorn.diagnose.profile_report import write_report
 
-            console.print(f"\nPage: {write_page(found, html, other)}", markup=False, soft_wrap=True)
+            console.print(f"\nPage: {write_report(found, html, other)}", markup=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""A run record as one HTML page that needs nothing but itself: no script, no font, no picture from elsewhere."""
+"""A run record as one HTML page."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pronghorn.errors import UnsupportedError
+from pronghorn.train.page import write_page
 from pronghorn.train.progress import duration
 from pronghorn.train.record import RunRecord
 
@@ -57,17 +58,11 @@ def write_report(record: RunRecord, folder: str | Path) -> Path:
         UnsupportedError: matplotlib is missing.
     """
     check_report_dependencies()
-    import jinja2
     import yaml
 
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    page = environment.get_template("report.html.j2").render(
+    return write_page(
+        Path(folder) / FILE_NAME,
+        Path(__file__).with_name("report.html.j2"),
         record=record,
         headlines=_headlines(record),
         loss_chart=_loss_chart(record),
@@ -75,10 +70,6 @@ def write_report(record: RunRecord, folder: str | Path) -> Path:
         packing=_packing_table(record.packing),
         recipe=yaml.safe_dump(record.recipe, sort_keys=False, allow_unicode=True),
     )
-    path = Path(folder) / FILE_NAME
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page, encoding="utf-8")
-    return path
 
 
 def _headlines(record: RunRecord) -> list[tuple[str, str, str]]:
