@@ -17,7 +17,7 @@ from pronghorn.bench import ops
 from pronghorn.bench.op_cases import GATE_ROWS, OPS, cases, linear_loss_case
 from pronghorn.bench.op_way import Case, Draw, Way, by_autograd
 from pronghorn.bench.ops import Entrant, OpsOptions, Stopwatch, bench_ops, judge, measure
-from pronghorn.bench.results import read_results
+from pronghorn.bench.record import read_results
 from pronghorn.bench.timing import HostClock
 from pronghorn.bench.tolerance import three_way
 from pronghorn.cli.main import app

@@ -21,9 +21,8 @@ from pronghorn.bench import pairs
 from pronghorn.bench.contenders.base import Spec, canonical
 from pronghorn.bench.pairs import Outcome, Pairs
 from pronghorn.bench.process import OutOfMemory, Worker, WorkerError
-from pronghorn.bench.record import Result
+from pronghorn.bench.record import Result, read_results
 from pronghorn.bench.reference import Reference
-from pronghorn.bench.results import read_results
 from pronghorn.bench.shapes import SHAPES, byte_tokenizer, checkpoint_of, matmul_parameters
 from pronghorn.bench.step import Prepared, StepOptions, _result
 from pronghorn.bench.step_table import render

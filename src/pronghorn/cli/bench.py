@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from pronghorn.cli.errors import plain_errors
+from pronghorn.cli.options import Checkpoints, Commit, Debug, Method, Results, Seed, names, progress
 
 bench = typer.Typer(help="Measure, with a gate first: who computes something else is not faster.", no_args_is_help=True)
 
@@ -24,10 +25,7 @@ def step(
         str,
         typer.Option(metavar="SHAPE|PATH", help="A known shape with random weights, or a model's folder."),
     ],
-    method: Annotated[
-        Literal["lora", "qlora", "full"],
-        typer.Option(help="LoRA (rank 16, all linears), the same on NF4 weights, or every weight."),
-    ] = "lora",
+    method: Method = "lora",
     tokens: Annotated[int, typer.Option(help="Tokens of a packed row, one row a step.")] = 8192,
     lengths: Annotated[
         str,
@@ -53,16 +51,11 @@ def step(
         ),
     ] = None,
     repeats: Annotated[int, typer.Option(help="Timed steps of each contender in a pair.")] = 20,
-    seed: Annotated[int, typer.Option(help="Of weights, adapters and rows.")] = 0,
-    checkpoints: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Keep written checkpoints here, and use those there.", file_okay=False),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the results as JSON, too.", dir_okay=False)
-    ] = None,
-    commit: Annotated[str, typer.Option(help="Of this source, for the results.")] = "unknown",
-    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
+    seed: Seed = 0,
+    checkpoints: Checkpoints = None,
+    out: Results = None,
+    commit: Commit = "unknown",
+    debug: Debug = False,
 ) -> None:
     """Time a training step: Pronghorn's, and others' on the same weights, adapters, rows and optimiser.
 
@@ -83,13 +76,11 @@ def step(
       pronghorn bench step --model tiny --tokens 256 --against hf
     """
     with plain_errors(debug):
-        from pronghorn.bench.record import write_results
-        from pronghorn.bench.results import read_results
+        from pronghorn.bench.record import check_out, write_results
         from pronghorn.bench.step import StepOptions, bench_step
         from pronghorn.bench.step_table import render
 
-        if out is not None and out.exists():
-            read_results(out)  # what isn't ours is not written over
+        check_out(out)
         options = StepOptions(
             model=model,
             method=method,
@@ -97,23 +88,18 @@ def step(
             lengths=lengths,
             labelled=labelled,
             recompute=recompute,
-            against=_names(against),
+            against=names(against),
             ablate=tuple(ablate or ()),
             repeats=repeats,
             seed=seed,
             checkpoints=checkpoints,
             commit=commit,
         )
-        progress = Console(stderr=True, highlight=False)
         paths = os.pathsep.join(str(Path(path).resolve()) for path in sys.path)  # processes import what this one does
         environment = {**os.environ, **CHILD_ENVIRONMENT, "PYTHONPATH": paths}
-        results = bench_step(options, environment, lambda text: progress.print(text, style="dim", markup=False))
+        results = bench_step(options, environment, progress())
         Console().print(render(results))
         if out is not None:
             write_results(results, out)
     if not results[0].gate["green"]:
         raise typer.Exit(1)
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
 
 from pronghorn.cli.errors import plain_errors
+from pronghorn.cli.options import Commit, Debug, Results, names, progress
 
 
 def ops(
@@ -32,11 +32,9 @@ def ops(
             metavar="NAMES", help="compile, liger; with commas. If not given, both on a GPU, none on the CPU."
         ),
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the results as JSON, too.", dir_okay=False)
-    ] = None,
-    commit: Annotated[str, typer.Option(help="Of this source, for the results.")] = "unknown",
-    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
+    out: Results = None,
+    commit: Commit = "unknown",
+    debug: Debug = False,
 ) -> None:
     """Time each kernel: Pronghorn's, the same formula in plain torch, that compiled by torch, and Liger's.
 
@@ -56,15 +54,12 @@ def ops(
     with plain_errors(debug):
         from pronghorn.bench.ops import OpsOptions, bench_ops
         from pronghorn.bench.ops_table import render
-        from pronghorn.bench.record import write_results
-        from pronghorn.bench.results import read_results
+        from pronghorn.bench.record import check_out, write_results
 
-        if out is not None and out.exists():
-            read_results(out)  # what isn't ours is not written over
-        names = None if against is None else tuple(name.strip() for name in against.split(",") if name.strip())
-        options = OpsOptions(tuple(op or ()), tokens, dtype, repeats, names, commit)
-        progress = Console(stderr=True, highlight=False)
-        results = bench_ops(options, lambda text: progress.print(text, style="dim", markup=False))
+        check_out(out)
+        others = None if against is None else names(against)
+        options = OpsOptions(tuple(op or ()), tokens, dtype, repeats, others, commit)
+        results = bench_ops(options, progress())
         Console().print(render(results))
         if out is not None:
             write_results(results, out)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
@@ -16,6 +15,7 @@ from pronghorn.cli.bench import bench
 from pronghorn.cli.bench_ops import ops
 from pronghorn.cli.bench_report import report
 from pronghorn.cli.errors import plain_errors
+from pronghorn.cli.options import Debug, Overrides, RecipeFile, main_process
 from pronghorn.cli.profile import profile
 from pronghorn.cli.verify import verify
 
@@ -37,8 +37,6 @@ bench.command("report")(report)
 app.command("verify", no_args_is_help=True)(verify)
 app.command("profile", no_args_is_help=True)(profile)
 
-Debug = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
-
 
 def _version(wanted: bool) -> None:
     if wanted:
@@ -57,13 +55,8 @@ def _root(
 
 @app.command(no_args_is_help=True)
 def train(
-    recipe: Annotated[
-        Path, typer.Argument(metavar="RECIPE", help="YAML file that says what to train, on what, and where it goes.")
-    ],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="SECTION.KEY=VALUE", help="Changes to the recipe, for this run only."),
-    ] = None,
+    recipe: RecipeFile,
+    overrides: Overrides = None,
     allow: Annotated[
         bool, typer.Option("--allow", help="Go on with an unfinished run although its recipe or data changed.")
     ] = False,
@@ -82,7 +75,7 @@ def train(
 
       pronghorn train my.yaml 'report.sample_prompts=[What is a mutex?]'
     """
-    console = Console(quiet=os.environ.get("RANK", "0") != "0")  # torchrun's other ranks have nothing to add
+    console = Console(quiet=not main_process())
     with plain_errors(debug):
         from pronghorn.config import Recipe
 
@@ -97,13 +90,8 @@ def train(
 
 @data.command("inspect", no_args_is_help=True)
 def inspect_data(
-    recipe: Annotated[
-        Path, typer.Argument(metavar="RECIPE", help="YAML file that says what to train, on what, and where it goes.")
-    ],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="SECTION.KEY=VALUE", help="Changes to the recipe, for this look only."),
-    ] = None,
+    recipe: RecipeFile,
+    overrides: Overrides = None,
     split: Annotated[Literal["train", "eval"], typer.Option("--split", help="Show data.train or data.eval.")] = "train",
     rows: Annotated[int, typer.Option("--rows", min=0, help="Show so many documents, token by token.")] = 3,
     html: Annotated[
