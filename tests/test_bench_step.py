@@ -7,7 +7,7 @@ import os
 import random
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -415,9 +415,8 @@ def test_a_folder_is_a_model_too(stories: Path, tmp_path: Path, monkeypatch: pyt
     assert result.exit_code == 0, result.output
     (found,) = read_results(out)
     assert found.workload.shape == stories.name and found.gate["isolation"] is None  # one document
-    monkeypatch.setattr(
-        "pronghorn.bench.pairs.judge", lambda found, reference: {"green": False, "reasons": ["planted"]}
-    )
+    red = replace(found, gate={"green": False, "reasons": ["planted"]}, timings_ms={})
+    monkeypatch.setattr("pronghorn.bench.step.bench_step", lambda *_: [red])
     result = invoke(*arguments)
     assert result.exit_code == 1 and "FAILED" in result.output and "planted" in result.output
     assert read_results(out)[0].timings_ms == {}
