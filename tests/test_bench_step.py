@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+from contextlib import closing
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
@@ -25,7 +26,7 @@ from pronghorn.bench.record import Result, read_results
 from pronghorn.bench.reference import Reference
 from pronghorn.bench.shapes import SHAPES, byte_tokenizer, checkpoint_of, matmul_parameters
 from pronghorn.bench.step import Prepared, StepOptions, _result
-from pronghorn.bench.step_table import render
+from pronghorn.bench.tables import step_table
 from pronghorn.bench.timing import STEPS_A_TURN, Series
 from pronghorn.bench.workload import document_lengths, make_rows, read_rows, write_rows
 from pronghorn.cli.main import app
@@ -186,7 +187,7 @@ def test_a_process_keeps_what_libraries_print_away_from_its_answers(tmp_path: Pa
 
 
 def test_a_process_that_dies_or_fails_is_told_with_its_last_words(tmp_path: Path) -> None:
-    with Worker("contender", os.environ, tmp_path / "log") as worker:
+    with closing(Worker("contender", os.environ, tmp_path / "log")) as worker:
         with pytest.raises(WorkerError, match="no_such_command"):
             worker.ask("no_such_command")
         worker._process.kill()
@@ -373,7 +374,7 @@ def table(results: list[Result]) -> dict[str, list[str]]:
     """The table's cells by the name of their row."""
     console = Console(width=160)
     with console.capture() as captured:
-        console.print(render(results))
+        console.print(step_table(results))
     rows = [line.split("│")[1:-1] for line in captured.get().splitlines() if line.startswith("│")]
     return {name.strip(): [cell.strip() for cell in others] for name, *others in rows}
 

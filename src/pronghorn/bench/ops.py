@@ -17,9 +17,9 @@ from pronghorn.bench.op_cases import OPS, cases
 from pronghorn.bench.op_way import Case, Way, by_autograd
 from pronghorn.bench.record import Result, Workload, command_line
 from pronghorn.bench.timing import Clock, CudaClock, HostClock, spread
-from pronghorn.bench.tolerance import three_way
 from pronghorn.device import versions
 from pronghorn.errors import ConfigError
+from pronghorn.parity.distance import distance
 
 OTHERS = ("compile", "liger")
 DTYPES = ("bfloat16", "float16", "float32")
@@ -172,7 +172,7 @@ def measure(case: Case, against: Sequence[str], repeats: int, watch: Stopwatch, 
 
 
 def judge(case: Case, entrants: Sequence[Entrant]) -> None:
-    """Compare each one's outputs and gradients with the formula in float64, by the three-way tolerance.
+    """Compare each one's outputs and gradients with the formula in float64 (`parity.distance`).
 
     The limit is twice the error of the formula itself, computed by torch in the dtype measured.
     """
@@ -195,15 +195,18 @@ def judge(case: Case, entrants: Sequence[Entrant]) -> None:
             entrant.fail(_told(error))
             _tidy()
             continue
-        reasons, errors = [], {}
-        missing = set(case.names) - set(found)
-        reasons += [f"{name} is missing" for name in sorted(missing)]
+        reasons = [f"{name} is missing" for name in sorted(set(case.names) - set(found))]
+        errors: dict[str, dict[str, dict[str, float]]] = {}
         for index, (name, mine) in enumerate(found.items()):
-            measured = three_way(mine, plain[name], exact[name], case.slack if index == 0 else 0.0)
-            errors[name] = {norm: {"error": error, "limit": limit} for norm, (error, limit) in measured.items()}
+            if mine.shape != exact[name].shape:
+                reasons.append(f"{name} has shape {tuple(mine.shape)}, not {tuple(exact[name].shape)}")
+                continue
+            off = distance(name, mine, plain[name], exact[name], slack=case.slack if index == 0 else 0.0)
+            norms = {"rms": (off.rms, off.rms_limit), "max": (off.maximum, off.maximum_limit)}
+            errors[name] = {norm: {"error": error, "limit": limit} for norm, (error, limit) in norms.items()}
             reasons += [
                 f"{name} is off: {norm} error {error:.2g}, allowed is {limit:.2g}"
-                for norm, (error, limit) in measured.items()
+                for norm, (error, limit) in norms.items()
                 if not error <= limit
             ]
         entrant.gate = {"green": not reasons, "reasons": reasons, "tokens": case.tokens, "errors": errors}

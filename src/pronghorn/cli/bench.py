@@ -78,7 +78,7 @@ def step(
     with plain_errors(debug):
         from pronghorn.bench.record import check_out, write_results
         from pronghorn.bench.step import StepOptions, bench_step
-        from pronghorn.bench.step_table import render
+        from pronghorn.bench.tables import step_table
 
         check_out(out)
         options = StepOptions(
@@ -98,7 +98,7 @@ def step(
         paths = os.pathsep.join(str(Path(path).resolve()) for path in sys.path)  # processes import what this one does
         environment = {**os.environ, **CHILD_ENVIRONMENT, "PYTHONPATH": paths}
         results = bench_step(options, environment, progress())
-        Console().print(render(results))
+        Console().print(step_table(results))
         if out is not None:
             write_results(results, out)
     if not results[0].gate["green"]:

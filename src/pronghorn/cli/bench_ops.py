@@ -53,14 +53,14 @@ def ops(
     """
     with plain_errors(debug):
         from pronghorn.bench.ops import OpsOptions, bench_ops
-        from pronghorn.bench.ops_table import render
         from pronghorn.bench.record import check_out, write_results
+        from pronghorn.bench.tables import ops_table
 
         check_out(out)
         others = None if against is None else names(against)
         options = OpsOptions(tuple(op or ()), tokens, dtype, repeats, others, commit)
         results = bench_ops(options, progress())
-        Console().print(render(results))
+        Console().print(ops_table(results))
         if out is not None:
             write_results(results, out)
     if not all(result.gate["green"] for result in results if result.contender == "pronghorn"):
