@@ -6,7 +6,7 @@ import importlib.metadata
 import platform
 import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from pronghorn.device import Device, probe
@@ -146,33 +146,27 @@ def device_findings(device: Device) -> list[Finding]:
     part = f"GPU {device.index}"
     major, minor = device.capability or (0, 0)
     found = f"{device.name}, {_gib(device.total_memory_bytes)}, capability {major}.{minor}"
-    findings = [Finding(part, found, "ok")]
     old = f"{device.name} is older than Ampere"
-    if device.bf16:
-        findings.append(Finding(f"{part} bf16", "yes", "ok"))
-    else:
-        findings.append(Finding(f"{part} bf16", "no", "slow", f"{old}: float16 with loss scaling is used"))
-    if device.flash_varlen:
-        findings.append(Finding(f"{part} flash varlen", "yes", "ok"))
-    else:
-        why = "this build of torch lacks the kernel" if device.bf16 else old
-        findings.append(Finding(f"{part} flash varlen", "no", "slow", f"{why}: attention runs document by document"))
+    why = "this build of torch lacks the kernel" if device.bf16 else old
+    findings = [Finding(part, found, "ok")]
+    for what, there, effect in (
+        ("bf16", device.bf16, f"{old}: float16 with loss scaling is used"),
+        ("flash varlen", device.flash_varlen, f"{why}: attention runs document by document"),
+    ):
+        name = f"{part} {what}"
+        findings.append(Finding(name, "yes", "ok") if there else Finding(name, "no", "slow", effect))
     return findings
 
 
 def host_findings(device: Device) -> list[Finding]:
     """Cores and memory around the device."""
-    few = device.cores < 2
-    cores = Finding(
-        "CPU cores",
-        str(device.cores),
-        "slow" if few else "ok",
-        "reading data competes with the training loop" if few else "",
-    )
-    ram = device.ram_bytes
-    little = 0 < ram < 8 * 2**30
-    effect = "loading a model of some billion parameters will not fit" if little else ""
-    return [cores, Finding("RAM", _gib(ram) if ram else "unknown", "slow" if little else "ok", effect)]
+    cores, ram = Finding("CPU cores", str(device.cores), "ok"), device.ram_bytes
+    if device.cores < 2:
+        cores = replace(cores, status="slow", effect="reading data competes with the training loop")
+    memory = Finding("RAM", _gib(ram) if ram else "unknown", "ok")
+    if 0 < ram < 8 * 2**30:
+        memory = replace(memory, status="slow", effect="loading a model of some billion parameters will not fit")
+    return [cores, memory]
 
 
 def _gib(size: int) -> str:

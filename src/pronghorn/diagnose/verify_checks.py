@@ -19,11 +19,9 @@ from pronghorn.diagnose.verify_probe import Sight
 from pronghorn.errors import UnsupportedError
 from pronghorn.export import merge
 from pronghorn.models.families import base_causal_lm
-from pronghorn.parity.distance import EPS, Distance, Luck, distance, l2, ratio
+from pronghorn.parity.distance import EPS, Distance, Luck, distance, l2, listed, ratio
 
 _ROTATED = ("q_proj", "k_proj", "q_norm", "k_norm")
-SHOWN = 4
-"""Names in a detail; the rest are counted."""
 
 
 @dataclass(frozen=True)
@@ -80,13 +78,13 @@ def gradients(found: list[Distance]) -> Check:
     worst = found[0]
     wrong = [each.name for each in found if not each.excess <= 1]
     detail = f"{len(found)} tensors; worst {worst.name}, relative L2 error {worst.relative:.1e}"
-    return Check("gradients", not wrong, worst.excess, 1.0, f"off: {_names(wrong)}" if wrong else detail)
+    return Check("gradients", not wrong, worst.excess, 1.0, f"off: {listed(wrong)}" if wrong else detail)
 
 
 def dead(names: list[str], in_exact: list[str]) -> Check:
     """Tensors without a gradient that have one in the exact pass."""
     wrong = sorted(set(names) - set(in_exact))
-    detail = f"no gradient, a zero or one that is not finite: {_names(wrong)}" if wrong else "every tensor has one"
+    detail = f"no gradient, a zero or one that is not finite: {listed(wrong)}" if wrong else "every tensor has one"
     return Check("no dead gradient", not wrong, len(wrong), 0, detail)
 
 
@@ -105,7 +103,7 @@ def sights(ours: list[Sight], plain: list[Sight]) -> Check:
     wrong = [i for i, (a, b) in enumerate(zip(ours, plain, strict=True)) if a.outside or a.inside != b.inside]
     detail = f"the same tokens as transformers in all {len(ours)} layers"
     if wrong:
-        layers = f"in layers {_names(list(map(str, wrong)))}"
+        layers = f"in layers {listed(list(map(str, wrong)))}"
         mine, right = ours[wrong[0]], plain[wrong[0]]
         if mine.outside:
             detail = f"a token is seen by another document {layers}"
@@ -167,7 +165,7 @@ def merged(model: Any) -> list[Check]:
     detail = f"{len(adapted)} weights hold their adapter"
     if forgot or off:
         told = ((forgot, "forgot its adapter"), (off, "is not W + s·B·A"))
-        detail = "; ".join(f"{what}: {_names(names)}" for names, what in told if names)
+        detail = "; ".join(f"{what}: {listed(names)}" for names, what in told if names)
     return [Check("merged weights", not (forgot or off), worst, 1.0, detail)]
 
 
@@ -179,7 +177,7 @@ def reloaded(logits: Tensor, differ: list[str], plain: Passes, exact: Passes) ->
     equal = "logits bit-equal" if torch.equal(logits, plain.logits) else f"logits {found.relative:.1e} apart"
     check = _of_distance("saved and reloaded", found, f"trained tensors bit-equal, {equal}")
     if differ:
-        return Check(check.name, False, check.value, check.limit, f"tensors that differ: {_names(differ)}")
+        return Check(check.name, False, check.value, check.limit, f"tensors that differ: {listed(differ)}")
     return check
 
 
@@ -209,7 +207,7 @@ def causes(
         if all(any(part in name for part in _ROTATED) for name in off):
             yield "wrong RoPE position (or attention scale): only gradients of queries and keys are off"
         else:
-            yield f"backward pass: logits and loss are right, gradients are not: {_names(off)}"
+            yield f"backward pass: logits and loss are right, gradients are not: {listed(off)}"
     if "loss" in failed and "logits" not in failed:
         shifted = shift()
         if shifted in (0, 2):
@@ -240,8 +238,3 @@ def _of_distance(name: str, found: Distance, detail: str) -> Check:
     by_rms = ratio(found.rms, found.rms_limit) >= ratio(found.maximum, found.maximum_limit)
     value, limit = (found.rms, found.rms_limit) if by_rms else (found.maximum, found.maximum_limit)
     return Check(name, found.excess <= 1, value, limit, detail)
-
-
-def _names(names: list[str]) -> str:
-    rest = len(names) - SHOWN
-    return ", ".join(names[:SHOWN]) + (f" and {rest} more" if rest > 0 else "")

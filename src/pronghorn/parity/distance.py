@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -98,6 +98,12 @@ def ratio(value: float, limit: float) -> float:
     if math.isnan(value) or math.isnan(limit):
         return math.inf
     return 0.0 if value == 0 else value / limit if limit else math.inf
+
+
+def listed(names: Sequence[str], most: int = 4) -> str:
+    """The first names; the rest are counted."""
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def l2(x: Tensor) -> float:

@@ -64,7 +64,7 @@ def write_report(record: RunRecord, folder: str | Path) -> Path:
         Path(folder) / FILE_NAME,
         Path(__file__).with_name("report.html.j2"),
         record=record,
-        headlines=_headlines(record),
+        headlines=headlines(record),
         loss_chart=_loss_chart(record),
         speed_chart=_speed_chart(record),
         packing=_packing_table(record.packing),
@@ -72,7 +72,7 @@ def write_report(record: RunRecord, folder: str | Path) -> Path:
     )
 
 
-def _headlines(record: RunRecord) -> list[tuple[str, str, str]]:
+def headlines(record: RunRecord) -> list[tuple[str, str, str]]:
     """(label, figure, note) of each card."""
     before, after = record.heldout["before"], record.heldout["after"]
     cards = []
