@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -145,8 +144,13 @@ def bench_ops(options: OpsOptions, say: Callable[[str], None]) -> list[Result]:
 def measure(case: Case, against: Sequence[str], repeats: int, watch: Stopwatch, device: str) -> list[Entrant]:
     """One case: the gate, then times by turns, then the ceiling at the same size."""
     torch.compiler.reset()  # shapes of other cases are none of this one's business
-    entrants = [_pronghorn(device), Entrant("torch", lambda some: by_autograd(some, some.formula))]
-    entrants += [_other(name, case, device) for name in against]
+    entrants = [
+        Entrant("pronghorn", lambda some: some.pronghorn(some)),
+        Entrant("torch", lambda some: by_autograd(some, some.formula)),
+        *(_other(name, case, device) for name in against),
+    ]
+    if device != "cuda":
+        entrants[0].notes.append("the torch code that Pronghorn runs on a CPU; its Triton kernel needs a GPU")
     judge(case.small or case, [entrant for entrant in entrants if not entrant.gate])
     ways = {}
     for entrant in entrants:
@@ -215,11 +219,6 @@ def judge(case: Case, entrants: Sequence[Entrant]) -> None:
 def _run(way: Way) -> dict[str, Tensor]:
     state = way.forward(way.start())
     return {name: x.detach() for name, x in way.results(state, way.backward(state) if way.backward else ()).items()}
-
-
-def _pronghorn(device: str) -> Entrant:
-    notes = [] if device == "cuda" else ["the torch code that Pronghorn runs on a CPU; its Triton kernel needs a GPU"]
-    return Entrant("pronghorn", lambda some: some.pronghorn(some), notes=notes)
 
 
 def _other(name: str, case: Case, device: str) -> Entrant:
@@ -291,15 +290,8 @@ def _result(case: Case, entrant: Entrant, options: OpsOptions, device: str) -> R
             "share_of_ceiling": share,
         },
         commit=options.commit,
-        versions=versions() | _liger_version(),
+        versions=versions("liger-kernel"),
     )
-
-
-def _liger_version() -> dict[str, str]:
-    try:
-        return {"liger-kernel": importlib.metadata.version("liger-kernel")}
-    except importlib.metadata.PackageNotFoundError:
-        return {}
 
 
 def _told(error: Exception) -> str:

@@ -89,10 +89,11 @@ def _cell(result: Result, figure: Figure) -> str:
 
 
 def _milliseconds(part: str, form: str) -> Figure:
-    return lambda result: _spread(*spread(result.timings_ms[part]), form=form)
+    return lambda result: _spread(spread(result.timings_ms[part]), form)
 
 
-def _spread(median: float, least: float, most: float, form: str, unit: str = "") -> str:
+def _spread(figures: Sequence[float], form: str, unit: str = "") -> str:
+    median, least, most = figures
     return f"{median:{form}}{unit} ({least:{form}} to {most:{form}})"
 
 
@@ -122,7 +123,7 @@ _STEP: dict[str, Figure] = {
     "forward, ms": _milliseconds("forward", ".1f"),
     "backward, ms": _milliseconds("backward", ".1f"),
     "step, ms (min to max)": _milliseconds("step", ".1f"),
-    "step, against the first": lambda result: _spread(*result.extra["beside"]["step_ratio"], form=".2f", unit=" x"),
+    "step, against the first": lambda result: _spread(result.extra["beside"]["step_ratio"], ".2f", " x"),
     "tokens/s": _extra("tokens_per_s", "real", form=",.0f"),
     "supervised tokens/s": _extra("tokens_per_s", "supervised", form=",.0f"),
     "MFU at 4N": _extra("mfu", "4N", form=".1%"),

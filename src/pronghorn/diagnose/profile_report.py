@@ -59,7 +59,7 @@ def _timeline(profile: Profile) -> dict[str, Any]:
             lanes.append({"name": name, "y": y, "phases": phases, "paths": []})
         else:
             lanes.append({"name": name, "y": y, "phases": [], "paths": _paths(shapes, y, scale)})
-    tick = _tick(end)
+    tick = round_up(end / 8 * 1000) / 1000  # about eight, at round microseconds
     ticks = [(i * tick * scale, f"{i * tick:g}") for i in range(int(end / tick) + 1)]
     return {"width": _WIDTH, "lane": _LANE, "height": _LANE * len(lanes), "lanes": lanes, "ticks": ticks}
 
@@ -71,9 +71,3 @@ def _paths(shapes: list[Shape], y: float, scale: float) -> list[tuple[str, str]]
         width = max((until - begin) * scale, 0.3)
         parts[cause].append(f"M{begin * scale:.2f} {y + 14}h{width:.2f}v16h-{width:.2f}z")
     return [(cause, "".join(drawn)) for cause, drawn in parts.items()]
-
-
-def _tick(end: float) -> float:
-    """A round distance of ticks, in milliseconds, about eight of them up to `end`."""
-    unit = 0.001
-    return round_up(end / 8 / unit) * unit

@@ -31,8 +31,8 @@ class Passes:
     loss: float
     losses: list[Tensor]
     """[labels] of each document with labels; empty where the pass doesn't tell."""
-    logits: Tensor | None
-    """[R, V] at the compared positions."""
+    logits: Tensor
+    """[R, V] at the compared positions; empty where the pass isn't asked for them."""
     gradients: dict[str, Tensor]
     dead: list[str]
     """Trained tensors with no gradient, a zero one, or one that is not finite."""
@@ -62,7 +62,6 @@ def loss(name: str, value: float, plain: Passes, exact: Passes) -> Check:
 
 def logits(packed: Tensor, plain: Passes, exact: Passes) -> Check:
     """Logits out of the packed rows."""
-    assert plain.logits is not None and exact.logits is not None
     found = distance("logits", packed, plain.logits, exact.logits)
     return _of_distance("logits", found, f"{len(packed)} rows, relative L2 error {found.relative:.1e}")
 
@@ -91,7 +90,6 @@ def dead(names: list[str], in_exact: list[str]) -> Check:
 def packed_or_alone(packed: Tensor, alone: tuple[list[int], Tensor], plain: Passes, exact: Passes) -> Check:
     """A document's logits among others and by itself, both through the attached model."""
     rows, logits = alone
-    assert plain.logits is not None and exact.logits is not None
     found = distance("", packed[rows].double() - logits.double() + exact.logits[rows].double(),
                      plain.logits[rows], exact.logits[rows])  # fmt: skip
     same = "bit-equal" if torch.equal(packed[rows], logits) else f"{len(rows)} rows"
@@ -171,7 +169,6 @@ def merged(model: Any) -> list[Check]:
 
 def reloaded(logits: Tensor, differ: list[str], plain: Passes, exact: Passes) -> Check:
     """What was saved and loaded by plain transformers and PEFT against what was saved."""
-    assert plain.logits is not None and exact.logits is not None
     moved = logits.double() - plain.logits.double() + exact.logits.double()
     found = distance("", moved, plain.logits, exact.logits)
     equal = "logits bit-equal" if torch.equal(logits, plain.logits) else f"logits {found.relative:.1e} apart"
@@ -228,7 +225,6 @@ def file_causes(found: list[Check]) -> list[str]:
 
 def rows_off(packed: Tensor, plain: Passes, exact: Passes) -> Tensor:
     """bool [R], the rows whose logits are further off than plain's worst row may be."""
-    assert plain.logits is not None and exact.logits is not None
     right = exact.logits.double()
     ours, allowed = ((x.double() - right).square().mean(-1).sqrt() for x in (packed, plain.logits))
     return ~(ours <= 2 * allowed.max() + 4 * EPS * right.abs().max())

@@ -87,13 +87,14 @@ def headlines(record: RunRecord) -> list[tuple[str, str, str]]:
         cards.append(("Training loss", f"{first:.4f} → {last:.4f}", "no held-out data in this run"))
     speed = record.tokens_per_second
     packing = record.packing
+    resumed = f"; taken up again at step {', '.join(map(str, record.resumed_at))}" if record.resumed_at else ""
     cards += [
         ("Speed", "–" if speed is None else f"{speed:,.0f} tokens/s", "median over steps, padding not counted"),
         ("Packing", f"{packing['efficiency']:.1%}", f"of the rows is text; {packing['ceiling']:.1%} is the ceiling"),
         (
             "Time",
             duration(record.seconds),
-            f"{_last_step(record):,} steps, limited by {record.stopped}" + _resumed(record),
+            f"{record.steps[-1]['step'] if record.steps else 0:,} steps, limited by {record.stopped}" + resumed,
         ),
     ]
     peak = record.peak_memory_bytes
@@ -104,14 +105,6 @@ def headlines(record: RunRecord) -> list[tuple[str, str, str]]:
     parameters, share = record.trainable["parameters"], record.trainable["share"]
     cards.append(("Trained", f"{_short(parameters)} parameters", f"{share:.2%} of the model"))
     return cards
-
-
-def _resumed(record: RunRecord) -> str:
-    return f"; taken up again at step {', '.join(map(str, record.resumed_at))}" if record.resumed_at else ""
-
-
-def _last_step(record: RunRecord) -> int:
-    return int(record.steps[-1]["step"]) if record.steps else 0
 
 
 def _short(count: float) -> str:
