@@ -33,31 +33,29 @@ class Finding:
 
 @dataclass(frozen=True)
 class Package:
-    """A package and the versions Pronghorn is made for: from `least` up to, not including, `below`."""
+    """A package and the versions Pronghorn is made for."""
 
-    name: str
-    least: str
-    below: str | None = None
+    requirement: str
     without: str | None = None
     """What can't be done without it; None: nothing can."""
     extra: str | None = None
     """The extra of Pronghorn that brings it."""
 
     @property
-    def requirement(self) -> str:
-        return f"{self.name}>={self.least}" + (f",<{self.below}" if self.below else "")
+    def name(self) -> str:
+        return self.requirement.partition(">=")[0]
 
 
 PACKAGES = (
-    Package("torch", "2.11", "2.15"),
-    Package("transformers", "5.17", "6"),
-    Package("trl", "1.15"),
-    Package("peft", "0.21"),
-    Package("accelerate", "1.15"),
-    Package("datasets", "4.8"),
-    Package("bitsandbytes", "0.50", without="load_in_4bit is not available", extra="nf4"),
-    Package("gguf", "0.19", without="GGUF files can't be read or written", extra="gguf"),
-    Package("matplotlib", "3.10", without="report.html can't be drawn", extra="report"),
+    Package("torch>=2.11,<2.15"),
+    Package("transformers>=5.17,<6"),
+    Package("trl>=1.15"),
+    Package("peft>=0.21"),
+    Package("accelerate>=1.15"),
+    Package("datasets>=4.8"),
+    Package("bitsandbytes>=0.50", without="load_in_4bit is not available", extra="nf4"),
+    Package("gguf>=0.19", without="GGUF files can't be read or written", extra="gguf"),
+    Package("matplotlib>=3.10", without="report.html can't be drawn", extra="report"),
 )
 PYTHON_LEAST = (3, 11)
 _REINSTALL_TORCH = f"pip install --force-reinstall '{PACKAGES[0].requirement}'"
@@ -103,24 +101,18 @@ def python_finding(version: tuple[int, ...]) -> Finding:
 
 def package_finding(package: Package, version: str | None) -> Finding:
     """Judge an installed version (None: not installed) against the window."""
+    from packaging.requirements import Requirement
+    from packaging.version import Version
+
     status: Status = "missing" if package.without is None else "slow"
     remedy = f"pip install 'pronghorn[{package.extra}]'" if package.extra else f"pip install '{package.requirement}'"
     if version is None:
         return Finding(package.name, "not installed", status, package.without or "Pronghorn needs it", remedy)
-    too_old = _release(version) < _release(package.least)
-    too_new = package.below is not None and _release(version) >= _release(package.below)
-    if not too_old and not too_new:
+    # 2.13.0+cu130 and 2.13.0rc1 count as 2.13.0
+    if Requirement(package.requirement).specifier.contains(Version(version).base_version):
         return Finding(package.name, version, "ok")
     effect = f"outside {package.requirement.removeprefix(package.name)}"
     return Finding(package.name, version, status, effect, f"pip install '{package.requirement}'")
-
-
-def _release(version: str) -> tuple[int, ...]:
-    """2.13.0+cu130 as (2, 13, 0): enough to judge a window of releases; 2.13.0rc1 counts as 2.13.0."""
-    from packaging.version import Version
-
-    release = Version(version).release
-    return release + (0,) * (4 - len(release))
 
 
 def build_finding(cuda: str | None, hip: str | None, driver: bool, available: bool) -> Finding:

@@ -23,10 +23,14 @@ def write_page(path: Path, template: Path, **values: Any) -> Path:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    page = environment.get_template(template.name).render(**values)
+    return write_text(path, environment.get_template(template.name).render(**values))
+
+
+def write_text(path: Path, text: str) -> Path:
+    """Write a file and the folders around it, and return its path; ConfigError where none can be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(page, encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"the page {path} can't be written ({error.strerror})", "give the path of a file") from error
+        raise ConfigError(f"{path} can't be written ({error.strerror})", "give the path of a file") from error
     return path
