@@ -23,7 +23,7 @@ THREE_STEPS = ["train.max_steps=3", "train.warmup_steps=0", "data.eval_rows=2", 
 
 def shell(command: list[str], folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path}
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}  # other tests run beside this one
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
 
 
