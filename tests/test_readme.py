@@ -46,7 +46,7 @@ def tiny(stories: Path, shared: Path, tmp_path: Path) -> list[str]:
 
 
 def test_the_readme_names_these_commands() -> None:
-    """A new command in the README needs a test below."""
+    """A new command in the README needs a test below; bench step's is in test_bench_step.py."""
     assert [line.split(" train.")[0] for line in BASH] == [
         "make demo",
         "make test",
@@ -129,14 +129,6 @@ def test_verify_and_profile(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
         assert said in done.stdout
     assert "<svg" in page.read_text(encoding="utf-8")
-
-
-@pytest.mark.slow
-def test_bench_step(tmp_path: Path) -> None:
-    command = BASH[-1].replace("pronghorn", f"{sys.executable} -m pronghorn", 1).split()
-    done = shell([*command, "--repeats", "2", "--out", str(tmp_path / "step.json")])
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "green" in done.stdout and "On the CPU" in done.stdout
 
 
 @pytest.mark.slow
