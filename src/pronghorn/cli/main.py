@@ -12,7 +12,6 @@ from rich.console import Console
 
 from pronghorn import __version__
 from pronghorn.cli.bench import bench
-from pronghorn.cli.bench_ops import ops
 from pronghorn.cli.bench_report import report
 from pronghorn.cli.errors import plain_errors
 from pronghorn.cli.options import Debug, Overrides, RecipeFile, main_process
@@ -32,7 +31,6 @@ app = typer.Typer(
 data = typer.Typer(help="Look at what a recipe trains on.", no_args_is_help=True)
 app.add_typer(data, name="data")
 app.add_typer(bench, name="bench")
-bench.command("ops")(ops)
 bench.command("report")(report)
 app.command("verify", no_args_is_help=True)(verify)
 app.command("profile", no_args_is_help=True)(profile)
