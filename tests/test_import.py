@@ -38,13 +38,14 @@ def test_import_loads_no_torch() -> None:
 
 
 def test_import_takes_less_than_0_3_seconds() -> None:
+    """Of the processor's time, whatever else the machine does."""
     script = """
         import time
-        start = time.perf_counter()
+        start = time.process_time()
         import pronghorn
-        print(time.perf_counter() - start)
+        print(time.process_time() - start)
         """
-    assert min(float(run(script)) for _ in range(3)) < 0.3
+    assert float(run(script)) < 0.3
 
 
 def test_every_public_name_resolves() -> None:

@@ -18,7 +18,7 @@ from pronghorn.data.cache import documents
 from pronghorn.data.packing import Document
 from pronghorn.diagnose.examples import clip, example_of, pieces_of, visible
 from pronghorn.diagnose.inspect import Inspection, figures, histogram, inspect, padded_efficiency
-from pronghorn.diagnose.inspect_report import write_page
+from pronghorn.diagnose.inspect_report import write_report
 from pronghorn.diagnose.inspect_terminal import show
 from pronghorn.errors import ConfigError
 from pronghorn.models.load import FoundModel
@@ -137,7 +137,7 @@ def test_what_commands_a_terminal_is_spelled_out(recipe: Any) -> None:
 def test_the_page_is_inert_and_whole(recipe: Any, tmp_path: Path) -> None:
     rows = [chat(HOSTILE, f"\"'{HOSTILE}"), {"messages": [{"role": HOSTILE, "content": "x"}]}]
     found = inspect(Recipe.load(recipe(rows, data={"bad_rows": "drop"})))
-    path = write_page(found, tmp_path / "new" / "page.html")
+    path = write_report(found, tmp_path / "new" / "page.html")
     text = path.read_text(encoding="utf-8")
     page = Page(text)
     assert not {"script", "img", "iframe", "object", "link"} & {tag for tag, _ in page.tags}
@@ -154,7 +154,7 @@ def test_the_page_is_inert_and_whole(recipe: Any, tmp_path: Path) -> None:
 def test_the_limit_is_drawn_where_it_can_be_seen(recipe: Any, tmp_path: Path, limit: int, line: bool) -> None:
     rows = [chat("word " * 15, "answer " * n) for n in range(1, 9)]
     found = inspect(Recipe.load(recipe(rows, model={"max_seq_length": limit})))
-    text = write_page(found, tmp_path / "page.html").read_text(encoding="utf-8")
+    text = write_report(found, tmp_path / "page.html").read_text(encoding="utf-8")
     assert ('<line class="limit"' in text) == line and f"max_seq_length {limit}" in text
 
 
@@ -235,4 +235,4 @@ def test_errors_are_those_of_training(recipe: Any, tmp_path: Path) -> None:
     assert result.exit_code == 1 and "does not exist" in result.stderr
     found = inspect(Recipe.load(path, ["data.overflow=drop"]))
     with pytest.raises(ConfigError, match="can't be written"):
-        write_page(found, tmp_path / "recipe.yaml" / "page.html")
+        write_report(found, tmp_path / "recipe.yaml" / "page.html")

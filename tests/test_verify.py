@@ -148,8 +148,15 @@ def test_a_leaking_mask_in_the_model(subject_of: Any, family: str) -> None:
     only_cause(planted(subject_of(family), plant), "leaking mask: a token is seen by another document in layers 2")
 
 
-@pytest.mark.parametrize("change", [lambda p: p + (p > 0), lambda p: p // 2, lambda p: p * 2])
-@both_dtypes
+@pytest.mark.parametrize(
+    ("change", "dtype"),
+    [
+        (lambda p: p + (p > 0), torch.float32),
+        (lambda p: p + (p > 0), torch.bfloat16),
+        (lambda p: p // 2, torch.float32),
+        (lambda p: p * 2, torch.bfloat16),
+    ],
+)
 def test_a_wrong_rope_position(subject_of: Any, change: Callable[[Any], Any], dtype: torch.dtype) -> None:
     subject = subject_of("qwen3", dtype=dtype)
 
@@ -193,8 +200,9 @@ def test_an_adapter_that_gets_no_gradient(subject_of: Any, gradient: Any) -> Non
     assert report.worst[0].name == NAME
 
 
-@pytest.mark.parametrize(("by", "learns"), [(1, "itself"), (-1, "the one after the next")])
-@both_dtypes
+@pytest.mark.parametrize(
+    ("by", "learns", "dtype"), [(1, "itself", torch.float32), (-1, "the one after the next", torch.bfloat16)]
+)
 def test_a_dropped_label_shift(subject_of: Any, by: int, learns: str, dtype: torch.dtype) -> None:
     subject = subject_of("llama", dtype=dtype)
 
@@ -216,9 +224,17 @@ def test_mis_scaled_accumulation(subject_of: Any, dtype: torch.dtype) -> None:
     only_cause(report, "accumulation: a micro-batch's loss is not divided by the labels of the whole accumulated batch")
 
 
-@pytest.mark.parametrize("by", [1, -1])
-@pytest.mark.parametrize("family", ["mistral", "qwen2", "gemma3_text"])
-@both_dtypes
+@pytest.mark.parametrize(
+    ("family", "by", "dtype"),
+    [  # every pair of two of the three
+        ("mistral", 1, torch.float32),
+        ("mistral", -1, torch.bfloat16),
+        ("qwen2", 1, torch.bfloat16),
+        ("qwen2", -1, torch.float32),
+        ("gemma3_text", 1, torch.float32),
+        ("gemma3_text", -1, torch.bfloat16),
+    ],
+)
 def test_an_off_by_one_window(subject_of: Any, family: str, by: int, dtype: torch.dtype) -> None:
     def plant(model: Any) -> None:
         config = model.config

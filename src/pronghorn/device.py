@@ -91,10 +91,10 @@ def device_name() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})"
 
 
-def versions() -> dict[str, str]:
-    """Versions of what a figure depends on."""
+def versions(*more: str) -> dict[str, str]:
+    """Versions of what a figure depends on, and of `more` packages that are installed."""
     found = {"python": platform.python_version()}
-    for package in _PACKAGES:
+    for package in (*_PACKAGES, *more):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

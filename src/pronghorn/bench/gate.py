@@ -19,6 +19,7 @@ from torch import Tensor
 from pronghorn.bench.contenders.base import Built, Spec, autocast, device, trainable
 from pronghorn.bench.reference import Reference, gradient_errors
 from pronghorn.bench.workload import Row
+from pronghorn.parity.distance import listed
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,6 @@ TOLERANCES = {
     "float32": Tolerance(loss=1e-5, document_loss=1e-5, grad_norm=1e-4, gradient=1e-4, tensor=1e-3, isolation=1e-6),
 }
 PLAIN_FACTOR = 1.5
-SHOWN = 4
-"""Names in a reason; the rest are counted."""
 
 
 def measure(
@@ -139,7 +138,7 @@ def judge(found: Mapping[str, Any], reference: Reference) -> dict[str, Any]:
         reverse=True,
     )
     if wrong:
-        within(f"{_names(wrong)}: gradient is off, the first", errors[wrong[0]], limits[wrong[0]])
+        within(f"{listed(wrong)}: gradient is off, the first", errors[wrong[0]], limits[wrong[0]])
     for document, loss in found["document_losses"].items():
         right = reference.document_losses[int(document)]
         assert right is not None
@@ -158,7 +157,7 @@ def judge(found: Mapping[str, Any], reference: Reference) -> dict[str, Any]:
         ("trained, but not asked for", set(found["trained"]) - set(reference.names)),
     ):
         if names:
-            reasons.append(f"{_names(sorted(names))}: {what}")
+            reasons.append(f"{listed(sorted(names))}: {what}")
     return {
         "green": not reasons,
         "reasons": reasons,
@@ -173,8 +172,3 @@ def judge(found: Mapping[str, Any], reference: Reference) -> dict[str, Any]:
         "isolation": found["isolation"],
         "trained_tensors": len(found["trained"]),
     }
-
-
-def _names(names: list[str]) -> str:
-    rest = len(names) - SHOWN
-    return ", ".join(names[:SHOWN]) + (f" and {rest} more" if rest > 0 else "")

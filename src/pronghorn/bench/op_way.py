@@ -50,7 +50,7 @@ class Case:
     product: tuple[int, int, int] | None = None
     """(rows, inner, columns) of the product that is the ceiling; otherwise a copy is."""
     slack: float = 0.0
-    """Of the first output, an average (`tolerance.three_way`)."""
+    """Of the first output, an average (`parity.distance`)."""
     small: Case | None = None
     """What the gate judges on, where that isn't the case itself."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,9 +16,9 @@ from pronghorn.bench.op_cases import OPS, cases
 from pronghorn.bench.op_way import Case, Way, by_autograd
 from pronghorn.bench.record import Result, Workload, command_line
 from pronghorn.bench.timing import Clock, CudaClock, HostClock, spread
-from pronghorn.bench.tolerance import three_way
 from pronghorn.device import versions
 from pronghorn.errors import ConfigError
+from pronghorn.parity.distance import distance
 
 OTHERS = ("compile", "liger")
 DTYPES = ("bfloat16", "float16", "float32")
@@ -145,8 +144,13 @@ def bench_ops(options: OpsOptions, say: Callable[[str], None]) -> list[Result]:
 def measure(case: Case, against: Sequence[str], repeats: int, watch: Stopwatch, device: str) -> list[Entrant]:
     """One case: the gate, then times by turns, then the ceiling at the same size."""
     torch.compiler.reset()  # shapes of other cases are none of this one's business
-    entrants = [_pronghorn(device), Entrant("torch", lambda some: by_autograd(some, some.formula))]
-    entrants += [_other(name, case, device) for name in against]
+    entrants = [
+        Entrant("pronghorn", lambda some: some.pronghorn(some)),
+        Entrant("torch", lambda some: by_autograd(some, some.formula)),
+        *(_other(name, case, device) for name in against),
+    ]
+    if device != "cuda":
+        entrants[0].notes.append("the torch code that Pronghorn runs on a CPU; its Triton kernel needs a GPU")
     judge(case.small or case, [entrant for entrant in entrants if not entrant.gate])
     ways = {}
     for entrant in entrants:
@@ -172,7 +176,7 @@ def measure(case: Case, against: Sequence[str], repeats: int, watch: Stopwatch, 
 
 
 def judge(case: Case, entrants: Sequence[Entrant]) -> None:
-    """Compare each one's outputs and gradients with the formula in float64, by the three-way tolerance.
+    """Compare each one's outputs and gradients with the formula in float64 (`parity.distance`).
 
     The limit is twice the error of the formula itself, computed by torch in the dtype measured.
     """
@@ -195,15 +199,18 @@ def judge(case: Case, entrants: Sequence[Entrant]) -> None:
             entrant.fail(_told(error))
             _tidy()
             continue
-        reasons, errors = [], {}
-        missing = set(case.names) - set(found)
-        reasons += [f"{name} is missing" for name in sorted(missing)]
+        reasons = [f"{name} is missing" for name in sorted(set(case.names) - set(found))]
+        errors: dict[str, dict[str, dict[str, float]]] = {}
         for index, (name, mine) in enumerate(found.items()):
-            measured = three_way(mine, plain[name], exact[name], case.slack if index == 0 else 0.0)
-            errors[name] = {norm: {"error": error, "limit": limit} for norm, (error, limit) in measured.items()}
+            if mine.shape != exact[name].shape:
+                reasons.append(f"{name} has shape {tuple(mine.shape)}, not {tuple(exact[name].shape)}")
+                continue
+            off = distance(name, mine, plain[name], exact[name], slack=case.slack if index == 0 else 0.0)
+            norms = {"rms": (off.rms, off.rms_limit), "max": (off.maximum, off.maximum_limit)}
+            errors[name] = {norm: {"error": error, "limit": limit} for norm, (error, limit) in norms.items()}
             reasons += [
                 f"{name} is off: {norm} error {error:.2g}, allowed is {limit:.2g}"
-                for norm, (error, limit) in measured.items()
+                for norm, (error, limit) in norms.items()
                 if not error <= limit
             ]
         entrant.gate = {"green": not reasons, "reasons": reasons, "tokens": case.tokens, "errors": errors}
@@ -212,11 +219,6 @@ def judge(case: Case, entrants: Sequence[Entrant]) -> None:
 def _run(way: Way) -> dict[str, Tensor]:
     state = way.forward(way.start())
     return {name: x.detach() for name, x in way.results(state, way.backward(state) if way.backward else ()).items()}
-
-
-def _pronghorn(device: str) -> Entrant:
-    notes = [] if device == "cuda" else ["the torch code that Pronghorn runs on a CPU; its Triton kernel needs a GPU"]
-    return Entrant("pronghorn", lambda some: some.pronghorn(some), notes=notes)
 
 
 def _other(name: str, case: Case, device: str) -> Entrant:
@@ -288,15 +290,8 @@ def _result(case: Case, entrant: Entrant, options: OpsOptions, device: str) -> R
             "share_of_ceiling": share,
         },
         commit=options.commit,
-        versions=versions() | _liger_version(),
+        versions=versions("liger-kernel"),
     )
-
-
-def _liger_version() -> dict[str, str]:
-    try:
-        return {"liger-kernel": importlib.metadata.version("liger-kernel")}
-    except importlib.metadata.PackageNotFoundError:
-        return {}
 
 
 def _told(error: Exception) -> str:

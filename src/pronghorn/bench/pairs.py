@@ -83,30 +83,35 @@ class Pairs:
 
     def measure(self, first: Outcome, others: Sequence[Outcome]) -> None:
         """Gate and time the first with each of the others, or alone where no other can be timed."""
-        with self._processes():
-            with self._recorded():
-                self._enter(first)
-            for other in others:
-                with self._recorded():
-                    try:
-                        self._pair(first, other)
-                    except OutOfMemory:
-                        self._stop_all_but()
-                        self._together = False
-                        other.notes.append(f"doesn't fit beside {first.label}: every turn in a new process")
-                        self._pair(first, other)
-                with self._recorded():
-                    if other.green and not other.series.turns:  # the first failed on the way
-                        self._pair(first, other)
-                self._stop(other)
-                self._together = True
-            with self._recorded():
-                if first.green and not first.series.turns:
-                    self._alternate([first])
-                self._count(first)
+        try:
+            self._measure(first, others)
+        finally:  # whatever happened, no process is left behind
+            self._stop_all_but()
         if not first.green:
             for other in others:
                 other.beside = {}
+
+    def _measure(self, first: Outcome, others: Sequence[Outcome]) -> None:
+        with self._recorded():
+            self._enter(first)
+        for other in others:
+            with self._recorded():
+                try:
+                    self._pair(first, other)
+                except OutOfMemory:
+                    self._stop_all_but()
+                    self._together = False
+                    other.notes.append(f"doesn't fit beside {first.label}: every turn in a new process")
+                    self._pair(first, other)
+            with self._recorded():
+                if other.green and not other.series.turns:  # the first failed on the way
+                    self._pair(first, other)
+            self._stop(other)
+            self._together = True
+        with self._recorded():
+            if first.green and not first.series.turns:
+                self._alternate([first])
+            self._count(first)
 
     def _pair(self, first: Outcome, other: Outcome) -> None:
         if not other.green:
@@ -203,14 +208,6 @@ class Pairs:
             yield
         except _Failed as failed:
             self._say(f"failed: {failed}")
-
-    @contextmanager
-    def _processes(self) -> Iterator[None]:
-        """Whatever happens inside, no process is left behind."""
-        try:
-            yield
-        finally:
-            self._stop_all_but()
 
     def _stop(self, outcome: Outcome) -> None:
         if outcome.label in self._running:

@@ -8,8 +8,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from pronghorn.errors import PronghornError
 
@@ -27,7 +26,7 @@ class OutOfMemory(WorkerError):
 
 
 class Worker:
-    """A running worker process; end it by `close`, or use it as a context manager.
+    """A running worker process; end it by `close`.
 
     Args:
         role: `contender`, or `prepare` for what is made once.
@@ -86,11 +85,3 @@ class Worker:
             self._process.kill()
             self._process.wait()
         self._process.stdout.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

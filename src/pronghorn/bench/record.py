@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,7 +13,9 @@ from typing import Any
 
 import torch
 
+from pronghorn.bench.timing import CudaClock
 from pronghorn.device import device_name, versions
+from pronghorn.errors import DataError
 
 SCHEMA = "pronghorn-result-v1"
 
@@ -68,24 +71,44 @@ def write_results(results: list[Result], path: Path) -> None:
     path.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
 
 
+def read_results(path: Path) -> list[Result]:
+    """The results in a file that `write_results` wrote.
+
+    Raises:
+        DataError: no JSON, or results of another schema than this version writes.
+    """
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"{path} is not JSON ({error})", "give a file that pronghorn bench wrote") from error
+    rows = stored if isinstance(stored, list) else [stored]
+    schemas = {row.get("schema") if isinstance(row, dict) else None for row in rows}
+    if schemas - {SCHEMA}:
+        found = ", ".join(sorted(map(str, schemas)))
+        raise DataError(f"{path} has results of schema {found}, not {SCHEMA}", "measure again, or give another file")
+    return [Result(**{**row, "workload": Workload(**row["workload"])}) for row in rows]
+
+
+def check_out(path: Path | None) -> None:
+    """Refuse to write over a file that holds no results (DataError)."""
+    if path is not None and path.exists():
+        read_results(path)
+
+
 def measure_ceilings() -> dict[str, float]:
     """What this GPU reaches now: a bf16 product of 8,192³ (TFLOP/s) and a copy of 2 GiB (bytes/s read + written)."""
-    side, repeats = 8192, 10
+    side, repeats, warm = 8192, 10, 3
     a, b = (torch.randn(side, side, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     source = torch.randn(2**29, device="cuda")
     target = torch.empty_like(source)
+    clock = CudaClock()
 
-    def milliseconds(work: Any) -> float:
-        times = []
-        for i in range(repeats + 3):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
+    def milliseconds(work: Callable[[], Any]) -> float:
+        marks = [clock.mark()]
+        for _ in range(warm + repeats):
             work()
-            end.record()
-            end.synchronize()
-            if i >= 3:
-                times.append(start.elapsed_time(end))
-        return statistics.median(times)
+            marks.append(clock.mark())
+        return statistics.median(clock.milliseconds(marks)[warm:])
 
     product = milliseconds(lambda: a @ b)
     copy = milliseconds(lambda: target.copy_(source))

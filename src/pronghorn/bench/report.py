@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from pronghorn.bench.record import Result
-from pronghorn.bench.results import read_results
+from pronghorn.bench.record import Result, read_results
 from pronghorn.errors import ConfigError, DataError
 
 KINDS = ("step", "ops")

@@ -11,6 +11,7 @@ from pathlib import Path
 from pronghorn.bench.record import Result
 from pronghorn.bench.report import MISSING, Case, Found, by_device, contenders_of
 from pronghorn.errors import ConfigError
+from pronghorn.parity.distance import listed
 
 REASON_LENGTH = 200
 PLACES = 3
@@ -186,8 +187,7 @@ def _remarks(cases: Sequence[Case], columns: Collection[str], common: Sequence[s
             what = f"{found.result.contender}: {_verdict(found)}, figures withheld: {reason}"
             withheld.setdefault(what, []).append(f"{found.result.workload.method} {found.result.workload.shape}")
     for what, where in withheld.items():
-        rest = len(where) - PLACES
-        lines.append(f"{what} ({', '.join(where[:PLACES])}{f' and {rest} more' if rest > 0 else ''})")
+        lines.append(f"{what} ({listed(where, PLACES)})")
     for case in cases:
         files = list(dict.fromkeys(found.path.name for found in case.by_contender.values()))
         if len(files) > 1:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,7 @@ def _prepare(
     options: StepOptions, folder: Path, environment: Mapping[str, str], say: Callable[[str], None]
 ) -> Prepared:
     """Checkpoint, rows, ceilings and reference, in a process that ends before anything is measured."""
-    with Worker("prepare", environment, folder / "prepare.log") as worker:
+    with closing(Worker("prepare", environment, folder / "prepare.log")) as worker:
         say(f"checkpoint of {options.model}")
         kept = (options.checkpoints or folder).resolve()
         model = options.model if shape_of(options.model) else str(Path(options.model).resolve())

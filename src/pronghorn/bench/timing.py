@@ -7,22 +7,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 STEPS_A_TURN = 4
 WARM_STEPS = 2
 """Untimed steps at the start of a turn: memory was freed since the last one and must be had from the driver again."""
 PARTS = ("forward", "backward", "optimizer")
-
-
-class Clock(Protocol):
-    """Marks points in the device's work and tells the time between them."""
-
-    def mark(self) -> Any:
-        """A point in time."""
-
-    def milliseconds(self, marks: Sequence[Any]) -> list[float]:
-        """Between each mark and the next, once the last was reached."""
 
 
 class HostClock:
@@ -51,6 +41,10 @@ class CudaClock:
     def milliseconds(self, marks: Sequence[Any]) -> list[float]:
         marks[-1].synchronize()
         return [a.elapsed_time(b) for a, b in pairwise(marks)]
+
+
+Clock = HostClock | CudaClock
+"""Marks points in the device's work, and tells the milliseconds from each to the next once the last is reached."""
 
 
 def timed_step(works: Sequence[Callable[[], Any]], clock: Clock) -> dict[str, float]:

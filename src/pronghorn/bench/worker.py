@@ -57,7 +57,7 @@ class ContenderProcess:
             "load_s": time.perf_counter() - imported,
             "notes": self._built.notes,
             "trained_parameters": sum(p.numel() for p in parameters),
-            "versions": versions() | _version_of(contender.requirements),
+            "versions": versions(*contender.requirements),
         }
 
     def gate(self, reference: str) -> dict[str, Any]:
@@ -176,9 +176,10 @@ class PreparingProcess:
 
         from pronghorn.bench.record import measure_ceilings
 
-        found = measure_ceilings() if torch.cuda.is_available() else {}
-        if found:
-            torch.cuda.empty_cache()
+        if not torch.cuda.is_available():
+            return {}
+        found = measure_ceilings()
+        torch.cuda.empty_cache()
         return found
 
     def reference(self, spec: dict[str, Any], rows: str, folder: str) -> dict[str, Any]:
@@ -190,13 +191,6 @@ class PreparingProcess:
         path = Path(folder) / "reference.json"
         reference.write(path)
         return {"path": str(path)}
-
-
-def _version_of(modules: Any) -> dict[str, str]:
-    import importlib.metadata
-
-    packages = importlib.metadata.packages_distributions()
-    return {name: importlib.metadata.version(name) for module in modules for name in packages.get(module, [])}
 
 
 def serve(process: Any, requests: IO[str], replies: IO[str]) -> None:

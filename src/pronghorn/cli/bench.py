@@ -1,4 +1,4 @@
-"""`pronghorn bench`: what a training step costs here, and what it costs with others."""
+"""`pronghorn bench`: what a training step and each kernel cost here, and what they cost with others."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from pronghorn.cli.errors import plain_errors
+from pronghorn.cli.options import Checkpoints, Commit, Debug, Method, Results, Seed, names, progress
 
 bench = typer.Typer(help="Measure, with a gate first: who computes something else is not faster.", no_args_is_help=True)
 
@@ -27,10 +28,7 @@ def step(
             help="A known shape with random weights (SHAPE@12: its first 12 layers), or a model's folder.",
         ),
     ],
-    method: Annotated[
-        Literal["lora", "qlora", "full"],
-        typer.Option(help="LoRA (rank 16, all linears), the same on NF4 weights, or every weight."),
-    ] = "lora",
+    method: Method = "lora",
     tokens: Annotated[int, typer.Option(help="Tokens of a packed row, one row a step.")] = 8192,
     lengths: Annotated[
         str,
@@ -62,16 +60,11 @@ def step(
         ),
     ] = None,
     repeats: Annotated[int, typer.Option(help="Timed steps of each contender in a pair.")] = 20,
-    seed: Annotated[int, typer.Option(help="Of weights, adapters and rows.")] = 0,
-    checkpoints: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Keep written checkpoints here, and use those there.", file_okay=False),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the results as JSON, too.", dir_okay=False)
-    ] = None,
-    commit: Annotated[str, typer.Option(help="Of this source, for the results.")] = "unknown",
-    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
+    seed: Seed = 0,
+    checkpoints: Checkpoints = None,
+    out: Results = None,
+    commit: Commit = "unknown",
+    debug: Debug = False,
 ) -> None:
     """Time a training step: Pronghorn's, and others' on the same weights, adapters, rows and optimiser.
 
@@ -92,13 +85,11 @@ def step(
       pronghorn bench step --model tiny --tokens 256 --against hf
     """
     with plain_errors(debug):
-        from pronghorn.bench.record import write_results
-        from pronghorn.bench.results import read_results
+        from pronghorn.bench.record import check_out, write_results
         from pronghorn.bench.step import StepOptions, bench_step
-        from pronghorn.bench.step_table import render
+        from pronghorn.bench.tables import step_table
 
-        if out is not None and out.exists():
-            read_results(out)  # what isn't ours is not written over
+        check_out(out)
         options = StepOptions(
             model=model,
             method=method,
@@ -107,23 +98,75 @@ def step(
             labelled=labelled,
             recompute=recompute,
             experts=experts,
-            against=_names(against),
+            against=names(against),
             ablate=tuple(ablate or ()),
             repeats=repeats,
             seed=seed,
             checkpoints=checkpoints,
             commit=commit,
         )
-        progress = Console(stderr=True, highlight=False)
         paths = os.pathsep.join(str(Path(path).resolve()) for path in sys.path)  # processes import what this one does
         environment = {**os.environ, **CHILD_ENVIRONMENT, "PYTHONPATH": paths}
-        results = bench_step(options, environment, lambda text: progress.print(text, style="dim", markup=False))
-        Console().print(render(results))
+        results = bench_step(options, environment, progress())
+        Console().print(step_table(results))
         if out is not None:
             write_results(results, out)
     if not results[0].gate["green"]:
         raise typer.Exit(1)
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
+@bench.command()
+def ops(
+    op: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--op",
+            metavar="NAME",
+            help="rms_norm, rope, rope_qk_norm, swiglu, geglu, attention, cross_entropy, linear_cross_entropy; all if "
+            "none is given. Can be repeated.",
+        ),
+    ] = None,
+    tokens: Annotated[int | None, typer.Option(help="Rows; 8192, or 64 on the CPU, if not given.")] = None,
+    dtype: Annotated[
+        Literal["bfloat16", "float16", "float32"], typer.Option(help="Of inputs and outputs.")
+    ] = "bfloat16",
+    repeats: Annotated[int, typer.Option(help="Timed calls of each contender.")] = 20,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES", help="compile, liger; with commas. If not given, both on a GPU, none on the CPU."
+        ),
+    ] = None,
+    out: Results = None,
+    commit: Commit = "unknown",
+    debug: Debug = False,
+) -> None:
+    """Time each kernel: Pronghorn's, the same formula in plain torch, that compiled by torch, and Liger's.
+
+    Before any clock starts outputs and gradients are compared with the formula in float64; who is more than twice as
+    far off as plain torch is shown as failed and its figures are withheld. Ends with code 1 if Pronghorn itself fails.
+
+    Forward and backward are timed apart, by turns, with cold caches. The ceiling is a copy of as many bytes, or a
+    product of the same size, in the same run. Figures are medians with least and greatest. Without a GPU it runs on
+    the CPU with small shapes, and says so.
+
+    [bold]Examples[/]
+
+      pronghorn bench ops --out ops.json
+
+      pronghorn bench ops --op rms_norm --op swiglu --tokens 16384 --against compile
+    """
+    with plain_errors(debug):
+        from pronghorn.bench.ops import OpsOptions, bench_ops
+        from pronghorn.bench.record import check_out, write_results
+        from pronghorn.bench.tables import ops_table
+
+        check_out(out)
+        others = None if against is None else names(against)
+        options = OpsOptions(tuple(op or ()), tokens, dtype, repeats, others, commit)
+        results = bench_ops(options, progress())
+        Console().print(ops_table(results))
+        if out is not None:
+            write_results(results, out)
+    if not all(result.gate["green"] for result in results if result.contender == "pronghorn"):
+        raise typer.Exit(1)

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from pronghorn.cli.errors import plain_errors
+from pronghorn.cli.options import Debug
 from pronghorn.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def report(
     check: Annotated[
         bool, typer.Option("--check", help="Write nothing; end with code 1 if README or figures are out of date.")
     ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
+    debug: Debug = False,
 ) -> None:
     """Write the README's tables and figures from the results of bench step and bench ops, all of them given at once.
 

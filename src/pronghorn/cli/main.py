@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
@@ -13,9 +12,9 @@ from rich.console import Console
 
 from pronghorn import __version__
 from pronghorn.cli.bench import bench
-from pronghorn.cli.bench_ops import ops
 from pronghorn.cli.bench_report import report
 from pronghorn.cli.errors import plain_errors
+from pronghorn.cli.options import Debug, Overrides, RecipeFile, main_process
 from pronghorn.cli.plan import plan
 from pronghorn.cli.profile import profile
 from pronghorn.cli.verify import verify
@@ -33,13 +32,10 @@ app = typer.Typer(
 data = typer.Typer(help="Look at what a recipe trains on.", no_args_is_help=True)
 app.add_typer(data, name="data")
 app.add_typer(bench, name="bench")
-bench.command("ops")(ops)
 bench.command("report")(report)
 app.command("verify", no_args_is_help=True)(verify)
 app.command("plan", no_args_is_help=True)(plan)
 app.command("profile", no_args_is_help=True)(profile)
-
-Debug = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
 
 
 def _version(wanted: bool) -> None:
@@ -59,13 +55,8 @@ def _root(
 
 @app.command(no_args_is_help=True)
 def train(
-    recipe: Annotated[
-        Path, typer.Argument(metavar="RECIPE", help="YAML file that says what to train, on what, and where it goes.")
-    ],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="SECTION.KEY=VALUE", help="Changes to the recipe, for this run only."),
-    ] = None,
+    recipe: RecipeFile,
+    overrides: Overrides = None,
     allow: Annotated[
         bool, typer.Option("--allow", help="Go on with an unfinished run although its recipe or data changed.")
     ] = False,
@@ -84,7 +75,7 @@ def train(
 
       pronghorn train my.yaml 'report.sample_prompts=[What is a mutex?]'
     """
-    console = Console(quiet=os.environ.get("RANK", "0") != "0")  # torchrun's other ranks have nothing to add
+    console = Console(quiet=not main_process())
     with plain_errors(debug):
         from pronghorn.config import Recipe
 
@@ -99,13 +90,8 @@ def train(
 
 @data.command("inspect", no_args_is_help=True)
 def inspect_data(
-    recipe: Annotated[
-        Path, typer.Argument(metavar="RECIPE", help="YAML file that says what to train, on what, and where it goes.")
-    ],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="SECTION.KEY=VALUE", help="Changes to the recipe, for this look only."),
-    ] = None,
+    recipe: RecipeFile,
+    overrides: Overrides = None,
     split: Annotated[Literal["train", "eval"], typer.Option("--split", help="Show data.train or data.eval.")] = "train",
     rows: Annotated[int, typer.Option("--rows", min=0, help="Show so many documents, token by token.")] = 3,
     html: Annotated[
@@ -139,9 +125,9 @@ def inspect_data(
             found = inspect(settings, split, rows, progress)
         show(found, console)
         if html is not None:
-            from pronghorn.diagnose.inspect_report import write_page
+            from pronghorn.diagnose.inspect_report import write_report
 
-            console.print(f"\nPage: {write_page(found, html)}", markup=False, soft_wrap=True)
+            console.print(f"\nPage: {write_report(found, html)}", markup=False, soft_wrap=True)
 
 
 @app.command(no_args_is_help=True)

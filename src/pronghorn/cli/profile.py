@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -10,16 +9,12 @@ import typer
 from rich.console import Console
 
 from pronghorn.cli.errors import plain_errors
+from pronghorn.cli.options import Debug, Overrides, RecipeFile, main_process
 
 
 def profile(
-    recipe: Annotated[
-        Path, typer.Argument(metavar="RECIPE", help="YAML file that says what to train, on what, and where it goes.")
-    ],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="SECTION.KEY=VALUE", help="Changes to the recipe, for this look only."),
-    ] = None,
+    recipe: RecipeFile,
+    overrides: Overrides = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps under the profiler, and as many without it.")] = 3,
     warmup: Annotated[int, typer.Option(min=1, help="Steps before them that are not looked at.")] = 3,
     against: Annotated[
@@ -32,7 +27,7 @@ def profile(
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write it all to one page with a timeline.", dir_okay=False)
     ] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
+    debug: Debug = False,
 ) -> None:
     """Tell what a training step of RECIPE spends its time on, and what to change first.
 
@@ -59,15 +54,14 @@ def profile(
         from pronghorn.diagnose.profile import profile as look
         from pronghorn.diagnose.profile_terminal import show
 
-        main = os.environ.get("RANK", "0") == "0"  # torchrun's other ranks have nothing to add
-        found = look(settings, Console(stderr=True, highlight=False, quiet=not main), steps, warmup)
-        if not main:
+        found = look(settings, Console(stderr=True, highlight=False, quiet=not main_process()), steps, warmup)
+        if not main_process():
             return
         console = Console()
         show(found, console, other)
         if json is not None:
             found.write(json)
         if html is not None:
-            from pronghorn.diagnose.profile_report import write_page
+            from pronghorn.diagnose.profile_report import write_report
 
-            console.print(f"\nPage: {write_page(found, html, other)}", markup=False, soft_wrap=True)
+            console.print(f"\nPage: {write_report(found, html, other)}", markup=False, soft_wrap=True)

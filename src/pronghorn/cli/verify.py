@@ -12,41 +12,35 @@ import typer
 from rich.console import Console
 
 from pronghorn.cli.errors import plain_errors
+from pronghorn.cli.options import Checkpoints, Debug, Method, Overrides, Seed, progress
 
 
 def verify(
     recipe: Annotated[
         Path | None, typer.Argument(metavar="RECIPE", help="YAML file that says what is trained, and on what.")
     ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="SECTION.KEY=VALUE", help="Changes to the recipe, for this look only."),
-    ] = None,
+    overrides: Overrides = None,
     model: Annotated[
         str | None,
         typer.Option(metavar="SHAPE|PATH", help="Instead of RECIPE: a known shape with random weights, or a folder."),
     ] = None,
-    method: Annotated[
-        Literal["lora", "qlora", "full"], typer.Option(help="With --model: what is trained, as in bench step.")
-    ] = "lora",
+    method: Method = "lora",
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="With --model: in what numbers.")
     ] = "auto",
     tokens: Annotated[int, typer.Option(min=16, help="Of the first packed row; the second has half as many.")] = 2048,
-    seed: Annotated[int, typer.Option(help="With --model: of random weights and tokens.")] = 0,
-    checkpoints: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Keep a shape's written checkpoint here, and use it.", file_okay=False),
-    ] = None,
+    seed: Seed = 0,
+    checkpoints: Checkpoints = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON, for programs.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
+    debug: Debug = False,
 ) -> None:
     """Compare the packed path with plain transformers and PEFT, on your own model and data.
 
     Loss, logits and every gradient against float32, one document at a time; what each layer's attention sees; packed
     documents against each alone; the same batch twice; merged weights; what was saved, loaded again. A difference may
     be twice what plain transformers in the same dtype is off by. Ends with code 1 if a check fails, and names the
-    likely cause. Nothing of yours is changed. A large model is widened a layer at a time.
+    likely cause. Nothing of yours is changed. A large model is widened a layer at a time. Without a recipe --model says
+    what to compare, and --method, --dtype, --seed and --checkpoints how it is made.
 
     [bold]Examples[/]
 
@@ -70,11 +64,7 @@ def verify(
         from pronghorn.diagnose.verify_subject import subject_of
         from pronghorn.diagnose.verify_terminal import render
 
-        progress = Console(stderr=True, highlight=False)
-
-        def say(text: str) -> None:
-            progress.print(text, style="dim", markup=False)
-
+        say = progress()
         with tempfile.TemporaryDirectory(prefix="pronghorn-verify-") as scratch:
             documents = None
             if model is None:
@@ -82,7 +72,7 @@ def verify(
             else:
                 say(f"checkpoint of {model}")
                 settings, documents = _without_recipe(model, method, dtype, tokens, seed, checkpoints or Path(scratch))
-            subject = subject_of(settings, tokens, documents, progress)
+            subject = subject_of(settings, tokens, documents, Console(stderr=True, highlight=False))
             report = run(replace(subject, name=model or str(recipe)), say)
         if as_json:
             typer.echo(json.dumps(report.to_dict(), indent=1))

@@ -6,7 +6,7 @@ import importlib.metadata
 import platform
 import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from pronghorn.device import Device, probe
@@ -33,31 +33,29 @@ class Finding:
 
 @dataclass(frozen=True)
 class Package:
-    """A package and the versions Pronghorn is made for: from `least` up to, not including, `below`."""
+    """A package and the versions Pronghorn is made for."""
 
-    name: str
-    least: str
-    below: str | None = None
+    requirement: str
     without: str | None = None
     """What can't be done without it; None: nothing can."""
     extra: str | None = None
     """The extra of Pronghorn that brings it."""
 
     @property
-    def requirement(self) -> str:
-        return f"{self.name}>={self.least}" + (f",<{self.below}" if self.below else "")
+    def name(self) -> str:
+        return self.requirement.partition(">=")[0]
 
 
 PACKAGES = (
-    Package("torch", "2.11", "2.15"),
-    Package("transformers", "5.17", "6"),
-    Package("trl", "1.15"),
-    Package("peft", "0.21"),
-    Package("accelerate", "1.15"),
-    Package("datasets", "4.8"),
-    Package("bitsandbytes", "0.50", without="load_in_4bit is not available", extra="nf4"),
-    Package("gguf", "0.19", without="GGUF files can't be read or written", extra="gguf"),
-    Package("matplotlib", "3.10", without="report.html can't be drawn", extra="report"),
+    Package("torch>=2.11,<2.15"),
+    Package("transformers>=5.17,<6"),
+    Package("trl>=1.15"),
+    Package("peft>=0.21"),
+    Package("accelerate>=1.15"),
+    Package("datasets>=4.8"),
+    Package("bitsandbytes>=0.50", without="load_in_4bit is not available", extra="nf4"),
+    Package("gguf>=0.19", without="GGUF files can't be read or written", extra="gguf"),
+    Package("matplotlib>=3.10", without="report.html can't be drawn", extra="report"),
 )
 PYTHON_LEAST = (3, 11)
 _REINSTALL_TORCH = f"pip install --force-reinstall '{PACKAGES[0].requirement}'"
@@ -103,24 +101,18 @@ def python_finding(version: tuple[int, ...]) -> Finding:
 
 def package_finding(package: Package, version: str | None) -> Finding:
     """Judge an installed version (None: not installed) against the window."""
+    from packaging.requirements import Requirement
+    from packaging.version import Version
+
     status: Status = "missing" if package.without is None else "slow"
     remedy = f"pip install 'pronghorn[{package.extra}]'" if package.extra else f"pip install '{package.requirement}'"
     if version is None:
         return Finding(package.name, "not installed", status, package.without or "Pronghorn needs it", remedy)
-    too_old = _release(version) < _release(package.least)
-    too_new = package.below is not None and _release(version) >= _release(package.below)
-    if not too_old and not too_new:
+    # 2.13.0+cu130 and 2.13.0rc1 count as 2.13.0
+    if Requirement(package.requirement).specifier.contains(Version(version).base_version):
         return Finding(package.name, version, "ok")
     effect = f"outside {package.requirement.removeprefix(package.name)}"
     return Finding(package.name, version, status, effect, f"pip install '{package.requirement}'")
-
-
-def _release(version: str) -> tuple[int, ...]:
-    """2.13.0+cu130 as (2, 13, 0): enough to judge a window of releases; 2.13.0rc1 counts as 2.13.0."""
-    from packaging.version import Version
-
-    release = Version(version).release
-    return release + (0,) * (4 - len(release))
 
 
 def build_finding(cuda: str | None, hip: str | None, driver: bool, available: bool) -> Finding:
@@ -146,33 +138,27 @@ def device_findings(device: Device) -> list[Finding]:
     part = f"GPU {device.index}"
     major, minor = device.capability or (0, 0)
     found = f"{device.name}, {_gib(device.total_memory_bytes)}, capability {major}.{minor}"
-    findings = [Finding(part, found, "ok")]
     old = f"{device.name} is older than Ampere"
-    if device.bf16:
-        findings.append(Finding(f"{part} bf16", "yes", "ok"))
-    else:
-        findings.append(Finding(f"{part} bf16", "no", "slow", f"{old}: float16 with loss scaling is used"))
-    if device.flash_varlen:
-        findings.append(Finding(f"{part} flash varlen", "yes", "ok"))
-    else:
-        why = "this build of torch lacks the kernel" if device.bf16 else old
-        findings.append(Finding(f"{part} flash varlen", "no", "slow", f"{why}: attention runs document by document"))
+    why = "this build of torch lacks the kernel" if device.bf16 else old
+    findings = [Finding(part, found, "ok")]
+    for what, there, effect in (
+        ("bf16", device.bf16, f"{old}: float16 with loss scaling is used"),
+        ("flash varlen", device.flash_varlen, f"{why}: attention runs document by document"),
+    ):
+        name = f"{part} {what}"
+        findings.append(Finding(name, "yes", "ok") if there else Finding(name, "no", "slow", effect))
     return findings
 
 
 def host_findings(device: Device) -> list[Finding]:
     """Cores and memory around the device."""
-    few = device.cores < 2
-    cores = Finding(
-        "CPU cores",
-        str(device.cores),
-        "slow" if few else "ok",
-        "reading data competes with the training loop" if few else "",
-    )
-    ram = device.ram_bytes
-    little = 0 < ram < 8 * 2**30
-    effect = "loading a model of some billion parameters will not fit" if little else ""
-    return [cores, Finding("RAM", _gib(ram) if ram else "unknown", "slow" if little else "ok", effect)]
+    cores, ram = Finding("CPU cores", str(device.cores), "ok"), device.ram_bytes
+    if device.cores < 2:
+        cores = replace(cores, status="slow", effect="reading data competes with the training loop")
+    memory = Finding("RAM", _gib(ram) if ram else "unknown", "ok")
+    if 0 < ram < 8 * 2**30:
+        memory = replace(memory, status="slow", effect="loading a model of some billion parameters will not fit")
+    return [cores, memory]
 
 
 def _gib(size: int) -> str:

@@ -113,18 +113,12 @@ def inspect(recipe: Recipe, split: Split = "train", examples: int = 3, progress:
     What is tokenised goes to the cache, where training finds it. Raises what training raises before it loads weights:
     ConfigError, DataError, UnsupportedError.
     """
+    from pronghorn.data.cache import documents
     from pronghorn.data.packed_rows import lengths_of
-    from pronghorn.models.load import find_model
-    from pronghorn.train.documents import tokenizer_for
+    from pronghorn.train.documents import find, tokenizer_for
 
-    found = find_model(
-        recipe.model.name,
-        max_seq_length=recipe.model.max_seq_length,
-        load_in_4bit=recipe.model.load_in_4bit,
-        trust_remote_code=recipe.model.trust_remote_code,
-    )
-    tokenizer = tokenizer_for(recipe, found)
-    prepared = _prepared(recipe, split, tokenizer, progress)
+    tokenizer = tokenizer_for(recipe, find(recipe))
+    prepared = documents(recipe.data, split, tokenizer, recipe.model.max_seq_length, recipe.train.seed, progress)
     lengths = lengths_of(prepared.dataset)
     own = "the tokenizer's own" if tokenizer.chat_template else "none"
     shown = prepared.dataset.select(range(min(examples, len(lengths))))
@@ -138,13 +132,6 @@ def inspect(recipe: Recipe, split: Split = "train", examples: int = 3, progress:
         packing=_packing(recipe, lengths),
         examples=[example_of(Document(**row), tokenizer) for row in shown],
     )
-
-
-def _prepared(recipe: Recipe, split: Split, tokenizer: Any, progress: Progress | None) -> Prepared:
-    """The documents by the very step of a training run."""
-    from pronghorn.data.cache import documents
-
-    return documents(recipe.data, split, tokenizer, recipe.model.max_seq_length, recipe.train.seed, progress)
 
 
 def _trained(dataset: Any) -> int:

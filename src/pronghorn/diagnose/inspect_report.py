@@ -1,4 +1,4 @@
-"""An inspection as one HTML page that needs nothing but itself, whatever text is in the data."""
+"""An inspection as one HTML page, whatever text is in the data."""
 
 from __future__ import annotations
 
@@ -8,25 +8,18 @@ from typing import Any
 
 from pronghorn.diagnose.examples import Piece, clip, visible
 from pronghorn.diagnose.inspect import Inspection, figures, histogram, round_up
-from pronghorn.errors import ConfigError
+from pronghorn.train.page import write_page
 
 CLIP_TOKENS = 1500
 BINS = 40
 _WIDTH, _HEIGHT = 660, 200
 
 
-def write_page(inspection: Inspection, path: Path) -> Path:
+def write_report(inspection: Inspection, path: Path) -> Path:
     """Write the page to `path` and return it; ConfigError where no file can be written there."""
-    import jinja2
-
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    page = environment.get_template("inspect.html.j2").render(
+    return write_page(
+        path,
+        Path(__file__).with_name("inspect.html.j2"),
         inspection=inspection,
         headlines=_headlines(inspection),
         figures=figures(inspection),
@@ -35,12 +28,6 @@ def write_page(inspection: Inspection, path: Path) -> Path:
         runs=_runs,
         visible=visible,
     )
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--html {path} can't be written ({error.strerror})", "give the path of a file") from error
-    return path
 
 
 def _headlines(inspection: Inspection) -> list[tuple[str, str, str]]:

@@ -61,7 +61,7 @@ def _sources(inspection: Inspection) -> Table:
 
 
 def _figures(inspection: Inspection) -> Table:
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 3, 0, 0))
+    table = Table.grid(padding=(0, 3, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, figure in figures(inspection):

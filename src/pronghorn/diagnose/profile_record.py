@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pronghorn.errors import ConfigError, DataError
+from pronghorn.errors import DataError
+from pronghorn.train.page import write_text
 
 SCHEMA = "pronghorn-profile-v1"
 PHASES = "what the trainer does"
@@ -99,13 +100,7 @@ class Profile:
 
     def write(self, path: Path) -> None:
         """Write it as JSON; ConfigError where no file can be written."""
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(
-                f"--json {path} can't be written ({error.strerror})", "give the path of a file"
-            ) from error
+        write_text(path, json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n")
 
 
 def read_profile(path: Path) -> Profile:
@@ -116,11 +111,7 @@ def read_profile(path: Path) -> Profile:
     """
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DataError(
-            f"{path} can't be read ({error.strerror})", "give a file of pronghorn profile --json"
-        ) from error
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise DataError(f"{path} is not JSON ({error})", "give a file of pronghorn profile --json") from error
     schema = table.get("schema") if isinstance(table, dict) else None
     if schema != SCHEMA:

@@ -1,4 +1,4 @@
-"""A profile as one HTML page that needs nothing but itself."""
+"""A profile as one HTML page."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pronghorn.diagnose.inspect import round_up
 from pronghorn.diagnose.profile_causes import Cause
 from pronghorn.diagnose.profile_record import PHASES, Profile, Shape
 from pronghorn.diagnose.profile_terminal import differences, headlines
-from pronghorn.errors import ConfigError
+from pronghorn.train.page import write_page
 
 _WIDTH, _LANE = 1040, 34
 _COLOURS = [
@@ -20,18 +20,11 @@ _COLOURS = [
 """Of each `Cause`, in their order."""
 
 
-def write_page(profile: Profile, path: Path, other: Profile | None = None) -> Path:
+def write_report(profile: Profile, path: Path, other: Profile | None = None) -> Path:
     """Write the page to `path` and return it; ConfigError where no file can be written there."""
-    import jinja2
-
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    page = environment.get_template("profile.html.j2").render(
+    return write_page(
+        path,
+        Path(__file__).with_name("profile.html.j2"),
         profile=profile,
         other=other,
         differences=differences(profile, other) if other is not None else [],
@@ -41,12 +34,6 @@ def write_page(profile: Profile, path: Path, other: Profile | None = None) -> Pa
         bar=_bar(profile),
         timeline=_timeline(profile),
     )
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--html {path} can't be written ({error.strerror})", "give the path of a file") from error
-    return path
 
 
 def _bar(profile: Profile) -> list[tuple[str, float, float]]:
@@ -72,7 +59,7 @@ def _timeline(profile: Profile) -> dict[str, Any]:
             lanes.append({"name": name, "y": y, "phases": phases, "paths": []})
         else:
             lanes.append({"name": name, "y": y, "phases": [], "paths": _paths(shapes, y, scale)})
-    tick = _tick(end)
+    tick = round_up(end / 8 * 1000) / 1000  # about eight, at round microseconds
     ticks = [(i * tick * scale, f"{i * tick:g}") for i in range(int(end / tick) + 1)]
     return {"width": _WIDTH, "lane": _LANE, "height": _LANE * len(lanes), "lanes": lanes, "ticks": ticks}
 
@@ -84,9 +71,3 @@ def _paths(shapes: list[Shape], y: float, scale: float) -> list[tuple[str, str]]
         width = max((until - begin) * scale, 0.3)
         parts[cause].append(f"M{begin * scale:.2f} {y + 14}h{width:.2f}v16h-{width:.2f}z")
     return [(cause, "".join(drawn)) for cause, drawn in parts.items()]
-
-
-def _tick(end: float) -> float:
-    """A round distance of ticks, in milliseconds, about eight of them up to `end`."""
-    unit = 0.001
-    return round_up(end / 8 / unit) * unit

@@ -53,39 +53,31 @@ def headlines(profile: Profile) -> list[tuple[str, str, str]]:
 
 
 def differences(profile: Profile, other: Profile) -> list[tuple[str, float, float]]:
-    """(cause, this profile's ms, the other's) of each cause of either, the largest change first."""
+    """(what, this profile's ms, the other's): each cause of either, the largest change first, then the whole step."""
     causes = dict.fromkeys([row.cause for row in profile.rows] + [row.cause for row in other.rows])
     found = [(cause, profile.ms(cause), other.ms(cause)) for cause in causes]
-    return sorted(found, key=lambda row: -abs(row[1] - row[2]))
+    found.sort(key=lambda row: -abs(row[1] - row[2]))
+    whole = ("step", profile.step_ms, other.step_ms)
+    return [*found, whole, ("without the profiler", profile.plain_ms, other.plain_ms)]
 
 
 def _causes(profile: Profile, other: Profile | None) -> Table:
-    table = _table("Cause")
     if other is not None:
-        for name in ("ms a step", "the other's", "difference"):
-            table.add_column(name, justify="right", no_wrap=True)
+        table = _table("Cause", "ms a step", "the other's", "difference")
         for cause, mine, its in differences(profile, other):
             table.add_row(cause, f"{mine:.2f}", f"{its:.2f}", f"{mine - its:+.2f}")
-        step = profile.step_ms, other.step_ms
-        table.add_row("step", f"{step[0]:.2f}", f"{step[1]:.2f}", f"{step[0] - step[1]:+.2f}", style="bold")
-        plain = profile.plain_ms, other.plain_ms
-        table.add_row("without the profiler", f"{plain[0]:.2f}", f"{plain[1]:.2f}", f"{plain[0] - plain[1]:+.2f}")
         return table
-    for name in ("ms a step", "share", "hidden", "pieces"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = _table("Cause", "ms a step", "share", "hidden", "pieces")
     for row in sorted(profile.rows, key=lambda row: -row.ms):
         hidden = f"{row.hidden_ms:.2f}" if row.hidden_ms >= 0.005 else ""
         count = f"{row.count:,.0f}" if row.count else ""
         table.add_row(row.cause, f"{row.ms:.2f}", f"{row.ms / profile.step_ms:.1%}", hidden, count)
-    table.add_row("sum", f"{sum(row.ms for row in profile.rows):.2f}", "", "", "", style="bold")
+    table.add_row("sum", f"{sum(row.ms for row in profile.rows):.2f}", style="bold")
     return table
 
 
 def _kernels(profile: Profile) -> Table:
-    table = _table("Kernel or operation")
-    for name in ("ms a step", "times"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("cause", no_wrap=True)
+    table = _table("Kernel or operation", "ms a step", "times", last="cause")
     for kernel in profile.kernels[:KERNELS]:
         name = kernel.name if len(kernel.name) <= 60 else f"{kernel.name[:59]}…"
         table.add_row(Text(name), f"{kernel.ms:.2f}", f"{kernel.count:,.0f}", kernel.cause)
@@ -93,16 +85,17 @@ def _kernels(profile: Profile) -> Table:
 
 
 def _syncs(profile: Profile) -> Table:
-    table = _table("Synchronisation")
-    table.add_column("times", justify="right", no_wrap=True)
-    table.add_column("ms waited", justify="right", no_wrap=True)
-    table.add_column("call", no_wrap=True)
+    table = _table("Synchronisation", "times", "ms waited", last="call")
     for sync in profile.syncs:
         table.add_row(Text(sync.site), f"{sync.count:,.0f}", f"{sync.ms:.2f}", Text(sync.call))
     return table
 
 
-def _table(first: str) -> Table:
+def _table(first: str, *numbers: str, last: str | None = None) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     table.add_column(first, overflow="fold")
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
+    if last is not None:
+        table.add_column(last, no_wrap=True)
     return table

@@ -19,11 +19,9 @@ from pronghorn.diagnose.verify_probe import Sight
 from pronghorn.errors import UnsupportedError
 from pronghorn.export import merge
 from pronghorn.models.families import base_causal_lm
-from pronghorn.parity.distance import EPS, Distance, Luck, distance, l2, ratio
+from pronghorn.parity.distance import EPS, Distance, Luck, distance, l2, listed, ratio
 
 _ROTATED = ("q_proj", "k_proj", "q_norm", "k_norm")
-SHOWN = 4
-"""Names in a detail; the rest are counted."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +31,8 @@ class Passes:
     loss: float
     losses: list[Tensor]
     """[labels] of each document with labels; empty where the pass doesn't tell."""
-    logits: Tensor | None
-    """[R, V] at the compared positions."""
+    logits: Tensor
+    """[R, V] at the compared positions; empty where the pass isn't asked for them."""
     gradients: dict[str, Tensor]
     dead: list[str]
     """Trained tensors with no gradient, a zero one, or one that is not finite."""
@@ -64,7 +62,6 @@ def loss(name: str, value: float, plain: Passes, exact: Passes) -> Check:
 
 def logits(packed: Tensor, plain: Passes, exact: Passes) -> Check:
     """Logits out of the packed rows."""
-    assert plain.logits is not None and exact.logits is not None
     found = distance("logits", packed, plain.logits, exact.logits)
     return _of_distance("logits", found, f"{len(packed)} rows, relative L2 error {found.relative:.1e}")
 
@@ -80,20 +77,19 @@ def gradients(found: list[Distance]) -> Check:
     worst = found[0]
     wrong = [each.name for each in found if not each.excess <= 1]
     detail = f"{len(found)} tensors; worst {worst.name}, relative L2 error {worst.relative:.1e}"
-    return Check("gradients", not wrong, worst.excess, 1.0, f"off: {_names(wrong)}" if wrong else detail)
+    return Check("gradients", not wrong, worst.excess, 1.0, f"off: {listed(wrong)}" if wrong else detail)
 
 
 def dead(names: list[str], in_exact: list[str]) -> Check:
     """Tensors without a gradient that have one in the exact pass."""
     wrong = sorted(set(names) - set(in_exact))
-    detail = f"no gradient, a zero or one that is not finite: {_names(wrong)}" if wrong else "every tensor has one"
+    detail = f"no gradient, a zero or one that is not finite: {listed(wrong)}" if wrong else "every tensor has one"
     return Check("no dead gradient", not wrong, len(wrong), 0, detail)
 
 
 def packed_or_alone(packed: Tensor, alone: tuple[list[int], Tensor], plain: Passes, exact: Passes) -> Check:
     """A document's logits among others and by itself, both through the attached model."""
     rows, logits = alone
-    assert plain.logits is not None and exact.logits is not None
     found = distance("", packed[rows].double() - logits.double() + exact.logits[rows].double(),
                      plain.logits[rows], exact.logits[rows])  # fmt: skip
     same = "bit-equal" if torch.equal(packed[rows], logits) else f"{len(rows)} rows"
@@ -105,7 +101,7 @@ def sights(ours: list[Sight], plain: list[Sight]) -> Check:
     wrong = [i for i, (a, b) in enumerate(zip(ours, plain, strict=True)) if a.outside or a.inside != b.inside]
     detail = f"the same tokens as transformers in all {len(ours)} layers"
     if wrong:
-        layers = f"in layers {_names(list(map(str, wrong)))}"
+        layers = f"in layers {listed(list(map(str, wrong)))}"
         mine, right = ours[wrong[0]], plain[wrong[0]]
         if mine.outside:
             detail = f"a token is seen by another document {layers}"
@@ -167,19 +163,18 @@ def merged(model: Any) -> list[Check]:
     detail = f"{len(adapted)} weights hold their adapter"
     if forgot or off:
         told = ((forgot, "forgot its adapter"), (off, "is not W + s·B·A"))
-        detail = "; ".join(f"{what}: {_names(names)}" for names, what in told if names)
+        detail = "; ".join(f"{what}: {listed(names)}" for names, what in told if names)
     return [Check("merged weights", not (forgot or off), worst, 1.0, detail)]
 
 
 def reloaded(logits: Tensor, differ: list[str], plain: Passes, exact: Passes) -> Check:
     """What was saved and loaded by plain transformers and PEFT against what was saved."""
-    assert plain.logits is not None and exact.logits is not None
     moved = logits.double() - plain.logits.double() + exact.logits.double()
     found = distance("", moved, plain.logits, exact.logits)
     equal = "logits bit-equal" if torch.equal(logits, plain.logits) else f"logits {found.relative:.1e} apart"
     check = _of_distance("saved and reloaded", found, f"trained tensors bit-equal, {equal}")
     if differ:
-        return Check(check.name, False, check.value, check.limit, f"tensors that differ: {_names(differ)}")
+        return Check(check.name, False, check.value, check.limit, f"tensors that differ: {listed(differ)}")
     return check
 
 
@@ -209,7 +204,7 @@ def causes(
         if all(any(part in name for part in _ROTATED) for name in off):
             yield "wrong RoPE position (or attention scale): only gradients of queries and keys are off"
         else:
-            yield f"backward pass: logits and loss are right, gradients are not: {_names(off)}"
+            yield f"backward pass: logits and loss are right, gradients are not: {listed(off)}"
     if "loss" in failed and "logits" not in failed:
         shifted = shift()
         if shifted in (0, 2):
@@ -230,7 +225,6 @@ def file_causes(found: list[Check]) -> list[str]:
 
 def rows_off(packed: Tensor, plain: Passes, exact: Passes) -> Tensor:
     """bool [R], the rows whose logits are further off than plain's worst row may be."""
-    assert plain.logits is not None and exact.logits is not None
     right = exact.logits.double()
     ours, allowed = ((x.double() - right).square().mean(-1).sqrt() for x in (packed, plain.logits))
     return ~(ours <= 2 * allowed.max() + 4 * EPS * right.abs().max())
@@ -240,8 +234,3 @@ def _of_distance(name: str, found: Distance, detail: str) -> Check:
     by_rms = ratio(found.rms, found.rms_limit) >= ratio(found.maximum, found.maximum_limit)
     value, limit = (found.rms, found.rms_limit) if by_rms else (found.maximum, found.maximum_limit)
     return Check(name, found.excess <= 1, value, limit, detail)
-
-
-def _names(names: list[str]) -> str:
-    rest = len(names) - SHOWN
-    return ", ".join(names[:SHOWN]) + (f" and {rest} more" if rest > 0 else "")

@@ -136,9 +136,9 @@ class Run:
                 loss = self.model(**batch, use_cache=False, num_items_in_batch=items).loss
             loss.backward()
             total += loss.item()
-        return self._take([], total, None)
+        return self._take([], total, torch.empty(0))
 
-    def _take(self, losses: list[Tensor], loss: float, logits: Tensor | None) -> Passes:
+    def _take(self, losses: list[Tensor], loss: float, logits: Tensor) -> Passes:
         """Take the gradients off the model: on the host, for the next pass needs the room."""
         taken, dead = {}, []
         for name, parameter in self.parameters.items():

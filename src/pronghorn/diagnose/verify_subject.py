@@ -17,8 +17,8 @@ from pronghorn.diagnose.verify_probe import NEIGHBOUR, probe_tokens
 from pronghorn.errors import ConfigError
 from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import attach
-from pronghorn.models.load import FoundModel, default_device, find_model, resolve_dtype
-from pronghorn.train.documents import prepare, tokenizer_for
+from pronghorn.models.load import default_device, resolve_dtype
+from pronghorn.train.documents import find, prepare, tokenizer_for
 from pronghorn.train.run import autocast_dtype, load
 
 DOCUMENTS_A_ROW = 3
@@ -38,12 +38,7 @@ def subject_of(
         ConfigError, DataError, UnsupportedError: as training would.
     """
     quiet = Console(quiet=True)
-    found = find_model(
-        recipe.model.name,
-        max_seq_length=recipe.model.max_seq_length,
-        load_in_4bit=recipe.model.load_in_4bit,
-        trust_remote_code=recipe.model.trust_remote_code,
-    )
+    found = find(recipe)
     device = default_device()
     dtype = resolve_dtype(recipe.precision.dtype, device)
     tokenizer = tokenizer_for(recipe, found)
@@ -69,13 +64,7 @@ def subject_of(
     def reload(folder: Path) -> Any:
         if not full:
             tokenizer.save_pretrained(folder)  # tells how many tokens were added
-        saved: FoundModel = find_model(
-            folder,
-            max_seq_length=recipe.model.max_seq_length,
-            load_in_4bit=recipe.model.load_in_4bit,
-            trust_remote_code=recipe.model.trust_remote_code,
-        )
-        return saved.model(torch.float32 if full else dtype, device)
+        return find(recipe, folder).model(torch.float32 if full else dtype, device)
 
     return Subject(
         name=recipe.model.name,

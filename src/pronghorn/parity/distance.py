@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -60,8 +60,15 @@ class Luck:
         return cls(typical, max(crests, default=1.0))
 
 
-def distance(name: str, ours: Tensor, plain: Tensor, exact: Tensor, luck: Luck | None = None) -> Distance:
-    """Compare three tensors of one shape; `exact` is float32 or float64. Plain's error counts as at least `luck`'s."""
+def distance(
+    name: str, ours: Tensor, plain: Tensor, exact: Tensor, luck: Luck | None = None, slack: float = 0.0
+) -> Distance:
+    """Compare three tensors of one shape; `exact` is float32 or float64. Plain's error counts as at least `luck`'s.
+
+    Args:
+        slack: allowed beside the roundings, relative to the largest: for averages, of whose two errors luck decides
+            which is larger.
+    """
     right = exact.double() if exact.numel() < 2**24 else exact.float()
     ours, plain = ours.to(right.dtype), plain.to(right.dtype)
     norm, largest, each = l2(right), right.abs().max().item(), math.sqrt(right.numel())
@@ -69,13 +76,13 @@ def distance(name: str, ours: Tensor, plain: Tensor, exact: Tensor, luck: Luck |
     maxima = [(x - right).abs().max().item() for x in (ours, plain)]
     plain_error = max(errors[1], luck.typical[_kind(name)] * norm) if luck else errors[1]
     plain_maximum = max(maxima[1], luck.crest * plain_error / each) if luck else maxima[1]
-    slack = 4 * EPS * largest
+    allowed = (4 * EPS + slack) * largest
     return Distance(
         name=name,
         rms=errors[0] / each,
-        rms_limit=2 * plain_error / each + slack,
+        rms_limit=2 * plain_error / each + allowed,
         maximum=maxima[0],
-        maximum_limit=2 * plain_maximum + slack,
+        maximum_limit=2 * plain_maximum + allowed,
         relative=ratio(errors[0], norm),
         plain_relative=ratio(errors[1], norm),
         cosine=torch.dot(ours.flatten(), right.flatten()).item() / max(norm * l2(ours), 1e-300),
@@ -91,6 +98,12 @@ def ratio(value: float, limit: float) -> float:
     if math.isnan(value) or math.isnan(limit):
         return math.inf
     return 0.0 if value == 0 else value / limit if limit else math.inf
+
+
+def listed(names: Sequence[str], most: int = 4) -> str:
+    """The first names; the rest are counted."""
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def l2(x: Tensor) -> float:

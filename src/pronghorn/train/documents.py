@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
@@ -9,9 +10,19 @@ from rich.console import Console
 from pronghorn.config import Recipe
 from pronghorn.data.cache import Prepared, documents
 from pronghorn.data.template import find_template
-from pronghorn.models.load import FoundModel
+from pronghorn.models.load import FoundModel, find_model
 from pronghorn.models.new_tokens import add_tokens
 from pronghorn.train.progress import RowsProgress
+
+
+def find(recipe: Recipe, name: str | Path | None = None) -> FoundModel:
+    """The recipe's model, or the one called `name` with the recipe's options; nothing is loaded."""
+    return find_model(
+        name or recipe.model.name,
+        max_seq_length=recipe.model.max_seq_length,
+        load_in_4bit=recipe.model.load_in_4bit,
+        trust_remote_code=recipe.model.trust_remote_code,
+    )
 
 
 def tokenizer_for(recipe: Recipe, found: FoundModel) -> Any:

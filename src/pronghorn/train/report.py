@@ -1,4 +1,4 @@
-"""A run record as one HTML page that needs nothing but itself: no script, no font, no picture from elsewhere."""
+"""A run record as one HTML page."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pronghorn.errors import UnsupportedError
+from pronghorn.train.page import write_page
 from pronghorn.train.progress import duration
 from pronghorn.train.record import RunRecord
 
@@ -57,31 +58,21 @@ def write_report(record: RunRecord, folder: str | Path) -> Path:
         UnsupportedError: matplotlib is missing.
     """
     check_report_dependencies()
-    import jinja2
     import yaml
 
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    page = environment.get_template("report.html.j2").render(
+    return write_page(
+        Path(folder) / FILE_NAME,
+        Path(__file__).with_name("report.html.j2"),
         record=record,
-        headlines=_headlines(record),
+        headlines=headlines(record),
         loss_chart=_loss_chart(record),
         speed_chart=_speed_chart(record),
         packing=_packing_table(record.packing),
         recipe=yaml.safe_dump(record.recipe, sort_keys=False, allow_unicode=True),
     )
-    path = Path(folder) / FILE_NAME
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page, encoding="utf-8")
-    return path
 
 
-def _headlines(record: RunRecord) -> list[tuple[str, str, str]]:
+def headlines(record: RunRecord) -> list[tuple[str, str, str]]:
     """(label, figure, note) of each card."""
     before, after = record.heldout["before"], record.heldout["after"]
     cards = []
@@ -96,13 +87,14 @@ def _headlines(record: RunRecord) -> list[tuple[str, str, str]]:
         cards.append(("Training loss", f"{first:.4f} → {last:.4f}", "no held-out data in this run"))
     speed = record.tokens_per_second
     packing = record.packing
+    resumed = f"; taken up again at step {', '.join(map(str, record.resumed_at))}" if record.resumed_at else ""
     cards += [
         ("Speed", "–" if speed is None else f"{speed:,.0f} tokens/s", "median over steps, padding not counted"),
         ("Packing", f"{packing['efficiency']:.1%}", f"of the rows is text; {packing['ceiling']:.1%} is the ceiling"),
         (
             "Time",
             duration(record.seconds),
-            f"{_last_step(record):,} steps, limited by {record.stopped}" + _resumed(record),
+            f"{record.steps[-1]['step'] if record.steps else 0:,} steps, limited by {record.stopped}" + resumed,
         ),
     ]
     peak = record.peak_memory_bytes
@@ -116,14 +108,6 @@ def _headlines(record: RunRecord) -> list[tuple[str, str, str]]:
     parameters, share = record.trainable["parameters"], record.trainable["share"]
     cards.append(("Trained", f"{_short(parameters)} parameters", f"{share:.2%} of the model"))
     return cards
-
-
-def _resumed(record: RunRecord) -> str:
-    return f"; taken up again at step {', '.join(map(str, record.resumed_at))}" if record.resumed_at else ""
-
-
-def _last_step(record: RunRecord) -> int:
-    return int(record.steps[-1]["step"]) if record.steps else 0
 
 
 def _short(count: float) -> str:

@@ -23,12 +23,12 @@ from pronghorn.errors import ConfigError, RunStopped, TrainingError
 from pronghorn.export.folder import whole_folder
 from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import Handle, attach, attached
-from pronghorn.models.load import FoundModel, default_device, find_model, resolve_dtype, trainable_parameters
+from pronghorn.models.load import FoundModel, default_device, resolve_dtype, trainable_parameters
 from pronghorn.models.lora import add_lora
 from pronghorn.models.new_tokens import grow_embeddings, trainable_tokens
 from pronghorn.train.checkpoint import checkpoints, clear_leftovers, step_of
 from pronghorn.train.control import RunControl, trained_seconds
-from pronghorn.train.documents import prepare, tokenizer_for
+from pronghorn.train.documents import find, prepare, tokenizer_for
 from pronghorn.train.evaluate import answer, heldout_loss
 from pronghorn.train.journal import Journal, check_data, open_journal
 from pronghorn.train.progress import ProgressCallback, track
@@ -58,7 +58,7 @@ def run(recipe: Recipe, console: Console, allow: bool = False) -> RunRecord:
     if recipe.report.html:
         check_report_dependencies()
 
-    found = _find(recipe)
+    found = find(recipe)
     tokenizer = tokenizer_for(recipe, found)
     documents = prepare(recipe, "train", tokenizer, console)
     check_data(journal, "train", documents.key, allow)
@@ -133,7 +133,7 @@ def build(recipe: Recipe, console: Console, callbacks: list[TrainerCallback]) ->
 
     Raises as `run` before anything is trained.
     """
-    found = _find(recipe)
+    found = find(recipe)
     tokenizer = tokenizer_for(recipe, found)
     documents = prepare(recipe, "train", tokenizer, console)
     console.print(f"[bold]Loading[/] {recipe.model.name}")
@@ -222,15 +222,6 @@ def _judge(
         console.print(f"[bold]Held-out loss {when} training[/] {loss:.4f}")
     tokens, system = recipe.report.sample_tokens, recipe.data.system_prompt
     return loss, [answer(model, tokenizer, prompt, tokens, system) for prompt in recipe.report.sample_prompts]
-
-
-def _find(recipe: Recipe) -> FoundModel:
-    return find_model(
-        recipe.model.name,
-        max_seq_length=recipe.model.max_seq_length,
-        load_in_4bit=recipe.model.load_in_4bit,
-        trust_remote_code=recipe.model.trust_remote_code,
-    )
 
 
 def load(recipe: Recipe, found: FoundModel, tokenizer: Any, console: Console) -> tuple[Any, Handle]:

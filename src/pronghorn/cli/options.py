@@ -1,0 +1,48 @@
+"""Arguments that several commands share, and what goes with them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+
+RecipeFile = Annotated[
+    Path, typer.Argument(metavar="RECIPE", help="YAML file that says what to train, on what, and where it goes.")
+]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="SECTION.KEY=VALUE", help="Changes to the recipe, for this call only.")
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
+Method = Annotated[
+    Literal["lora", "qlora", "full"],
+    typer.Option(help="LoRA (rank 16, all linears), the same on NF4 weights, or every weight."),
+]
+Seed = Annotated[int, typer.Option(help="Of random weights, adapters and tokens.")]
+Checkpoints = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Keep written checkpoints here, and use those there.", file_okay=False),
+]
+Results = Annotated[
+    Path | None, typer.Option("--out", metavar="FILE", help="Write the results as JSON, too.", dir_okay=False)
+]
+Commit = Annotated[str, typer.Option(help="Of this source, for the results.")]
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Names between commas."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def progress() -> Callable[[str], None]:
+    """Tells on stderr what is being done."""
+    console = Console(stderr=True, highlight=False)
+    return lambda text: console.print(text, style="dim", markup=False)
+
+
+def main_process() -> bool:
+    """Whether this is the one that talks: torchrun's other ranks have nothing to add."""
+    return os.environ.get("RANK", "0") == "0"
