@@ -131,7 +131,9 @@ def test_comparison_can_fail() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("way", ["tiled", "flash", "masked"])
-@WINDOWS
+@pytest.mark.parametrize(
+    "window", [None, 7, 500]
+)  # of one token dq is all cancellation: flash's δ from rounded outputs
 def test_on_the_gpu(way: Any, dim: int, dtype: torch.dtype, window: int | None, nan_memory: None) -> None:
     packed = batch("cuda")
 

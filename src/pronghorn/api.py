@@ -48,8 +48,9 @@ class FastLanguageModel:
             dtype: None for the device's own (bfloat16, float16 on GPUs before Ampere, float32 on the CPU).
             load_in_4bit: NF4 through bitsandbytes.
             packing: attach the packed path, so that documents of a packed row are isolated.
-            use_gradient_checkpointing: False keeps activations; True and "auto" recompute layers; "offload" and
-                "unsloth" recompute them, and their inputs wait in host memory.
+            use_gradient_checkpointing: False keeps activations; True recomputes layers; "offload" and "unsloth"
+                recompute them, and their inputs wait in host memory; "auto" recomputes until `pronghorn.SFTTrainer`
+                knows the batch, and on CUDA then keeps what fits.
             full_finetuning: train every weight; they are kept in float32 (the trainer computes in 16 bits).
             attention, packing_metadata: as in `pronghorn.attach`.
         Returns:
@@ -162,7 +163,7 @@ def _set_recompute(model: Any, value: Checkpointing) -> None:
         if plan == Plan.offload():
             install(base, base.base_model.layers, plan)
         else:
-            recompute_layers(base, plan == Plan.recompute())
+            recompute_layers(base, plan != Plan.keep())
     else:
         handle.replan(plan)
 

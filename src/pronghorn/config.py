@@ -193,7 +193,7 @@ class Memory(Section):
     gradient_checkpointing: bool | Literal["auto", "offload", "unsloth"] = Field(
         "auto",
         description="recompute layers in the backward pass; offload or unsloth: keep their inputs in host memory "
-        "meanwhile; auto means true for now",
+        "meanwhile; auto: on CUDA keep what fits into the memory there is, elsewhere true",
     )
     offload_buffers: Literal[1, 2] = Field(
         2, description="inputs that come back at a time: 2 hides the copies, 1 is the ablation"

@@ -12,6 +12,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
 from pronghorn.cli.errors import plain_errors
+from pronghorn.cli.options import Debug
 
 SHORT = {
     "keep": "keep",
@@ -50,7 +51,7 @@ def plan(
     method: Annotated[Literal["lora", "qlora", "full"], typer.Option(help="With --model.")] = "lora",
     rank: Annotated[int, typer.Option(min=1, help="With --model: LoRA's rank, on all linears.")] = 16,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON, for programs.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
+    debug: Debug = False,
 ) -> None:
     """Tell how much GPU memory and time a run will take, and which layers to keep, recompute or offload.
 

@@ -41,6 +41,8 @@ class Plan:
     """Device memory the plan was held to; None for no limit."""
     predicted: Mapping[str, float] = field(default_factory=dict)
     """Predicted bytes by kind and milliseconds a step; empty where nothing was predicted."""
+    undecided: bool = False
+    """It stands in for `auto` until the size of a micro-batch is known: a trainer on CUDA then makes the plan."""
 
     def __post_init__(self) -> None:
         if self.buffers not in (1, 2):
@@ -62,10 +64,9 @@ class Plan:
         return cls(policies=(Policy.OFFLOAD,), buffers=buffers)
 
     @classmethod
-    def asked(cls, value: Checkpointing, buffers: int = 2) -> Plan:
-        """The plan that a switch asks for: False keeps, True recomputes, "offload" and "unsloth" offload.
-
-        "auto" recomputes until a planner chooses by the memory there is: this is its only place.
+    def asked(cls, value: Checkpointing, buffers: int = 2, budget_bytes: int | None = None) -> Plan:
+        """The plan that a switch asks for: False keeps, True recomputes, "offload" and "unsloth" offload, "auto"
+        recomputes until a trainer on CUDA chooses by the memory there is, or the budget.
 
         Raises:
             ConfigError: another value.
@@ -76,6 +77,8 @@ class Plan:
             )
         if value in ("offload", "unsloth"):
             return cls.offload(buffers)
+        if value == "auto":
+            return cls((Policy.RECOMPUTE_LAYER,), budget_bytes=budget_bytes, undecided=True)
         return cls.recompute() if value else cls.keep()
 
     def by_layer(self, layers: int) -> tuple[Policy, ...]:

@@ -21,6 +21,7 @@ from pronghorn.data.packed_rows import PackedRows, PackingStats
 from pronghorn.device import device_name, graph_bytes, versions
 from pronghorn.errors import ConfigError, RunStopped, TrainingError
 from pronghorn.export.folder import whole_folder
+from pronghorn.memory.devices import parse_bytes
 from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import Handle, attach, attached
 from pronghorn.models.load import FoundModel, default_device, resolve_dtype, trainable_parameters
@@ -138,7 +139,8 @@ def build(recipe: Recipe, console: Console, callbacks: list[TrainerCallback]) ->
     documents = prepare(recipe, "train", tokenizer, console)
     console.print(f"[bold]Loading[/] {recipe.model.name}")
     model, handle = load(recipe, found, tokenizer, console)
-    return _trainer(recipe, model, tokenizer, documents.dataset, None, callbacks), handle
+    trainer = _trainer(recipe, model, tokenizer, documents.dataset, None, callbacks)
+    return trainer, attached(model) or handle  # the trainer may have planned anew
 
 
 def _train(recipe: Recipe, trainer: SFTTrainer, control: RunControl, journal: Journal, console: Console) -> None:
@@ -263,7 +265,9 @@ def load(recipe: Recipe, found: FoundModel, tokenizer: Any, console: Console) ->
             trainable_token_indices=trainable_tokens(model, tokenizer, adapter.new_tokens, adapter.modules_to_save),
             random_state=adapter.random_state,
         )
-    plan = Plan.asked(recipe.memory.gradient_checkpointing, recipe.memory.offload_buffers)
+    memory = recipe.memory
+    budget = None if memory.budget is None else parse_bytes(memory.budget, "memory.budget")
+    plan = Plan.asked(memory.gradient_checkpointing, memory.offload_buffers, budget)
     packing = recipe.packing
     handle = attach(model, plan, attention=packing.attention, packing_metadata=packing.metadata, graph=packing.graph)
     return model, handle

@@ -28,7 +28,9 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from pronghorn.data.batch import Collator
 from pronghorn.data.packed_rows import PackedRows
 from pronghorn.errors import ConfigError, DataError, TrainingError, UnsupportedError
-from pronghorn.models.attach import attach, attached
+from pronghorn.memory.plan import Plan
+from pronghorn.models.attach import Handle, attach, attached
+from pronghorn.models.families import has_experts
 from pronghorn.train import checkpoint
 from pronghorn.train.counters import StepCounters
 from pronghorn.train.evaluate import heldout_loss
@@ -61,7 +63,7 @@ class SFTTrainer(trl.SFTTrainer):
         if args.packing or args.eval_packing:
             args.max_length = _row_length(args.max_length, getattr(model, "max_seq_length", None))
         # attached before TRL's constructor wraps `model.forward`, so that its wrapper calls ours
-        if (attached(model) or attach(model)).plan is not None:
+        if _decided(attached(model) or attach(model), args) is not None:
             for name in ("gradient_checkpointing", "activation_checkpointing"):  # transformers 5.23 renamed it
                 if hasattr(args, name):
                     setattr(args, name, False)  # the plan decided; SFTConfig's default would recompute regardless
@@ -239,6 +241,25 @@ class SFTTrainer(trl.SFTTrainer):
         there = self.state.best_global_step is not None and (best.is_dir() or best.name == folder.name)
         self.state.best_model_checkpoint = str(best) if there else None
         self.state.save_to_json(str(folder / "trainer_state.json"))
+
+
+def _decided(handle: Handle, args: Any) -> Plan | None:
+    """The attached model's plan; made now where `auto` waited for the size of a micro-batch. Models with experts and
+    sharded ones, which no plan is made for, recompute their layers.
+
+    Raises:
+        PlanDoesNotFit: with what would.
+    """
+    model, tokens = handle.model, args.per_device_train_batch_size * (args.max_length or 0)
+    sharded = bool(getattr(args, "fsdp", None))
+    undecided = handle.plan is not None and handle.plan.undecided
+    if undecided and tokens and not sharded and model.device.type == "cuda" and not has_experts(model.config):
+        from pronghorn.models.auto_plan import plan_for
+
+        autocast = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+        assert handle.plan is not None
+        handle = handle.replan(plan_for(model, tokens, handle.plan.budget_bytes, autocast=autocast))
+    return handle.plan
 
 
 def _check_dataset(name: str, given: Any, packing: bool) -> None:
