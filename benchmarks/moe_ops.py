@@ -12,6 +12,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,12 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwe
 
 from pronghorn.bench.record import measure_ceilings
 from pronghorn.bench.timing import CudaClock, HostClock
-from pronghorn.bench.tolerance import three_way
 from pronghorn.device import device_name, versions
 from pronghorn.kernels import moe_glu, moe_rows
 from pronghorn.kernels.grouped_gemm import choose, multiply, outer
 from pronghorn.models import experts as ours
 from pronghorn.moe.route import route, route_by_sort
+from pronghorn.parity.distance import distance
 
 SHAPES = {"qwen3-30b-a3b": (128, 8, 2048, 768), "gpt-oss-20b": (32, 4, 2880, 2880)}
 TILES = ((128, 128, 64, 8, 3), (128, 256, 64, 8, 3), (128, 128, 64, 4, 4), (64, 128, 64, 4, 4), (64, 256, 64, 8, 4))
@@ -72,8 +73,9 @@ def gate(module: Any, x: Tensor, index: Tensor, w: Tensor) -> tuple[bool, list[A
         given = [part.to(dtype).requires_grad_() for part in (x, w)]
         results.append(run(module.to(dtype), module, way, given[0], index, given[1], dy.to(dtype)))
     module.to(x.dtype)
-    checks = [three_way(*parts) for parts in zip(*results, strict=True)]
-    return all(error <= limit for check in checks for error, limit in check.values()), checks
+    names = ("out", "dx", "dw")
+    checks = [distance(name, *parts) for name, *parts in zip(names, *results, strict=True)]
+    return all(check.excess <= 1 for check in checks), [asdict(check) for check in checks]
 
 
 def parts(module: Any, x: Tensor, index: Tensor, w: Tensor) -> Cases:
