@@ -9,7 +9,6 @@ float32 as transformers' eager experts are, forward and backward, or nothing is 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict
@@ -24,9 +23,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeExperts
 
-from pronghorn.bench.record import measure_ceilings
+from pronghorn.bench.record import Result, Workload, command_line, measure_ceilings, write_results
 from pronghorn.bench.timing import CudaClock, HostClock
-from pronghorn.device import device_name, versions
 from pronghorn.kernels import moe_glu, moe_rows
 from pronghorn.kernels.grouped_gemm import choose, multiply, outer
 from pronghorn.models import experts as ours
@@ -157,26 +155,39 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--commit", default="unknown", help="of this source")
     parser.add_argument("--divide", type=int, default=1, help="all sizes by this, to try the script on a CPU")
     given = parser.parse_args()
     cuda = torch.cuda.is_available()
     clock, ceilings = (CudaClock(), measure_ceilings()) if cuda else (HostClock(), {})
     ours.register(ALL_EXPERTS_FUNCTIONS)
-    result: dict[str, Any] = {"device": device_name(), "versions": versions(), "ceilings": ceilings, "shapes": {}}
+    results = []
     for name, (e, k, h, i) in SHAPES.items():
         sizes = max(e // given.divide, k), k, h // given.divide, i // given.divide
         made = make(name, sizes, given.tokens, "cuda" if cuda else "cpu")
         green, checks = gate(*made)
-        figures: dict[str, dict[str, float]] = {}
+        times: dict[str, list[float]] = {}
         print(name, "gate", "green" if green else f"RED {checks}", flush=True)
         for case, (work, amount) in {**parts(*made), **layers(*made)}.items() if green else ():
-            time = milliseconds(work, clock, given.repeats)
-            rate = abs(amount) / time * 1e3
-            figures[case] = {"ms": time, "per_s": rate}
+            times[case] = [milliseconds(work, clock, given.repeats)]
+            rate = abs(amount) / times[case][0] * 1e3
             shown = f"{rate / 1e12:8.2f} {'TB/s' if amount > 0 else 'TFLOP/s'}" if amount else ""
-            print(f"  {case:45} {time:9.3f} ms {shown}", flush=True)
-        result["shapes"][name] = {"green": green, "checks": checks, "tokens": given.tokens, "figures": figures}
-    given.out.write_text(json.dumps(result, indent=1))
+            print(f"  {case:45} {times[case][0]:9.3f} ms {shown}", flush=True)
+        work = Workload(
+            f"{name}, experts of one layer", "experts", given.tokens, "a random router", -1.0, 0
+        )
+        results.append(
+            Result(
+                command_line(),
+                "pronghorn",
+                work,
+                {"green": green, "checks": checks},
+                times,
+                ceilings=ceilings,
+                commit=given.commit,
+            )
+        )
+    write_results(results, given.out)
 
 
 if __name__ == "__main__":
