@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
@@ -93,3 +93,11 @@ class Plan:
                 "make one policy a layer, or a single one for all",
             )
         return self.policies * (layers // len(self.policies))
+
+
+def followed(policies: Sequence[Policy]) -> list[Policy]:
+    """The policies as the offload engine follows them: the last offloaded layer's input never leaves the device."""
+    found = list(policies)
+    if Policy.OFFLOAD in found:
+        found[len(found) - 1 - found[::-1].index(Policy.OFFLOAD)] = Policy.RECOMPUTE_LAYER
+    return found
