@@ -17,7 +17,7 @@ from pronghorn.config import Recipe
 from pronghorn.data.packed_rows import PackedRows
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
 from pronghorn.memory.devices import Card, card, parse_bytes
-from pronghorn.memory.estimate import GIB, Method, Shape, Work
+from pronghorn.memory.estimate import GIB, Shape, Work
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.memory.planner import plan
 from pronghorn.memory.step_time import StepTimes, step_times
@@ -25,7 +25,6 @@ from pronghorn.models import fast
 from pronghorn.models.auto_plan import available, device_card, measured_times, shape_of, skeleton, work_of
 from pronghorn.models.load import FoundModel, default_device
 from pronghorn.train.documents import find, prepare, tokenizer_for
-from pronghorn.train.run import load
 
 SMALL_DATA = 32 * 2**20
 """Local data up to this many bytes is tokenised (or read from its cache) to be counted."""
@@ -69,8 +68,8 @@ def forecast(recipe: Recipe, device: str | None, calibrate: bool, console: Conso
     """What `recipe` will take on a device.
 
     Args:
-        device: a name in `memory.devices` or an amount of memory; None for this machine's GPU.
-        calibrate: load the model and measure a layer on this machine's GPU.
+        device: as for `memory.devices.card`; None for this machine's GPU.
+        calibrate: load the model and measure a layer there.
     Raises:
         PlanDoesNotFit: with what would fit; ConfigError: no such device; DataError, UnsupportedError: no such model.
     """
@@ -101,9 +100,8 @@ def forecast(recipe: Recipe, device: str | None, calibrate: bool, console: Conso
             raise ConfigError(f"memory.budget {recipe.memory.budget} is more than {has}", "lower it, or leave it out")
         limit = min(limit, asked)
     told = times or step_times(shape, work, where)
-    return Forecast(
-        recipe.model.name, work, where, told, times is not None, plan(shape, work, where, limit, told), data
-    )
+    made = plan(shape, work, where, limit, told)
+    return Forecast(recipe.model.name, work, where, told, times is not None, made, data)
 
 
 def _work(recipe: Recipe, empty: Any, shape: Shape) -> Work:
@@ -111,22 +109,17 @@ def _work(recipe: Recipe, empty: Any, shape: Shape) -> Work:
     adapter, packing, quantisation = recipe.adapter, recipe.packing, getattr(empty.config, "quantization_config", None)
     plain = not adapter.lora_dropout and adapter.bias == "none" and packing.enabled
     stock = not plain or packing.attention == "masked" or packing.metadata != "once"
-    method: Method = "qlora" if recipe.model.load_in_4bit or quantisation is not None else "lora"
+    full, quantised = adapter.method == "full", recipe.model.load_in_4bit or quantisation is not None
     return Work(
         tokens=recipe.model.max_seq_length * packing.rows_per_step,
-        method="full" if adapter.method == "full" else method,
+        method="full" if full else "qlora" if quantised else "lora",
         ranks=dict.fromkeys(adapter.target_modules, adapter.r),
         itemsize=4 if recipe.precision.dtype == "float32" else 2,
         fused=not stock and fast.refusal(empty, None) is None,
-        trained_whole=shape.vocab * shape.hidden * len(adapter.modules_to_save),
+        trained_whole=0 if full else shape.vocab * shape.hidden * len(adapter.modules_to_save),
         graph=packing.graph != "off",
         packed=packing.enabled,
     )
-
-
-def _loaded(recipe: Recipe, console: Console) -> Any:
-    found = find(recipe)
-    return load(recipe, found, tokenizer_for(recipe, found), console)[0]
 
 
 def policy_map(policies: Sequence[Policy]) -> str:

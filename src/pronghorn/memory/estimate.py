@@ -36,14 +36,11 @@ class Shape:
     """What memory and time depend on in a dense decoder model."""
 
     layers: int
-    hidden: int
-    intermediate: int
+    linears: Mapping[str, tuple[int, int]]
+    """(out, in) of a layer's linears."""
     heads: int
     kv_heads: int
-    head_dim: int
     vocab: int
-    tied: bool
-    """The head's weight is the embedding's."""
     norms: int
     """RMSNorms of `hidden` in a layer: 2, or 4 in Gemma."""
     qk_norm: bool
@@ -51,21 +48,22 @@ class Shape:
     """All of them."""
 
     @property
+    def hidden(self) -> int:
+        return self.linears["q_proj"][1]
+
+    @property
+    def intermediate(self) -> int:
+        return self.linears["gate_proj"][0]
+
+    @property
     def query(self) -> int:
         """Width of all query heads."""
-        return self.heads * self.head_dim
+        return self.linears["q_proj"][0]
 
     @property
     def key_value(self) -> int:
         """Width of all key heads (and of all value heads)."""
-        return self.kv_heads * self.head_dim
-
-    @property
-    def linears(self) -> dict[str, tuple[int, int]]:
-        """(out, in) of a layer's linears."""
-        h, i, q, kv = self.hidden, self.intermediate, self.query, self.key_value
-        attention = {"q_proj": (q, h), "k_proj": (kv, h), "v_proj": (kv, h), "o_proj": (h, q)}
-        return attention | {"gate_proj": (i, h), "up_proj": (i, h), "down_proj": (h, i)}
+        return self.linears["k_proj"][0]
 
     @property
     def layer_weights(self) -> int:
@@ -87,8 +85,6 @@ class Work:
     """Bytes of an element of the products: 2 in bf16 and fp16, 4 in float32."""
     fused: bool = True
     """Layers are Pronghorn's fused ones; else transformers' and PEFT's."""
-    optimizer_bytes: int = 8
-    """Optimiser state of a trained parameter: 8 for AdamW in float32, about 2 in 8 bits."""
     trained_whole: int = 0
     """Parameters of modules_to_save."""
     graph: bool = False
@@ -125,9 +121,9 @@ def resting_bytes(shape: Shape, work: Work) -> dict[str, int]:
         "weights": weights,
         "adapters": 0 if full else trained + (_adapter_copies(shape, work) if work.fused else 0),
         "gradients": trained * (2 if work.distributed else 1),
-        "optimizer": work.optimizer_bytes * ((p if full else adapters) + work.trained_whole),
+        "optimizer": 8 * ((p if full else adapters) + work.trained_whole),  # AdamW's, in float32
         "libraries": LIBRARY_BYTES,
-        "batch": work.tokens * (2 * shape.head_dim * b + 40),  # with RoPE's cosines and sines
+        "batch": work.tokens * (2 * shape.query // shape.heads * b + 40),  # with RoPE's cosines and sines
     }
 
 

@@ -35,8 +35,6 @@ class Plan:
     """Inputs that come back from the host at a time: 2 hides the copies behind compute, 1 is the ablation."""
     device: str | None = None
     """The device the plan was made for; None for any."""
-    world_size: int = 1
-    """Processes the plan assumes to share the host's memory."""
     budget_bytes: int | None = None
     """Device memory the plan was held to; None for no limit."""
     predicted: Mapping[str, float] = field(default_factory=dict)

@@ -17,13 +17,13 @@ from torch import nn
 from pronghorn.data.batch import PackedBatch
 from pronghorn.errors import UnsupportedError
 from pronghorn.memory.devices import Card, card
-from pronghorn.memory.estimate import CONTEXT_BYTES, GROUPS, Method, Shape, Work
+from pronghorn.memory.estimate import CONTEXT_BYTES, Method, Shape, Work
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.memory.planner import plan
 from pronghorn.memory.step_time import StepTimes, step_times
 from pronghorn.models import fast
 from pronghorn.models.attach import attach, attached
-from pronghorn.models.families import base_causal_lm, check_config, has_experts
+from pronghorn.models.families import LINEARS, base_causal_lm, check_config, has_experts
 from pronghorn.models.merged import adapter_of, base_of
 
 REPEATS = 5
@@ -42,24 +42,16 @@ def shape_of(model: Any) -> Shape:
             f"{type(base).__name__} has no plan: only dense models do", "choose memory.gradient_checkpointing yourself"
         )
     first = layers[0]
-    linears = {name: _linear(first, name) for names in GROUPS for name in names}
-    sizes = {name: (linear.out_features, linear.in_features) for name, linear in linears.items()}
+    sizes = {name: (linear.out_features, linear.in_features) for name, linear in _linears(first).items()}
     ends = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
-    small = sum(
-        parameter.numel()
-        for name, parameter in base.base_model.named_parameters()
-        if parameter.dim() == 1 and "lora_" not in name
-    )
+    small = sum(p.numel() for name, p in base.base_model.named_parameters() if p.dim() == 1 and "lora_" not in name)
     head_dim = fast.head_dim(config)
     return Shape(
         layers=len(layers),
-        hidden=config.hidden_size,
-        intermediate=sizes["gate_proj"][0],
+        linears=sizes,
         heads=sizes["q_proj"][0] // head_dim,
         kv_heads=sizes["k_proj"][0] // head_dim,
-        head_dim=head_dim,
         vocab=config.vocab_size,
-        tied=config.tie_word_embeddings,
         norms=sum(type(module).__name__.endswith("RMSNorm") for module in first.children()),
         qk_norm=hasattr(first.self_attn, "q_norm"),
         parameters=len(layers) * sum(rows * columns for rows, columns in sizes.values()) + ends + small,
@@ -84,7 +76,7 @@ def work_of(model: Any, tokens: int, autocast: torch.dtype | None = None, packed
         packed: whether batches are packed rows.
     """
     base, handle = base_causal_lm(model), attached(model)
-    linears = {name: _linear(base.base_model.layers[0], name) for names in GROUPS for name in names}
+    linears = _linears(base.base_model.layers[0])
     query = base_of(linears["q_proj"]).weight
     adapters = {name: adapter_of(linear) for name, linear in linears.items()}
     ranks = {name: 0 if adapter is None else adapter.a.shape[0] for name, adapter in adapters.items()}
@@ -225,5 +217,6 @@ def _medians(work: Callable[[], Iterator[None]]) -> list[float]:
     return [statistics.median(times) for times in zip(*found[2:], strict=True)]
 
 
-def _linear(layer: Any, name: str) -> Any:
-    return getattr(layer.self_attn if hasattr(layer.self_attn, name) else layer.mlp, name)
+def _linears(layer: Any) -> dict[str, Any]:
+    owners = {name: layer.self_attn if hasattr(layer.self_attn, name) else layer.mlp for name in LINEARS}
+    return {name: getattr(owner, name) for name, owner in owners.items()}
