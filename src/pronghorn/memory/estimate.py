@@ -116,25 +116,19 @@ def resting_bytes(shape: Shape, work: Work) -> dict[str, int]:
     if work.method == "qlora":  # 4 bits each, 8 of absmax for 64 elements, and 32 for 256 of those
         weights = (p - linear) * b + linear // 2 + linear // 64 + linear // 4096
     adapters = shape.layers * sum(work.rank(name) * sum(sizes) for name, sizes in shape.linears.items())
+    copies = 0  # of A and B in the products' dtype, B of a merged product with zeros beside each block
+    for names in GROUPS if work.fused else ():
+        widths = shape.linears[names[0]][1] + sum(shape.linears[name][0] for name in names)
+        copies += shape.layers * b * widths * sum(work.rank(name) for name in names)
     trained = 4 * (p if full else adapters) + b * work.trained_whole
     return {
         "weights": weights,
-        "adapters": 0 if full else trained + (_adapter_copies(shape, work) if work.fused else 0),
+        "adapters": 0 if full else trained + copies,
         "gradients": trained * (2 if work.distributed else 1),
         "optimizer": 8 * ((p if full else adapters) + work.trained_whole),  # AdamW's, in float32
         "libraries": LIBRARY_BYTES,
         "batch": work.tokens * (2 * shape.query // shape.heads * b + 40),  # with RoPE's cosines and sines
     }
-
-
-def _adapter_copies(shape: Shape, work: Work) -> int:
-    """A and B in the products' dtype, B of a merged product with zeros beside each block."""
-    total = 0
-    for names in GROUPS:
-        rank = sum(work.rank(name) for name in names)
-        columns = shape.linears[names[0]][1]
-        total += rank * (columns + sum(shape.linears[name][0] for name in names))
-    return shape.layers * total * work.itemsize
 
 
 def stored_bytes(shape: Shape, work: Work) -> dict[Policy, int]:

@@ -9,8 +9,9 @@ layers' inputs come back. So only counts are left to choose, and a Pareto search
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from pronghorn.errors import ConfigError
 from pronghorn.memory.devices import Card
@@ -18,6 +19,7 @@ from pronghorn.memory.estimate import GIB, Shape, Step, Work, process_bytes
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.memory.step_time import StepTimes, step_times
 
+T = TypeVar("T")
 GRAPH_MS = 3.0
 """A layer's forward and backward below this may be captured as a CUDA graph (`models.graph`), which takes memory."""
 
@@ -56,11 +58,7 @@ def frontier(step: Step, times: StepTimes, layers: int) -> list[Plan]:
     for offload in (False, True) if times.copy else (False,):
         extra = {policy: round(1e6 * ms) for policy, ms in times.extra(2).items()}  # whole: sums have no order
         found += [_predicted(step, times, each, 2) for each in _candidates(step.stored, extra, layers, offload)]
-    kept: list[Plan] = []
-    for made in sorted(found, key=lambda made: (round(made.predicted["step_ms"], 6), made.predicted["process"])):
-        if not kept or made.predicted["process"] < kept[-1].predicted["process"]:
-            kept.append(made)
-    return kept
+    return _undominated(found, lambda made: (round(made.predicted["step_ms"], 6), made.predicted["process"]))
 
 
 def _smallest(step: Step, times: StepTimes, layers: int) -> Plan:
@@ -105,7 +103,7 @@ def _candidates(
     one layer is recomputed from an input that stays: the engine's last (`plan.followed`).
     """
     ascending = sorted((p for p in stored if offload or p is not Policy.OFFLOAD), key=lambda p: stored[p])
-    found: list[_Sum] = []
+    found: list[tuple[int, int, tuple[int, ...]]] = []  # bytes, nanoseconds, how many layers have each policy
     for last, policy in enumerate(ascending):
         fixed = {policy, Policy.OFFLOAD, Policy.RECOMPUTE_LAYER} if offload else {policy}
         if policy is Policy.OFFLOAD or len(fixed) > layers:
@@ -114,9 +112,12 @@ def _candidates(
         front = [(size, time, tuple(int(p in fixed) for p in ascending))]
         for _ in range(layers - len(fixed)):
             front = _undominated(
-                (size + stored[p], time + extra[p], (*counts[:n], counts[n] + 1, *counts[n + 1 :]))
-                for size, time, counts in front
-                for n, p in enumerate(ascending[: last + 1])
+                (
+                    (size + stored[p], time + extra[p], (*counts[:n], counts[n] + 1, *counts[n + 1 :]))
+                    for size, time, counts in front
+                    for n, p in enumerate(ascending[: last + 1])
+                ),
+                lambda one: one[:2],
             )
         found += front
     choices = []
@@ -128,13 +129,10 @@ def _candidates(
     return choices
 
 
-_Sum = tuple[int, int, tuple[int, ...]]
-"""Bytes, nanoseconds, and how many layers have each policy."""
-
-
-def _undominated(sums: Iterable[_Sum]) -> list[_Sum]:
-    kept: list[_Sum] = []
-    for one in sorted(sums):
-        if not kept or one[1] < kept[-1][1]:
+def _undominated(given: Iterable[T], costs: Callable[[T], tuple[float, float]]) -> list[T]:
+    """Those that no other undercuts in both costs, by the first."""
+    kept: list[T] = []
+    for one in sorted(given, key=costs):
+        if not kept or costs(one)[1] < costs(kept[-1])[1]:
             kept.append(one)
     return kept

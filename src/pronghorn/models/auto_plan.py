@@ -18,6 +18,7 @@ from pronghorn.data.batch import PackedBatch
 from pronghorn.errors import UnsupportedError
 from pronghorn.memory.devices import Card, card
 from pronghorn.memory.estimate import CONTEXT_BYTES, Method, Shape, Work
+from pronghorn.memory.pinned import PinnedPool
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.memory.planner import plan
 from pronghorn.memory.step_time import StepTimes, step_times
@@ -193,15 +194,18 @@ def _measure(base: Any, shape: Shape, work: Work, card: Card) -> StepTimes:
             backbone.layers = layers
     forward, backward = (max(two - one, 1e-3) for one, two in zip(*times, strict=True))
 
-    def copy() -> Iterator[None]:
-        yield
-        host.copy_(states.detach(), non_blocking=True)
-        yield
+    pool, copied = PinnedPool(pinned=True), 0.0
+    if card.link:
+        host = pool.take(states.nbytes).like(states)
 
-    if not card.link:
-        return step_times(shape, work, card).scaled(forward, backward, 0.0)
-    host = torch.empty(states.shape, dtype=dtype, pin_memory=True)
-    return step_times(shape, work, card).scaled(forward, backward, *_medians(copy))
+        def copy() -> Iterator[None]:
+            yield
+            host.copy_(states.detach(), non_blocking=True)
+            yield
+
+        [copied] = _medians(copy)
+        pool.release()
+    return step_times(shape, work, card).scaled(forward, backward, copied)
 
 
 def _medians(work: Callable[[], Iterator[None]]) -> list[float]:
