@@ -118,7 +118,7 @@ def _work(recipe: Recipe, empty: Any, shape: Shape) -> Work:
         fused=not stock and fast.refusal(empty, None) is None,
         trained_whole=0 if full else shape.vocab * shape.hidden * len(adapter.modules_to_save),
         graph=packing.graph != "off",
-        packed=packing.enabled,
+        padded=0 if packing.enabled else packing.rows_per_step,
     )
 
 

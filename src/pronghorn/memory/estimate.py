@@ -89,8 +89,8 @@ class Work:
     """Parameters of modules_to_save."""
     graph: bool = False
     """The layers run as CUDA graphs, which hold what comes and goes in their backward for themselves."""
-    packed: bool = True
-    """Batches are packed rows; padded ones go transformers' way through layers and loss."""
+    padded: int = 0
+    """Rows of a micro-batch that is padded, and goes transformers' way through layers and loss; 0: batches are packed."""
     distributed: bool = False
     """Under DDP, whose buckets hold all gradients once more."""
     documents: int = 512
@@ -156,8 +156,11 @@ def _fused_bytes(shape: Shape, work: Work) -> int:
 def _stock_bytes(shape: Shape, work: Work) -> int:
     """transformers and PEFT: float32 in norms, and in 16 bits a float32 copy of x for every adapted linear."""
     b, q, kv, heads = work.itemsize, shape.query, shape.key_value, shape.heads + shape.kv_heads
+    masked = (
+        2 * (q - kv) + work.tokens // work.padded if work.padded else 0
+    )  # keys are repeated, the mask's row is kept
     token = shape.norms * 4 * (shape.hidden + 1) + (4 * (q + kv + heads) if shape.qk_norm else 0)
-    token += b * (2 * q + 2 * kv) + 4 * shape.heads + 3 * b * shape.intermediate
+    token += b * (2 * q + 2 * kv + masked) + 4 * shape.heads + 3 * b * shape.intermediate
     for names in GROUPS:
         adapted = [name for name in names if work.rank(name)]
         width = shape.linears[names[0]][1]
@@ -191,7 +194,7 @@ def head_bytes(shape: Shape, work: Work) -> int:
     dtype = torch.bfloat16 if work.itemsize == 2 else torch.float32
     weight = torch.empty(shape.vocab, shape.hidden, dtype=dtype, device="meta")
     rows = min(rows_of_a_chunk(weight), work.tokens)
-    logits = rows * work.itemsize if work.packed else work.tokens * 12
+    logits = rows * work.itemsize if not work.padded else work.tokens * 12
     states = work.tokens * shape.hidden * (2 * work.stream_bytes + 2 * work.itemsize)
     # dW in float32, and either its chunk's and W's copy or, in 16 bits, its scaled ones
     trained = 8 if work.method == "full" else 10 if work.trained_whole >= shape.vocab * shape.hidden else 0

@@ -68,13 +68,13 @@ def skeleton(config: Any) -> Any:
         return AutoModelForCausalLM.from_config(config)
 
 
-def work_of(model: Any, tokens: int, autocast: torch.dtype | None = None, packed: bool = True) -> Work:
+def work_of(model: Any, tokens: int, autocast: torch.dtype | None = None, padded: int = 0) -> Work:
     """How a model is about to be trained, with the adapters and the dtype that it has.
 
     Args:
         tokens: of a micro-batch.
         autocast: dtype of autocast, if any.
-        packed: whether batches are packed rows.
+        padded: rows of a micro-batch, if it is padded instead of packed.
     """
     base, handle = base_causal_lm(model), attached(model)
     linears = _linears(base.base_model.layers[0])
@@ -85,7 +85,7 @@ def work_of(model: Any, tokens: int, autocast: torch.dtype | None = None, packed
     method: Method = "full" if query.requires_grad and not any(ranks.values()) else "qlora" if quantised else "lora"
     embeddings = base.get_input_embeddings().weight
     whole = {id(p): p.numel() for name, p in base.named_parameters() if p.requires_grad and "lora_" not in name}
-    fuses = packed and (embeddings.is_cuda if handle is None else handle.fuses)
+    fuses = not padded and (embeddings.is_cuda if handle is None else handle.fuses)
     return Work(
         tokens=tokens,
         method=method,
@@ -94,7 +94,7 @@ def work_of(model: Any, tokens: int, autocast: torch.dtype | None = None, packed
         fused=fuses and fast.refusal(base, autocast) is None,
         trained_whole=0 if method == "full" else sum(whole.values()),
         graph=fuses and autocast is None and (handle is None or handle.options[3] != "off"),
-        packed=packed,
+        padded=padded,
         distributed=dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1,
     )
 
@@ -105,7 +105,7 @@ def plan_for(
     budget_bytes: int | None = None,
     *,
     autocast: torch.dtype | None = None,
-    packed: bool = True,
+    padded: int = 0,
 ) -> Plan:
     """What `auto` means on CUDA: everything kept where that fits, else the fastest plan that does, by a layer's times
     as measured; by the table's where batches are padded, or there is no room to measure (which is logged).
@@ -115,15 +115,15 @@ def plan_for(
         tokens: of a micro-batch: rows a step times max_seq_length.
         budget_bytes: of the process; None for all that `available` tells, which is the most.
         autocast: dtype that training will run under, if any.
-        packed: whether batches are packed rows.
+        padded: rows of a micro-batch, if it is padded instead of packed.
     Raises:
         PlanDoesNotFit: with what would fit.
     """
     device = base_causal_lm(model).device
-    shape, work, card = shape_of(model), work_of(model, tokens, autocast, packed), device_card(device)
+    shape, work, card = shape_of(model), work_of(model, tokens, autocast, padded), device_card(device)
     budget = min(available(device), budget_bytes or sys.maxsize)
     made = plan(shape, work, card, budget)
-    if not packed or set(made.policies) == {Policy.KEEP}:
+    if padded or set(made.policies) == {Policy.KEEP}:
         return made
     try:
         return plan(shape, work, card, budget, measured_times(model, shape, work, card, autocast))

@@ -258,9 +258,9 @@ def _decided(handle: Handle, args: Any) -> Plan | None:
 
         autocast = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
         assert handle.plan is not None
-        handle = handle.replan(
-            plan_for(model, tokens, handle.plan.budget_bytes, autocast=autocast, packed=args.packing)
-        )
+        padded = 0 if args.packing else args.per_device_train_batch_size
+        made = plan_for(model, tokens, handle.plan.budget_bytes, autocast=autocast, padded=padded)
+        handle = handle.replan(made)
     return handle.plan
 
 
