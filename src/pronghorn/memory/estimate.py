@@ -90,7 +90,7 @@ class Work:
     graph: bool = False
     """The layers run as CUDA graphs, which hold what comes and goes in their backward for themselves."""
     padded: int = 0
-    """Rows of a micro-batch that is padded, and goes transformers' way through layers and loss; 0: batches are packed."""
+    """Rows of a micro-batch that is padded and goes transformers' way, through layers and loss; 0: it is packed."""
     distributed: bool = False
     """Under DDP, whose buckets hold all gradients once more."""
     documents: int = 512
