@@ -156,9 +156,8 @@ def _fused_bytes(shape: Shape, work: Work) -> int:
 def _stock_bytes(shape: Shape, work: Work) -> int:
     """transformers and PEFT: float32 in norms, and in 16 bits a float32 copy of x for every adapted linear."""
     b, q, kv, heads = work.itemsize, shape.query, shape.key_value, shape.heads + shape.kv_heads
-    masked = (
-        2 * (q - kv) + work.tokens // work.padded if work.padded else 0
-    )  # keys are repeated, the mask's row is kept
+    # with a mask, keys and values are repeated for all heads, and its row is kept
+    masked = 2 * (q - kv) + work.tokens // work.padded if work.padded else 0
     token = shape.norms * 4 * (shape.hidden + 1) + (4 * (q + kv + heads) if shape.qk_norm else 0)
     token += b * (2 * q + 2 * kv + masked) + 4 * shape.heads + 3 * b * shape.intermediate
     for names in GROUPS:
