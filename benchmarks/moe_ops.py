@@ -173,9 +173,7 @@ def main() -> None:
             rate = abs(amount) / times[case][0] * 1e3
             shown = f"{rate / 1e12:8.2f} {'TB/s' if amount > 0 else 'TFLOP/s'}" if amount else ""
             print(f"  {case:45} {times[case][0]:9.3f} ms {shown}", flush=True)
-        work = Workload(
-            f"{name}, experts of one layer", "experts", given.tokens, "a random router", -1.0, 0
-        )
+        work = Workload(f"{name}, experts of one layer", "experts", given.tokens, "a random router", -1.0, 0)
         results.append(
             Result(
                 command_line(),
