@@ -22,7 +22,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from pronghorn.data.batch import PackedBatch
 from pronghorn.data.packing import IGNORE_INDEX
-from pronghorn.errors import ConfigError, UnsupportedError
+from pronghorn.errors import UnsupportedError
 from pronghorn.kernels.grouped_gemm import choose
 from pronghorn.kernels.moe_glu import Gate
 from pronghorn.moe.experts import Experts, LowRank, experts
@@ -33,6 +33,7 @@ NAME = "pronghorn_experts"
 """What the function is called in transformers' registry."""
 _WEIGHTS = ("gate_up_proj", "down_proj")
 _ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu_tanh", "PytorchGELUTanh": "gelu_tanh"}
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _HELD = "_pronghorn_lora"
 
 
@@ -59,10 +60,28 @@ class ExpertLayers:
         lines = [("experts", f"routed once, products by {way}", why)]
         adapted = list(wrappers(self.model))
         if adapted:
-            folds = _fold_reason(adapted)
+            folds = self._fold_reason(adapted)
             path = "folded into the weights by PEFT" if folds else "low-rank products beside the experts'"
             lines.append(("expert LoRA", path, folds or "A and B are read from PEFT's parameters"))
         return lines
+
+    def _fold_reason(self, adapted: list[Any]) -> str | None:
+        if any(len([a for a in wrapper.active_adapters if a in wrapper.lora_A]) > 1 for wrapper in adapted):
+            return "several adapters are active at once"
+        if any(wrapper.num_experts == 1 for wrapper in adapted):
+            return "there is one expert"
+        if len(adapted) > len(self.wrappers):  # read as factors, but torch's parametrize folds them to check itself
+            return "the adapter came after attach: attach again"
+        return None
+
+    def adopt(self) -> None:
+        """Give PEFT's wrappers, those too that came since, the class that hands A and B over."""
+        known = {wrapper for wrapper, _ in self.wrappers}
+        if self.model.config._experts_implementation == NAME:
+            for wrapper in [each for each in wrappers(self.model) if each not in known]:
+                original: Any = type(wrapper)
+                self.wrappers.append((wrapper, original))
+                wrapper.__class__ = wrapper_class(original)
 
     def disable(self) -> None:
         """Undo `enable`."""
@@ -74,15 +93,9 @@ class ExpertLayers:
 
 
 def enable(model: Any, routing: Routing) -> ExpertLayers | None:
-    """Route a causal LM's experts `once`, or by transformers' own `loop` (for ablations); None without experts.
-
-    Raises:
-        ConfigError: `loop` for a model without experts.
-    """
+    """Route a causal LM's experts `once`, or by transformers' own `loop` (for ablations); None without experts."""
     modules = list(expert_modules(model))
     if not modules:
-        if routing == "loop":
-            raise ConfigError("moe_routing 'loop' for a model without experts", "leave moe_routing out")
         return None
     refused = next((reason for reason in map(refusal, modules) if reason is not None), None)
     layers = ExpertLayers(model, model.config._experts_implementation, [], refused)
@@ -93,10 +106,7 @@ def enable(model: Any, routing: Routing) -> ExpertLayers | None:
 
         register(ALL_EXPERTS_FUNCTIONS)
         model.set_experts_implementation(NAME)
-        for wrapper in list(wrappers(model)):
-            original: Any = type(wrapper)
-            layers.wrappers.append((wrapper, original))
-            wrapper.__class__ = wrapper_class(original)
+        layers.adopt()
     return layers
 
 
@@ -113,6 +123,18 @@ def expert_modules(model: nn.Module) -> Iterator[Any]:
             yield module
 
 
+def weight_names(model: nn.Module) -> list[str]:
+    """The parameters that an adapter can be put on, as PEFT's `target_parameters` match them."""
+    modules = set(expert_modules(model))
+    return [f"{name}.{weight}" for name, module in model.named_modules() if module in modules for weight in _WEIGHTS]
+
+
+def low_rank_factors(wrapper: Any, adapter: str) -> tuple[Tensor, Tensor]:
+    """A [E, r, in] and B [E, out, r] of one of a PEFT wrapper's adapters, views of its parameters."""
+    a, b, count = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight, wrapper.num_experts
+    return a.reshape(count, -1, a.shape[1]), b.reshape(b.shape[0], -1, count).permute(2, 0, 1)
+
+
 def refusal(module: Any) -> str | None:
     """Why a module's experts can't be computed here, or None."""
     if not module.has_gate or getattr(module, "has_post_expert_norm", False):
@@ -121,8 +143,9 @@ def refusal(module: Any) -> str | None:
         return "experts are spread over ranks"
     if any(hasattr(weight, "device_mesh") for weight in weights(module)):
         return "the experts are sharded"
-    if any(weight.dim() != 3 or not weight.dtype.is_floating_point for weight in weights(module)):
-        return "the experts are quantised"
+    for weight in weights(module):
+        if weight.dim() != 3 or weight.dtype not in _DTYPES or (weight.is_cuda and weight.dtype is torch.float64):
+            return f"the experts are {str(weight.dtype).removeprefix('torch.')} [{weight.dim()} dimensions]"
     if gate(module) is None:
         return f"the activation of {type(module).__name__} has no kernel"
     return None
@@ -170,6 +193,8 @@ def balancing_loss(
     upto = pad((labels.flatten() != IGNORE_INDEX).cumsum(0), (1, 0))
     counts = upto[packed.cu_seqlens[1:]] - upto[packed.cu_seqlens[:-1]]
     counted = (counts > 0)[packed.document_ids]
+    if not packed.n_labels:  # the mean over no tokens would be NaN
+        return router_logits[0].sum() * 0
     aux = function(router_logits, model.num_experts, model.num_experts_per_tok, counted[None])
     return aux if num_items is None else aux * (packed.n_labels / num_items)
 
@@ -220,12 +245,6 @@ def wrappers(model: nn.Module) -> Iterator[Any]:
                 yield wrapper
 
 
-def _fold_reason(adapted: list[Any]) -> str | None:
-    if any(len([a for a in wrapper.active_adapters if a in wrapper.lora_A]) > 1 for wrapper in adapted):
-        return "several adapters are active at once"
-    return None
-
-
 @functools.cache
 def wrapper_class(original: Any) -> type[nn.Module]:
     """PEFT's ParamWrapper, but for how an adapter is made active: its A and B lie on the experts for one forward."""
@@ -239,11 +258,8 @@ def wrapper_class(original: Any) -> type[nn.Module]:
             with original._activate_lora(self, active_adapters):
                 yield
             return
-        a, b = (part[mine[0]].weight for part in (self.lora_A, self.lora_B))
-        a = a.reshape(self.num_experts, -1, a.shape[1])
-        b = b.reshape(b.shape[0], -1, self.num_experts).permute(2, 0, 1)
         held = module.__dict__.setdefault(_HELD, {})
-        held[self.parameter_name] = LowRank(a, b, self.scaling[mine[0]])
+        held[self.parameter_name] = LowRank(*low_rank_factors(self, mine[0]), self.scaling[mine[0]])
         try:
             yield
         finally:

@@ -42,9 +42,9 @@ def build(spec: Spec) -> Built:
     switches = dict(spec.switches)
     buffers = int(switches.pop("offload_buffers", "2"))
     plan = Plan.asked({"off": False, "on": True, "offload": "offload"}[spec.recompute], buffers)  # type: ignore[arg-type]
-    handle = attach(model, plan, **switches)  # type: ignore[arg-type]  # names and values were checked
     if spec.method != "full":
         model = add_lora(model, **spec.adapters)
+    handle = attach(model, plan, **switches)  # type: ignore[arg-type]  # names and values were checked
     collator = Collator(spec.tokens, pad_token_id=0)
 
     def make_batch(row: Row) -> dict[str, Any]:
