@@ -9,17 +9,21 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from datasets import Dataset
 from rich.console import Console
 from typer.testing import CliRunner
 
 from pronghorn.api import FastLanguageModel
 from pronghorn.cli.main import app
 from pronghorn.config import Recipe
+from pronghorn.data.batch import Collator
+from pronghorn.data.packed_rows import PackedRows
 from pronghorn.errors import ConfigError, RunStopped
 from pronghorn.models import experts
 from pronghorn.models.attach import attach
 from pronghorn.models.lora import add_lora
 from pronghorn.train import run as runs
+from pronghorn.train.evaluate import heldout_loss
 from test_resume import same_run, stop_at
 from tiny import MOE_FAMILIES, packed_row, tiny_model
 
@@ -199,6 +203,17 @@ def test_a_batch_without_labels_has_no_auxiliary_loss(normalised: bool) -> None:
     loss = model(**batch, num_items_in_batch=7 if normalised else None).loss
     assert loss.item() == 0
     loss.backward()
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_heldout_loss_is_the_cross_entropy_alone(family: str) -> None:
+    """TRL switches the auxiliary loss on in the config."""
+    rows = PackedRows(Dataset.from_list([{"input_ids": list(range(3, 30)), "labels": list(range(3, 30))}]), 40)
+    model, collator = tiny_model(family), Collator(40, pad_token_id=0)
+    attach(model)
+    wanted = heldout_loss(model, rows, range(len(rows)), collator)
+    model.config.output_router_logits = True
+    assert heldout_loss(model, rows, range(len(rows)), collator) == wanted
 
 
 def test_experts_in_float8_are_left_to_transformers() -> None:
