@@ -118,9 +118,8 @@ def register(registry: Any) -> None:
 
 def expert_modules(model: nn.Module) -> Iterator[Any]:
     """The modules that transformers' `use_experts_implementation` made switchable."""
-    for module in model.modules():
-        if hasattr(module, "is_concatenated") and hasattr(module, "num_experts") and hasattr(module, "is_transposed"):
-            yield module
+    marks = ("is_concatenated", "is_transposed", "num_experts")
+    return (module for module in model.modules() if all(hasattr(module, mark) for mark in marks))
 
 
 def weight_names(model: nn.Module) -> list[str]:
@@ -201,13 +200,11 @@ def balancing_loss(
 
 def gate(module: Any) -> Gate | None:
     """The activation of an experts module; None for one that has no kernel."""
-    if not module.is_concatenated:  # gpt-oss: its own activation, gate and up in turns
-        known = type(module)._apply_gate.__qualname__ == "GptOssExperts._apply_gate"
-        return Gate("clamped", float(module.alpha), float(module.limit)) if known else None
-    if type(module)._apply_gate.__qualname__ != "_default_apply_gate":
-        return None
-    kind: Any = _ACTIVATIONS.get(type(module.act_fn).__name__)
-    return None if kind is None else Gate(kind)
+    formula = type(module)._apply_gate.__qualname__
+    if formula == "GptOssExperts._apply_gate":  # gate and up in turns
+        return Gate("clamped", float(module.alpha), float(module.limit))
+    kind: Any = _ACTIVATIONS.get(type(getattr(module, "act_fn", None)).__name__)
+    return Gate(kind) if kind and module.is_concatenated and formula == "_default_apply_gate" else None
 
 
 def weights(module: Any) -> list[Tensor]:
@@ -225,11 +222,9 @@ def _sizes(module: Any) -> tuple[int, ...]:
 def _weight(module: Any, name: str) -> tuple[Tensor, LowRank | None]:
     """A weight as it is stored, and its adapter: handed over by our wrapper, or read from PEFT's parametrization
     (adapters that came after attach). Several adapters at once: the weight with all of them folded in."""
-    if not is_parametrized(module, name):
+    chain: Any = module.parametrizations[name] if is_parametrized(module, name) else []
+    if len(chain) != 1 or not all(hasattr(chain[0], part) for part in ("lhs", "rhs", "scaling")):
         return getattr(module, name), module.__dict__.get(_HELD, {}).get(name)
-    chain = module.parametrizations[name]
-    if len(chain) > 1 or not all(hasattr(chain[0], part) for part in ("lhs", "rhs", "scaling")):
-        return getattr(module, name), None
     left, right = chain[0].lhs, chain[0].rhs
     a, b = (left.transpose(1, 2), right.transpose(1, 2)) if module.is_transposed else (right, left)
     return chain.original, LowRank(a, b, chain[0].scaling)
@@ -239,10 +234,10 @@ def wrappers(model: nn.Module) -> Iterator[Any]:
     """PEFT's wrappers around the weights of experts."""
     modules = set(expert_modules(model))
     for module in model.modules():
-        if getattr(module, "parameter_name", None) in _WEIGHTS and hasattr(module, "lora_A"):
-            wrapper: Any = module
-            if wrapper.get_base_layer() in modules:
-                yield wrapper
+        wrapper: Any = module
+        on_weight = getattr(module, "parameter_name", None) in _WEIGHTS and hasattr(module, "lora_A")
+        if on_weight and wrapper.get_base_layer() in modules:
+            yield wrapper
 
 
 @functools.cache

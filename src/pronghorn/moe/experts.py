@@ -68,7 +68,7 @@ def experts(x: Tensor, top_k_weights: Tensor, routing: Routing, layer: Experts, 
     low_rank = [(None, None) if lora is None else (lora.a, lora.b) for lora in adapters]
     options = layer.gate, way, [1.0 if lora is None else lora.scale for lora in adapters]
     parts = (layer.gate_up, *low_rank[0]), (layer.down, *low_rank[1]), (layer.gate_up_bias, layer.down_bias)
-    return _Experts.apply(x, top_k_weights, options, *routing.tensors, *(tensor for part in parts for tensor in part))
+    return _Experts.apply(x, top_k_weights, options, *routing, *(tensor for part in parts for tensor in part))
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class _Experts(torch.autograd.Function):
         y, aa = down.multiply(a)
         ctx.save_for_backward(x, w, h, xa, aa, *tensors)
         ctx.options = options
-        return combine(y, routing.inverse, w, b2, routing.index)
+        return combine(y, routing.inverse, w, b2, routing.choice)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
@@ -164,7 +164,7 @@ class _Experts(torch.autograd.Function):
         d, dyb = down.multiply(dy, tokens, transposed=True)
         dh, dw = moe_glu.backward_(d, h, w, routing.slots, ctx.options[0], b1, routing.experts)
         if b2 is not None:
-            dw = dw + (dy @ b2.t()).gather(1, routing.index).to(dw.dtype)
+            dw = dw + (dy @ b2.t()).gather(1, routing.choice).to(dw.dtype)
         dy_rows = dy, tokens
         bias_grads: list[Tensor | None] = [None, None]
         if needs[5] or needs[7]:

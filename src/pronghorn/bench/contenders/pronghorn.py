@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pronghorn.bench.contenders.base import Built, Contender, Spec, device, weights_dtype
+from pronghorn.bench.contenders.stock import prepare
 from pronghorn.bench.workload import Row
 
 SWITCHES = {
@@ -16,13 +17,6 @@ SWITCHES = {
     "offload_buffers": ("2", "1"),
 }
 """Arguments of `attach`, and one of its plan, that an ablation may set."""
-
-
-def prepare() -> None:
-    import peft
-    import transformers  # noqa: F401
-
-    del peft
 
 
 def build(spec: Spec) -> Built:
