@@ -66,13 +66,13 @@ class ExpertLayers:
         return lines
 
     def _fold_reason(self, adapted: list[Any]) -> str | None:
-        if any(len([a for a in wrapper.active_adapters if a in wrapper.lora_A]) > 1 for wrapper in adapted):
+        if any(len(_active(wrapper)) > 1 for wrapper in adapted):
             return "several adapters are active at once"
         if any(wrapper.num_experts == 1 for wrapper in adapted):
             return "there is one expert"
-        if len(adapted) > len(self.wrappers):  # read as factors, but torch's parametrize folds them to check itself
-            return "the adapter came after attach: attach again"
-        return None
+        known = {wrapper for wrapper, _ in self.wrappers}
+        late = not known.issuperset(adapted)  # read as factors, but torch's parametrize folds them to check itself
+        return "the adapter came after attach: attach again" if late else None
 
     def adopt(self) -> None:
         """Give PEFT's wrappers, those too that came since, the class that hands A and B over."""
@@ -240,13 +240,17 @@ def wrappers(model: nn.Module) -> Iterator[Any]:
             yield wrapper
 
 
+def _active(wrapper: Any) -> list[str]:
+    return [name for name in wrapper.active_adapters if name in wrapper.lora_A]
+
+
 @functools.cache
 def wrapper_class(original: Any) -> type[nn.Module]:
     """PEFT's ParamWrapper, but for how an adapter is made active: its A and B lie on the experts for one forward."""
 
     @contextmanager
     def _activate_lora(self: Any, active_adapters: list[str]) -> Iterator[None]:
-        mine = [name for name in active_adapters if name in self.lora_A]
+        mine = _active(self)
         module = self.get_base_layer()
         # Another implementation of the experts would not look for the adapter.
         if len(mine) != 1 or self.num_experts == 1 or module.config._experts_implementation != NAME:
