@@ -12,20 +12,25 @@ import pytest
 import torch
 import yaml
 from datasets import Dataset
+from peft import LoraConfig
 from rich.console import Console
+from transformers import AutoTokenizer
+from trl import SFTConfig
 from typer.testing import CliRunner
 
+from pronghorn import SFTTrainer
 from pronghorn.api import FastLanguageModel
 from pronghorn.cli.main import app
 from pronghorn.config import Recipe
 from pronghorn.data.batch import Collator
 from pronghorn.data.packed_rows import PackedRows
 from pronghorn.diagnose.verify_passes import perturb
-from pronghorn.errors import ConfigError, RunStopped
+from pronghorn.errors import ConfigError, RunStopped, UnsupportedError
 from pronghorn.export.merge import save_merged
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.models import experts
 from pronghorn.models.attach import attach, attached
+from pronghorn.models.auto_plan import shape_of
 from pronghorn.models.lora import add_lora
 from pronghorn.train import run as runs
 from pronghorn.train.evaluate import heldout_loss
@@ -40,8 +45,6 @@ IDS = torch.arange(5, 45)[None]
 @pytest.fixture
 def make(stories: Path, shared: Path, tmp_path: Path) -> Callable[..., Recipe]:
     """Recipes of a run in `tmp_path / name` on a tiny random model with experts and stories260k's tokenizer."""
-    from transformers import AutoTokenizer
-
     rows = (shared / "data/gsm8k/test.jsonl").read_text().splitlines()
     (tmp_path / "train.jsonl").write_text("\n".join(rows[:30]))
 
@@ -159,13 +162,21 @@ def folded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return calls
 
 
-@pytest.mark.parametrize("how", ["get_peft_model", "attach again", "PEFT alone"])
-def test_adapters_that_come_after_attach_are_not_folded(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("how", ["get_peft_model", "attach again", "SFTTrainer", "PEFT alone"])
+def test_adapters_that_come_after_attach_are_not_folded(
+    how: str, stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls = folded(monkeypatch)
-    model = tiny_model("qwen3_moe")
+    model = tiny_model("qwen3_moe", vocab_size=512)
     handle = attach(model)
     if how == "get_peft_model":
         model = FastLanguageModel.get_peft_model(model, r=2, target_parameters=TARGETS)
+    elif how == "SFTTrainer":
+        lora = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=TARGETS)
+        rows = Dataset.from_list([{"input_ids": [3, 4, 5], "labels": [3, 4, 5]}])
+        args = SFTConfig(output_dir=str(tmp_path), packing=True, max_length=8, use_cpu=True, bf16=False)
+        tokenizer = AutoTokenizer.from_pretrained(stories)
+        model = SFTTrainer(model, args, train_dataset=rows, tokenizer=tokenizer, peft_config=lora).model
     else:
         model = add_lora(model, r=2, target_parameters=TARGETS)
     if how == "attach again":
@@ -266,3 +277,8 @@ def test_experts_in_float8_are_left_to_transformers() -> None:
     assert experts.refusal(module) is None
     module.down_proj = torch.nn.Parameter(module.down_proj.to(torch.float8_e4m3fn), requires_grad=False)
     assert "float8_e4m3fn" in str(experts.refusal(module))
+
+
+def test_no_plan_for_experts_behind_a_dense_layer() -> None:
+    with pytest.raises(UnsupportedError, match="only dense models"):
+        shape_of(tiny_model("qwen3_moe", mlp_only_layers=[0]))

@@ -18,7 +18,7 @@ from pronghorn.memory.planner import plan
 from pronghorn.memory.step_time import StepTimes, step_times
 from pronghorn.models import fast
 from pronghorn.models.attach import attach, attached
-from pronghorn.models.families import base_causal_lm, check_config
+from pronghorn.models.families import base_causal_lm, check_config, has_experts
 from pronghorn.models.merged import adapter_of, base_of
 
 REPEATS = 5
@@ -33,9 +33,9 @@ def shape_of(model: Any) -> Shape:
     base = base_causal_lm(model)
     config, layers = base.config, base.base_model.layers
     first = layers[0]
-    if not hasattr(first.mlp, "gate_proj"):
+    if has_experts(config) or not hasattr(first.mlp, "gate_proj"):
         raise UnsupportedError(
-            f"{type(first.mlp).__name__} has no plan: only dense models do", "choose gradient_checkpointing yourself"
+            f"{type(base).__name__} has no plan: only dense models do", "choose gradient_checkpointing yourself"
         )
     linears = {name: _linear(first, name) for names in GROUPS for name in names}
     sizes = {name: (linear.out_features, linear.in_features) for name, linear in linears.items()}
