@@ -158,6 +158,30 @@ def test_an_mlp_whose_forward_was_replaced_is_not_replaced_again() -> None:
         attach(model, Plan(policies=(MLP,)))
 
 
+def test_a_planned_mlp_is_not_taken_for_a_replaced_one() -> None:
+    model = tiny_model("llama")
+    handle = attach(model, Plan(policies=(MLP,)))
+    assert handle.replan(Plan(policies=(MLP, KEEP, LAYER))).plan.policies == (MLP, KEEP, LAYER)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("why", ["dropout", "padded"])
+def test_fused_layers_that_go_the_plain_way_recompute_their_mlps_and_say_what_they_keep(why: str) -> None:
+    model = with_adapters(tiny_model("llama"), lora_dropout=0.1 if why == "dropout" else 0.0)
+    batch = packed_row(LENGTHS, ROW)
+    if why == "padded":
+        batch = {name: batch[name] for name in ("input_ids", "labels")}
+    handle = attach(model, Plan(policies=(MLP, CHEAP, KEEP)), layers="fused")
+    runs = [0, 0, 0]
+    for index, layer in enumerate(model.get_base_model().model.layers):
+        projection = layer.mlp.gate_proj.base_layer
+        projection.register_forward_hook(lambda *_, index=index: runs.__setitem__(index, runs[index] + 1))
+    model(**batch).loss.backward()
+    assert runs == [2, 1, 1]
+    if why == "dropout":
+        counts = "1 of 3 layers: recompute the MLP; 2 of 3 layers: keep"
+        assert activations(handle) == (counts, "LoRA dropout")
+
+
 def test_buffers_are_one_or_two() -> None:
     with pytest.raises(ConfigError, match="buffers = 3: use 2, or 1"):
         Plan.offload(3)

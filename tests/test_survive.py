@@ -139,7 +139,7 @@ def test_nothing_is_lost_or_counted_twice(method: str, when: tuple[int, int], po
     assert found == losses
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
     assert [(event.step, event.micro_batch) for event in events] == [when]
-    assert policies(model) == (Policy.RECOMPUTE_LAYER,)
+    assert policies(model) == (Policy.RECOMPUTE_MLP,)  # the cheap parts alone need fused layers
 
 
 def test_what_the_failed_forward_held_is_given_back() -> None:
@@ -172,11 +172,15 @@ def test_three_times_are_survived_and_the_fourth_names_a_plan() -> None:
     assert train(model, Failing("forward 1", 4, times=3), tighter=other)[0] == undisturbed("lora")[0]
 
 
-@pytest.mark.parametrize("plan", [Plan.recompute(), None])
-def test_where_no_plan_keeps_less_the_run_ends(plan: Plan | None) -> None:
-    model = build("full", plan)
-    if plan is None:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+def test_layers_that_the_trainers_arguments_recompute_are_offloaded() -> None:
+    model = build("full", None)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert train(model, Failing("loss", 2))[0] == undisturbed("full")[0]
+    assert policies(model) == (Policy.OFFLOAD,)
+
+
+def test_where_no_plan_keeps_less_the_run_ends() -> None:
+    model = build("full", Plan.offload())
     error = torch.OutOfMemoryError("CUDA out of memory")
     with pytest.raises(TrainingError, match="step 1 ran out of memory: no plan keeps less: train with fewer") as raised:
         train(model, Failing("loss", 2, error=error))
@@ -279,10 +283,10 @@ def test_a_run_survives_and_says_so(
     calm, _ = outcome(recipe("calm", method, dtype))
     fail_backward(monkeypatch, 4)
     record, printed = outcome(recipe("short of memory", method, dtype))
-    told = "step 2 ran out of memory and is repeated; layers from here on: recompute the layer"
+    told = "step 2 ran out of memory and is repeated; layers from here on: recompute the MLP"
     assert told in printed and calm.out_of_memory == []
     assert record.out_of_memory == [
-        {"step": 2, "micro_batch": 2, "used_bytes": None, "total_bytes": None, "plan": "recompute the layer"}
+        {"step": 2, "micro_batch": 2, "used_bytes": None, "total_bytes": None, "plan": "recompute the MLP"}
     ]
     for name in ("step", "loss", "grad_norm", "tokens", "labelled"):
         assert [step[name] for step in record.steps] == [step[name] for step in calm.steps], name
@@ -290,10 +294,10 @@ def test_a_run_survives_and_says_so(
     weights = [path.relative_to(ours) for path in ours.glob("*/*.safetensors")]
     assert len(weights) == 3 and all((ours / name).read_bytes() == (theirs / name).read_bytes() for name in weights)
     assert RunRecord.read(ours).out_of_memory == record.out_of_memory
-    assert [path["path"] for path in record.paths if path["part"] == "activations"] == ["recompute the layer"]
+    assert [path["path"] for path in record.paths if path["part"] == "activations"] == ["recompute the MLP"]
     console = Console(file=io.StringIO(), width=200)
     console.print(summary(record, ours))
-    assert "survived at step 2; layers from then on: recompute the layer" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "1 × (survived, at step 2)" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_the_optimiser_is_not_repeated(recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,7 +343,7 @@ def test_one_process_of_two_stops_both(stories: Path, tmp_path: Path) -> None:
     assert status != 0
     for rank in (0, 1):
         assert f"[rank{rank}]: {STOPPED}: start again" in told, told
-    assert "with the plan 'recompute the layer'" in told
+    assert "with the plan 'recompute the MLP'" in told
 
 
 # ---- GPUs ----

@@ -40,18 +40,20 @@ class Installed:
     """Modules with transformers' flag, and what the plan sets it to."""
     _before: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
 
-    @property
-    def path(self) -> tuple[str, str]:
-        """What layers do now, and why: a line of the report."""
-        counts = Counter(
-            Policy.KEEP if policy in WHOLE_LAYER and not layer.gradient_checkpointing else policy
-            for layer, policy in zip(self.layers, self.policies, strict=True)
-        )
+    def path(self, unfused: str | None = None) -> tuple[str, str]:
+        """What layers do now, and why: a line of the report. `unfused`: why fused layers go transformers' way."""
+        counts: Counter[Policy] = Counter()
+        for layer, policy in zip(self.layers, self.policies, strict=True):
+            off = policy in WHOLE_LAYER and not layer.gradient_checkpointing
+            off |= policy is Policy.RECOMPUTE_CHEAP and unfused is not None
+            counts[Policy.KEEP if off else policy] += 1
         what = "; ".join(f"{n} of {len(self.layers)} layers: {policy}" for policy, n in counts.items())
         what = what if len(counts) > 1 else min(counts).value
         if self.engine is not None and counts[Policy.OFFLOAD]:
             return what, self.engine.state
-        return what, "the plan" if counts == Counter(self.policies) else "gradient checkpointing was switched off"
+        if counts == Counter(self.policies):
+            return what, "the plan"
+        return what, unfused or "gradient checkpointing was switched off"
 
     def switch(self, on: bool) -> None:
         """Recompute layers as planned, or no layer as a whole."""
@@ -96,7 +98,8 @@ def policies_of(plan: Plan, layers: Iterable[nn.Module], fused: bool) -> tuple[P
             raise UnsupportedError(
                 f"{type(layer).__name__} can't be recomputed by transformers' gradient checkpointing", "use Plan.keep()"
             )
-        if policy is Policy.RECOMPUTE_MLP and not fused and "forward" in layer.mlp.__dict__:
+        replaced = layer.mlp.__dict__.get("forward") if policy is Policy.RECOMPUTE_MLP else None
+        if replaced is not None and getattr(replaced, "__func__", None) is not _checkpointed_forward:
             raise UnsupportedError(
                 f"the forward of {type(layer).__name__}.mlp was replaced by something else",
                 f"use '{Policy.RECOMPUTE_LAYER}', or take that hook off",
@@ -132,8 +135,8 @@ def install(model: nn.Module, layers: Iterable[nn.Module], plan: Plan, fused: bo
         if policy is Policy.OFFLOAD:
             assert engine is not None
             installed.put(layer, "_gradient_checkpointing_func", functools.partial(engine.checkpoint, index))
-        elif policy is Policy.RECOMPUTE_MLP and not fused:
-            mlp: Any = layer.mlp
+        elif policy is Policy.RECOMPUTE_MLP:
+            mlp: Any = layer.mlp  # which a fused layer doesn't call, unless it goes transformers' way
             installed.put(mlp, "forward", types.MethodType(_checkpointed_forward, mlp))
     installed.put(model, INSTALLED, installed)
     installed.put(model, "_set_gradient_checkpointing", types.MethodType(_switched, model))

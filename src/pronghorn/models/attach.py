@@ -77,6 +77,11 @@ class Handle:
         """What moves layers' inputs to the host, where the plan has it do so."""
         return None if self._installed is None else self._installed.engine
 
+    @property
+    def fuses(self) -> bool:
+        """Whether layers have their fused classes; `paths` tells whether these serve the model as it is."""
+        return bool(self._fast)
+
     def paths(self, autocast: torch.dtype | None) -> list[PathTaken]:
         """The report for steps that run under autocast in that dtype (None: without), which attention then sees."""
         backend, metadata, *_ = self.options
@@ -102,12 +107,12 @@ class Handle:
             self._graph_path(autocast),
             PathTaken("loss", "labelled tokens only, in chunks", "the batch knows its labelled positions"),
             PathTaken("padded batches, generate()", unpacked, "they carry a mask or a cache"),
-            PathTaken("activations", *self._activations_path()),
+            PathTaken("activations", *self._activations_path(autocast)),
         ]
 
-    def _activations_path(self) -> tuple[str, str]:
+    def _activations_path(self, autocast: torch.dtype | None) -> tuple[str, str]:
         if self._installed is not None:
-            return self._installed.path
+            return self._installed.path(fast.refusal(self.model, autocast) if self._fast else None)
         on = recomputes_layers(self.model)
         return (
             ("recompute the layer", "gradient checkpointing is on") if on else ("keep", "gradient checkpointing is off")

@@ -50,7 +50,7 @@ def refusal(model: Any, autocast: torch.dtype | None) -> str | None:
     config, dtype = model.config, autocast or model.get_input_embeddings().weight.dtype
     if _activation(config) not in ACTIVATIONS and any(_is_whole(layer) for layer in model.base_model.layers):
         return f"activation {_activation(config)!r} has no kernel"
-    if not _turns(config):
+    if not _turns(model):
         return f"head_dim {head_dim(config)} is no power of two"
     for layer in model.base_model.layers:
         norm = type(layer.input_layernorm).__name__
@@ -76,7 +76,7 @@ def enable(model: Any, backend: Backend) -> list[tuple[nn.Module, type[nn.Module
     modules: list[Any] = list(model.base_model.modules())
     classes: dict[Any, Any] = {norm: _norm_class for norm in modules if type(norm).__name__ in NORM_OFFSETS}
     for layer in model.base_model.layers:
-        if _turns(model.config) and not _norms_all_heads(layer.self_attn):
+        if _turns(model) and not _norms_all_heads(layer.self_attn):
             classes[layer.self_attn] = functools.partial(_attention_class, backend=backend)
             if _is_whole(layer) and _activation(model.config) in ACTIVATIONS:
                 classes[layer] = functools.partial(_layer_class, backend=backend)
@@ -179,6 +179,8 @@ def _subclass(original: type[nn.Module], forward: Any) -> type[nn.Module]:
 
 def _attention_parts(module: Any, x: Tensor, backend: Backend) -> AttentionParts | None:
     """The module's parts, or None where this call isn't for the fast way."""
+    if not all(type(norm).__name__ in NORM_OFFSETS for norm in _head_norms(module)):
+        return None
     weights = [norm.weight for norm in _head_norms(module)] + ([module.sinks] if hasattr(module, "sinks") else [])
     return _parts(
         module, [(module, ATTENTION)], weights, x, lambda *linears: _make_attention(module, backend, *linears)
@@ -192,6 +194,8 @@ def _layer_parts(module: Any, x: Tensor, backend: Backend) -> LayerParts | None:
     names = ["input_layernorm", "pre_feedforward_layernorm" if gemma else "post_attention_layernorm"]
     names += ["post_attention_layernorm", "post_feedforward_layernorm"] if gemma else []
     norms = [getattr(module, name) for name in names]
+    if not all(type(norm).__name__ in NORM_OFFSETS for norm in (*norms, *_head_norms(attention))):
+        return None  # PEFT's wrapper around one that is trained
 
     def make(qkv: LinearGroup, out: LinearGroup, gate_up: LinearGroup, down: LinearGroup) -> LayerParts:
         before, *after = ([_make_norm(norm) for norm in norms[i : i + 2]] for i in range(0, len(norms), 2))
@@ -276,10 +280,10 @@ def head_dim(config: Any) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def _turns(config: Any) -> bool:
-    """Whether the RoPE kernel serves these heads."""
-    dim = head_dim(config)
-    return dim >= 16 and dim & (dim - 1) == 0
+def _turns(model: Any) -> bool:
+    """Whether the RoPE kernel serves these heads; in plain torch all are."""
+    dim = head_dim(model.config)
+    return (dim >= 16 and dim & (dim - 1) == 0) or next(model.parameters()).device.type == "cpu"
 
 
 def _is_whole(layer: Any) -> bool:
