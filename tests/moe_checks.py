@@ -46,7 +46,7 @@ def indices(tokens: int, k: int, experts: int, how: str) -> Tensor:
 
 
 def check_route(device: str, dtype: torch.dtype) -> None:
-    for tokens, k, experts, how in routings(device):
+    for tokens, k, experts, how in ((0, 2, 5, "even"), *routings(device)):
         index = indices(tokens, k, experts, how).to(device)
         pairs = zip(moe_route_triton.route(index, experts), route_by_sort(index, experts), strict=True)
         for number, (mine, wanted) in enumerate(pairs):

@@ -19,7 +19,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from pronghorn.bench import pairs
-from pronghorn.bench.contenders.base import Spec, canonical
+from pronghorn.bench.contenders.base import Spec
 from pronghorn.bench.pairs import Outcome, Pairs
 from pronghorn.bench.process import OutOfMemory, Worker, WorkerError
 from pronghorn.bench.record import Result, read_results
@@ -31,6 +31,7 @@ from pronghorn.bench.timing import STEPS_A_TURN, Series
 from pronghorn.bench.workload import document_lengths, make_rows, read_rows, write_rows
 from pronghorn.cli.main import app
 from pronghorn.errors import DataError
+from pronghorn.parity.parameters import canonical
 from test_readme import BASH
 
 GREEN = {

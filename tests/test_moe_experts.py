@@ -180,3 +180,24 @@ def test_an_expert_without_tokens_has_exactly_zero_gradient() -> None:
         chosen = set(index.flatten().tolist())
         for e in range(6):
             assert (found[name][e] != 0).any().item() is (e in chosen), (name, e)
+
+
+@pytest.mark.parametrize("kind", ["silu", "clamped"])
+def test_each_tensor_trained_alone_gets_the_same_gradient(kind: str) -> None:
+    given = {name: value.float() for name, value in tensors(17, 2, 4).items()}
+    index, bias = indices(17, 2, 4, "skewed"), kind == "clamped"
+
+    def run(leaves: dict[str, Tensor]) -> Tensor:
+        return ours(index, GATES[kind], leaves, transposed=bias, bias=bias, lora=True)
+
+    together = gradients(run, given)
+    for name in together.keys() - {"out"}:
+        alone = gradients(lambda leaves: run({**given, name: leaves[name]}), {name: given[name]})  # noqa: B023
+        assert torch.equal(alone[name], together[name]), name
+
+
+def test_no_tokens() -> None:
+    given = {name: value.float() for name, value in tensors(0, 2, 4).items()}
+    index = indices(0, 2, 4, "even")
+    found = gradients(lambda leaves: ours(index, GATES["silu"], leaves, transposed=False, bias=True, lora=True), given)
+    assert found["out"].shape == (0, H) and not any(gradient.any() for gradient in found.values())

@@ -276,3 +276,21 @@ def test_models_on_a_gpu(family: str, trained: str, dtype: Any, nan_memory: None
     autocast = torch.bfloat16 if dtype == "autocast" else None
     model = tiny_moe(family, num_hidden_layers=1).to("cuda", torch.float32 if autocast else dtype)
     check_16_bits(model if trained == "everything" else with_expert_lora(model, r=4), "cuda", autocast)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("layers", ["stock", "fused"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_on_another_gpu_than_the_current_one(family: str, layers: Any, nan_memory: None) -> None:
+    """Triton launches on the current device: the model's is made current for the forward."""
+    found = []
+    for device in ("cuda:0", "cuda:1"):
+        model = with_expert_lora(tiny_moe(family)).to(device, torch.bfloat16)
+        attach(model, layers=layers)
+        with torch.cuda.device(0):
+            batch = {name: value.to(device) for name, value in packed_row(DOCUMENTS, 40, vocab=61).items()}
+            model(**batch).loss.backward()
+        found.append({name: p.grad.cpu() for name, p in model.named_parameters() if p.requires_grad})
+    for name, gradient in found[0].items():
+        assert torch.equal(gradient, found[1][name]), name

@@ -107,14 +107,16 @@ def test_explicit_ways(way: str, window: int | None, nan_memory: None, monkeypat
     """With the kernels' formulas in their place, which tests the identities and the gradient of the sinks."""
     flash_on_the_cpu(monkeypatch)
     packed = batch()
-    ours = lambda q, k, v, s: explicit.attention(q, k, v, packed, 0.25, window, way, s)  # noqa: E731
+    options = explicit.Options(packed, 0.25, window, way)
+    ours = lambda q, k, v, s: explicit.attention(q, k, v, options, s)  # noqa: E731
     compare(ours, plain_for(packed, 16, window), window, "cpu", torch.float32, 16, 1)
 
 
 def test_frozen_sinks_cost_nothing() -> None:
     q, k, v, sinks, d_out = inputs(4, 2, 16, sum(LENGTHS), 0)
-    out, state = explicit.forward(q, k, v, batch(), 0.25, None, "auto", sinks)
-    grads, d_sinks = explicit.backward(d_out, q, k, v, out, list(state), batch(), 0.25, None, "auto", sinks)
+    options = explicit.Options(batch(), 0.25, None, "per_document")
+    out, state = explicit.forward(q, k, v, options, sinks)
+    grads, d_sinks = explicit.backward(d_out, q, k, v, out, list(state), options, sinks)
     assert grads.shape == (sum(LENGTHS), 8, 16) and d_sinks is None
 
 
@@ -140,6 +142,6 @@ def test_on_the_gpu(way: Any, dim: int, dtype: torch.dtype, window: int | None, 
     def ours(q: Tensor, k: Tensor, v: Tensor, s: Tensor) -> Tensor:
         if way == "masked":
             return masked_attention(q, k, v, packed, dim**-0.5, window, s)
-        return explicit.attention(q, k, v, packed, dim**-0.5, window, way, s)
+        return explicit.attention(q, k, v, explicit.Options(packed, dim**-0.5, window, way), s)
 
     compare(ours, plain_for(packed, dim, window), window, "cuda", dtype, dim, 8)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,13 @@ def subject_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Subjec
     """A family's tiny model, saved once, with LoRA adapters or whole."""
     folders: dict[str, Path] = {}
 
-    def make(family: str, full: bool = False, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Subject:
+    def make(
+        family: str,
+        full: bool = False,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        experts: Sequence[str] = (),
+    ) -> Subject:
         from peft import PeftModel
         from transformers import AutoModelForCausalLM
 
@@ -58,7 +64,9 @@ def subject_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Subjec
 
         return Subject(
             name=family,
-            build=lambda: load(folders[family]) if full else add_lora(load(folders[family]), r=4),
+            build=lambda: (
+                load(folders[family]) if full else add_lora(load(folders[family]), r=4, target_parameters=experts)
+            ),
             attach=attach,
             collate=Collator(TOKENS, pad_token_id=0),
             reload=lambda folder: load(folder) if full else PeftModel.from_pretrained(load(folders[family]), folder),
@@ -94,6 +102,40 @@ def test_clean_runs_pass(subject_of: Any, family: str) -> None:
     adapted = 3 * 7 if family in FAMILIES else (2 if family == "gpt_oss" else 3) * 4  # layers and linears
     assert report.tensors == adapted * 2 and len(report.worst) == 10
     assert [check.name for check in report.checks][-2:] == ["merged weights", "saved and reloaded"]
+
+
+EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_clean_expert_lora_passes(subject_of: Any, family: str) -> None:
+    report = verify(subject_of(family, experts=EXPERTS))
+    assert report.ok and report.causes == [], [check for check in report.checks if not check.ok]
+    found = {check.name: check.detail for check in report.checks}
+    assert found["experts train"].startswith("every expert that saw tokens trains")
+    assert (
+        found["merged weights"] == f"{2 * (4 + 2) if family == 'gpt_oss' else 3 * (4 + 2)} weights hold their adapter"
+    )
+
+
+@pytest.mark.parametrize("part", ["A", "B"])
+def test_an_expert_that_never_trains(subject_of: Any, part: str) -> None:
+    """Its slice of the adapter gets no gradient, though tokens go to it: the tensor as a whole looks alive."""
+    name = f"model.layers.1.mlp.experts.lora_{part}.weight"
+
+    def plant(model: Any) -> None:
+        experts = model.get_base_model().model.layers[1].mlp.experts.get_base_layer().num_experts
+
+        def forget(gradient: torch.Tensor) -> torch.Tensor:
+            slices = gradient.clone().view(experts, -1) if part == "A" else gradient.clone().view(-1, experts).t()
+            slices[3] = 0
+            return (slices if part == "A" else slices.t()).reshape(gradient.shape)
+
+        trainable(model)[name].register_hook(forget)
+
+    only_cause(
+        planted(subject_of("qwen3_moe", experts=EXPERTS), plant), f"an expert that never trains: {name}, expert 3 ("
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)

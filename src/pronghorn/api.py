@@ -35,6 +35,7 @@ class FastLanguageModel:
         full_finetuning: bool = False,
         attention: Literal["auto", "tiled", "flash", "per_document", "masked"] = "auto",
         packing_metadata: Literal["once", "per_layer", "per_layer_mask"] = "once",
+        moe_routing: Literal["once", "loop"] = "once",
         trust_remote_code: bool = False,
         token: str | None = None,
         revision: str | None = None,
@@ -52,7 +53,7 @@ class FastLanguageModel:
                 recompute them, and their inputs wait in host memory; "auto" recomputes until `pronghorn.SFTTrainer`
                 knows the batch, and on CUDA then keeps what fits.
             full_finetuning: train every weight; they are kept in float32 (the trainer computes in 16 bits).
-            attention, packing_metadata: as in `pronghorn.attach`.
+            attention, packing_metadata, moe_routing: as in `pronghorn.attach`.
         Returns:
             (model, tokenizer); `model.max_seq_length` tells the row length to trainers.
         Raises:
@@ -76,7 +77,7 @@ class FastLanguageModel:
             revision=revision,
         )
         if packing:
-            attach(model, attention=attention, packing_metadata=packing_metadata)
+            attach(model, attention=attention, packing_metadata=packing_metadata, moe_routing=moe_routing)
         _set_recompute(model, use_gradient_checkpointing)
         return _finish(model, max_seq_length), tokenizer
 
@@ -92,6 +93,7 @@ class FastLanguageModel:
         use_gradient_checkpointing: Checkpointing | None = None,
         random_state: int = 3407,
         *,
+        target_parameters: Sequence[str] | None = None,
         modules_to_save: Sequence[str] | None = None,
         **unsupported: Any,
     ) -> Any:
@@ -111,11 +113,15 @@ class FastLanguageModel:
             lora_alpha=lora_alpha,
             lora_dropout=lora_dropout,
             target_modules=target_modules,
+            target_parameters=target_parameters,
             bias=bias,
             use_rslora=use_rslora,
             modules_to_save=modules_to_save,
             random_state=random_state,
         )
+        handle = attached(adapted)
+        if handle is not None:
+            handle.adopt_adapters()
         return _finish(adapted, getattr(model, "max_seq_length", None))
 
     @staticmethod

@@ -65,6 +65,9 @@ class Adapter(Section):
         min_length=1,
         description="the linears that get adapters",
     )
+    target_parameters: list[str] = Field(
+        [], description="weights of experts that get adapters: mlp.experts.gate_up_proj, mlp.experts.down_proj"
+    )
     bias: Literal["none", "all", "lora_only"] = Field("none", description="which biases are trained")
     use_rslora: bool = Field(False, description="scale by lora_alpha / sqrt(r)")
     random_state: int = Field(3407, ge=0, description="seeds the adapters' initialisation")
@@ -156,6 +159,9 @@ class Packing(Section):
     )
     graph: Literal["auto", "on", "off"] = Field(
         "auto", description="launch layers as one CUDA graph; auto: where that is measured to pay"
+    )
+    moe_routing: Literal["once", "loop"] = Field(
+        "once", description="group tokens by expert once a layer; loop is transformers' way, an ablation"
     )
 
 
@@ -278,9 +284,10 @@ class Recipe(Section):
                 )
         if self.train.min_improvement is not None and self.data.eval is None:
             raise ConfigError("train.min_improvement needs held-out data", "give data.eval, or leave it out")
-        if self.adapter.method == "full" and (self.adapter.modules_to_save or self.adapter.new_tokens):
+        lora_only = self.adapter.modules_to_save or self.adapter.new_tokens or self.adapter.target_parameters
+        if self.adapter.method == "full" and lora_only:
             raise ConfigError(
-                "adapter.method: full trains everything: modules_to_save and new_tokens are LoRA's",
+                "adapter.method: full trains everything: modules_to_save, new_tokens and target_parameters are LoRA's",
                 "leave them out; for full fine-tuning add tokens to the model's folder beforehand",
             )
         if self.train.eval_steps is not None and self.data.eval is None:

@@ -7,6 +7,7 @@ less up to 8,192 (docs/log.md): no empty blocks, no atomics.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import log
 from typing import Any
 
@@ -14,66 +15,59 @@ import torch
 from torch import Tensor
 
 from pronghorn.attention import varlen
-from pronghorn.attention.backends import Backend, choose
 from pronghorn.attention.masked import per_document_attention
 from pronghorn.data.batch import TILE_ROWS, PackedBatch
 from pronghorn.kernels import attention as tiles
 
 
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    packed: PackedBatch,
-    scale: float,
-    window: int | None,
-    way: str,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Causal attention inside each document: [T, H, D] and [T, H_kv, D] to [T, H, D], any strides but for the last;
-    sinks: [H]. Differentiable; `way` is what `choose` chose."""
-    return _Attention.apply(query, key, value, sinks, packed, scale, window, way)
+@dataclass(frozen=True)
+class Options:
+    """Which attention: causal inside each document."""
+
+    packed: PackedBatch
+    scale: float
+    window: int | None
+    way: str
+    """What `backends.choose` chose."""
+
+    @property
+    def binding(self) -> int | None:
+        """The window, where a document is longer than it."""
+        return self.window if self.window is not None and self.window < self.packed.max_seqlen else None
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, options: Options, sinks: Tensor | None = None) -> Tensor:
+    """[T, H, D] and [T, H_kv, D] to [T, H, D], any strides but for the last; sinks: [H]. Differentiable."""
+    return _Attention.apply(query, key, value, sinks, options)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        packed: PackedBatch,
-        scale: float,
-        window: int | None,
-        way: str,
-    ) -> Tensor:
-        out, state = _forward(way, q, k, v, packed, scale, window, sinks)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: Options) -> Tensor:
+        out, state = forward(q, k, v, options, sinks)
         ctx.save_for_backward(q, k, v, sinks, out, *state)
-        ctx.options = packed, scale, window
-        ctx.way = way
+        ctx.options = options
         return out
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> Any:
         q, k, v, sinks, out, *state = ctx.saved_tensors
-        packed, scale, window = ctx.options
-        grads, d_sinks = _backward(ctx.way, d_out.contiguous(), q, k, v, out, state, packed, scale, window, sinks)
-        return *grads.split([q.shape[1], k.shape[1], k.shape[1]], 1), d_sinks, *(None,) * 4
+        grads, d_sinks = backward(d_out.contiguous(), q, k, v, out, state, ctx.options, sinks)
+        return *grads.split([q.shape[1], k.shape[1], k.shape[1]], 1), d_sinks, None
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    packed: PackedBatch,
-    scale: float,
-    window: int | None,
-    backend: Backend,
-    sinks: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, options: Options, sinks: Tensor | None = None
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """(attention's output [T, H, D], what `backward` needs besides)."""
-    return _forward(choose(backend, q)[0], q, k, v, packed, scale, window, sinks)
+    packed, scale, window = options.packed, options.scale, options.binding
+    if options.way == "tiled":
+        out, lse = tiles.forward(q, k, v, packed.tiles, TILE_ROWS, scale, window, sinks)
+        return out, (lse,)
+    if options.way == "flash":
+        out, *state = varlen.forward(q, k, v, packed, scale, window, sinks)
+        return out, tuple(state)
+    return per_document_attention(q, k, v, packed, scale, window, sinks), ()
 
 
 def backward(
@@ -83,55 +77,16 @@ def backward(
     v: Tensor,
     out: Tensor,
     state: list[Tensor],
-    packed: PackedBatch,
-    scale: float,
-    window: int | None,
-    backend: Backend,
+    options: Options,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """([T, H + 2·H_kv, D]: dq, dk and dv side by side; [H]: the sinks' gradient, None where they aren't trained)."""
-    return _backward(choose(backend, q)[0], d_out, q, k, v, out, state, packed, scale, window, sinks)
-
-
-def _forward(
-    way: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    packed: PackedBatch,
-    scale: float,
-    window: int | None,
-    sinks: Tensor | None,
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    window = _binding(window, packed)
-    if way == "tiled":
-        out, lse = tiles.forward(q, k, v, packed.tiles, TILE_ROWS, scale, window, sinks)
-        return out, (lse,)
-    if way == "flash":
-        out, *state = varlen.forward(q, k, v, packed, scale, window, sinks)
-        return out, tuple(state)
-    return per_document_attention(q, k, v, packed, scale, window, sinks), ()
-
-
-def _backward(
-    way: str,
-    d_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    state: list[Tensor],
-    packed: PackedBatch,
-    scale: float,
-    window: int | None,
-    sinks: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
-    window = _binding(window, packed)
+    packed, scale, window = options.packed, options.scale, options.binding
     trained = [sinks] if sinks is not None and sinks.requires_grad else []
-    if way == "tiled":
+    if options.way == "tiled":
         grads = tiles.backward(d_out, q, k, v, out, state[0], packed.tiles, TILE_ROWS, scale, window)
         return grads, tiles.sink_grad(trained[0], d_out, out, state[0] * log(2)) if trained else None
-    if way == "flash":
+    if options.way == "flash":
         grads = torch.cat(varlen.backward(d_out, q, k, v, out, state, packed, scale, window), 1)
         return grads, tiles.sink_grad(trained[0], d_out, out, state[0]) if trained else None
     with torch.enable_grad():
@@ -139,8 +94,3 @@ def _backward(
         again = per_document_attention(q, k, v, packed, scale, window, sinks)
     dq, dk, dv, *d_sinks = torch.autograd.grad(again, (q, k, v, *trained), d_out)
     return torch.cat([dq, dk, dv], 1), d_sinks[0] if trained else None
-
-
-def _binding(window: int | None, packed: PackedBatch) -> int | None:
-    """The window, where a document is longer than it."""
-    return window if window is not None and window < packed.max_seqlen else None

@@ -14,28 +14,22 @@ from pronghorn.data.batch import PackedBatch
 
 
 def per_document_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    packed: PackedBatch,
-    scale: float,
-    window: int | None,
-    sinks: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, packed: PackedBatch, scale: float, window: int | None, sinks: Tensor | None = None
 ) -> Tensor:
     """Causal attention, one SDPA call for each document: [T, H, D] and [T, H_kv, D] to [T, H, D]; sinks: [H].
 
     The bounds are host integers, so nothing waits for the device.
     """
-    q_HTD, k_HTD, v_HTD = _heads_first(query, key, value)
+    rows = _heads_first(q, k, v)
     outputs = []
     for start, end in packed.segments:
         length = end - start
         band = None
         if sinks is not None or (window is not None and length > window):
-            position = torch.arange(length, device=query.device)
+            position = torch.arange(length, device=rows[0].device)
             distance = position[:, None] - position[None, :]
             band = (distance >= 0) & (distance < (window or length))
-        q, k, v = (x[None, :, start:end] for x in (q_HTD, k_HTD, v_HTD))
+        q, k, v = (x[None, :, start:end] for x in rows)
         if sinks is not None:
             out = sink_attention(q, k, v, band, scale, sinks)
         else:

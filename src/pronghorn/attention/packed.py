@@ -78,17 +78,8 @@ def packed_attention(
     if packed is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        return sdpa_attention_forward(
-            module,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=dropout,
-            scaling=scaling,
-            sliding_window=sliding_window,
-            **kwargs,
-        )
+        kwargs |= {"dropout": dropout, "scaling": scaling, "sliding_window": sliding_window}
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     if torch.is_autocast_enabled(query.device.type):  # RoPE in float32 leaves q, k and v in different dtypes
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
@@ -104,7 +95,7 @@ def packed_attention(
     elif way == "per_document":
         out = per_document_attention(q_THD, k_THD, v_THD, packed, scale, window, s_aux)
     else:
-        out = explicit.attention(q_THD, k_THD, v_THD, packed, scale, window, way, s_aux)
+        out = explicit.attention(q_THD, k_THD, v_THD, explicit.Options(packed, scale, window, way), s_aux)
     return out.reshape(batch, length, heads, head_dim), None
 
 
@@ -118,20 +109,14 @@ def _unpacked_with_sinks(
     """
     groups, length = query.shape[1] // key.shape[1], query.shape[2]
     if mask is None and length > 1:
-        mask = torch.ones(length, key.shape[2], dtype=torch.bool, device=query.device).tril()
+        mask = torch.ones(length, key.shape[2], dtype=torch.bool, device=query.device).tril(key.shape[2] - length)
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return sink_attention(query, key, value, mask, scale, sinks).transpose(1, 2).contiguous()
 
 
 def _metadata_in_every_layer(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    position_ids: Tensor,
-    scale: float,
-    window: int | None,
-    sinks: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, position_ids: Tensor, scale: float, window: int | None, sinks: Tensor | None
 ) -> Tensor:
     """Ablation: derive the metadata from `position_ids` as transformers' flash path does in every layer.
 
@@ -139,18 +124,15 @@ def _metadata_in_every_layer(
     """
     from transformers.modeling_flash_attention_utils import _is_packed_sequence, prepare_fa_kwargs_from_position_ids
 
-    if not _is_packed_sequence(position_ids, batch_size=position_ids.shape[0]):
-        lengths = [query.shape[0]]
-        cu_seqlens = torch.tensor([0, query.shape[0]], dtype=torch.int32, device=query.device)
-        max_seqlen = query.shape[0]
-    else:
+    tokens, lengths = q.shape[0], None
+    if _is_packed_sequence(position_ids, batch_size=position_ids.shape[0]):
         (cu_seqlens, _), (longest, _) = prepare_fa_kwargs_from_position_ids(position_ids)
-        lengths = None
-        max_seqlen = int(longest)
-    if refusal(query) is None:
+    else:
+        lengths, longest = [tokens], tokens
+        cu_seqlens = torch.tensor([0, tokens], dtype=torch.int32, device=q.device)
+    if refusal(q) is None:
         if sinks is not None:
             raise UnsupportedError("this ablation has no attention sinks", "use packing_metadata='once'")
-        return flash_varlen(query, key, value, cu_seqlens, max_seqlen, scale, window)[0]
-    lengths = lengths or cu_seqlens.diff().tolist()
-    packed = PackedBatch.build(lengths, tokens=query.shape[0], device=query.device)
-    return per_document_attention(query, key, value, packed, scale, window, sinks)
+        return flash_varlen(q, k, v, cu_seqlens, int(longest), scale, window)[0]
+    packed = PackedBatch.build(lengths or cu_seqlens.diff().tolist(), tokens=tokens, device=q.device)
+    return per_document_attention(q, k, v, packed, scale, window, sinks)

@@ -52,20 +52,14 @@ def flash_varlen(
 
 
 def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    packed: PackedBatch,
-    scale: float,
-    window: int | None,
-    sinks: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, packed: PackedBatch, scale: float, window: int | None, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`flash_varlen` with the batch's own metadata: nothing is computed here, and nothing waits.
 
     With sinks σ [H] output and log-sum-exp become those of a softmax that counts exp(σ): lse' = logaddexp(lse, σ) and
     out' = out · exp(lse − lse'). Flash's backward, given these, computes the gradient with sinks.
     """
-    out, lse, *state = flash_varlen(query, key, value, packed.cu_seqlens, packed.max_seqlen, scale, window)
+    out, lse, *state = flash_varlen(q, k, v, packed.cu_seqlens, packed.max_seqlen, scale, window)
     if sinks is not None:
         with_sinks = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
         out, lse = (out * torch.exp(lse - with_sinks).T[..., None]).to(out.dtype), with_sinks
@@ -73,20 +67,13 @@ def forward(
 
 
 def backward(
-    d_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    state: list[Tensor],
-    packed: PackedBatch,
-    scale: float,
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, state: list[Tensor], packed: PackedBatch, scale: float,
     window: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv); `state` is what `forward` returned after the output."""
     lse, seed, unused = state
+    bounds, longest = (packed.cu_seqlens,) * 2, (packed.max_seqlen,) * 2
     return torch.ops.aten._flash_attention_backward(
-        d_out, query, key, value, out, lse, packed.cu_seqlens, packed.cu_seqlens, packed.max_seqlen,
-        packed.max_seqlen, 0.0, True, seed, unused,
+        d_out, q, k, v, out, lse, *bounds, *longest, 0.0, True, seed, unused,
         scale=scale, window_size_left=-1 if window is None else window - 1, window_size_right=0,
     )  # fmt: skip

@@ -255,7 +255,7 @@ def attention_case(draw: Draw, tokens: int, heads: int, kv_heads: int, dim: int,
     packed = PackedBatch.build([length] * documents, tokens=tokens, device=draw.device)
 
     def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return explicit.attention(q, k, v, packed, dim**-0.5, None, "tiled")
+        return explicit.attention(q, k, v, explicit.Options(packed, dim**-0.5, None, "tiled"))
 
     q, k, v, d_out = (draw(tokens, count, dim) for count in (heads, kv_heads, kv_heads, heads))
     forward = 2.0 * q.nbytes + k.nbytes + v.nbytes

@@ -94,6 +94,7 @@ def verify(subject: Subject, say: Callable[[str], None] = lambda text: None) -> 
         checks.logits(packed, plain, exact),
         checks.gradients(gradients),
         checks.dead(ours.dead, exact.dead),
+        *([] if ours.experts is None else [ours.experts]),
         checks.packed_or_alone(packed, alone, plain, exact),
         checks.sights(run.sight(packed=True), plain_sight),
         checks.twice(ours, again, plain, exact, luck),

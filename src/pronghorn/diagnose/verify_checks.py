@@ -18,8 +18,10 @@ from torch import Tensor
 from pronghorn.diagnose.verify_probe import Sight
 from pronghorn.errors import UnsupportedError
 from pronghorn.export import merge
+from pronghorn.models.expert_gradients import RoutedTokens
 from pronghorn.models.families import base_causal_lm
 from pronghorn.parity.distance import EPS, Distance, Luck, distance, l2, listed, ratio
+from pronghorn.parity.parameters import canonical
 
 _ROTATED = ("q_proj", "k_proj", "q_norm", "k_norm")
 
@@ -36,6 +38,8 @@ class Passes:
     gradients: dict[str, Tensor]
     dead: list[str]
     """Trained tensors with no gradient, a zero one, or one that is not finite."""
+    experts: Check | None = None
+    """Whether every expert that saw tokens trains; None where the pass doesn't tell, or none is trained."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,15 @@ def dead(names: list[str], in_exact: list[str]) -> Check:
     wrong = sorted(set(names) - set(in_exact))
     detail = f"no gradient, a zero or one that is not finite: {listed(wrong)}" if wrong else "every tensor has one"
     return Check("no dead gradient", not wrong, len(wrong), 0, detail)
+
+
+def experts(routed: RoutedTokens) -> Check | None:
+    """Experts that tokens went to and whose slice of a trained tensor has no gradient; None where none is trained."""
+    if not any(routed.tensors()):
+        return None
+    wrong = [f"{canonical(name)}, expert {e} ({tokens} tokens)" for name, e, tokens in routed.untrained()]
+    detail = f"every expert that saw tokens trains; {len(routed.idle())} saw none"
+    return Check("experts train", not wrong, len(wrong), 0, f"no gradient: {listed(wrong)}" if wrong else detail)
 
 
 def packed_or_alone(packed: Tensor, alone: tuple[list[int], Tensor], plain: Passes, exact: Passes) -> Check:
@@ -148,14 +161,11 @@ def merged(model: Any) -> list[Check]:
     worst = 0.0
     for name, module in adapted.items():
         with torch.no_grad():
-            weight = merge.dense_weight(module.get_base_layer())
-            added = sum(
-                module.scaling[a] * (module.lora_B[a].weight.double() @ module.lora_A[a].weight.double()).float()
-                for a in module.active_adapters
-                if a in module.lora_A
-            )
-            right = weight + added
-            written = state.pop(f"{name}.weight").to(right.device)
+            of_experts = hasattr(module, "parameter_name")
+            weight = module.get_param().float() if of_experts else merge.dense_weight(module.get_base_layer())
+            right = weight + sum(_delta(module, a, weight) for a in module.active_adapters if a in module.lora_A)
+            key = f"{name.replace('.base_layer', '')}.{module.parameter_name if of_experts else 'weight'}"
+            written = state.pop(key).to(right.device)
             found = distance(name, written, right.to(dtype), right)
             worst = max(worst, found.excess)
             if not found.excess <= 1:
@@ -165,6 +175,17 @@ def merged(model: Any) -> list[Check]:
         told = ((forgot, "forgot its adapter"), (off, "is not W + s·B·A"))
         detail = "; ".join(f"{what}: {listed(names)}" for names, what in told if names)
     return [Check("merged weights", not (forgot or off), worst, 1.0, detail)]
+
+
+def _delta(module: Any, adapter: str, weight: Tensor) -> Tensor:
+    """s·B·A of an adapter, of all experts where it is theirs, laid out as the weight is."""
+    a, b = (part[adapter].weight.double() for part in (module.lora_A, module.lora_B))
+    if weight.dim() == 2:
+        return module.scaling[adapter] * (b @ a).float()
+    count = len(weight)
+    a, b = a.view(count, -1, a.shape[1]).float(), b.view(b.shape[0], -1, count).float()
+    out = "eio" if module.get_base_layer().is_transposed else "eoi"
+    return module.scaling[adapter] * torch.einsum(f"eri,ore->{out}", a, b)
 
 
 def reloaded(logits: Tensor, differ: list[str], plain: Passes, exact: Passes) -> Check:
@@ -190,6 +211,8 @@ def causes(
     failed = {name for name, check in found.items() if not check.ok}
     if "no dead gradient" in failed:
         yield f"adapter or weight that gets no gradient: {found['no dead gradient'].detail.split(': ')[1]}"
+    if "experts train" in failed:
+        yield f"an expert that never trains: {found['experts train'].detail.split(': ')[1]}"
     if "sight" in failed:
         told = found["sight"].detail
         yield f"{'leaking mask' if 'another document' in told else 'causal mask or sliding window'}: {told}"

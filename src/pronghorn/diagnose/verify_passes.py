@@ -6,7 +6,7 @@ import gc
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate as running_sum
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from pronghorn.data.packing import IGNORE_INDEX, Document
 from pronghorn.diagnose import verify_checks as checks
 from pronghorn.diagnose.verify_checks import Check, Passes
 from pronghorn.diagnose.verify_probe import NEIGHBOUR, Sight, probe_tokens, sight
+from pronghorn.models.expert_gradients import count_tokens
 from pronghorn.models.families import base_causal_lm
 from pronghorn.parity.parameters import canonical, trainable
 from pronghorn.parity.reference import accumulate, kept_gradients, part_by_part
@@ -131,12 +132,14 @@ class Run:
         """The accumulated batch: every row's loss over the labels of all rows, as the trainer does."""
         total = 0.0
         items = torch.tensor(self.subject.n_labels, device=self.device)
-        for batch in self._batches():
-            with self._autocast():
-                loss = self.model(**batch, use_cache=False, num_items_in_batch=items).loss
-            loss.backward()
-            total += loss.item()
-        return self._take([], total, torch.empty(0))
+        with count_tokens(self.model) as routed:
+            for batch in self._batches():
+                with self._autocast():
+                    loss = self.model(**batch, use_cache=False, num_items_in_batch=items).loss
+                loss.backward()
+                total += loss.item()
+        experts = checks.experts(routed)
+        return replace(self._take([], total, torch.empty(0)), experts=experts)
 
     def _take(self, losses: list[Tensor], loss: float, logits: Tensor) -> Passes:
         """Take the gradients off the model: on the host, for the next pass needs the room."""

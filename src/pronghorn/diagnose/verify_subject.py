@@ -19,7 +19,7 @@ from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import attach
 from pronghorn.models.load import default_device, resolve_dtype
 from pronghorn.train.documents import find, prepare, tokenizer_for
-from pronghorn.train.run import autocast_dtype, load
+from pronghorn.train.run import attach_options, autocast_dtype, load
 
 DOCUMENTS_A_ROW = 3
 """At least: longer documents are cut to their last tokens, where the answer is."""
@@ -58,8 +58,7 @@ def subject_of(
 
     def attach_as_trained(model: Any) -> object:
         plan = Plan.asked(recipe.memory.gradient_checkpointing, recipe.memory.offload_buffers)
-        packing = recipe.packing
-        return attach(model, plan, attention=packing.attention, packing_metadata=packing.metadata, graph=packing.graph)
+        return attach(model, plan, **attach_options(recipe))
 
     def reload(folder: Path) -> Any:
         if not full:

@@ -46,7 +46,7 @@ def route(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, ...]:
     """As `moe.route.route_by_sort`."""
     ids = top_k_index.contiguous()
     size, k = ids.numel(), ids.shape[1]
-    blocks = triton.cdiv(size, BLOCK)
+    blocks = max(triton.cdiv(size, BLOCK), 1)  # without tokens, too, somebody writes the offsets
     counts = torch.empty(num_experts * blocks, dtype=torch.int32, device=ids.device)
     options = {"EXPERTS": triton.next_power_of_2(num_experts), "E": num_experts, "BLOCK": BLOCK, "num_warps": 8}
     _count[(blocks,)](ids, counts, size, blocks, **options)

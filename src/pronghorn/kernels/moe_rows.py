@@ -22,11 +22,7 @@ def gather(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def combine(
-    x: Tensor,
-    rows: Tensor,
-    weights: Tensor | None = None,
-    bias: Tensor | None = None,
-    experts: Tensor | None = None,
+    x: Tensor, rows: Tensor, weights: Tensor | None = None, bias: Tensor | None = None, experts: Tensor | None = None
 ) -> Tensor:
     """The sum of each token's rows.
 

@@ -12,6 +12,7 @@ Three changes, all outside the parameters (so saving gives byte for byte what an
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, get_args
@@ -154,6 +155,12 @@ class Handle:
             moe_routing=routing,
         )
 
+    def adopt_adapters(self) -> Handle:
+        """Compute adapters that PEFT has put on experts since `attach` beside the experts, too."""
+        if self._experts is not None:
+            self._experts.adopt()
+        return self
+
     def detach(self) -> None:
         """Give the model back as it was; does nothing if it already is.
 
@@ -189,7 +196,8 @@ def attach(
     graph: Graph = "auto",
     moe_routing: experts.Routing = "once",
 ) -> Handle:
-    """Give a model Pronghorn's packed path. Idempotent: a second call with the same options returns the first handle.
+    """Give a model Pronghorn's packed path. Idempotent: a second call with the same options returns the first handle,
+    with what PEFT has put on the experts since.
 
     Args:
         model: a transformers causal LM of a family in `models.families`, or a PEFT model around one.
@@ -215,11 +223,13 @@ def attach(
         raise ConfigError(f"graph {graph!r} is unknown", f"use one of {', '.join(get_args(Graph))}")
     if moe_routing not in get_args(experts.Routing):
         raise ConfigError(f"moe_routing {moe_routing!r} is unknown", f"use {' or '.join(get_args(experts.Routing))}")
+    if moe_routing == "loop" and not has_experts(base.config):
+        raise ConfigError("moe_routing 'loop' for a model without experts", "leave moe_routing out")
     options = (attention, packing_metadata, layers, graph, moe_routing)
     name = implementation(attention, packing_metadata)
     current: Handle | None = getattr(base, "_pronghorn_handle", None)
     if current is not None and current.options == options and plan in (None, current.plan):
-        return current
+        return current.adopt_adapters()
     if plan is None and current is not None:
         plan = current.plan
     fused = layers == "fused" or (layers == "auto" and next(base.parameters()).is_cuda)
@@ -331,18 +341,13 @@ def _packed_class(original: type[nn.Module]) -> type[nn.Module]:
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        if packed is not None and labels is not None and packed.loss_rows is not None:
-            return self.packed_forward(
-                *args,
-                packed=packed,
-                labels=labels,
-                num_items_in_batch=num_items_in_batch,
-                return_dict=return_dict,
-                **kwargs,
-            )
         given = {"packed": packed, "labels": labels, "num_items_in_batch": num_items_in_batch}
-        kwargs |= {name: value for name, value in given.items() if value is not None}
-        return original.forward(self, *args, return_dict=return_dict, **kwargs)
+        # Triton launches on the current device, which need not be the model's.
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+            if packed is not None and labels is not None and packed.loss_rows is not None:
+                return self.packed_forward(*args, **given, return_dict=return_dict, **kwargs)
+            kwargs |= {name: value for name, value in given.items() if value is not None}
+            return original.forward(self, *args, return_dict=return_dict, **kwargs)
 
     namespace = {"forward": forward, "__module__": original.__module__, "__qualname__": original.__qualname__}
     return type(original.__name__, (PackedCausalLM, original), namespace)

@@ -30,17 +30,13 @@ class RoutedTokens:
         """(tensor, expert, tokens) for experts that saw such tokens and whose slice has no gradient (after a backward;
         LoRA's A has none while B is zero)."""
         found = []
-        for name, parameter, owner in self._tensors():
-            counts = self.counts[owner].tolist()
-            largest = torch.zeros(len(counts))
-            if parameter.grad is not None:
-                gradient = parameter.grad.detach().abs()
-                # PEFT's B [out, r·E] is expert-minor; weights [E, ...] and A [E·r, in] are expert-major.
-                minor = ".lora_B." in name
-                largest = (
-                    gradient.reshape(-1, len(counts)).amax(0) if minor else gradient.reshape(len(counts), -1).amax(1)
-                )
-            found += [(name, e, n) for e, n in enumerate(counts) if n > 0 and largest[e].item() == 0]
+        for name, parameter, owner in self.tensors():
+            counts = self.counts[owner]
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            # PEFT's B [out, r·E] is expert-minor; weights [E, ...] and A [E·r, in] are expert-major.
+            slices = gradient.reshape(-1, len(counts)).t() if ".lora_B." in name else gradient.reshape(len(counts), -1)
+            wrong = (counts > 0) & ~slices.any(1).cpu()
+            found += [(name, e, int(counts[e])) for e in wrong.nonzero().flatten().tolist()]
         return found
 
     def idle(self) -> list[tuple[str, int]]:
@@ -48,7 +44,7 @@ class RoutedTokens:
         names = {module: name for name, module in self.model.named_modules()}
         return [(names[m], e) for m, counts in self.counts.items() for e, n in enumerate(counts.tolist()) if n == 0]
 
-    def _tensors(self) -> Iterator[tuple[str, Tensor, nn.Module]]:
+    def tensors(self) -> Iterator[tuple[str, Tensor, nn.Module]]:
         """Each trained tensor of counted experts: (name, tensor, experts module)."""
         for prefix, module in self.model.named_modules():
             wrapped: Any = module

@@ -22,7 +22,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from pronghorn.data.batch import PackedBatch
 from pronghorn.data.packing import IGNORE_INDEX
-from pronghorn.errors import ConfigError, UnsupportedError
+from pronghorn.errors import UnsupportedError
 from pronghorn.kernels.grouped_gemm import choose
 from pronghorn.kernels.moe_glu import Gate
 from pronghorn.moe.experts import Experts, LowRank, experts
@@ -33,6 +33,7 @@ NAME = "pronghorn_experts"
 """What the function is called in transformers' registry."""
 _WEIGHTS = ("gate_up_proj", "down_proj")
 _ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu_tanh", "PytorchGELUTanh": "gelu_tanh"}
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _HELD = "_pronghorn_lora"
 
 
@@ -59,10 +60,28 @@ class ExpertLayers:
         lines = [("experts", f"routed once, products by {way}", why)]
         adapted = list(wrappers(self.model))
         if adapted:
-            folds = _fold_reason(adapted)
+            folds = self._fold_reason(adapted)
             path = "folded into the weights by PEFT" if folds else "low-rank products beside the experts'"
             lines.append(("expert LoRA", path, folds or "A and B are read from PEFT's parameters"))
         return lines
+
+    def _fold_reason(self, adapted: list[Any]) -> str | None:
+        if any(len(_active(wrapper)) > 1 for wrapper in adapted):
+            return "several adapters are active at once"
+        if any(wrapper.num_experts == 1 for wrapper in adapted):
+            return "there is one expert"
+        known = {wrapper for wrapper, _ in self.wrappers}
+        late = not known.issuperset(adapted)  # read as factors, but torch's parametrize folds them to check itself
+        return "the adapter came after attach: attach again" if late else None
+
+    def adopt(self) -> None:
+        """Give PEFT's wrappers, those too that came since, the class that hands A and B over."""
+        known = {wrapper for wrapper, _ in self.wrappers}
+        if self.model.config._experts_implementation == NAME:
+            for wrapper in [each for each in wrappers(self.model) if each not in known]:
+                original: Any = type(wrapper)
+                self.wrappers.append((wrapper, original))
+                wrapper.__class__ = wrapper_class(original)
 
     def disable(self) -> None:
         """Undo `enable`."""
@@ -74,15 +93,9 @@ class ExpertLayers:
 
 
 def enable(model: Any, routing: Routing) -> ExpertLayers | None:
-    """Route a causal LM's experts `once`, or by transformers' own `loop` (for ablations); None without experts.
-
-    Raises:
-        ConfigError: `loop` for a model without experts.
-    """
+    """Route a causal LM's experts `once`, or by transformers' own `loop` (for ablations); None without experts."""
     modules = list(expert_modules(model))
     if not modules:
-        if routing == "loop":
-            raise ConfigError("moe_routing 'loop' for a model without experts", "leave moe_routing out")
         return None
     refused = next((reason for reason in map(refusal, modules) if reason is not None), None)
     layers = ExpertLayers(model, model.config._experts_implementation, [], refused)
@@ -93,10 +106,7 @@ def enable(model: Any, routing: Routing) -> ExpertLayers | None:
 
         register(ALL_EXPERTS_FUNCTIONS)
         model.set_experts_implementation(NAME)
-        for wrapper in list(wrappers(model)):
-            original: Any = type(wrapper)
-            layers.wrappers.append((wrapper, original))
-            wrapper.__class__ = wrapper_class(original)
+        layers.adopt()
     return layers
 
 
@@ -108,9 +118,20 @@ def register(registry: Any) -> None:
 
 def expert_modules(model: nn.Module) -> Iterator[Any]:
     """The modules that transformers' `use_experts_implementation` made switchable."""
-    for module in model.modules():
-        if hasattr(module, "is_concatenated") and hasattr(module, "num_experts") and hasattr(module, "is_transposed"):
-            yield module
+    marks = ("is_concatenated", "is_transposed", "num_experts")
+    return (module for module in model.modules() if all(hasattr(module, mark) for mark in marks))
+
+
+def weight_names(model: nn.Module) -> list[str]:
+    """The parameters that an adapter can be put on, as PEFT's `target_parameters` match them."""
+    modules = set(expert_modules(model))
+    return [f"{name}.{weight}" for name, module in model.named_modules() if module in modules for weight in _WEIGHTS]
+
+
+def low_rank_factors(wrapper: Any, adapter: str) -> tuple[Tensor, Tensor]:
+    """A [E, r, in] and B [E, out, r] of one of a PEFT wrapper's adapters, views of its parameters."""
+    a, b, count = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight, wrapper.num_experts
+    return a.reshape(count, -1, a.shape[1]), b.reshape(b.shape[0], -1, count).permute(2, 0, 1)
 
 
 def refusal(module: Any) -> str | None:
@@ -121,8 +142,9 @@ def refusal(module: Any) -> str | None:
         return "experts are spread over ranks"
     if any(hasattr(weight, "device_mesh") for weight in weights(module)):
         return "the experts are sharded"
-    if any(weight.dim() != 3 or not weight.dtype.is_floating_point for weight in weights(module)):
-        return "the experts are quantised"
+    for weight in weights(module):
+        if weight.dim() != 3 or weight.dtype not in _DTYPES or (weight.is_cuda and weight.dtype is torch.float64):
+            return f"the experts are {str(weight.dtype).removeprefix('torch.')} [{weight.dim()} dimensions]"
     if gate(module) is None:
         return f"the activation of {type(module).__name__} has no kernel"
     return None
@@ -170,19 +192,19 @@ def balancing_loss(
     upto = pad((labels.flatten() != IGNORE_INDEX).cumsum(0), (1, 0))
     counts = upto[packed.cu_seqlens[1:]] - upto[packed.cu_seqlens[:-1]]
     counted = (counts > 0)[packed.document_ids]
+    if not packed.n_labels:  # the mean over no tokens would be NaN
+        return router_logits[0].sum() * 0
     aux = function(router_logits, model.num_experts, model.num_experts_per_tok, counted[None])
     return aux if num_items is None else aux * (packed.n_labels / num_items)
 
 
 def gate(module: Any) -> Gate | None:
     """The activation of an experts module; None for one that has no kernel."""
-    if not module.is_concatenated:  # gpt-oss: its own activation, gate and up in turns
-        known = type(module)._apply_gate.__qualname__ == "GptOssExperts._apply_gate"
-        return Gate("clamped", float(module.alpha), float(module.limit)) if known else None
-    if type(module)._apply_gate.__qualname__ != "_default_apply_gate":
-        return None
-    kind: Any = _ACTIVATIONS.get(type(module.act_fn).__name__)
-    return None if kind is None else Gate(kind)
+    formula = type(module)._apply_gate.__qualname__
+    if formula == "GptOssExperts._apply_gate":  # gate and up in turns
+        return Gate("clamped", float(module.alpha), float(module.limit))
+    kind: Any = _ACTIVATIONS.get(type(getattr(module, "act_fn", None)).__name__)
+    return Gate(kind) if kind and module.is_concatenated and formula == "_default_apply_gate" else None
 
 
 def weights(module: Any) -> list[Tensor]:
@@ -200,11 +222,9 @@ def _sizes(module: Any) -> tuple[int, ...]:
 def _weight(module: Any, name: str) -> tuple[Tensor, LowRank | None]:
     """A weight as it is stored, and its adapter: handed over by our wrapper, or read from PEFT's parametrization
     (adapters that came after attach). Several adapters at once: the weight with all of them folded in."""
-    if not is_parametrized(module, name):
+    chain: Any = module.parametrizations[name] if is_parametrized(module, name) else []
+    if len(chain) != 1 or not all(hasattr(chain[0], part) for part in ("lhs", "rhs", "scaling")):
         return getattr(module, name), module.__dict__.get(_HELD, {}).get(name)
-    chain = module.parametrizations[name]
-    if len(chain) > 1 or not all(hasattr(chain[0], part) for part in ("lhs", "rhs", "scaling")):
-        return getattr(module, name), None
     left, right = chain[0].lhs, chain[0].rhs
     a, b = (left.transpose(1, 2), right.transpose(1, 2)) if module.is_transposed else (right, left)
     return chain.original, LowRank(a, b, chain[0].scaling)
@@ -214,16 +234,14 @@ def wrappers(model: nn.Module) -> Iterator[Any]:
     """PEFT's wrappers around the weights of experts."""
     modules = set(expert_modules(model))
     for module in model.modules():
-        if getattr(module, "parameter_name", None) in _WEIGHTS and hasattr(module, "lora_A"):
-            wrapper: Any = module
-            if wrapper.get_base_layer() in modules:
-                yield wrapper
+        wrapper: Any = module
+        on_weight = getattr(module, "parameter_name", None) in _WEIGHTS and hasattr(module, "lora_A")
+        if on_weight and wrapper.get_base_layer() in modules:
+            yield wrapper
 
 
-def _fold_reason(adapted: list[Any]) -> str | None:
-    if any(len([a for a in wrapper.active_adapters if a in wrapper.lora_A]) > 1 for wrapper in adapted):
-        return "several adapters are active at once"
-    return None
+def _active(wrapper: Any) -> list[str]:
+    return [name for name in wrapper.active_adapters if name in wrapper.lora_A]
 
 
 @functools.cache
@@ -232,18 +250,15 @@ def wrapper_class(original: Any) -> type[nn.Module]:
 
     @contextmanager
     def _activate_lora(self: Any, active_adapters: list[str]) -> Iterator[None]:
-        mine = [name for name in active_adapters if name in self.lora_A]
+        mine = _active(self)
         module = self.get_base_layer()
         # Another implementation of the experts would not look for the adapter.
         if len(mine) != 1 or self.num_experts == 1 or module.config._experts_implementation != NAME:
             with original._activate_lora(self, active_adapters):
                 yield
             return
-        a, b = (part[mine[0]].weight for part in (self.lora_A, self.lora_B))
-        a = a.reshape(self.num_experts, -1, a.shape[1])
-        b = b.reshape(b.shape[0], -1, self.num_experts).permute(2, 0, 1)
         held = module.__dict__.setdefault(_HELD, {})
-        held[self.parameter_name] = LowRank(a, b, self.scaling[mine[0]])
+        held[self.parameter_name] = LowRank(*low_rank_factors(self, mine[0]), self.scaling[mine[0]])
         try:
             yield
         finally:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pronghorn.attention import explicit
-from pronghorn.attention.backends import Backend
+from pronghorn.attention.backends import Backend, choose
 from pronghorn.data.batch import PackedBatch
 from pronghorn.kernels import glu, residual, rms_norm, rope
 from pronghorn.kernels.residual import LowRank
@@ -40,6 +40,10 @@ class AttentionParts:
     backend: Backend
     sinks: Tensor | None = None
     """[H], scores that have no value (gpt-oss)."""
+
+    def options(self, query: Tensor, packed: PackedBatch) -> explicit.Options:
+        """What attention is told of a batch, for queries like this."""
+        return explicit.Options(packed, self.scale, self.window, choose(self.backend, query)[0])
 
 
 @dataclass(frozen=True)
@@ -200,7 +204,7 @@ def _attention_forward(
     """(o's product, what its adapter adds, what the backward needs) of x [T, H]."""
     qkv, xa = linears[0].forward(x)
     q, k, v = rope.forward(qkv, cos, sin, parts.heads)
-    mixed, state = explicit.forward(q, k, v, packed, parts.scale, parts.window, parts.backend, parts.sinks)
+    mixed, state = explicit.forward(q, k, v, parts.options(q, packed), parts.sinks)
     y, low_rank = linears[1].parts(mixed.flatten(1))
     return y, low_rank, (qkv, mixed, xa, low_rank and low_rank[0], *state)
 
@@ -225,8 +229,8 @@ def _attention_backward(
         (q, k, v), raw = heads.split(qkv), None
     else:
         (q, k, v), raw = rope.forward(qkv, cos, sin, heads), qkv
-    options = packed, parts.scale, parts.window, parts.backend, parts.sinks
-    dqkv, d_sinks = explicit.backward(d_mixed.view_as(mixed), q, k, v, mixed, state, *options)
+    options = parts.options(q, packed)
+    dqkv, d_sinks = explicit.backward(d_mixed.view_as(mixed), q, k, v, mixed, state, options, parts.sinks)
     norm_grad = any(norm is not None and norm.requires_grad for norm in (heads.query_norm, heads.key_norm))
     dqkv, *norm_grads = rope.backward_(dqkv, cos, sin, heads, raw, norm_grad)
     dx, dya = linears[0].input_grad(dqkv, wanted)

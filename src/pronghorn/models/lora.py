@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from pronghorn.errors import ConfigError, UnsupportedError
+from pronghorn.models.experts import weight_names
 from pronghorn.models.families import LINEARS, base_causal_lm, has_experts
 
 
@@ -36,7 +37,7 @@ def add_lora(
             are trained. The default targets are those of `LINEARS` that the model has: with experts, attention's.
         random_state: seeds the adapters' initialisation, and nothing else: the global generators are left as they were.
     Raises:
-        ConfigError: the model has an adapter already, or rank or target modules make no sense.
+        ConfigError: the model has an adapter already, or rank or targets make no sense.
         UnsupportedError: adapters on `lm_head` or the embeddings (the loss reads the head's weight as it is).
     """
     from peft import LoraConfig, get_peft_model
@@ -56,6 +57,7 @@ def add_lora(
             raise UnsupportedError(f"an adapter on {target} is not supported", "name it in modules_to_save instead")
         if not isinstance(targets, str) and target.rsplit(".", 1)[-1] not in names:
             raise ConfigError(f"target module {target!r} is not in the model", f"use some of {', '.join(LINEARS)}")
+    _check_target_parameters(model, target_parameters or (), lora_dropout)
     for module in modules_to_save or ():
         if module.rsplit(".", 1)[-1] not in names:
             raise ConfigError(f"modules_to_save {module!r} is not in the model", "name e.g. embed_tokens or lm_head")
@@ -78,3 +80,20 @@ def add_lora(
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(random_state)
         return get_peft_model(model, config)
+
+
+def _check_target_parameters(model: Any, targets: Sequence[str], dropout: float) -> None:
+    """PEFT passes over a name that matches nothing, if another does."""
+    names = weight_names(model)
+    for target in targets:
+        if not any(f".{name}".endswith(f".{target}") for name in names):
+            known = sorted({".".join(name.split(".")[-3:]) for name in names})
+            raise ConfigError(
+                f"target parameter {target!r} is no weight of experts of this model",
+                f"use {' or '.join(known)}" if known else "leave target_parameters out: it has no experts",
+            )
+    if targets and dropout:
+        raise ConfigError(
+            f"lora_dropout {dropout} with target_parameters: PEFT has no dropout before adapters of parameters",
+            "set lora_dropout to 0",
+        )

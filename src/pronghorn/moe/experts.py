@@ -68,15 +68,17 @@ def experts(x: Tensor, top_k_weights: Tensor, routing: Routing, layer: Experts, 
     low_rank = [(None, None) if lora is None else (lora.a, lora.b) for lora in adapters]
     options = layer.gate, way, [1.0 if lora is None else lora.scale for lora in adapters]
     parts = (layer.gate_up, *low_rank[0]), (layer.down, *low_rank[1]), (layer.gate_up_bias, layer.down_bias)
-    return _Experts.apply(x, top_k_weights, options, *routing.tensors, *(tensor for part in parts for tensor in part))
+    return _Experts.apply(x, top_k_weights, options, *routing, *(tensor for part in parts for tensor in part))
 
 
 @dataclass(frozen=True)
 class _Product:
     """y = x W + s (x Aᵀ) Bᵀ, row by row with the expert's own."""
 
-    given: tuple[Tensor, Tensor | None, Tensor | None]
-    """W, A, B as they are stored."""
+    weight: Tensor
+    a: Tensor | None
+    b: Tensor | None
+    """As they are stored."""
     dtype: torch.dtype
     scale: float
     offsets: Tensor
@@ -87,66 +89,46 @@ class _Product:
         """The way of products with a rank: grouped_mm can neither add to a result nor gather nor give float32."""
         return "triton" if self.way == "torch" else self.way
 
-    def _low_rank(self) -> tuple[Tensor, Tensor] | None:
-        """A and B, copied in the dtype of the products and expert by expert (PEFT's B is expert-minor)."""
-        _, a, b = self.given
-        if a is None or b is None:
-            return None
-        return a.detach().to(self.dtype).contiguous(), b.detach().to(self.dtype).contiguous()
-
-    def forward(self, x: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """(y, x Aᵀ)."""
-        weight = self.given[0].detach().to(self.dtype)
-        y = multiply(x, weight, self.offsets, self.way, rows=rows)
-        low_rank = self._low_rank()
-        if low_rank is None:
+    def multiply(self, x: Tensor, rows: Tensor | None = None, transposed: bool = False) -> tuple[Tensor, Tensor | None]:
+        """(y, x Aᵀ); transposed, of dy: (dx, dy B)."""
+        w = self.weight.detach().to(self.dtype)
+        y = multiply(x, w.mT if transposed else w, self.offsets, self.way, rows=rows)
+        if self.a is None or self.b is None:
             return y, None
-        a, b = low_rank
-        return self._add(y, x, a.transpose(1, 2), b.transpose(1, 2), rows)
-
-    def input_grad(self, dy: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """(dx, dy B)."""
-        weight = self.given[0].detach().to(self.dtype)
-        dx = multiply(dy, weight.transpose(1, 2), self.offsets, self.way, rows=rows)
-        low_rank = self._low_rank()
-        if low_rank is None:
-            return dx, None
-        a, b = low_rank
-        return self._add(dx, dy, b, a, rows)
-
-    def _add(self, y: Tensor, x: Tensor, first: Tensor, second: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
-        narrow = multiply(x, first, self.offsets, self.thin, rows=rows)
-        return multiply(narrow, second, self.offsets, self.thin, out=y, scale=self.scale), narrow
+        # expert by expert: PEFT's B is expert-minor
+        a, b = (part.detach().to(self.dtype).contiguous() for part in (self.a, self.b))
+        narrow = multiply(x, b if transposed else a.mT, self.offsets, self.thin, rows=rows)
+        wide = a if transposed else b.mT
+        return multiply(narrow, wide, self.offsets, self.thin, out=y, scale=self.scale), narrow
 
     def gradients(
         self,
         needs: Sequence[bool],
-        x: Tensor,
-        dy: Tensor,
+        x: tuple[Tensor, Tensor | None],
+        dy: tuple[Tensor, Tensor | None],
         xa: Tensor | None,
         dyb: Tensor | None,
-        x_rows: Tensor | None = None,
-        dy_rows: Tensor | None = None,
     ) -> list[Tensor | None]:
-        """dW, dA, dB where needed, each in the dtype of its parameter."""
-        weight, a, b = self.given
+        """dW, dA, dB where needed, each in the dtype of its parameter; x and dy with the indices of their rows."""
         found: list[Tensor | None] = [None] * 3
-        if needs[0] and weight.stride(-1) == 1:
-            found[0] = outer(x, dy, self.offsets, self.way, dtype=weight.dtype, x_rows=x_rows, y_rows=dy_rows)
-        elif needs[0]:  # a transposed view: laid out as the parameter is, so that nothing copies it after
-            grad = outer(dy, x, self.offsets, self.way, dtype=weight.dtype, x_rows=dy_rows, y_rows=x_rows)
-            found[0] = grad.transpose(1, 2)
-        if a is None or b is None or xa is None or dyb is None:
-            return found
-        if needs[1]:
-            found[1] = outer(dyb, x, self.offsets, self.thin, dtype=a.dtype, y_rows=x_rows, scale=self.scale)
-        if needs[2]:
-            found[2] = outer(dy, xa, self.offsets, self.thin, dtype=b.dtype, x_rows=dy_rows, scale=self.scale)
+        if needs[0]:
+            transposed = self.weight.stride(-1) != 1  # then laid out as the parameter is: nothing copies it after
+            left, right = (dy, x) if transposed else (x, dy)
+            grad = self._outer(self.way, left, right, self.weight.dtype, 1.0)
+            found[0] = grad.mT if transposed else grad
+        if needs[1] and self.a is not None and dyb is not None:
+            found[1] = self._outer(self.thin, (dyb, None), x, self.a.dtype, self.scale)
+        if needs[2] and self.b is not None and xa is not None:
+            found[2] = self._outer(self.thin, dy, (xa, None), self.b.dtype, self.scale)
         return found
 
-    def bias_grad(self, ones: Tensor, dy: Tensor, dtype: torch.dtype, dy_rows: Tensor | None = None) -> Tensor:
-        """The sum of each expert's rows, each times its number in `ones` [S, 1]."""
-        return outer(ones, dy, self.offsets, self.thin, dtype=dtype, y_rows=dy_rows).squeeze(1)
+    def bias_grad(self, weights: Tensor, dy: tuple[Tensor, Tensor | None], dtype: torch.dtype) -> Tensor:
+        """The sum of each expert's rows, each times its number in `weights` [S, 1]."""
+        return self._outer(self.thin, (weights, None), dy, dtype, 1.0).squeeze(1)
+
+    def _outer(self, way: Way, left: Any, right: Any, dtype: torch.dtype, scale: float) -> Tensor:
+        (x, x_rows), (y, y_rows) = left, right
+        return outer(x, y, self.offsets, way, dtype=dtype, x_rows=x_rows, y_rows=y_rows, scale=scale)
 
 
 def _products(
@@ -156,8 +138,8 @@ def _products(
     _, way, scales = options
     routing = Routing(*tensors[:6])
     gate_up, down = (
-        _Product(tuple(part), x.dtype, scale, routing.offsets, way)
-        for part, scale in zip((tensors[6:9], tensors[9:12]), scales, strict=True)
+        _Product(weight, a, b, x.dtype, scale, routing.offsets, way)
+        for (weight, a, b), scale in zip((tensors[6:9], tensors[9:12]), scales, strict=True)
     )
     b1, b2 = (None if bias is None else bias.detach().to(x.dtype) for bias in tensors[12:])
     return routing, gate_up, down, b1, b2
@@ -167,33 +149,32 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, options: Any, *tensors: Tensor | None) -> Tensor:
         routing, gate_up, down, b1, b2 = _products(x, options, tensors)
-        h, xa = gate_up.forward(x, routing.tokens)
+        h, xa = gate_up.multiply(x, routing.tokens)
         a = moe_glu.forward(h, options[0], b1, routing.experts)
-        y, aa = down.forward(a)
+        y, aa = down.multiply(a)
         ctx.save_for_backward(x, w, h, xa, aa, *tensors)
         ctx.options = options
-        return combine(y, routing.inverse, w, b2, routing.index)
+        return combine(y, routing.inverse, w, b2, routing.choice)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, w, h, xa, aa, *tensors = ctx.saved_tensors
         routing, gate_up, down, b1, b2 = _products(x, ctx.options, tensors)
         needs, tokens, dy = ctx.needs_input_grad[9:], routing.tokens, dy.contiguous()
-        d, dyb = down.input_grad(dy, tokens)
+        d, dyb = down.multiply(dy, tokens, transposed=True)
         dh, dw = moe_glu.backward_(d, h, w, routing.slots, ctx.options[0], b1, routing.experts)
         if b2 is not None:
-            dw = dw + (dy @ b2.t()).gather(1, routing.index).to(dw.dtype)
-        w_rows = w.flatten().index_select(0, routing.slots).to(x.dtype).unsqueeze(1) if any(needs[5:]) else None
-        weighted = None if aa is None or w_rows is None else aa * w_rows
-        down_grads = down.gradients(needs[3:6], d, dy, weighted, dyb, dy_rows=tokens)  # d holds w·a now
-        del d
+            dw = dw + (dy @ b2.t()).gather(1, routing.choice).to(dw.dtype)
+        dy_rows = dy, tokens
         bias_grads: list[Tensor | None] = [None, None]
+        if needs[5] or needs[7]:
+            w_rows = w.flatten().index_select(0, routing.slots).to(x.dtype).unsqueeze(1)
+            aa = None if aa is None else aa * w_rows
+            bias_grads[1] = down.bias_grad(w_rows, dy_rows, tensors[13].dtype) if needs[7] else None
+        down_grads = down.gradients(needs[3:6], (d, None), dy_rows, aa, dyb)  # d holds w·a now
+        del d
         if needs[6]:
-            bias_grads[0] = gate_up.bias_grad(dh.new_ones(len(dh), 1), dh, tensors[12].dtype)
-        if needs[7]:
-            assert w_rows is not None
-            bias_grads[1] = down.bias_grad(w_rows, dy, tensors[13].dtype, tokens)
-        dx_rows, dhb = gate_up.input_grad(dh)
-        gate_up_grads = gate_up.gradients(needs[:3], x, dh, xa, dhb, x_rows=tokens)
-        dx = combine(dx_rows, routing.inverse)
-        return dx, dw, *(None,) * 7, *gate_up_grads, *down_grads, *bias_grads
+            bias_grads[0] = gate_up.bias_grad(dh.new_ones(len(dh), 1), (dh, None), tensors[12].dtype)
+        dx, dhb = gate_up.multiply(dh, transposed=True)
+        gate_up_grads = gate_up.gradients(needs[:3], (x, tokens), (dh, None), xa, dhb)
+        return combine(dx, routing.inverse), dw, *(None,) * 7, *gate_up_grads, *down_grads, *bias_grads

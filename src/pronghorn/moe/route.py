@@ -8,17 +8,16 @@ graph can hold it; integers only, so equal inputs give equal bits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class Routing:
+class Routing(NamedTuple):
     """The order of S = T·K rows; int32, but for the indices, on their device."""
 
-    index: Tensor
+    choice: Tensor
     """int64 [T, K], the expert of each slot, as the router chose."""
     offsets: Tensor
     """[E], where each expert's rows end."""
@@ -31,11 +30,6 @@ class Routing:
     inverse: Tensor
     """[T, K], the row of each slot."""
 
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """All of them, to be kept for a backward."""
-        return self.index, self.offsets, self.slots, self.tokens, self.experts, self.inverse
-
 
 def route(top_k_index: Tensor, num_experts: int) -> Routing:
     """Group slots by expert.
@@ -45,10 +39,10 @@ def route(top_k_index: Tensor, num_experts: int) -> Routing:
         num_experts: E.
     """
     if top_k_index.is_cuda:
-        from pronghorn.kernels.moe_route_triton import route as launch
-
-        return Routing(top_k_index.long(), *launch(top_k_index, num_experts))
-    return Routing(top_k_index.long(), *route_by_sort(top_k_index, num_experts))
+        from pronghorn.kernels.moe_route_triton import route as group
+    else:
+        group = route_by_sort
+    return Routing(top_k_index.long(), *group(top_k_index, num_experts))
 
 
 def route_by_sort(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, ...]:

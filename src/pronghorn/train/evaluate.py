@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from pronghorn.data.batch import Collator
 from pronghorn.data.packed_rows import PackedRows
+from pronghorn.models.families import base_causal_lm, has_experts
 
 
 @torch.no_grad()
@@ -18,6 +19,8 @@ def heldout_loss(model: Any, rows: PackedRows, indices: Sequence[int], collator:
 
     Ranks share the rows and all get the same mean. `track` wraps this rank's iterable, to show progress.
     """
+    # TRL switches experts' auxiliary loss on in the config: it is no part of this.
+    alone = {"output_router_logits": False} if has_experts(base_causal_lm(model).config) else {}
     was_training = model.training
     model.eval()
     total = torch.zeros(2, dtype=torch.float64, device=model.device)  # nats, labels
@@ -26,7 +29,7 @@ def heldout_loss(model: Any, rows: PackedRows, indices: Sequence[int], collator:
         for index, counts in mine if track is None else track(mine):
             batch = {name: value.to(model.device) for name, value in collator([rows[index]]).items()}
             n = batch["packed"].n_labels
-            loss = model(**batch).loss.double() * n
+            loss = model(**batch, **alone).loss.double() * n
             if counts:
                 total += torch.stack([loss, torch.full_like(loss, n)])
     finally:

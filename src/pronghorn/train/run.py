@@ -259,6 +259,7 @@ def load(recipe: Recipe, found: FoundModel, tokenizer: Any, console: Console) ->
             lora_alpha=adapter.lora_alpha,
             lora_dropout=adapter.lora_dropout,
             target_modules=adapter.target_modules,
+            target_parameters=adapter.target_parameters,
             bias=adapter.bias,
             use_rslora=adapter.use_rslora,
             modules_to_save=adapter.modules_to_save,
@@ -268,9 +269,18 @@ def load(recipe: Recipe, found: FoundModel, tokenizer: Any, console: Console) ->
     memory = recipe.memory
     budget = None if memory.budget is None else parse_bytes(memory.budget, "memory.budget")
     plan = Plan.asked(memory.gradient_checkpointing, memory.offload_buffers, budget)
+    return model, attach(model, plan, **attach_options(recipe))
+
+
+def attach_options(recipe: Recipe) -> dict[str, Any]:
+    """What `attach` is told of a recipe's packed path."""
     packing = recipe.packing
-    handle = attach(model, plan, attention=packing.attention, packing_metadata=packing.metadata, graph=packing.graph)
-    return model, handle
+    return {
+        "attention": packing.attention,
+        "packing_metadata": packing.metadata,
+        "graph": packing.graph,
+        "moe_routing": packing.moe_routing,
+    }
 
 
 def _trainer(

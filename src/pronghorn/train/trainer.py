@@ -74,6 +74,9 @@ class SFTTrainer(trl.SFTTrainer):
         self._packs_train, self._packs_eval = asked[0], asked[0] if asked[1] is None else asked[1]
         args.packing = args.eval_packing = False  # TRL must not pack, nor warn of attention it doesn't know
         super().__init__(model, args, **kwargs)
+        handle = attached(self.model)  # type: ignore[arg-type]  # it isn't None
+        if handle is not None:
+            handle.adopt_adapters()  # of TRL's peft_config
         args.packing, args.eval_packing = asked
         for parameter, data in trained:
             if parameter.dtype != data.dtype:  # TRL rounds the adapters of a quantised base to bfloat16

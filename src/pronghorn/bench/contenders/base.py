@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 from pronghorn.bench.workload import Row
 from pronghorn.data.packing import IGNORE_INDEX
-from pronghorn.parity.parameters import canonical as canonical  # for those who import it from here
 from pronghorn.parity.parameters import trainable
 
 Method = Literal["lora", "qlora", "full"]
@@ -89,6 +88,8 @@ class InPaddedBatches:
     @staticmethod
     def make_batch(row: Row) -> dict[str, Any]:
         """The batches of a row, each with its share of the labels (those without any are left out)."""
+        import torch
+
         batches = []
         for first in range(0, len(row.bounds), DOCUMENTS_A_BATCH):
             bounds = row.bounds[first : first + DOCUMENTS_A_BATCH]
@@ -100,7 +101,7 @@ class InPaddedBatches:
             }
             share = sum(label != IGNORE_INDEX for labels in columns["labels"] for label in labels) / row.n_labels
             if share:
-                batches.append((share, {name: torch_tensor(values) for name, values in columns.items()}))
+                batches.append((share, {name: torch.tensor(x, device=device()) for name, x in columns.items()}))
         return {"batches": batches}
 
 
@@ -152,13 +153,6 @@ def autocast(method: Method) -> Any:
     import torch
 
     return torch.autocast("cuda", torch.bfloat16, enabled=method == "full" and torch.cuda.is_available())
-
-
-def torch_tensor(values: list[list[int]]) -> Any:
-    """int64, on the device."""
-    import torch
-
-    return torch.tensor(values, device=device())
 
 
 def base_tensors(row: Row) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pronghorn.bench.contenders.base import Built, Contender, Spec, device, weights_dtype
+from pronghorn.bench.contenders.stock import prepare
 from pronghorn.bench.workload import Row
 
 SWITCHES = {
@@ -16,13 +17,6 @@ SWITCHES = {
     "offload_buffers": ("2", "1"),
 }
 """Arguments of `attach`, and one of its plan, that an ablation may set."""
-
-
-def prepare() -> None:
-    import peft
-    import transformers  # noqa: F401
-
-    del peft
 
 
 def build(spec: Spec) -> Built:
@@ -42,9 +36,9 @@ def build(spec: Spec) -> Built:
     switches = dict(spec.switches)
     buffers = int(switches.pop("offload_buffers", "2"))
     plan = Plan.asked({"off": False, "on": True, "offload": "offload"}[spec.recompute], buffers)  # type: ignore[arg-type]
-    handle = attach(model, plan, **switches)  # type: ignore[arg-type]  # names and values were checked
     if spec.method != "full":
         model = add_lora(model, **spec.adapters)
+    handle = attach(model, plan, **switches)  # type: ignore[arg-type]  # names and values were checked
     collator = Collator(spec.tokens, pad_token_id=0)
 
     def make_batch(row: Row) -> dict[str, Any]:

@@ -11,15 +11,7 @@ import inspect
 from itertools import accumulate
 from typing import Any, Literal
 
-from pronghorn.bench.contenders.base import (
-    Built,
-    Contender,
-    InPaddedBatches,
-    Spec,
-    base_tensors,
-    device,
-    weights_dtype,
-)
+from pronghorn.bench.contenders.base import Built, Contender, InPaddedBatches, Spec, base_tensors, device, weights_dtype
 from pronghorn.bench.workload import Row
 
 Attention = Literal["varlen", "sdpa", "flex_attention"]
@@ -51,8 +43,7 @@ def build(
     padded = sinks if padded is None else padded
     varlen = attention == "varlen" and device().type == "cuda" and not sinks
     name = ATTENTION_NAME if varlen else "flex_attention" if attention == "flex_attention" else "sdpa"
-    if sinks and name == "sdpa":
-        name = "eager"  # SDPA has no sinks
+    name = "eager" if sinks and name == "sdpa" else name  # SDPA has no sinks
     if varlen:
         _register_varlen(spec.longest)
     model: Any = AutoModelForCausalLM.from_pretrained(
@@ -128,14 +119,8 @@ def _quantization(spec: Spec) -> dict[str, Any]:
         return {}
     from transformers import BitsAndBytesConfig
 
-    return {
-        "quantization_config": BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=weights_dtype(spec.method),
-        )
-    }
+    nf4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    return {"quantization_config": BitsAndBytesConfig(**nf4, bnb_4bit_compute_dtype=weights_dtype(spec.method))}
 
 
 _LIGER = {"liger_kernel": "liger-kernel"}

@@ -11,14 +11,7 @@ import importlib
 import inspect
 from typing import Any
 
-from pronghorn.bench.contenders.base import (
-    Built,
-    Contender,
-    InPaddedBatches,
-    Spec,
-    base_tensors,
-    weights_dtype,
-)
+from pronghorn.bench.contenders.base import Built, Contender, InPaddedBatches, Spec, base_tensors, weights_dtype
 from pronghorn.bench.workload import Row
 
 CHECKPOINTING: dict[str, bool | str] = {"off": False, "on": True, "offload": "unsloth"}
@@ -59,20 +52,15 @@ def build(spec: Spec) -> Built:
         local_files_only=True,
     )
     checkpointing = CHECKPOINTING[spec.recompute]
-    model = FastLanguageModel.get_peft_model(
-        model,
-        **spec.adapters,
-        lora_dropout=0,
-        bias="none",
-        use_gradient_checkpointing=checkpointing,
-        random_state=0,
-    )
-    if spec.config["model_type"] == "gpt_oss":
-        FastLanguageModel.for_training(model, use_gradient_checkpointing=bool(checkpointing))
-        return Built(InPaddedBatches(model), InPaddedBatches.make_batch, ["padded: it refuses to pack gpt-oss"])
-    importlib.import_module("unsloth.utils.packing")._enable_hf_packed_attention()
+    options = {**spec.adapters, "lora_dropout": 0, "bias": "none", "random_state": 0}
+    model = FastLanguageModel.get_peft_model(model, **options, use_gradient_checkpointing=checkpointing)
+    packs = spec.config["model_type"] != "gpt_oss"
+    if packs:
+        importlib.import_module("unsloth.utils.packing")._enable_hf_packed_attention()
     FastLanguageModel.for_training(model, use_gradient_checkpointing=bool(checkpointing))
-    return Built(model, _make_batch, ["packed attention on, as its trainer does"])
+    if packs:
+        return Built(model, _make_batch, ["packed attention on, as its trainer does"])
+    return Built(InPaddedBatches(model), InPaddedBatches.make_batch, ["padded: it refuses to pack gpt-oss"])
 
 
 def _make_batch(row: Row) -> dict[str, Any]:
@@ -81,11 +69,5 @@ def _make_batch(row: Row) -> dict[str, Any]:
     return base_tensors(row) | {"packed_seq_lengths": torch.tensor(row.lengths, dtype=torch.int32)}
 
 
-UNSLOTH = Contender(
-    "unsloth",
-    {"unsloth": "unsloth", "unsloth_zoo": "unsloth"},
-    prepare,
-    build,
-    needs_gpu=True,
-    methods=("lora", "qlora"),
-)
+_NEEDS = {"unsloth": "unsloth", "unsloth_zoo": "unsloth"}
+UNSLOTH = Contender("unsloth", _NEEDS, prepare, build, needs_gpu=True, methods=("lora", "qlora"))
