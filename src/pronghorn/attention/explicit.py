@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from pronghorn.attention import varlen
 from pronghorn.attention.backends import Backend, choose
@@ -27,39 +28,31 @@ def attention(
     packed: PackedBatch,
     scale: float,
     window: int | None,
-    way: str,
+    backend: Backend,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention inside each document: [T, H, D] and [T, H_kv, D] to [T, H, D], any strides but for the last;
-    sinks: [H]. Differentiable; `way` is what `choose` chose."""
-    return _Attention.apply(query, key, value, sinks, packed, scale, window, way)
+    sinks: [H]. Differentiable once."""
+    return _Attention.apply(query, key, value, sinks, (packed, scale, window, backend))
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        packed: PackedBatch,
-        scale: float,
-        window: int | None,
-        way: str,
-    ) -> Tensor:
-        out, state = _forward(way, q, k, v, packed, scale, window, sinks)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: Any) -> Tensor:
+        packed, scale, window, backend = options
+        out, state = forward(q, k, v, packed, scale, window, backend, sinks)
         ctx.save_for_backward(q, k, v, sinks, out, *state)
-        ctx.options = packed, scale, window
-        ctx.way = way
+        ctx.options = options
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> Any:
         q, k, v, sinks, out, *state = ctx.saved_tensors
-        packed, scale, window = ctx.options
-        grads, d_sinks = _backward(ctx.way, d_out.contiguous(), q, k, v, out, state, packed, scale, window, sinks)
-        return *grads.split([q.shape[1], k.shape[1], k.shape[1]], 1), d_sinks, *(None,) * 4
+        packed, scale, window, backend = ctx.options
+        d_out = d_out.contiguous()
+        grads, d_sinks = backward(d_out, q, k, v, out, state, packed, scale, window, backend, sinks)
+        return *grads.split([q.shape[1], k.shape[1], k.shape[1]], 1), d_sinks, None
 
 
 def forward(
@@ -73,7 +66,14 @@ def forward(
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """(attention's output [T, H, D], what `backward` needs besides)."""
-    return _forward(choose(backend, q)[0], q, k, v, packed, scale, window, sinks)
+    way, window = choose(backend, q)[0], binding(window, packed)
+    if way == "tiled":
+        out, lse = tiles.forward(q, k, v, packed.tiles, TILE_ROWS, scale, window, sinks)
+        return out, (lse,)
+    if way == "flash":
+        out, *state = varlen.forward(q, k, v, packed, scale, window, sinks)
+        return out, tuple(state)
+    return per_document_attention(q, k, v, packed, scale, window, sinks), ()
 
 
 def backward(
@@ -90,43 +90,7 @@ def backward(
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """([T, H + 2·H_kv, D]: dq, dk and dv side by side; [H]: the sinks' gradient, None where they aren't trained)."""
-    return _backward(choose(backend, q)[0], d_out, q, k, v, out, state, packed, scale, window, sinks)
-
-
-def _forward(
-    way: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    packed: PackedBatch,
-    scale: float,
-    window: int | None,
-    sinks: Tensor | None,
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    window = _binding(window, packed)
-    if way == "tiled":
-        out, lse = tiles.forward(q, k, v, packed.tiles, TILE_ROWS, scale, window, sinks)
-        return out, (lse,)
-    if way == "flash":
-        out, *state = varlen.forward(q, k, v, packed, scale, window, sinks)
-        return out, tuple(state)
-    return per_document_attention(q, k, v, packed, scale, window, sinks), ()
-
-
-def _backward(
-    way: str,
-    d_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    state: list[Tensor],
-    packed: PackedBatch,
-    scale: float,
-    window: int | None,
-    sinks: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
-    window = _binding(window, packed)
+    way, window = choose(backend, q)[0], binding(window, packed)
     trained = [sinks] if sinks is not None and sinks.requires_grad else []
     if way == "tiled":
         grads = tiles.backward(d_out, q, k, v, out, state[0], packed.tiles, TILE_ROWS, scale, window)
@@ -141,6 +105,6 @@ def _backward(
     return torch.cat([dq, dk, dv], 1), d_sinks[0] if trained else None
 
 
-def _binding(window: int | None, packed: PackedBatch) -> int | None:
+def binding(window: int | None, packed: PackedBatch) -> int | None:
     """The window, where a document is longer than it."""
     return window if window is not None and window < packed.max_seqlen else None
