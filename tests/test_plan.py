@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,10 @@ from pronghorn.data.batch import PackedBatch
 from pronghorn.errors import ConfigError
 from pronghorn.memory.devices import card, card_of, parse_bytes
 from pronghorn.memory.estimate import FRAGMENTATION, GIB, Step, Work, process_bytes, resting_bytes, stored_bytes
-from pronghorn.memory.plan import Policy
+from pronghorn.memory.plan import Plan, Policy
 from pronghorn.memory.planner import PlanDoesNotFit, choices_of, frontier, plan
 from pronghorn.memory.step_time import StepTimes, step_times
+from pronghorn.models import auto_plan
 from pronghorn.models.attach import attach, attached
 from pronghorn.models.auto_plan import device_card, measured_times, plan_for, shape_of, shape_of_config, work_of
 from pronghorn.models.families import base_causal_lm, has_experts
@@ -96,6 +98,25 @@ def test_full_fine_tuning_saves_what_the_formula_says() -> None:
     assert work.method == "full"
     expected = stored_bytes(shape, replace(work, fused=True))[Policy.KEEP]
     assert found[1] - found[0] == expected - 4 * TOKENS * shape.heads - 2 * shape.layer_weights
+
+
+def test_measuring_that_runs_out_of_memory_leaves_the_card_s_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two layers that keep everything may take more than a plan that recomputes."""
+    model = tiny_model("llama")
+    monkeypatch.setattr(auto_plan, "device_card", lambda device: card_of("NVIDIA H200", 140 << 30))
+    budget = sum(resting_bytes(shape_of(model), work_of(model, 2**20)).values()) + (6 << 30)
+    expected = plan_for(model, 2**20, budget, measure=False)
+    assert set(expected.policies) != {Policy.KEEP}
+
+    def fails(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(auto_plan, "_measure", fails)
+    monkeypatch.setattr(torch.cuda, "device", lambda *_: nullcontext())
+    assert plan_for(model, 2**20, budget) == expected and attached(model) is None
+    handle = attach(model, Plan.recompute())
+    assert plan_for(model, 2**20, budget) == expected
+    assert attached(model) is handle and handle.plan == Plan.recompute()
 
 
 @pytest.mark.parametrize("name", [name for name in SHAPES if not has_experts(config_of(name))])

@@ -158,6 +158,33 @@ def test_an_mlp_whose_forward_was_replaced_is_not_replaced_again() -> None:
         attach(model, Plan(policies=(MLP,)))
 
 
+def test_a_plan_for_the_mlp_comes_after_another() -> None:
+    model = tiny_model("llama")
+    first = attach(model, Plan(policies=(MLP,)))
+    second = attach(model, Plan(policies=(MLP,)), attention="masked")
+    assert second is not first and "forward" in model.model.layers[0].mlp.__dict__
+    second.detach()
+    assert "forward" not in model.model.layers[0].mlp.__dict__
+
+
+def test_layers_that_are_not_fused_in_the_end_follow_the_plan() -> None:
+    """Dropout came after `attach`: the MLP is recomputed as a module then; of what isn't, the report tells."""
+    model, batch, kept = tiny_model("llama"), packed_row(LENGTHS, ROW), {}
+    handle = attach(model, layers="fused")
+    model = with_adapters(model, lora_dropout=0.2)
+    for policy in (KEEP, CHEAP, MLP):
+        handle.replan(Plan(policies=(policy,)))
+        sizes: dict[int, int] = {}
+        note = lambda x, sizes=sizes: sizes.update({x.data_ptr(): x.nbytes}) or x  # noqa: E731
+        torch.manual_seed(5)
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+            loss = model(**batch).loss
+        kept[policy] = sum(sizes.values()), loss.item()
+        told = "but layers aren't fused" in activations(handle)[1]
+        assert told == (policy is CHEAP)
+    assert kept[KEEP] == kept[CHEAP] and kept[MLP][0] < kept[KEEP][0] and kept[MLP][1] == kept[KEEP][1]
+
+
 def test_buffers_are_one_or_two() -> None:
     with pytest.raises(ConfigError, match="buffers = 3: use 2, or 1"):
         Plan.offload(3)

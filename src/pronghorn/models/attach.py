@@ -26,7 +26,7 @@ from pronghorn.data.batch import PackedBatch
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
 from pronghorn.memory.checkpoint import Installed, install, policies_of
 from pronghorn.memory.offload import OffloadEngine
-from pronghorn.memory.plan import Plan
+from pronghorn.memory.plan import Plan, Policy
 from pronghorn.models import experts, fast
 from pronghorn.models.families import base_causal_lm, check_config, has_experts, recomputes_layers
 from pronghorn.models.graph import Graph, TrunkGraphs, graphed_class
@@ -101,12 +101,14 @@ class Handle:
             self._graph_path(autocast),
             PathTaken("loss", "labelled tokens only, in chunks", "the batch knows its labelled positions"),
             PathTaken("padded batches, generate()", unpacked, "they carry a mask or a cache"),
-            PathTaken("activations", *self._activations_path()),
+            PathTaken("activations", *self._activations_path(autocast)),
         ]
 
-    def _activations_path(self) -> tuple[str, str]:
+    def _activations_path(self, autocast: torch.dtype | None) -> tuple[str, str]:
         if self._installed is not None:
-            return self._installed.path
+            path, why = self._installed.path
+            refused = fast.refusal(self.model, autocast) if Policy.RECOMPUTE_CHEAP in self._installed.policies else None
+            return path, why if refused is None else f"{why}; but layers aren't fused, and keep the cheap parts"
         on = recomputes_layers(self.model)
         return (
             ("recompute the layer", "gradient checkpointing is on") if on else ("keep", "gradient checkpointing is off")
@@ -135,11 +137,12 @@ class Handle:
 
     def replan(self, plan: Plan | None, graph: Graph | None = None) -> Handle:
         """Attach the model again, with another plan (None: without one) and the same options, but for `graph` where it
-        is given. Raises as `attach` and `detach` do."""
+        is given; this stays the model's handle. Raises as `attach` and `detach` do."""
         attention, metadata, layers, same, routing = self.options
-        if plan is None:
-            self.detach()
-        return attach(
+        current = attached(self.model)
+        if plan is None and current is not None:
+            current.detach()
+        made = attach(
             self.model,
             plan,
             attention=attention,
@@ -148,6 +151,9 @@ class Handle:
             graph=graph or same,
             moe_routing=routing,
         )
+        self.__dict__.update(made.__dict__)  # whoever holds it may go on asking it, and detach
+        self.model._pronghorn_handle = self
+        return self
 
     def detach(self) -> None:
         """Give the model back as it was; does nothing if it already is.
@@ -213,12 +219,13 @@ def attach(
     options = (attention, packing_metadata, layers, graph, moe_routing)
     name = implementation(attention, packing_metadata)
     current: Handle | None = getattr(base, "_pronghorn_handle", None)
-    if current is not None and current.options == options and plan in (None, current.plan):
-        return current
-    if plan is None and current is not None:
-        plan = current.plan
     fused = layers == "fused" or (layers == "auto" and next(base.parameters()).is_cuda)
     fused = fused and attention != "masked" and packing_metadata == "once"
+    if current is not None:
+        moved = bool(current._fast) != fused  # to CUDA or from there since
+        if current.options == options and plan in (None, current.plan) and not moved:
+            return current
+        plan = plan or current.plan
     whole = fused and not has_experts(base.config)
     if plan is not None:
         policies_of(plan, base.base_model.layers, whole)  # refused before anything is changed
@@ -248,6 +255,9 @@ def attach(
 def _graph_refusal(model: Any, attention: Backend) -> str | None:
     """Why a model's layers can't be captured as they are now, or None. Only attention by tiles takes nothing about
     documents from the host, which a graph would keep for ever."""
+    outside = model.base_model, model.get_input_embeddings()  # which are called
+    if fast.watched(module for module in model.base_model.modules() if module not in outside):
+        return "modules inside carry hooks, which a graph doesn't call"
     weights = [p for name, p in model.base_model.named_parameters() if p.requires_grad and ".lora_" not in name]
     if weights:
         return "weights besides adapters are trained"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -115,7 +116,8 @@ def plan_for(
         tokens: of a micro-batch: rows a step times max_seq_length.
         budget_bytes: of the process; None for what is free on the device now, and what this process holds.
         autocast: dtype that training will run under, if any.
-        measure: where not everything fits, time a layer on the device; else the table's rates are taken.
+        measure: where not everything fits, time a layer on the device; else, or if that runs out of memory, the table's
+            rates are taken.
     Raises:
         PlanDoesNotFit: with what would fit.
     """
@@ -127,7 +129,11 @@ def plan_for(
     made = plan(shape, work, card, budget)
     if not measure or set(made.policies) == {Policy.KEEP}:
         return made
-    return plan(shape, work, card, budget, measured_times(model, shape, work, card, autocast))
+    try:
+        return plan(shape, work, card, budget, measured_times(model, shape, work, card, autocast))
+    except torch.OutOfMemoryError:  # two layers that keep everything may be more than what is planned
+        logging.getLogger(__name__).warning("measuring two layers ran out of memory: planned by the card's rates")
+        return made
 
 
 def device_card(device: torch.device) -> Card:
@@ -142,16 +148,17 @@ def measured_times(model: Any, shape: Shape, work: Work, card: Card, autocast: t
     The backbone runs with one layer and with two; the difference is a layer's. Takes about a second; gradients, random
     state and the model are left as they were.
     """
-    base, before = base_causal_lm(model), attached(model)
-    handle = attach(model, Plan.keep(), graph="off") if before is None else before.replan(Plan.keep(), graph="off")
+    base, handle = base_causal_lm(model), attached(model)
+    given = None if handle is None else (handle.plan, handle.options[3])
+    handle = attach(model, Plan.keep(), graph="off") if handle is None else handle.replan(Plan.keep(), graph="off")
     try:
         with torch.cuda.device(base.device), torch.autocast("cuda", autocast, enabled=autocast is not None):
             return _measure(base, shape, work, card)
     finally:
-        if before is None:
+        if given is None:
             handle.detach()
         else:
-            handle.replan(before.plan, graph=before.options[3])
+            handle.replan(*given)
         torch.cuda.empty_cache()  # what the allocator keeps would be in training's way
 
 

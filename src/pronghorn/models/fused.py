@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from pronghorn.attention import explicit
 from pronghorn.attention.backends import Backend
@@ -118,6 +119,7 @@ class _Attention(torch.autograd.Function):
         return _whole(y, low_rank)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, cos, sin, *kept = ctx.saved_tensors
         wanted = ctx.needs_input_grad[0]
@@ -159,6 +161,7 @@ class _Layer(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> Any:
         x, rstd, y, y_rstd, h, h_rstd, h_y, h_y_rstd, xa, a_a, *rest = ctx.saved_tensors
         normed, h_normed, gate_up, cos, sin, *kept = rest
