@@ -362,6 +362,15 @@ def test_other_options_keep_the_plan() -> None:
     assert recomputes_layers(model)
 
 
+def test_a_hook_on_the_head_runs() -> None:
+    model, batch, called = tiny_model("llama"), packed_row(LENGTHS, ROW), []
+    attach(model)
+    loss = model(**batch).loss
+    model.lm_head.register_forward_hook(lambda *_: called.append(1))
+    torch.testing.assert_close(model(**batch).loss, loss)
+    assert called
+
+
 def test_a_handle_stays_the_model_s_when_it_plans_anew() -> None:
     model = tiny_model("llama")
     before = trace(model)

@@ -254,8 +254,8 @@ def _fingerprint(backbone: Any) -> list[Any]:
     found: list[Any] = [(parameter.data_ptr(), parameter.requires_grad) for parameter in backbone.parameters()]
     found += [(getattr(each, "gradient_checkpointing", False), each.__dict__.get(POLICY)) for each in backbone.layers]
     for module in backbone.modules():
-        found += module._forward_hooks or module._forward_pre_hooks  # their ids
-        found += module._backward_hooks or module._backward_pre_hooks
+        found += [*module._forward_hooks, *module._forward_pre_hooks]
+        found += [*module._backward_hooks, *module._backward_pre_hooks]
         if "lora_A" in module._modules:
             found.append((*module.active_adapters, *module.scaling.values(), module.disable_adapters, module.merged))
     return found
