@@ -1,12 +1,15 @@
 """`attach`: the only place that changes a model, one instance at a time, and `Handle.detach`, which undoes it.
 
-Three changes, all outside the parameters (so saving gives byte for byte what an unattached model gives):
+All changes are outside the parameters (so saving gives byte for byte what an unattached model gives):
 
 1. The config's attention implementation becomes Pronghorn's (`attention.packed`).
 2. A forward pre-hook on the backbone finds the batch's `PackedBatch` (lane A passes it as the keyword `packed`; lane
    B's is made once per forward from TRL's `cu_seq_lens_*` or from `position_ids`) and hands it to every layer.
 3. The causal LM's class becomes a subclass of the same name whose forward computes the loss of a packed batch from the
    labelled tokens' hidden states (`models.head`). Other calls run the original forward.
+4. On CUDA layers, attention and norms get classes that compute the same by fewer operations (`models.fast`), and the
+   backbone one that replays CUDA graphs (`models.graph`). Experts get another implementation (`models.experts`).
+5. Each layer gets its policy of the plan (`memory.checkpoint`).
 """
 
 from __future__ import annotations
