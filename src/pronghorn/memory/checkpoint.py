@@ -96,7 +96,7 @@ def policies_of(plan: Plan, layers: Iterable[nn.Module], fused: bool) -> tuple[P
             raise UnsupportedError(
                 f"{type(layer).__name__} can't be recomputed by transformers' gradient checkpointing", "use Plan.keep()"
             )
-        if policy is Policy.RECOMPUTE_MLP and not _is_ours(layer.mlp.__dict__.get("forward")):
+        if policy is Policy.RECOMPUTE_MLP and has_own_forward(layer.mlp):
             raise UnsupportedError(
                 f"the forward of {type(layer).__name__}.mlp was replaced by something else",
                 f"use '{Policy.RECOMPUTE_LAYER}', or take that hook off",
@@ -134,18 +134,19 @@ def install(model: nn.Module, layers: Iterable[nn.Module], plan: Plan, fused: bo
             installed.put(layer, "_gradient_checkpointing_func", functools.partial(engine.checkpoint, index))
         elif policy is Policy.RECOMPUTE_MLP:
             mlp: Any = layer.mlp  # a fused layer calls it where it can't be computed as one function
-            installed.put(mlp, "forward", types.MethodType(checkpointed_forward, mlp))
+            installed.put(mlp, "forward", types.MethodType(_checkpointed_forward, mlp))
     installed.put(model, INSTALLED, installed)
     installed.put(model, "_set_gradient_checkpointing", types.MethodType(_switched, model))
     return installed
 
 
-def _is_ours(forward: Any) -> bool:
-    """Whether an instance's forward is none, or what another plan put there, which goes before this one comes."""
-    return forward is None or getattr(forward, "__func__", None) is checkpointed_forward
+def has_own_forward(module: Any) -> bool:
+    """Whether somebody gave an instance a forward that isn't its class's; a plan's goes with the plan and is none."""
+    own = module.__dict__.get("forward")
+    return own is not None and getattr(own, "__func__", None) is not _checkpointed_forward
 
 
-def checkpointed_forward(mlp: Any, *args: Any, **kwargs: Any) -> Any:
+def _checkpointed_forward(mlp: Any, *args: Any, **kwargs: Any) -> Any:
     """An MLP's forward as its class has it, recomputed in the backward pass of training. A method of the instance, so
     that a copy of the model gets a copy of it."""
     forward = functools.partial(type(mlp).forward, mlp)

@@ -213,12 +213,10 @@ def attach(
     """
     base = base_causal_lm(model)
     check_config(base.config)
-    if layers not in get_args(Layers):
-        raise ConfigError(f"layers {layers!r} is unknown", f"use one of {', '.join(get_args(Layers))}")
-    if graph not in get_args(Graph):
-        raise ConfigError(f"graph {graph!r} is unknown", f"use one of {', '.join(get_args(Graph))}")
-    if moe_routing not in get_args(experts.Routing):
-        raise ConfigError(f"moe_routing {moe_routing!r} is unknown", f"use {' or '.join(get_args(experts.Routing))}")
+    names = {"layers": (layers, Layers), "graph": (graph, Graph), "moe_routing": (moe_routing, experts.Routing)}
+    for name, (value, known) in names.items():
+        if value not in get_args(known):
+            raise ConfigError(f"{name} {value!r} is unknown", f"use one of {', '.join(get_args(known))}")
     options = (attention, packing_metadata, layers, graph, moe_routing)
     name = implementation(attention, packing_metadata)
     current: Handle | None = getattr(base, "_pronghorn_handle", None)

@@ -21,7 +21,7 @@ from pronghorn.data.batch import PackedBatch
 from pronghorn.kernels.glu import Activation
 from pronghorn.kernels.rms_norm import rms_norm
 from pronghorn.kernels.rope import Heads
-from pronghorn.memory.checkpoint import checkpointed_forward
+from pronghorn.memory.checkpoint import has_own_forward
 from pronghorn.memory.plan import POLICY, Policy
 from pronghorn.models import fused
 from pronghorn.models.fused import AttentionParts, LayerParts, MLPParts, Norm
@@ -109,11 +109,7 @@ def is_fused(module: nn.Module) -> bool:
 def watched(modules: Iterable[nn.Module]) -> bool:
     """Whether somebody hooked one of the modules or gave it a forward of its own, so that it has to be called."""
     return any(
-        (
-            "forward" in module.__dict__
-            and getattr(module.__dict__["forward"], "__func__", None) is not checkpointed_forward
-        )
-        or any(_is_foreign(hook) for name in _HOOKS for hook in getattr(module, name).values())
+        has_own_forward(module) or any(_is_foreign(hook) for name in _HOOKS for hook in getattr(module, name).values())
         for module in modules
     )
 
@@ -142,17 +138,15 @@ def _attention_class(original: Any, backend: Backend) -> type[nn.Module]:
         packed: PackedBatch | None = None,
         **kwargs: Any,
     ) -> Any:
-        parts = (
-            None if packed is None or position_embeddings is None else _attention_parts(self, hidden_states, backend)
-        )
-        if parts is None:
-            more = {} if packed is None else {"packed": packed}
-            return plain(self, hidden_states, position_embeddings, attention_mask, *args, **more, **kwargs)
-        assert position_embeddings is not None and packed is not None
-        cos, sin = _rows(position_embeddings, hidden_states, self.head_dim)
-        x = hidden_states.flatten(0, 1).to(_compute_dtype(hidden_states))
-        with _without_autocast(x):
-            return fused.attention(x, cos, sin, packed, parts).view_as(hidden_states), None
+        if packed is not None:
+            parts = None if position_embeddings is None else _attention_parts(self, hidden_states, backend)
+            if parts is not None:
+                cos, sin = _rows(position_embeddings, hidden_states, self.head_dim)
+                x = hidden_states.flatten(0, 1).to(_compute_dtype(hidden_states))
+                with _without_autocast(x):
+                    return fused.attention(x, cos, sin, packed, parts).view_as(hidden_states), None
+            kwargs["packed"] = packed
+        return plain(self, hidden_states, position_embeddings, attention_mask, *args, **kwargs)
 
     return _subclass(original, forward)
 
@@ -162,21 +156,13 @@ def _layer_class(original: Any, backend: Backend) -> type[nn.Module]:
     plain: Any = original.forward
 
     @functools.wraps(plain)
-    def forward(
-        self: Any,
-        hidden_states: Tensor,
-        *args: Any,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
-        packed: PackedBatch | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        parts = None if packed is None or position_embeddings is None else _layer_parts(self, hidden_states, backend)
-        if parts is None:
-            given = {"position_embeddings": position_embeddings, "packed": packed}
-            kwargs |= {name: value for name, value in given.items() if value is not None}  # may be among `args`
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        packed: PackedBatch | None = kwargs.get("packed")
+        turns = kwargs.get("position_embeddings")  # by position it goes transformers' way
+        parts = None if packed is None or turns is None else _layer_parts(self, hidden_states, backend)
+        if packed is None or parts is None:
             return plain(self, hidden_states, *args, **kwargs)
-        assert position_embeddings is not None and packed is not None
-        cos, sin = _rows(position_embeddings, hidden_states, self.self_attn.head_dim)
+        cos, sin = _rows(turns, hidden_states, self.self_attn.head_dim)
         policy = self.__dict__.get(POLICY, Policy.KEEP)
         x, dtype = hidden_states.flatten(0, 1).contiguous(), _compute_dtype(hidden_states)
         with _without_autocast(hidden_states):
@@ -293,7 +279,7 @@ def _parts(
     return kept.usable
 
 
-def _rows(position_embeddings: tuple[Tensor, Tensor], hidden_states: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+def _rows(position_embeddings: Any, hidden_states: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
     """cos and sin [T, D], a row a token."""
     tokens = hidden_states.shape[0] * hidden_states.shape[1]
     cos, sin = (x.reshape(-1, x.shape[-1]).expand(tokens, -1) for x in position_embeddings)
