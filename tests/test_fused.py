@@ -207,6 +207,21 @@ def test_a_second_derivative_is_refused() -> None:
         sum(grad.square().sum() for grad in first).backward()
 
 
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("layers", ["stock", "fused"])
+def test_an_update_between_forward_and_backward_is_an_error(layers: Any, full: bool) -> None:
+    model, batch = tiny_model("llama"), packed_row(LENGTHS, ROW)
+    model = model if full else with_adapters(model)
+    attach(model, layers=layers)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    first, second = model(**batch).loss, model(**batch).loss
+    second.backward()
+    optimizer.step()
+    model(**batch)  # which reads the adapters anew
+    with pytest.raises(RuntimeError, match=r"updated between|modified by an inplace"):
+        first.backward()
+
+
 HOOKS = ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook", "forward"]
 
 
