@@ -108,6 +108,17 @@ def one(model: Any, method: str, tokens: int, wanted: str) -> dict[str, float]:
     }
 
 
+def row(result: dict[str, Any]) -> list[str]:
+    """Of the table: each measured figure, and its predictions with their errors."""
+    cells = [result["case"]]
+    for measured, predictions, unit in (("peak_bytes", ["predicted"], GIB), ("step_ms", ["table", "calibrated"], 1)):
+        cells.append(f"{result[measured] / unit:.2f}")
+        for name in predictions:
+            value = result[f"{name}_{measured.split('_')[1]}"]
+            cells += [f"{value / unit:.2f}", f"{value / result[measured] - 1:+.1%}"]
+    return cells
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default="", help="only those that contain this text")
@@ -129,20 +140,13 @@ def main() -> None:
                 torch.cuda.empty_cache()
                 loaded, model = (shape, method), load(shape, method, arguments.checkpoints or Path(scratch))
             try:
-                result: dict[str, Any] = {"case": case, **one(model, method, int(tokens), wanted)}
+                found.append({"case": case, **one(model, method, int(tokens), wanted)})
+                table.add_row(*row(found[-1]))
             except (PronghornError, torch.OutOfMemoryError) as error:
-                result = {"case": case, "error": f"{type(error).__name__}: {str(error)[:200]}"}
+                found.append({"case": case, "error": f"{type(error).__name__}: {str(error)[:200]}"})
             gc.collect()
             torch.cuda.empty_cache()  # the next case is measured alone
-            found.append(result)
-            console.print(json.dumps(result), soft_wrap=True)
-            if "error" not in result:
-                cells = [f"{result['peak_bytes'] / GIB:.2f}"]
-                for key, unit in (("predicted_bytes", GIB), ("step_ms", 1), ("table_ms", 1), ("calibrated_ms", 1)):
-                    against = result["peak_bytes" if key == "predicted_bytes" else "step_ms"]
-                    error = [] if key == "step_ms" else [f"{result[key] / against - 1:+.1%}"]
-                    cells += [f"{result[key] / unit:.{2 if unit > 1 else 1}f}", *error]
-                table.add_row(case, *cells)
+            console.print(json.dumps(found[-1]), soft_wrap=True)
     console.print(table)
     if arguments.out is not None:
         whole = {"device": torch.cuda.get_device_name(), "versions": versions(), "commit": arguments.commit}

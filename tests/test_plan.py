@@ -4,31 +4,37 @@ from __future__ import annotations
 
 import itertools
 import json
-from contextlib import nullcontext
+import weakref
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 from typer.testing import CliRunner
 
 from pronghorn.bench.shapes import SHAPES, write_checkpoint
 from pronghorn.cli.main import app
 from pronghorn.data.batch import PackedBatch
-from pronghorn.errors import ConfigError
-from pronghorn.memory.devices import card, card_of, parse_bytes
+from pronghorn.errors import ConfigError, UnsupportedError
+from pronghorn.kernels import linear_cross_entropy
+from pronghorn.memory.devices import card, parse_bytes
 from pronghorn.memory.estimate import FRAGMENTATION, GIB, Step, Work, process_bytes, resting_bytes, stored_bytes
-from pronghorn.memory.plan import Plan, Policy
-from pronghorn.memory.planner import PlanDoesNotFit, choices_of, frontier, plan
+from pronghorn.memory.plan import Plan, Policy, followed
+from pronghorn.memory.planner import PlanDoesNotFit, frontier, plan, plans_of
 from pronghorn.memory.step_time import StepTimes, step_times
 from pronghorn.models import auto_plan
 from pronghorn.models.attach import attach, attached
-from pronghorn.models.auto_plan import device_card, measured_times, plan_for, shape_of, shape_of_config, work_of
+from pronghorn.models.auto_plan import device_card, measured_times, plan_for, shape_of, skeleton, work_of
 from pronghorn.models.families import base_causal_lm, has_experts
 from pronghorn.models.lora import add_lora
+from pronghorn.train.trainer import _decided
 from tiny import FAMILIES, tiny_model
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
@@ -41,11 +47,12 @@ def config_of(name: str) -> Any:
     return AutoConfig.for_model(**SHAPES[name])
 
 
-def saved_bytes(model: Any, packed: PackedBatch | None, autocast: torch.dtype | None) -> int:
+def saved_bytes(model: Any, packed: PackedBatch | None, autocast: torch.dtype | None, padded: bool = False) -> int:
     """Bytes that autograd saves in the backbone's forward, weights and buffers aside."""
     backbone = base_causal_lm(model).base_model
     arguments: dict[str, Any] = {"input_ids": torch.arange(TOKENS)[None], "position_ids": torch.arange(TOKENS)[None]}
     arguments |= {"packed": packed} if packed else {}
+    arguments |= {"attention_mask": torch.arange(TOKENS)[None] < TOKENS - 3} if padded else {}
     kept: dict[int, torch.Tensor] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -63,11 +70,11 @@ def saved_bytes(model: Any, packed: PackedBatch | None, autocast: torch.dtype | 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("layers", ["stock", "fused"])
+@pytest.mark.parametrize("layers", ["stock", "fused", "padded"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_layer_saves_what_the_formula_says(family: str, layers: str, dtype: torch.dtype) -> None:
     """Exactly: a model of three layers against one of two. Stock is transformers' own SDPA, which is as on CUDA."""
-    if (family, layers) == ("gemma3_text", "stock"):
+    if family == "gemma3_text" and layers != "fused":
         pytest.skip("its norms save 1 + weight, too, which no token multiplies")
     found, work = [], None
     for count in (2, 3):
@@ -77,8 +84,8 @@ def test_a_layer_saves_what_the_formula_says(family: str, layers: str, dtype: to
         packed = PackedBatch.build([TOKENS], tokens=TOKENS) if layers == "fused" else None
         if packed:
             attach(model, layers="fused")
-        found.append(saved_bytes(model, packed, None))
-        work = replace(work_of(model, TOKENS), fused=layers == "fused")
+        found.append(saved_bytes(model, packed, None, layers == "padded"))
+        work = work_of(model, TOKENS, padded=int(layers == "padded"))
     assert work is not None and work.ranks is not None and set(work.ranks.values()) == {RANK}
     shape = shape_of(model)
     expected = stored_bytes(shape, work)[Policy.KEEP]
@@ -98,25 +105,6 @@ def test_full_fine_tuning_saves_what_the_formula_says() -> None:
     assert work.method == "full"
     expected = stored_bytes(shape, replace(work, fused=True))[Policy.KEEP]
     assert found[1] - found[0] == expected - 4 * TOKENS * shape.heads - 2 * shape.layer_weights
-
-
-def test_measuring_that_runs_out_of_memory_leaves_the_card_s_rates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two layers that keep everything may take more than a plan that recomputes."""
-    model = tiny_model("llama")
-    monkeypatch.setattr(auto_plan, "device_card", lambda device: card_of("NVIDIA H200", 140 << 30))
-    budget = sum(resting_bytes(shape_of(model), work_of(model, 2**20)).values()) + (6 << 30)
-    expected = plan_for(model, 2**20, budget, measure=False)
-    assert set(expected.policies) != {Policy.KEEP}
-
-    def fails(*_: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(auto_plan, "_measure", fails)
-    monkeypatch.setattr(torch.cuda, "device", lambda *_: nullcontext())
-    assert plan_for(model, 2**20, budget) == expected and attached(model) is None
-    handle = attach(model, Plan.recompute())
-    assert plan_for(model, 2**20, budget) == expected
-    assert attached(model) is handle and handle.plan == Plan.recompute()
 
 
 @pytest.mark.parametrize("name", [name for name in SHAPES if not has_experts(config_of(name))])
@@ -161,15 +149,17 @@ ANCHORS = [
 @pytest.mark.parametrize(("result", "work"), ANCHORS, ids=[one["workload"]["shape"] for one, _ in ANCHORS])
 def test_predictions_meet_what_was_measured(result: dict[str, Any], work: Work) -> None:
     """Peak as torch counts it: within 5 %, never under by more than 2 %. Step: within 10 %."""
-    shape = shape_of_config(config_of(result["workload"]["shape"]))
+    shape = shape_of(skeleton(config_of(result["workload"]["shape"])))
     recompute = result["extra"]["recompute"] == "on"
     policies = [Policy.RECOMPUTE_LAYER if recompute else Policy.KEEP] * shape.layers
-    peak = sum(Step.of(shape, work).peak(policies).values())
+    step = Step.of(shape, work)
+    chunk = 256 * 2**20 // (2 * shape.vocab) // 256 * 256 * 2 * shape.vocab  # these were measured with two alive
+    peak = sum(replace(step, head=step.head + chunk).peak(policies).values())
     measured = result["memory_bytes"]["peak"]
     assert 0.98 * measured <= peak <= 1.05 * measured, peak / measured
-    step = step_times(shape, work, card("h200")).step(policies)
+    milliseconds = step_times(shape, work, card("h200")).step(policies)
     timed = sorted(result["timings_ms"]["step"])
-    assert abs(step / timed[len(timed) // 2] - 1) < 0.1, step
+    assert abs(milliseconds / timed[len(timed) // 2] - 1) < 0.1, milliseconds
 
 
 SIZES = st.lists(st.integers(1, 40), min_size=4, max_size=4, unique=True)
@@ -190,29 +180,29 @@ def test_choices_equal_brute_force(
     """For every budget no assignment of policies to layers, in any order, is faster than the one chosen for it."""
     names = (Policy.KEEP, Policy.RECOMPUTE_CHEAP, Policy.RECOMPUTE_MLP, Policy.RECOMPUTE_LAYER)
     stored = dict(zip(names, sorted(sizes, reverse=True), strict=True)) | {Policy.OFFLOAD: 0}
-    step = Step({"weights": 7, "gradients": 1}, stored, working, head, batch=1, buffer=3, graph=0)
+    step = Step({"weights": 7, "gradients": 1}, stored, working, head, buffer=3, graph=0)
     forward, backward, norms, gate_up, copy = times
     speed = StepTimes(forward, backward, norms, gate_up, 0 if shared else copy, rest=5)
     chosen = frontier(step, speed, layers)
-    for budget in (choice.process_bytes for choice in chosen):
-        best = next(choice for choice in chosen if choice.process_bytes <= budget)
-        assert best.process_bytes == process_bytes(step.peak(best.policies, best.buffers))
+    for budget in (made.predicted["process"] for made in chosen):
+        best = next(made for made in chosen if made.predicted["process"] <= budget)
+        assert best.predicted["process"] == process_bytes(step.peak(best.policies, best.buffers))
         for policies in itertools.product(stored, repeat=layers):
-            if policies[-1] is Policy.OFFLOAD or (shared and Policy.OFFLOAD in policies):
+            if shared and Policy.OFFLOAD in policies:
                 continue
-            buffers = 2 if Policy.OFFLOAD in policies else 0
-            if process_bytes(step.peak(policies, buffers)) <= budget:
-                assert best.milliseconds <= speed.step(policies, buffers) + 1e-9, policies
-    assert [c.milliseconds for c in chosen] == sorted(c.milliseconds for c in chosen), "more memory is never slower"
+            if process_bytes(step.peak(policies)) <= budget:
+                assert best.predicted["step_ms"] <= speed.step(policies) + 1e-9, policies
+    times_ms = [made.predicted["step_ms"] for made in chosen]
+    assert times_ms == sorted(times_ms), "more memory is never slower"
 
 
 @pytest.mark.parametrize("method", ["lora", "qlora", "full"])
 def test_a_plan_fits_by_its_own_accounting(method: Any) -> None:
-    shape, gpu = shape_of_config(config_of("Llama-3.2-1B")), card("rtx4090")
+    shape, gpu = shape_of(skeleton(config_of("Llama-3.2-1B"))), card("rtx4090")
     work = Work(8192, method)
-    least = choices_of(shape, work, step_times(shape, work, gpu))[-1].process_bytes
+    least = plans_of(shape, work, step_times(shape, work, gpu))[-1].predicted["process"]
     slower = 0.0
-    for budget in range(60 * GIB, least, -4 * GIB):
+    for budget in range(60 * GIB, int(least), -4 * GIB):
         made = plan(shape, work, gpu, budget)
         assert made.predicted["process"] <= budget and len(made.policies) == shape.layers
         assert made.predicted["step_ms"] >= slower
@@ -227,23 +217,23 @@ def test_a_plan_fits_by_its_own_accounting(method: Any) -> None:
 
 
 def test_everything_is_kept_where_it_fits_and_shared_memory_never_offloads() -> None:
-    shape = shape_of_config(config_of("Llama-3.2-1B"))
+    shape = shape_of(skeleton(config_of("Llama-3.2-1B")))
     assert set(plan(shape, Work(8192), card("h200")).policies) == {Policy.KEEP}
     work = Work(65536)
-    for choice in choices_of(shape, work, step_times(shape, work, card("gb10"))):
-        assert Policy.OFFLOAD not in choice.policies
+    for made in plans_of(shape, work, step_times(shape, work, card("gb10"))):
+        assert Policy.OFFLOAD not in made.policies
     stock = replace(work, fused=False)
-    for choice in choices_of(shape, stock, step_times(shape, stock, card("h100"))):
-        assert not {Policy.RECOMPUTE_CHEAP, Policy.RECOMPUTE_MLP} & set(choice.policies)
+    for made in plans_of(shape, stock, step_times(shape, stock, card("h100"))):
+        assert not {Policy.RECOMPUTE_CHEAP, Policy.RECOMPUTE_MLP} & set(made.policies)
 
 
 def test_devices() -> None:
     assert card("RTX4090").memory_bytes == card("rtx4090").memory_bytes
     assert card("24GiB").memory_bytes == 24 * GIB and "rtx4090" in card("24GiB").source
-    assert card_of("NVIDIA H200", 150 * 10**9).matmul == card("h200").matmul
-    assert card_of("NVIDIA A100-SXM4-40GB", 42 * 10**9).bandwidth == card("a100-40").bandwidth
-    assert card_of("NVIDIA GeForce RTX 4090", 25 * 10**9).source == "datasheet estimate"
-    assert "not in the table" in card_of("NVIDIA Unheard", 10**10).source
+    assert card("NVIDIA H200", 150 * 10**9).matmul == card("h200").matmul
+    assert card("NVIDIA A100-SXM4-40GB", 42 * 10**9).bandwidth == card("a100-40").bandwidth
+    assert card("NVIDIA GeForce RTX 4090", 25 * 10**9).source == "datasheet estimate"
+    assert "rtx4090's rates" in card("NVIDIA Unheard", 10**10).source
     assert parse_bytes("1.5 GiB", "x") == int(1.5 * GIB) and parse_bytes("900MB", "x") == 9 * 10**8
     with pytest.raises(ConfigError, match=r"'gtx1' is unknown: use one of rtx3090, rtx4090, .*b200"):
         card("gtx1")
@@ -253,32 +243,14 @@ def run_plan(*arguments: str) -> Any:
     return CliRunner().invoke(app, ["plan", *arguments])
 
 
-def test_the_command_prints_a_plan() -> None:
-    done = run_plan("--model", "Llama-3.1-8B", "--device", "24GiB")
-    assert done.exit_code == 0, done.output
-    for said in ("recompute the MLP", "memory at the peak", "datasheet", "a million tokens take", "31 offload"):
-        assert said in done.stdout, said
-
-
-def test_the_command_prints_json() -> None:
-    done = run_plan("--model", "Qwen3-14B", "--method", "qlora", "--device", "rtx4090", "--budget", "20GiB", "--json")
-    found = json.loads(done.stdout)
-    predicted = found["predicted"]
-    kinds = {kind: size for kind, size in predicted.items() if kind not in ("peak", "process", "step_ms")}
-    assert sum(kinds.values()) == predicted["peak"] < predicted["process"] <= found["budget_bytes"] == 20 * GIB
-    allowed = FRAGMENTATION * (kinds["activations"] + kinds["working"])
-    assert predicted["process"] - predicted["peak"] == pytest.approx(allowed + 0.6 * GIB, rel=1e-6)
-    assert len(found["policies"]) == 40 and found["measured"] is False and found["tokens_per_s"] > 0
-    times = [one["step_ms"] for one in found["curve"]]
-    assert times == sorted(times) and 2 < len(times) <= 8
-
-
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A recipe with a model's folder that lost its weights, and a small data set."""
+    """A recipe with a model's folder that lost its weights, and a small data set; others' configurations beside it."""
     folder = tmp_path_factory.mktemp("plan")
     write_checkpoint(SHAPES["tiny"], folder / "model", seed=0)
     (folder / "model" / "model.safetensors").unlink()
+    for name in ("Llama-3.1-8B", "Qwen3-14B"):
+        config_of(name).save_pretrained(folder / name)
     (folder / "rows.jsonl").write_text('{"prompt": "a b", "completion": "c d e"}\n' * 40)
     path = folder / "recipe.yaml"
     path.write_text(
@@ -288,45 +260,193 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def large(recipe: Path, name: str) -> list[str]:
+    """The recipe for a model of real size, with data that aren't here."""
+    changes = f"model.name={recipe.parent / name}", "model.max_seq_length=8192", "data.train=someone/elsewhere"
+    return [str(recipe), *changes]
+
+
+def test_the_command_prints_a_plan(recipe: Path) -> None:
+    done = run_plan(*large(recipe, "Llama-3.1-8B"), "--device", "24GiB")
+    assert done.exit_code == 0, done.output
+    for said in ("recompute the MLP", "memory at the peak", "datasheet", "a million tokens take"):
+        assert said in done.stdout, said
+
+
+def test_the_command_prints_json(recipe: Path) -> None:
+    more = "model.load_in_4bit=true", "memory.budget=20GiB", "--device", "rtx4090", "--json"
+    done = run_plan(*large(recipe, "Qwen3-14B"), *more)
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    predicted = found["plan"]["predicted"]
+    kinds = {kind: size for kind, size in predicted.items() if kind not in ("peak", "process", "step_ms")}
+    assert sum(kinds.values()) == predicted["peak"] < predicted["process"] <= found["plan"]["budget_bytes"] == 20 * GIB
+    allowed = FRAGMENTATION * (kinds["activations"] + kinds["working"])
+    assert predicted["process"] - predicted["peak"] == pytest.approx(allowed + 0.6 * GIB, rel=1e-6)
+    assert len(found["plan"]["policies"]) == 40 and found["measured"] is False and found["tokens_per_s"] > 0
+
+
 def test_a_recipe_is_planned_without_weights_and_its_data_counted(recipe: Path) -> None:
     done = run_plan(str(recipe), "packing.rows_per_step=2", "memory.budget=8GiB", "--device", "rtx3090", "--json")
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
-    assert found["budget_bytes"] == 8 * GIB and found["tokens"] == 128 and set(found["policies"]) == {"keep"}
+    assert found["plan"]["budget_bytes"] == 8 * GIB and found["work"]["tokens"] == 128
+    assert set(found["plan"]["policies"]) == {"keep"}
     job = found["data"]
     assert job["documents"] == 40 and job["tokens"] == 360 and job["micro_batches"] == 6  # 6 rows, twice, by two
-    assert found["seconds"] == pytest.approx(6 * found["predicted"]["step_ms"] / 1e3)
+    assert found["seconds"] == pytest.approx(6 * found["plan"]["predicted"]["step_ms"] / 1e3)
     told = run_plan(str(recipe), "packing.rows_per_step=2", "--device", "rtx3090").stdout
     assert "40 documents, 360 tokens: 6 micro-batches" in told
 
 
 @pytest.mark.parametrize(
+    "change", ["packing.enabled=false", "adapter.lora_dropout=0.1", "adapter.bias=all", "packing.metadata=per_layer"]
+)
+def test_layers_that_cannot_be_fused_are_planned_as_they_run(recipe: Path, change: str) -> None:
+    found = json.loads(run_plan(str(recipe), change, "--device", "rtx3090", "--json").stdout)
+    assert found["work"]["fused"] is False and found["work"]["padded"] == (change == "packing.enabled=false")
+
+
+@pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--model", "tiny", "--device", "gtx1"], "device 'gtx1' is unknown"),
-        (["--model", "tiny", "--device", "24 apples"], "--device '24 apples' is no amount of memory"),
-        (["--model", "tiny", "--device", "h100", "--budget", "lots"], "budget 'lots' is no amount of memory"),
-        (["--model", "tiny", "--device", "rtx4090", "--budget", "80GiB"], "more than rtx4090 has (23.5 GiB)"),
-        (["--model", "tiny", "--device", "h100", "--budget", "0GiB"], "budget '0GiB' is no amount of memory"),
-        (["--model", "Llama-3.1-8B", "--device", "h100", "--budget", "9GiB"], "the smallest plan needs 17.7 GiB"),
-        (["--model", "./no-such-folder", "--device", "h100"], "model ./no-such-folder"),
-        (["--model", "tiny", "--calibrate"], "--calibrate needs a recipe"),
-        (["--device", "h100"], "plan needs a recipe or --model"),
+        (["--device", "gtx1"], "device 'gtx1' is unknown"),
+        (["--device", "24 apples"], "--device '24 apples' is no amount of memory"),
+        (["memory.budget=lots", "--device", "h100"], "memory.budget"),
+        (["memory.budget=80GiB", "--device", "rtx4090"], "more than rtx4090 has (23.5 GiB)"),
+        (["memory.budget=0GiB", "--device", "h100"], "memory.budget '0GiB' is no amount of memory"),
+        (["memory.budget=600MiB", "--device", "h100"], "the smallest plan needs"),
+        (["model.name=./no-such-folder", "--device", "h100"], "./no-such-folder"),
+        (["model.name=model.gguf", "--device", "h100"], "GGUF"),
+        (["--device", "h100", "--calibrate"], "--calibrate times packed rows on this machine's GPU"),
     ],
 )
-def test_bad_input_ends_with_a_remedy(arguments: list[str], said: str) -> None:
-    done = run_plan(*arguments)
+def test_bad_input_ends_with_a_remedy(recipe: Path, arguments: list[str], said: str) -> None:
+    done = run_plan(str(recipe), *arguments)
     assert done.exit_code == 1 and said in done.stderr and "remedy:" in done.stderr and "Traceback" not in done.output
 
 
-def test_bad_recipes_end_with_a_remedy(recipe: Path) -> None:
-    for override, said in (
-        ("model.name=./no-such-folder", "./no-such-folder"),
-        ("memory.budget=lots", "memory.budget"),
-        ("model.name=model.gguf", "GGUF"),
-    ):
-        done = run_plan(str(recipe), override, "--device", "h100")
-        assert done.exit_code == 1 and said in done.stderr and "remedy:" in done.stderr, done.output
+# ---- what planner, engine and trainer must agree on ----
+
+
+@pytest.mark.parametrize("policies", list(itertools.product((Policy.KEEP, Policy.OFFLOAD), repeat=3)))
+def test_inputs_are_counted_away_that_the_engine_sends_away(policies: tuple[Policy, ...]) -> None:
+    model = tiny_model("llama")
+    engine = attach(model, Plan(policies)).offload_engine
+    ids = torch.arange(TOKENS)[None]
+    loss = model(input_ids=ids, labels=ids).loss
+    slots = [] if engine is None else [slot for block in engine.pool(ids.device)._blocks.values() for slot in block]
+    away = len(slots) - (0 if engine is None else engine.pool(ids.device).free_slots)
+    assert away == followed(policies).count(Policy.OFFLOAD) == max(0, policies.count(Policy.OFFLOAD) - 1)
+    del loss
+
+
+class Allocations(TorchDispatchMode):
+    """The most bytes that storages made under it hold at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak, self.alive = 0, WeakIdKeyDictionary(ref_type=weakref.ref)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        given, made = ([x for x in tree_leaves(tree) if isinstance(x, torch.Tensor)] for tree in (args, result))
+        old = {x.untyped_storage().data_ptr() for x in given}
+        self.alive.update({x.untyped_storage(): None for x in made if x.untyped_storage().data_ptr() not in old})
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in self.alive))
+        return result
+
+
+def test_one_chunk_of_logits_is_alive_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, vocab = 256, 2048
+    monkeypatch.setattr(linear_cross_entropy, "CHUNK_BYTES", 4 * rows * vocab)
+    monkeypatch.setattr(linear_cross_entropy, "cross_entropy_", lambda logits, *_: logits[:, 0])
+    hidden, weight = torch.randn(4 * rows, 8, requires_grad=True), torch.randn(vocab, 8)
+    with Allocations() as seen:
+        targets = torch.zeros(len(hidden), dtype=torch.long)
+        linear_cross_entropy.linear_cross_entropy(hidden, weight, targets, 1, -100)
+    assert 4 * rows * vocab <= seen.peak < 1.5 * 4 * rows * vocab
+
+
+def test_padded_batches_have_all_their_logits() -> None:
+    model = add_lora(tiny_model("llama", vocab_size=8192), r=RANK)
+    attach(model)
+    ids = torch.arange(TOKENS)[None]
+    shape, work = shape_of(model), work_of(model, TOKENS, padded=1)
+    with Allocations() as seen:
+        model(input_ids=ids, labels=ids).loss.backward()
+    step = Step.of(shape, work)
+    expected = step.stored[Policy.KEEP] * shape.layers + step.head
+    assert 0.9 * expected < seen.peak < 1.1 * expected
+    assert Step.of(shape, replace(work, padded=0)).head < step.head
+
+
+def test_what_is_fused_now_is_what_counts() -> None:
+    model = add_lora(tiny_model("llama"), r=RANK)
+    assert not work_of(model, TOKENS).fused
+    attach(model, layers="fused")
+    assert work_of(model, TOKENS).fused and not work_of(model, TOKENS, padded=1).fused
+    assert not work_of(model, TOKENS, torch.bfloat16).graph
+    attach(model, layers="fused", graph="off")
+    assert not work_of(model, TOKENS).graph
+    attach(model, layers="stock")
+    assert not work_of(model, TOKENS).fused
+    dropout = add_lora(tiny_model("llama"), r=RANK, lora_dropout=0.1)
+    attach(dropout, layers="fused")
+    assert not work_of(dropout, TOKENS).fused
+
+
+def test_a_model_with_experts_after_a_dense_layer_has_no_plan() -> None:
+    with pytest.raises(UnsupportedError, match="only dense models"):
+        shape_of(tiny_model("qwen3_moe", mlp_only_layers=[0]))
+
+
+def test_buckets_of_several_processes_are_counted() -> None:
+    shape = shape_of(tiny_model("llama"))
+    one, many = (resting_bytes(shape, Work(TOKENS, distributed=several)) for several in (False, True))
+    assert many["gradients"] == 2 * one["gradients"] and {**many, "gradients": 0} == {**one, "gradients": 0}
+
+
+def test_the_share_of_a_device_is_the_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70 * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 10 * GIB)
+    for share, gib in ((1.0, 80), (0.1, 8.6)):
+        monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device, share=share: share)
+        assert auto_plan.available(torch.device("cuda", 1)) / GIB == pytest.approx(gib, abs=0.01)
+
+
+@pytest.mark.parametrize("devices", [["meta"], ["meta", "cpu"]], ids=["one", "two"])
+@pytest.mark.parametrize("packing", [True, False])
+def test_the_trainer_plans_for_its_batches_and_for_one_device(
+    monkeypatch: pytest.MonkeyPatch, packing: bool, devices: list[str]
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(auto_plan, "plan_for", lambda *arguments, **options: asked.append((arguments[1:], options)))
+    parameters = [torch.empty(1, device=device) for device in devices]
+    model = SimpleNamespace(parameters=lambda: parameters, device=SimpleNamespace(type="cuda"), config=None)
+    handle: Any = SimpleNamespace(model=model, plan=Plan.asked("auto", budget_bytes=7), replan=lambda plan: handle)
+    args = SimpleNamespace(per_device_train_batch_size=2, max_length=64, bf16=True, fp16=False, packing=packing)
+    _decided(handle, args)
+    wanted = ((128, 7), {"autocast": torch.bfloat16, "padded": 0 if packing else 2})
+    assert asked == ([wanted] if len(devices) == 1 else [])
+
+
+def test_no_room_to_measure_is_said_and_survived(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("planted")
+
+    model = add_lora(tiny_model("llama"), r=RANK)
+    shape, work = shape_of(model), work_of(model, 8192)
+    plans = plans_of(shape, work, step_times(shape, work, card("h100")))
+    least, most = plans[-1].predicted["process"], plans[0].predicted["process"]
+    monkeypatch.setattr(auto_plan, "measured_times", full)
+    monkeypatch.setattr(auto_plan, "device_card", lambda device: card("h100"))
+    monkeypatch.setattr(auto_plan, "available", lambda device: int(least + most) // 2)
+    made = plan_for(model, 8192, budget_bytes=80 * GIB)
+    assert set(made.policies) != {Policy.KEEP} and made.predicted["process"] <= (least + most) / 2
+    assert "no memory to time a layer in" in caplog.text
 
 
 @pytest.mark.gpu

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console, Group, RenderableType
@@ -14,23 +13,12 @@ from rich.table import Table
 from pronghorn.cli.errors import plain_errors
 from pronghorn.cli.options import Debug
 
-SHORT = {
-    "keep": "keep",
-    "recompute the cheap parts": "norms",
-    "recompute the MLP": "MLP",
-    "recompute the layer": "layer",
-    "recompute with the input offloaded": "offload",
-}
-"""What is recomputed, in a word."""
-
 if TYPE_CHECKING:
     from pronghorn.diagnose.forecast import Forecast
 
 
 def plan(
-    recipe: Annotated[
-        Path | None, typer.Argument(metavar="RECIPE", help="YAML file that says what to train, on what.")
-    ] = None,
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file that says what to train, on what.")],
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="SECTION.KEY=VALUE", help="Changes to the recipe, for this plan only.")
     ] = None,
@@ -38,18 +26,9 @@ def plan(
         str | None,
         typer.Option(metavar="GPU|SIZE", help="rtx4090, h100, …, or its memory, like 24GiB. Without it: this GPU."),
     ] = None,
-    budget: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="GPU memory the process may take, like 16GiB. Without it: all.")
-    ] = None,
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="Load the model and time a layer on this GPU (seconds).")
     ] = False,
-    model: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="Instead of RECIPE: folder, hub name, or a shape of bench.")
-    ] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="With --model: tokens of a micro-batch.")] = 8192,
-    method: Annotated[Literal["lora", "qlora", "full"], typer.Option(help="With --model.")] = "lora",
-    rank: Annotated[int, typer.Option(min=1, help="With --model: LoRA's rank, on all linears.")] = 16,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON, for programs.")] = False,
     debug: Debug = False,
 ) -> None:
@@ -63,29 +42,14 @@ def plan(
 
       pronghorn plan recipes/gpu-lora.yaml --device rtx4090
 
-      pronghorn plan my.yaml --budget 16GiB --calibrate
-
-      pronghorn plan --model Llama-3.1-8B --method qlora --tokens 8192 --device 24GiB
+      pronghorn plan my.yaml memory.budget=16GiB --calibrate
     """
     with plain_errors(debug):
-        from pronghorn.errors import ConfigError
+        from pronghorn.config import Recipe
+        from pronghorn.diagnose.forecast import forecast
 
-        if (recipe is None) == (model is None):
-            raise ConfigError("plan needs a recipe or --model, and one of them", "write e.g. pronghorn plan my.yaml")
-        from pronghorn.diagnose.forecast import forecast_model, forecast_recipe
-
-        if recipe is not None:
-            from pronghorn.config import Recipe
-
-            console = Console(stderr=True, highlight=False)
-            found = forecast_recipe(Recipe.load(recipe, overrides or []), device, budget, calibrate, console)
-        else:
-            if calibrate:
-                raise ConfigError("--calibrate needs a recipe, which tells the adapters", "give one, or leave it out")
-            from pronghorn.bench.shapes import SHAPES
-
-            name = model or ""
-            found = forecast_model(name, SHAPES.get(name), tokens, method, rank, device, budget)
+        console = Console(stderr=True, highlight=False)
+        found = forecast(Recipe.load(recipe, overrides or []), device, calibrate, console)
         if as_json:
             typer.echo(json.dumps(found.to_dict(), indent=1))
         else:
@@ -107,9 +71,10 @@ def render(found: Forecast) -> RenderableType:
     memory.add_row("[bold]the process[/]", f"[bold]{predicted['process'] / GIB:.2f}[/] of {budget / GIB:.2f}")
     memory.add_row("of it, as torch counts", f"{predicted['peak'] / GIB:.2f}")
 
-    times = "one layer measured here" if found.measured else found.card.source
+    times = "one layer measured here" if found.measured else found.device.source
+    work = found.work
     lines = [
-        f"[bold]{found.name}[/], {found.work.method}, {found.work.tokens:,} tokens a micro-batch, on {found.card.name}",
+        f"[bold]{found.model}[/], {work.method}, {work.tokens:,} tokens a micro-batch, on {found.device.name}",
         f"[bold]{policy_map(found.plan.policies)}[/]",
         f"{found.step_ms:,.0f} ms a micro-batch, {found.tokens_per_s:,.0f} tokens/s ({times})",
     ]
@@ -118,14 +83,7 @@ def render(found: Forecast) -> RenderableType:
     else:
         counts = "{documents:,} documents, {tokens:,} tokens: {micro_batches:,} micro-batches".format(**found.data)
         lines.append(f"{counts}, {_duration(found.seconds)}")
-    curve = Table("GiB", "ms", "tokens/s", "", "layers, from the first", box=None, padding=(0, 2, 0, 0))
-    slowest = max(one.milliseconds for one in found.curve)
-    for one in found.curve:
-        speed = found.work.tokens / one.milliseconds * 1e3
-        bar = "█" * max(1, round(12 * one.milliseconds / slowest))
-        row = f"{one.process_bytes / GIB:.1f}", f"{one.milliseconds:,.0f}", f"{speed:,.0f}", bar
-        curve.add_row(*row, ", ".join(f"{len(list(run))} {SHORT[policy]}" for policy, run in groupby(one.policies)))
-    return Group(*lines, "", memory, "", "With more or less memory:", curve)
+    return Group(*lines, "", memory)
 
 
 def _duration(seconds: float) -> str:

@@ -67,6 +67,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 torch.mm(logits, weight, out=dh[rows])
             if dw is not None:
                 dw += logits.t() @ hidden[rows]
+            del logits  # before the next chunk is made
         ctx.save_for_backward(dh, dw)
         ctx.divisor = divisor
         return total / divisor

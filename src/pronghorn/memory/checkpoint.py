@@ -40,18 +40,20 @@ class Installed:
     """Modules with transformers' flag, and what the plan sets it to."""
     _before: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
 
-    @property
-    def path(self) -> tuple[str, str]:
-        """What layers do now, and why: a line of the report."""
-        counts = Counter(
-            Policy.KEEP if policy in WHOLE_LAYER and not layer.gradient_checkpointing else policy
-            for layer, policy in zip(self.layers, self.policies, strict=True)
-        )
+    def path(self, unfused: str | None = None) -> tuple[str, str]:
+        """What layers do now, and why: a line of the report. `unfused`: why fused layers go transformers' way."""
+        counts: Counter[Policy] = Counter()
+        for layer, policy in zip(self.layers, self.policies, strict=True):
+            off = policy in WHOLE_LAYER and not layer.gradient_checkpointing
+            off |= policy is Policy.RECOMPUTE_CHEAP and unfused is not None
+            counts[Policy.KEEP if off else policy] += 1
         what = "; ".join(f"{n} of {len(self.layers)} layers: {policy}" for policy, n in counts.items())
         what = what if len(counts) > 1 else min(counts).value
         if self.engine is not None and counts[Policy.OFFLOAD]:
             return what, self.engine.state
-        return what, "the plan" if counts == Counter(self.policies) else "gradient checkpointing was switched off"
+        if counts == Counter(self.policies):
+            return what, "the plan"
+        return what, unfused or "gradient checkpointing was switched off"
 
     def switch(self, on: bool) -> None:
         """Recompute layers as planned, or no layer as a whole."""
@@ -133,7 +135,7 @@ def install(model: nn.Module, layers: Iterable[nn.Module], plan: Plan, fused: bo
             assert engine is not None
             installed.put(layer, "_gradient_checkpointing_func", functools.partial(engine.checkpoint, index))
         elif policy is Policy.RECOMPUTE_MLP:
-            mlp: Any = layer.mlp  # a fused layer calls it where it can't be computed as one function
+            mlp: Any = layer.mlp  # which a fused layer doesn't call, unless it goes transformers' way
             installed.put(mlp, "forward", types.MethodType(_checkpointed_forward, mlp))
     installed.put(model, INSTALLED, installed)
     installed.put(model, "_set_gradient_checkpointing", types.MethodType(_switched, model))

@@ -1,7 +1,7 @@
-"""What GPUs are able to do: a table of datasheet figures, and rates measured on a device.
+"""What GPUs are able to do: datasheet figures, and the fractions of them that were measured on one H200.
 
 Dense bf16 products summed in float32 (consumer cards do these at half their advertised rate), memory and link bandwidth
-from NVIDIA's datasheets; memory as torch sees it. Sustained rates are fractions of these, from one H200.
+from NVIDIA's datasheets; memory as torch sees it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Card:
     """Bytes a second that a copy on the device reads and writes."""
     link: float
     """Bytes a second to pinned host memory, each way; 0 where the host shares its memory: no offload."""
-    source: str = "datasheet estimate"
+    source: str
 
 
 PRODUCTS, COPIES, LINK = 0.79, 0.89, 0.87
@@ -46,40 +46,35 @@ _TABLE: dict[str, tuple[float, float, float, float]] = {
 """Name: GiB, TFLOP/s, GB/s, GB/s of PCIe (0: unified memory)."""
 
 
-def card(name: str) -> Card:
-    """A GPU by its name in the table, or one of so much memory ("24GiB") with the rates of a common card of that size.
+def card(name: str, memory_bytes: int | None = None) -> Card:
+    """A GPU by its name in the table, by so much memory ("24GiB"), or as its driver tells it ("NVIDIA H200", bytes).
+
+    One that isn't in the table gets the rates of a common card of its size; `source` says so.
 
     Raises:
-        ConfigError: neither; the known names are listed.
+        ConfigError: neither a known name nor an amount of memory; the known names are listed.
     """
-    if re.match(r"\d", name):
-        memory = parse_bytes(name, "--device")
-        like = "rtx4090" if memory <= 32 * GIB else "h100"
-        known = card(like)
-        return Card(name, memory, known.matmul, known.bandwidth, known.link, f"datasheet estimate, with {like}'s rates")
-    row = _TABLE.get(name.lower())
-    if row is None:
+    known = name.lower() if name.lower() in _TABLE else None
+    if memory_bytes is not None:
+        known = _as_driver_tells(name, memory_bytes)
+    elif known is None and re.match(r"\d", name):
+        memory_bytes = parse_bytes(name, "--device")
+    if known is None and memory_bytes is None:
         raise ConfigError(f"device {name!r} is unknown", f"use one of {', '.join(_TABLE)}, or its memory, like 24GiB")
-    gib, tflops, bandwidth, link = row
+    like = known or ("rtx4090" if (memory_bytes or 0) <= 48 * GIB else "h100")
+    gib, tflops, bandwidth, link = _TABLE[like]
+    source = "datasheet estimate" if known else f"datasheet estimate, with {like}'s rates"
     rates = tflops * 1e12 * PRODUCTS, bandwidth * 1e9 * COPIES, link * 1e9 * LINK
-    return Card(name.lower(), int(gib * GIB), *rates)
+    return Card(name, memory_bytes or int(gib * GIB), *rates, source)
 
 
-def card_of(device_name: str, memory_bytes: int) -> Card:
-    """The card of a GPU as its driver names it ("NVIDIA H200"), with the memory that it has.
-
-    One that isn't in the table gets the rates of a common card, for a calibration to scale; `source` says so.
-    """
-    plain = re.sub(r"[^a-z0-9]", "", device_name.lower())
-    for name in _TABLE:
-        stem, _, size = name.partition("-")
-        if stem in plain and (not size or abs(int(size) * 1e9 / memory_bytes - 1) < 0.2):
-            found = card(name)
-            return Card(device_name, memory_bytes, found.matmul, found.bandwidth, found.link, found.source)
-    like = "rtx4090" if memory_bytes <= 48 * GIB else "h100"
-    found = card(like)
-    source = f"not in the table: datasheet estimate, with {like}'s rates"
-    return Card(device_name, memory_bytes, found.matmul, found.bandwidth, found.link, source)
+def _as_driver_tells(name: str, memory_bytes: int) -> str | None:
+    plain = re.sub(r"[^a-z0-9]", "", name.lower())
+    for known in _TABLE:
+        stem, _, gigabytes = known.partition("-")
+        if stem in plain and (not gigabytes or abs(int(gigabytes) * 1e9 / memory_bytes - 1) < 0.2):
+            return known
+    return None
 
 
 def parse_bytes(text: str, key: str) -> int:

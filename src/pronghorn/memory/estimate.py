@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pronghorn.memory.plan import Policy
+from pronghorn.memory.plan import Policy, followed
 
 GIB = 2**30
 CONTEXT_BYTES = int(0.6 * GIB)
@@ -36,14 +36,11 @@ class Shape:
     """What memory and time depend on in a dense decoder model."""
 
     layers: int
-    hidden: int
-    intermediate: int
+    linears: Mapping[str, tuple[int, int]]
+    """(out, in) of a layer's linears."""
     heads: int
     kv_heads: int
-    head_dim: int
     vocab: int
-    tied: bool
-    """The head's weight is the embedding's."""
     norms: int
     """RMSNorms of `hidden` in a layer: 2, or 4 in Gemma."""
     qk_norm: bool
@@ -51,21 +48,22 @@ class Shape:
     """All of them."""
 
     @property
+    def hidden(self) -> int:
+        return self.linears["q_proj"][1]
+
+    @property
+    def intermediate(self) -> int:
+        return self.linears["gate_proj"][0]
+
+    @property
     def query(self) -> int:
         """Width of all query heads."""
-        return self.heads * self.head_dim
+        return self.linears["q_proj"][0]
 
     @property
     def key_value(self) -> int:
         """Width of all key heads (and of all value heads)."""
-        return self.kv_heads * self.head_dim
-
-    @property
-    def linears(self) -> dict[str, tuple[int, int]]:
-        """(out, in) of a layer's linears."""
-        h, i, q, kv = self.hidden, self.intermediate, self.query, self.key_value
-        attention = {"q_proj": (q, h), "k_proj": (kv, h), "v_proj": (kv, h), "o_proj": (h, q)}
-        return attention | {"gate_proj": (i, h), "up_proj": (i, h), "down_proj": (h, i)}
+        return self.linears["k_proj"][0]
 
     @property
     def layer_weights(self) -> int:
@@ -87,12 +85,14 @@ class Work:
     """Bytes of an element of the products: 2 in bf16 and fp16, 4 in float32."""
     fused: bool = True
     """Layers are Pronghorn's fused ones; else transformers' and PEFT's."""
-    optimizer_bytes: int = 8
-    """Optimiser state of a trained parameter: 8 for AdamW in float32, about 2 in 8 bits."""
     trained_whole: int = 0
     """Parameters of modules_to_save."""
     graph: bool = False
     """The layers run as CUDA graphs, which hold what comes and goes in their backward for themselves."""
+    padded: int = 0
+    """Rows of a micro-batch that is padded and goes transformers' way, through layers and loss; 0: it is packed."""
+    distributed: bool = False
+    """Under DDP, whose buckets hold all gradients once more."""
     documents: int = 512
     """Mean tokens of a document, which attention's time depends on (memory doesn't)."""
 
@@ -110,32 +110,25 @@ class Work:
 
 def resting_bytes(shape: Shape, work: Work) -> dict[str, int]:
     """What is on the device all the time, by kind; gradients too, as from the second micro-batch on."""
-    p, b = shape.parameters, work.itemsize
-    if work.method == "full":
-        return {"weights": 4 * p, "gradients": 4 * p, "optimizer": work.optimizer_bytes * p, "libraries": LIBRARY_BYTES}
+    p, b, full = shape.parameters, work.itemsize, work.method == "full"
     linear = shape.layers * shape.layer_weights
-    weights = p * b
+    weights = p * (4 if full else b)
     if work.method == "qlora":  # 4 bits each, 8 of absmax for 64 elements, and 32 for 256 of those
         weights = (p - linear) * b + linear // 2 + linear // 64 + linear // 4096
-    trained = shape.layers * sum(work.rank(name) * sum(sizes) for name, sizes in shape.linears.items())
-    whole = work.trained_whole
+    adapters = shape.layers * sum(work.rank(name) * sum(sizes) for name, sizes in shape.linears.items())
+    copies = 0  # of A and B in the products' dtype, B of a merged product with zeros beside each block
+    for names in GROUPS if work.fused else ():
+        widths = shape.linears[names[0]][1] + sum(shape.linears[name][0] for name in names)
+        copies += shape.layers * b * widths * sum(work.rank(name) for name in names)
+    trained = 4 * (p if full else adapters) + b * work.trained_whole
     return {
         "weights": weights,
-        "adapters": 4 * trained + b * whole + (_adapter_copies(shape, work) if work.fused else 0),
-        "gradients": 4 * trained + b * whole,
-        "optimizer": work.optimizer_bytes * (trained + whole),
+        "adapters": 0 if full else trained + copies,
+        "gradients": trained * (2 if work.distributed else 1),
+        "optimizer": 8 * ((p if full else adapters) + work.trained_whole),  # AdamW's, in float32
         "libraries": LIBRARY_BYTES,
+        "batch": work.tokens * (2 * shape.query // shape.heads * b + 40),  # with RoPE's cosines and sines
     }
-
-
-def _adapter_copies(shape: Shape, work: Work) -> int:
-    """A and B in the products' dtype, B of a merged product with zeros beside each block."""
-    total = 0
-    for names in GROUPS:
-        rank = sum(work.rank(name) for name in names)
-        columns = shape.linears[names[0]][1]
-        total += rank * (columns + sum(shape.linears[name][0] for name in names))
-    return shape.layers * total * work.itemsize
 
 
 def stored_bytes(shape: Shape, work: Work) -> dict[Policy, int]:
@@ -163,8 +156,10 @@ def _fused_bytes(shape: Shape, work: Work) -> int:
 def _stock_bytes(shape: Shape, work: Work) -> int:
     """transformers and PEFT: float32 in norms, and in 16 bits a float32 copy of x for every adapted linear."""
     b, q, kv, heads = work.itemsize, shape.query, shape.key_value, shape.heads + shape.kv_heads
+    # with a mask, keys and values are repeated for all heads, and its row is kept
+    masked = 2 * (q - kv) + work.tokens // work.padded if work.padded else 0
     token = shape.norms * 4 * (shape.hidden + 1) + (4 * (q + kv + heads) if shape.qk_norm else 0)
-    token += b * (2 * q + 2 * kv) + 4 * shape.heads + 3 * b * shape.intermediate
+    token += b * (2 * q + 2 * kv + masked) + 4 * shape.heads + 3 * b * shape.intermediate
     for names in GROUPS:
         adapted = [name for name in names if work.rank(name)]
         width = shape.linears[names[0]][1]
@@ -189,7 +184,8 @@ def working_bytes(shape: Shape, work: Work) -> int:
 
 
 def head_bytes(shape: Shape, work: Work) -> int:
-    """Last hidden states, before and after the norm, the labelled ones, their gradients, and two chunks of logits."""
+    """Last hidden states, before and after the norm, the labelled ones, their gradients, and a chunk of logits; padded
+    batches have all logits by transformers' loss: float32, their log-softmax and its gradient."""
     import torch
 
     from pronghorn.kernels.linear_cross_entropy import rows_of_a_chunk
@@ -197,15 +193,11 @@ def head_bytes(shape: Shape, work: Work) -> int:
     dtype = torch.bfloat16 if work.itemsize == 2 else torch.float32
     weight = torch.empty(shape.vocab, shape.hidden, dtype=dtype, device="meta")
     rows = min(rows_of_a_chunk(weight), work.tokens)
-    chunks = min(2, -(-work.tokens // rows)) * rows * shape.vocab * work.itemsize
+    logits = rows * work.itemsize if not work.padded else work.tokens * 12
     states = work.tokens * shape.hidden * (2 * work.stream_bytes + 2 * work.itemsize)
-    trained = work.method == "full" or work.trained_whole >= shape.vocab * shape.hidden
-    return states + chunks + (8 * shape.vocab * shape.hidden if trained else 0)  # dW in float32, its chunk's, W's copy
-
-
-def batch_bytes(shape: Shape, work: Work) -> int:
-    """RoPE's cosines and sines, and the batch."""
-    return work.tokens * (2 * shape.head_dim * work.itemsize + 40)
+    # dW in float32, and either its chunk's and W's copy or, in 16 bits, its scaled ones
+    trained = 8 if work.method == "full" else 10 if work.trained_whole >= shape.vocab * shape.hidden else 0
+    return states + logits * shape.vocab + trained * shape.vocab * shape.hidden
 
 
 def buffer_bytes(shape: Shape, work: Work) -> int:
@@ -217,11 +209,10 @@ def buffer_bytes(shape: Shape, work: Work) -> int:
 class Step:
     """What a choice of policies is made from: the sizes of the formula above, in bytes."""
 
-    resting: dict[str, int]
-    stored: dict[Policy, int]
+    resting: Mapping[str, int]
+    stored: Mapping[Policy, int]
     working: int
     head: int
-    batch: int
     buffer: int
     graph: int
     """Of the CUDA graphs, which there are where every layer keeps everything."""
@@ -229,42 +220,34 @@ class Step:
     @classmethod
     def of(cls, shape: Shape, work: Work) -> Step:
         """The sizes for a model trained in this way."""
-        head, batch = head_bytes(shape, work), batch_bytes(shape, work)
-        parts = resting_bytes(shape, work), stored_bytes(shape, work), working_bytes(shape, work)
-        graph = parts[2] + parts[0]["gradients"] + LIBRARY_BYTES if work.graph else 0
-        return cls(*parts, head, batch, buffer_bytes(shape, work), graph)
+        resting, working = resting_bytes(shape, work), working_bytes(shape, work)
+        graph = working + resting["gradients"] + LIBRARY_BYTES if work.graph else 0
+        stored, head = stored_bytes(shape, work), head_bytes(shape, work)
+        return cls(resting, stored, working, head, buffer_bytes(shape, work), graph)
 
-    @property
-    def fixed(self) -> int:
-        """Bytes whatever the policies, of which gradients are there throughout."""
-        return sum(self.resting.values()) + self.batch
-
-    def peak(self, policies: Sequence[Policy], buffers: int = 0) -> dict[str, int]:
+    def peak(self, policies: Sequence[Policy], buffers: int = 2) -> dict[str, int]:
         """Bytes by kind at the moment of the peak, as torch's allocator counts them; their sum is the peak.
+
+        With two buffers one input more is on its way, or there, between the backwards of two layers that offload.
 
         Args:
             policies: one a layer, from the first.
-            buffers: of offloaded inputs.
+            buffers: inputs that come back at a time (`Plan.buffers`).
         """
-        stored = [self.stored[policy] for policy in policies]
-        moments, before = [(sum(stored), self.head)], 0
-        for bytes_ in stored:
-            moments.append((before + bytes_, self.stored[Policy.KEEP] - bytes_ + self.working))
-            before += bytes_
-        activations, working = max(moments, key=sum)
-        found = self.resting | {"activations": activations, "working": working, "batch": self.batch}
-        if Policy.OFFLOAD in policies:
-            found["buffers"] = buffers * self.buffer
-        if self.graph and set(policies) == {Policy.KEEP}:
+        stored = [self.stored[policy] for policy in followed(policies)]
+        moments, before, gone = [(sum(stored), self.head, 0)], 0, 0
+        for policy, bytes_ in zip(policies, stored, strict=True):
+            ahead = self.buffer if buffers == 2 and 0 < gone < policies.count(Policy.OFFLOAD) else 0
+            moments.append((before + bytes_, self.stored[Policy.KEEP] - bytes_ + self.working, ahead))
+            before, gone = before + bytes_, gone + (policy is Policy.OFFLOAD)
+        activations, working, ahead = max(moments, key=sum)
+        found = {**self.resting, "activations": activations, "working": working, "buffers": ahead}
+        if set(policies) == {Policy.KEEP}:
             found["CUDA graph"] = self.graph
-        return found
+        return {kind: size for kind, size in found.items() if size}
 
 
 def process_bytes(kinds: Mapping[str, int]) -> int:
     """What the process takes when torch counts `kinds`: fragmentation and CUDA's context besides."""
-    return allocator_bytes(kinds) + CONTEXT_BYTES
-
-
-def allocator_bytes(kinds: Mapping[str, int]) -> int:
-    """What torch's allocator takes from the device: the peak and fragmentation."""
-    return sum(kinds.values()) + int(FRAGMENTATION * (kinds["activations"] + kinds["working"]))
+    passing = kinds.get("activations", 0) + kinds.get("working", 0)
+    return sum(kinds.values()) + int(FRAGMENTATION * passing) + CONTEXT_BYTES

@@ -219,7 +219,8 @@ class OffloadEngine:
         """Start an input's copy from the host, into memory that compute is done with when it gets here."""
         away = kept.away
         assert away is not None
-        hidden = self._allocate_device(away.shape, away.stride(), dtype=away.dtype, device=kept.device)
+        with torch.cuda.stream(kept.compute):  # backward may be on another device, whose thread has another stream
+            hidden = self._allocate_device(away.shape, away.stride(), dtype=away.dtype, device=kept.device)
         with self._copying(kept, UPLOAD, kept.ready):
             hidden.copy_(away, non_blocking=True)
         kept.hidden = hidden

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
@@ -35,8 +35,6 @@ class Plan:
     """Inputs that come back from the host at a time: 2 hides the copies behind compute, 1 is the ablation."""
     device: str | None = None
     """The device the plan was made for; None for any."""
-    world_size: int = 1
-    """Processes the plan assumes to share the host's memory."""
     budget_bytes: int | None = None
     """Device memory the plan was held to; None for no limit."""
     predicted: Mapping[str, float] = field(default_factory=dict)
@@ -93,3 +91,11 @@ class Plan:
                 "make one policy a layer, or a single one for all",
             )
         return self.policies * (layers // len(self.policies))
+
+
+def followed(policies: Sequence[Policy]) -> list[Policy]:
+    """The policies as the offload engine follows them: the last offloaded layer's input never leaves the device."""
+    found = list(policies)
+    if Policy.OFFLOAD in found:
+        found[len(found) - 1 - found[::-1].index(Policy.OFFLOAD)] = Policy.RECOMPUTE_LAYER
+    return found

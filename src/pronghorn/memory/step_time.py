@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from pronghorn.memory.devices import Card
 from pronghorn.memory.estimate import GROUPS, Shape, Work, buffer_bytes
-from pronghorn.memory.plan import Policy
+from pronghorn.memory.plan import Policy, followed
 
 SUSTAINED = 0.87
 """Large products of a layer against the largest product."""
@@ -72,20 +72,18 @@ class StepTimes:
             Policy.OFFLOAD: again + out + back,
         }
 
-    def step(self, policies: Sequence[Policy], buffers: int = 0) -> float:
+    def step(self, policies: Sequence[Policy], buffers: int = 2) -> float:
         """A whole step with one policy a layer."""
         extra = self.extra(buffers)
         layers = len(policies) * (self.forward + self.backward)
-        return layers + self.rest + sum(extra[policy] for policy in policies)
+        return layers + self.rest + sum(extra[policy] for policy in followed(policies))
 
 
 def step_times(shape: Shape, work: Work, card: Card) -> StepTimes:
     """Estimated times on a card."""
     t, h, i, b = work.tokens, shape.hidden, shape.intermediate, work.itemsize
     q, kv = shape.query, shape.key_value
-    rate = 1e3 / (
-        card.matmul * SUSTAINED * (1 if b == 2 else 0.1)
-    )  # ms an operation; float32 products: no tensor cores
+    rate = 1e3 / (card.matmul * SUSTAINED * (1 if b == 2 else 0.1))  # ms an operation; float32: no tensor cores
     moving = 1e3 / (card.bandwidth * ELEMENTWISE) * (1 if work.fused else STOCK)
     products = 2 * t * shape.layer_weights * rate
     attention = 2 * t * min(work.documents, t) * q * 1e3 / (card.matmul * ATTENTION)

@@ -29,7 +29,7 @@ from pronghorn.data.batch import PackedBatch
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
 from pronghorn.memory.checkpoint import Installed, install, policies_of
 from pronghorn.memory.offload import OffloadEngine
-from pronghorn.memory.plan import Plan, Policy
+from pronghorn.memory.plan import Plan
 from pronghorn.models import experts, fast
 from pronghorn.models.families import base_causal_lm, check_config, has_experts, recomputes_layers
 from pronghorn.models.graph import Graph, TrunkGraphs, graphed_class
@@ -79,6 +79,11 @@ class Handle:
         """What moves layers' inputs to the host, where the plan has it do so."""
         return None if self._installed is None else self._installed.engine
 
+    @property
+    def fuses(self) -> bool:
+        """Whether layers have their fused classes; `paths` tells whether these serve the model as it is."""
+        return bool(self._fast)
+
     def paths(self, autocast: torch.dtype | None) -> list[PathTaken]:
         """The report for steps that run under autocast in that dtype (None: without), which attention then sees."""
         backend, metadata, *_ = self.options
@@ -109,9 +114,7 @@ class Handle:
 
     def _activations_path(self, autocast: torch.dtype | None) -> tuple[str, str]:
         if self._installed is not None:
-            path, why = self._installed.path
-            refused = fast.refusal(self.model, autocast) if Policy.RECOMPUTE_CHEAP in self._installed.policies else None
-            return path, why if refused is None else f"{why}; but layers aren't fused, and keep the cheap parts"
+            return self._installed.path(fast.refusal(self.model, autocast) if self._fast else None)
         on = recomputes_layers(self.model)
         return (
             ("recompute the layer", "gradient checkpointing is on") if on else ("keep", "gradient checkpointing is off")

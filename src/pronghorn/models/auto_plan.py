@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import nn
 
 from pronghorn.data.batch import PackedBatch
 from pronghorn.errors import UnsupportedError
-from pronghorn.memory.devices import Card, card_of
-from pronghorn.memory.estimate import CONTEXT_BYTES, GROUPS, Method, Shape, Work
+from pronghorn.memory.devices import Card, card
+from pronghorn.memory.estimate import CONTEXT_BYTES, Method, Shape, Work
+from pronghorn.memory.pinned import PinnedPool
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.memory.planner import plan
 from pronghorn.memory.step_time import StepTimes, step_times
 from pronghorn.models import fast
 from pronghorn.models.attach import attach, attached
-from pronghorn.models.families import base_causal_lm, check_config
+from pronghorn.models.families import LINEARS, base_causal_lm, check_config, has_experts
 from pronghorn.models.merged import adapter_of, base_of
 
 REPEATS = 5
@@ -33,71 +38,64 @@ def shape_of(model: Any) -> Shape:
     """
     base = base_causal_lm(model)
     config, layers = base.config, base.base_model.layers
-    first = layers[0]
-    if not hasattr(first.mlp, "gate_proj"):
+    if has_experts(config):
         raise UnsupportedError(
-            f"{type(first.mlp).__name__} has no plan: only dense models do", "choose gradient_checkpointing yourself"
+            f"{type(base).__name__} has no plan: only dense models do", "choose memory.gradient_checkpointing yourself"
         )
-    linears = {name: _linear(first, name) for names in GROUPS for name in names}
-    sizes = {name: (linear.out_features, linear.in_features) for name, linear in linears.items()}
+    first = layers[0]
+    sizes = {name: (linear.out_features, linear.in_features) for name, linear in _linears(first).items()}
     ends = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
-    small = sum(
-        parameter.numel()
-        for name, parameter in base.base_model.named_parameters()
-        if parameter.dim() == 1 and "lora_" not in name
-    )
+    small = sum(p.numel() for name, p in base.base_model.named_parameters() if p.dim() == 1 and "lora_" not in name)
     head_dim = fast.head_dim(config)
     return Shape(
         layers=len(layers),
-        hidden=config.hidden_size,
-        intermediate=sizes["gate_proj"][0],
+        linears=sizes,
         heads=sizes["q_proj"][0] // head_dim,
         kv_heads=sizes["k_proj"][0] // head_dim,
-        head_dim=head_dim,
         vocab=config.vocab_size,
-        tied=config.tie_word_embeddings,
         norms=sum(type(module).__name__.endswith("RMSNorm") for module in first.children()),
         qk_norm=hasattr(first.self_attn, "q_norm"),
         parameters=len(layers) * sum(rows * columns for rows, columns in sizes.values()) + ends + small,
     )
 
 
-def shape_of_config(config: Any) -> Shape:
-    """The shape of a model by its configuration; no weights are made. Raises as `shape_of`."""
+def skeleton(config: Any) -> Any:
+    """The model of a configuration on the meta device: no weights are made. UnsupportedError: an unknown family."""
     from transformers import AutoModelForCausalLM
 
     check_config(config)
     with torch.device("meta"):
-        return shape_of(AutoModelForCausalLM.from_config(config))
+        return AutoModelForCausalLM.from_config(config)
 
 
-def work_of(model: Any, tokens: int, autocast: torch.dtype | None = None) -> Work:
+def work_of(model: Any, tokens: int, autocast: torch.dtype | None = None, padded: int = 0) -> Work:
     """How a model is about to be trained, with the adapters and the dtype that it has.
 
     Args:
         tokens: of a micro-batch.
         autocast: dtype of autocast, if any.
+        padded: rows of a micro-batch, if it is padded instead of packed.
     """
-    base = base_causal_lm(model)
-    first = base.base_model.layers[0]
-    linears = {name: _linear(first, name) for names in GROUPS for name in names}
+    base, handle = base_causal_lm(model), attached(model)
+    linears = _linears(base.base_model.layers[0])
     query = base_of(linears["q_proj"]).weight
-    ranks = {}
-    for name, linear in linears.items():
-        adapter = adapter_of(linear)
-        ranks[name] = 0 if adapter is None else adapter.a.shape[0]
+    adapters = {name: adapter_of(linear) for name, linear in linears.items()}
+    ranks = {name: 0 if adapter is None else adapter.a.shape[0] for name, adapter in adapters.items()}
     quantised = not query.dtype.is_floating_point
     method: Method = "full" if query.requires_grad and not any(ranks.values()) else "qlora" if quantised else "lora"
     embeddings = base.get_input_embeddings().weight
     whole = {id(p): p.numel() for name, p in base.named_parameters() if p.requires_grad and "lora_" not in name}
+    fuses = not padded and (embeddings.is_cuda if handle is None else handle.fuses)
     return Work(
         tokens=tokens,
         method=method,
         ranks=ranks,
         itemsize=(autocast or embeddings.dtype).itemsize,
-        fused=embeddings.is_cuda and fast.refusal(base, autocast) is None,
+        fused=fuses and fast.refusal(base, autocast) is None,
         trained_whole=0 if method == "full" else sum(whole.values()),
-        graph=embeddings.is_cuda,
+        graph=fuses and autocast is None and (handle is None or handle.options[3] != "off"),
+        padded=padded,
+        distributed=dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1,
     )
 
 
@@ -107,39 +105,46 @@ def plan_for(
     budget_bytes: int | None = None,
     *,
     autocast: torch.dtype | None = None,
-    measure: bool = True,
+    padded: int = 0,
 ) -> Plan:
-    """What `auto` means on CUDA: everything kept where that fits, else the fastest plan that does.
+    """What `auto` means on CUDA: everything kept where that fits, else the fastest plan that does, by a layer's times
+    as measured; by the table's where batches are padded, or there is no room to measure (which is logged).
 
     Args:
-        model: on CUDA, with its adapters, before or after `attach`; its plan isn't changed.
+        model: on one CUDA device, with its adapters, before or after `attach`; its plan isn't changed.
         tokens: of a micro-batch: rows a step times max_seq_length.
-        budget_bytes: of the process; None for what is free on the device now, and what this process holds.
+        budget_bytes: of the process; None for all that `available` tells, which is the most.
         autocast: dtype that training will run under, if any.
-        measure: where not everything fits, time a layer on the device; else, or if that runs out of memory, the table's
-            rates are taken.
+        padded: rows of a micro-batch, if it is padded instead of packed.
     Raises:
         PlanDoesNotFit: with what would fit.
     """
     device = base_causal_lm(model).device
-    shape, work, card = shape_of(model), work_of(model, tokens, autocast), device_card(device)
-    budget = budget_bytes
-    if budget is None:
-        budget = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) + CONTEXT_BYTES
+    shape, work, card = shape_of(model), work_of(model, tokens, autocast, padded), device_card(device)
+    budget = min(available(device), budget_bytes or sys.maxsize)
     made = plan(shape, work, card, budget)
-    if not measure or set(made.policies) == {Policy.KEEP}:
+    if padded or set(made.policies) == {Policy.KEEP}:
         return made
     try:
         return plan(shape, work, card, budget, measured_times(model, shape, work, card, autocast))
-    except torch.OutOfMemoryError:  # two layers that keep everything may be more than what is planned
-        logging.getLogger(__name__).warning("measuring two layers ran out of memory: planned by the card's rates")
+    except torch.OutOfMemoryError:
+        logging.getLogger(__name__).warning("no memory to time a layer in: planned by the %s", card.source)
         return made
+
+
+def available(device: torch.device) -> int:
+    """Bytes that this process may take of a CUDA device: what is free, what it holds, and no more than its share
+    (`torch.cuda.set_per_process_memory_fraction`)."""
+    free, total = torch.cuda.mem_get_info(device)
+    share = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    return min(min(free + torch.cuda.memory_reserved(device), share) + CONTEXT_BYTES, total)
 
 
 def device_card(device: torch.device) -> Card:
     """The card of a CUDA device, with its memory."""
     properties = torch.cuda.get_device_properties(device)
-    return card_of(properties.name, properties.total_memory)
+    found = card(properties.name, properties.total_memory)
+    return replace(found, link=0.0) if properties.is_integrated else found
 
 
 def measured_times(model: Any, shape: Shape, work: Work, card: Card, autocast: torch.dtype | None = None) -> StepTimes:
@@ -169,54 +174,54 @@ def _measure(base: Any, shape: Shape, work: Work, card: Card) -> StepTimes:
     positions = torch.cat([torch.arange(n, device=device) for n in lengths])[None]
     dtype = torch.float32 if work.method == "full" else base.get_input_embeddings().weight.dtype
     layers = backbone.layers
-    times = []
     with torch.random.fork_rng(devices=[device]):
         states = torch.randn(1, work.tokens, shape.hidden, device=device, dtype=dtype, requires_grad=True)
+        seed = torch.randn_like(states)
+
+        def step() -> Iterator[None]:
+            yield
+            y = backbone(inputs_embeds=states, position_ids=positions, packed=packed, use_cache=False).last_hidden_state
+            yield
+            trained = [p for p in backbone.layers.parameters() if p.requires_grad]
+            torch.autograd.grad(y, [states, *trained], seed, allow_unused=True)
+            yield
+
         try:
+            times = []
             for count in (1, 2):
                 backbone.layers = nn.ModuleList(list(layers)[:count])
-                trained = [p for p in backbone.layers.parameters() if p.requires_grad]
-                times.append(_forward_backward(backbone, states, positions, packed, trained))
+                times.append(_medians(step))
         finally:
             backbone.layers = layers
     forward, backward = (max(two - one, 1e-3) for one, two in zip(*times, strict=True))
-    copy = 0.0
+
+    pool, copied = PinnedPool(pinned=True), 0.0
     if card.link:
-        host = torch.empty(states.shape, dtype=dtype, pin_memory=True)
-        copy = _milliseconds(lambda: host.copy_(states.detach(), non_blocking=True))
-    return step_times(shape, work, card).scaled(forward, backward, copy)
+        host = pool.take(states.nbytes).like(states)
+
+        def copy() -> Iterator[None]:
+            yield
+            host.copy_(states.detach(), non_blocking=True)
+            yield
+
+        [copied] = _medians(copy)
+        pool.release()
+    return step_times(shape, work, card).scaled(forward, backward, copied)
 
 
-def _forward_backward(
-    backbone: Any, states: Tensor, positions: Tensor, packed: PackedBatch, trained: list[Tensor]
-) -> tuple[float, float]:
-    """Milliseconds of a forward and of a backward, medians."""
-    seed = torch.randn_like(states)
+def _medians(work: Callable[[], Iterator[None]]) -> list[float]:
+    """Milliseconds on the device between what `work` yields at; medians of some repeats after warm ones."""
     found = []
     for _ in range(REPEATS + 2):
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
-        marks[0].record()
-        y = backbone(inputs_embeds=states, position_ids=positions, packed=packed, use_cache=False).last_hidden_state
-        marks[1].record()
-        torch.autograd.grad(y, [states, *trained], seed, allow_unused=True)
-        marks[2].record()
-        marks[2].synchronize()
-        found.append((marks[0].elapsed_time(marks[1]), marks[1].elapsed_time(marks[2])))
-    forward, backward = (statistics.median(times) for times in zip(*found[2:], strict=True))
-    return forward, backward
+        marks = []
+        for _ in work():
+            marks.append(torch.cuda.Event(enable_timing=True))
+            marks[-1].record()
+        marks[-1].synchronize()
+        found.append([start.elapsed_time(end) for start, end in pairwise(marks)])
+    return [statistics.median(times) for times in zip(*found[2:], strict=True)]
 
 
-def _milliseconds(work: Callable[[], object]) -> float:
-    found = []
-    for _ in range(REPEATS + 1):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        work()
-        end.record()
-        end.synchronize()
-        found.append(start.elapsed_time(end))
-    return statistics.median(found[1:])
-
-
-def _linear(layer: Any, name: str) -> Any:
-    return getattr(layer.self_attn if hasattr(layer.self_attn, name) else layer.mlp, name)
+def _linears(layer: Any) -> dict[str, Any]:
+    owners = {name: layer.self_attn if hasattr(layer.self_attn, name) else layer.mlp for name in LINEARS}
+    return {name: getattr(owner, name) for name, owner in owners.items()}

@@ -63,14 +63,14 @@ def refusal(model: Any, autocast: torch.dtype | None) -> str | None:
         for norm in (*_layer_norms(layer), *_head_norms(layer.self_attn)):
             if type(norm).__name__ not in NORM_OFFSETS:
                 return f"{type(norm).__name__} has no kernel"
-        if watched(_inner(layer if _is_whole(layer) else layer.self_attn)):
-            return "modules inside the layers carry hooks, or a forward of their own"
         blocks = [(layer.self_attn, ATTENTION), *([(layer.mlp, MLP)] if _is_whole(layer) else [])]
         for module, groups in blocks:
             for names in groups:
                 reason = linears_refusal([getattr(module, name) for name in names], dtype)
                 if reason is not None:
                     return reason
+        if watched(_inner(layer if _is_whole(layer) else layer.self_attn)):
+            return "modules inside the layers carry hooks, or a forward of their own"
     return None
 
 

@@ -255,21 +255,23 @@ def _attached_on_its_device(model: Any, args: Any) -> Handle:
 
 
 def _decided(handle: Handle, args: Any) -> Plan | None:
-    """The attached model's plan; made now where `auto` waited for the size of a micro-batch. Models with experts and
-    sharded ones, which no plan is made for, recompute their layers.
+    """The attached model's plan; made now where `auto` waited for the size of a micro-batch. Models with experts,
+    sharded ones and those on several devices, which no plan is made for, recompute their layers.
 
     Raises:
         PlanDoesNotFit: with what would.
     """
     model, tokens = handle.model, args.per_device_train_batch_size * (args.max_length or 0)
-    sharded = bool(getattr(args, "fsdp", None))
+    sharded = bool(getattr(args, "fsdp", None)) or len({parameter.device for parameter in model.parameters()}) > 1
     undecided = handle.plan is not None and handle.plan.undecided
     if undecided and tokens and not sharded and model.device.type == "cuda" and not has_experts(model.config):
         from pronghorn.models.auto_plan import plan_for
 
         autocast = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
         assert handle.plan is not None
-        handle = handle.replan(plan_for(model, tokens, handle.plan.budget_bytes, autocast=autocast))
+        padded = 0 if args.packing else args.per_device_train_batch_size
+        made = plan_for(model, tokens, handle.plan.budget_bytes, autocast=autocast, padded=padded)
+        handle = handle.replan(made)
     return handle.plan
 
 
