@@ -362,6 +362,37 @@ def test_other_options_keep_the_plan() -> None:
     assert recomputes_layers(model)
 
 
+def test_a_hook_on_the_head_runs() -> None:
+    model, batch, called = tiny_model("llama"), packed_row(LENGTHS, ROW), []
+    attach(model)
+    loss = model(**batch).loss
+    model.lm_head.register_forward_hook(lambda *_: called.append(1))
+    torch.testing.assert_close(model(**batch).loss, loss)
+    assert called
+
+
+def test_a_handle_stays_the_model_s_when_it_plans_anew() -> None:
+    model = tiny_model("llama")
+    before = trace(model)
+    handle = attach(model, attention="masked")
+    assert handle.replan(Plan.recompute()) is attached(model) is handle
+    assert {line.part: line.path for line in handle.report}["activations"] == "recompute the layer"
+    other = attach(model, Plan.keep())
+    assert handle.replan(None) is attached(model) is handle and handle.plan is None and other.plan == Plan.keep()
+    handle.detach()
+    assert trace(model) == before
+
+
+def test_a_model_that_moved_is_attached_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    handle = attach(model, Plan.recompute())
+    assert attach(model) is handle
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))  # as after model.cuda()
+    moved = attach(model)
+    assert moved is not handle and attach(model) is moved
+    assert moved.plan == Plan.recompute() and moved._fast and not handle._fast
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without flash")
 def test_flash_on_the_cpu_is_refused_with_the_reason() -> None:
     model = tiny_model("llama")

@@ -12,6 +12,7 @@ import torch
 
 from pronghorn.bench.shapes import byte_tokenizer
 from pronghorn.models.attach import attach
+from pronghorn.models.fast import is_fused
 from pronghorn.models.lora import add_lora
 from test_parity import DRAWS, LENGTHS, ROW, gradients, one_document_at_a_time
 from tiny import FAMILIES, packed_row, tiny_model
@@ -196,15 +197,126 @@ def test_a_retained_graph_gives_the_same_again(device: str) -> None:
         assert all(torch.equal(again[name], grad) for name, grad in found[0].items())
 
 
-def test_hooks_on_what_a_layer_calls_run() -> None:
-    model, batch = with_adapters(tiny_model("llama")), packed_row(LENGTHS, ROW)
+def test_a_second_derivative_is_refused() -> None:
+    model = with_adapters(tiny_model("llama"))
     attach(model, layers="fused")
+    hidden = model.get_base_model().model(**packed_row(LENGTHS, ROW)).last_hidden_state
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    first = torch.autograd.grad(hidden.square().sum(), trained, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        sum(grad.square().sum() for grad in first).backward()
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("layers", ["stock", "fused"])
+def test_an_update_between_forward_and_backward_is_an_error(layers: Any, full: bool) -> None:
+    model, batch = tiny_model("llama"), packed_row(LENGTHS, ROW)
+    model = model if full else with_adapters(model)
+    attach(model, layers=layers)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    first, second = model(**batch).loss, model(**batch).loss
+    second.backward()
+    optimizer.step()
+    model(**batch)  # which reads the adapters anew
+    with pytest.raises(RuntimeError, match=r"updated between|modified by an inplace"):
+        first.backward()
+
+
+HOOKS = ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook", "forward"]
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+@pytest.mark.parametrize("where", ["mlp", "self_attn.q_proj", "mlp.up_proj.lora_A.default", "input_layernorm"])
+def test_hooks_on_what_a_layer_calls_run(where: str, kind: str) -> None:
+    model, batch = with_adapters(tiny_model("llama")), packed_row(LENGTHS, ROW)
+    handle = attach(model, layers="fused")
     expected, grads = loss_and_gradients(model, batch)
-    called = []
-    model.get_base_model().model.layers[1].mlp.register_forward_hook(lambda *_: called.append(1))
+    called: list[int] = []
+    module = model.get_base_model().model.layers[1].get_submodule(where)
+    if kind == "forward":
+        plain = module.forward
+        module.forward = lambda *args: called.append(1) or plain(*args)
+    else:
+        taken = getattr(module, kind)(lambda *_: called.append(1))
     loss, same = loss_and_gradients(model, batch)
     assert called and loss == pytest.approx(expected, rel=1e-6)
     torch.testing.assert_close(same, grads)
+    assert path_of_layers(handle)[1] == "modules inside the layers carry hooks, or a forward of their own"
+    called.clear()
+    if kind == "forward":
+        del module.forward
+    else:
+        taken.remove()
+    assert loss_and_gradients(model, batch)[0] == expected and not called
+    assert path_of_layers(handle)[0] == "fused"
+
+
+def test_hidden_states_that_were_asked_for_leave_layers_fused() -> None:
+    """transformers' hooks stay where they were put by the first call that asked."""
+    model, batch = with_adapters(tiny_model("llama")), packed_row(LENGTHS, ROW)
+    backbone, found = model.get_base_model().model, {}
+    for layers in ("stock", "fused"):
+        attach(model, layers=layers)
+        for asked in ("output_hidden_states", "output_attentions"):
+            found[layers, asked] = backbone(**batch, **{asked: True})
+    states = [found[layers, "output_hidden_states"].hidden_states for layers in ("stock", "fused")]
+    torch.testing.assert_close(*states)
+    assert len(states[0]) == 4 and found["fused", "output_attentions"].attentions == ()
+    assert all(is_fused(layer) for layer in backbone.layers)
+
+
+def test_a_layer_called_by_hand() -> None:
+    """By transformers' order of arguments, or by keywords only."""
+    model, batch = tiny_model("qwen3"), packed_row(LENGTHS, ROW)
+    layer, found = model.model.layers[0], []
+    x, packed = model.model.embed_tokens(batch["input_ids"]), batch["packed"]
+    turns = model.model.rotary_emb(x, batch["position_ids"])
+    for layers in ("stock", "fused"):
+        attach(model, layers=layers)
+        found += [
+            layer(x, None, batch["position_ids"], None, False, turns, packed=packed),
+            layer(hidden_states=x, position_embeddings=turns, packed=packed),
+            layer(x.mT.contiguous().mT, position_embeddings=turns, packed=packed),
+        ]
+    for y in found[1:]:
+        torch.testing.assert_close(y, found[0])
+
+
+@pytest.mark.parametrize("name", ["post_attention_layernorm", "q_norm"])
+def test_norms_that_peft_wrapped(name: str) -> None:
+    model, batch = with_adapters(tiny_model("qwen3"), modules_to_save=[name]), packed_row(LENGTHS, ROW)
+    handle = attach(model, layers="stock")
+    expected, grads = loss_and_gradients(model, batch)
+    handle = attach(model, layers="fused")
+    loss, same = loss_and_gradients(model, batch)
+    assert loss == pytest.approx(expected, rel=1e-6)
+    torch.testing.assert_close(same, grads)
+    assert path_of_layers(handle)[1] == "ModulesToSaveWrapper has no kernel"
+
+
+def test_products_are_in_autocast_s_dtype() -> None:
+    model, batch = tiny_model("llama"), packed_row(LENGTHS, ROW)
+    attach(model, layers="fused")
+    kept: list[torch.Tensor] = []
+    keep = lambda tensor: kept.append(tensor) or tensor  # noqa: E731
+    with torch.autocast("cpu", torch.bfloat16), torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        model.model(**batch)
+    wide = 2 * model.config.intermediate_size
+    assert {tensor.dtype for tensor in kept if tensor.shape[-1] == wide} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("trained", ["layernorm", "q_norm", "layers.1.input_layernorm", "bias"])
+def test_small_parts_that_are_trained_alone(trained: str) -> None:
+    """In float64, but for transformers' norms, which are in float32."""
+    model = tiny_model("qwen3", attention_bias=True).double()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained in name)
+    batch, found = packed_row(LENGTHS, ROW), {}
+    for layers in ("stock", "fused"):
+        attach(model, layers=layers)
+        found[layers] = loss_and_gradients(model, batch)
+    assert found["fused"][0] == pytest.approx(found["stock"][0], rel=1e-7)
+    torch.testing.assert_close(found["fused"][1], found["stock"][1], rtol=1e-5, atol=1e-7)
 
 
 def test_a_norm_that_was_replaced_is_noticed() -> None:

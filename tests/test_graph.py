@@ -10,8 +10,8 @@ import torch
 
 from pronghorn.errors import ConfigError, TrainingError
 from pronghorn.memory.plan import Plan
-from pronghorn.models.attach import attach
-from pronghorn.models.graph import _Captured, _Replay
+from pronghorn.models.attach import _graph_refusal, attach
+from pronghorn.models.graph import _Captured, _fingerprint, _Replay, graphed_class
 from test_fused import with_adapters
 from test_parity import LENGTHS, ROW, gradients
 from tiny import FAMILIES, packed_row, tiny_model
@@ -175,6 +175,33 @@ def test_what_was_overwritten_is_not_used() -> None:
     second.backward(retain_graph=True)
     with pytest.raises(TrainingError, match="overwritten"):
         second.backward()
+
+
+def test_hooks_are_noticed() -> None:
+    """A graph doesn't call modules: with a hook inside, or hidden states asked for by the config, it isn't used."""
+    model = with_adapters(tiny_model("llama"))
+    attach(model, layers="fused")
+    base = model.get_base_model()
+    before = _fingerprint(base.model)
+    base.model.embed_tokens.register_forward_hook(lambda *_: None)
+    assert "per_document" in str(_graph_refusal(base, "auto"))
+    hook = base.model.norm.register_forward_hook(lambda *_: None)
+    assert _fingerprint(base.model) != before
+    assert _graph_refusal(base, "auto") == "modules inside carry hooks, which a graph doesn't call"
+    hook.remove()
+    assert "per_document" in str(_graph_refusal(base, "auto"))
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_what_the_config_asks_for_is_given(asked: bool) -> None:
+    plain = type(tiny_model("llama").model)
+    backbone, batch = tiny_model("llama", output_hidden_states=asked).model, packed_row([4], 4)
+    backbone.__class__ = graphed_class(plain)
+    graphs = SimpleNamespace(forward=lambda *_: torch.zeros(1))
+    backbone.__dict__["_pronghorn_graphs"] = graphs
+    packed = SimpleNamespace(cu_seqlens=SimpleNamespace(is_cuda=True))
+    out = backbone(input_ids=batch["input_ids"], position_ids=batch["position_ids"], packed=packed)
+    assert (out.hidden_states is not None) == asked and (out.last_hidden_state.shape == (1,)) != asked
 
 
 def test_the_cpu_has_none() -> None:

@@ -20,7 +20,7 @@ from pronghorn.cli.main import app
 from pronghorn.config import Recipe
 from pronghorn.data.batch import Collator
 from pronghorn.diagnose.profile import account_for, profile
-from pronghorn.diagnose.profile_advice import advise
+from pronghorn.diagnose.profile_advice import advise, unfused
 from pronghorn.diagnose.profile_causes import ENGINE, Cause, cause, spans
 from pronghorn.diagnose.profile_record import Profile, read_profile
 from pronghorn.diagnose.profile_syncs import Place, find_sites
@@ -362,6 +362,13 @@ class Page(HTMLParser):
     def handle_starttag(self, tag: str, attrs: Any) -> None:
         self.tags.append(tag)
         assert not {name for name, _ in attrs} & {"src", "href"}  # needs nothing but itself
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_fused_layers_are_not_advised(family: str) -> None:
+    model = tiny_model(family)
+    assert unfused(attach(model, layers="fused").report) is None
+    assert unfused(attach(model, layers="stock").report) == "asked for"
 
 
 def test_command(recipe: Any, tmp_path: Path) -> None:

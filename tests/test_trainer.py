@@ -22,10 +22,11 @@ from pronghorn import FastLanguageModel, SFTTrainer
 from pronghorn.data.batch import Collator
 from pronghorn.data.packed_rows import PackedRows
 from pronghorn.errors import ConfigError, DataError, TrainingError, UnsupportedError
-from pronghorn.models.attach import attached
+from pronghorn.models.attach import attach, attached
 from pronghorn.models.families import recomputes_layers
-from pronghorn.train.gradients import GradientWatch
-from tiny import stock_loss_on_cpu
+from pronghorn.train.gradients import GradientWatch, _Pending
+from pronghorn.train.trainer import _attached_on_its_device
+from tiny import stock_loss_on_cpu, tiny_model
 
 ROW = 128
 LINEARS = ["q_proj", "v_proj", "down_proj"]
@@ -417,6 +418,15 @@ def test_an_overflow_without_a_scaler_stops() -> None:
         run(float("inf"), 1.0)
 
 
+def test_a_second_training_is_not_judged_by_the_first() -> None:
+    """One that was interrupted leaves flags; and adapters put on since have the right to a first step."""
+    run = _Watched(scaler=object())
+    run(1.0, 1.0)
+    run.watch._pending = _Pending(["weight"], torch.ones(2, 1), None, scaled=False, moves=True, step=2)
+    run.watch.on_train_begin(None, None, None)
+    run(1.0, 0.0)
+
+
 # ---- checkpoints ----
 
 
@@ -550,6 +560,21 @@ def test_an_unattached_model_is_attached_by_the_trainer(stories: Path, documents
     trainer = SFTTrainer(model, args, train_dataset=documents, processing_class=AutoTokenizer.from_pretrained(stories))
     trainer.train()
     assert attached(model) is not None and len(losses(trainer)) == 2
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_model_is_attached_where_the_trainer_brings_it(before: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    if before:
+        attach(model)
+    args: Any = SimpleNamespace(place_model_on_device=None, device=torch.device("cuda"))
+    cuda = property(lambda tensor: True)
+    monkeypatch.setattr(model, "to", lambda device: monkeypatch.setattr(torch.Tensor, "is_cuda", cuda))
+    handle = _attached_on_its_device(model, args)
+    monkeypatch.undo()
+    assert handle is attached(model) and handle._fast
+    args.place_model_on_device = False
+    assert _attached_on_its_device(model, args) is handle
 
 
 def test_checkpointing_asked_of_the_model_is_kept(stories: Path, documents: Dataset, tmp_path: Path) -> None:

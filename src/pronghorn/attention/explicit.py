@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from pronghorn.attention import varlen
 from pronghorn.attention.masked import per_document_attention
@@ -37,7 +38,7 @@ class Options:
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, options: Options, sinks: Tensor | None = None) -> Tensor:
-    """[T, H, D] and [T, H_kv, D] to [T, H, D], any strides but for the last; sinks: [H]. Differentiable."""
+    """[T, H, D] and [T, H_kv, D] to [T, H, D], any strides but for the last; sinks: [H]. Differentiable once."""
     return _Attention.apply(query, key, value, sinks, options)
 
 
@@ -50,6 +51,7 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> Any:
         q, k, v, sinks, out, *state = ctx.saved_tensors
         grads, d_sinks = backward(d_out.contiguous(), q, k, v, out, state, ctx.options, sinks)

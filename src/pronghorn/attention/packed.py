@@ -85,9 +85,10 @@ def packed_attention(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     batch, heads, length, head_dim = query.shape
     scale = head_dim**-0.5 if scaling is None else scaling
-    window = sliding_window if sliding_window is not None and sliding_window < packed.max_seqlen else None
     q_THD, k_THD, v_THD = (x.transpose(1, 2).reshape(batch * length, -1, head_dim) for x in (query, key, value))
     way = choose(backend, query)[0]
+    options = explicit.Options(packed, scale, sliding_window, way)
+    window = options.binding
     if metadata == "per_layer_mask" or (metadata == "once" and way == "masked"):
         out = masked_attention(q_THD, k_THD, v_THD, packed, scale, window, s_aux, keep_mask=metadata == "once")
     elif metadata == "per_layer":
@@ -95,7 +96,7 @@ def packed_attention(
     elif way == "per_document":
         out = per_document_attention(q_THD, k_THD, v_THD, packed, scale, window, s_aux)
     else:
-        out = explicit.attention(q_THD, k_THD, v_THD, explicit.Options(packed, scale, window, way), s_aux)
+        out = explicit.attention(q_THD, k_THD, v_THD, options, s_aux)
     return out.reshape(batch, length, heads, head_dim), None
 
 

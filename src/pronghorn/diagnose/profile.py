@@ -17,7 +17,7 @@ from rich.console import Console
 
 from pronghorn.config import Recipe
 from pronghorn.device import device_name, versions
-from pronghorn.diagnose.profile_advice import advise
+from pronghorn.diagnose.profile_advice import advise, unfused
 from pronghorn.diagnose.profile_causes import PREFIX, Cause, Span, spans
 from pronghorn.diagnose.profile_record import PHASES, KernelTime, Profile, Row, Shape
 from pronghorn.diagnose.profile_steps import Recorder, Trace, inner_dimensions
@@ -73,7 +73,6 @@ def profile(recipe: Recipe, console: Console, steps: int = 3, warmup: int = 3) -
     device = handle.model.device
     autocast = torch.bfloat16 if trainer.args.bf16 else torch.float16 if trainer.args.fp16 else None
     paths = handle.paths(autocast)
-    layers = next(path for path in paths if path.part == "decoder layers")
     found.recipe, found.device, found.versions = recipe.to_dict(), device_name(), versions()
     found.plain_ms, found.warmup = recorder.plain_ms, warmup
     found.paths = [vars(path) for path in paths if path.part != GRAPH]
@@ -83,7 +82,7 @@ def profile(recipe: Recipe, console: Console, steps: int = 3, warmup: int = 3) -
         found.syncs = find_sites(recorder.stacks, recorder.places)
         found.peak_memory_bytes = torch.cuda.max_memory_allocated(device)
         found.memory_bytes = torch.cuda.get_device_properties(device).total_memory
-    found.advice = advise(found, None if layers.path == "fused" else layers.why)
+    found.advice = advise(found, unfused(paths))
     return found
 
 

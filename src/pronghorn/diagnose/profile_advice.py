@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pronghorn.diagnose.profile_causes import Cause
 from pronghorn.diagnose.profile_record import Advice, Profile
+from pronghorn.models.attach import PathTaken
 
 LEAST = 0.02
 """Costs below this share of a step are not worth a change."""
@@ -15,6 +16,12 @@ _CHANGES = {
     Cause.COMMUNICATION: ("communication is not hidden", "a larger train.gradient_accumulation_steps"),
     Cause.LOGGING: ("the step waits for logging", "a larger train.logging_steps"),
 }
+
+
+def unfused(paths: list[PathTaken]) -> str | None:
+    """Why decoder layers aren't fused, by a handle's report; None where they are, but for experts."""
+    layers = next(path for path in paths if path.part == "decoder layers")
+    return None if "fused" in layers.path else layers.why
 
 
 def advise(profile: Profile, unfused: str | None) -> list[Advice]:

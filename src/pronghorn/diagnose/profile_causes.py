@@ -18,7 +18,7 @@ ENGINE = "autograd::engine::evaluate_function"
 STAGES = ("step", "backward", "wait")
 """Ranges that say when, not why."""
 SCORES = "scores"
-"""The range of a fused layer's attention proper."""
+"""The range of packed attention proper."""
 
 
 class Cause(StrEnum):
@@ -47,7 +47,7 @@ class Cause(StrEnum):
 TRANSFERS = (Cause.TO_DEVICE, Cause.TO_HOST, Cause.COMMUNICATION)
 """What runs beside computing without slowing it."""
 
-_ATTENTION = ("flash_attention", "scaled_dot_product", "efficient_attention", "cudnn_attention", "_TiledAttention")
+_ATTENTION = ("flash_attention", "scaled_dot_product", "efficient_attention", "cudnn_attention")
 _PRODUCTS = {f"aten::{name}" for name in ("mm", "addmm", "addmm_", "bmm", "baddbmm", "matmul", "linear", "_scaled_mm")}
 _PRODUCTS |= {"bitsandbytes::gemv_4bit", "bitsandbytes::gemm_4bit"}
 _WHOLE = {"data": Cause.DATA, "logging": Cause.LOGGING, "optimiser": Cause.OPTIMISER}

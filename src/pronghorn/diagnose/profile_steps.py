@@ -126,10 +126,8 @@ def marked(trainer: SFTTrainer, handle: Handle) -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, kind in parts:
             stack.enter_context(_replaced(owner, name, _within(getattr(owner, name), kind)))
-        fused = {
-            id(part) for layer in handle.model.base_model.layers if fast.is_fused(layer) for part in layer.modules()
-        }
-        fused -= {id(layer) for layer in handle.model.base_model.layers}
+        modules = list(handle.model.modules())
+        fused = {id(part) for each in modules if fast.is_fused(each) for part in each.modules() if part is not each}
         for name, module in handle.model.named_modules():
             if id(module) in fused:
                 continue  # not called; with a hook it would be

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from pronghorn.kernels.cross_entropy import cross_entropy_
 
@@ -72,6 +73,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total / divisor
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         dh, dw = ctx.saved_tensors
         factor = grad / ctx.divisor

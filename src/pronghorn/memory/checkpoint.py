@@ -98,8 +98,7 @@ def policies_of(plan: Plan, layers: Iterable[nn.Module], fused: bool) -> tuple[P
             raise UnsupportedError(
                 f"{type(layer).__name__} can't be recomputed by transformers' gradient checkpointing", "use Plan.keep()"
             )
-        replaced = layer.mlp.__dict__.get("forward") if policy is Policy.RECOMPUTE_MLP else None
-        if replaced is not None and getattr(replaced, "__func__", None) is not _checkpointed_forward:
+        if policy is Policy.RECOMPUTE_MLP and has_own_forward(layer.mlp):
             raise UnsupportedError(
                 f"the forward of {type(layer).__name__}.mlp was replaced by something else",
                 f"use '{Policy.RECOMPUTE_LAYER}', or take that hook off",
@@ -141,6 +140,12 @@ def install(model: nn.Module, layers: Iterable[nn.Module], plan: Plan, fused: bo
     installed.put(model, INSTALLED, installed)
     installed.put(model, "_set_gradient_checkpointing", types.MethodType(_switched, model))
     return installed
+
+
+def has_own_forward(module: Any) -> bool:
+    """Whether somebody gave an instance a forward that isn't its class's; a plan's goes with the plan and is none."""
+    own = module.__dict__.get("forward")
+    return own is not None and getattr(own, "__func__", None) is not _checkpointed_forward
 
 
 def _checkpointed_forward(mlp: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,12 +1,15 @@
 """`attach`: the only place that changes a model, one instance at a time, and `Handle.detach`, which undoes it.
 
-Three changes, all outside the parameters (so saving gives byte for byte what an unattached model gives):
+All changes are outside the parameters (so saving gives byte for byte what an unattached model gives):
 
 1. The config's attention implementation becomes Pronghorn's (`attention.packed`).
 2. A forward pre-hook on the backbone finds the batch's `PackedBatch` (lane A passes it as the keyword `packed`; lane
    B's is made once per forward from TRL's `cu_seq_lens_*` or from `position_ids`) and hands it to every layer.
 3. The causal LM's class becomes a subclass of the same name whose forward computes the loss of a packed batch from the
    labelled tokens' hidden states (`models.head`). Other calls run the original forward.
+4. On CUDA layers, attention and norms get classes that compute the same by fewer operations (`models.fast`), and the
+   backbone one that replays CUDA graphs (`models.graph`). Experts get another implementation (`models.experts`).
+5. Each layer gets its policy of the plan (`memory.checkpoint`).
 """
 
 from __future__ import annotations
@@ -141,11 +144,12 @@ class Handle:
 
     def replan(self, plan: Plan | None, graph: Graph | None = None) -> Handle:
         """Attach the model again, with another plan (None: without one) and the same options, but for `graph` where it
-        is given. Raises as `attach` and `detach` do."""
+        is given; this stays the model's handle. Raises as `attach` and `detach` do."""
         attention, metadata, layers, same, routing = self.options
-        if plan is None:
-            self.detach()
-        return attach(
+        current = attached(self.model)
+        if plan is None and current is not None:
+            current.detach()
+        made = attach(
             self.model,
             plan,
             attention=attention,
@@ -154,6 +158,9 @@ class Handle:
             graph=graph or same,
             moe_routing=routing,
         )
+        self.__dict__.update(made.__dict__)  # whoever holds it may go on asking it, and detach
+        self.model._pronghorn_handle = self
+        return self
 
     def adopt_adapters(self) -> Handle:
         """Compute adapters that PEFT has put on experts since `attach` beside the experts, too."""
@@ -217,23 +224,22 @@ def attach(
     """
     base = base_causal_lm(model)
     check_config(base.config)
-    if layers not in get_args(Layers):
-        raise ConfigError(f"layers {layers!r} is unknown", f"use one of {', '.join(get_args(Layers))}")
-    if graph not in get_args(Graph):
-        raise ConfigError(f"graph {graph!r} is unknown", f"use one of {', '.join(get_args(Graph))}")
-    if moe_routing not in get_args(experts.Routing):
-        raise ConfigError(f"moe_routing {moe_routing!r} is unknown", f"use {' or '.join(get_args(experts.Routing))}")
+    names = {"layers": (layers, Layers), "graph": (graph, Graph), "moe_routing": (moe_routing, experts.Routing)}
+    for name, (value, known) in names.items():
+        if value not in get_args(known):
+            raise ConfigError(f"{name} {value!r} is unknown", f"use one of {', '.join(get_args(known))}")
     if moe_routing == "loop" and not has_experts(base.config):
         raise ConfigError("moe_routing 'loop' for a model without experts", "leave moe_routing out")
     options = (attention, packing_metadata, layers, graph, moe_routing)
     name = implementation(attention, packing_metadata)
     current: Handle | None = getattr(base, "_pronghorn_handle", None)
-    if current is not None and current.options == options and plan in (None, current.plan):
-        return current.adopt_adapters()
-    if plan is None and current is not None:
-        plan = current.plan
     fused = layers == "fused" or (layers == "auto" and next(base.parameters()).is_cuda)
     fused = fused and attention != "masked" and packing_metadata == "once"
+    if current is not None:
+        moved = bool(current._fast) != fused  # to CUDA or from there since
+        if current.options == options and plan in (None, current.plan) and not moved:
+            return current.adopt_adapters()
+        plan = plan or current.plan
     whole = fused and not has_experts(base.config)
     if plan is not None:
         policies_of(plan, base.base_model.layers, whole)  # refused before anything is changed
@@ -263,6 +269,9 @@ def attach(
 def _graph_refusal(model: Any, attention: Backend) -> str | None:
     """Why a model's layers can't be captured as they are now, or None. Only attention by tiles takes nothing about
     documents from the host, which a graph would keep for ever."""
+    outside = model.base_model, model.get_input_embeddings()  # which are called
+    if fast.watched(module for module in model.base_model.modules() if module not in outside):
+        return "modules inside carry hooks, which a graph doesn't call"
     weights = [p for name, p in model.base_model.named_parameters() if p.requires_grad and ".lora_" not in name]
     if weights:
         return "weights besides adapters are trained"

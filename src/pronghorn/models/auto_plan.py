@@ -153,16 +153,17 @@ def measured_times(model: Any, shape: Shape, work: Work, card: Card, autocast: t
     The backbone runs with one layer and with two; the difference is a layer's. Takes about a second; gradients, random
     state and the model are left as they were.
     """
-    base, before = base_causal_lm(model), attached(model)
-    handle = attach(model, Plan.keep(), graph="off") if before is None else before.replan(Plan.keep(), graph="off")
+    base, handle = base_causal_lm(model), attached(model)
+    given = None if handle is None else (handle.plan, handle.options[3])
+    handle = attach(model, Plan.keep(), graph="off") if handle is None else handle.replan(Plan.keep(), graph="off")
     try:
         with torch.cuda.device(base.device), torch.autocast("cuda", autocast, enabled=autocast is not None):
             return _measure(base, shape, work, card)
     finally:
-        if before is None:
+        if given is None:
             handle.detach()
         else:
-            handle.replan(before.plan, graph=before.options[3])
+            handle.replan(*given)
         torch.cuda.empty_cache()  # what the allocator keeps would be in training's way
 
 

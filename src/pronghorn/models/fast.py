@@ -2,14 +2,15 @@
 with fewer and larger operations (models.fused, kernels). Parameters stay where they are.
 
 A module takes its own class's way wherever the fast one can't serve a call: no packed batch, an adapter that is not
-plain LoRA. A layer whose attention or MLP somebody hooked calls them, so that the hooks run.
+plain LoRA. What somebody hooked, or gave a forward of its own, is called: modules around it take their own way, too.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from pronghorn.data.batch import PackedBatch
 from pronghorn.kernels.glu import Activation
 from pronghorn.kernels.rms_norm import rms_norm
 from pronghorn.kernels.rope import Heads
+from pronghorn.memory.checkpoint import has_own_forward
 from pronghorn.memory.plan import POLICY, Policy
 from pronghorn.models import fused
 from pronghorn.models.fused import AttentionParts, LayerParts, MLPParts, Norm
@@ -38,7 +40,10 @@ NORM_OFFSETS |= {"Gemma3RMSNorm": 1.0}
 """The norm classes that the kernel computes, and what each adds to its weight."""
 LAYERS = {f"{family}DecoderLayer" for family in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma3")}
 """The layers that are computed as one function."""
-
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_RECORDER = "transformers.utils"
+"""Where transformers' hooks for output_hidden_states and output_attentions are from: once asked for they stay, on every
+layer and attention; packed attention has nothing for them."""
 
 ATTENTION = (("q_proj", "k_proj", "v_proj"), ("o_proj",))
 MLP = (("gate_proj", "up_proj"), ("down_proj",))
@@ -53,17 +58,19 @@ def refusal(model: Any, autocast: torch.dtype | None) -> str | None:
     if not _turns(model):
         return f"head_dim {head_dim(config)} is no power of two"
     for layer in model.base_model.layers:
-        norm = type(layer.input_layernorm).__name__
-        if norm not in NORM_OFFSETS:
-            return f"{norm} has no kernel"
         if _norms_all_heads(layer.self_attn):
             return "q_norm is over all heads at once"
+        for norm in (*_layer_norms(layer), *_head_norms(layer.self_attn)):
+            if type(norm).__name__ not in NORM_OFFSETS:
+                return f"{type(norm).__name__} has no kernel"
         blocks = [(layer.self_attn, ATTENTION), *([(layer.mlp, MLP)] if _is_whole(layer) else [])]
         for module, groups in blocks:
             for names in groups:
                 reason = linears_refusal([getattr(module, name) for name in names], dtype)
                 if reason is not None:
                     return reason
+        if watched(_inner(layer if _is_whole(layer) else layer.self_attn)):
+            return "modules inside the layers carry hooks, or a forward of their own"
     return None
 
 
@@ -93,9 +100,18 @@ def disable(changed: list[tuple[nn.Module, type[nn.Module]]]) -> None:
         module.__dict__.pop("_pronghorn_parts", None)
 
 
-def is_fused(layer: nn.Module) -> bool:
-    """Whether a decoder layer computed its last packed batch as one function, without calling its modules."""
-    return layer.__dict__.get("_pronghorn_parts", (None,))[-1] is not None
+def is_fused(module: nn.Module) -> bool:
+    """Whether a decoder layer or an attention computes packed batches as one function, without calling its modules."""
+    kept = module.__dict__.get("_pronghorn_parts")
+    return kept is not None and kept.usable is not None
+
+
+def watched(modules: Iterable[nn.Module]) -> bool:
+    """Whether somebody hooked one of the modules or gave it a forward of its own, so that it has to be called."""
+    return any(
+        has_own_forward(module) or any(_is_foreign(hook) for name in _HOOKS for hook in getattr(module, name).values())
+        for module in modules
+    )
 
 
 @functools.cache
@@ -122,17 +138,15 @@ def _attention_class(original: Any, backend: Backend) -> type[nn.Module]:
         packed: PackedBatch | None = None,
         **kwargs: Any,
     ) -> Any:
-        parts = (
-            None if packed is None or position_embeddings is None else _attention_parts(self, hidden_states, backend)
-        )
-        if parts is None:
-            more = {} if packed is None else {"packed": packed}
-            return plain(self, hidden_states, position_embeddings, attention_mask, *args, **more, **kwargs)
-        assert position_embeddings is not None and packed is not None
-        cos, sin = _rows(position_embeddings, hidden_states, self.head_dim)
-        x = hidden_states.flatten(0, 1).to(_compute_dtype(hidden_states))
-        with _without_autocast(x):
-            return fused.attention(x, cos, sin, packed, parts).view_as(hidden_states), None
+        if packed is not None:
+            parts = None if position_embeddings is None else _attention_parts(self, hidden_states, backend)
+            if parts is not None:
+                cos, sin = _rows(position_embeddings, hidden_states, self.head_dim)
+                x = hidden_states.flatten(0, 1).to(_compute_dtype(hidden_states))
+                with _without_autocast(x):
+                    return fused.attention(x, cos, sin, packed, parts).view_as(hidden_states), None
+            kwargs["packed"] = packed
+        return plain(self, hidden_states, position_embeddings, attention_mask, *args, **kwargs)
 
     return _subclass(original, forward)
 
@@ -142,22 +156,13 @@ def _layer_class(original: Any, backend: Backend) -> type[nn.Module]:
     plain: Any = original.forward
 
     @functools.wraps(plain)
-    def forward(
-        self: Any,
-        hidden_states: Tensor,
-        *args: Any,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
-        packed: PackedBatch | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        parts = None
-        if packed is not None and position_embeddings is not None and not _watched(self):
-            parts = _layer_parts(self, hidden_states, backend)
-        if parts is None:
-            kwargs |= {"position_embeddings": position_embeddings} | ({} if packed is None else {"packed": packed})
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        packed: PackedBatch | None = kwargs.get("packed")
+        turns = kwargs.get("position_embeddings")  # by position it goes transformers' way
+        parts = None if packed is None or turns is None else _layer_parts(self, hidden_states, backend)
+        if packed is None or parts is None:
             return plain(self, hidden_states, *args, **kwargs)
-        assert position_embeddings is not None and packed is not None
-        cos, sin = _rows(position_embeddings, hidden_states, self.self_attn.head_dim)
+        cos, sin = _rows(turns, hidden_states, self.self_attn.head_dim)
         policy = self.__dict__.get(POLICY, Policy.KEEP)
         x, dtype = hidden_states.flatten(0, 1).contiguous(), _compute_dtype(hidden_states)
         with _without_autocast(hidden_states):
@@ -166,9 +171,8 @@ def _layer_class(original: Any, backend: Backend) -> type[nn.Module]:
     return _subclass(original, forward)
 
 
-def _watched(module: Any) -> bool:
-    """Whether somebody hooked the modules that a fused layer doesn't call."""
-    return any(part._forward_hooks or part._forward_pre_hooks for part in (module.self_attn, module.mlp))
+def _is_foreign(hook: Any) -> bool:
+    return not str(getattr(hook, "__module__", None)).startswith(_RECORDER)
 
 
 def _subclass(original: type[nn.Module], forward: Any) -> type[nn.Module]:
@@ -179,23 +183,14 @@ def _subclass(original: type[nn.Module], forward: Any) -> type[nn.Module]:
 
 def _attention_parts(module: Any, x: Tensor, backend: Backend) -> AttentionParts | None:
     """The module's parts, or None where this call isn't for the fast way."""
-    if not all(type(norm).__name__ in NORM_OFFSETS for norm in _head_norms(module)):
-        return None
-    weights = [norm.weight for norm in _head_norms(module)] + ([module.sinks] if hasattr(module, "sinks") else [])
-    return _parts(
-        module, [(module, ATTENTION)], weights, x, lambda *linears: _make_attention(module, backend, *linears)
-    )
+    sinks = [module.sinks] if hasattr(module, "sinks") else []
+    make = functools.partial(_make_attention, module, backend)
+    return _parts(module, [(module, ATTENTION)], _head_norms(module), sinks, x, make)
 
 
 def _layer_parts(module: Any, x: Tensor, backend: Backend) -> LayerParts | None:
     """The whole layer's parts, or None where this call isn't for the fast way."""
-    attention, mlp = module.self_attn, module.mlp
-    gemma = hasattr(module, "pre_feedforward_layernorm")
-    names = ["input_layernorm", "pre_feedforward_layernorm" if gemma else "post_attention_layernorm"]
-    names += ["post_attention_layernorm", "post_feedforward_layernorm"] if gemma else []
-    norms = [getattr(module, name) for name in names]
-    if not all(type(norm).__name__ in NORM_OFFSETS for norm in (*norms, *_head_norms(attention))):
-        return None  # PEFT's wrapper around one that is trained
+    attention, mlp, norms = module.self_attn, module.mlp, _layer_norms(module)
 
     def make(qkv: LinearGroup, out: LinearGroup, gate_up: LinearGroup, down: LinearGroup) -> LayerParts:
         before, *after = ([_make_norm(norm) for norm in norms[i : i + 2]] for i in range(0, len(norms), 2))
@@ -206,8 +201,7 @@ def _layer_parts(module: Any, x: Tensor, backend: Backend) -> LayerParts | None:
             (after[0][0], after[0][1]) if after else None,
         )
 
-    weights = [norm.weight for norm in (*norms, *_head_norms(attention))]
-    return _parts(module, [(attention, ATTENTION), (mlp, MLP)], weights, x, make)
+    return _parts(module, [(attention, ATTENTION), (mlp, MLP)], [*norms, *_head_norms(attention)], [], x, make)
 
 
 def _make_attention(module: Any, backend: Backend, qkv: LinearGroup, out: LinearGroup) -> AttentionParts:
@@ -226,6 +220,14 @@ def _make_attention(module: Any, backend: Backend, qkv: LinearGroup, out: Linear
     return AttentionParts(qkv, out, heads, module.scaling, window, backend, getattr(module, "sinks", None))
 
 
+def _layer_norms(layer: Any) -> list[Any]:
+    """Those before attention and MLP, then those after, where the family has such."""
+    gemma = hasattr(layer, "pre_feedforward_layernorm")
+    names = ["input_layernorm", "pre_feedforward_layernorm" if gemma else "post_attention_layernorm"]
+    names += ["post_attention_layernorm", "post_feedforward_layernorm"] if gemma else []
+    return [getattr(layer, name) for name in names]
+
+
 def _head_norms(attention: Any) -> list[Any]:
     return [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
 
@@ -234,27 +236,50 @@ def _make_norm(module: Any) -> Norm:
     return Norm(module.weight, _eps(module), NORM_OFFSETS[type(module).__name__])
 
 
+@dataclass(frozen=True)
+class _Kept:
+    """What `_parts` keeps on a module."""
+
+    made_of: list[Any]
+    state: tuple[torch.dtype, list[Any]]
+    parts: Any
+    """None where the linears or norms can't be computed so."""
+    inner: list[nn.Module]
+    """The modules that a fused function doesn't call."""
+    hooks: list[dict[Any, Any]]
+    """Theirs: looked at in every forward, so without going through the modules."""
+
+    @property
+    def usable(self) -> Any:
+        """The parts; None where a module inside has to be called."""
+        suspect = any(self.hooks) or any("forward" in module.__dict__ for module in self.inner)
+        return None if suspect and watched(self.inner) else self.parts
+
+
 def _parts(
     module: Any,
     groups: list[tuple[Any, tuple[tuple[str, ...], ...]]],
-    weights: list[Tensor],
+    norms: list[Any],
+    more: list[Tensor],
     x: Tensor,
     make: Callable[..., Any],
 ) -> Any:
-    """The parts kept on the module; made again where its linears or norms' weights are others (an adapter was put
-    around them) or in another state."""
+    """The parts kept on the module; made again where its linears, norms, these' weights or `more` are others (PEFT put
+    something around them) or in another state."""
     found = [[getattr(owner, name) for name in names] for owner, sets in groups for names in sets]
     linears = [linear for group in found for linear in group]
-    now, made_of = (_compute_dtype(x), state(linears)), [*linears, *weights]
-    kept = module.__dict__.get("_pronghorn_parts")
-    if kept is None or kept[1] != now or any(a is not b for a, b in zip(kept[0], made_of, strict=True)):
-        refused = any(linears_refusal(group, now[0]) for group in found)
-        kept = made_of, now, None if refused else make(*(LinearGroup(group) for group in found))
+    now, made_of = (_compute_dtype(x), state(linears)), [*linears, *norms, *(norm.weight for norm in norms), *more]
+    kept: _Kept | None = module.__dict__.get("_pronghorn_parts")
+    if kept is None or kept.state != now or any(a is not b for a, b in zip(kept.made_of, made_of, strict=True)):
+        refused = any(type(norm).__name__ not in NORM_OFFSETS for norm in norms)
+        refused = refused or any(linears_refusal(group, now[0]) for group in found)
+        parts, inner = None if refused else make(*(LinearGroup(group) for group in found)), _inner(module)
+        kept = _Kept(made_of, now, parts, inner, [getattr(each, name) for each in inner for name in _HOOKS])
         module.__dict__["_pronghorn_parts"] = kept
-    return kept[2]
+    return kept.usable
 
 
-def _rows(position_embeddings: tuple[Tensor, Tensor], hidden_states: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+def _rows(position_embeddings: Any, hidden_states: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
     """cos and sin [T, D], a row a token."""
     tokens = hidden_states.shape[0] * hidden_states.shape[1]
     cos, sin = (x.reshape(-1, x.shape[-1]).expand(tokens, -1) for x in position_embeddings)
@@ -289,6 +314,10 @@ def _turns(model: Any) -> bool:
 def _is_whole(layer: Any) -> bool:
     """Whether the layer is computed as one function, its MLP with it."""
     return type(layer).__name__ in LAYERS
+
+
+def _inner(module: nn.Module) -> list[nn.Module]:
+    return list(module.modules())[1:]
 
 
 def _norms_all_heads(attention: Any) -> bool:

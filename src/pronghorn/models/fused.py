@@ -17,10 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from pronghorn.attention import explicit
 from pronghorn.attention.backends import Backend, choose
 from pronghorn.data.batch import PackedBatch
+from pronghorn.errors import TrainingError
 from pronghorn.kernels import glu, residual, rms_norm, rope
 from pronghorn.kernels.residual import LowRank
 from pronghorn.kernels.rope import Heads
@@ -114,15 +116,17 @@ class _Attention(torch.autograd.Function):
         packed: PackedBatch,
         parts: AttentionParts,
         linears: list[Operands],
-        *_: Tensor | None,
+        *weights: Tensor | None,
     ) -> Tensor:
         y, low_rank, kept = _attention_forward(x, cos, sin, packed, parts, linears)
         ctx.save_for_backward(x, cos, sin, *kept)
-        ctx.packed, ctx.parts, ctx.linears = packed, parts, linears
+        ctx.packed, ctx.parts, ctx.linears, ctx.trained = packed, parts, linears, _versions(ctx, weights)
         return _whole(y, low_rank)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
+        _check_versions(ctx.trained)
         x, cos, sin, *kept = ctx.saved_tensors
         wanted = ctx.needs_input_grad[0]
         dx, gradients = _attention_backward(dy, x, cos, sin, kept, ctx.packed, ctx.parts, ctx.linears, wanted)
@@ -140,7 +144,7 @@ class _Layer(torch.autograd.Function):
         parts: LayerParts,
         policy: Policy,
         linears: list[Operands],
-        *_: Tensor | None,
+        *weights: Tensor | None,
     ) -> Tensor:
         dtype = linears[0].dtype
         normed, rstd = parts.before[0].forward(x, dtype)
@@ -159,11 +163,13 @@ class _Layer(torch.autograd.Function):
             None if policy is Policy.RECOMPUTE_MLP else gate_up,
         )
         ctx.save_for_backward(x, rstd, *after, h, h_rstd, *h_after, xa, a_a, *large, cos, sin, *kept)
-        ctx.packed, ctx.parts, ctx.linears = packed, parts, linears
+        ctx.packed, ctx.parts, ctx.linears, ctx.trained = packed, parts, linears, _versions(ctx, weights)
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> Any:
+        _check_versions(ctx.trained)
         x, rstd, y, y_rstd, h, h_rstd, h_y, h_y_rstd, xa, a_a, *rest = ctx.saved_tensors
         normed, h_normed, gate_up, cos, sin, *kept = rest
         parts: LayerParts = ctx.parts
@@ -283,6 +289,22 @@ def _add(
 
 def _whole(y: Tensor, low_rank: LowRank | None) -> Tensor:
     return y if low_rank is None else y.addmm_(low_rank[0], low_rank[1].t(), alpha=low_rank[2])
+
+
+def _versions(ctx: Any, weights: tuple[Tensor | None, ...]) -> list[tuple[Tensor, int]]:
+    """The trained weights and how often each was written to: the backward reads them where they lie."""
+    needed = ctx.needs_input_grad[-len(weights) :]
+    return [
+        (weight, weight._version) for weight, need in zip(weights, needed, strict=True) if weight is not None and need
+    ]
+
+
+def _check_versions(trained: list[tuple[Tensor, int]]) -> None:
+    if any(weight._version != version for weight, version in trained):
+        raise TrainingError(
+            "weights were updated between a forward and its backward",
+            "step the optimiser after the backward of every forward before it",
+        )
 
 
 def _trained(linears: list[Operands]) -> list[Tensor]:

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from pronghorn.data.batch import PackedBatch
 from pronghorn.errors import TrainingError
@@ -184,6 +185,7 @@ class _Replay(torch.autograd.Function):
         return captured.out.clone()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> Any:
         captured: _Captured = ctx.captured
         if ctx.graphs.replays != ctx.replay:
@@ -207,7 +209,8 @@ def graphed_class(original: Any) -> type[nn.Module]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         packed = kwargs.get("packed")
         training = self.training and torch.is_grad_enabled() and not torch.is_autocast_enabled("cuda")
-        told = any(kwargs.get(name) for name in ("output_hidden_states", "output_attentions"))
+        names = "output_hidden_states", "output_attentions"
+        told = any(kwargs.get(name, getattr(self.config, name, False)) for name in names)
         if packed is None or args or told or not training or not packed.cu_seqlens.is_cuda:
             return plain(self, *args, **kwargs)
         from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -246,10 +249,13 @@ def _aliased(backbone: nn.Module) -> Iterator[list[Tensor]]:
 
 
 def _fingerprint(backbone: Any) -> list[Any]:
-    """What captured graphs rely on: where every weight lies, what is trained and kept, which adapters are on."""
+    """What captured graphs rely on: where every weight lies, what is trained and kept, which adapters and hooks are
+    on."""
     found: list[Any] = [(parameter.data_ptr(), parameter.requires_grad) for parameter in backbone.parameters()]
     found += [(getattr(each, "gradient_checkpointing", False), each.__dict__.get(POLICY)) for each in backbone.layers]
     for module in backbone.modules():
-        if hasattr(module, "lora_A"):
+        found += [*module._forward_hooks, *module._forward_pre_hooks]
+        found += [*module._backward_hooks, *module._backward_pre_hooks]
+        if "lora_A" in module._modules:
             found.append((*module.active_adapters, *module.scaling.values(), module.disable_adapters, module.merged))
     return found

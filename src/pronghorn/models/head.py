@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from pronghorn.data.batch import PackedBatch
 from pronghorn.data.packing import IGNORE_INDEX
 from pronghorn.kernels.linear_cross_entropy import linear_cross_entropy
+from pronghorn.models.fast import watched
 
 CHUNK_BYTES = 256 * 2**20
 
@@ -52,7 +53,7 @@ def labelled_cross_entropy(
     selected, targets = hidden.flatten(0, 1)[rows], next_labels[rows]
     # Nothing labelled anywhere is a loss of 0, not 0 / 0.
     divisor = packed.n_labels if num_items is None else num_items
-    if type(head) is nn.Linear and head.bias is None:
+    if type(head) is nn.Linear and head.bias is None and not watched([head]):
         kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
         selected, divisor = selected.to(dtype), _at_least_one(divisor)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from pronghorn.kernels import moe_glu
 from pronghorn.kernels.grouped_gemm import Way, multiply, outer
@@ -157,6 +158,7 @@ class _Experts(torch.autograd.Function):
         return combine(y, routing.inverse, w, b2, routing.choice)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, w, h, xa, aa, *tensors = ctx.saved_tensors
         routing, gate_up, down, b1, b2 = _products(x, ctx.options, tensors)

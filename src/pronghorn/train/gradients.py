@@ -63,8 +63,9 @@ class GradientWatch(TrainerCallback):
         self._observed = [name for name, _ in named], flags
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Other parameters may be trained now."""
-        self._trained = None
+        """Other parameters may be trained now, and what a training before left unjudged was its own."""
+        self._trained = self._observed = self._pending = None
+        self._moved = False
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Judge the last step, and keep the optimiser from applying gradients that aren't finite."""

@@ -23,7 +23,7 @@ from pronghorn.errors import ConfigError, RunStopped, TrainingError
 from pronghorn.export.folder import whole_folder
 from pronghorn.memory.devices import parse_bytes
 from pronghorn.memory.plan import Plan
-from pronghorn.models.attach import Handle, attach, attached
+from pronghorn.models.attach import Handle, attach
 from pronghorn.models.load import FoundModel, default_device, resolve_dtype, trainable_parameters
 from pronghorn.models.lora import add_lora
 from pronghorn.models.new_tokens import grow_embeddings, trainable_tokens
@@ -106,7 +106,7 @@ def run(recipe: Recipe, console: Console, allow: bool = False) -> RunRecord:
             "split": documents.split,
             "sources": [asdict(count) for count in documents.counts],
         },
-        paths=[vars(path) for path in (attached(model) or handle).paths(autocast_dtype(recipe))],
+        paths=[vars(path) for path in handle.paths(autocast_dtype(recipe))],
         steps=_steps(history),
         heldout={"before": journal.before, "after": after, "rows": len(heldout) if heldout is not None else 0},
         samples=[
@@ -139,8 +139,7 @@ def build(recipe: Recipe, console: Console, callbacks: list[TrainerCallback]) ->
     documents = prepare(recipe, "train", tokenizer, console)
     console.print(f"[bold]Loading[/] {recipe.model.name}")
     model, handle = load(recipe, found, tokenizer, console)
-    trainer = _trainer(recipe, model, tokenizer, documents.dataset, None, callbacks)
-    return trainer, attached(model) or handle  # the trainer may have planned anew
+    return _trainer(recipe, model, tokenizer, documents.dataset, None, callbacks), handle
 
 
 def _train(recipe: Recipe, trainer: SFTTrainer, control: RunControl, journal: Journal, console: Console) -> None:

@@ -63,7 +63,7 @@ class SFTTrainer(trl.SFTTrainer):
         if args.packing or args.eval_packing:
             args.max_length = _row_length(args.max_length, getattr(model, "max_seq_length", None))
         # attached before TRL's constructor wraps `model.forward`, so that its wrapper calls ours
-        if _decided(attached(model) or attach(model), args) is not None:
+        if _decided(_attached_on_its_device(model, args), args) is not None:
             for name in ("gradient_checkpointing", "activation_checkpointing"):  # transformers 5.23 renamed it
                 if hasattr(args, name):
                     setattr(args, name, False)  # the plan decided; SFTConfig's default would recompute regardless
@@ -244,6 +244,17 @@ class SFTTrainer(trl.SFTTrainer):
         there = self.state.best_global_step is not None and (best.is_dir() or best.name == folder.name)
         self.state.best_model_checkpoint = str(best) if there else None
         self.state.save_to_json(str(folder / "trainer_state.json"))
+
+
+def _attached_on_its_device(model: Any, args: Any) -> Handle:
+    """The model's handle, made after the trainer's device has it: attach looks where it is."""
+    stays = args.place_model_on_device is False or getattr(args, "fsdp", None) or getattr(args, "deepspeed", None)
+    stays = stays or getattr(model, "hf_device_map", None) or getattr(model, "is_quantized", False)
+    handle = attached(model)
+    if not stays and args.device.type == "cuda" and model.device.type == "cpu":
+        model.to(args.device)
+        handle = handle and handle.replan(handle.plan)
+    return handle or attach(model)
 
 
 def _decided(handle: Handle, args: Any) -> Plan | None:
