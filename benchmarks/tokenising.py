@@ -2,7 +2,8 @@
 
 Ours renders chat templates (each conversation once whole and once up to each trained turn), encodes, labels, checks and
 writes the part of the cache. The tokenizer gets the texts rendered already, as `tokenizer(texts)`, the call that
-`datasets.map` pipelines make, and as the Rust library's bare `encode_batch`. One thread, alternating, medians.
+`datasets.map` pipelines make, and as the Rust library's bare `encode_batch`. One thread, alternating, each timed run
+behind one of its own, medians.
 
     python benchmarks/tokenising.py --tokenizer SMOLLM2_FOLDER --data DIR --out DIR
 """
@@ -54,6 +55,7 @@ def measure(rows: list[Any], tokenizer: Any) -> tuple[dict[str, list[float]], in
             for name, work in contenders.items():
                 gc.collect()
                 gc.disable()  # for everybody, as the cache's worker processes do
+                work()  # or it would begin with the memory that another one has just given back to the system
                 started = time.perf_counter()
                 work()
                 if repeat:
