@@ -25,7 +25,7 @@ from pronghorn.cli.summary import summary
 from pronghorn.config import Recipe
 from pronghorn.errors import TrainingError
 from pronghorn.memory.plan import Plan, Policy
-from pronghorn.models import attach as attach_module
+from pronghorn.models import causal_lm
 from pronghorn.models.attach import attach, attached
 from pronghorn.train.record import RunRecord
 from pronghorn.train.run import run
@@ -74,10 +74,10 @@ class Failing:
         if where != "loss":
             hook = self.fire if where == "forward" else self._watch_backward
             hooks.append(base.model.layers[int(layer)].register_forward_hook(hook))
-        plain = attach_module.labelled_cross_entropy
+        plain = causal_lm.labelled_cross_entropy
         with pytest.MonkeyPatch.context() as patch:
             if where == "loss":
-                patch.setattr(attach_module, "labelled_cross_entropy", lambda *a, **k: self.fire() or plain(*a, **k))
+                patch.setattr(causal_lm, "labelled_cross_entropy", lambda *a, **k: self.fire() or plain(*a, **k))
             yield
         for each in hooks:
             each.remove()
@@ -139,7 +139,7 @@ def test_nothing_is_lost_or_counted_twice(method: str, when: tuple[int, int], po
     assert found == losses
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
     assert [(event.step, event.micro_batch) for event in events] == [when]
-    assert policies(model) == (Policy.RECOMPUTE_MLP,)  # the cheap parts alone need fused layers
+    assert policies(model) == (Policy.RECOMPUTE_MLP,)
 
 
 def test_what_the_failed_forward_held_is_given_back() -> None:
@@ -225,7 +225,8 @@ def test_an_error_raised_while_memory_ran_out_counts() -> None:
 def test_tighter_is_the_next_policy_of_each_layer() -> None:
     plan = Plan((Policy.KEEP, Policy.RECOMPUTE_MLP, Policy.OFFLOAD), buffers=2, predicted={"step": 1.0})
     tighter = tighten(plan)
-    assert tighter == Plan((Policy.RECOMPUTE_CHEAP, Policy.RECOMPUTE_LAYER, Policy.OFFLOAD), buffers=2)
+    assert tighter == Plan((Policy.RECOMPUTE_MLP, Policy.RECOMPUTE_LAYER, Policy.OFFLOAD), buffers=2)
+    assert tighten(Plan((Policy.RECOMPUTE_CHEAP,))) == Plan((Policy.RECOMPUTE_MLP,))
     assert tighten(Plan((Policy.OFFLOAD,))) is None
 
 

@@ -3,10 +3,9 @@
 All changes are outside the parameters (so saving gives byte for byte what an unattached model gives):
 
 1. The config's attention implementation becomes Pronghorn's (`attention.packed`).
-2. A forward pre-hook on the backbone finds the batch's `PackedBatch` (lane A passes it as the keyword `packed`; lane
-   B's is made once per forward from TRL's `cu_seq_lens_*` or from `position_ids`) and hands it to every layer.
+2. A forward pre-hook on the backbone finds the batch's `PackedBatch` and hands it to every layer (`models.metadata`).
 3. The causal LM's class becomes a subclass of the same name whose forward computes the loss of a packed batch from the
-   labelled tokens' hidden states (`models.head`). Other calls run the original forward.
+   labelled tokens' hidden states (`models.causal_lm`).
 4. On CUDA layers, attention and norms get classes that compute the same by fewer operations (`models.fast`), and the
    backbone one that replays CUDA graphs (`models.graph`). Experts get another implementation (`models.experts`).
 5. Each layer gets its policy of the plan (`memory.checkpoint`).
@@ -14,31 +13,26 @@ All changes are outside the parameters (so saving gives byte for byte what an un
 
 from __future__ import annotations
 
-import functools
-from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from pronghorn.attention.backends import Backend, choose
 from pronghorn.attention.packed import NAME_PREFIX, Metadata, implementation
-from pronghorn.data.batch import PackedBatch
-from pronghorn.errors import ConfigError, DataError, UnsupportedError
+from pronghorn.errors import ConfigError
 from pronghorn.memory.checkpoint import Installed, install, policies_of
 from pronghorn.memory.offload import OffloadEngine
 from pronghorn.memory.plan import Plan
 from pronghorn.models import experts, fast
+from pronghorn.models.causal_lm import PackedCausalLM, packed_class
 from pronghorn.models.families import base_causal_lm, check_config, has_experts, recomputes_layers
 from pronghorn.models.graph import Graph, TrunkGraphs, graphed_class
-from pronghorn.models.head import labelled_cross_entropy
+from pronghorn.models.metadata import share_metadata
 
 Layers = Literal["auto", "fused", "stock"]
-
-_STOCK_METADATA = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
 @dataclass(frozen=True)
@@ -131,8 +125,11 @@ class Handle:
         reason = fast.refusal(self.model, autocast)
         if reason is not None:
             return PathTaken("decoder layers", "norms by kernels, the rest by transformers and PEFT", reason)
-        path = "attention and norms fused, experts apart" if has_experts(self.model.config) else "fused"
-        return PathTaken("decoder layers", path, "merged products, kernels, one autograd function a block")
+        if has_experts(self.model.config):
+            path, why = "attention and norms fused, experts apart", "merged products, kernels"
+        else:
+            path, why = "fused", "merged products, kernels, one autograd function a layer"
+        return PathTaken("decoder layers", path, why)
 
     def _graph_path(self, autocast: torch.dtype | None) -> PathTaken:
         if self.options[3] == "off" or self._graphs is None:
@@ -248,9 +245,9 @@ def attach(
     previous = base.config._attn_implementation
     expert_layers = experts.enable(base, moe_routing)
     base.set_attn_implementation(name)
-    hook = base.base_model.register_forward_pre_hook(_share_metadata, with_kwargs=True)
+    hook = base.base_model.register_forward_pre_hook(share_metadata, with_kwargs=True)
     previous_class: Any = type(base)
-    base.__class__ = _packed_class(previous_class)
+    base.__class__ = packed_class(previous_class)
     changed = fast.enable(base, attention) if fused else []
     graphs = None
     if fused and graph != "off" and next(base.parameters()).is_cuda:
@@ -295,136 +292,3 @@ def _graph_refusal(model: Any, attention: Backend) -> str | None:
 def attached(model: nn.Module) -> Handle | None:
     """The handle of an attached model, or None."""
     return getattr(base_causal_lm(model), "_pronghorn_handle", None)
-
-
-class PackedCausalLM:
-    """Mixed into the class of an attached causal LM; marks it, and computes the loss of packed batches."""
-
-    def packed_forward(
-        self: Any,
-        *args: Any,
-        packed: PackedBatch,
-        labels: Tensor,
-        num_items_in_batch: Tensor | int | None,
-        return_dict: bool | None,
-        **kwargs: Any,
-    ) -> Any:
-        """Backbone, then the loss from labelled rows. The output has no logits: they are never built."""
-        from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
-
-        balanced = kwargs.get("output_router_logits")
-        if balanced is None:
-            balanced = getattr(self.config, "output_router_logits", False)
-        if balanced:
-            kwargs["output_router_logits"] = True
-        kwargs |= {"packed": packed, "use_cache": False, "return_dict": True}
-        outputs = self.base_model(*args, **kwargs)
-        loss = labelled_cross_entropy(
-            outputs.last_hidden_state,
-            labels,
-            packed,
-            self.get_output_embeddings(),
-            self.config.vocab_size,
-            softcap=getattr(self.config, "final_logit_softcapping", None),
-            num_items=num_items_in_batch,
-        )
-        result: Any = CausalLMOutputWithPast(loss=loss, hidden_states=outputs.hidden_states)
-        if balanced:
-            aux = experts.balancing_loss(self, outputs.router_logits, labels, packed, num_items_in_batch)
-            loss = loss + self.config.router_aux_loss_coef * aux
-            result = MoeCausalLMOutputWithPast(loss=loss, aux_loss=aux, hidden_states=outputs.hidden_states)
-        return result.to_tuple() if return_dict is False else result
-
-
-@functools.cache
-def _packed_class(original: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of `original` with the same name and forward signature (transformers, TRL and saving read both)."""
-
-    @functools.wraps(original.forward)
-    def forward(
-        self: Any,
-        *args: Any,
-        packed: PackedBatch | None = None,
-        labels: Tensor | None = None,
-        num_items_in_batch: Tensor | int | None = None,
-        return_dict: bool | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        given = {"packed": packed, "labels": labels, "num_items_in_batch": num_items_in_batch}
-        # Triton launches on the current device, which need not be the model's.
-        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
-            if packed is not None and labels is not None and packed.loss_rows is not None:
-                return self.packed_forward(*args, **given, return_dict=return_dict, **kwargs)
-            kwargs |= {name: value for name, value in given.items() if value is not None}
-            return original.forward(self, *args, return_dict=return_dict, **kwargs)
-
-    namespace = {"forward": forward, "__module__": original.__module__, "__qualname__": original.__qualname__}
-    return type(original.__name__, (PackedCausalLM, original), namespace)
-
-
-def _share_metadata(
-    backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Forward pre-hook of the backbone: one PackedBatch for all layers, and no mask built."""
-    packed = kwargs.get("packed")
-    ids = kwargs.get("input_ids", args[0] if args else None)
-    tokens: Any = ids if ids is not None else kwargs.get("inputs_embeds")
-    if packed is None:
-        packed = _from_stock_arguments(kwargs)
-        if packed is None:
-            return None
-    implementation_now = str(backbone.config._attn_implementation)
-    if not implementation_now.startswith(NAME_PREFIX):
-        raise UnsupportedError(
-            f"attention implementation {implementation_now!r} can't isolate the documents of a packed row",
-            "don't change it on an attached model, or detach first",
-        )
-    if packed.tokens != tokens.shape[0] * tokens.shape[1]:
-        raise DataError(
-            f"the packed batch describes {packed.tokens} tokens but the row has {tokens.shape[0] * tokens.shape[1]}",
-            "pass the `packed` that was collated with these input_ids",
-        )
-    if kwargs.get("past_key_values") is not None:
-        raise DataError("a packed batch came with past_key_values", "generate from unpacked prompts")
-    if kwargs.get("position_ids") is None:
-        raise DataError("a packed batch came without position_ids", "pass position_ids that restart in each document")
-    kwargs = {name: value for name, value in kwargs.items() if name not in _STOCK_METADATA}
-    # transformers returns a 4-D attention_mask as it is instead of building one (which would cost a synchronisation);
-    # packed attention reads `packed` and never looks at this.
-    placeholder = packed.cu_seqlens.view(1, 1, 1, -1)
-    return args, {**kwargs, "packed": packed, "attention_mask": placeholder, "use_cache": False}
-
-
-def _from_stock_arguments(kwargs: dict[str, Any]) -> PackedBatch | None:
-    """Lane B: the metadata of a batch from stock collators, or None if the batch isn't packed.
-
-    Costs one synchronisation on CUDA (the bounds become host integers).
-    """
-    position_ids, cu_seqlens = kwargs.get("position_ids"), kwargs.get("cu_seq_lens_q")
-    mask = kwargs.get("attention_mask")
-    if kwargs.get("past_key_values") is not None or position_ids is None or position_ids.dim() != 2:
-        return None
-    if mask is not None:
-        if mask.dim() == 2 and ((position_ids[:, 1:] == 0) & (mask[:, 1:] != 0) & (mask[:, :-1] != 0)).any():
-            raise DataError(
-                "position_ids restart inside a row that came with an attention_mask, which can't isolate documents",
-                "leave attention_mask out of packed batches",
-            )
-        return None
-    flat = position_ids.flatten()
-    if cu_seqlens is None:
-        starts = (flat == 0).nonzero().flatten().tolist()
-        rows, row_tokens = position_ids.shape
-        row_starts = sum(start % row_tokens == 0 for start in starts)
-        if row_starts == len(starts):
-            return None  # one document a row, starting at 0 (or a continuation): transformers' causal path isolates it
-        if row_starts < rows:
-            raise DataError(
-                f"packed position_ids: {rows - row_starts} of {rows} rows don't start at 0",
-                "start each row with a new document",
-            )
-        bounds = [*starts, flat.numel()]
-    else:
-        bounds = cu_seqlens.tolist()
-    lengths = [end - start for start, end in pairwise(bounds) if end > start]
-    return PackedBatch.build(lengths, tokens=flat.numel(), device=flat.device)

@@ -60,10 +60,19 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return False
 
 
+_TIGHTER = {
+    Policy.KEEP: Policy.RECOMPUTE_MLP,
+    Policy.RECOMPUTE_CHEAP: Policy.RECOMPUTE_MLP,
+    Policy.RECOMPUTE_MLP: Policy.RECOMPUTE_LAYER,
+    Policy.RECOMPUTE_LAYER: Policy.OFFLOAD,
+    Policy.OFFLOAD: Policy.OFFLOAD,
+}
+"""The cheap parts alone would free too little for one of `MOST` attempts; these reach from the first to the last."""
+
+
 def tighten(plan: Plan) -> Plan | None:
-    """Every layer one policy tighter; None if none is left."""
-    order = list(Policy)
-    policies = tuple(order[min(order.index(policy) + 1, len(order) - 1)] for policy in plan.policies)
+    """Every layer under a policy that keeps much less; None if none is left."""
+    policies = tuple(_TIGHTER[policy] for policy in plan.policies)
     return None if policies == plan.policies else replace(plan, policies=policies, predicted={})
 
 

@@ -1,0 +1,79 @@
+"""The class of an attached causal LM: a packed batch's loss from labelled tokens only; other calls run the original."""
+
+from __future__ import annotations
+
+import functools
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pronghorn.data.batch import PackedBatch
+from pronghorn.models import experts
+from pronghorn.models.head import labelled_cross_entropy
+
+
+class PackedCausalLM:
+    """Mixed into the class of an attached causal LM; marks it, and computes the loss of packed batches."""
+
+    def packed_forward(
+        self: Any,
+        *args: Any,
+        packed: PackedBatch,
+        labels: Tensor,
+        num_items_in_batch: Tensor | int | None,
+        return_dict: bool | None,
+        **kwargs: Any,
+    ) -> Any:
+        """Backbone, then the loss from labelled rows. The output has no logits: they are never built."""
+        from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
+
+        balanced = kwargs.get("output_router_logits")
+        if balanced is None:
+            balanced = getattr(self.config, "output_router_logits", False)
+        if balanced:
+            kwargs["output_router_logits"] = True
+        kwargs |= {"packed": packed, "use_cache": False, "return_dict": True}
+        outputs = self.base_model(*args, **kwargs)
+        loss = labelled_cross_entropy(
+            outputs.last_hidden_state,
+            labels,
+            packed,
+            self.get_output_embeddings(),
+            self.config.vocab_size,
+            softcap=getattr(self.config, "final_logit_softcapping", None),
+            num_items=num_items_in_batch,
+        )
+        result: Any = CausalLMOutputWithPast(loss=loss, hidden_states=outputs.hidden_states)
+        if balanced:
+            aux = experts.balancing_loss(self, outputs.router_logits, labels, packed, num_items_in_batch)
+            loss = loss + self.config.router_aux_loss_coef * aux
+            result = MoeCausalLMOutputWithPast(loss=loss, aux_loss=aux, hidden_states=outputs.hidden_states)
+        return result.to_tuple() if return_dict is False else result
+
+
+@functools.cache
+def packed_class(original: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of `original` with the same name and forward signature (transformers, TRL and saving read both)."""
+
+    @functools.wraps(original.forward)
+    def forward(
+        self: Any,
+        *args: Any,
+        packed: PackedBatch | None = None,
+        labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        given = {"packed": packed, "labels": labels, "num_items_in_batch": num_items_in_batch}
+        # Triton launches on the current device, which need not be the model's.
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+            if packed is not None and labels is not None and packed.loss_rows is not None:
+                return self.packed_forward(*args, **given, return_dict=return_dict, **kwargs)
+            kwargs |= {name: value for name, value in given.items() if value is not None}
+            return original.forward(self, *args, return_dict=return_dict, **kwargs)
+
+    namespace = {"forward": forward, "__module__": original.__module__, "__qualname__": original.__qualname__}
+    return type(original.__name__, (PackedCausalLM, original), namespace)

@@ -1,0 +1,81 @@
+"""One PackedBatch for all layers: lane A passes it as the keyword `packed`; lane B's is made once per forward from
+TRL's `cu_seq_lens_*` or from `position_ids`."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+from pronghorn.attention.packed import NAME_PREFIX
+from pronghorn.data.batch import PackedBatch
+from pronghorn.errors import DataError, UnsupportedError
+
+_STOCK_METADATA = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+
+
+def share_metadata(
+    backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Forward pre-hook of the backbone: one PackedBatch for all layers, and no mask built."""
+    packed = kwargs.get("packed")
+    ids = kwargs.get("input_ids", args[0] if args else None)
+    tokens: Any = ids if ids is not None else kwargs.get("inputs_embeds")
+    if packed is None:
+        packed = _from_stock_arguments(kwargs)
+        if packed is None:
+            return None
+    implementation_now = str(backbone.config._attn_implementation)
+    if not implementation_now.startswith(NAME_PREFIX):
+        raise UnsupportedError(
+            f"attention implementation {implementation_now!r} can't isolate the documents of a packed row",
+            "don't change it on an attached model, or detach first",
+        )
+    if packed.tokens != tokens.shape[0] * tokens.shape[1]:
+        raise DataError(
+            f"the packed batch describes {packed.tokens} tokens but the row has {tokens.shape[0] * tokens.shape[1]}",
+            "pass the `packed` that was collated with these input_ids",
+        )
+    if kwargs.get("past_key_values") is not None:
+        raise DataError("a packed batch came with past_key_values", "generate from unpacked prompts")
+    if kwargs.get("position_ids") is None:
+        raise DataError("a packed batch came without position_ids", "pass position_ids that restart in each document")
+    kwargs = {name: value for name, value in kwargs.items() if name not in _STOCK_METADATA}
+    # transformers returns a 4-D attention_mask as it is instead of building one (which would cost a synchronisation);
+    # packed attention reads `packed` and never looks at this.
+    placeholder = packed.cu_seqlens.view(1, 1, 1, -1)
+    return args, {**kwargs, "packed": packed, "attention_mask": placeholder, "use_cache": False}
+
+
+def _from_stock_arguments(kwargs: dict[str, Any]) -> PackedBatch | None:
+    """Lane B: the metadata of a batch from stock collators, or None if the batch isn't packed.
+
+    Costs one synchronisation on CUDA (the bounds become host integers).
+    """
+    position_ids, cu_seqlens = kwargs.get("position_ids"), kwargs.get("cu_seq_lens_q")
+    mask = kwargs.get("attention_mask")
+    if kwargs.get("past_key_values") is not None or position_ids is None or position_ids.dim() != 2:
+        return None
+    if mask is not None:
+        if mask.dim() == 2 and ((position_ids[:, 1:] == 0) & (mask[:, 1:] != 0) & (mask[:, :-1] != 0)).any():
+            raise DataError(
+                "position_ids restart inside a row that came with an attention_mask, which can't isolate documents",
+                "leave attention_mask out of packed batches",
+            )
+        return None
+    flat = position_ids.flatten()
+    if cu_seqlens is None:
+        starts = (flat == 0).nonzero().flatten().tolist()
+        rows, row_tokens = position_ids.shape
+        row_starts = sum(start % row_tokens == 0 for start in starts)
+        if row_starts == len(starts):
+            return None  # one document a row, starting at 0 (or a continuation): transformers' causal path isolates it
+        if row_starts < rows:
+            raise DataError(
+                f"packed position_ids: {rows - row_starts} of {rows} rows don't start at 0",
+                "start each row with a new document",
+            )
+        bounds = [*starts, flat.numel()]
+    else:
+        bounds = cu_seqlens.tolist()
+    lengths = [end - start for start, end in pairwise(bounds) if end > start]
+    return PackedBatch.build(lengths, tokens=flat.numel(), device=flat.device)
