@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,17 +10,15 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
 from pronghorn.cli.errors import plain_errors
-from pronghorn.cli.options import Debug
+from pronghorn.cli.options import Debug, Overrides, RecipeFile
 
 if TYPE_CHECKING:
     from pronghorn.diagnose.forecast import Forecast
 
 
 def plan(
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file that says what to train, on what.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="SECTION.KEY=VALUE", help="Changes to the recipe, for this plan only.")
-    ] = None,
+    recipe: RecipeFile,
+    overrides: Overrides = None,
     device: Annotated[
         str | None,
         typer.Option(metavar="GPU|SIZE", help="rtx4090, h100, …, or its memory, like 24GiB. Without it: this GPU."),
