@@ -37,10 +37,11 @@ def random(*shape: int, device: str, dtype: torch.dtype, seed: int = 0) -> Tenso
 
 
 def written(function: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """What a function returns and what it makes of its first argument, a copy."""
+    """What a function returns and what it makes of its first argument, a copy whose rows lie apart."""
 
     def run(given: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        overwritten = given.clone()
+        rows, columns = given.shape
+        overwritten = given.new_full((rows, columns + 3), float("nan"))[:, :columns].copy_(given)
         return function(overwritten, *rest), overwritten
 
     return run

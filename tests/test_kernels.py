@@ -59,7 +59,15 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
     turn = dict.fromkeys(("qkv_ptr", "q_ptr", "k_ptr", "cos_ptr", "sin_ptr", "qw_ptr", "kw_ptr"), x)
     turn |= {"dqkv_ptr": x, "dw_ptr": wide, "eps": real, "offset": real}
     turn |= dict.fromkeys(("stride", "q_stride", "k_stride", "q_heads", "k_heads"), count)
-    loss = {"y_ptr": x, "target_ptr": "*i64", "loss_ptr": wide, "V": count, "ignore": count, "cap": real}
+    loss = {
+        "y_ptr": x,
+        "target_ptr": "*i64",
+        "loss_ptr": wide,
+        "V": count,
+        "stride": count,
+        "ignore": count,
+        "cap": real,
+    }
     attend = dict.fromkeys(
         ("q_ptr", "k_ptr", "v_ptr", "sinks_ptr", "out_ptr", "do_ptr", "dq_ptr", "dk_ptr", "dv_ptr"), x
     )

@@ -55,7 +55,7 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int, int]]
     experts = {"E": 128, "EXPERTS": 128}
     sort = (types, {**experts, "BLOCK": 128}, 8, 3)
     found = {
-        "gather": (moe_rows_triton._gather, types, {"BLOCK": 1024}, 4, 3),
+        "gather": (moe_rows_triton._gather, types, {"ROWS": 4, "BLOCK": 1024}, 4, 3),
         "combine": (moe_rows_triton._combine, types, {"K": 8, "WEIGHT": True, "BIAS": True, "BLOCK": 1024}, 4, 3),
         "gate": (moe_glu_triton._forward, types, {"KIND": 2, "BIAS": True, "BLOCK": 1024}, 4, 3),
         "gate backward": (moe_glu_triton._backward, types, {"KIND": 2, "BIAS": True, "BLOCK": 1024}, 4, 3),

@@ -13,7 +13,7 @@ def cross_entropy_(logits: Tensor, targets: Tensor, ignore_index: int, softcap: 
     """Losses of rows, and ∂ℓ/∂y written over the logits y.
 
     Args:
-        logits: [M, V], contiguous; overwritten.
+        logits: [M, V], rows of any stride; overwritten.
         targets: int64 [M]; a row of `ignore_index` has loss and gradient 0.
     Returns:
         float32 (float64) [M].

@@ -21,10 +21,10 @@ def _cap(y, cap, CAP: tl.constexpr):
 
 
 @triton.jit
-def _kernel(y_ptr, target_ptr, loss_ptr, V, ignore, cap, CAP: tl.constexpr, BLOCK: tl.constexpr):
+def _kernel(y_ptr, target_ptr, loss_ptr, V, stride, ignore, cap, CAP: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_ptr + row)
-    y_ptr += row * V
+    y_ptr += row * stride
     m = float("-inf")
     whole = 0.0
     for start in range(0, V, BLOCK):
@@ -54,6 +54,15 @@ def cross_entropy_(logits: Tensor, targets: Tensor, ignore_index: int, softcap: 
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
     cap = softcap or 1.0
     _kernel[(rows,)](
-        logits, targets, losses, vocab, ignore_index, cap, CAP=softcap is not None, BLOCK=8192, num_warps=16
+        logits,
+        targets,
+        losses,
+        vocab,
+        logits.stride(0),
+        ignore_index,
+        cap,
+        CAP=softcap is not None,
+        BLOCK=8192,
+        num_warps=16,
     )
     return losses

@@ -61,12 +61,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=wide, device=hidden.device)
         for start in range(0, len(hidden), rows_of_a_chunk(weight)):
             rows = slice(start, start + rows_of_a_chunk(weight))
-            logits = hidden[rows] @ weight.t()
+            logits = _logits(hidden[rows], weight)
             total += cross_entropy_(logits, targets[rows], ignore_index, softcap).sum()
             if dh is not None:
                 torch.mm(logits, weight, out=dh[rows])
             if dw is not None:
-                dw += logits.t() @ hidden[rows]
+                _add_product(dw, logits.t(), hidden[rows])
             del logits  # before the next chunk is made
         ctx.save_for_backward(dh, dw)
         ctx.divisor = divisor
@@ -82,6 +82,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None if dw is None else (dw * factor).to(ctx.weight_dtype),
             *(None,) * 5,
         )
+
+
+def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """h Wᵀ, its rows 16 bytes or a multiple apart: with an odd vocabulary products are three times slower otherwise."""
+    step = 16 // hidden.element_size()
+    padded = hidden.new_empty(len(hidden), -(-len(weight) // step) * step)
+    return torch.mm(hidden, weight.t(), out=padded[:, : len(weight)])
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a b, rounded once: in float32 also where a and b have 16 bits, which is CUDA's alone."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    elif total.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b
 
 
 def rows_of_a_chunk(weight: Tensor) -> int:

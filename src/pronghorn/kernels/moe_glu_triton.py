@@ -15,18 +15,30 @@ _KINDS = {"silu": 0, "gelu_tanh": 1, "clamped": 2}
 
 
 @triton.jit
-def _gate_up(h_ptr, bias_ptr, row, expert, cols, inside, WIDTH, KIND: tl.constexpr, BIAS: tl.constexpr):
-    """(g, u) of some columns of a row in float32."""
+def _columns(start, WIDTH, BLOCK: tl.constexpr):
+    """Of the activation from `start` on, with those inside; and of gate·up where the two take turns."""
+    cols, pairs = start + tl.arange(0, BLOCK), 2 * start + tl.arange(0, 2 * BLOCK)
+    return cols, cols < WIDTH, pairs, pairs < 2 * WIDTH
+
+
+@triton.jit
+def _gate_up(h_ptr, bias_ptr, row, expert, start, WIDTH, KIND: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr):
+    """(g, u) of BLOCK columns of a row in float32. Turns are read side by side and parted in registers."""
+    cols, inside, pairs, both = _columns(start, WIDTH, BLOCK)
+    h_ptr += row * 2 * WIDTH
+    bias_ptr += expert * 2 * WIDTH
     if KIND == 2:
-        first, second = 2 * cols, 2 * cols + 1
+        h = tl.load(h_ptr + pairs, mask=both, other=0.0).to(tl.float32)
+        if BIAS:
+            h += tl.load(bias_ptr + pairs, mask=both, other=0.0).to(tl.float32)
+        g, u = tl.split(tl.reshape(h, (BLOCK, 2)))
     else:
-        first, second = cols, cols + WIDTH
-    g = tl.load(h_ptr + row * 2 * WIDTH + first, mask=inside, other=0.0).to(tl.float32)
-    u = tl.load(h_ptr + row * 2 * WIDTH + second, mask=inside, other=0.0).to(tl.float32)
-    if BIAS:
-        g += tl.load(bias_ptr + expert * 2 * WIDTH + first, mask=inside, other=0.0).to(tl.float32)
-        u += tl.load(bias_ptr + expert * 2 * WIDTH + second, mask=inside, other=0.0).to(tl.float32)
-    return g, u, first, second
+        g = tl.load(h_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+        u = tl.load(h_ptr + WIDTH + cols, mask=inside, other=0.0).to(tl.float32)
+        if BIAS:
+            g += tl.load(bias_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+            u += tl.load(bias_ptr + WIDTH + cols, mask=inside, other=0.0).to(tl.float32)
+    return g, u
 
 
 @triton.jit
@@ -50,10 +62,10 @@ def _forward(
     KIND: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = cols < WIDTH
+    start = tl.program_id(1) * BLOCK
+    cols, inside, _, _ = _columns(start, WIDTH, BLOCK)
     expert = tl.load(experts_ptr + row).to(tl.int64)
-    g, u, _, _ = _gate_up(h_ptr, bias_ptr, row, expert, cols, inside, WIDTH, KIND, BIAS)
+    g, u = _gate_up(h_ptr, bias_ptr, row, expert, start, WIDTH, KIND, BIAS, BLOCK)
     a, _, _ = _gated(g, u, alpha, limit, KIND)
     tl.store(a_ptr + row * WIDTH + cols, a.to(a_ptr.dtype.element_ty), mask=inside)
 
@@ -68,14 +80,17 @@ def _backward(
     w = tl.load(w_ptr + slot).to(tl.float32)
     dw = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, WIDTH, BLOCK):
-        cols = start + tl.arange(0, BLOCK)
-        inside = cols < WIDTH
-        g, u, first, second = _gate_up(h_ptr, bias_ptr, row, expert, cols, inside, WIDTH, KIND, BIAS)
+        cols, inside, pairs, both = _columns(start, WIDTH, BLOCK)
+        g, u = _gate_up(h_ptr, bias_ptr, row, expert, start, WIDTH, KIND, BIAS, BLOCK)
         d = tl.load(d_ptr + row * WIDTH + cols, mask=inside, other=0.0).to(tl.float32)
         a, dg, du = _gated(g, u, alpha, limit, KIND)
         dw += d * a
-        tl.store(dh_ptr + row * 2 * WIDTH + first, (w * d * dg).to(dh_ptr.dtype.element_ty), mask=inside)
-        tl.store(dh_ptr + row * 2 * WIDTH + second, (w * d * du).to(dh_ptr.dtype.element_ty), mask=inside)
+        dg, du = (w * d * dg).to(dh_ptr.dtype.element_ty), (w * d * du).to(dh_ptr.dtype.element_ty)
+        if KIND == 2:
+            tl.store(dh_ptr + row * 2 * WIDTH + pairs, tl.interleave(dg, du), mask=both)
+        else:
+            tl.store(dh_ptr + row * 2 * WIDTH + cols, dg, mask=inside)
+            tl.store(dh_ptr + row * 2 * WIDTH + WIDTH + cols, du, mask=inside)
         tl.store(d_ptr + row * WIDTH + cols, (w * a).to(d_ptr.dtype.element_ty), mask=inside)
     tl.store(dw_ptr + slot, tl.sum(dw, 0).to(dw_ptr.dtype.element_ty))
 

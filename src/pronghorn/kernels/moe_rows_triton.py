@@ -7,15 +7,19 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 1024
+GATHERED = 4
+"""Rows that a program gathers."""
 
 
 @triton.jit
-def _gather(x_ptr, rows_ptr, y_ptr, WIDTH, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
+def _gather(x_ptr, rows_ptr, y_ptr, S, WIDTH, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Some rows a program, so that each thread has several loads under way."""
+    to = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = cols < WIDTH
-    source = tl.load(rows_ptr + row).to(tl.int64)
-    tl.store(y_ptr + row * WIDTH + cols, tl.load(x_ptr + source * WIDTH + cols, mask=inside), mask=inside)
+    source = tl.load(rows_ptr + to, mask=to < S, other=0).to(tl.int64)
+    inside = (to < S)[:, None] & (cols < WIDTH)[None, :]
+    rows = tl.load(x_ptr + source[:, None] * WIDTH + cols[None, :], mask=inside)
+    tl.store(y_ptr + to[:, None] * WIDTH + cols[None, :], rows, mask=inside)
 
 
 @triton.jit
@@ -41,9 +45,10 @@ def _combine(
 
 def gather(x: Tensor, rows: Tensor) -> Tensor:
     """As `moe_rows.gather`."""
-    width = x.shape[1]
-    y = x.new_empty(len(rows), width)
-    _gather[(len(rows), triton.cdiv(width, BLOCK))](x, rows, y, width, BLOCK=BLOCK)
+    count, width = len(rows), x.shape[1]
+    y = x.new_empty(count, width)
+    grid = triton.cdiv(count, GATHERED), triton.cdiv(width, BLOCK)
+    _gather[grid](x, rows, y, count, width, ROWS=GATHERED, BLOCK=BLOCK)
     return y
 
 
