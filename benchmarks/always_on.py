@@ -31,6 +31,7 @@ from trl import SFTConfig
 from pronghorn.bench.shapes import SHAPES, checkpoint_of
 from pronghorn.bench.timing import STEPS_A_TURN, CudaClock, HostClock
 from pronghorn.bench.workload import make_rows
+from pronghorn.device import device_name, versions
 from pronghorn.models.load import default_device, load_model
 from pronghorn.models.lora import add_lora
 from pronghorn.train.trainer import SFTTrainer
@@ -186,7 +187,13 @@ def main() -> None:
     parser.add_argument("--model", default="Llama-3.2-1B", help="a shape's name or a model's folder")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--pairs", type=int, default=20, help="turns with and without the figures")
-    print(json.dumps(measure(parser.parse_args())))
+    parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--commit", default="unknown")
+    arguments = parser.parse_args()
+    found = measure(arguments) | {"device": device_name(), "versions": versions("trl"), "commit": arguments.commit}
+    print(json.dumps(found))
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps({"schema": 1, **found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

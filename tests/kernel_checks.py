@@ -36,12 +36,12 @@ def random(*shape: int, device: str, dtype: torch.dtype, seed: int = 0) -> Tenso
     return torch.randn(*shape, generator=generator).to(device, dtype)
 
 
-def written(function: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """What a function returns and what it makes of its first argument, a copy whose rows lie apart."""
+def written(function: Callable[..., Tensor], apart: int = 0) -> Callable[..., tuple[Tensor, Tensor]]:
+    """What a function returns and what it makes of its first argument, a copy, with `apart` columns between rows."""
 
     def run(given: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         rows, columns = given.shape
-        overwritten = given.new_full((rows, columns + 3), float("nan"))[:, :columns].copy_(given)
+        overwritten = given.new_full((rows, columns + apart), float("nan"))[:, :columns].copy_(given)
         return function(overwritten, *rest), overwritten
 
     return run
@@ -148,7 +148,8 @@ def check_cross_entropy(device: str, dtype: torch.dtype) -> None:
         targets[rows // 2] = -100
         for softcap in (None, 30.0):
             arguments = logits, targets, -100, softcap
-            launch, reference = written(cross_entropy_triton.cross_entropy_), written(cross_entropy.cross_entropy_)
+            launch = written(cross_entropy_triton.cross_entropy_, apart=3)
+            reference = written(cross_entropy.cross_entropy_)
             compare("cross-entropy", launch, reference, *arguments)
 
 

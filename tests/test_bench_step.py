@@ -25,7 +25,7 @@ from pronghorn.bench.process import OutOfMemory, Worker, WorkerError
 from pronghorn.bench.record import Result, read_results
 from pronghorn.bench.reference import Reference
 from pronghorn.bench.shapes import SHAPES, byte_tokenizer, checkpoint_of, matmul_parameters
-from pronghorn.bench.step import Prepared, StepOptions, _result
+from pronghorn.bench.step import Prepared, StepOptions, result_of
 from pronghorn.bench.tables import step_table
 from pronghorn.bench.timing import STEPS_A_TURN, Series
 from pronghorn.bench.workload import document_lengths, make_rows, read_rows, write_rows
@@ -104,15 +104,17 @@ def test_a_checkpoint_is_written_once_and_loads_with_its_tokenizer(tmp_path: Pat
 
 def test_shapes_are_the_published_ones(shared: Path) -> None:
     facts = json.loads((shared / "data" / "model_shapes.json").read_text())["models"]
-    names = {"Mistral-7B": "Mistral-7B-v0.3", "Gemma-3-1B": "gemma-3-1b"}
+    names = {"Mistral-7B": "Mistral-7B-v0.3", "Gemma-3-1B": "gemma-3-1b", "Gemma-3-4B": "gemma-3-4b"}
     for name, shape in SHAPES.items():
-        if name.startswith("tiny") or name in ("Mixtral-8x7B", "gpt-oss-120b"):  # not among the facts
+        if name.startswith("tiny") or name in ("Llama-3.2-3B", "Mixtral-8x7B", "gpt-oss-120b"):  # not among the facts
             continue
         known = facts[names.get(name, name)]
         assert {key: known[key] for key in shape if key in known} == {key: shape[key] for key in shape if key in known}
         rope = shape.get("rope_parameters", {"rope_theta": known["rope_theta"]})
+        rope = rope.get("full_attention", rope)
         assert rope["rope_theta"] == known["rope_theta"]
-        assert {**(known["rope_scaling"] or {})}.items() <= rope.items()
+        scaling = {key: value for key, value in (known["rope_scaling"] or {}).items() if key != "applies_to"}
+        assert scaling.items() <= rope.items()
     tiny = SHAPES["tiny"]
     layer = 2 * (64 * 4 * 16) + 2 * (64 * 2 * 16) + 3 * 64 * tiny["intermediate_size"]
     assert matmul_parameters("tiny") == 2 * layer + 64 * 512  # the head, though its weight is the embedding's
@@ -357,7 +359,7 @@ def test_figures_and_table(tmp_path: Path) -> None:
     red = Outcome("hf", spec)
     red.fail("loss is off")
     options = StepOptions("tiny", tokens=100, lengths="one", labelled=0.25)
-    results = [_result(options, outcome, prepared) for outcome in (ours, red)]
+    results = [result_of(options, outcome, prepared) for outcome in (ours, red)]
     assert results[0].extra["mfu"]["4N"] == pytest.approx(0.4) and results[0].extra["mfu"]["6N"] == pytest.approx(0.6)
     assert results[0].extra["tokens_per_s"] == pytest.approx({"real": 50_000, "supervised": 12_500})
     assert results[1].timings_ms == {} and "tokens_per_s" not in results[1].extra

@@ -155,7 +155,7 @@ class Pairs:
     def _turn(self, outcome: Outcome, steps: int) -> list[dict[str, float]]:
         self._ready(outcome)
         found = self._ask(outcome, "steps", count=steps, warm=WARM_STEPS)
-        if found["memory_retries"] and len(self._running) > 1:
+        if found["memory_retries"] and self._beside(outcome):
             raise OutOfMemory(f"{outcome.label} had to free memory during a step", "run it alone")
         if not all(math.isfinite(loss) for loss in found["losses"]):
             outcome.fail(f"losses of timed steps are not finite: {found['losses']}")
@@ -196,10 +196,14 @@ class Pairs:
             return self._running[outcome.label].ask(command, **arguments)
         except WorkerError as error:
             self._stop(outcome)
-            if isinstance(error, OutOfMemory) and self._running:
+            if isinstance(error, OutOfMemory) and self._beside(outcome):
                 raise
             outcome.fail(error.problem)  # the remedy shows its output, which is no part of a result
             raise _Failed(f"{outcome.label}: {error}") from error
+
+    def _beside(self, outcome: Outcome) -> bool:
+        """Whether another process may be why its memory ran out, and not a limit of its own."""
+        return outcome.spec.memory is None and any(label != outcome.label for label in self._running)
 
     @contextmanager
     def _recorded(self) -> Iterator[None]:

@@ -22,7 +22,7 @@ MISSING = "–"
 ON_CPU = ": says that it works, not how fast a GPU is"
 _COMMANDS = f"bench {' or '.join(KINDS)}"
 _COMMAND = re.compile(rf"\bbench ({'|'.join(KINDS)})\b")
-_RECOMPUTE = ("off", "on", "offload")
+_RECOMPUTE = ("off", "on", "offload", "auto")
 
 
 @dataclass(frozen=True)

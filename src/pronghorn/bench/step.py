@@ -37,6 +37,8 @@ class StepOptions:
     lengths: str = "lognormal"
     labelled: float = 1.0
     recompute: Recompute = "off"
+    memory: int | None = None
+    """Bytes that each process may take of the GPU."""
     experts: Experts = "frozen"
     against: tuple[str, ...] = ()
     ablate: tuple[str, ...] = ()
@@ -103,19 +105,17 @@ def bench_step(options: StepOptions, environment: Mapping[str, str], say: Callab
     entrants = check_options(options)
     with tempfile.TemporaryDirectory(prefix="pronghorn-bench-") as name:
         folder = Path(name)
-        prepared = _prepare(options, folder, environment, say)
+        prepared = prepare(options, folder, environment, say)
         first, *others = [
             Outcome(label, replace(prepared.spec, contender=contender, switches=switches))
             for label, (contender, switches) in entrants.items()
         ]
         rows = folder / "rows.json"
         Pairs(rows, prepared.reference, folder, environment, options.repeats, prepared.cuda, say).measure(first, others)
-    return [_result(options, outcome, prepared) for outcome in (first, *others)]
+    return [result_of(options, outcome, prepared) for outcome in (first, *others)]
 
 
-def _prepare(
-    options: StepOptions, folder: Path, environment: Mapping[str, str], say: Callable[[str], None]
-) -> Prepared:
+def prepare(options: StepOptions, folder: Path, environment: Mapping[str, str], say: Callable[[str], None]) -> Prepared:
     """Checkpoint, rows, ceilings and reference, in a process that ends before anything is measured."""
     with closing(Worker("prepare", environment, folder / "prepare.log")) as worker:
         say(f"checkpoint of {options.model}")
@@ -129,6 +129,7 @@ def _prepare(
             checkpoint=made["path"],
             method=options.method,
             recompute=options.recompute,
+            memory=options.memory,
             tokens=options.tokens,
             longest=max(max(row.lengths) for row in rows),
             documents=max(len(row.lengths) for row in rows),
@@ -143,11 +144,16 @@ def _prepare(
     return Prepared(spec, rows, Path(reference), ceilings, made["matmul_parameters"], made["device"], made["cuda"])
 
 
-def _result(options: StepOptions, outcome: Outcome, prepared: Prepared) -> Result:
+def recompute_label(spec: Spec) -> str:
+    """What is recomputed, and in how much memory if less than all."""
+    return spec.recompute + (f", {spec.memory / 2**30:.4g} GiB" if spec.memory is not None else "")
+
+
+def result_of(options: StepOptions, outcome: Outcome, prepared: Prepared) -> Result:
     parts = outcome.series.parts
     supervised = sum(row.n_labels for row in prepared.rows) / len(prepared.rows)
     extra: dict[str, Any] = {
-        "recompute": options.recompute,
+        "recompute": recompute_label(outcome.spec),
         "experts": options.experts,
         "rank": None if options.method == "full" else RANK,
         "documents": [len(row.lengths) for row in prepared.rows],

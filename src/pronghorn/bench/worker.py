@@ -42,9 +42,13 @@ class ContenderProcess:
         from pronghorn.bench.contenders.base import LEARNING_RATE, set_adapters, trainable
         from pronghorn.bench.workload import read_rows
         from pronghorn.device import versions
+        from pronghorn.memory.estimate import CONTEXT_BYTES
 
         self._cuda = torch.cuda.is_available()
         self._clock: Any = CudaClock() if self._cuda else HostClock()
+        if self._cuda and self._spec.memory is not None:
+            share = (self._spec.memory - CONTEXT_BYTES) / torch.cuda.get_device_properties().total_memory
+            torch.cuda.set_per_process_memory_fraction(share)
         self._rows = read_rows(Path(rows))
         self._turn = itertools.count()
         self._built = contender.build(self._spec)

@@ -39,9 +39,16 @@ def step(
     ] = "lognormal",
     labelled: Annotated[float, typer.Option(help="Share of each document that is learned, from its end.")] = 1.0,
     recompute: Annotated[
-        Literal["off", "on", "offload"],
-        typer.Option(help="Recompute layers in the backward pass; offload also moves their inputs to the host."),
+        Literal["off", "on", "offload", "auto"],
+        typer.Option(
+            help="Recompute layers in the backward pass; offload also moves their inputs to the host; auto is each "
+            "one's own default: Pronghorn's plan, Unsloth's offloading, and recomputing for the others."
+        ),
     ] = "off",
+    memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="What each may take of the GPU, as on a smaller card: 8GiB, say."),
+    ] = None,
     experts: Annotated[
         Literal["frozen", "lora"], typer.Option(help="Whether experts get adapters too; by default attention alone.")
     ] = "frozen",
@@ -88,6 +95,7 @@ def step(
         from pronghorn.bench.record import check_out, write_results
         from pronghorn.bench.step import StepOptions, bench_step
         from pronghorn.bench.tables import step_table
+        from pronghorn.memory.devices import parse_bytes
 
         check_out(out)
         options = StepOptions(
@@ -97,6 +105,7 @@ def step(
             lengths=lengths,
             labelled=labelled,
             recompute=recompute,
+            memory=None if memory is None else parse_bytes(memory, "--memory"),
             experts=experts,
             against=names(against),
             ablate=tuple(ablate or ()),

@@ -15,7 +15,7 @@ from pronghorn.data.packing import IGNORE_INDEX
 from pronghorn.parity.parameters import trainable
 
 Method = Literal["lora", "qlora", "full"]
-Recompute = Literal["off", "on", "offload"]
+Recompute = Literal["off", "on", "offload", "auto"]
 Experts = Literal["frozen", "lora"]
 RANK = 16
 """Of every LoRA; alpha is the same, so adapters are scaled by 1."""
@@ -43,6 +43,8 @@ class Spec:
     seed: int
     experts: Experts = "frozen"
     """Whether experts have adapters."""
+    memory: int | None = None
+    """Bytes that its process may take of the GPU, as on a smaller one; None for all there are."""
     switches: Mapping[str, str] = field(default_factory=dict)
     """Ablations of Pronghorn: arguments of `attach` by name."""
 
@@ -147,12 +149,19 @@ def device() -> Any:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def autocast(method: Method) -> Any:
-    """Around forward: full fine-tuning on a GPU computes in bf16 over float32 weights, which bf16 steps would round
-    away."""
+def autocast_dtype(method: Method) -> Any:
+    """Full fine-tuning on a GPU computes in bf16 over float32 weights, which bf16 steps would round away; else None."""
     import torch
 
-    return torch.autocast("cuda", torch.bfloat16, enabled=method == "full" and torch.cuda.is_available())
+    return torch.bfloat16 if method == "full" and torch.cuda.is_available() else None
+
+
+def autocast(method: Method) -> Any:
+    """Around forward: autocast of that dtype, or none."""
+    import torch
+
+    dtype = autocast_dtype(method)
+    return torch.autocast("cuda", dtype, enabled=dtype is not None)
 
 
 def base_tensors(row: Row) -> dict[str, Any]:

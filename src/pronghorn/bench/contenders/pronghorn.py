@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pronghorn.bench.contenders.base import Built, Contender, Spec, device, weights_dtype
+from pronghorn.bench.contenders.base import Built, Contender, Spec, autocast_dtype, device, weights_dtype
 from pronghorn.bench.contenders.stock import prepare
 from pronghorn.bench.workload import Row
 
@@ -23,6 +23,7 @@ def build(spec: Spec) -> Built:
     from pronghorn.data.batch import Collator
     from pronghorn.memory.plan import Plan
     from pronghorn.models.attach import attach
+    from pronghorn.models.auto_plan import plan_for
     from pronghorn.models.load import load_model
     from pronghorn.models.lora import add_lora
 
@@ -35,10 +36,13 @@ def build(spec: Spec) -> Built:
     )
     switches = dict(spec.switches)
     buffers = int(switches.pop("offload_buffers", "2"))
-    plan = Plan.asked({"off": False, "on": True, "offload": "offload"}[spec.recompute], buffers)  # type: ignore[arg-type]
+    asked = {"off": False, "on": True}.get(spec.recompute, spec.recompute)
+    plan = Plan.asked(asked, buffers)  # type: ignore[arg-type]  # as `Recompute` says
     if spec.method != "full":
         model = add_lora(model, **spec.adapters)
     handle = attach(model, plan, **switches)  # type: ignore[arg-type]  # names and values were checked
+    if plan.undecided and device().type == "cuda":  # as our trainer does
+        handle = handle.replan(plan_for(model, spec.tokens, autocast=autocast_dtype(spec.method)))
     collator = Collator(spec.tokens, pad_token_id=0)
 
     def make_batch(row: Row) -> dict[str, Any]:

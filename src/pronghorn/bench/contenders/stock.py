@@ -70,7 +70,7 @@ def build(
             layer.compile(dynamic=False)
     notes = ["attention: " + ("flash varlen, metadata passed in" if varlen else f"{name} under transformers' own mask")]
     notes += ["decoder layers compiled one by one"] if compiled else []
-    notes += ["recomputes: it has no offloading"] if spec.recompute == "offload" else []
+    notes += ["recomputes: it knows nothing else"] if spec.recompute in ("offload", "auto") else []
     model.train()
     if padded:
         notes.append("padded: packed documents of gpt-oss would see each other")

@@ -14,7 +14,7 @@ from typing import Any
 from pronghorn.bench.contenders.base import Built, Contender, InPaddedBatches, Spec, base_tensors, weights_dtype
 from pronghorn.bench.workload import Row
 
-CHECKPOINTING: dict[str, bool | str] = {"off": False, "on": True, "offload": "unsloth"}
+CHECKPOINTING: dict[str, bool | str] = {"off": False, "on": True, "offload": "unsloth", "auto": "unsloth"}
 
 
 def prepare() -> None:
