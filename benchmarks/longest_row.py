@@ -1,0 +1,148 @@
+"""The longest packed row that trains within a GPU's memory under each policy: as predicted, and as met.
+
+    python benchmarks/longest_row.py --shape Llama-3.1-8B --memory 80GiB --out longest-row.json
+
+For each policy the longest row is computed from bytes alone (`memory.estimate`). Then steps run on a row of that
+length, and on rows 5 and 10 % longer, until one doesn't fit. A prediction is met if its own row trains and one 10 %
+longer does not. LoRA r16 on all linears, AdamW, documents of `--document` tokens, random weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from pronghorn.bench.contenders.base import RANK, TARGETS, set_adapters
+from pronghorn.bench.shapes import SHAPES
+from pronghorn.data.batch import Collator
+from pronghorn.device import device_name, versions
+from pronghorn.memory.devices import parse_bytes
+from pronghorn.memory.estimate import CONTEXT_BYTES, GIB, Shape, Step, Work, process_bytes
+from pronghorn.memory.plan import Plan, Policy
+from pronghorn.models import auto_plan
+from pronghorn.models.attach import attach
+from pronghorn.models.lora import add_lora
+
+POLICIES = dict(zip(("keep", "norms", "mlp", "layer", "offload"), Policy, strict=True))
+STEP = 256
+"""Rows are multiples of so many tokens."""
+
+
+def predicted(shape: Shape, tokens: int, policy: Policy) -> int:
+    """Bytes of the process. CUDA graphs are off: they are for short steps."""
+    return process_bytes(Step.of(shape, Work(tokens)).peak((policy,) * shape.layers))
+
+
+def longest(shape: Shape, policy: Policy, budget: int) -> int:
+    """Tokens, a multiple of STEP, by bisection: more tokens never take less."""
+    least, most = 0, 1
+    while predicted(shape, most * STEP, policy) <= budget:
+        least, most = most, 2 * most
+    while most - least > 1:
+        middle = (least + most) // 2
+        least, most = (middle, most) if predicted(shape, middle * STEP, policy) <= budget else (least, middle)
+    return least * STEP
+
+
+def build(name: str, layers: int | None) -> Any:
+    config: Any = AutoConfig.for_model(**SHAPES[name] | ({"num_hidden_layers": layers} if layers else {}))
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model = add_lora(model, r=RANK, lora_alpha=RANK, target_modules=TARGETS)
+    set_adapters(model, 0)
+    return model.train()
+
+
+def train(model: Any, tokens: int, document: int, steps: int) -> tuple[int, float]:
+    """(bytes at the peak, seconds of the last step); torch.OutOfMemoryError where the row is too long."""
+    lengths = [document] * (tokens // document) + [tokens % document] * bool(tokens % document)
+    ids = torch.randint(10, model.config.vocab_size, (tokens,)).tolist()
+    batch = Collator(tokens, pad_token_id=0)([{"input_ids": ids, "labels": ids, "lengths": lengths}])
+    batch = {name: value.to("cuda") for name, value in batch.items()}
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-6, fused=True)
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(steps):
+        began = time.perf_counter()
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - began
+    if not torch.isfinite(loss):
+        raise RuntimeError(f"the loss is {loss.item()}")
+    return torch.cuda.max_memory_allocated(), seconds
+
+
+def meet(model: Any, shape: Shape, name: str, given: argparse.Namespace, budget: int) -> dict[str, Any]:
+    """Train on the predicted length and on longer ones, until one doesn't fit."""
+    policy = POLICIES[name]
+    tokens = longest(shape, policy, budget)
+    row: dict[str, Any] = {"policy": name, "predicted_tokens": tokens, "tried": []}
+    for times in (1.0, 1.05, 1.1):
+        length = int(tokens * times) // STEP * STEP
+        handle = attach(model, Plan((policy,)), graph="off")
+        tried: dict[str, Any] = {"tokens": length, "predicted_bytes": predicted(shape, length, policy) - CONTEXT_BYTES}
+        try:
+            tried["peak_bytes"], tried["step_s"] = train(model, length, given.document, given.steps)
+        except torch.OutOfMemoryError:
+            tried["out_of_memory"] = True
+        finally:
+            handle.detach()
+            for parameter in model.parameters():
+                parameter.grad = None
+            gc.collect()
+            torch.cuda.empty_cache()
+        row["tried"].append(tried)
+        if tried.get("out_of_memory"):
+            break
+    fits = [each["tokens"] for each in row["tried"] if "peak_bytes" in each]
+    row["longest_tokens"] = max(fits, default=0)
+    row["met"] = bool(fits) and row["longest_tokens"] <= 1.05 * tokens
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="Llama-3.1-8B")
+    parser.add_argument("--layers", type=int, help="fewer than the shape has")
+    parser.add_argument("--memory", default=None, help="as on a card of so much, like 80GiB; all there is if not given")
+    parser.add_argument("--policies", default=",".join(POLICIES), help="some of them, with commas")
+    parser.add_argument("--document", type=int, default=8192, help="tokens of each document")
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--commit", default="unknown")
+    given = parser.parse_args()
+    total = torch.cuda.get_device_properties().total_memory
+    budget = total if given.memory is None else parse_bytes(given.memory, "--memory")
+    torch.cuda.set_per_process_memory_fraction(min((budget - CONTEXT_BYTES) / total, 1.0))
+    model = build(given.shape, given.layers)
+    shape = auto_plan.shape_of(model)
+    table = Table("policy", "predicted tokens", "trains", "GiB there", "predicted", "seconds a step", "met")
+    found = []
+    for name in given.policies.split(","):
+        found.append(meet(model, shape, name, given, budget))
+        last = [each for each in found[-1]["tried"] if "peak_bytes" in each][-1:] or [{}]
+        table.add_row(
+            name, f"{found[-1]['predicted_tokens']:,}", f"{found[-1]['longest_tokens']:,}",
+            *(f"{last[0].get(key, 0) / GIB:.2f}" for key in ("peak_bytes", "predicted_bytes")),
+            f"{last[0].get('step_s', 0):.2f}", "yes" if found[-1]["met"] else "no",
+        )  # fmt: skip
+        Console().print(json.dumps(found[-1]), soft_wrap=True)
+    Console().print(table)
+    facts = {"shape": given.shape, "layers": shape.layers, "memory_bytes": budget, "document": given.document}
+    facts |= {"device": device_name(), "versions": versions(), "commit": given.commit}
+    given.out.write_text(json.dumps({"schema": 1, **facts, "policies": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
