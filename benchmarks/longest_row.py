@@ -26,7 +26,7 @@ from pronghorn.bench.shapes import SHAPES
 from pronghorn.data.batch import Collator
 from pronghorn.device import device_name, versions
 from pronghorn.memory.devices import parse_bytes
-from pronghorn.memory.estimate import CONTEXT_BYTES, GIB, Shape, Step, Work, process_bytes
+from pronghorn.memory.estimate import CONTEXT_BYTES, GIB, Shape, Step, Work
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.models import auto_plan
 from pronghorn.models.attach import attach
@@ -39,7 +39,8 @@ STEP = 256
 
 def predicted(shape: Shape, tokens: int, policy: Policy) -> int:
     """Bytes of the process. CUDA graphs are off: they are for short steps."""
-    return process_bytes(Step.of(shape, Work(tokens)).peak((policy,) * shape.layers))
+    step = Step.of(shape, Work(tokens))
+    return step.process(step.peak((policy,) * shape.layers))
 
 
 def longest(shape: Shape, policy: Policy, budget: int) -> int:

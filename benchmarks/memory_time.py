@@ -27,8 +27,9 @@ from pronghorn.bench.record import Result, write_results
 from pronghorn.bench.shapes import shape_of
 from pronghorn.bench.step import Prepared, StepOptions, prepare, recompute_label, result_of
 from pronghorn.cli.bench import CHILD_ENVIRONMENT
+from pronghorn.cli.options import progress
 from pronghorn.memory.devices import parse_bytes
-from pronghorn.memory.estimate import GIB, Step, Work, process_bytes
+from pronghorn.memory.estimate import GIB, Step, Work
 from pronghorn.memory.plan import Policy
 from pronghorn.models import auto_plan
 
@@ -41,7 +42,7 @@ def limits(model: str, tokens: int, count: int) -> list[int]:
     config: Any = AutoConfig.from_pretrained(model) if fields is None else AutoConfig.for_model(**fields)
     shape = auto_plan.shape_of(auto_plan.skeleton(config))
     step = Step.of(shape, Work(tokens))
-    least, most = (process_bytes(step.peak((policy,) * shape.layers, 1)) for policy in (Policy.OFFLOAD, Policy.KEEP))
+    least, most = (step.process(step.peak((policy,) * shape.layers, 1)) for policy in (Policy.OFFLOAD, Policy.KEEP))
     return [round((least + (most - least) * i / max(count - 1, 1)) / 2**20 + 1) * 2**20 for i in range(count)]
 
 
@@ -126,11 +127,11 @@ def main() -> None:
     results: list[Result] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        prepared = prepare(options, folder, environment, console.print)
+        say = progress()
+        prepared = prepare(options, folder, environment, say)
         for group in groups(given, prepared):
             pairs = Pairs(
-                folder / "rows.json", prepared.reference, folder, environment, given.repeats, prepared.cuda,
-                console.print,
+                folder / "rows.json", prepared.reference, folder, environment, given.repeats, prepared.cuda, say
             )  # fmt: skip
             pairs.measure(group[0], group[1:])
             results += [result_of(options, outcome, prepared) for outcome in group]

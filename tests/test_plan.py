@@ -25,7 +25,7 @@ from pronghorn.data.batch import PackedBatch
 from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.kernels import linear_cross_entropy
 from pronghorn.memory.devices import card, parse_bytes
-from pronghorn.memory.estimate import FRAGMENTATION, GIB, Step, Work, process_bytes, resting_bytes, stored_bytes
+from pronghorn.memory.estimate import FRAGMENTATION, GIB, Step, Work, resting_bytes, stored_bytes
 from pronghorn.memory.plan import Plan, Policy, followed
 from pronghorn.memory.planner import PlanDoesNotFit, frontier, plan, plans_of
 from pronghorn.memory.step_time import StepTimes, step_times
@@ -186,11 +186,11 @@ def test_choices_equal_brute_force(
     chosen = frontier(step, speed, layers)
     for budget in (made.predicted["process"] for made in chosen):
         best = next(made for made in chosen if made.predicted["process"] <= budget)
-        assert best.predicted["process"] == process_bytes(step.peak(best.policies, best.buffers))
+        assert best.predicted["process"] == step.process(step.peak(best.policies, best.buffers))
         for policies in itertools.product(stored, repeat=layers):
             if shared and Policy.OFFLOAD in policies:
                 continue
-            if process_bytes(step.peak(policies)) <= budget:
+            if step.process(step.peak(policies)) <= budget:
                 assert best.predicted["step_ms"] <= speed.step(policies) + 1e-9, policies
     times_ms = [made.predicted["step_ms"] for made in chosen]
     assert times_ms == sorted(times_ms), "more memory is never slower"

@@ -14,7 +14,7 @@ from pronghorn import __version__
 from pronghorn.cli.bench import bench
 from pronghorn.cli.bench_report import report
 from pronghorn.cli.errors import plain_errors
-from pronghorn.cli.options import Debug, Overrides, RecipeFile, main_process
+from pronghorn.cli.options import Debug, Overrides, RecipeFile, grow_segments, main_process
 from pronghorn.cli.plan import plan
 from pronghorn.cli.profile import profile
 from pronghorn.cli.verify import verify
@@ -50,7 +50,7 @@ def _root(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and leave.")
     ] = False,
 ) -> None:
-    pass
+    grow_segments()
 
 
 @app.command(no_args_is_help=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
@@ -29,6 +30,7 @@ Checkpoints = Annotated[
 Results = Annotated[
     Path | None, typer.Option("--out", metavar="FILE", help="Write the results as JSON, too.", dir_okay=False)
 ]
+GROWING_SEGMENTS = "expandable_segments:True"
 Commit = Annotated[str, typer.Option(help="Of this source, for the results.")]
 
 
@@ -38,9 +40,16 @@ def names(text: str) -> tuple[str, ...]:
 
 
 def progress() -> Callable[[str], None]:
-    """Tells on stderr what is being done."""
-    console = Console(stderr=True, highlight=False)
-    return lambda text: console.print(text, style="dim", markup=False)
+    """Tells on stderr what is being done, and since when in seconds."""
+    console, began = Console(stderr=True, highlight=False), time.monotonic()
+    return lambda text: console.print(f"{time.monotonic() - began:4.0f} s  {text}", style="dim", markup=False)
+
+
+def grow_segments() -> None:
+    """Let torch's allocator grow its segments, unless the environment tells it how to work. Fixed ones break into
+    pieces that don't fit: of a GPU that is nearly full one or two GiB can't be used (`Work.growing`)."""
+    if not any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = GROWING_SEGMENTS
 
 
 def main_process() -> bool:

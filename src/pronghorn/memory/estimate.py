@@ -24,6 +24,9 @@ LIBRARY_BYTES = 64 * 2**20
 """cuBLAS workspaces in torch's allocator: 32 MiB for the forward's thread and 32 for the backward's."""
 FRAGMENTATION = 0.03
 """Share of what comes and goes in a step that the allocator holds besides."""
+BROKEN = 4
+"""Times gate·up's bytes that segments which don't grow lose: 1.5 to 2.7 GiB at 8B, 1.0 to 1.2 at 3B, were held and
+could not be used when memory ran out on a H200."""
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
 """Linears with the same input, computed as one product."""
@@ -93,6 +96,8 @@ class Work:
     """Rows of a micro-batch that is padded and goes transformers' way, through layers and loss; 0: it is packed."""
     distributed: bool = False
     """Under DDP, whose buckets hold all gradients once more."""
+    growing: bool = True
+    """The allocator's segments grow (`expandable_segments:True`), as the commands set it; else they break up."""
     documents: int = 512
     """Mean tokens of a document, which attention's time depends on (memory doesn't)."""
 
@@ -216,6 +221,8 @@ class Step:
     buffer: int
     graph: int
     """Of the CUDA graphs, which there are where every layer keeps everything."""
+    broken: int = 0
+    """What an allocator whose segments don't grow holds and can't use."""
 
     @classmethod
     def of(cls, shape: Shape, work: Work) -> Step:
@@ -223,7 +230,8 @@ class Step:
         resting, working = resting_bytes(shape, work), working_bytes(shape, work)
         graph = working + resting["gradients"] + LIBRARY_BYTES if work.graph else 0
         stored, head = stored_bytes(shape, work), head_bytes(shape, work)
-        return cls(resting, stored, working, head, buffer_bytes(shape, work), graph)
+        broken = 0 if work.growing else BROKEN * 2 * work.tokens * shape.intermediate * work.itemsize
+        return cls(resting, stored, working, head, buffer_bytes(shape, work), graph, broken)
 
     def peak(self, policies: Sequence[Policy], buffers: int = 2) -> dict[str, int]:
         """Bytes by kind at the moment of the peak, as torch's allocator counts them; their sum is the peak.
@@ -246,8 +254,7 @@ class Step:
             found["CUDA graph"] = self.graph
         return {kind: size for kind, size in found.items() if size}
 
-
-def process_bytes(kinds: Mapping[str, int]) -> int:
-    """What the process takes when torch counts `kinds`: fragmentation and CUDA's context besides."""
-    passing = kinds.get("activations", 0) + kinds.get("working", 0)
-    return sum(kinds.values()) + int(FRAGMENTATION * passing) + CONTEXT_BYTES
+    def process(self, kinds: Mapping[str, int]) -> int:
+        """What the process takes when torch counts `kinds`: fragmentation and CUDA's context besides."""
+        passing = kinds.get("activations", 0) + kinds.get("working", 0)
+        return sum(kinds.values()) + int(FRAGMENTATION * passing) + self.broken + CONTEXT_BYTES

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from pronghorn.errors import ConfigError
 from pronghorn.memory.devices import Card
-from pronghorn.memory.estimate import GIB, Shape, Step, Work, process_bytes
+from pronghorn.memory.estimate import GIB, Shape, Step, Work
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.memory.step_time import StepTimes, step_times
 
@@ -68,7 +68,7 @@ def _smallest(step: Step, times: StepTimes, layers: int) -> Plan:
 
 def _predicted(step: Step, times: StepTimes, policies: Sequence[Policy], buffers: int) -> Plan:
     kinds = step.peak(policies, buffers)
-    sums = {"peak": sum(kinds.values()), "process": process_bytes(kinds), "step_ms": times.step(policies, buffers)}
+    sums = {"peak": sum(kinds.values()), "process": step.process(kinds), "step_ms": times.step(policies, buffers)}
     return Plan(tuple(policies), buffers if Policy.OFFLOAD in policies else 2, predicted={**kinds, **sums})
 
 

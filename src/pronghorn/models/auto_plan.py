@@ -27,7 +27,8 @@ from pronghorn.models.attach import attach, attached
 from pronghorn.models.families import LINEARS, base_causal_lm, check_config, has_experts
 from pronghorn.models.merged import adapter_of, base_of
 
-REPEATS = 5
+SECONDS = 0.3
+"""How long at least a part is repeated to be timed: a GPU that was idle runs faster at first."""
 
 
 def shape_of(model: Any) -> Shape:
@@ -95,6 +96,7 @@ def work_of(model: Any, tokens: int, autocast: torch.dtype | None = None, padded
         trained_whole=0 if method == "full" else sum(whole.values()),
         graph=fuses and autocast is None and (handle is None or handle.options[3] != "off"),
         padded=padded,
+        growing=not embeddings.is_cuda or any(part.get("is_expandable") for part in torch.cuda.memory_snapshot()),
         distributed=dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1,
     )
 
@@ -150,8 +152,8 @@ def device_card(device: torch.device) -> Card:
 def measured_times(model: Any, shape: Shape, work: Work, card: Card, autocast: torch.dtype | None = None) -> StepTimes:
     """The card's estimate scaled by one layer's times, keeping everything, and the copy of its input, measured.
 
-    The backbone runs with one layer and with two; the difference is a layer's. Takes about a second; gradients, random
-    state and the model are left as they were.
+    The backbone runs with one layer and with two; the difference is a layer's. Takes one or two seconds; gradients,
+    random state and the model are left as they were.
     """
     base, handle = base_causal_lm(model), attached(model)
     given = None if handle is None else (handle.plan, handle.options[3])
@@ -210,16 +212,22 @@ def _measure(base: Any, shape: Shape, work: Work, card: Card) -> StepTimes:
 
 
 def _medians(work: Callable[[], Iterator[None]]) -> list[float]:
-    """Milliseconds on the device between what `work` yields at; medians of some repeats after warm ones."""
-    found = []
-    for _ in range(REPEATS + 2):
-        marks = []
-        for _ in work():
-            marks.append(torch.cuda.Event(enable_timing=True))
-            marks[-1].record()
-        marks[-1].synchronize()
-        found.append([start.elapsed_time(end) for start, end in pairwise(marks)])
-    return [statistics.median(times) for times in zip(*found[2:], strict=True)]
+    """Milliseconds between what `work` yields at: medians of repeats that follow each other as in training, where the
+    host launches ahead. The first ones, which may compile, tell how many there are to be."""
+
+    def repeat(count: int) -> list[list[float]]:
+        every: list[list[torch.cuda.Event]] = []
+        for _ in range(count):
+            every.append([])
+            for _ in work():
+                every[-1].append(torch.cuda.Event(enable_timing=True))
+                every[-1][-1].record()
+        torch.cuda.synchronize()
+        return [[start.elapsed_time(end) for start, end in pairwise(marks)] for marks in every]
+
+    once = sum(repeat(2)[-1]) / 1e3
+    found = repeat(min(max(int(SECONDS / once), 5), 100))
+    return [statistics.median(times) for times in zip(*found[len(found) // 3 :], strict=True)]
 
 
 def _linears(layer: Any) -> dict[str, Any]:
