@@ -127,15 +127,21 @@ def main() -> None:
     results: list[Result] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        say = progress()
-        prepared = prepare(options, folder, environment, say)
+        tell = progress()
+        prepared = prepare(options, folder, environment, tell)
         for group in groups(given, prepared):
-            pairs = Pairs(
-                folder / "rows.json", prepared.reference, folder, environment, given.repeats, prepared.cuda, say
-            )  # fmt: skip
+
+            def say(text: str, group: list[Outcome] = group) -> None:
+                """Whatever is complete is written: a long run may be cut off."""
+                tell(text)
+                complete = [result_of(options, each, prepared) for each in group if each.series.turns]
+                write_results([*results, *complete], given.out)
+
+            rows = folder / "rows.json"
+            pairs = Pairs(rows, prepared.reference, folder, environment, given.repeats, prepared.cuda, say)
             pairs.measure(group[0], group[1:])
             results += [result_of(options, outcome, prepared) for outcome in group]
-            write_results(results, given.out)  # a later group may be cut off
+            write_results(results, given.out)
     console.print(table_of(results))
     if given.plot is not None:
         draw(f"{given.model}, {given.method}, {given.tokens:,} tokens, {results[0].device}", results, given.plot)
