@@ -19,7 +19,7 @@ CHILD_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "UNSLOTH_DISABLE_STATISTICS": "1",
-    "PYTORCH_CUDA_ALLOC_CONF": GROWING_SEGMENTS,
+    "PYTORCH_ALLOC_CONF": GROWING_SEGMENTS,
 }
 """Measured processes talk to nobody, and all have the allocator that Unsloth sets for itself."""
 

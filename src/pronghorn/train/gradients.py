@@ -58,8 +58,11 @@ class GradientWatch(TrainerCallback):
         """Flag the gradients as the last backward left them: clipping would spread one NaN over all of them."""
         if self._trained is None:  # once: walking through a large model's modules takes the host milliseconds
             self._trained = [(n.removeprefix("module."), p) for n, p in model.named_parameters() if p.requires_grad]
-        named = [(name, parameter) for name, parameter in self._trained if parameter.requires_grad]
-        flags = gradient_flags([p.grad for _, p in named], named[0][1].device)
+        named, gradients = self._trained, [p.grad for _, p in self._trained]
+        if any(gradient is None for gradient in gradients):  # some may have been frozen since
+            named = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+            gradients = [p.grad for _, p in named]
+        flags = gradient_flags(gradients, named[0][1].device)
         self._observed = [name for name, _ in named], flags
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -123,20 +126,25 @@ def gradient_flags(gradients: list[Tensor | None], device: torch.device) -> Tens
 
     A missing gradient counts as zero. Sharded gradients (DTensor) are judged by their local part, and all ranks agree.
     """
-    local = [getattr(g, "_local_tensor", g) for g in gradients]
-    present = [g for g in local if g is not None and g.numel() > 0]
-    largest = torch.zeros(len(local), device=device)
-    if present:
-        norms = torch.stack([n.float() for n in torch._foreach_norm(present, float("inf"))])
-        where = [i for i, g in enumerate(local) if g is not None and g.numel() > 0]
-        if len(where) == len(local):
-            largest = norms
-        else:
-            largest = largest.index_copy(0, torch.tensor(where).to(device, non_blocking=True), norms)
+    plain = [g for g in gradients if type(g) is Tensor and g.numel()]
+    if len(plain) == len(gradients):  # nearly always, and the host has no time to lose
+        largest = torch.stack(torch._foreach_norm(plain, float("inf"))).float()
+    else:
+        largest = _largest_of_some([getattr(g, "_local_tensor", g) for g in gradients], device)
     flags = torch.stack([largest != 0, ~torch.isfinite(largest)]).float()
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
     return flags
+
+
+def _largest_of_some(gradients: list[Tensor | None], device: torch.device) -> Tensor:
+    """float32 [N]: the largest magnitude in each, 0 for none and for a shard without elements."""
+    present = {i: g for i, g in enumerate(gradients) if g is not None and g.numel() > 0}
+    largest = torch.zeros(len(gradients), device=device)
+    if not present:
+        return largest
+    norms = torch.stack(torch._foreach_norm(list(present.values()), float("inf"))).float()
+    return largest.index_copy(0, torch.tensor(list(present)).to(device, non_blocking=True), norms)
 
 
 def _to_host(flags: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
