@@ -131,11 +131,11 @@ def main() -> None:
         prepared = prepare(options, folder, environment, tell)
         for group in groups(given, prepared):
 
-            def say(text: str, group: list[Outcome] = group) -> None:
+            def say(text: str, group: list[Outcome] = group, earlier: Sequence[Result] = tuple(results)) -> None:
                 """Whatever is complete is written: a long run may be cut off."""
                 tell(text)
                 complete = [result_of(options, each, prepared) for each in group if each.series.turns]
-                write_results([*results, *complete], given.out)
+                write_results([*earlier, *complete], given.out)
 
             rows = folder / "rows.json"
             pairs = Pairs(rows, prepared.reference, folder, environment, given.repeats, prepared.cuda, say)

@@ -56,10 +56,11 @@ class ContenderProcess:
         parameters = list(trainable(self._built.model).values())
         self._optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
         self._synchronize()
+        fixed = self._cuda and not any(part.get("is_expandable") for part in torch.cuda.memory_snapshot())
         return {
             "import_s": imported - start,
             "load_s": time.perf_counter() - imported,
-            "notes": self._built.notes,
+            "notes": [*self._built.notes, *(["the allocator's segments don't grow"] if fixed else [])],
             "trained_parameters": sum(p.numel() for p in parameters),
             "versions": versions(*contender.requirements),
         }

@@ -92,6 +92,7 @@ def _make_batch(spec: Spec, varlen: bool, row: Row) -> dict[str, Any]:
 
 def _register_varlen(longest: int) -> None:
     """Register torch's public varlen attention, which reads `cu_seqlens` from the mask's place."""
+    import torch
     from torch.nn.attention.varlen import varlen_attn
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -102,6 +103,8 @@ def _register_varlen(longest: int) -> None:
         module: Any, q: Any, k: Any, v: Any, mask: Any, scaling: Any = None, sliding_window: Any = None, **kwargs: Any
     ) -> tuple[Any, None]:
         bounds = mask.view(-1)
+        if torch.is_autocast_enabled("cuda"):  # RoPE is in float32 then; transformers' own flash attention rounds, too
+            q, k, v = (x.to(torch.get_autocast_dtype("cuda")) for x in (q, k, v))
         q_THD, k_THD, v_THD = (x.transpose(1, 2).squeeze(0) for x in (q, k, v))
         window = sliding_window - 1 if sliding_window is not None and sliding_window < longest else -1
         grouped = {"enable_gqa": q.shape[1] != k.shape[1]} if tells_groups else {}
