@@ -39,7 +39,7 @@ STEP = 256
 
 def predicted(shape: Shape, tokens: int, policy: Policy) -> int:
     """Bytes of the process. CUDA graphs are off: they are for short steps."""
-    step = Step.of(shape, Work(tokens))
+    step = Step.of(shape, Work(tokens, accumulates=False))
     return step.process(step.peak((policy,) * shape.layers))
 
 

@@ -41,7 +41,7 @@ def limits(model: str, tokens: int, count: int) -> list[int]:
     fields = shape_of(model)
     config: Any = AutoConfig.from_pretrained(model) if fields is None else AutoConfig.for_model(**fields)
     shape = auto_plan.shape_of(auto_plan.skeleton(config))
-    step = Step.of(shape, Work(tokens))
+    step = Step.of(shape, Work(tokens, accumulates=False))
     least, most = (step.process(step.peak((policy,) * shape.layers, 1)) for policy in (Policy.OFFLOAD, Policy.KEEP))
     return [round((least + (most - least) * i / max(count - 1, 1)) / 2**20 + 1) * 2**20 for i in range(count)]
 

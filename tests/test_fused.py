@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from pronghorn.bench.shapes import byte_tokenizer
+from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import attach
 from pronghorn.models.fast import is_fused
 from pronghorn.models.lora import add_lora
@@ -87,7 +89,7 @@ def test_full_fine_tuning(family: str, nan_memory: None) -> None:
 
 
 def test_masters_in_float32_under_autocast() -> None:
-    """Weights are rounded for the products only: their gradients are float32, and no 16-bit copy stays behind."""
+    """Weights are rounded for the products only: their gradients are float32."""
     model = tiny_model("llama")
     batches = [packed_row(LENGTHS, ROW, seed=seed) for seed in range(DRAWS)]
     compare(model, *batches, dtype=torch.bfloat16, masters=True)
@@ -95,6 +97,27 @@ def test_masters_in_float32_under_autocast() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         model(**batches[0]).loss.backward()
     assert {grad.dtype for grad in gradients(model).values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("plan", [Plan.keep(), Plan.recompute()])
+def test_copies_of_weights_go_with_what_the_backward_needs(plan: Plan) -> None:
+    """In 16 bits, of float32 masters: gone after a forward that recomputes, and after a backward, though the loss is
+    held."""
+    model, batch = tiny_model("llama"), packed_row(LENGTHS, ROW)
+    attach(model, plan, layers="fused")
+    shapes = {tuple(layer.mlp.down_proj.weight.shape) for layer in model.model.layers}
+
+    def copies() -> int:
+        gc.collect()
+        tensors = [each for each in gc.get_objects() if type(each) is torch.Tensor]
+        return sum(each.dtype is torch.bfloat16 and tuple(each.shape) in shapes for each in tensors)
+
+    before = copies()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(**batch).loss
+    assert copies() - before == (0 if plan == Plan.recompute() else len(model.model.layers))
+    loss.backward()
+    assert copies() == before and loss.grad_fn is not None
 
 
 SUBSETS: dict[str, dict[str, Any]] = {

@@ -90,7 +90,8 @@ def forecast(recipe: Recipe, device: str | None, calibrate: bool, console: Conso
 
         whole, autocast = find(recipe), autocast_dtype(recipe)
         model, _ = load(recipe, whole, tokenizer_for(recipe, whole), console)
-        work = replace(work_of(model, work.tokens, autocast), documents=work.documents)
+        found_there = work_of(model, work.tokens, autocast, accumulates=work.accumulates)
+        work = replace(found_there, documents=work.documents)
         times = measured_times(model, shape, work, where, autocast)
     limit = available(default_device()) if here else where.memory_bytes
     if recipe.memory.budget is not None:
@@ -119,6 +120,7 @@ def _work(recipe: Recipe, empty: Any, shape: Shape) -> Work:
         trained_whole=0 if full else shape.vocab * shape.hidden * len(adapter.modules_to_save),
         graph=packing.graph != "off",
         padded=0 if packing.enabled else packing.rows_per_step,
+        accumulates=recipe.train.gradient_accumulation_steps > 1,
     )
 
 

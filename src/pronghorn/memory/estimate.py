@@ -24,6 +24,8 @@ LIBRARY_BYTES = 64 * 2**20
 """cuBLAS workspaces in torch's allocator: 32 MiB for the forward's thread and 32 for the backward's."""
 FRAGMENTATION = 0.03
 """Share of what comes and goes in a step that the allocator holds besides."""
+POOL = 0.05
+"""Share of the activations that CUDA graphs' own memory holds besides, which nothing else can use."""
 BROKEN = 4
 """Times gate·up's bytes that segments which don't grow lose: 1.5 to 2.7 GiB at 8B, 1.0 to 1.2 at 3B, were held and
 could not be used when memory ran out on a H200."""
@@ -49,6 +51,11 @@ class Shape:
     qk_norm: bool
     parameters: int
     """All of them."""
+
+    @property
+    def tied(self) -> bool:
+        """Whether the embedding is the head."""
+        return self.parameters - self.layers * self.layer_weights < 2 * self.vocab * self.hidden
 
     @property
     def hidden(self) -> int:
@@ -79,8 +86,7 @@ class Work:
     """How a model is trained, as far as memory and time depend on it."""
 
     tokens: int
-    """T of a micro-batch: rows a step times max_seq_length. A packed row is always full, so every step is the worst;
-    accumulating micro-batches changes nothing."""
+    """T of a micro-batch: rows a step times max_seq_length. A packed row is always full, so every step is the worst."""
     method: Method = "lora"
     ranks: Mapping[str, int] | None = None
     """LoRA rank by linear; None for 16 on all."""
@@ -96,6 +102,8 @@ class Work:
     """Rows of a micro-batch that is padded and goes transformers' way, through layers and loss; 0: it is packed."""
     distributed: bool = False
     """Under DDP, whose buckets hold all gradients once more."""
+    accumulates: bool = True
+    """A step has several micro-batches, so that gradients are there all the time; else they come layer by layer."""
     growing: bool = True
     """The allocator's segments grow (`expandable_segments:True`), as the commands set it; else they break up."""
     documents: int = 512
@@ -223,15 +231,24 @@ class Step:
     """Of the CUDA graphs, which there are where every layer keeps everything."""
     broken: int = 0
     """What an allocator whose segments don't grow holds and can't use."""
+    coming: int = 0
+    """The layers' gradients, if they aren't there before the backward makes them, a share in each."""
+    ends: tuple[int, int] = (0, 0)
+    """Gradients of a trained head and embedding, besides: from the head's backward on, and when the embedding's has
+    run. If they are one, autograd holds the head's until then."""
 
     @classmethod
     def of(cls, shape: Shape, work: Work) -> Step:
         """The sizes for a model trained in this way."""
         resting, working = resting_bytes(shape, work), working_bytes(shape, work)
-        graph = working + resting["gradients"] + LIBRARY_BYTES if work.graph else 0
         stored, head = stored_bytes(shape, work), head_bytes(shape, work)
+        pool = int(POOL * shape.layers * stored[Policy.KEEP])
+        graph = working + resting["gradients"] + LIBRARY_BYTES + pool if work.graph else 0
+        table, tables = 4 * shape.vocab * shape.hidden * (work.method == "full"), 1 if shape.tied else 2
+        coming = 0 if work.accumulates else resting.pop("gradients") - tables * table
+        ends = table, (3 - tables) * table if work.accumulates else 2 * table
         broken = 0 if work.growing else BROKEN * 2 * work.tokens * shape.intermediate * work.itemsize
-        return cls(resting, stored, working, head, buffer_bytes(shape, work), graph, broken)
+        return cls(resting, stored, working, head, buffer_bytes(shape, work), graph, broken, coming, ends)
 
     def peak(self, policies: Sequence[Policy], buffers: int = 2) -> dict[str, int]:
         """Bytes by kind at the moment of the peak, as torch's allocator counts them; their sum is the peak.
@@ -243,13 +260,16 @@ class Step:
             buffers: inputs that come back at a time (`Plan.buffers`).
         """
         stored = [self.stored[policy] for policy in followed(policies)]
-        moments, before, gone = [(sum(stored), self.head, 0)], 0, 0
-        for policy, bytes_ in zip(policies, stored, strict=True):
+        moments, before, gone = [(sum(stored), self.head, 0, 0)], 0, 0
+        for layer, (policy, bytes_) in enumerate(zip(policies, stored, strict=True)):
             ahead = self.buffer if buffers == 2 and 0 < gone < policies.count(Policy.OFFLOAD) else 0
-            moments.append((before + bytes_, self.stored[Policy.KEEP] - bytes_ + self.working, ahead))
+            made = self.ends[0] + self.coming * (len(policies) - layer) // len(policies)
+            moments.append((before + bytes_, self.stored[Policy.KEEP] - bytes_ + self.working, ahead, made))
             before, gone = before + bytes_, gone + (policy is Policy.OFFLOAD)
-        activations, working, ahead = max(moments, key=sum)
+        moments.append((0, 0, 0, self.ends[1] + self.coming))
+        activations, working, ahead, made = max(moments, key=sum)
         found = {**self.resting, "activations": activations, "working": working, "buffers": ahead}
+        found["gradients"] = found.get("gradients", 0) + made
         if set(policies) == {Policy.KEEP}:
             found["CUDA graph"] = self.graph
         return {kind: size for kind, size in found.items() if size}

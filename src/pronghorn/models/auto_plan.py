@@ -69,13 +69,16 @@ def skeleton(config: Any) -> Any:
         return AutoModelForCausalLM.from_config(config)
 
 
-def work_of(model: Any, tokens: int, autocast: torch.dtype | None = None, padded: int = 0) -> Work:
+def work_of(
+    model: Any, tokens: int, autocast: torch.dtype | None = None, padded: int = 0, accumulates: bool = True
+) -> Work:
     """How a model is about to be trained, with the adapters and the dtype that it has.
 
     Args:
         tokens: of a micro-batch.
         autocast: dtype of autocast, if any.
         padded: rows of a micro-batch, if it is padded instead of packed.
+        accumulates: whether a step has several micro-batches.
     """
     base, handle = base_causal_lm(model), attached(model)
     linears = _linears(base.base_model.layers[0])
@@ -85,6 +88,7 @@ def work_of(model: Any, tokens: int, autocast: torch.dtype | None = None, padded
     quantised = not query.dtype.is_floating_point
     method: Method = "full" if query.requires_grad and not any(ranks.values()) else "qlora" if quantised else "lora"
     embeddings = base.get_input_embeddings().weight
+    distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     whole = {id(p): p.numel() for name, p in base.named_parameters() if p.requires_grad and "lora_" not in name}
     fuses = not padded and (embeddings.is_cuda if handle is None else handle.fuses)
     return Work(
@@ -97,7 +101,8 @@ def work_of(model: Any, tokens: int, autocast: torch.dtype | None = None, padded
         graph=fuses and autocast is None and (handle is None or handle.options[3] != "off"),
         padded=padded,
         growing=not embeddings.is_cuda or any(part.get("is_expandable") for part in torch.cuda.memory_snapshot()),
-        distributed=dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1,
+        accumulates=accumulates or distributed,
+        distributed=distributed,
     )
 
 
@@ -108,6 +113,7 @@ def plan_for(
     *,
     autocast: torch.dtype | None = None,
     padded: int = 0,
+    accumulates: bool = True,
 ) -> Plan:
     """What `auto` means on CUDA: everything kept where that fits, else the fastest plan that does, by a layer's times
     as measured; by the table's where batches are padded, or there is no room to measure (which is logged).
@@ -118,11 +124,13 @@ def plan_for(
         budget_bytes: of the process; None for all that `available` tells, which is the most.
         autocast: dtype that training will run under, if any.
         padded: rows of a micro-batch, if it is padded instead of packed.
+        accumulates: whether a step has several micro-batches.
     Raises:
         PlanDoesNotFit: with what would fit.
     """
     device = base_causal_lm(model).device
-    shape, work, card = shape_of(model), work_of(model, tokens, autocast, padded), device_card(device)
+    shape, work = shape_of(model), work_of(model, tokens, autocast, padded, accumulates)
+    card = device_card(device)
     budget = min(available(device), budget_bytes or sys.maxsize)
     made = plan(shape, work, card, budget)
     if padded or set(made.policies) == {Policy.KEEP}:

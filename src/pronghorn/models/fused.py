@@ -119,17 +119,17 @@ class _Attention(torch.autograd.Function):
         *weights: Tensor | None,
     ) -> Tensor:
         y, low_rank, kept = _attention_forward(x, cos, sin, packed, parts, linears)
-        ctx.save_for_backward(x, cos, sin, *kept)
-        ctx.packed, ctx.parts, ctx.linears, ctx.trained = packed, parts, linears, _versions(ctx, weights)
+        ctx.save_for_backward(*_copies(ctx, linears), x, cos, sin, *kept)
+        ctx.packed, ctx.parts, ctx.trained = packed, parts, _versions(ctx, weights)
         return _whole(y, low_rank)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         _check_versions(ctx.trained)
-        x, cos, sin, *kept = ctx.saved_tensors
+        linears, (x, cos, sin, *kept) = _linears(ctx)
         wanted = ctx.needs_input_grad[0]
-        dx, gradients = _attention_backward(dy, x, cos, sin, kept, ctx.packed, ctx.parts, ctx.linears, wanted)
+        dx, gradients = _attention_backward(dy, x, cos, sin, kept, ctx.packed, ctx.parts, linears, wanted)
         return dx, *(None,) * 5, *gradients
 
 
@@ -162,18 +162,20 @@ class _Layer(torch.autograd.Function):
             h_normed if keep else None,
             None if policy is Policy.RECOMPUTE_MLP else gate_up,
         )
-        ctx.save_for_backward(x, rstd, *after, h, h_rstd, *h_after, xa, a_a, *large, cos, sin, *kept)
-        ctx.packed, ctx.parts, ctx.linears, ctx.trained = packed, parts, linears, _versions(ctx, weights)
+        small = x, rstd, *after, h, h_rstd, *h_after, xa, a_a
+        ctx.save_for_backward(*_copies(ctx, linears), *small, *large, cos, sin, *kept)
+        ctx.packed, ctx.parts, ctx.trained = packed, parts, _versions(ctx, weights)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> Any:
         _check_versions(ctx.trained)
-        x, rstd, y, y_rstd, h, h_rstd, h_y, h_y_rstd, xa, a_a, *rest = ctx.saved_tensors
+        linears, saved = _linears(ctx)
+        x, rstd, y, y_rstd, h, h_rstd, h_y, h_y_rstd, xa, a_a, *rest = saved
         normed, h_normed, gate_up, cos, sin, *kept = rest
         parts: LayerParts = ctx.parts
-        linears, dtype = ctx.linears, ctx.linears[0].dtype
+        dtype = linears[0].dtype
         norms = [*parts.before, *(parts.after or ())]
         d_norms: list[Tensor | None] = [None] * len(norms)
         d_out = d_out.contiguous()
@@ -268,6 +270,18 @@ def _mlp_backward(
     del da
     dx, dya = linears[0].input_grad(d_gate_up)
     return dx, [*linears[0].gradients(d_gate_up, dya, x, xa), *down_grads]
+
+
+def _copies(ctx: Any, linears: list[Operands]) -> list[Tensor | None]:
+    """Copies of weights, to be saved as activations are: they go with the graph, or when the layer is recomputed."""
+    ctx.linears = [linear.with_copy(None) for linear in linears]
+    return [linear.copy for linear in linears]
+
+
+def _linears(ctx: Any) -> tuple[list[Operands], tuple[Tensor, ...]]:
+    """The forward's linears, and the other saved tensors."""
+    saved, count = ctx.saved_tensors, len(ctx.linears)
+    return [linear.with_copy(copy) for linear, copy in zip(ctx.linears, saved[:count], strict=True)], saved[count:]
 
 
 def _freed_after() -> bool:

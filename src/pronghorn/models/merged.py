@@ -10,7 +10,7 @@ are copied once a forward; 4-bit weights are written out for each product.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -170,6 +170,16 @@ class Operands:
     def weight(self) -> Tensor:
         """[N, in]."""
         return self.group.weight(self.bases, self.dtype) if self._weight is None else self._weight
+
+    @property
+    def copy(self) -> Tensor | None:
+        """The weights in the products' dtype, if they were made for this step."""
+        made = self._weight is not None and self._weight.dtype is not self.bases[0].weight.dtype
+        return self._weight if made else None
+
+    def with_copy(self, copy: Tensor | None) -> Operands:
+        """The same with another copy; without one it is made when it is needed."""
+        return self if copy is self.copy else replace(self, _weight=copy)
 
     @property
     def scale(self) -> float:

@@ -273,7 +273,8 @@ def _decided(handle: Handle, args: Any) -> Plan | None:
         autocast = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
         assert handle.plan is not None
         padded = 0 if args.packing else args.per_device_train_batch_size
-        made = plan_for(model, tokens, handle.plan.budget_bytes, autocast=autocast, padded=padded)
+        several, budget = args.gradient_accumulation_steps > 1, handle.plan.budget_bytes
+        made = plan_for(model, tokens, budget, autocast=autocast, padded=padded, accumulates=several)
         handle = handle.replan(made)
     return handle.plan
 

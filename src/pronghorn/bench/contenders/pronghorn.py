@@ -42,7 +42,7 @@ def build(spec: Spec) -> Built:
         model = add_lora(model, **spec.adapters)
     handle = attach(model, plan, **switches)  # type: ignore[arg-type]  # names and values were checked
     if plan.undecided and device().type == "cuda":  # as our trainer does
-        handle = handle.replan(plan_for(model, spec.tokens, autocast=autocast_dtype(spec.method)))
+        handle = handle.replan(plan_for(model, spec.tokens, autocast=autocast_dtype(spec.method), accumulates=False))
     collator = Collator(spec.tokens, pad_token_id=0)
 
     def make_batch(row: Row) -> dict[str, Any]:
