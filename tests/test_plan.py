@@ -142,7 +142,7 @@ ANCHORS = [
     (result, work)
     for file in ("step-llama-3.1-8b", "step-llama-3.1-8b-recompute", "step-llama-3.2-1b", "step-qwen3-0.6b")
     for result in json.loads((RESULTS / f"{file}.json").read_text())[:1]
-    for work in [Work(8192, graph=file == "step-qwen3-0.6b", documents=200)]
+    for work in [Work(8192, graph=file in ("step-qwen3-0.6b", "step-llama-3.2-1b"), accumulates=False, documents=200)]
 ]
 
 

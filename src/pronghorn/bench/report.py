@@ -38,6 +38,11 @@ class Found:
         return str(self.result.extra.get("recompute", MISSING))
 
     @property
+    def method(self) -> str:
+        """What is trained; of an op, its name."""
+        return self.result.workload.method + (" on experts, too" if self.result.extra.get("experts") == "lora" else "")
+
+    @property
     def shown(self) -> bool:
         """Whether its figures may be shown: gate green, and timed."""
         return bool(self.result.gate.get("green")) and bool(self.result.timings_ms.get("step"))
@@ -145,13 +150,13 @@ def _date(found: Found) -> datetime:
 def _key(found: Found) -> tuple[object, ...]:
     """What contenders of one case have in common."""
     result = found.result
-    return kind_of(result), result.device, result.workload, found.recompute, result.extra.get("rank")
+    return kind_of(result), result.device, result.workload, found.method, found.recompute, result.extra.get("rank")
 
 
 def _order(case: Case) -> tuple[object, ...]:
     work, recompute = case.any.result.workload, case.any.recompute
     known = _RECOMPUTE.index(recompute) if recompute in _RECOMPUTE else len(_RECOMPUTE)
-    return work.shape, work.method, work.tokens, known, recompute, repr(work), case.any.result.device
+    return work.shape, case.any.method, work.tokens, known, recompute, repr(work), case.any.result.device
 
 
 def contenders_of(cases: Iterable[Case]) -> list[str]:

@@ -71,11 +71,11 @@ def _svg(figure: Any) -> bytes:
     return written.getvalue()
 
 
-def _difference(case: Case, among: Sequence[Case]) -> str:
-    """What tells a case from others of its model."""
+def _difference(case: Case, among: Sequence[Case], recompute: bool = True) -> str:
+    """What tells a case from others of its model, recompute apart if that is told elsewhere."""
     fields = [
-        (work.method, f"{work.tokens:,} tokens", f"recompute {each.any.recompute}", work.lengths,
-         f"{work.labelled_share:.0%} labelled", f"seed {work.seed}")
+        (each.any.method, f"{work.tokens:,} tokens", f"recompute {each.any.recompute}" if recompute else "",
+         work.lengths, f"{work.labelled_share:.0%} labelled", f"seed {work.seed}")
         for each in (case, *among) for work in [each.any.result.workload]
     ]  # fmt: skip
     return ", ".join(own for own, *others in zip(*fields, strict=True) if {own} != {own, *others})
@@ -115,7 +115,7 @@ def _lines(cases: Sequence[Case]) -> dict[tuple[str, str], list[tuple[float, flo
     """(GiB, ms, recompute) from little memory to much, by contender and by what else differs."""
     lines: dict[tuple[str, str], list[tuple[float, float, str]]] = {}
     for case in cases:
-        rest = _difference(case, [each for each in cases if each.any.recompute == case.any.recompute])
+        rest = _difference(case, cases, recompute=False)
         for name, found in case.by_contender.items():
             if found.shown and "peak" in found.result.memory_bytes:
                 point = (found.result.memory_bytes["peak"] / 2**30, found.result.median("step"), found.recompute)
@@ -144,7 +144,7 @@ def _memory_time(
     every = [point for line in lines.values() for point in line]
     axes.set_xlim(*_limits([x for x, *_ in every]))
     axes.set_ylim(*_limits([y for _, y, _ in every]))
-    figure.legend(loc="outside lower center", ncols=3, labelcolor="linecolor", fontsize=8)
+    figure.legend(loc="outside lower center", ncols=2, labelcolor="linecolor", fontsize=8)
     axes.set_title(title)
     axes.set_xlabel("peak memory, GiB (at the points: recompute)")
     axes.set_ylabel("step, ms")

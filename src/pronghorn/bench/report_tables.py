@@ -140,7 +140,7 @@ _RUN: dict[str, Field] = {
 _FIELDS: dict[str, dict[str, Field]] = {
     "step": {
         "model": lambda found: found.result.workload.shape,
-        "method": lambda found: found.result.workload.method,
+        "method": lambda found: found.method,
         "tokens": lambda found: f"{found.result.workload.tokens:,}",
         "recompute": lambda found: found.recompute,
         "rank": lambda found: str(found.result.extra.get("rank") or MISSING),
