@@ -27,7 +27,7 @@ from pronghorn.bench.record import Result, write_results
 from pronghorn.bench.shapes import shape_of
 from pronghorn.bench.step import Prepared, StepOptions, prepare, recompute_label, result_of
 from pronghorn.cli.bench import CHILD_ENVIRONMENT
-from pronghorn.cli.options import progress
+from pronghorn.cli.options import grow_segments, progress
 from pronghorn.memory.devices import parse_bytes
 from pronghorn.memory.estimate import GIB, Step, Work
 from pronghorn.memory.plan import Policy
@@ -122,6 +122,7 @@ def main() -> None:
         given.model, given.method, given.tokens, given.lengths, recompute="auto", repeats=given.repeats,
         checkpoints=given.checkpoints, commit=given.commit,
     )  # fmt: skip
+    grow_segments()
     paths = os.pathsep.join(str(Path(path).resolve()) for path in sys.path)
     environment = {**os.environ, **CHILD_ENVIRONMENT, "PYTHONPATH": paths}
     results: list[Result] = []

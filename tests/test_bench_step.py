@@ -25,7 +25,7 @@ from pronghorn.bench.process import OutOfMemory, Worker, WorkerError
 from pronghorn.bench.record import Result, read_results
 from pronghorn.bench.reference import Reference
 from pronghorn.bench.shapes import SHAPES, byte_tokenizer, checkpoint_of, matmul_parameters
-from pronghorn.bench.step import Prepared, StepOptions, result_of
+from pronghorn.bench.step import Prepared, StepOptions, recompute_label, result_of
 from pronghorn.bench.tables import step_table
 from pronghorn.bench.timing import STEPS_A_TURN, Series
 from pronghorn.bench.workload import document_lengths, make_rows, read_rows, write_rows
@@ -235,14 +235,16 @@ class FakeWorker:
         self.alive.discard(self.name)
 
 
-def run_pairs(monkeypatch: pytest.MonkeyPatch, folder: Path, **script: str) -> tuple[dict[str, Outcome], list[str]]:
+def run_pairs(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, memory: int | None = None, **script: str
+) -> tuple[dict[str, Outcome], list[str]]:
     """Measure pronghorn against hf and hf-sdpa, 8 steps each; the outcomes and what was asked, in order."""
     fake = type("Scripted", (FakeWorker,), {"script": script, "asked": [], "alive": set()})
     monkeypatch.setattr(pairs, "Worker", fake)
     reference = folder / "reference.json"
     Reference(2.0, 1.0, (2.0,), ("w",), 0.0, {"w": 0.0}, "").write(reference)
     names = ("pronghorn", "hf", "hf-sdpa")
-    outcomes = {name: Outcome(name, Spec(name, "", "lora", "off", 8, 8, 1, 0)) for name in names}
+    outcomes = {name: Outcome(name, Spec(name, "", "lora", "off", 8, 8, 1, 0, memory=memory)) for name in names}
     first, *others = outcomes.values()
     Pairs(folder / "rows.json", reference, folder, {}, 8, True, lambda text: None).measure(first, others)
     assert not fake.alive
@@ -279,6 +281,17 @@ def test_a_pair_that_does_not_fit_is_relaunched_and_says_so(
     assert hf.notes == ["doesn't fit beside pronghorn: every turn in a new process"]
     assert asked.count("hf load") >= 2 and asked.count("pronghorn load") >= 3
     assert not outcomes["hf-sdpa"].notes and len(outcomes["pronghorn"].series.parts["step"]) == 16
+
+
+def test_within_a_limit_memory_that_runs_out_is_ones_own_failure(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    outcomes, asked = run_pairs(monkeypatch, tmp_path, memory=2**33, hf="memory at gate")
+    assert not outcomes["hf"].green and outcomes["hf"].gate["reasons"] == ["no room"]
+    assert asked.count("hf load") == 1 and outcomes["hf-sdpa"].green
+    assert recompute_label(outcomes["hf"].spec) == "off, 8 GiB"
+    outcomes, asked = run_pairs(monkeypatch, tmp_path, memory=2**33, hf="retries")
+    assert outcomes["hf"].green and not outcomes["hf"].notes and asked.count("hf load") == 1
 
 
 def test_a_device_that_holds_only_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from pronghorn import __version__
 from pronghorn.cli.main import app
+from pronghorn.cli.options import grow_segments
 from pronghorn.diagnose import doctor
 from pronghorn.diagnose.doctor import Finding
 from pronghorn.errors import TrainingError
@@ -25,6 +26,20 @@ HEAVY = ("torch", "transformers", "trl", "datasets", "matplotlib", "numpy")
 
 def invoke(*arguments: str) -> Any:
     return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200", "NO_COLOR": "1"})
+
+
+def test_the_allocator_grows_its_segments_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    for given, wanted in ((None, "expandable_segments:True"), ("max_split_size_mb:64", "max_split_size_mb:64")):
+        monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+        if given is not None:
+            monkeypatch.setenv("PYTORCH_ALLOC_CONF", given)
+        grow_segments()
+        assert os.environ["PYTORCH_ALLOC_CONF"] == wanted
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:native")
+    grow_segments()
+    assert "PYTORCH_ALLOC_CONF" not in os.environ
 
 
 @pytest.fixture

@@ -226,6 +226,28 @@ def test_everything_is_kept_where_it_fits_and_shared_memory_never_offloads() -> 
         assert not {Policy.RECOMPUTE_CHEAP, Policy.RECOMPUTE_MLP} & set(made.policies)
 
 
+def test_segments_that_do_not_grow_lose_some_memory() -> None:
+    shape, gpu = shape_of(skeleton(config_of("Llama-3.1-8B"))), card("rtx4090")
+    growing, fixed = (plan(shape, Work(8192, growing=growing), gpu) for growing in (True, False))
+    assert fixed.predicted["peak"] < growing.predicted["peak"] <= 24 * GIB
+    lost = [Step.of(shape, Work(8192, growing=growing)).broken for growing in (True, False)]
+    assert lost == [0, 4 * 8192 * 2 * 14336 * 2]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_gradients_come_with_the_backward_unless_they_accumulate(tied: bool) -> None:
+    shape = shape_of(skeleton(config_of("Llama-3.2-1B" if tied else "Llama-3.1-8B")))
+    assert shape.tied is tied
+    policies, whole = [Policy.KEEP] * shape.layers, 4 * shape.parameters
+    at_once, there = (
+        Step.of(shape, Work(8192, "full", accumulates=several)).peak(policies) for several in (False, True)
+    )
+    table = 4 * shape.vocab * shape.hidden
+    assert there["gradients"] - whole in (0, table, 2 * table) and at_once.get("gradients", 0) < there["gradients"]
+    recomputed = Step.of(shape, Work(1024, "full", accumulates=False)).peak([Policy.RECOMPUTE_LAYER] * shape.layers)
+    assert recomputed["gradients"] == whole + (table if tied else 0)  # at the end: the head's waits for the embedding's
+
+
 def test_devices() -> None:
     assert card("RTX4090").memory_bytes == card("rtx4090").memory_bytes
     assert card("24GiB").memory_bytes == 24 * GIB and "rtx4090" in card("24GiB").source

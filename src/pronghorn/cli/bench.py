@@ -11,17 +11,12 @@ import typer
 from rich.console import Console
 
 from pronghorn.cli.errors import plain_errors
-from pronghorn.cli.options import GROWING_SEGMENTS, Checkpoints, Commit, Debug, Method, Results, Seed, names, progress
+from pronghorn.cli.options import Checkpoints, Commit, Debug, Method, Results, Seed, names, progress
 
 bench = typer.Typer(help="Measure, with a gate first: who computes something else is not faster.", no_args_is_help=True)
 
-CHILD_ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "UNSLOTH_DISABLE_STATISTICS": "1",
-    "PYTORCH_ALLOC_CONF": GROWING_SEGMENTS,
-}
-"""Measured processes talk to nobody, and all have the allocator that Unsloth sets for itself."""
+CHILD_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "UNSLOTH_DISABLE_STATISTICS": "1"}
+"""Measured processes talk to nobody."""
 
 
 @bench.command(no_args_is_help=True)

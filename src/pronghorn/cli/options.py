@@ -30,7 +30,6 @@ Checkpoints = Annotated[
 Results = Annotated[
     Path | None, typer.Option("--out", metavar="FILE", help="Write the results as JSON, too.", dir_okay=False)
 ]
-GROWING_SEGMENTS = "expandable_segments:True"
 Commit = Annotated[str, typer.Option(help="Of this source, for the results.")]
 
 
@@ -49,7 +48,7 @@ def grow_segments() -> None:
     """Let torch's allocator grow its segments, unless the environment tells it how to work. Fixed ones break into
     pieces that don't fit: of a GPU that is nearly full one or two GiB can't be used (`Work.growing`)."""
     if not any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
-        os.environ["PYTORCH_ALLOC_CONF"] = GROWING_SEGMENTS
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def main_process() -> bool:
