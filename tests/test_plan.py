@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from typer.testing import CliRunner
 
 from pronghorn.bench.shapes import SHAPES, write_checkpoint
+from pronghorn.bench.shapes import shape_of as fields_of
 from pronghorn.cli.main import app
 from pronghorn.data.batch import PackedBatch
 from pronghorn.errors import ConfigError, UnsupportedError
@@ -32,7 +33,7 @@ from pronghorn.memory.step_time import StepTimes, step_times
 from pronghorn.models import auto_plan
 from pronghorn.models.attach import attach, attached
 from pronghorn.models.auto_plan import device_card, measured_times, plan_for, shape_of, skeleton, work_of
-from pronghorn.models.families import base_causal_lm, has_experts
+from pronghorn.models.families import base_causal_lm
 from pronghorn.models.lora import add_lora
 from pronghorn.train.trainer import _decided
 from tiny import FAMILIES, tiny_model
@@ -44,7 +45,12 @@ TOKENS, RANK = 48, 4
 def config_of(name: str) -> Any:
     from transformers import AutoConfig
 
-    return AutoConfig.for_model(**SHAPES[name])
+    fields = fields_of(name)
+    assert fields is not None
+    return AutoConfig.for_model(**fields)
+
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
 def saved_bytes(model: Any, packed: PackedBatch | None, autocast: torch.dtype | None, padded: bool = False) -> int:
@@ -107,7 +113,28 @@ def test_full_fine_tuning_saves_what_the_formula_says() -> None:
     assert found[1] - found[0] == expected - 4 * TOKENS * shape.heads
 
 
-@pytest.mark.parametrize("name", [name for name in SHAPES if not has_experts(config_of(name))])
+@pytest.mark.parametrize("rank", [0, RANK])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss"])
+def test_a_layer_with_experts_saves_what_the_formula_says(family: str, rank: int) -> None:
+    """gpt-oss saves its own cosines and sines in each layer, and no probabilities of all experts."""
+    found = []
+    for count in (2, 4):
+        model = tiny_model(family, num_hidden_layers=count)
+        targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if rank else None
+        model = add_lora(model, r=RANK, target_modules=ATTENTION, target_parameters=targets)
+        attach(model, layers="fused")
+        found.append(saved_bytes(model, PackedBatch.build([TOKENS], tokens=TOKENS), None))
+    shape, work = shape_of(model), work_of(model, TOKENS)
+    assert (work.expert_rank, work.method, shape.experts and shape.experts.width) == (rank, "lora", 24)
+    stored = stored_bytes(shape, replace(work, fused=True))
+    assert set(stored) == {Policy.KEEP, Policy.RECOMPUTE_LAYER, Policy.OFFLOAD}
+    expected = 2 * (stored[Policy.KEEP] - 4 * TOKENS * shape.heads + 4 * 8)  # and where each expert's rows begin
+    assert found[1] - found[0] == pytest.approx(expected, rel=0.05 if family == "gpt_oss" else 0)
+    adapters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert resting_bytes(shape, replace(work, fused=False))["adapters"] == 4 * adapters
+
+
+@pytest.mark.parametrize("name", [name for name in SHAPES if name != "OLMoE-1B-7B"])  # which has no plan
 def test_parameters_are_counted_without_weights(name: str) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -140,9 +167,18 @@ def test_nf4_takes_what_bitsandbytes_stores() -> None:
 
 ANCHORS = [
     (result, work)
-    for file in ("step-llama-3.1-8b", "step-llama-3.1-8b-recompute", "step-llama-3.2-1b", "step-qwen3-0.6b")
+    for file in (
+        "step-llama-3.1-8b",
+        "step-llama-3.1-8b-recompute",
+        "step-llama-3.2-1b",
+        "step-qwen3-0.6b",
+        "step-qwen3-30b-a3b",
+        "step-qwen3-30b-a3b-experts",
+    )
     for result in json.loads((RESULTS / f"{file}.json").read_text())[:1]
-    for work in [Work(8192, graph=file in ("step-qwen3-0.6b", "step-llama-3.2-1b"), accumulates=False, documents=200)]
+    for graph in [result["counts"]["launches"] < 200]
+    for rank in [16 if result["extra"]["experts"] == "lora" else 0]
+    for work in [Work(8192, expert_rank=rank, graph=graph, accumulates=False, documents=200)]
 ]
 
 
@@ -417,9 +453,15 @@ def test_what_is_fused_now_is_what_counts() -> None:
     assert not work_of(dropout, TOKENS).fused
 
 
-def test_a_model_with_experts_after_a_dense_layer_has_no_plan() -> None:
-    with pytest.raises(UnsupportedError, match="only dense models"):
+def test_which_models_with_experts_have_no_plan() -> None:
+    with pytest.raises(UnsupportedError, match="1 of 3 layers have no experts"):
         shape_of(tiny_model("qwen3_moe", mlp_only_layers=[0]))
+    with pytest.raises(UnsupportedError, match="q_norm is over all heads"):
+        shape_of(tiny_model("olmoe"))
+    model = add_lora(tiny_model("qwen3_moe"), r=RANK, target_modules=ATTENTION)
+    attach(model, moe_routing="loop")
+    with pytest.raises(UnsupportedError, match="experts go transformers' way"):
+        shape_of(model)
 
 
 def test_buckets_of_several_processes_are_counted() -> None:

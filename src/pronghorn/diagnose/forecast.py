@@ -115,6 +115,7 @@ def _work(recipe: Recipe, empty: Any, shape: Shape) -> Work:
         tokens=recipe.model.max_seq_length * packing.rows_per_step,
         method="full" if full else "qlora" if quantised else "lora",
         ranks=dict.fromkeys(adapter.target_modules, adapter.r),
+        expert_rank=adapter.r if adapter.target_parameters else 0,
         itemsize=4 if recipe.precision.dtype == "float32" else 2,
         fused=not stock and fast.refusal(empty, None) is None,
         trained_whole=0 if full else shape.vocab * shape.hidden * len(adapter.modules_to_save),

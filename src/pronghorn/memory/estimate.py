@@ -37,8 +37,19 @@ Method = Literal["lora", "qlora", "full"]
 
 
 @dataclass(frozen=True)
+class Experts:
+    """A layer's experts, instead of gate, up and down."""
+
+    count: int
+    chosen: int
+    """K: the experts of a token."""
+    width: int
+    """I of each."""
+
+
+@dataclass(frozen=True)
 class Shape:
-    """What memory and time depend on in a dense decoder model."""
+    """What memory and time depend on in a decoder model."""
 
     layers: int
     linears: Mapping[str, tuple[int, int]]
@@ -51,6 +62,7 @@ class Shape:
     qk_norm: bool
     parameters: int
     """All of them."""
+    experts: Experts | None = None
 
     @property
     def tied(self) -> bool:
@@ -58,12 +70,18 @@ class Shape:
         return self.parameters - self.layers * self.layer_weights < 2 * self.vocab * self.hidden
 
     @property
+    def groups(self) -> list[tuple[str, ...]]:
+        """Linears with the same input."""
+        return [names for names in GROUPS if names[0] in self.linears]
+
+    @property
     def hidden(self) -> int:
         return self.linears["q_proj"][1]
 
     @property
     def intermediate(self) -> int:
-        return self.linears["gate_proj"][0]
+        """Width of a token's activation: of all its experts together."""
+        return self.experts.chosen * self.experts.width if self.experts else self.linears["gate_proj"][0]
 
     @property
     def query(self) -> int:
@@ -77,6 +95,16 @@ class Shape:
 
     @property
     def layer_weights(self) -> int:
+        """Elements of a layer's linears, and of all experts."""
+        return self.linear_weights + (3 * self.hidden * self.experts.width * self.experts.count if self.experts else 0)
+
+    @property
+    def active_weights(self) -> int:
+        """Elements of a layer that a token meets."""
+        return self.linear_weights + (3 * self.hidden * self.intermediate if self.experts else 0)
+
+    @property
+    def linear_weights(self) -> int:
         """Elements of a layer's linears."""
         return sum(rows * columns for rows, columns in self.linears.values())
 
@@ -90,6 +118,8 @@ class Work:
     method: Method = "lora"
     ranks: Mapping[str, int] | None = None
     """LoRA rank by linear; None for 16 on all."""
+    expert_rank: int = 0
+    """LoRA rank on the experts' weights."""
     itemsize: int = 2
     """Bytes of an element of the products: 2 in bf16 and fp16, 4 in float32."""
     fused: bool = True
@@ -124,13 +154,15 @@ class Work:
 def resting_bytes(shape: Shape, work: Work) -> dict[str, int]:
     """What is on the device all the time, by kind; gradients too, as from the second micro-batch on."""
     p, b, full = shape.parameters, work.itemsize, work.method == "full"
-    linear = shape.layers * shape.layer_weights
+    linear = shape.layers * shape.linear_weights
     weights = p * (4 if full else b)
     if work.method == "qlora":  # 4 bits each, 8 of absmax for 64 elements, and 32 for 256 of those
         weights = (p - linear) * b + linear // 2 + linear // 64 + linear // 4096
     adapters = shape.layers * sum(work.rank(name) * sum(sizes) for name, sizes in shape.linears.items())
+    if shape.experts:
+        adapters += shape.layers * shape.experts.count * work.expert_rank * (2 * shape.hidden + 3 * shape.experts.width)
     copies = 0  # of A and B in the products' dtype, B of a merged product with zeros beside each block
-    for names in GROUPS if work.fused else ():
+    for names in shape.groups if work.fused else ():
         widths = shape.linears[names[0]][1] + sum(shape.linears[name][0] for name in names)
         copies += shape.layers * b * widths * sum(work.rank(name) for name in names)
     trained = 4 * (p if full else adapters) + b * work.trained_whole
@@ -150,19 +182,24 @@ def stored_bytes(shape: Shape, work: Work) -> dict[Policy, int]:
     keep = _fused_bytes(shape, work) if work.fused else _stock_bytes(shape, work)
     without_norms = keep - 2 * t * h * b
     served = {Policy.KEEP: keep}
-    if work.fused:
+    if work.fused and not shape.experts:
         without_mlp = without_norms - 2 * t * shape.intermediate * b
         served |= {Policy.RECOMPUTE_CHEAP: without_norms, Policy.RECOMPUTE_MLP: without_mlp}
     return served | {Policy.RECOMPUTE_LAYER: t * h * work.stream_bytes, Policy.OFFLOAD: 0}
 
 
 def _fused_bytes(shape: Shape, work: Work) -> int:
-    """Norms' inputs and outputs, q·k·v, attention's output and log-sum-exp, gate·up, x·Aᵀ of every product."""
+    """Norms' inputs and outputs, q·k·v, attention's output and log-sum-exp, gate·up, x·Aᵀ of every product; of a router
+    the probabilities, the chosen ones with their sum, and the order of the rows."""
     b, q, kv = work.itemsize, shape.query, shape.key_value
     ranks = sum(work.rank(name) for name in shape.linears)
     token = shape.norms * (shape.hidden * work.stream_bytes + 4) + 4 * shape.heads
     token += b * (2 * shape.hidden + 2 * q + 2 * kv + 2 * shape.intermediate + ranks)
-    copies = b * shape.layer_weights if work.method == "full" else 0  # of float32 masters, until the backward
+    if shape.experts:
+        chosen = shape.experts.chosen
+        token += 2 * b * chosen * work.expert_rank + 4 * shape.experts.count + 32 * chosen + 4
+    # of float32 masters, until the backward; of experts they are made for each product
+    copies = b * shape.linear_weights if work.method == "full" else 0
     return work.tokens * token + copies
 
 
@@ -173,7 +210,7 @@ def _stock_bytes(shape: Shape, work: Work) -> int:
     masked = 2 * (q - kv) + work.tokens // work.padded if work.padded else 0
     token = shape.norms * 4 * (shape.hidden + 1) + (4 * (q + kv + heads) if shape.qk_norm else 0)
     token += b * (2 * q + 2 * kv + masked) + 4 * shape.heads + 3 * b * shape.intermediate
-    for names in GROUPS:
+    for names in shape.groups:
         adapted = [name for name in names if work.rank(name)]
         width = shape.linears[names[0]][1]
         if b == 4:  # one x for all, and o_proj's is attention's output
@@ -186,9 +223,12 @@ def _stock_bytes(shape: Shape, work: Work) -> int:
 def working_bytes(shape: Shape, work: Work) -> int:
     """W: the most that comes and goes inside one layer's backward, which is in its MLP.
 
-    The stream's gradient, a product's result and the activation, or its gradient; d(gate·up) takes gate·up's place.
+    The stream's gradient, a product's result and the activation, or its gradient; d(gate·up) takes gate·up's place. Of
+    experts d(gate·up) and either the activation or the rows' gradients.
     """
     t, h, i, b = work.tokens, shape.hidden, shape.intermediate, work.itemsize
+    if shape.experts:
+        return t * (h * (work.stream_bytes + b) + b * (2 * i + max(shape.experts.chosen * h, i)))
     states, activation = t * h * (work.stream_bytes + b), t * i * b * (1 if work.fused else 3)
     if work.method != "qlora":
         return states + activation

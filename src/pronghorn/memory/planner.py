@@ -78,7 +78,9 @@ def _refusal(shape: Shape, work: Work, times: StepTimes, budget: int, least: Pla
     remedies = {
         f"rows of half as many tokens ({work.tokens // 2:,})": replace(work, tokens=work.tokens // 2),
         "adapter.method: lora": replace(work, method="lora") if work.method == "full" else None,
-        "model.load_in_4bit: true": replace(work, method="qlora") if work.method == "lora" else None,
+        "model.load_in_4bit: true": replace(work, method="qlora")
+        if work.method == "lora" and not shape.experts
+        else None,
         f"adapter.r: {max(half.values(), default=0)}": replace(work, ranks=half) if half else None,
     }
     needs = {

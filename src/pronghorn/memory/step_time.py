@@ -1,10 +1,10 @@
 """Milliseconds of a training step: products at a sustained rate, everything else by the bytes that it moves.
 
-    layer forward    2·T·N operations + attention + elementwise bytes        N: a layer's weights
+    layer forward    2·T·N operations + attention + elementwise bytes        N: a layer's weights that a token meets
     layer backward   the same products for dX (and again for dW where weights are trained), twice the bytes
     head             logits and their gradient, chunk by chunk, in the forward pass
 
-Fitted to three models on one H200, within 10 % of them (tests/test_plan.py); elsewhere an estimate, which a calibration
+Fitted to four models on one H200, within 10 % of them (tests/test_plan.py); elsewhere an estimate, which a calibration
 scales.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pronghorn.memory.devices import Card
-from pronghorn.memory.estimate import GROUPS, Shape, Work, buffer_bytes
+from pronghorn.memory.estimate import Shape, Work, buffer_bytes
 from pronghorn.memory.plan import Policy, followed
 
 SUSTAINED = 0.87
@@ -25,6 +25,8 @@ ATTENTION = 0.35
 """Attention's products against the largest product."""
 GAPS = 0.27
 """Milliseconds of starting and ending kernels in a fused layer's forward, and as many in its backward."""
+ROUTED_GAPS = 0.4
+"""Milliseconds more of that where a layer has experts."""
 HIDDEN = 0.9
 """The most of a copy to or from the host that other work hides."""
 STOCK, STOCK_GAPS = 6.0, 3.5
@@ -86,20 +88,24 @@ def step_times(shape: Shape, work: Work, card: Card) -> StepTimes:
     q, kv = shape.query, shape.key_value
     rate = 1e3 / (card.matmul * SUSTAINED * (1 if b == 2 else 0.1))  # ms an operation; float32: no tensor cores
     moving = 1e3 / (card.bandwidth * ELEMENTWISE) * (1 if work.fused else STOCK)
-    products = 2 * t * shape.layer_weights * rate
+    products = 2 * t * shape.active_weights * rate
     attention = 2 * t * min(work.documents, t) * q * 1e3 / (card.matmul * ATTENTION)
     norms = shape.norms * 2 * t * h * work.stream_bytes * moving
     around = t * (6 * h * work.stream_bytes + (4 * q + 4 * kv + 3 * i) * b) * moving
-    adapters = sum(t * _adapted(shape, work, names) * b for names in GROUPS) * moving
-    gaps = GAPS if work.fused else 0.0
+    adapters = sum(t * _adapted(shape, work, names) * b for names in shape.groups) * moving
+    if shape.experts:  # rows are gathered and combined, and read for each thin product beside
+        rows = 2 * (shape.experts.chosen + 1) * h
+        thin = 3 * shape.experts.chosen * h + 5 * i if work.expert_rank else 0
+        around, adapters = around + t * rows * b * moving, adapters + 1.5 * t * thin * b * moving
+    gaps = GAPS + (ROUTED_GAPS if shape.experts else 0.0) if work.fused else 0.0
     # 4-bit weights are written out for each product (2.5 bytes an element) and then put side by side (4)
-    written = 6.5 * shape.layer_weights * moving if work.method == "qlora" else 0.0
+    written = 6.5 * shape.linear_weights * moving if work.method == "qlora" else 0.0
     forward = products + attention + norms + around + adapters + written + gaps
     trained = 2 if work.method == "full" else 1
     backward = trained * products + 2.5 * attention + 1.5 * (norms + around) + adapters + written + gaps
     if not work.fused:
         forward, backward = max(forward, STOCK_GAPS), max(backward, STOCK_GAPS)
-    gate_up = 2 * t * 2 * h * i * rate + written * 2 * h * i / shape.layer_weights
+    gate_up = 2 * t * 2 * h * i * rate + written * 2 * h * i / shape.linear_weights
     head = (6 if work.method == "full" else 4) * t * h * shape.vocab * rate + 4 * t * shape.vocab * b * moving
     updated = shape.parameters if work.method == "full" else 0
     rest = head + 30 * updated / card.bandwidth * 1e3 + 12 * t * h * b * moving

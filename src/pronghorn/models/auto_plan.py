@@ -17,12 +17,12 @@ from torch import nn
 from pronghorn.data.batch import PackedBatch
 from pronghorn.errors import UnsupportedError
 from pronghorn.memory.devices import Card, card
-from pronghorn.memory.estimate import CONTEXT_BYTES, Method, Shape, Work
+from pronghorn.memory.estimate import CONTEXT_BYTES, Experts, Method, Shape, Work
 from pronghorn.memory.pinned import PinnedPool
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.memory.planner import plan
 from pronghorn.memory.step_time import StepTimes, step_times
-from pronghorn.models import fast
+from pronghorn.models import experts, fast
 from pronghorn.models.attach import attach, attached
 from pronghorn.models.families import LINEARS, base_causal_lm, check_config, has_experts
 from pronghorn.models.merged import adapter_of, base_of
@@ -35,18 +35,22 @@ def shape_of(model: Any) -> Shape:
     """The shape of a causal LM, which may be quantised, adapted, or without weights on the meta device.
 
     Raises:
-        UnsupportedError: layers that aren't dense decoder layers.
+        UnsupportedError: a model that no plan is made for (`refusal`).
     """
     base = base_causal_lm(model)
+    reason = refusal(base)
+    if reason is not None:
+        raise UnsupportedError(f"no plan is made: {reason}", "choose memory.gradient_checkpointing yourself")
     config, layers = base.config, base.base_model.layers
-    if has_experts(config):
-        raise UnsupportedError(
-            f"{type(base).__name__} has no plan: only dense models do", "choose memory.gradient_checkpointing yourself"
-        )
-    first = layers[0]
+    first, routed = layers[0], next(experts.expert_modules(base), None)
     sizes = {name: (linear.out_features, linear.in_features) for name, linear in _linears(first).items()}
     ends = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
-    small = sum(p.numel() for name, p in base.base_model.named_parameters() if p.dim() == 1 and "lora_" not in name)
+    named = [(name, p) for name, p in base.named_parameters() if "lora_" not in name]
+    if routed is None:  # by the linears' sizes: quantised weights don't tell theirs
+        small = sum(p.numel() for name, p in named if p.dim() == 1 and not name.startswith("lm_head"))
+        parameters = len(layers) * sum(rows * columns for rows, columns in sizes.values()) + ends + small
+    else:
+        parameters = sum(p.numel() for _, p in named)
     head_dim = fast.head_dim(config)
     return Shape(
         layers=len(layers),
@@ -56,8 +60,28 @@ def shape_of(model: Any) -> Shape:
         vocab=config.vocab_size,
         norms=sum(type(module).__name__.endswith("RMSNorm") for module in first.children()),
         qk_norm=hasattr(first.self_attn, "q_norm"),
-        parameters=len(layers) * sum(rows * columns for rows, columns in sizes.values()) + ends + small,
+        parameters=parameters,
+        experts=None if routed is None else _experts(routed, config),
     )
+
+
+def refusal(model: Any) -> str | None:
+    """Why no plan is made for a causal LM, or None: experts are counted only as Pronghorn computes them."""
+    base = base_causal_lm(model)
+    if not has_experts(base.config):
+        return None
+    if attached(base) is not None and base.config._experts_implementation != experts.NAME:
+        return "its experts go transformers' way"
+    layers, routed = base.base_model.layers, list(experts.expert_modules(base))
+    if len(routed) != len(layers):
+        return f"{len(layers) - len(routed)} of {len(layers)} layers have no experts"
+    reasons = (fast.refusal(base, None), *map(experts.refusal, routed))
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def _experts(module: Any, config: Any) -> Experts:
+    gate_up = experts.weights(module)[0]
+    return Experts(len(gate_up), config.num_experts_per_tok, gate_up.shape[2 if module.is_transposed else 1] // 2)
 
 
 def skeleton(config: Any) -> Any:
@@ -95,6 +119,7 @@ def work_of(
         tokens=tokens,
         method=method,
         ranks=ranks,
+        expert_rank=max((max(wrapper.r.values()) for wrapper in experts.wrappers(base)), default=0),
         itemsize=(autocast or embeddings.dtype).itemsize,
         fused=fuses and fast.refusal(base, autocast) is None,
         trained_whole=0 if method == "full" else sum(whole.values()),
@@ -240,4 +265,4 @@ def _medians(work: Callable[[], Iterator[None]]) -> list[float]:
 
 def _linears(layer: Any) -> dict[str, Any]:
     owners = {name: layer.self_attn if hasattr(layer.self_attn, name) else layer.mlp for name in LINEARS}
-    return {name: getattr(owner, name) for name, owner in owners.items()}
+    return {name: getattr(owner, name) for name, owner in owners.items() if hasattr(owner, name)}

@@ -30,7 +30,6 @@ from pronghorn.data.packed_rows import PackedRows
 from pronghorn.errors import ConfigError, DataError, TrainingError, UnsupportedError
 from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import Handle, attach, attached
-from pronghorn.models.families import has_experts
 from pronghorn.train import checkpoint
 from pronghorn.train.counters import StepCounters
 from pronghorn.train.evaluate import heldout_loss
@@ -258,8 +257,8 @@ def _attached_on_its_device(model: Any, args: Any) -> Handle:
 
 
 def _decided(handle: Handle, args: Any) -> Plan | None:
-    """The attached model's plan; made now where `auto` waited for the size of a micro-batch. Models with experts,
-    sharded ones and those on several devices, which no plan is made for, recompute their layers.
+    """The attached model's plan; made now where `auto` waited for the size of a micro-batch. Sharded models, those on
+    several devices and those whose experts are not Pronghorn's, which no plan is made for, recompute their layers.
 
     Raises:
         PlanDoesNotFit: with what would.
@@ -267,8 +266,11 @@ def _decided(handle: Handle, args: Any) -> Plan | None:
     model, tokens = handle.model, args.per_device_train_batch_size * (args.max_length or 0)
     sharded = bool(getattr(args, "fsdp", None)) or len({parameter.device for parameter in model.parameters()}) > 1
     undecided = handle.plan is not None and handle.plan.undecided
-    if undecided and tokens and not sharded and model.device.type == "cuda" and not has_experts(model.config):
-        from pronghorn.models.auto_plan import plan_for
+    if undecided and tokens and not sharded and model.device.type == "cuda":
+        from pronghorn.models.auto_plan import plan_for, refusal
+
+        if refusal(model) is not None:
+            return handle.plan
 
         autocast = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
         assert handle.plan is not None
