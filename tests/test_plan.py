@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import subprocess
+import sys
+import tempfile
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -493,6 +496,39 @@ def test_the_trainer_plans_for_its_batches_and_for_one_device(
     _decided(handle, args)
     wanted = ((128, 7), {"autocast": torch.bfloat16, "padded": 0 if packing else 2, "accumulates": packing})
     assert asked == ([wanted] if len(devices) == 1 else [])
+
+
+def test_processes_make_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of two has little memory, and other times: both plan for it, by the first one's times."""
+    shape, gpu = shape_of(skeleton(config_of("Llama-3.2-1B"))), card("rtx4090")
+    model = add_lora(tiny_model("llama"), r=RANK)
+    times = [step_times(shape, Work(8192), card(name)) for name in ("h200", "rtx3090")]
+    least = plans_of(shape, Work(8192), times[0])[-1].predicted["process"] + GIB
+    others = {int: [80 * GIB, int(least)], StepTimes: times}
+    monkeypatch.setattr(auto_plan, "shape_of", lambda model: shape)
+    monkeypatch.setattr(auto_plan, "work_of", lambda *_: Work(8192))
+    monkeypatch.setattr(auto_plan, "device_card", lambda device: gpu)
+    monkeypatch.setattr(auto_plan, "_everywhere", lambda value: others[type(value)])
+    made = []
+    for rank in (0, 1):
+        monkeypatch.setattr(auto_plan, "available", lambda device, rank=rank: others[int][rank])
+        monkeypatch.setattr(auto_plan, "measured_times", lambda *_, rank=rank: times[rank])
+        made.append(plan_for(model, 8192))
+    assert made[0] == made[1] == plan(shape, Work(8192), gpu, int(least), times[0])
+
+
+def test_what_every_process_has_is_gathered_in_order() -> None:
+    script = (
+        "import sys, torch.distributed as dist; from pronghorn.models.auto_plan import _everywhere;"
+        "dist.init_process_group('gloo', init_method=f'file://{sys.argv[1]}', rank=int(sys.argv[2]), world_size=2);"
+        "assert _everywhere(int(sys.argv[2]) + 5) == [5, 6]; dist.destroy_process_group(); assert _everywhere(3) == [3]"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-c", script, f"{folder}/store"]
+        ranks = [subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE, text=True) for rank in (0, 1)]
+        for rank in ranks:
+            _, errors = rank.communicate(timeout=120)
+            assert rank.returncode == 0, errors
 
 
 def test_no_room_to_measure_is_said_and_survived(

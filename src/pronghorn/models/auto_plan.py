@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from pronghorn.models.attach import attach, attached
 from pronghorn.models.families import LINEARS, base_causal_lm, check_config, has_experts
 from pronghorn.models.merged import adapter_of, base_of
 
+T = TypeVar("T")
 SECONDS = 0.3
 """How long at least a part is repeated to be timed: a GPU that was idle runs faster at first."""
 
@@ -112,7 +113,7 @@ def work_of(
     quantised = not query.dtype.is_floating_point
     method: Method = "full" if query.requires_grad and not any(ranks.values()) else "qlora" if quantised else "lora"
     embeddings = base.get_input_embeddings().weight
-    distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    distributed = _distributed()
     whole = {id(p): p.numel() for name, p in base.named_parameters() if p.requires_grad and "lora_" not in name}
     fuses = not padded and (embeddings.is_cuda if handle is None else handle.fuses)
     return Work(
@@ -141,7 +142,8 @@ def plan_for(
     accumulates: bool = True,
 ) -> Plan:
     """What `auto` means on CUDA: everything kept where that fits, else the fastest plan that does, by a layer's times
-    as measured; by the table's where batches are padded, or there is no room to measure (which is logged).
+    as measured; by the table's where batches are padded, or there is no room to measure (which is logged). Several
+    processes make the same plan, for the least memory that one of them has: each step waits for the slowest.
 
     Args:
         model: on one CUDA device, with its adapters, before or after `attach`; its plan isn't changed.
@@ -156,15 +158,32 @@ def plan_for(
     device = base_causal_lm(model).device
     shape, work = shape_of(model), work_of(model, tokens, autocast, padded, accumulates)
     card = device_card(device)
-    budget = min(available(device), budget_bytes or sys.maxsize)
+    budget = min(_everywhere(min(available(device), budget_bytes or sys.maxsize)))
     made = plan(shape, work, card, budget)
     if padded or set(made.policies) == {Policy.KEEP}:
         return made
     try:
-        return plan(shape, work, card, budget, measured_times(model, shape, work, card, autocast))
+        times: StepTimes | None = measured_times(model, shape, work, card, autocast)
     except torch.OutOfMemoryError:
+        times = None
+    measured = _everywhere(times)
+    if None in measured:
         logging.getLogger(__name__).warning("no memory to time a layer in: planned by the %s", card.source)
         return made
+    return plan(shape, work, card, budget, measured[0])
+
+
+def _everywhere(value: T) -> list[T]:
+    """The value of each process, in the order of ranks."""
+    if not _distributed():
+        return [value]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def _distributed() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def available(device: torch.device) -> int:
