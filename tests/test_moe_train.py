@@ -25,12 +25,11 @@ from pronghorn.config import Recipe
 from pronghorn.data.batch import Collator
 from pronghorn.data.packed_rows import PackedRows
 from pronghorn.diagnose.verify_passes import perturb
-from pronghorn.errors import ConfigError, RunStopped, UnsupportedError
+from pronghorn.errors import ConfigError, RunStopped
 from pronghorn.export.merge import save_merged
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.models import experts
 from pronghorn.models.attach import attach, attached
-from pronghorn.models.auto_plan import shape_of
 from pronghorn.models.lora import add_lora
 from pronghorn.train import run as runs
 from pronghorn.train.evaluate import heldout_loss
@@ -277,8 +276,3 @@ def test_experts_in_float8_are_left_to_transformers() -> None:
     assert experts.refusal(module) is None
     module.down_proj = torch.nn.Parameter(module.down_proj.to(torch.float8_e4m3fn), requires_grad=False)
     assert "float8_e4m3fn" in str(experts.refusal(module))
-
-
-def test_no_plan_for_experts_behind_a_dense_layer() -> None:
-    with pytest.raises(UnsupportedError, match="only dense models"):
-        shape_of(tiny_model("qwen3_moe", mlp_only_layers=[0]))
