@@ -121,7 +121,7 @@ def test_figures_of_a_failed_contender_are_withheld(tmp_path: Path) -> None:
     write_results([result(), failed("hf", "loss is off")], tmp_path / "a.json")
     text = markdown(collect([tmp_path])[0], "step")
     assert "| failed |" in text and "hf: failed, figures withheld: loss is off (lora small)" in text
-    assert "66.6" not in text and "6.7" not in text and "10.0 · –" in text
+    assert "66.6" not in text and "6.7" not in text and "100.0, 10.0 GiB" in text
 
 
 def test_results_that_were_not_timed_say_so(tmp_path: Path) -> None:

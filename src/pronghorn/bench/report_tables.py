@@ -70,11 +70,9 @@ def _columns(cases: Sequence[Case]) -> tuple[dict[str, list[str]], list[str]]:
             common.append(f"{field_name} {cells[0]}")
     columns |= {f"{name}, ms": [_time(case, name) for case in cases] for name in names}
     for head, figure in _FIGURES.items() if kind == "step" else ():
-        rows = [[_figure(case, name, figure) for name in names] for case in cases]
-        if figure is _ceiling:
-            rows = [list(dict.fromkeys(cell for cell in row if cell != MISSING)) or [MISSING] for row in rows]
-        if any(cell != MISSING for row in rows for cell in row):
-            columns[head] = [" · ".join(row) for row in rows]
+        cells = [_figure(case, names[0], figure) for case in cases]
+        if set(cells) != {MISSING}:
+            columns[head] = cells
     return columns, common
 
 
@@ -104,8 +102,10 @@ def _verdict(found: Found) -> str:
 
 
 def _step_time(result: Result) -> str:
-    """The median, and the ratio to Pronghorn's in the same pair."""
+    """The median, peak memory, and the ratio to Pronghorn's time in the same pair."""
     time = f"{result.median('step'):.1f}"
+    if "peak" in result.memory_bytes:
+        time += f", {result.memory_bytes['peak'] / 2**30:.1f} GiB"
     if "step_ratio" not in result.extra.get("beside", {}):
         return time
     median, least, most = result.extra["beside"]["step_ratio"]
@@ -158,7 +158,6 @@ _FIELDS: dict[str, dict[str, Field]] = {
 _LEADING = {"step": 4, "ops": 2}
 """So many fields are columns in any case, the others where rows differ in them."""
 _FIGURES: dict[str, Callable[[Result], str]] = {
-    "peak memory, GiB": lambda result: f"{result.memory_bytes['peak'] / 2**30:.1f}",
     "tokens/s": lambda result: f"{result.extra['tokens_per_s']['real']:,.0f}",
     _MFU: _mfu,
     "of TFLOP/s": _ceiling,
@@ -166,8 +165,8 @@ _FIGURES: dict[str, Callable[[Result], str]] = {
 
 
 _LEGEND = {
-    "step": "Medians. ×: times as long as Pronghorn's step, by turns in one run, with least and greatest of the turns. "
-    "Several figures in a cell stand in the order of the contenders' columns.",
+    "step": "Medians, peak memory. ×: times as long as Pronghorn's step, by turns in one run, with least and greatest of the "
+    "turns. Tokens a second and MFU are those of the first contender.",
     "ops": "Medians of forward and backward together. ×: times as long as Pronghorn's. In brackets the share of the "
     "ceiling that forward and backward reach: a copy of as many bytes, or a product of the same size, in the same run.",
 }
