@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pronghorn.bench.contenders.base import RANK, TARGETS, set_adapters
 from pronghorn.bench.shapes import SHAPES
+from pronghorn.cli.options import grow_segments
 from pronghorn.data.batch import Collator
 from pronghorn.device import device_name, versions
 from pronghorn.memory.devices import parse_bytes
@@ -89,7 +90,7 @@ def meet(model: Any, shape: Shape, name: str, given: argparse.Namespace, budget:
     policy = POLICIES[name]
     tokens = longest(shape, policy, budget)
     row: dict[str, Any] = {"policy": name, "predicted_tokens": tokens, "tried": []}
-    for times in (1.0, 1.05, 1.1):
+    for times in (1.0, 1.05, 1.1) if tokens else ():
         length = int(tokens * times) // STEP * STEP
         handle = attach(model, Plan((policy,)), graph="off")
         tried: dict[str, Any] = {"tokens": length, "predicted_bytes": predicted(shape, length, policy) - CONTEXT_BYTES}
@@ -123,6 +124,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--commit", default="unknown")
     given = parser.parse_args()
+    grow_segments()  # as the commands do, before torch starts with the GPU
     total = torch.cuda.get_device_properties().total_memory
     budget = total if given.memory is None else parse_bytes(given.memory, "--memory")
     torch.cuda.set_per_process_memory_fraction(min((budget - CONTEXT_BYTES) / total, 1.0))

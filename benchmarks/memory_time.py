@@ -17,31 +17,33 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from rich.console import Console
 from rich.table import Table
 
+from pronghorn.bench.contenders import CONTENDERS
+from pronghorn.bench.contenders.base import Recompute
 from pronghorn.bench.pairs import Outcome, Pairs
 from pronghorn.bench.record import Result, write_results
 from pronghorn.bench.shapes import shape_of
-from pronghorn.bench.step import Prepared, StepOptions, prepare, recompute_label, result_of
+from pronghorn.bench.step import Prepared, StepOptions, check_options, prepare, recompute_label, result_of
 from pronghorn.cli.bench import CHILD_ENVIRONMENT
 from pronghorn.cli.options import grow_segments, progress
 from pronghorn.memory.devices import parse_bytes
-from pronghorn.memory.estimate import GIB, Step, Work
+from pronghorn.memory.estimate import GIB, Method, Step, Work
 from pronghorn.memory.plan import Policy
 from pronghorn.models import auto_plan
 
 
-def limits(model: str, tokens: int, count: int) -> list[int]:
+def limits(model: str, method: Method, tokens: int, count: int) -> list[int]:
     """Evenly from what the smallest plan takes to what keeping everything does, in MiB steps."""
     from transformers import AutoConfig
 
     fields = shape_of(model)
     config: Any = AutoConfig.from_pretrained(model) if fields is None else AutoConfig.for_model(**fields)
     shape = auto_plan.shape_of(auto_plan.skeleton(config))
-    step = Step.of(shape, Work(tokens, accumulates=False))
+    step = Step.of(shape, Work(tokens, method, accumulates=False))
     least, most = (step.process(step.peak((policy,) * shape.layers, 1)) for policy in (Policy.OFFLOAD, Policy.KEEP))
     return [round((least + (most - least) * i / max(count - 1, 1)) / 2**20 + 1) * 2**20 for i in range(count)]
 
@@ -54,10 +56,14 @@ def groups(given: argparse.Namespace, prepared: Prepared) -> list[list[Outcome]]
         return Outcome(f"{contender}, {recompute_label(spec)}", spec)
 
     others = [name.partition(":")[::2] for name in given.against.split(",") if name]
+    for name, mode in others:
+        if name not in CONTENDERS or mode not in get_args(Recompute):
+            modes = "|".join(get_args(Recompute))
+            raise SystemExit(f"--against {name}:{mode} is unknown: use NAME:{modes} with {', '.join(CONTENDERS)}")
     if given.cards:
         sizes = [parse_bytes(size, "--cards") for size in given.cards.split(",")]
         return [[outcome("pronghorn", "auto", size), *(outcome(*other, size) for other in others)] for size in sizes]
-    sizes = limits(given.model, given.tokens, given.limits)
+    sizes = limits(given.model, given.method, given.tokens, given.limits)
     return [
         [
             outcome("pronghorn", "auto", None),
@@ -122,6 +128,7 @@ def main() -> None:
         given.model, given.method, given.tokens, given.lengths, recompute="auto", repeats=given.repeats,
         checkpoints=given.checkpoints, commit=given.commit,
     )  # fmt: skip
+    check_options(options)
     grow_segments()
     paths = os.pathsep.join(str(Path(path).resolve()) for path in sys.path)
     environment = {**os.environ, **CHILD_ENVIRONMENT, "PYTHONPATH": paths}
@@ -139,7 +146,7 @@ def main() -> None:
                 write_results([*earlier, *complete], given.out)
 
             rows = folder / "rows.json"
-            pairs = Pairs(rows, prepared.reference, folder, environment, given.repeats, prepared.cuda, say)
+            pairs = Pairs(rows, prepared.reference, folder, environment, given.repeats, prepared.device_bytes, say)
             pairs.measure(group[0], group[1:])
             results += [result_of(options, outcome, prepared) for outcome in group]
             write_results(results, given.out)

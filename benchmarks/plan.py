@@ -97,7 +97,7 @@ def one(model: Any, method: str, tokens: int, wanted: str) -> dict[str, float]:
     handle = attach(model, made)
     try:
         peak, milliseconds = measure(model, batches, autocast is not None)
-        graphs = graph_bytes() - held  # of this case: an earlier one's may not be given back
+        graphs = max(0, graph_bytes() - held)  # of this case: an earlier one's may not be given back
         kinds["CUDA graph"] = Step.of(shape, work).graph if graphs else 0
     finally:
         handle.detach()

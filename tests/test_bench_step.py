@@ -246,7 +246,7 @@ def run_pairs(
     names = ("pronghorn", "hf", "hf-sdpa")
     outcomes = {name: Outcome(name, Spec(name, "", "lora", "off", 8, 8, 1, 0, memory=memory)) for name in names}
     first, *others = outcomes.values()
-    Pairs(folder / "rows.json", reference, folder, {}, 8, True, lambda text: None).measure(first, others)
+    Pairs(folder / "rows.json", reference, folder, {}, 8, 2**34, lambda text: None).measure(first, others)
     assert not fake.alive
     return outcomes, fake.asked
 
@@ -286,6 +286,9 @@ def test_a_pair_that_does_not_fit_is_relaunched_and_says_so(
 def test_within_a_limit_memory_that_runs_out_is_ones_own_failure(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """Unless two limits are more than the device has."""
+    outcomes, asked = run_pairs(monkeypatch, tmp_path, memory=2**33 + 1, hf="memory at gate")
+    assert outcomes["hf"].green and asked.count("hf load") >= 2
     outcomes, asked = run_pairs(monkeypatch, tmp_path, memory=2**33, hf="memory at gate")
     assert not outcomes["hf"].green and outcomes["hf"].gate["reasons"] == ["no room"]
     assert asked.count("hf load") == 1 and outcomes["hf-sdpa"].green
@@ -363,7 +366,7 @@ def test_figures_and_table(tmp_path: Path) -> None:
     """2,000 weights in linears, 100 tokens in 2 ms: 4N is 0.4 GFLOP/s of a ceiling of 1."""
     spec = Spec("pronghorn", "", "lora", "off", 100, 50, 2, 0)
     rows = make_rows(100, "one", 0.25, 512, seed=0)
-    prepared = Prepared(spec, rows, tmp_path, {"matmul_tflops": 0.001}, 2000, "GPU", cuda=True)
+    prepared = Prepared(spec, rows, tmp_path, {"matmul_tflops": 0.001}, 2000, "GPU", device_bytes=2**37)
     steps = [{"forward": 0.5, "backward": 1.0, "optimizer": 0.5, "step": step} for step in (1.0, 2.0, 6.0)]
     ours = Outcome(
         "pronghorn", spec, {"green": True, "reasons": []}, Series([steps]), {"peak": 3 * 2**30}, {"syncs": 0}

@@ -29,7 +29,7 @@ from pronghorn.data.batch import PackedBatch
 from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.kernels import linear_cross_entropy
 from pronghorn.memory.devices import card, parse_bytes
-from pronghorn.memory.estimate import FRAGMENTATION, GIB, Step, Work, resting_bytes, stored_bytes
+from pronghorn.memory.estimate import CONTEXT_BYTES, FRAGMENTATION, GIB, Step, Work, resting_bytes, stored_bytes
 from pronghorn.memory.plan import Plan, Policy, followed
 from pronghorn.memory.planner import PlanDoesNotFit, frontier, plan, plans_of
 from pronghorn.memory.step_time import StepTimes, step_times
@@ -38,6 +38,7 @@ from pronghorn.models.attach import attach, attached
 from pronghorn.models.auto_plan import device_card, measured_times, plan_for, shape_of, skeleton, work_of
 from pronghorn.models.families import base_causal_lm
 from pronghorn.models.lora import add_lora
+from pronghorn.train import trainer
 from pronghorn.train.trainer import _decided
 from tiny import FAMILIES, tiny_model
 
@@ -265,12 +266,12 @@ def test_everything_is_kept_where_it_fits_and_shared_memory_never_offloads() -> 
         assert not {Policy.RECOMPUTE_CHEAP, Policy.RECOMPUTE_MLP} & set(made.policies)
 
 
-def test_segments_that_do_not_grow_lose_some_memory() -> None:
-    shape, gpu = shape_of(skeleton(config_of("Llama-3.1-8B"))), card("rtx4090")
-    growing, fixed = (plan(shape, Work(8192, growing=growing), gpu) for growing in (True, False))
-    assert fixed.predicted["peak"] < growing.predicted["peak"] <= 24 * GIB
-    lost = [Step.of(shape, Work(8192, growing=growing)).broken for growing in (True, False)]
-    assert lost == [0, 4 * 8192 * 2 * 14336 * 2]
+def test_what_the_allocator_can_not_use_is_left_free() -> None:
+    shape = shape_of(skeleton(config_of("Llama-3.1-8B")))
+    step = Step.of(shape, Work(8192))
+    kinds = step.peak([Policy.OFFLOAD] * shape.layers)
+    passing = FRAGMENTATION * (kinds.get("activations", 0) + kinds["working"])
+    assert step.process(kinds) - sum(kinds.values()) == int(passing) + 4 * 8192 * 2 * 14336 * 2 + CONTEXT_BYTES
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -282,7 +283,10 @@ def test_gradients_come_with_the_backward_unless_they_accumulate(tied: bool) -> 
         Step.of(shape, Work(8192, "full", accumulates=several)).peak(policies) for several in (False, True)
     )
     table = 4 * shape.vocab * shape.hidden
-    assert there["gradients"] - whole in (0, table, 2 * table) and at_once.get("gradients", 0) < there["gradients"]
+    assert there["gradients"] == whole + (
+        0 if at_once.get("activations") else 2 * table
+    )  # when the head's loss is made
+    assert at_once.get("gradients", 0) == 0
     recomputed = Step.of(shape, Work(1024, "full", accumulates=False)).peak([Policy.RECOMPUTE_LAYER] * shape.layers)
     assert recomputed["gradients"] == whole + (table if tied else 0)  # at the end: the head's waits for the embedding's
 
@@ -341,7 +345,7 @@ def test_the_command_prints_json(recipe: Path) -> None:
     predicted = found["plan"]["predicted"]
     kinds = {kind: size for kind, size in predicted.items() if kind not in ("peak", "process", "step_ms")}
     assert sum(kinds.values()) == predicted["peak"] < predicted["process"] <= found["plan"]["budget_bytes"] == 20 * GIB
-    allowed = FRAGMENTATION * (kinds["activations"] + kinds["working"])
+    allowed = FRAGMENTATION * (kinds["activations"] + kinds["working"]) + 4 * 8192 * 2 * 17408 * 2
     assert predicted["process"] - predicted["peak"] == pytest.approx(allowed + 0.6 * GIB, rel=1e-6)
     assert len(found["plan"]["policies"]) == 40 and found["measured"] is False and found["tokens_per_s"] > 0
 
@@ -496,6 +500,11 @@ def test_the_trainer_plans_for_its_batches_and_for_one_device(
     _decided(handle, args)
     wanted = ((128, 7), {"autocast": torch.bfloat16, "padded": 0 if packing else 2, "accumulates": packing})
     assert asked == ([wanted] if len(devices) == 1 else [])
+    monkeypatch.setattr(trainer, "has_experts", lambda config: True)
+    monkeypatch.setattr(auto_plan, "refusal", lambda model: None)
+    asked.clear()
+    _decided(handle, args)
+    assert asked == ([wanted] if len(devices) == 1 and packing else [])  # padded rows of experts aren't counted
 
 
 def test_processes_make_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -526,9 +535,13 @@ def test_what_every_process_has_is_gathered_in_order() -> None:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-c", script, f"{folder}/store"]
         ranks = [subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE, text=True) for rank in (0, 1)]
-        for rank in ranks:
-            _, errors = rank.communicate(timeout=120)
-            assert rank.returncode == 0, errors
+        try:
+            for rank in ranks:
+                _, errors = rank.communicate(timeout=120)
+                assert rank.returncode == 0, errors
+        finally:  # one that failed leaves the other waiting
+            for rank in ranks:
+                rank.kill()
 
 
 def test_no_room_to_measure_is_said_and_survived(

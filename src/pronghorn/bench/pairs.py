@@ -61,7 +61,7 @@ class Pairs:
         folder: for what the processes print.
         environment: of the processes.
         repeats: timed steps of each contender in a pair.
-        cuda: whether there is a GPU.
+        device_bytes: memory of the GPU, 0 without one.
         say: told what is being done.
     """
 
@@ -72,12 +72,12 @@ class Pairs:
         folder: Path,
         environment: Mapping[str, str],
         repeats: int,
-        cuda: bool,
+        device_bytes: int,
         say: Callable[[str], None],
     ) -> None:
         self._rows, self._reference_path, self._reference = rows, reference, Reference.read(reference)
         self._folder, self._environment, self._repeats = folder, environment, repeats
-        self._cuda, self._say = cuda, say
+        self._device_bytes, self._say = device_bytes, say
         self._running: dict[str, Worker] = {}
         self._together = True
 
@@ -126,7 +126,7 @@ class Pairs:
 
     def _enter(self, outcome: Outcome) -> None:
         """Load a contender and judge it; a green one stays running, every row run once."""
-        refused = _refusal(outcome.spec, self._cuda)
+        refused = _refusal(outcome.spec, self._device_bytes > 0)
         if refused is not None:
             return outcome.fail(refused)
         self._say(f"{outcome.label}: load and gate")
@@ -162,7 +162,7 @@ class Pairs:
             self._stop(outcome)
             raise _Failed(f"{outcome.label}: {outcome.gate['reasons'][-1]}")
         resting = self._ask(outcome, "rest")["resting"]
-        if self._cuda:
+        if self._device_bytes:
             outcome.memory = {"resting": resting, "peak": max(found["peak"], outcome.memory.get("peak", 0))}
         if not self._together:
             self._count(outcome)
@@ -202,8 +202,10 @@ class Pairs:
             raise _Failed(f"{outcome.label}: {error}") from error
 
     def _beside(self, outcome: Outcome) -> bool:
-        """Whether another process may be why its memory ran out, and not a limit of its own."""
-        return outcome.spec.memory is None and any(label != outcome.label for label in self._running)
+        """Whether another process may be why its memory ran out: one runs, and limits don't keep the two apart."""
+        limit = outcome.spec.memory
+        apart = limit is not None and 2 * limit <= self._device_bytes
+        return not apart and any(label != outcome.label for label in self._running)
 
     @contextmanager
     def _recorded(self) -> Iterator[None]:

@@ -165,8 +165,8 @@ _FIGURES: dict[str, Callable[[Result], str]] = {
 
 
 _LEGEND = {
-    "step": "Medians, peak memory. ×: times as long as Pronghorn's step, by turns in one run, with least and greatest of the "
-    "turns. Tokens a second and MFU are those of the first contender.",
+    "step": "Medians, peak memory. ×: times as long as Pronghorn's step, by turns in one run, with least and greatest "
+    "of the turns. Tokens a second and MFU are those of the first contender.",
     "ops": "Medians of forward and backward together. ×: times as long as Pronghorn's. In brackets the share of the "
     "ceiling that forward and backward reach: a copy of as many bytes, or a product of the same size, in the same run.",
 }

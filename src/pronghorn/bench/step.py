@@ -26,6 +26,8 @@ from pronghorn.bench.timing import spread
 from pronghorn.bench.workload import Row, check_rows, make_rows, write_rows
 from pronghorn.errors import ConfigError, UnsupportedError
 
+LEAST_MEMORY = 2**30
+
 
 @dataclass(frozen=True)
 class StepOptions:
@@ -60,7 +62,8 @@ class Prepared:
     ceilings: dict[str, float]
     matmul_parameters: int
     device: str
-    cuda: bool
+    device_bytes: int
+    """Memory of the GPU, 0 without one."""
 
 
 def check_options(options: StepOptions) -> dict[str, tuple[str, dict[str, str]]]:
@@ -75,6 +78,9 @@ def check_options(options: StepOptions) -> dict[str, tuple[str, dict[str, str]]]
     check_rows(options.tokens, options.lengths, options.labelled)
     if options.method == "qlora" and importlib.util.find_spec("bitsandbytes") is None:
         raise UnsupportedError("--method qlora needs bitsandbytes", "pip install 'pronghorn[nf4]'")
+    if options.memory is not None and options.memory < LEAST_MEMORY:
+        given = f"--memory {options.memory / 2**20:.0f} MiB"
+        raise ConfigError(f"{given} is less than CUDA and libraries take", "give 1GiB or more")
     if options.repeats < 1:
         raise ConfigError(f"--repeats {options.repeats} is below 1", "time at least one step, 20 is common")
     entrants: dict[str, tuple[str, dict[str, str]]] = {"pronghorn": ("pronghorn", {})}
@@ -111,7 +117,9 @@ def bench_step(options: StepOptions, environment: Mapping[str, str], say: Callab
             for label, (contender, switches) in entrants.items()
         ]
         rows = folder / "rows.json"
-        Pairs(rows, prepared.reference, folder, environment, options.repeats, prepared.cuda, say).measure(first, others)
+        Pairs(rows, prepared.reference, folder, environment, options.repeats, prepared.device_bytes, say).measure(
+            first, others
+        )
     return [result_of(options, outcome, prepared) for outcome in (first, *others)]
 
 
@@ -141,7 +149,9 @@ def prepare(options: StepOptions, folder: Path, environment: Mapping[str, str], 
         say("reference in float32, document by document")
         arguments: dict[str, Any] = {"spec": spec.__dict__, "rows": str(folder / "rows.json")}
         reference = worker.ask("reference", **arguments, folder=str(folder))["path"]
-    return Prepared(spec, rows, Path(reference), ceilings, made["matmul_parameters"], made["device"], made["cuda"])
+    return Prepared(
+        spec, rows, Path(reference), ceilings, made["matmul_parameters"], made["device"], made["device_bytes"]
+    )
 
 
 def recompute_label(spec: Spec) -> str:
@@ -157,7 +167,7 @@ def result_of(options: StepOptions, outcome: Outcome, prepared: Prepared) -> Res
         "experts": options.experts,
         "rank": None if options.method == "full" else RANK,
         "documents": [len(row.lengths) for row in prepared.rows],
-        "on_cpu": not prepared.cuda,
+        "on_cpu": not prepared.device_bytes,
         "notes": [*outcome.loaded.get("notes", []), *outcome.notes],
     }
     if parts:

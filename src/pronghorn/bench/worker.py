@@ -48,7 +48,7 @@ class ContenderProcess:
         self._clock: Any = CudaClock() if self._cuda else HostClock()
         if self._cuda and self._spec.memory is not None:
             share = (self._spec.memory - CONTEXT_BYTES) / torch.cuda.get_device_properties().total_memory
-            torch.cuda.set_per_process_memory_fraction(share)
+            torch.cuda.set_per_process_memory_fraction(min(share, 1.0))
         self._rows = read_rows(Path(rows))
         self._turn = itertools.count()
         self._built = contender.build(self._spec)
@@ -56,11 +56,15 @@ class ContenderProcess:
         parameters = list(trainable(self._built.model).values())
         self._optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
         self._synchronize()
-        fixed = self._cuda and not any(part.get("is_expandable") for part in torch.cuda.memory_snapshot())
+        notes = list(self._built.notes)
+        if self._cuda and not any(part.get("is_expandable") for part in torch.cuda.memory_snapshot()):
+            notes.append("the allocator's segments don't grow")
+        if not self._cuda and self._spec.memory is not None:
+            notes.append("no limit on memory: there is no GPU")
         return {
             "import_s": imported - start,
             "load_s": time.perf_counter() - imported,
-            "notes": [*self._built.notes, *(["the allocator's segments don't grow"] if fixed else [])],
+            "notes": notes,
             "trained_parameters": sum(p.numel() for p in parameters),
             "versions": versions(*contender.requirements),
         }
@@ -172,7 +176,7 @@ class PreparingProcess:
             "vocab_size": config["vocab_size"],
             "matmul_parameters": matmul_parameters(model),
             "device": device_name(),
-            "cuda": torch.cuda.is_available(),
+            "device_bytes": torch.cuda.get_device_properties().total_memory if torch.cuda.is_available() else 0,
         }
 
     def ceilings(self) -> dict[str, float]:

@@ -45,8 +45,8 @@ def progress() -> Callable[[str], None]:
 
 
 def grow_segments() -> None:
-    """Let torch's allocator grow its segments, unless the environment tells it how to work. Fixed ones break into
-    pieces that don't fit: of a GPU that is nearly full one or two GiB can't be used (`Work.growing`)."""
+    """Let torch's allocator grow its segments, unless the environment tells it how to work: of a GPU that is nearly
+    full it then holds about half as much in pieces that nothing fits into."""
     if not any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 

@@ -26,9 +26,9 @@ FRAGMENTATION = 0.03
 """Share of what comes and goes in a step that the allocator holds besides."""
 POOL = 0.05
 """Share of the activations that CUDA graphs' own memory holds besides, which nothing else can use."""
-BROKEN = 4
-"""Times gate·up's bytes that segments which don't grow lose: 1.5 to 2.7 GiB at 8B, 1.0 to 1.2 at 3B, were held and
-could not be used when memory ran out on a H200."""
+PIECES = 4
+"""Times gate·up's bytes that the allocator holds in pieces too small for what comes: where memory ran out on a H200,
+0.6 to 1.4 GiB at 8B and 0.5 to 1.1 at 3B with growing segments, 1.5 to 2.7 and 1.0 to 1.2 with fixed ones."""
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
 """Linears with the same input, computed as one product."""
@@ -134,8 +134,6 @@ class Work:
     """Under DDP, whose buckets hold all gradients once more."""
     accumulates: bool = True
     """A step has several micro-batches, so that gradients are there all the time; else they come layer by layer."""
-    growing: bool = True
-    """The allocator's segments grow (`expandable_segments:True`), as the commands set it; else they break up."""
     documents: int = 512
     """Mean tokens of a document, which attention's time depends on (memory doesn't)."""
 
@@ -269,8 +267,8 @@ class Step:
     buffer: int
     graph: int
     """Of the CUDA graphs, which there are where every layer keeps everything."""
-    broken: int = 0
-    """What an allocator whose segments don't grow holds and can't use."""
+    pieces: int = 0
+    """What the allocator holds and can't use."""
     coming: int = 0
     """The layers' gradients, if they aren't there before the backward makes them, a share in each."""
     ends: tuple[int, int] = (0, 0)
@@ -287,8 +285,8 @@ class Step:
         table, tables = 4 * shape.vocab * shape.hidden * (work.method == "full"), 1 if shape.tied else 2
         coming = 0 if work.accumulates else resting.pop("gradients") - tables * table
         ends = table, (3 - tables) * table if work.accumulates else 2 * table
-        broken = 0 if work.growing else BROKEN * 2 * work.tokens * shape.intermediate * work.itemsize
-        return cls(resting, stored, working, head, buffer_bytes(shape, work), graph, broken, coming, ends)
+        pieces = PIECES * 2 * work.tokens * shape.intermediate * work.itemsize
+        return cls(resting, stored, working, head, buffer_bytes(shape, work), graph, pieces, coming, ends)
 
     def peak(self, policies: Sequence[Policy], buffers: int = 2) -> dict[str, int]:
         """Bytes by kind at the moment of the peak, as torch's allocator counts them; their sum is the peak.
@@ -317,4 +315,4 @@ class Step:
     def process(self, kinds: Mapping[str, int]) -> int:
         """What the process takes when torch counts `kinds`: fragmentation and CUDA's context besides."""
         passing = kinds.get("activations", 0) + kinds.get("working", 0)
-        return sum(kinds.values()) + int(FRAGMENTATION * passing) + self.broken + CONTEXT_BYTES
+        return sum(kinds.values()) + int(FRAGMENTATION * passing) + self.pieces + CONTEXT_BYTES

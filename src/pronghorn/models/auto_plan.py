@@ -46,12 +46,12 @@ def shape_of(model: Any) -> Shape:
     first, routed = layers[0], next(experts.expert_modules(base), None)
     sizes = {name: (linear.out_features, linear.in_features) for name, linear in _linears(first).items()}
     ends = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
-    named = [(name, p) for name, p in base.named_parameters() if "lora_" not in name]
-    if routed is None:  # by the linears' sizes: quantised weights don't tell theirs
-        small = sum(p.numel() for name, p in named if p.dim() == 1 and not name.startswith("lm_head"))
-        parameters = len(layers) * sum(rows * columns for rows, columns in sizes.values()) + ends + small
-    else:
-        parameters = sum(p.numel() for _, p in named)
+    # the linears by their sizes: quantised weights don't tell theirs
+    others = [(name, p) for name, p in base.base_model.named_parameters() if "lora_" not in name]
+    small = sum(p.numel() for _, p in others if p.dim() == 1)
+    if routed is not None:  # and its router
+        small += sum(p.numel() for name, p in others if p.dim() > 1 and ".mlp." in name)
+    parameters = len(layers) * sum(rows * columns for rows, columns in sizes.values()) + ends + small
     head_dim = fast.head_dim(config)
     return Shape(
         layers=len(layers),
@@ -126,7 +126,6 @@ def work_of(
         trained_whole=0 if method == "full" else sum(whole.values()),
         graph=fuses and autocast is None and (handle is None or handle.options[3] != "off"),
         padded=padded,
-        growing=not embeddings.is_cuda or any(part.get("is_expandable") for part in torch.cuda.memory_snapshot()),
         accumulates=accumulates or distributed,
         distributed=distributed,
     )

@@ -30,6 +30,7 @@ from pronghorn.data.packed_rows import PackedRows
 from pronghorn.errors import ConfigError, DataError, TrainingError, UnsupportedError
 from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import Handle, attach, attached
+from pronghorn.models.families import has_experts
 from pronghorn.train import checkpoint
 from pronghorn.train.counters import StepCounters
 from pronghorn.train.evaluate import heldout_loss
@@ -258,7 +259,8 @@ def _attached_on_its_device(model: Any, args: Any) -> Handle:
 
 def _decided(handle: Handle, args: Any) -> Plan | None:
     """The attached model's plan; made now where `auto` waited for the size of a micro-batch. Sharded models, those on
-    several devices and those whose experts are not Pronghorn's, which no plan is made for, recompute their layers.
+    several devices, those whose experts are not Pronghorn's, and padded batches of any with experts, which no plan is
+    made for, recompute their layers.
 
     Raises:
         PlanDoesNotFit: with what would.
@@ -269,7 +271,7 @@ def _decided(handle: Handle, args: Any) -> Plan | None:
     if undecided and tokens and not sharded and model.device.type == "cuda":
         from pronghorn.models.auto_plan import plan_for, refusal
 
-        if refusal(model) is not None:
+        if refusal(model) is not None or (not args.packing and has_experts(model.config)):
             return handle.plan
 
         autocast = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
