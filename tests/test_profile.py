@@ -24,6 +24,7 @@ from pronghorn.diagnose.profile_advice import advise, unfused
 from pronghorn.diagnose.profile_causes import ENGINE, Cause, cause, spans
 from pronghorn.diagnose.profile_record import Profile, read_profile
 from pronghorn.diagnose.profile_syncs import Place, find_sites
+from pronghorn.diagnose.profile_terminal import headlines
 from pronghorn.errors import DataError, TrainingError
 from pronghorn.models.attach import attach
 from tiny import tiny_model
@@ -352,6 +353,8 @@ def test_advice_on_a_device() -> None:
     assert [each.ms for each in advice] == pytest.approx([0.63, 0.06, 0.05])
     found.plain_ms = 0.38  # without the profiler the host is hardly late
     assert [each.ms for each in advise(found, None)] == pytest.approx([0.05])
+    idle = next(line for line in headlines(found) if line[0] == "Device idle")
+    assert idle == ("Device idle", "2.6%", "at most; 0.6 ms under the profiler")
 
 
 class Page(HTMLParser):

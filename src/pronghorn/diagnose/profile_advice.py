@@ -36,9 +36,7 @@ def advise(profile: Profile, unfused: str | None) -> list[Advice]:
 
 def _on_device(profile: Profile, unfused: str | None) -> list[Advice]:
     late, after_sync = profile.ms(Cause.IDLE), profile.ms(Cause.AFTER_SYNC)
-    busy = profile.step_ms - late - after_sync
-    # the profiler makes the host slower but not the device: idle is what is left of the step without it
-    kept = min(max(profile.plain_ms - busy, 0) / max(late + after_sync, 1e-9), 1)
+    kept = min(profile.idle_ms / max(late + after_sync, 1e-9), 1)
     sites = ", ".join(sync.site for sync in profile.syncs[:3]) or "none was seen"
     change = f"take synchronisations away, or do them less often (train.logging_steps): {sites}"
     found = [

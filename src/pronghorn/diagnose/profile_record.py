@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pronghorn.diagnose.profile_causes import Cause
 from pronghorn.errors import DataError
 from pronghorn.train.page import write_text
 
@@ -96,7 +97,14 @@ class Profile:
     @property
     def explained(self) -> float:
         """The share of the step that has a cause."""
-        return 1 - (self.ms("not explained") + max(self.step_ms - sum(row.ms for row in self.rows), 0)) / self.step_ms
+        return 1 - (self.ms(Cause.UNEXPLAINED) + max(self.step_ms - sum(row.ms for row in self.rows), 0)) / self.step_ms
+
+    @property
+    def idle_ms(self) -> float:
+        """What the device is idle at most without the profiler, which makes the host slower but not the device: what is
+        left of that step."""
+        busy = self.step_ms - self.ms(Cause.IDLE) - self.ms(Cause.AFTER_SYNC)
+        return max(self.plain_ms - busy, 0.0)
 
     def write(self, path: Path) -> None:
         """Write it as JSON; ConfigError where no file can be written."""

@@ -43,7 +43,7 @@ def headlines(profile: Profile) -> list[tuple[str, str, str]]:
     if profile.launches:
         idle = profile.ms(Cause.IDLE) + profile.ms(Cause.AFTER_SYNC)
         found += [
-            ("Device idle", f"{idle / profile.step_ms:.1%}", f"{idle:,.1f} ms a step under the profiler"),
+            ("Device idle", f"{profile.idle_ms / profile.plain_ms:.1%}", f"at most; {idle:,.1f} ms under the profiler"),
             ("Launches", f"{profile.launches:,.0f}", f"{profile.launch_ms:,.1f} ms of the host's time a step"),
         ]
     if profile.peak_memory_bytes is not None and profile.memory_bytes is not None:
