@@ -122,12 +122,13 @@ def same_run(one: Path, other: Path) -> None:
     ids=["LoRA with dropout", "full, accumulated"],
 )
 def test_killed_at_random_moments(make: Make, tmp_path: Path, changes: dict[str, Any]) -> None:
-    """kill -9 fifteen times, at moments all over the run; whatever was lost, the end is the same to the bit."""
+    """kill -9 fifteen times, at moments all over the run; whatever was lost, the end is the same to the bit. More often
+    on a machine so busy that hardly a kill comes after the first checkpoint."""
     started = time.monotonic()
     assert finish(start(make("whole", **changes))) == 0
     whole = time.monotonic() - started
     chance, killed, resumed, number = random.Random(7), 0, 0, 0
-    while killed < 15:
+    while killed < 15 or (resumed < 5 and killed < 60):
         name, number = f"run{number}", number + 1
         for _ in range(3):
             process = start(make(name, **changes))
