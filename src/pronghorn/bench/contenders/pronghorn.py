@@ -23,7 +23,7 @@ def build(spec: Spec) -> Built:
     from pronghorn.data.batch import Collator
     from pronghorn.memory.plan import Plan
     from pronghorn.models.attach import attach
-    from pronghorn.models.auto_plan import plan_for
+    from pronghorn.models.auto_plan import plan_for, refusal
     from pronghorn.models.load import load_model
     from pronghorn.models.lora import add_lora
 
@@ -41,7 +41,7 @@ def build(spec: Spec) -> Built:
     if spec.method != "full":
         model = add_lora(model, **spec.adapters)
     handle = attach(model, plan, **switches)  # type: ignore[arg-type]  # names and values were checked
-    if plan.undecided and device().type == "cuda":  # as our trainer does
+    if plan.undecided and device().type == "cuda" and refusal(model) is None:  # as our trainer does
         handle = handle.replan(plan_for(model, spec.tokens, autocast=autocast_dtype(spec.method), accumulates=False))
     collator = Collator(spec.tokens, pad_token_id=0)
 
