@@ -41,7 +41,8 @@ STEP = 256
 def predicted(shape: Shape, tokens: int, policy: Policy) -> int:
     """Bytes of the process. CUDA graphs are off: they are for short steps."""
     step = Step.of(shape, Work(tokens, accumulates=False))
-    return step.process(step.peak((policy,) * shape.layers))
+    policies = (policy,) * shape.layers
+    return step.process(policies, step.peak(policies))
 
 
 def longest(shape: Shape, policy: Policy, budget: int) -> int:
@@ -93,7 +94,8 @@ def meet(model: Any, shape: Shape, name: str, given: argparse.Namespace, budget:
     for times in (1.0, 1.05, 1.1) if tokens else ():
         length = int(tokens * times) // STEP * STEP
         handle = attach(model, Plan((policy,)), graph="off")
-        tried: dict[str, Any] = {"tokens": length, "predicted_bytes": predicted(shape, length, policy) - CONTEXT_BYTES}
+        kinds = Step.of(shape, Work(length, accumulates=False)).peak((policy,) * shape.layers)
+        tried: dict[str, Any] = {"tokens": length, "predicted_bytes": sum(kinds.values())}  # as torch counts the peak
         try:
             tried["peak_bytes"], tried["step_s"] = train(model, length, given.document, given.steps)
         except torch.OutOfMemoryError:

@@ -44,7 +44,8 @@ def limits(model: str, method: Method, tokens: int, count: int) -> list[int]:
     config: Any = AutoConfig.from_pretrained(model) if fields is None else AutoConfig.for_model(**fields)
     shape = auto_plan.shape_of(auto_plan.skeleton(config))
     step = Step.of(shape, Work(tokens, method, accumulates=False))
-    least, most = (step.process(step.peak((policy,) * shape.layers, 1)) for policy in (Policy.OFFLOAD, Policy.KEEP))
+    ends = ((policy,) * shape.layers for policy in (Policy.OFFLOAD, Policy.KEEP))
+    least, most = (step.process(policies, step.peak(policies, 1)) for policies in ends)
     return [round((least + (most - least) * i / max(count - 1, 1)) / 2**20 + 1) * 2**20 for i in range(count)]
 
 

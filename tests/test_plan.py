@@ -38,7 +38,6 @@ from pronghorn.models.attach import attach, attached
 from pronghorn.models.auto_plan import device_card, measured_times, plan_for, shape_of, skeleton, work_of
 from pronghorn.models.families import base_causal_lm
 from pronghorn.models.lora import add_lora
-from pronghorn.train import trainer
 from pronghorn.train.trainer import _decided
 from tiny import FAMILIES, tiny_model
 
@@ -212,24 +211,25 @@ SIZES = st.lists(st.integers(1, 40), min_size=4, max_size=4, unique=True)
     working=st.integers(0, 60),
     times=st.tuples(*[st.integers(1, 30)] * 5),
     shared=st.booleans(),
+    pieces=st.integers(0, 20),
 )
 def test_choices_equal_brute_force(
-    layers: int, sizes: list[int], head: int, working: int, times: tuple[int, ...], shared: bool
+    layers: int, sizes: list[int], head: int, working: int, times: tuple[int, ...], shared: bool, pieces: int
 ) -> None:
     """For every budget no assignment of policies to layers, in any order, is faster than the one chosen for it."""
     names = (Policy.KEEP, Policy.RECOMPUTE_CHEAP, Policy.RECOMPUTE_MLP, Policy.RECOMPUTE_LAYER)
     stored = dict(zip(names, sorted(sizes, reverse=True), strict=True)) | {Policy.OFFLOAD: 0}
-    step = Step({"weights": 7, "gradients": 1}, stored, working, head, buffer=3, graph=0)
+    step = Step({"weights": 7, "gradients": 1}, stored, working, head, buffer=3, graph=0, pieces=pieces)
     forward, backward, norms, gate_up, copy = times
     speed = StepTimes(forward, backward, norms, gate_up, 0 if shared else copy, rest=5)
     chosen = frontier(step, speed, layers)
     for budget in (made.predicted["process"] for made in chosen):
         best = next(made for made in chosen if made.predicted["process"] <= budget)
-        assert best.predicted["process"] == step.process(step.peak(best.policies, best.buffers))
+        assert best.predicted["process"] == step.process(best.policies, step.peak(best.policies, best.buffers))
         for policies in itertools.product(stored, repeat=layers):
             if shared and Policy.OFFLOAD in policies:
                 continue
-            if step.process(step.peak(policies)) <= budget:
+            if step.process(policies, step.peak(policies)) <= budget:
                 assert best.predicted["step_ms"] <= speed.step(policies) + 1e-9, policies
     times_ms = [made.predicted["step_ms"] for made in chosen]
     assert times_ms == sorted(times_ms), "more memory is never slower"
@@ -269,9 +269,12 @@ def test_everything_is_kept_where_it_fits_and_shared_memory_never_offloads() -> 
 def test_what_the_allocator_can_not_use_is_left_free() -> None:
     shape = shape_of(skeleton(config_of("Llama-3.1-8B")))
     step = Step.of(shape, Work(8192))
-    kinds = step.peak([Policy.OFFLOAD] * shape.layers)
-    passing = FRAGMENTATION * (kinds.get("activations", 0) + kinds["working"])
-    assert step.process(kinds) - sum(kinds.values()) == int(passing) + 4 * 8192 * 2 * 14336 * 2 + CONTEXT_BYTES
+    whole = [Policy.OFFLOAD] * (shape.layers - 1) + [Policy.RECOMPUTE_LAYER]
+    for policies, times in ((whole, 2), ([*whole[1:], Policy.RECOMPUTE_MLP], 4)):
+        kinds = step.peak(policies)
+        passing = FRAGMENTATION * (kinds.get("activations", 0) + kinds["working"])
+        besides = step.process(policies, kinds) - sum(kinds.values())
+        assert besides == int(passing) + times * 8192 * 2 * 14336 * 2 + CONTEXT_BYTES
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -471,6 +474,15 @@ def test_which_models_with_experts_have_no_plan() -> None:
         shape_of(model)
 
 
+def test_experts_are_planned_only_as_they_are_counted() -> None:
+    assert auto_plan.refusal(tiny_model("llama"), fused=False) is None
+    model = tiny_model("qwen3_moe")
+    assert auto_plan.refusal(model) is None and "padded" in (auto_plan.refusal(model, fused=False) or "")
+    for work in (Work(TOKENS, fused=False), Work(TOKENS, fused=False, padded=2)):
+        with pytest.raises(UnsupportedError, match="packed and with fused attention only"):
+            plan(shape_of(model), work, card("h100"))
+
+
 def test_buckets_of_several_processes_are_counted() -> None:
     shape = shape_of(tiny_model("llama"))
     one, many = (resting_bytes(shape, Work(TOKENS, distributed=several)) for several in (False, True))
@@ -494,14 +506,15 @@ def test_the_trainer_plans_for_its_batches_and_for_one_device(
     monkeypatch.setattr(auto_plan, "plan_for", lambda *arguments, **options: asked.append((arguments[1:], options)))
     parameters = [torch.empty(1, device=device) for device in devices]
     model = SimpleNamespace(parameters=lambda: parameters, device=SimpleNamespace(type="cuda"), config=None)
-    handle: Any = SimpleNamespace(model=model, plan=Plan.asked("auto", budget_bytes=7), replan=lambda plan: handle)
+    handle: Any = SimpleNamespace(
+        model=model, plan=Plan.asked("auto", budget_bytes=7), replan=lambda plan: handle, fuses=True
+    )
     args = SimpleNamespace(per_device_train_batch_size=2, max_length=64, bf16=True, fp16=False, packing=packing)
     args.gradient_accumulation_steps = 1 + packing
     _decided(handle, args)
     wanted = ((128, 7), {"autocast": torch.bfloat16, "padded": 0 if packing else 2, "accumulates": packing})
     assert asked == ([wanted] if len(devices) == 1 else [])
-    monkeypatch.setattr(trainer, "has_experts", lambda config: True)
-    monkeypatch.setattr(auto_plan, "refusal", lambda model: None)
+    monkeypatch.setattr(auto_plan, "refusal", lambda model, fused: None if fused else "padded")
     asked.clear()
     _decided(handle, args)
     assert asked == ([wanted] if len(devices) == 1 and packing else [])  # padded rows of experts aren't counted

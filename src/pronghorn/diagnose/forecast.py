@@ -90,8 +90,8 @@ def forecast(recipe: Recipe, device: str | None, calibrate: bool, console: Conso
 
         whole, autocast = find(recipe), autocast_dtype(recipe)
         model, _ = load(recipe, whole, tokenizer_for(recipe, whole), console)
-        found_there = work_of(model, work.tokens, autocast, accumulates=work.accumulates)
-        work = replace(found_there, documents=work.documents)
+        loaded = work_of(model, work.tokens, autocast, accumulates=work.accumulates)
+        work = replace(loaded, documents=work.documents)
         times = measured_times(model, shape, work, where, autocast)
     limit = available(default_device()) if here else where.memory_bytes
     if recipe.memory.budget is not None:
@@ -109,7 +109,7 @@ def _work(recipe: Recipe, empty: Any, shape: Shape) -> Work:
     """How the recipe trains a model, by its word: `models.auto_plan.work_of` without weights."""
     adapter, packing, quantisation = recipe.adapter, recipe.packing, getattr(empty.config, "quantization_config", None)
     plain = not adapter.lora_dropout and adapter.bias == "none" and packing.enabled
-    stock = not plain or packing.attention == "masked" or packing.metadata != "once"
+    stock = not plain or packing.attention == "masked" or packing.metadata != "once" or packing.moe_routing == "loop"
     full, quantised = adapter.method == "full", recipe.model.load_in_4bit or quantisation is not None
     return Work(
         tokens=recipe.model.max_seq_length * packing.rows_per_step,

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from pronghorn.errors import UnsupportedError
 from pronghorn.memory.plan import Policy, followed
 
 GIB = 2**30
@@ -25,10 +26,12 @@ LIBRARY_BYTES = 64 * 2**20
 FRAGMENTATION = 0.03
 """Share of what comes and goes in a step that the allocator holds besides."""
 POOL = 0.05
-"""Share of the activations that CUDA graphs' own memory holds besides, which nothing else can use."""
-PIECES = 4
-"""Times gate·up's bytes that the allocator holds in pieces too small for what comes: where memory ran out on a H200,
-0.6 to 1.4 GiB at 8B and 0.5 to 1.1 at 3B with growing segments, 1.5 to 2.7 and 1.0 to 1.2 with fixed ones."""
+"""Share of the activations that CUDA graphs' own memory holds besides, which nothing else can use: fitted to 0.6B and
+1B in the README's table."""
+PIECES = 2
+"""Times gate·up's bytes that the allocator holds in pieces too small for what comes, where every layer is recomputed as
+a whole; else twice as many. When memory ran out on a H200, at 8,192 tokens: 0.6 GiB and 1.0 to 1.4 at 8B, 0.5 and 1.1
+at 3B with growing segments; 0.6 and 1.5 to 2.7, 0.5 and 1.0 to 1.2 with fixed ones."""
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
 """Linears with the same input, computed as one product."""
@@ -175,7 +178,16 @@ def resting_bytes(shape: Shape, work: Work) -> dict[str, int]:
 
 
 def stored_bytes(shape: Shape, work: Work) -> dict[Policy, int]:
-    """What a layer leaves on the device between forward and backward, by policy."""
+    """What a layer leaves on the device between forward and backward, by policy.
+
+    Raises:
+        UnsupportedError: a layer with experts that isn't Pronghorn's: what transformers' keeps isn't counted.
+    """
+    if shape.experts and not work.fused:
+        raise UnsupportedError(
+            "layers with experts are counted packed and with fused attention only",
+            "choose memory.gradient_checkpointing yourself",
+        )
     t, h, b = work.tokens, shape.hidden, work.itemsize
     keep = _fused_bytes(shape, work) if work.fused else _stock_bytes(shape, work)
     without_norms = keep - 2 * t * h * b
@@ -268,7 +280,7 @@ class Step:
     graph: int
     """Of the CUDA graphs, which there are where every layer keeps everything."""
     pieces: int = 0
-    """What the allocator holds and can't use."""
+    """What the allocator holds and can't use where every layer is recomputed as a whole."""
     coming: int = 0
     """The layers' gradients, if they aren't there before the backward makes them, a share in each."""
     ends: tuple[int, int] = (0, 0)
@@ -312,7 +324,8 @@ class Step:
             found["CUDA graph"] = self.graph
         return {kind: size for kind, size in found.items() if size}
 
-    def process(self, kinds: Mapping[str, int]) -> int:
+    def process(self, policies: Sequence[Policy], kinds: Mapping[str, int]) -> int:
         """What the process takes when torch counts `kinds`: fragmentation and CUDA's context besides."""
+        pieces = self.pieces * (1 if set(policies) <= {Policy.RECOMPUTE_LAYER, Policy.OFFLOAD} else 2)
         passing = kinds.get("activations", 0) + kinds.get("working", 0)
-        return sum(kinds.values()) + int(FRAGMENTATION * passing) + self.pieces + CONTEXT_BYTES
+        return sum(kinds.values()) + int(FRAGMENTATION * passing) + pieces + CONTEXT_BYTES

@@ -68,7 +68,11 @@ def _smallest(step: Step, times: StepTimes, layers: int) -> Plan:
 
 def _predicted(step: Step, times: StepTimes, policies: Sequence[Policy], buffers: int) -> Plan:
     kinds = step.peak(policies, buffers)
-    sums = {"peak": sum(kinds.values()), "process": step.process(kinds), "step_ms": times.step(policies, buffers)}
+    sums = {
+        "peak": sum(kinds.values()),
+        "process": step.process(policies, kinds),
+        "step_ms": times.step(policies, buffers),
+    }
     return Plan(tuple(policies), buffers if Policy.OFFLOAD in policies else 2, predicted={**kinds, **sums})
 
 

@@ -66,11 +66,14 @@ def shape_of(model: Any) -> Shape:
     )
 
 
-def refusal(model: Any) -> str | None:
-    """Why no plan is made for a causal LM, or None: experts are counted only as Pronghorn computes them."""
+def refusal(model: Any, fused: bool = True) -> str | None:
+    """Why no plan is made for a causal LM, or None: experts are counted only as Pronghorn computes them, in packed
+    batches and with fused attention."""
     base = base_causal_lm(model)
     if not has_experts(base.config):
         return None
+    if not fused:
+        return "attention beside its experts is not fused, or batches are padded"
     if attached(base) is not None and base.config._experts_implementation != experts.NAME:
         return "its experts go transformers' way"
     layers, routed = base.base_model.layers, list(experts.expert_modules(base))

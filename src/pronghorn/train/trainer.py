@@ -30,7 +30,6 @@ from pronghorn.data.packed_rows import PackedRows
 from pronghorn.errors import ConfigError, DataError, TrainingError, UnsupportedError
 from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import Handle, attach, attached
-from pronghorn.models.families import has_experts
 from pronghorn.train import checkpoint
 from pronghorn.train.counters import StepCounters
 from pronghorn.train.evaluate import heldout_loss
@@ -271,7 +270,7 @@ def _decided(handle: Handle, args: Any) -> Plan | None:
     if undecided and tokens and not sharded and model.device.type == "cuda":
         from pronghorn.models.auto_plan import plan_for, refusal
 
-        if refusal(model) is not None or (not args.packing and has_experts(model.config)):
+        if refusal(model, fused=args.packing and handle.fuses) is not None:
             return handle.plan
 
         autocast = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None

@@ -41,7 +41,7 @@ def build(spec: Spec) -> Built:
     if spec.method != "full":
         model = add_lora(model, **spec.adapters)
     handle = attach(model, plan, **switches)  # type: ignore[arg-type]  # names and values were checked
-    if plan.undecided and device().type == "cuda" and refusal(model) is None:  # as our trainer does
+    if plan.undecided and device().type == "cuda" and refusal(model, handle.fuses) is None:  # as our trainer does
         handle = handle.replan(plan_for(model, spec.tokens, autocast=autocast_dtype(spec.method), accumulates=False))
     collator = Collator(spec.tokens, pad_token_id=0)
 
