@@ -147,6 +147,7 @@ def main() -> None:
             except (PronghornError, torch.OutOfMemoryError) as error:
                 found.append({"case": case, "error": f"{type(error).__name__}: {str(error)[:200]}"})
             gc.collect()
+            torch._C._cuda_clearCublasWorkspaces()  # of streams that only this case's graphs and calibration used
             torch.cuda.empty_cache()  # the next case is measured alone
             console.print(json.dumps(found[-1]), soft_wrap=True)
     console.print(table)

@@ -71,7 +71,7 @@ def backward(
     """As `rms_norm.backward`; all tensors are contiguous."""
     size, count = x.shape[-1], rstd.numel()
     dx = torch.empty_like(x)
-    rows = -(-count // 512) if weight_grad else 1
+    rows = -(-count // 1024) if weight_grad else 1
     programs = -(-count // rows)
     dw = torch.empty(programs, size, dtype=torch.float32, device=x.device) if weight_grad else rstd
     block = triton.next_power_of_2(size)

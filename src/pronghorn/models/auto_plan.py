@@ -30,6 +30,8 @@ from pronghorn.models.merged import adapter_of, base_of
 T = TypeVar("T")
 SECONDS = 0.3
 """How long at least a part is repeated to be timed: a GPU that was idle runs faster at first."""
+SMALL = 2048
+"""Hidden size up to which more layers are timed: one or two leave the device waiting for the host."""
 
 
 def shape_of(model: Any) -> Shape:
@@ -206,8 +208,8 @@ def device_card(device: torch.device) -> Card:
 def measured_times(model: Any, shape: Shape, work: Work, card: Card, autocast: torch.dtype | None = None) -> StepTimes:
     """The card's estimate scaled by one layer's times, keeping everything, and the copy of its input, measured.
 
-    The backbone runs with one layer and with two; the difference is a layer's. Takes one or two seconds; gradients,
-    random state and the model are left as they were.
+    The backbone runs with one layer and with two (a small model with two and four); the difference is a layer's. Takes
+    one or two seconds; gradients, random state and the model are left as they were.
     """
     base, handle = base_causal_lm(model), attached(model)
     given = None if handle is None else (handle.plan, handle.options[3])
@@ -225,6 +227,7 @@ def measured_times(model: Any, shape: Shape, work: Work, card: Card, autocast: t
 
 def _measure(base: Any, shape: Shape, work: Work, card: Card) -> StepTimes:
     device, backbone = base.device, base.base_model
+    counts = (2, 4) if shape.layers >= 4 and shape.hidden <= SMALL else (1, 2)
     lengths = [work.documents] * (work.tokens // work.documents) + [work.tokens % work.documents]
     packed = PackedBatch.build([n for n in lengths if n], tokens=work.tokens, device=device)
     positions = torch.cat([torch.arange(n, device=device) for n in lengths])[None]
@@ -244,12 +247,13 @@ def _measure(base: Any, shape: Shape, work: Work, card: Card) -> StepTimes:
 
         try:
             times = []
-            for count in (1, 2):
+            for count in counts:
                 backbone.layers = nn.ModuleList(list(layers)[:count])
                 times.append(_medians(step))
         finally:
             backbone.layers = layers
-    forward, backward = (max(two - one, 1e-3) for one, two in zip(*times, strict=True))
+    more = counts[1] - counts[0]
+    forward, backward = (max(most - least, 1e-3) / more for least, most in zip(*times, strict=True))
 
     pool, copied = PinnedPool(pinned=True), 0.0
     if card.link:
