@@ -14,7 +14,7 @@ from pronghorn.errors import ConfigError
 from pronghorn.models import experts
 from pronghorn.models.attach import attach
 from pronghorn.models.expert_gradients import count_tokens
-from pronghorn.train.gradients import gradient_flags
+from pronghorn.train.gradients import gradient_flags, gradient_norms
 from tiny import packed_row, tiny_model
 from tolerance import ThreeWay
 
@@ -206,7 +206,7 @@ def test_experts_that_never_train_are_found_and_idle_ones_are_not_errors(familie
     assert routed.untrained() == []
     assert routed.idle(), "five tokens can't reach sixteen experts"
     trained = [p.grad for p in model.parameters() if p.requires_grad]
-    assert gradient_flags(trained, torch.device("cpu"))[0].all(), "the watch would call an adapter dead"
+    assert gradient_flags(gradient_norms(trained, torch.device("cpu")))[0].all(), "the watch would call an adapter dead"
     first = model.get_base_model().model.layers[0].mlp.experts.get_base_layer()
     seen = int(routed.counts[first].argmax())
     names = dict(model.named_parameters())

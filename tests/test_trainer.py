@@ -418,6 +418,27 @@ def test_an_overflow_without_a_scaler_stops() -> None:
         run(float("inf"), 1.0)
 
 
+@pytest.mark.parametrize("most", [0.5, 100.0])
+def test_the_watch_clips_as_torch_does(most: float) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(9, 5), torch.nn.Linear(5, 3))
+    watch = GradientWatch()
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    whole = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    watch.observe(model)
+    ours = watch.clip(most)
+    clipped = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    assert watch.clip(most) is None, "the norms are of gradients that were clipped since"
+    for name, parameter in model.named_parameters():
+        parameter.grad = whole[name]
+    assert ours == torch.nn.utils.clip_grad_norm_(model.parameters(), most)
+    assert all(torch.equal(clipped[name], parameter.grad) for name, parameter in model.named_parameters())
+    model[0].bias.grad = None
+    watch.observe(model)
+    assert watch.clip(most) is None, "left to stock"
+
+
 def test_a_second_training_is_not_judged_by_the_first() -> None:
     """One that was interrupted leaves flags; and adapters put on since have the right to a first step."""
     run = _Watched(scaler=object())

@@ -38,8 +38,9 @@ def _kernel(y_ptr, target_ptr, loss_ptr, V, stride, ignore, cap, CAP: tl.constex
     chosen, _ = _cap(tl.load(y_ptr + tl.where(keep, target, 0)).to(tl.float32), cap, CAP)
     tl.store(loss_ptr + row, tl.where(keep, m - chosen + tl.log(whole), 0.0))
     tl.debug_barrier()  # the label's logit is read before it is overwritten
-    for start in range(0, V, BLOCK):
-        cols = start + tl.arange(0, BLOCK)
+    blocks = tl.cdiv(V, BLOCK)
+    for block in range(0, blocks):  # from the end, of which the most is still in the cache
+        cols = (blocks - 1 - block) * BLOCK + tl.arange(0, BLOCK)
         z, t = _cap(tl.load(y_ptr + cols, mask=cols < V, other=0.0).to(tl.float32), cap, CAP)
         grad = tl.exp(z - m) / whole - tl.where(cols == target, 1.0, 0.0)
         if CAP:

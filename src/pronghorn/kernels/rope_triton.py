@@ -124,7 +124,7 @@ def backward_(
     _backward[(len(dqkv),)](
         dqkv, qkv if norm else dqkv, cos, sin, query if norm else cos, key if norm else cos, dw,
         dqkv.stride(0), heads.query, heads.key_value, heads.eps, heads.offset,
-        NORM=norm, WEIGHT=weight_grad, **_shape(heads),
+        NORM=norm, WEIGHT=weight_grad, **_shape(heads) | ({"num_warps": 4} if norm else {}),
     )  # fmt: skip
     if not weight_grad or query is None or key is None:
         return dqkv.flatten(1), None, None

@@ -28,10 +28,10 @@ FRAGMENTATION = 0.03
 POOL = 0.05
 """Share of the activations that CUDA graphs' own memory holds besides, which nothing else can use: fitted to 0.6B and
 1B in the README's table."""
-PIECES = 2
-"""Times gate·up's bytes that the allocator holds in pieces too small for what comes, where every layer is recomputed as
-a whole; else twice as many. When memory ran out on a H200, at 8,192 tokens: 0.6 GiB and 1.0 to 1.4 at 8B, 0.5 and 1.1
-at 3B with growing segments; 0.6 and 1.5 to 2.7, 0.5 and 1.0 to 1.2 with fixed ones."""
+PIECES = 30 * 2**20
+"""Bytes a layer that the allocator holds in pieces too small for what comes, where every layer is recomputed as a
+whole; else twice as many. Growing segments come and go by pages of 20 MiB, and of a free block those at its ends stay.
+When memory ran out on a H200: 0.6 GiB and 1.0 to 1.4 at 8B, 0.5 and 1.1 to 1.5 at 3B (fixed segments: to 2.7 at 8B)."""
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
 """Linears with the same input, computed as one product."""
@@ -297,7 +297,7 @@ class Step:
         table, tables = 4 * shape.vocab * shape.hidden * (work.method == "full"), 1 if shape.tied else 2
         coming = 0 if work.accumulates else resting.pop("gradients") - tables * table
         ends = table, (3 - tables) * table if work.accumulates else 2 * table
-        pieces = PIECES * 2 * work.tokens * shape.intermediate * work.itemsize
+        pieces = shape.layers * min(PIECES, 2 * work.tokens * shape.intermediate * work.itemsize)
         return cls(resting, stored, working, head, buffer_bytes(shape, work), graph, pieces, coming, ends)
 
     def peak(self, policies: Sequence[Policy], buffers: int = 2) -> dict[str, int]:

@@ -50,6 +50,8 @@ class GradientWatch(TrainerCallback):
         self._moved = False
         self._trained: list[tuple[str, nn.Parameter]] | None = None
         self._observed: tuple[list[str], Tensor] | None = None
+        self._norms: tuple[list[Any], Tensor] | None = None
+        """The gradients as last observed, and their norms [N]."""
         self._pending: _Pending | None = None
         self.skipped = 0
         """Steps that the loss scaler skipped, as far as they are judged."""
@@ -62,17 +64,29 @@ class GradientWatch(TrainerCallback):
         if any(gradient is None for gradient in gradients):  # some may have been frozen since
             named = [(name, parameter) for name, parameter in named if parameter.requires_grad]
             gradients = [p.grad for _, p in named]
-        flags = gradient_flags(gradients, named[0][1].device)
-        self._observed = [name for name, _ in named], flags
+        norms = gradient_norms(gradients, named[0][1].device)
+        self._observed = [name for name, _ in named], gradient_flags(norms)
+        self._norms = (gradients, norms) if _plain(gradients) else None
+
+    def clip(self, most: float) -> Tensor | None:
+        """What `torch.nn.utils.clip_grad_norm_` does and returns, by the norms that `observe` has anyway, whose launch
+        takes the host a millisecond. None where some gradients are sharded or missing."""
+        if self._norms is None:
+            return None
+        (gradients, norms), self._norms = self._norms, None
+        total = torch.linalg.vector_norm(norms)
+        torch._foreach_mul_(gradients, (most / (total + 1e-6)).clamp(max=1.0))
+        return total
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Other parameters may be trained now, and what a training before left unjudged was its own."""
-        self._trained = self._observed = self._pending = None
+        self._trained = self._observed = self._norms = self._pending = None
         self._moved = False
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Judge the last step, and keep the optimiser from applying gradients that aren't finite."""
         self.judge()
+        self._norms = None  # which would keep the gradients
         if self._observed is None:  # a trainer that doesn't call `observe`
             self.observe(kwargs["model"])
         assert self._observed is not None
@@ -121,30 +135,33 @@ class GradientWatch(TrainerCallback):
         self._moved = self._moved or pending.moves
 
 
-def gradient_flags(gradients: list[Tensor | None], device: torch.device) -> Tensor:
-    """float32 [2, N] on the device: whether each gradient has a non-zero entry, and a non-finite one.
+def gradient_norms(gradients: list[Any], device: torch.device) -> Tensor:
+    """float32 [N] on the device: each gradient's L2 norm; 0 for a missing one and for a shard without elements.
 
-    A missing gradient counts as zero. Sharded gradients (DTensor) are judged by their local part, and all ranks agree.
+    Of a sharded gradient (DTensor) its local part's.
     """
-    plain = [g for g in gradients if type(g) is Tensor and g.numel()]
-    if len(plain) == len(gradients):  # nearly always, and the host has no time to lose
-        largest = torch.stack(torch._foreach_norm(plain, float("inf"))).float()
-    else:
-        largest = _largest_of_some([getattr(g, "_local_tensor", g) for g in gradients], device)
-    flags = torch.stack([largest != 0, ~torch.isfinite(largest)]).float()
+    if _plain(gradients):  # nearly always, and the host has no time to lose
+        return torch.stack(torch._foreach_norm(gradients)).float()
+    local = [getattr(gradient, "_local_tensor", gradient) for gradient in gradients]
+    present = {i: g for i, g in enumerate(local) if g is not None and g.numel() > 0}
+    norms = torch.zeros(len(gradients), device=device)
+    if not present:
+        return norms
+    found = torch.stack(torch._foreach_norm(list(present.values()))).float()
+    return norms.index_copy(0, torch.tensor(list(present)).to(device, non_blocking=True), found)
+
+
+def gradient_flags(norms: Tensor) -> Tensor:
+    """float32 [2, N]: whether each gradient has a non-zero entry, and a non-finite one; all ranks agree. In float32 a
+    norm is zero where no entry exceeds 1e-23, and not finite where one exceeds 1e19."""
+    flags = torch.stack([norms != 0, ~torch.isfinite(norms)]).float()
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
     return flags
 
 
-def _largest_of_some(gradients: list[Tensor | None], device: torch.device) -> Tensor:
-    """float32 [N]: the largest magnitude in each, 0 for none and for a shard without elements."""
-    present = {i: g for i, g in enumerate(gradients) if g is not None and g.numel() > 0}
-    largest = torch.zeros(len(gradients), device=device)
-    if not present:
-        return largest
-    norms = torch.stack(torch._foreach_norm(list(present.values()), float("inf"))).float()
-    return largest.index_copy(0, torch.tensor(list(present)).to(device, non_blocking=True), norms)
+def _plain(gradients: list[Any]) -> bool:
+    return all(type(gradient) is Tensor and gradient.numel() for gradient in gradients)
 
 
 def _to_host(flags: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
