@@ -23,7 +23,7 @@ from tolerance import ThreeWay
 
 def with_adapters(model: Any, **options: Any) -> Any:
     """LoRA on all linears, B away from zero."""
-    adapted = add_lora(model, **{"r": 4, "lora_alpha": 8, **options})
+    adapted = add_lora(model, **{"r": 8, "lora_alpha": 8, **options})
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
             if "lora_B" in name:
@@ -382,6 +382,21 @@ def test_saving_gives_the_same_bytes(tmp_path: Any) -> None:
         model.get_base_model().save_pretrained(tmp_path / name / "base")
     for file in ("adapter_model.safetensors", "base/model.safetensors"):
         assert (tmp_path / "plain" / file).read_bytes() == (tmp_path / "ours" / file).read_bytes()
+
+
+def test_a_wide_input_s_adapter_lies_below_the_weight() -> None:
+    """Down: its weight's storage has room for A, unless the rank is odd."""
+    batch = packed_row(LENGTHS, ROW)
+    for rank, below in ((8, 8), (16, 16), (3, 0)):
+        model = with_adapters(tiny_model("llama"), r=rank)
+        attach(model, layers="fused")
+        loss_and_gradients(model, batch)
+        mlp = model.get_base_model().model.layers[0].mlp
+        rows, columns = mlp.down_proj.base_layer.weight.shape
+        assert columns >= 2 * rows
+        assert mlp.down_proj.base_layer.weight.untyped_storage().nbytes() == 4 * (rows + below) * columns
+        up, gate = (getattr(mlp, name).base_layer.weight.untyped_storage() for name in ("up_proj", "gate_proj"))
+        assert up.data_ptr() == gate.data_ptr() and up.nbytes() == 4 * 2 * rows * columns
 
 
 def test_weights_that_were_moved_are_merged_again() -> None:

@@ -4,8 +4,12 @@
                                         A: their A one below the other, B: their B along the diagonal
 
 Weights in the dtype of the products become row slices of one storage, so they save, load and move as before; what moved
-them is noticed, and they are put together again. Float32 weights that are trained in 16 bits (autocast), and adapters,
-are copied once a forward; 4-bit weights are written out for each product.
+them is noticed, and they are put together again. Below the weight of a linear with a wide input (down) lies its A: then
+
+    dx = [dy, s · dy B] [W; A]
+
+is one product, where adding (s · dy B) A would read and write the wide dx once more. Float32 weights that are trained
+in 16 bits (autocast), and adapters, are copied once a forward; 4-bit weights are written out for each product.
 """
 
 from __future__ import annotations
@@ -17,6 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from pronghorn.kernels.residual import LowRank
+
+WIDE = 2
+"""Inputs an output from which on A lies below W: to put dy and s · dy B side by side costs a copy of dy."""
+STEP = 8
+"""Columns, of 16 bits each, that rows of a product's operands are a multiple of."""
 
 
 @dataclass(frozen=True)
@@ -114,9 +123,21 @@ class LinearGroup:
             copy = weights[0].new_empty(sum(weight.shape[0] for weight in weights), weights[0].shape[1], dtype=dtype)
             torch._foreach_copy_(list(copy.split([len(weight) for weight in weights])), [x.detach() for x in weights])
             return copy
-        if self._weight is None or not _in_place(self._weight, weights):
+        rows = sum(base.out_features for base in bases)
+        if self._weight is None or not _in_place(self._weight[:rows], weights):
             self._weight = _merge(weights)
-        return self._weight
+        return self._weight[:rows]
+
+    def stacked(self, base: Any, rank: int, dtype: torch.dtype) -> Tensor | None:
+        """[out + rank, in]: the frozen weight of the only linear with room for A below; None where A lies by itself."""
+        weight, wide = base.weight, base.in_features >= WIDE * base.out_features
+        if len(self.linears) > 1 or not wide or rank % STEP or weight.dtype is not dtype or weight.requires_grad:
+            return None
+        rows, whole = base.out_features, self._weight
+        if whole is None or len(whole) != rows + rank or not _in_place(whole[:rows], [weight]):
+            whole = self._weight = torch.cat([weight.detach(), weight.new_zeros(rank, base.in_features)])
+            weight.data = whole[:rows]
+        return whole
 
     def bias(self, bases: list[Any], dtype: torch.dtype) -> Tensor | None:
         """[N] in `dtype`, or None."""
@@ -130,11 +151,15 @@ class LinearGroup:
         return self._bias
 
     def low_rank(
-        self, adapters: list[tuple[slice, Adapter]], shape: tuple[int, int], dtype: torch.dtype
+        self,
+        adapters: list[tuple[slice, Adapter]],
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        stacked: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
         """A [R, in] and B [N, R] for all adapters, and the copies that fill them as (target, source).
 
-        Kept from forward to forward, so that B's other blocks stay zero. `shape` is (N, in).
+        Kept from forward to forward, so that B's other blocks stay zero. `shape` is (N, in); A is in `stacked`, if any.
         """
         source = adapters[0][1].a
         blocks = [(columns.start, adapter.a.shape[0]) for columns, adapter in adapters]
@@ -143,6 +168,8 @@ class LinearGroup:
             ranks = sum(rank for _, rank in blocks)
             a, b = source.new_zeros(ranks, shape[1], dtype=dtype), source.new_zeros(shape[0], ranks, dtype=dtype)
             self._a, self._b, self._blocks = a, b, blocks
+        if stacked is not None:
+            a = self._a = stacked[shape[0] :]
         copies, rank = [], 0
         for columns, adapter in adapters:
             r = adapter.a.shape[0]
@@ -165,6 +192,8 @@ class Operands:
     """The active adapters, and the columns of y that each adds to."""
     a: Tensor | None
     b: Tensor | None
+    stacked: Tensor | None = None
+    """[N + R, in]: the weight with A below, where they lie so."""
 
     @property
     def weight(self) -> Tensor:
@@ -211,11 +240,16 @@ class Operands:
 
     def input_grad(self, dy: Tensor, wanted: bool = True) -> tuple[Any, Tensor | None]:
         """(dx [T, in], if wanted; s·dy B [T, R], if there are adapters) from dy [T, N]."""
-        dx = dy @ self.weight if wanted else None
-        if self.a is None or self.b is None:
-            return dx, None
-        dya = torch.addmm(dy.new_empty(1, 1), dy, self.b, beta=0, alpha=self.scale)
-        return dx if dx is None else dx.addmm_(dya, self.a), dya
+        dya = None
+        if self.b is not None:
+            dya = torch.addmm(dy.new_empty(1, 1), dy, self.b, beta=0, alpha=self.scale)
+        if not wanted:
+            return None, dya
+        if dya is None or self.a is None:
+            return dy @ self.weight, None
+        if self.stacked is not None:
+            return torch.cat([dy, dya], 1) @ self.stacked, dya
+        return (dy @ self.weight).addmm_(dya, self.a), dya
 
     def gradients(self, dy: Tensor, dya: Tensor | None, x: Tensor, xa: Tensor | None) -> list[Tensor]:
         """Those of `trained`, from dy [T, N], what `input_grad` gave, x [T, in], and what `forward` gave."""
@@ -242,18 +276,19 @@ def read(groups: list[LinearGroup], dtype: torch.dtype) -> list[Operands]:
     found, copies = [], []
     for group in groups:
         bases = [base_of(linear) for linear in group.linears]
-        weight = None if _is_4bit(bases[0]) else group.weight(bases, dtype)
         adapters, start = [], 0
         for linear, base in zip(group.linears, bases, strict=True):
             adapter = adapter_of(linear)
             if adapter is not None:
                 adapters.append((slice(start, start + base.out_features), adapter))
             start += base.out_features
-        a = b = None
+        a = b = stacked = None
         if adapters:
-            a, b, made = group.low_rank(adapters, (start, bases[0].in_features), dtype)
+            stacked = group.stacked(bases[0], adapters[0][1].a.shape[0], dtype)
+            a, b, made = group.low_rank(adapters, (start, bases[0].in_features), dtype, stacked)
             copies += made
-        found.append(Operands(group, bases, dtype, weight, adapters, a, b))
+        weight = None if _is_4bit(bases[0]) else group.weight(bases, dtype)
+        found.append(Operands(group, bases, dtype, weight, adapters, a, b, stacked))
     if copies:
         torch._foreach_copy_([target for target, _ in copies], [source for _, source in copies])
     return found
