@@ -14,6 +14,7 @@ from pronghorn.attention import explicit, long_documents
 from pronghorn.attention.long_documents import LEAST_TOKENS, least_tokens, padded_length
 from pronghorn.attention.masked import per_document_attention
 from pronghorn.data.batch import PackedBatch
+from pronghorn.device import has_cudnn_attention
 from pronghorn.models import attach as attach_module
 from pronghorn.models import fused
 from pronghorn.models.attach import attach
@@ -160,6 +161,8 @@ def test_a_model_with_long_documents(stand_in: StandIn, monkeypatch: pytest.Monk
 def test_chosen_on_hopper_only_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: device.capability)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    assert has_cudnn_attention.__wrapped__()  # by the operator's arguments, which every build of torch knows
     monkeypatch.setattr(long_documents, "has_cudnn_attention", lambda: True)
 
     def least(dim: int, capability: tuple[int, int] = (9, 0), dtype: torch.dtype = torch.bfloat16) -> int | None:
