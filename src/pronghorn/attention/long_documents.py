@@ -2,8 +2,8 @@
 
     O = softmax(s · Q Kᵀ + causal mask) V        for a document of many tokens
 
-Hopper's wgmma and bulk copies, which cuDNN's kernels are written for, pay where a document has work for the whole GPU:
-forward and backward of one layer of 32/8 heads at 8,192 tokens took on a H200 (ms, torch 2.11, cuDNN 9.19)
+cuDNN's kernels use what Hopper alone has, which pays where a document has work for the whole GPU: forward and backward
+of one layer of 32/8 heads at 8,192 tokens took on a H200 (ms, torch 2.11, cuDNN 9.19)
 
     documents of     head size 128: tiles, cuDNN     head size 64: tiles, cuDNN
     1,024                    1.03   1.14                     not measured
@@ -12,8 +12,7 @@ forward and backward of one layer of 32/8 heads at 8,192 tokens took on a H200 (
 
 cuDNN plans for every new length anew, for 0.1 to 0.4 s of the host's time, so documents are padded to few lengths, by
 6 % at most. Its dq varies from run to run, so deterministic mode keeps to tiles. (torch's varlen op over cuDNN gave
-wrong gradients in torch 2.11.) Source: `aten::_scaled_dot_product_cudnn_attention`, FlashAttention-3 of its kind, Shah
-et al. 2024, arXiv:2407.08608.
+wrong gradients in torch 2.11.) Source: `aten::_scaled_dot_product_cudnn_attention` and its own backward.
 """
 
 from __future__ import annotations
@@ -63,16 +62,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, documents: Bounds, sca
 
 
 def backward(
-    d_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    state: list[Tensor],
-    grads: Tensor,
-    documents: Bounds,
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, state: list[Tensor], grads: Tensor, documents: Bounds,
     scale: float,
-) -> None:
+) -> None:  # fmt: skip
     """Write these documents' rows of grads [T, H + 2·H_kv, D]: dq, dk and dv side by side."""
     parts = grads.split([q.shape[1], k.shape[1], k.shape[1]], 1)
     for number, (start, end) in enumerate(documents):
@@ -101,17 +93,9 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> tuple[Tensor
 
 
 def _gradients(
-    d_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    seed: Tensor,
-    offset: Tensor,
-    *,
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seed: Tensor, offset: Tensor, *,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv), like q, k and v."""
     longest = (q.shape[2],) * 2
     return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
