@@ -55,7 +55,10 @@ def planted(change: Callable[[dict[str, Tensor]], None]) -> Callable[[Case], Way
         way = case.pronghorn(case)
 
         def results(state: Any, grads: Any) -> dict[str, Tensor]:
-            found = {name: x.detach().clone() for name, x in way.results(state, grads).items()}
+            found = {
+                name: x.detach().clone(memory_format=torch.contiguous_format)
+                for name, x in way.results(state, grads).items()
+            }
             change(found)
             return found
 

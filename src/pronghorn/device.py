@@ -14,7 +14,11 @@ from pronghorn.errors import ConfigError
 AMPERE = (8, 0)
 """The first compute capability with bfloat16 and flash kernels."""
 
+HOPPER = (9, 0)
+"""That of H100 and H200, which cuDNN's attention was measured on."""
+
 _FLASH_ARGUMENTS = {"cum_seq_q", "cum_seq_k", "max_q", "max_k", "is_causal", "scale", "window_size_left"}
+_CUDNN_ARGUMENTS = {"query", "attn_bias", "compute_log_sumexp", "is_causal", "return_debug_mask", "scale"}
 _PACKAGES = ("torch", "transformers", "peft", "trl", "accelerate", "bitsandbytes", "triton")
 
 
@@ -68,6 +72,18 @@ def has_flash_varlen() -> bool:
 
     operator = getattr(torch.ops.aten, "_flash_attention_forward", None)
     return operator is not None and {a.name for a in operator.default._schema.arguments} >= _FLASH_ARGUMENTS
+
+
+@functools.cache
+def has_cudnn_attention() -> bool:
+    """Whether this build of torch has cuDNN's attention with the log-sum-exp its backward wants (asks no device)."""
+    import torch
+
+    names = ("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward")
+    operator, backward = (getattr(torch.ops.aten, name, None) for name in names)
+    if operator is None or backward is None or not torch.backends.cudnn.is_available():
+        return False
+    return {a.name for a in operator.default._schema.arguments} >= _CUDNN_ARGUMENTS
 
 
 @functools.cache

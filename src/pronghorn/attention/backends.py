@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pronghorn.attention import varlen
+from pronghorn.attention import long_documents, varlen
 from pronghorn.device import AMPERE, has_triton
 from pronghorn.errors import UnsupportedError
 
@@ -33,6 +33,12 @@ def choose(backend: Backend, query: Tensor) -> tuple[str, str]:
         return "flash", f"torch's varlen kernels; {by_tiles}"
     # On two CPU cores a row of four documents costs half as much document by document as under a dense mask.
     return "per_document", reason
+
+
+def long_from(backend: Backend, query: Tensor) -> int | None:
+    """Tokens from which on documents go through cuDNN where `choose` says tiled (`long_documents`); None: none do, as
+    where tiles were asked for by name."""
+    return long_documents.least_tokens(query) if backend == "auto" else None
 
 
 def tiles_refusal(query: Tensor) -> str | None:

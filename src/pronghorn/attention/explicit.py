@@ -2,7 +2,7 @@
 as an autograd function of its own.
 
 By tiles (`kernels.attention`) it takes half of flash varlen's time on documents of 100 to 300 tokens on a H200, and
-less up to 8,192 (docs/log.md): no empty blocks, no atomics.
+less up to 8,192 (docs/log.md): no empty blocks, no atomics. Long documents go through cuDNN (`long_documents`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from pronghorn.attention import varlen
+from pronghorn.attention import long_documents, varlen
+from pronghorn.attention.backends import Backend, choose, long_from
 from pronghorn.attention.masked import per_document_attention
 from pronghorn.data.batch import TILE_ROWS, PackedBatch
 from pronghorn.kernels import attention as tiles
@@ -30,11 +31,25 @@ class Options:
     window: int | None
     way: str
     """What `backends.choose` chose."""
+    long: int | None = None
+    """Tokens from which on documents go through cuDNN where the way is by tiles; None: none do."""
+
+    @classmethod
+    def choose(cls, backend: Backend, query: Tensor, packed: PackedBatch, scale: float, window: int | None) -> Options:
+        """What serves queries like this [..., D]: one object for forward and backward, for it may not be chosen twice
+        (deterministic mode can be switched in between). Raises as `backends.choose` does."""
+        return cls(packed, scale, window, choose(backend, query)[0], long_from(backend, query))
 
     @property
     def binding(self) -> int | None:
         """The window, where a document is longer than it."""
         return self.window if self.window is not None and self.window < self.packed.max_seqlen else None
+
+    def split(self, sinks: Tensor | None) -> tuple[long_documents.Bounds, Tensor]:
+        """(the documents that cuDNN takes, the tiles of the others). It has neither windows nor sinks."""
+        if self.long is None or sinks is not None or self.binding is not None:
+            return [], self.packed.tiles
+        return self.packed.split(self.long)
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, options: Options, sinks: Tensor | None = None) -> Tensor:
@@ -64,8 +79,9 @@ def forward(
     """(attention's output [T, H, D], what `backward` needs besides)."""
     packed, scale, window = options.packed, options.scale, options.binding
     if options.way == "tiled":
-        out, lse = tiles.forward(q, k, v, packed.tiles, TILE_ROWS, scale, window, sinks)
-        return out, (lse,)
+        documents, rest = options.split(sinks)
+        out, lse = tiles.forward(q, k, v, rest, TILE_ROWS, scale, window, sinks)
+        return out, (lse, *long_documents.forward(q, k, v, out, documents, scale))
     if options.way == "flash":
         out, *state = varlen.forward(q, k, v, packed, scale, window, sinks)
         return out, tuple(state)
@@ -86,7 +102,9 @@ def backward(
     packed, scale, window = options.packed, options.scale, options.binding
     trained = [sinks] if sinks is not None and sinks.requires_grad else []
     if options.way == "tiled":
-        grads = tiles.backward(d_out, q, k, v, out, state[0], packed.tiles, TILE_ROWS, scale, window)
+        documents, rest = options.split(sinks)
+        grads = tiles.backward(d_out, q, k, v, out, state[0], rest, TILE_ROWS, scale, window)
+        long_documents.backward(d_out, q, k, v, out, state[1:], grads, documents, scale)
         return grads, tiles.sink_grad(trained[0], d_out, out, state[0] * log(2)) if trained else None
     if options.way == "flash":
         grads = torch.cat(varlen.backward(d_out, q, k, v, out, state, packed, scale, window), 1)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pronghorn.attention import explicit
-from pronghorn.attention.backends import Backend, choose
+from pronghorn.attention.backends import Backend
 from pronghorn.attention.masked import masked_attention, per_document_attention, sink_attention
 from pronghorn.attention.varlen import flash_varlen, refusal
 from pronghorn.data.batch import PackedBatch
@@ -86,9 +86,8 @@ def packed_attention(
     batch, heads, length, head_dim = query.shape
     scale = head_dim**-0.5 if scaling is None else scaling
     q_THD, k_THD, v_THD = (x.transpose(1, 2).reshape(batch * length, -1, head_dim) for x in (query, key, value))
-    way = choose(backend, query)[0]
-    options = explicit.Options(packed, scale, sliding_window, way)
-    window = options.binding
+    options = explicit.Options.choose(backend, query, packed, scale, sliding_window)
+    way, window = options.way, options.binding
     if metadata == "per_layer_mask" or (metadata == "once" and way == "masked"):
         out = masked_attention(q_THD, k_THD, v_THD, packed, scale, window, s_aux, keep_mask=metadata == "once")
     elif metadata == "per_layer":

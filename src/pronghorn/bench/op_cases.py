@@ -23,7 +23,8 @@ from pronghorn.kernels import cross_entropy, glu, linear_cross_entropy, rms_norm
 
 EPS = 1e-6
 GATE_ROWS = 2560
-"""Of linear cross-entropy, whose logits in float64 would fill a GPU otherwise: more than two chunks."""
+"""Of linear cross-entropy, whose logits in float64 would fill a GPU otherwise: more than two chunks. And of a longer
+document's attention, for its scores; long enough for `attention.long_documents`."""
 
 
 # --- RMSNorm
@@ -250,19 +251,25 @@ def attention_formula(q: Tensor, k: Tensor, v: Tensor, length: int) -> tuple[Ten
 
 def attention_case(draw: Draw, tokens: int, heads: int, kv_heads: int, dim: int, length: int) -> Case:
     """q: [T, H, D], k and v: [T, H_kv, D], in packed documents of `length` tokens each."""
+    small = None if length <= GATE_ROWS else attention_case(draw, GATE_ROWS, heads, kv_heads, dim, GATE_ROWS)
     documents = max(1, tokens // length)
     tokens = documents * length
-    packed = PackedBatch.build([length] * documents, tokens=tokens, device=draw.device)
 
-    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return explicit.attention(q, k, v, explicit.Options(packed, dim**-0.5, None, "tiled"))
+    def pronghorn(case: Case) -> Way:
+        lengths = [min(length, case.tokens)] * max(1, case.tokens // length)  # the small case is one document
+        packed = PackedBatch.build(lengths, tokens=case.tokens, device=draw.device)
+
+        def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return explicit.attention(q, k, v, explicit.Options.choose("auto", q, packed, dim**-0.5, None))
+
+        return by_autograd(case, ours)
 
     q, k, v, d_out = (draw(tokens, count, dim) for count in (heads, kv_heads, kv_heads, heads))
     forward = 2.0 * q.nbytes + k.nbytes + v.nbytes
     return Case(
         "attention", f"{tokens}x{heads}/{kv_heads}x{dim}, documents of {length}", tokens,
         functools.partial(attention_formula, length=length), (q, k, v), (d_out,), ("out", "dq", "dk", "dv"),
-        (forward, 2 * forward), lambda case: by_autograd(case, ours), trained=3,
+        (forward, 2 * forward), pronghorn, trained=3, small=small,
     )  # fmt: skip
 
 
@@ -286,7 +293,14 @@ OPS: dict[str, tuple[Callable[..., Case], tuple[tuple[Any, ...], ...], tuple[tup
     "geglu": (functools.partial(glu_case, activation="gelu_tanh"), ((6912,), (1025,)), ((64,),)),
     "attention": (
         attention_case,
-        ((32, 8, 64, 180), (32, 8, 128, 180), (16, 8, 128, 180), (32, 8, 128, 2048), (9, 3, 64, 511)),
+        (
+            (32, 8, 64, 180),
+            (32, 8, 128, 180),
+            (16, 8, 128, 180),
+            (32, 8, 128, 2048),
+            (32, 8, 128, 8192),
+            (9, 3, 64, 511),
+        ),
         ((4, 2, 16, 20), (3, 1, 32, 31)),
     ),
     "cross_entropy": (loss_case, ((128256,), (151936,), (50257,)), ((256,), (131,))),

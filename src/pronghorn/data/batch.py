@@ -140,6 +140,15 @@ class PackedBatch:
             loss_rows=loss_rows,
         )
 
+    def split(self, least: int) -> tuple[list[tuple[int, int]], Tensor]:
+        """([start, end) of the documents of at least `least` tokens, the tiles of the others); made once."""
+        key = ("split", least)
+        if key not in self._derived:
+            long = [(start, end) for start, end in self.segments if end - start >= least]
+            skip = sum(-(-(end - start) // TILE_ROWS) for start, end in long)  # long documents' tiles come first
+            self._derived[key] = long, self.tiles[skip:]
+        return self._derived[key]
+
     def dense_mask(self, window: int | None, *, keep: bool = True) -> Tensor:
         """The attention mask as booleans, True where a query may look.
 

@@ -36,7 +36,7 @@ def _store_rows(ptr, value, rows, row_stride, end, D: tl.constexpr):
     tl.store(at, value.to(ptr.dtype.element_ty), mask=(rows < end)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["tiles_ptr"])  # they may be a tail of the batch's
 def _forward(
     q_ptr, k_ptr, v_ptr, sinks_ptr, out_ptr, lse_ptr, tiles_ptr, T,
     q_row, q_head, k_row, k_head, v_row, v_head, out_row, group, scale, window,
@@ -77,7 +77,7 @@ def _forward(
         tl.store(lse_ptr + head * T + rows, top + tl.log2(total), mask=rows < end)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["tiles_ptr"])  # they may be a tail of the batch's
 def _backward_queries(
     do_ptr, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, delta_ptr, dq_ptr, tiles_ptr, T,
     q_row, q_head, k_row, k_head, v_row, v_head, out_row, grad_row, group, scale, unit, window,
@@ -114,7 +114,7 @@ def _backward_queries(
         _store_rows(dq_ptr + head * D, dq * unit, rows, grad_row, end, D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["tiles_ptr"])  # they may be a tail of the batch's
 def _backward_keys(
     do_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, tiles_ptr, T,
     q_row, q_head, k_row, k_head, v_row, v_head, out_row, grad_row, group, scale, unit, window,

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from pronghorn.attention.backends import Backend, choose
+from pronghorn.attention.backends import Backend, choose, long_from
 from pronghorn.attention.packed import NAME_PREFIX, Metadata, implementation
 from pronghorn.errors import ConfigError
 from pronghorn.memory.checkpoint import Installed, install, policies_of
@@ -86,7 +86,12 @@ class Handle:
         parameter = next(self.model.parameters())
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         dtype = autocast or (parameter.dtype if parameter.dtype.is_floating_point else torch.bfloat16)
-        path, why = choose(backend, torch.empty(0, head_dim, dtype=dtype, device=parameter.device))
+        query = torch.empty(0, head_dim, dtype=dtype, device=parameter.device)
+        path, why = choose(backend, query)
+        long = _long_from(config, backend, query)
+        if path == "tiled" and long is not None:
+            window = "" if getattr(config, "sliding_window", None) is None else " where no window cuts them"
+            path = f"tiled; documents of {long:,} tokens and more by cuDNN{window}"
         where = {
             "once": "made once per batch on the host",
             "per_layer": "ablation: derived from position_ids in every layer",
@@ -253,7 +258,13 @@ def attach(
     if fused and graph != "off" and next(base.parameters()).is_cuda:
         backbone: Any = base.base_model
         plain: Any = type(backbone)
-        graphs = TrunkGraphs(backbone, plain.forward, graph == "on", lambda: _graph_refusal(base, attention))
+        graphs = TrunkGraphs(
+            backbone,
+            plain.forward,
+            graph == "on",
+            lambda: _graph_refusal(base, attention),
+            lambda: _long_from(base.config, attention, _query(base)),
+        )
         changed.append((backbone, plain))
         backbone.__class__ = graphed_class(plain)
         backbone.__dict__["_pronghorn_graphs"] = graphs
@@ -284,9 +295,18 @@ def _graph_refusal(model: Any, attention: Backend) -> str | None:
         return "RoPE's frequencies depend on the longest position"
     if getattr(model.config, "output_router_logits", False):
         return "the loss needs the routers' logits"
-    query = torch.empty(0, fast.head_dim(model.config), dtype=next(model.parameters()).dtype, device=model.device)
-    way, why = choose(attention, query)
+    way, why = choose(attention, _query(model))
     return fast.refusal(model, None) or (None if way == "tiled" else f"attention goes {way}: {why}")
+
+
+def _query(model: Any) -> torch.Tensor:
+    """[0, D], like a layer's queries without autocast."""
+    return torch.empty(0, fast.head_dim(model.config), dtype=next(model.parameters()).dtype, device=model.device)
+
+
+def _long_from(config: Any, attention: Backend, query: torch.Tensor) -> int | None:
+    """`backends.long_from`, but that cuDNN has no sinks."""
+    return None if check_config(config).stock_attention == "eager" else long_from(attention, query)
 
 
 def attached(model: nn.Module) -> Handle | None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pronghorn.attention import explicit
-from pronghorn.attention.backends import Backend, choose
+from pronghorn.attention.backends import Backend
 from pronghorn.data.batch import PackedBatch
 from pronghorn.errors import TrainingError
 from pronghorn.kernels import glu, residual, rms_norm, rope
@@ -45,7 +45,7 @@ class AttentionParts:
 
     def options(self, query: Tensor, packed: PackedBatch) -> explicit.Options:
         """What attention is told of a batch, for queries like this."""
-        return explicit.Options(packed, self.scale, self.window, choose(self.backend, query)[0])
+        return explicit.Options.choose(self.backend, query, packed, self.scale, self.window)
 
 
 @dataclass(frozen=True)
@@ -118,9 +118,9 @@ class _Attention(torch.autograd.Function):
         linears: list[Operands],
         *weights: Tensor | None,
     ) -> Tensor:
-        y, low_rank, kept = _attention_forward(x, cos, sin, packed, parts, linears)
+        y, low_rank, ctx.options, kept = _attention_forward(x, cos, sin, packed, parts, linears)
         ctx.save_for_backward(*_copies(ctx, linears), x, cos, sin, *kept)
-        ctx.packed, ctx.parts, ctx.trained = packed, parts, _versions(ctx, weights)
+        ctx.parts, ctx.trained = parts, _versions(ctx, weights)
         return _whole(y, low_rank)
 
     @staticmethod
@@ -129,7 +129,7 @@ class _Attention(torch.autograd.Function):
         _check_versions(ctx.trained)
         linears, (x, cos, sin, *kept) = _linears(ctx)
         wanted = ctx.needs_input_grad[0]
-        dx, gradients = _attention_backward(dy, x, cos, sin, kept, ctx.packed, ctx.parts, linears, wanted)
+        dx, gradients = _attention_backward(dy, x, cos, sin, kept, ctx.options, ctx.parts, linears, wanted)
         return dx, *(None,) * 5, *gradients
 
 
@@ -148,7 +148,7 @@ class _Layer(torch.autograd.Function):
     ) -> Tensor:
         dtype = linears[0].dtype
         normed, rstd = parts.before[0].forward(x, dtype)
-        y, low_rank, kept = _attention_forward(normed, cos, sin, packed, parts.attention, linears[:2])
+        y, low_rank, ctx.options, kept = _attention_forward(normed, cos, sin, packed, parts.attention, linears[:2])
         h, after = _add(x, y, low_rank, parts.after and parts.after[0])
         h_normed, h_rstd = parts.before[1].forward(h, dtype)
         a, gate_up, xa = _gate_up(h_normed, parts.mlp, linears[2])
@@ -164,7 +164,7 @@ class _Layer(torch.autograd.Function):
         )
         small = x, rstd, *after, h, h_rstd, *h_after, xa, a_a
         ctx.save_for_backward(*_copies(ctx, linears), *small, *large, cos, sin, *kept)
-        ctx.packed, ctx.parts, ctx.trained = packed, parts, _versions(ctx, weights)
+        ctx.parts, ctx.trained = parts, _versions(ctx, weights)
         return out
 
     @staticmethod
@@ -199,7 +199,7 @@ class _Layer(torch.autograd.Function):
             normed = norms[0].forward(x, dtype)[0]
         wanted = ctx.needs_input_grad[0] or norms[0].weight.requires_grad
         dx, gradients = _attention_backward(
-            dy.to(dtype), normed, cos, sin, kept, ctx.packed, parts.attention, linears[:2], wanted
+            dy.to(dtype), normed, cos, sin, kept, ctx.options, parts.attention, linears[:2], wanted
         )
         if dx is not None:
             dx, d_norms[0] = norms[0].backward(dx, x, rstd, dh)
@@ -208,13 +208,14 @@ class _Layer(torch.autograd.Function):
 
 def _attention_forward(
     x: Tensor, cos: Tensor, sin: Tensor, packed: PackedBatch, parts: AttentionParts, linears: list[Operands]
-) -> tuple[Tensor, LowRank | None, tuple[Tensor | None, ...]]:
-    """(o's product, what its adapter adds, what the backward needs) of x [T, H]."""
+) -> tuple[Tensor, LowRank | None, explicit.Options, tuple[Tensor | None, ...]]:
+    """(o's product, what its adapter adds, attention's options and what else the backward needs) of x [T, H]."""
     qkv, xa = linears[0].forward(x)
     q, k, v = rope.forward(qkv, cos, sin, parts.heads)
-    mixed, state = explicit.forward(q, k, v, parts.options(q, packed), parts.sinks)
+    options = parts.options(q, packed)
+    mixed, state = explicit.forward(q, k, v, options, parts.sinks)
     y, low_rank = linears[1].parts(mixed.flatten(1))
-    return y, low_rank, (qkv, mixed, xa, low_rank and low_rank[0], *state)
+    return y, low_rank, options, (qkv, mixed, xa, low_rank and low_rank[0], *state)
 
 
 def _attention_backward(
@@ -223,7 +224,7 @@ def _attention_backward(
     cos: Tensor,
     sin: Tensor,
     kept: list[Tensor],
-    packed: PackedBatch,
+    options: explicit.Options,
     parts: AttentionParts,
     linears: list[Operands],
     wanted: bool,
@@ -237,7 +238,6 @@ def _attention_backward(
         (q, k, v), raw = heads.split(qkv), None
     else:
         (q, k, v), raw = rope.forward(qkv, cos, sin, heads), qkv
-    options = parts.options(q, packed)
     dqkv, d_sinks = explicit.backward(d_mixed.view_as(mixed), q, k, v, mixed, state, options, parts.sinks)
     norm_grad = any(norm is not None and norm.requires_grad for norm in (heads.query_norm, heads.key_norm))
     dqkv, *norm_grads = rope.backward_(dqkv, cos, sin, heads, raw, norm_grad)

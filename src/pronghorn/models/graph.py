@@ -6,7 +6,7 @@ and loss run as usual. In the manner of `torch.cuda.make_graphed_callables`.
 
 One graph serves every batch of the same tokens and number of documents (rounded up to the batch's bucket): documents'
 bounds are data on the device. What a graph can't serve runs without: evaluation, recomputation, autocast, quantised
-weights, documents that need host integers.
+weights, long documents and others that need host integers.
 """
 
 from __future__ import annotations
@@ -61,12 +61,19 @@ class TrunkGraphs:
         plain: its forward without a graph, a function of the backbone and keywords.
         always: capture at once instead of measuring whether it pays.
         refusal: why the model as it is now can't be captured, or None.
+        longest: tokens from which on documents leave the batch's tiles (`attention.long_documents`), or None.
     """
 
     def __init__(
-        self, backbone: Any, plain: Callable[..., Any], always: bool, refusal: Callable[[], str | None]
+        self,
+        backbone: Any,
+        plain: Callable[..., Any],
+        always: bool,
+        refusal: Callable[[], str | None],
+        longest: Callable[[], int | None],
     ) -> None:
-        self._backbone, self._plain, self._always, self._refusal = backbone, plain, always, refusal
+        self._backbone, self._plain, self._always = backbone, plain, always
+        self._refusal, self._longest = refusal, longest
         self._parameters: list[nn.Parameter] = []
         self._captured: dict[Any, _Captured] = {}
         self._fingerprint: list[Any] = []
@@ -83,12 +90,14 @@ class TrunkGraphs:
         refused = self._refusal()
         if refused is not None:
             return "off", refused
+        longest = self._longest()
+        but = "" if longest is None else f"; not for rows with a document of {longest:,} tokens or more"
         if self._always:
-            return "on", "asked for"
+            return "on", f"asked for{but}"
         if self._host_share is None:
             return "off", "the first steps measure whether it pays"
         share = f"launching takes the host {self._host_share:.0%} of a forward's time"
-        return ("on" if self._host_share >= HOST_BOUND else "off"), share
+        return ("on", share + but) if self._host_share >= HOST_BOUND else ("off", share)
 
     def forward(self, embeds: Tensor, position_ids: Tensor, packed: PackedBatch) -> Tensor | None:
         """The trunk's output [1, T, H] through a graph; None if this batch goes without one."""
@@ -101,6 +110,9 @@ class TrunkGraphs:
         if self._refused is not None or embeds.requires_grad:
             return None
         if not self._always and (self._host_share is None or self._host_share < HOST_BOUND):
+            return None
+        longest = self._longest()
+        if longest is not None and max(packed.lengths) >= longest:  # lengths are the host's there, not data
             return None
         window = getattr(self._backbone.config, "sliding_window", None)
         key = packed.tokens, packed.bucket, embeds.dtype, window is not None and packed.max_seqlen > window
