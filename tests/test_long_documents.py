@@ -169,12 +169,12 @@ def test_chosen_on_hopper_only_and_said(monkeypatch: pytest.MonkeyPatch) -> None
         device = SimpleNamespace(type="cuda", capability=capability)
         return least_tokens(SimpleNamespace(device=device, dtype=dtype, shape=(0, dim)))  # type: ignore[arg-type]
 
-    assert [least(dim) for dim in (16, 64, 128, 256)] == [None, 4096, 2048, None]
+    assert [least(dim) for dim in (16, 64, 128, 256)] == [None, 4096, 4096, None]
     assert least(128, (8, 0)) is least(128, (10, 0)) is least(128, dtype=torch.float32) is None
     with monkeypatch.context() as patch:
         patch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
         assert least(128) is None
-    assert least(128) == 2048
+    assert least(128) == 4096
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert least(128) is None
 
@@ -219,10 +219,10 @@ def hopper() -> Iterator[None]:
 
 
 CASES = [
-    ([2049, 100, 3001, 7, 2048, 987], 32, 8, 128),
-    ([2049, 100, 3001, 7, 2048, 987], 16, 8, 128),
+    ([4097, 100, 5001, 7, 4096, 987], 32, 8, 128),
+    ([4097, 100, 5001, 7, 4096, 987], 16, 8, 128),
     ([4097, 100, 4096, 1], 32, 8, 64),
-    ([2100] * 2, 16, 8, 128),
+    ([4200] * 2, 16, 8, 128),
 ]
 
 
@@ -236,7 +236,7 @@ def test_against_one_document_at_a_time(
     qkv, d_out = (x.cuda().to(dtype) for x in drawn(lengths, heads, kv_heads, dim))
     parts, scale = [heads, kv_heads, kv_heads], dim**-0.5
     chosen = explicit.Options.choose("auto", qkv, packed, scale, None)
-    assert chosen.long == LEAST_TOKENS[dim]
+    assert chosen.long == LEAST_TOKENS
     plain = exact(qkv, heads, packed, d_out)
     reference = exact(qkv.float(), heads, packed, d_out.float())
     leaf = qkv.clone().requires_grad_()
@@ -255,8 +255,8 @@ def test_against_one_document_at_a_time(
 @pytest.mark.gpu
 def test_deterministic_mode_is_by_tiles(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(long_documents, "_attention", None)  # not to be called
-    packed = PackedBatch.build([2500, 60], tokens=2560, device="cuda")
-    qkv, d_out = (x.cuda().bfloat16() for x in drawn([2500, 60], 16, 8, 128))
+    packed = PackedBatch.build([4500, 60], tokens=4560, device="cuda")
+    qkv, d_out = (x.cuda().bfloat16() for x in drawn([4500, 60], 16, 8, 128))
     torch.use_deterministic_algorithms(True)
     try:
         options, found = explicit.Options.choose("auto", qkv, packed, 0.1, None), []
@@ -273,8 +273,8 @@ def test_deterministic_mode_is_by_tiles(hopper: None, monkeypatch: pytest.Monkey
 @pytest.mark.gpu
 def test_a_model_on_hopper(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row with a long document: as without one in the tolerance of 16 bits, and without a graph."""
-    batch = packed_row([2300, 9, 120], 2432, seed=3)
-    tiny = tiny_model("qwen3", head_dim=128, max_position_embeddings=4096, num_hidden_layers=2)
+    batch = packed_row([4200, 9, 120], 4352, seed=3)
+    tiny = tiny_model("qwen3", head_dim=128, max_position_embeddings=8192, num_hidden_layers=2)
     model = with_adapters(tiny)
     _, loss = one_document_at_a_time(model.double(), batch)
     loss.backward()
@@ -296,7 +296,7 @@ def test_a_model_on_hopper(hopper: None, monkeypatch: pytest.MonkeyPatch) -> Non
         ours.backward()
         found[backend] = ours, {name: grad.clone() for name, grad in gradients(model).items()}
     assert len(calls) == 2 and not handle._graphs._captured  # type: ignore[union-attr]
-    assert "2,048 tokens" in handle.report[0].path
+    assert "4,096 tokens" in handle.report[0].path
     errors = ThreeWay()
     for name, grad in expected.items():
         errors.add("gradients", found["auto"][1][name], found["per_document"][1][name], grad)

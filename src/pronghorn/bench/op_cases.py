@@ -23,8 +23,9 @@ from pronghorn.kernels import cross_entropy, glu, linear_cross_entropy, rms_norm
 
 EPS = 1e-6
 GATE_ROWS = 2560
-"""Of linear cross-entropy, whose logits in float64 would fill a GPU otherwise: more than two chunks. And of a longer
-document's attention, for its scores; long enough for `attention.long_documents`."""
+"""Of linear cross-entropy, whose logits in float64 would fill a GPU otherwise: more than two chunks."""
+GATE_DOCUMENT = 4096
+"""Of attention, for its scores in float64: long enough for `attention.long_documents`."""
 
 
 # --- RMSNorm
@@ -251,7 +252,7 @@ def attention_formula(q: Tensor, k: Tensor, v: Tensor, length: int) -> tuple[Ten
 
 def attention_case(draw: Draw, tokens: int, heads: int, kv_heads: int, dim: int, length: int) -> Case:
     """q: [T, H, D], k and v: [T, H_kv, D], in packed documents of `length` tokens each."""
-    small = None if length <= GATE_ROWS else attention_case(draw, GATE_ROWS, heads, kv_heads, dim, GATE_ROWS)
+    small = attention_case(draw, GATE_DOCUMENT, heads, kv_heads, dim, GATE_DOCUMENT) if length > GATE_DOCUMENT else None
     documents = max(1, tokens // length)
     tokens = documents * length
 
