@@ -242,8 +242,8 @@ def working_bytes(shape: Shape, work: Work) -> int:
     states, activation = t * h * (work.stream_bytes + b), t * i * b * (1 if work.fused else 3)
     if work.method != "qlora":
         return states + activation
-    # Weights are written out for a product: down's, or gate's and up's by themselves and then side by side.
-    return states + max(activation + h * i * b, 4 * h * i * b)
+    # Weights are written out for a product: down's, or gate's and up's.
+    return states + max(activation + h * i * b, 2 * h * i * b)
 
 
 def head_bytes(shape: Shape, work: Work) -> int:

@@ -115,10 +115,7 @@ class LinearGroup:
         """[N, in] in `dtype`: the weights themselves where they have it, else a copy made now."""
         weights = [base.weight for base in bases]
         if _is_4bit(bases[0]):
-            from bitsandbytes.functional import dequantize_4bit
-
-            whole = [dequantize_4bit(weight.data, weight.quant_state) for weight in weights]
-            return (whole[0] if len(whole) == 1 else torch.cat(whole)).to(dtype)
+            return _written_out(weights, dtype)
         if weights[0].dtype is not dtype:
             copy = weights[0].new_empty(sum(weight.shape[0] for weight in weights), weights[0].shape[1], dtype=dtype)
             torch._foreach_copy_(list(copy.split([len(weight) for weight in weights])), [x.detach() for x in weights])
@@ -128,12 +125,15 @@ class LinearGroup:
             self._weight = _merge(weights)
         return self._weight[:rows]
 
-    def stacked(self, base: Any, rank: int, dtype: torch.dtype) -> Tensor | None:
-        """[out + rank, in]: the frozen weight of the only linear with room for A below; None where A lies by itself."""
-        weight, wide = base.weight, base.in_features >= WIDE * base.out_features
-        if len(self.linears) > 1 or not wide or rank % STEP or weight.dtype is not dtype or weight.requires_grad:
-            return None
-        rows, whole = base.out_features, self._weight
+    def stacks(self, base: Any, rank: int, dtype: torch.dtype) -> bool:
+        """Whether A [rank, in] of the only linear lies below its weight, which is frozen, or written out."""
+        wide, weight = base.in_features >= WIDE * base.out_features, base.weight
+        there = weight.dtype is dtype and not weight.requires_grad
+        return len(self.linears) == 1 and wide and rank % STEP == 0 and (there or _is_4bit(base))
+
+    def stacked(self, base: Any, rank: int) -> Tensor:
+        """[out + rank, in]: the weight with room for A below."""
+        weight, rows, whole = base.weight, base.out_features, self._weight
         if whole is None or len(whole) != rows + rank or not _in_place(whole[:rows], [weight]):
             whole = self._weight = torch.cat([weight.detach(), weight.new_zeros(rank, base.in_features)])
             weight.data = whole[:rows]
@@ -192,8 +192,19 @@ class Operands:
     """The active adapters, and the columns of y that each adds to."""
     a: Tensor | None
     b: Tensor | None
-    stacked: Tensor | None = None
-    """[N + R, in]: the weight with A below, where they lie so."""
+    stacks: bool
+    _stacked: Tensor | None
+    """[N + R, in]: the weight with A below, where `stacks`; None where it is written out for each product."""
+
+    @property
+    def stacked(self) -> Tensor:
+        """[N + R, in], where `stacks`."""
+        if self._stacked is not None:
+            return self._stacked
+        assert self.a is not None
+        whole = _written_out([base.weight for base in self.bases], self.dtype, len(self.a))
+        whole[-len(self.a) :] = self.a
+        return whole
 
     @property
     def weight(self) -> Tensor:
@@ -247,7 +258,7 @@ class Operands:
             return None, dya
         if dya is None or self.a is None:
             return dy @ self.weight, None
-        if self.stacked is not None:
+        if self.stacks:
             return torch.cat([dy, dya], 1) @ self.stacked, dya
         return (dy @ self.weight).addmm_(dya, self.a), dya
 
@@ -283,12 +294,14 @@ def read(groups: list[LinearGroup], dtype: torch.dtype) -> list[Operands]:
                 adapters.append((slice(start, start + base.out_features), adapter))
             start += base.out_features
         a = b = stacked = None
+        stacks = bool(adapters) and group.stacks(bases[0], adapters[0][1].a.shape[0], dtype)
         if adapters:
-            stacked = group.stacked(bases[0], adapters[0][1].a.shape[0], dtype)
+            if stacks and not _is_4bit(bases[0]):
+                stacked = group.stacked(bases[0], adapters[0][1].a.shape[0])
             a, b, made = group.low_rank(adapters, (start, bases[0].in_features), dtype, stacked)
             copies += made
         weight = None if _is_4bit(bases[0]) else group.weight(bases, dtype)
-        found.append(Operands(group, bases, dtype, weight, adapters, a, b, stacked))
+        found.append(Operands(group, bases, dtype, weight, adapters, a, b, stacks, stacked))
     if copies:
         torch._foreach_copy_([target for target, _ in copies], [source for _, source in copies])
     return found
@@ -297,6 +310,21 @@ def read(groups: list[LinearGroup], dtype: torch.dtype) -> list[Operands]:
 def _is_4bit(base: Any) -> bool:
     """Whether it is bitsandbytes' 4-bit linear (told by name: the package needn't be there)."""
     return type(base).__name__ == "Linear4bit" and getattr(base.weight, "quant_state", None) is not None
+
+
+def _written_out(weights: list[Any], dtype: torch.dtype, more: int = 0) -> Tensor:
+    """4-bit weights, one below the other, and room for `more` rows."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    states = [weight.quant_state for weight in weights]
+    rows = [state.shape[0] for state in states]
+    whole = torch.empty(sum(rows) + more, states[0].shape[1], dtype=states[0].dtype, device=weights[0].device)
+    for weight, state, part in zip(weights, states, whole.split([*rows, more]), strict=False):
+        if part.is_cuda:
+            dequantize_4bit(weight.data, state, out=part)
+        else:  # bitsandbytes has it for GPUs only
+            part.copy_(dequantize_4bit(weight.data, state))
+    return whole.to(dtype)
 
 
 def _name(dtype: torch.dtype) -> str:
