@@ -219,7 +219,8 @@ def test_choices_equal_brute_force(
     """For every budget no assignment of policies to layers, in any order, is faster than the one chosen for it."""
     names = (Policy.KEEP, Policy.RECOMPUTE_CHEAP, Policy.RECOMPUTE_MLP, Policy.RECOMPUTE_LAYER)
     stored = dict(zip(names, sorted(sizes, reverse=True), strict=True)) | {Policy.OFFLOAD: 0}
-    step = Step({"weights": 7, "gradients": 1}, stored, working, head, buffer=3, graph=0, pieces=pieces)
+    read = dict.fromkeys(stored, stored[Policy.KEEP])
+    step = Step({"weights": 7, "gradients": 1}, stored, read, working, head, buffer=3, graph=0, pieces=pieces)
     forward, backward, norms, gate_up, copy = times
     speed = StepTimes(forward, backward, norms, gate_up, 0 if shared else copy, rest=5)
     chosen = frontier(step, speed, layers)

@@ -1,9 +1,9 @@
 """Bytes of a training step by kind, from the model's shape: what rests on the device, and where the step peaks.
 
-Going backward, layer i has in memory what the layers before it stored, what it keeps itself (stored or made again: K
-for every policy), and one layer's working memory, W. Before that stands the head. So
+Going backward, layer i has in memory what the layers before it stored, what its own backward reads (K, stored or made
+again), and one layer's working memory, W. Before that stands the head. So
 
-    peak = resting + max( Σ_j s_j + head,  max_i ( Σ_{j<i} s_j + K + W ) )        s_j: what layer j's policy stores
+    peak = resting + max( Σ_j s_j + head,  max_i ( Σ_{j<i} s_j + K_i + W ) )      s_j: what layer j's policy stores
 
 Tensors of the fused layers: `models.fused`; of the stock ones: counted with `saved_tensors_hooks` (tests/test_plan.py).
 The allocator's peaks that this was checked against: benchmarks/results.
@@ -198,6 +198,15 @@ def stored_bytes(shape: Shape, work: Work) -> dict[Policy, int]:
     return served | {Policy.RECOMPUTE_LAYER: t * h * work.stream_bytes, Policy.OFFLOAD: 0}
 
 
+def read_bytes(shape: Shape, work: Work) -> dict[Policy, int]:
+    """K: what a layer's backward has of its forward at its peak, by policy. Norms' results that weren't stored are made
+    again before, if gate·up is, or after it."""
+    stored = stored_bytes(shape, work)
+    one = work.tokens * shape.hidden * work.itemsize * (Policy.RECOMPUTE_CHEAP in stored)
+    norms = {Policy.KEEP: 0, Policy.RECOMPUTE_MLP: one}
+    return {policy: stored[Policy.KEEP] - norms.get(policy, 2 * one) for policy in stored}
+
+
 def _fused_bytes(shape: Shape, work: Work) -> int:
     """Norms' inputs and outputs, q·k·v, attention's output and log-sum-exp, gate·up, x·Aᵀ of every product; of a router
     the probabilities, the chosen ones with their sum, and the order of the rows."""
@@ -233,7 +242,7 @@ def _stock_bytes(shape: Shape, work: Work) -> int:
 def working_bytes(shape: Shape, work: Work) -> int:
     """W: the most that comes and goes inside one layer's backward, which is in its MLP.
 
-    The stream's gradient, a product's result and the activation, or its gradient; d(gate·up) takes gate·up's place. Of
+    The stream's gradient, down's operand and the activation, or its gradient; d(gate·up) takes gate·up's place. Of
     experts d(gate·up) and either the activation or the rows' gradients.
     """
     t, h, i, b = work.tokens, shape.hidden, shape.intermediate, work.itemsize
@@ -274,6 +283,7 @@ class Step:
 
     resting: Mapping[str, int]
     stored: Mapping[Policy, int]
+    read: Mapping[Policy, int]
     working: int
     head: int
     buffer: int
@@ -298,7 +308,18 @@ class Step:
         coming = 0 if work.accumulates else resting.pop("gradients") - tables * table
         ends = table, (3 - tables) * table if work.accumulates else 2 * table
         pieces = shape.layers * min(PIECES, 2 * work.tokens * shape.intermediate * work.itemsize)
-        return cls(resting, stored, working, head, buffer_bytes(shape, work), graph, pieces, coming, ends)
+        return cls(
+            resting,
+            stored,
+            read_bytes(shape, work),
+            working,
+            head,
+            buffer_bytes(shape, work),
+            graph,
+            pieces,
+            coming,
+            ends,
+        )
 
     def peak(self, policies: Sequence[Policy], buffers: int = 2) -> dict[str, int]:
         """Bytes by kind at the moment of the peak, as torch's allocator counts them; their sum is the peak.
@@ -314,7 +335,7 @@ class Step:
         for layer, (policy, bytes_) in enumerate(zip(policies, stored, strict=True)):
             ahead = self.buffer if buffers == 2 and 0 < gone < policies.count(Policy.OFFLOAD) else 0
             made = self.ends[0] + self.coming * (len(policies) - layer) // len(policies)
-            moments.append((before + bytes_, self.stored[Policy.KEEP] - bytes_ + self.working, ahead, made))
+            moments.append((before + bytes_, self.read[policy] - bytes_ + self.working, ahead, made))
             before, gone = before + bytes_, gone + (policy is Policy.OFFLOAD)
         moments.append((0, 0, 0, self.ends[1] + self.coming))
         activations, working, ahead, made = max(moments, key=sum)

@@ -156,7 +156,7 @@ class _Layer(torch.autograd.Function):
         a_a = low_rank and low_rank[0]
         del a
         out, h_after = _add(h, y, low_rank, parts.after and parts.after[1])
-        keep = policy not in (Policy.RECOMPUTE_CHEAP, Policy.RECOMPUTE_MLP)
+        keep = policy is Policy.KEEP  # of a layer that is recomputed as a whole as little as may be, too
         large = (
             normed if keep else None,
             h_normed if keep else None,
@@ -174,6 +174,7 @@ class _Layer(torch.autograd.Function):
         linears, saved = _linears(ctx)
         x, rstd, y, y_rstd, h, h_rstd, h_y, h_y_rstd, xa, a_a, *rest = saved
         normed, h_normed, gate_up, cos, sin, *kept = rest
+        del saved, rest  # what was made again for this backward goes when it was used
         parts: LayerParts = ctx.parts
         dtype = linears[0].dtype
         norms = [*parts.before, *(parts.after or ())]
@@ -183,12 +184,16 @@ class _Layer(torch.autograd.Function):
         dy = d_out
         if parts.after is not None:
             dy, d_norms[3] = norms[3].backward(d_out, h_y, h_y_rstd)
-        if h_normed is None:
-            h_normed = norms[1].forward(h, dtype)[0]
         donated = gate_up is None or _freed_after()
         if gate_up is None:
+            h_normed = norms[1].forward(h, dtype)[0]
             gate_up = _gate_up(h_normed, parts.mlp, linears[2])[1]
-        d_normed, mlp_grads = _mlp_backward(dy.to(dtype), h_normed, gate_up, donated, xa, a_a, parts.mlp, linears[2:])
+        d_gate_up, down_grads = _down_backward(dy.to(dtype), gate_up, donated, a_a, parts.mlp, linears[3])
+        if h_normed is None:  # not before: the peak of memory is behind
+            h_normed = norms[1].forward(h, dtype)[0]
+        d_normed, dya = linears[2].input_grad(d_gate_up)
+        mlp_grads = [*linears[2].gradients(d_gate_up, dya, h_normed, xa), *down_grads]
+        del d_gate_up
         dh, d_norms[1] = norms[1].backward(d_normed, h, h_rstd, d_out)
         del d_normed, h_normed, gate_up
 
@@ -239,6 +244,7 @@ def _attention_backward(
     else:
         (q, k, v), raw = rope.forward(qkv, cos, sin, heads), qkv
     dqkv, d_sinks = explicit.backward(d_mixed.view_as(mixed), q, k, v, mixed, state, options, parts.sinks)
+    del d_mixed
     norm_grad = any(norm is not None and norm.requires_grad for norm in (heads.query_norm, heads.key_norm))
     dqkv, *norm_grads = rope.backward_(dqkv, cos, sin, heads, raw, norm_grad)
     dx, dya = linears[0].input_grad(dqkv, wanted)
@@ -253,23 +259,13 @@ def _gate_up(x: Tensor, parts: MLPParts, linear: Operands) -> tuple[Tensor, Tens
     return glu.forward_with_low_rank_(gate_up, *low_rank, parts.activation), gate_up, low_rank[0]
 
 
-def _mlp_backward(
-    dy: Tensor,
-    x: Tensor,
-    gate_up: Tensor,
-    donated: bool,
-    xa: Tensor | None,
-    a_a: Tensor | None,
-    parts: MLPParts,
-    linears: list[Operands],
+def _down_backward(
+    dy: Tensor, gate_up: Tensor, donated: bool, a_a: Tensor | None, parts: MLPParts, down: Operands
 ) -> tuple[Tensor, list[Tensor]]:
-    """(dx, the gradients of all that is trained). `donated`: gate·up may be overwritten."""
-    da, dya = linears[1].input_grad(dy)
+    """(d(gate·up), the gradients of down that are trained). `donated`: gate·up may be overwritten."""
+    da, dya = down.input_grad(dy)
     d_gate_up = glu.backward_(da, gate_up, parts.activation, donated)
-    down_grads = linears[1].gradients(dy, dya, da, a_a)  # da holds the activation now
-    del da
-    dx, dya = linears[0].input_grad(d_gate_up)
-    return dx, [*linears[0].gradients(d_gate_up, dya, x, xa), *down_grads]
+    return d_gate_up, down.gradients(dy, dya, da, a_a)  # da holds the activation now
 
 
 def _copies(ctx: Any, linears: list[Operands]) -> list[Tensor | None]:

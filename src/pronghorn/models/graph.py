@@ -12,6 +12,7 @@ weights, long documents and others that need host integers.
 from __future__ import annotations
 
 import functools
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,11 +29,11 @@ from pronghorn.memory.plan import POLICY
 
 Graph = Literal["auto", "on", "off"]
 
-MEASURED_FORWARDS = 3
-"""Training forwards that are timed before `auto` decides; the first ones compile kernels."""
-HOST_BOUND = 0.6
-"""Share of a forward's time on the device that the host takes to launch it, from which on a graph pays: a step of
-Qwen3-30B-A3B's first 12 layers is 5 to 7 % faster with one though the host could keep up."""
+MEASURED_FORWARDS = 8
+"""Training forwards that are timed before `auto` decides, by the median of all but the first: these compile kernels."""
+HOST_BOUND = 0.7
+"""Share of a forward's time on the device that the host takes to launch it, from which on a graph pays: the device also
+waits here and there where the host keeps up on the whole."""
 MOST_GRAPHS = 4
 """Different numbers of documents (buckets) that are captured; rows of others run without a graph."""
 WARM_UPS = 2
@@ -136,7 +137,7 @@ class TrunkGraphs:
         self._timed.append((host_ms, start, end))
         done = [host / a.elapsed_time(b) for host, a, b in self._timed if b.query()]
         if len(done) >= MEASURED_FORWARDS:
-            self._host_share = done[-1]
+            self._host_share = statistics.median(done[MEASURED_FORWARDS // 3 :])
             self._timed.clear()
         return result
 
