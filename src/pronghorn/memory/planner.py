@@ -2,9 +2,10 @@
 
 With s_p what a policy stores, t_p what it costs, and the formula of `memory.estimate`: minimise Σ t_p over all policies
 by layer whose peak fits. A model's layers count as alike. Then, for given counts, those that store least are best put
-first: layer i's moment is Σ_{j<i} s_j + K_i + W, where what stores more reads at most as much more, so of two neighbours
-the one that stores less belongs before. It also keeps copies out of the way: what the last layers kept is used first and freed while the first
-layers' inputs come back. So only counts are left to choose, and a Pareto search does that exactly.
+first: layer i's moment is Σ_{j<i} s_j + K_i + W, where what stores more reads at most as much more, so of two
+neighbours the one that stores less belongs before. It also keeps copies out of the way: what the last layers kept is
+used first and freed while the first layers' inputs come back. So only counts are left to choose, and a Pareto search
+does that exactly.
 """
 
 from __future__ import annotations
