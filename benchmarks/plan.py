@@ -40,7 +40,8 @@ Qwen3-0.6B lora 8192 keep; Qwen3-0.6B lora 16384 mlp
 Llama-3.2-1B lora 8192 keep; Llama-3.2-1B lora 8192 norms; Llama-3.2-1B lora 8192 mlp; Llama-3.2-1B lora 8192 layer
 Llama-3.2-1B lora 8192 offload; Llama-3.2-1B lora 32768 layer; Llama-3.2-1B lora 8192 8GiB
 Llama-3.2-1B full 8192 keep; Llama-3.2-1B full 8192 layer
-Llama-3.1-8B lora 8192 keep; Llama-3.1-8B lora 8192 mlp; Llama-3.1-8B lora 8192 24GiB; Llama-3.1-8B lora 8192 offload
+Llama-3.1-8B lora 8192 keep; Llama-3.1-8B lora 8192 mlp; Llama-3.1-8B lora 8192 24GiB; Llama-3.1-8B lora 8192 layer
+Llama-3.1-8B lora 8192 offload
 Llama-3.1-8B qlora 8192 keep; Llama-3.1-8B qlora 8192 12GiB
 """
 WARM, TIMED = 6, 8
