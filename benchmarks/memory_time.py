@@ -2,10 +2,12 @@
 
     python benchmarks/memory_time.py --model Llama-3.1-8B --limits 8 --against unsloth:off,unsloth:auto,hf:on
     python benchmarks/memory_time.py --model Llama-3.2-1B --cards 8GiB,12GiB,16GiB,24GiB --against unsloth:auto
+    python benchmarks/memory_time.py --model Llama-3.1-8B --draw A.json B.json --plot memory-time.svg
 
 `--limits 8` gives as many, evenly from the least that the model trains in to what keeping everything takes; each is the
 limit of Pronghorn's own process, and all alternate with Pronghorn without a limit. `--cards` gives the same limit to
 all, each card by itself. A contender is measured as by `pronghorn bench step`: gate first, in a process of its own.
+`--draw` only draws results of this program and of `bench step`.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from rich.table import Table
 from pronghorn.bench.contenders import CONTENDERS
 from pronghorn.bench.contenders.base import Recompute
 from pronghorn.bench.pairs import Outcome, Pairs
-from pronghorn.bench.record import Result, write_results
+from pronghorn.bench.record import Result, read_results, write_results
 from pronghorn.bench.shapes import shape_of
 from pronghorn.bench.step import Prepared, StepOptions, check_options, prepare, recompute_label, result_of
 from pronghorn.cli.bench import CHILD_ENVIRONMENT
@@ -83,13 +85,14 @@ def draw(title: str, results: Sequence[Result], file: Path) -> None:
     lines: dict[str, list[tuple[float, float, str]]] = {}
     for each in results:
         if each.timings_ms and each.memory_bytes:  # a CPU tells no memory
-            name, _, mode = each.contender.partition(", ")
+            mode = each.extra["recompute"]
+            name = each.contender.partition(",")[0] + (", auto" if mode.startswith("auto,") else "")
             lines.setdefault(name, []).append((each.memory_bytes["peak"] / GIB, each.median("step"), mode))
     for name, points in lines.items():
         x, y, modes = zip(*sorted(points), strict=True)
-        axes.plot(x, y, "o-", markersize=4, linewidth=1.2, label=name)
+        axes.plot(x, y, "o-" if name.endswith("auto") else "o", markersize=4, linewidth=1.2, label=name)
         for place, mode in zip(zip(x, y, strict=True), modes, strict=True):
-            if name != "pronghorn":
+            if not name.startswith("pronghorn"):
                 axes.annotate(mode, place, xytext=(5, 3), textcoords="offset points", fontsize=8)
     axes.set(title=title, xlabel="peak memory, GiB", ylabel="step, ms")
     axes.grid(alpha=0.3)
@@ -120,11 +123,17 @@ def main() -> None:
     parser.add_argument("--against", default="", help="NAME:off|on|offload|auto, with commas")
     parser.add_argument("--repeats", type=int, default=12)
     parser.add_argument("--checkpoints", type=Path, default=None)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=Path("memory-time.json"))
     parser.add_argument("--plot", type=Path, default=None)
+    parser.add_argument("--draw", type=Path, nargs="+", metavar="FILE", help="measure nothing, draw these into --plot")
     parser.add_argument("--commit", default="unknown")
     given = parser.parse_args()
     console = Console()
+    if given.draw:
+        if given.plot is None:
+            parser.error("--draw needs --plot FILE")
+        results = [each for file in given.draw for each in read_results(file) if each.workload.shape == given.model]
+        return draw(f"{given.model}, {given.tokens:,} tokens, {results[0].device}", results, given.plot)
     options = StepOptions(
         given.model, given.method, given.tokens, given.lengths, recompute="auto", repeats=given.repeats,
         checkpoints=given.checkpoints, commit=given.commit,
