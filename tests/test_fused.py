@@ -21,6 +21,10 @@ from tiny import FAMILIES, packed_row, tiny_model
 from tolerance import ThreeWay
 
 
+WIDE = {"intermediate_size": 136}
+"""Of a tiny model whose down has A below its weight."""
+
+
 def with_adapters(model: Any, **options: Any) -> Any:
     """LoRA on all linears, B away from zero."""
     adapted = add_lora(model, **{"r": 8, "lora_alpha": 8, **options})
@@ -135,7 +139,7 @@ def test_adapters_on_some_linears(options: dict[str, Any]) -> None:
     compare(with_adapters(tiny_model("llama"), **options), packed_row(LENGTHS, ROW))
 
 
-@pytest.mark.parametrize("changes", [{"attention_bias": True, "mlp_bias": True}, {"tie_word_embeddings": True}])
+@pytest.mark.parametrize("changes", [{"attention_bias": True, "mlp_bias": True}, {"tie_word_embeddings": True}, WIDE])
 def test_biases_and_tied_embeddings(changes: dict[str, Any]) -> None:
     compare(with_adapters(tiny_model("llama", **changes)), packed_row(LENGTHS, ROW))
 
@@ -373,7 +377,7 @@ def test_detach_gives_the_modules_back() -> None:
 
 def test_saving_gives_the_same_bytes(tmp_path: Any) -> None:
     """Merged storage is the parameters' own affair: files of an attached, stepped model are those of a plain one."""
-    plain = with_adapters(tiny_model("llama"))
+    plain = with_adapters(tiny_model("llama", **WIDE))
     ours = copy.deepcopy(plain)
     attach(ours, layers="fused")
     ours(**packed_row(LENGTHS, ROW)).loss.backward()
@@ -388,7 +392,7 @@ def test_a_wide_input_s_adapter_lies_below_the_weight() -> None:
     """Down: its weight's storage has room for A, unless the rank is odd."""
     batch = packed_row(LENGTHS, ROW)
     for rank, below in ((8, 8), (16, 16), (3, 0)):
-        model = with_adapters(tiny_model("llama"), r=rank)
+        model = with_adapters(tiny_model("llama", **WIDE), r=rank)
         attach(model, layers="fused")
         loss_and_gradients(model, batch)
         mlp = model.get_base_model().model.layers[0].mlp
@@ -400,7 +404,7 @@ def test_a_wide_input_s_adapter_lies_below_the_weight() -> None:
 
 
 def test_weights_that_were_moved_are_merged_again() -> None:
-    model, batch = with_adapters(tiny_model("llama")), packed_row(LENGTHS, ROW)
+    model, batch = with_adapters(tiny_model("llama", **WIDE)), packed_row(LENGTHS, ROW)
     attach(model, layers="fused")
     loss, grads = loss_and_gradients(model, batch)
     model.double()
@@ -490,10 +494,10 @@ def four_bit_pair(folder: Path, device: str, dtype: torch.dtype) -> tuple[Any, A
     """A 4-bit model with adapters, and a float64 one on the CPU with the weights that its 4 bits stand for."""
     from pronghorn.models.load import load_model
 
-    tiny_model("llama").save_pretrained(folder)
+    tiny_model("llama", **WIDE).save_pretrained(folder)
     byte_tokenizer(512).save_pretrained(folder)
     quantised, _ = load_model(str(folder), max_seq_length=ROW, dtype=dtype, load_in_4bit=True, device=device)
-    exact = tiny_model("llama")
+    exact = tiny_model("llama", **WIDE)
     modules = dict(quantised.named_modules())
     for name, parameter in exact.named_parameters():
         module = modules[name.rpartition(".")[0]]
@@ -556,7 +560,7 @@ def test_padded_batches_and_generation_take_transformers_way() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_on_a_gpu(family: str, dtype: torch.dtype, nan_memory: None) -> None:
     batches = [packed_row(LENGTHS, ROW, seed=seed) for seed in range(DRAWS)]
-    compare(with_adapters(tiny_model(family)), *batches, device="cuda", dtype=dtype)
+    compare(with_adapters(tiny_model(family, **WIDE)), *batches, device="cuda", dtype=dtype)
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ import torch
 from pronghorn.errors import ConfigError, TrainingError
 from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import _graph_refusal, attach
-from pronghorn.models.graph import _Captured, _fingerprint, _Replay, graphed_class
+from pronghorn.models.graph import MEASURED_FORWARDS, _Captured, _fingerprint, _Replay, graphed_class
 from test_fused import with_adapters
 from test_parity import LENGTHS, ROW, gradients
 from tiny import FAMILIES, packed_row, tiny_model
@@ -126,7 +126,7 @@ def test_auto_measures_first(captured: tuple[Any, Any]) -> None:
     model, _ = captured
     handle = attach(model, layers="fused", graph="auto")
     assert graph_path(handle) == ("off", "the first steps measure whether it pays")
-    for seed in range(5):
+    for seed in range(MEASURED_FORWARDS + 1):
         model(**on_device(LENGTHS, seed)).loss.backward()
         torch.cuda.synchronize()
     path, why = graph_path(handle)  # three tiny layers: nothing but launching

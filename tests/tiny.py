@@ -20,7 +20,7 @@ VOCAB = 131
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
-    "intermediate_size": 136,
+    "intermediate_size": 88,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -31,10 +30,6 @@ from pronghorn.models.merged import adapter_of, base_of
 T = TypeVar("T")
 SECONDS = 0.3
 """How long at least a part is repeated to be timed: a GPU that was idle runs faster at first."""
-AHEAD = 4
-"""Repeats that the host launches ahead: more would fill the device's queue and make it wait."""
-CYCLES = 2e9
-"""Of a GPU's clock in a second, at most."""
 
 
 def shape_of(model: Any) -> Shape:
@@ -211,8 +206,8 @@ def device_card(device: torch.device) -> Card:
 def measured_times(model: Any, shape: Shape, work: Work, card: Card, autocast: torch.dtype | None = None) -> StepTimes:
     """The card's estimate scaled by one layer's times, keeping everything, and the copy of its input, measured.
 
-    The backbone runs with one layer and with two; the difference is a layer's, on the device or, where it takes longer,
-    on the host. Takes one or two seconds; gradients, random state and the model are left as they were.
+    The backbone runs with one layer and with two; the difference is a layer's. Takes one or two seconds; gradients,
+    random state and the model are left as they were.
     """
     base, handle = base_causal_lm(model), attached(model)
     given = None if handle is None else (handle.plan, handle.options[3])
@@ -254,11 +249,7 @@ def _measure(base: Any, shape: Shape, work: Work, card: Card) -> StepTimes:
                 times.append(_medians(step))
         finally:
             backbone.layers = layers
-    (forward, backward), (host_forward, host_backward) = (
-        [max(two - one, 1e-3) for one, two in zip(*both, strict=True)] for both in zip(*times, strict=True)
-    )
-    # A step takes what the longer of the two takes: the host launches ahead.
-    behind = max(1.0, (host_forward + host_backward) / (forward + backward))
+    forward, backward = (max(two - one, 1e-3) for one, two in zip(*times, strict=True))
 
     pool, copied = PinnedPool(pinned=True), 0.0
     if card.link:
@@ -269,42 +260,28 @@ def _measure(base: Any, shape: Shape, work: Work, card: Card) -> StepTimes:
             host.copy_(states.detach(), non_blocking=True)
             yield
 
-        [copied], _ = _medians(copy)
+        [copied] = _medians(copy)
         pool.release()
-    return step_times(shape, work, card).scaled(behind * forward, behind * backward, copied)
+    return step_times(shape, work, card).scaled(forward, backward, copied)
 
 
-def _medians(work: Callable[[], Iterator[None]]) -> tuple[list[float], list[float]]:
-    """Milliseconds between what `work` yields at, on the device and on the host: medians of repeats, some at a time
-    behind a pause that gives the host time to launch them, so that the device never waits for it."""
+def _medians(work: Callable[[], Iterator[None]]) -> list[float]:
+    """Milliseconds between what `work` yields at: medians of repeats that follow each other as in training, where the
+    host launches ahead. The first ones, which may compile, tell how many there are to be."""
 
-    def repeat(count: int, pause: float) -> tuple[list[list[float]], list[list[float]]]:
-        torch.cuda.synchronize()
-        torch.cuda._sleep(int(pause * CYCLES))
-        every: list[list[tuple[torch.cuda.Event, float]]] = []
+    def repeat(count: int) -> list[list[float]]:
+        every: list[list[torch.cuda.Event]] = []
         for _ in range(count):
             every.append([])
             for _ in work():
-                event = torch.cuda.Event(enable_timing=True)
-                event.record()
-                every[-1].append((event, time.perf_counter()))
+                every[-1].append(torch.cuda.Event(enable_timing=True))
+                every[-1][-1].record()
         torch.cuda.synchronize()
-        device = [[a.elapsed_time(b) for (a, _), (b, _) in pairwise(marks)] for marks in every]
-        return device, [[1e3 * (b - a) for (_, a), (_, b) in pairwise(marks)] for marks in every]
+        return [[start.elapsed_time(end) for start, end in pairwise(marks)] for marks in every]
 
-    repeat(2, 0.0)  # which may compile
-    device, host = repeat(2, 0.0)
-    seconds, pause = sum(device[-1]) / 1e3, AHEAD * sum(host[-1]) / 1e3
-    device, host = [], []
-    for _ in range(min(max(int(SECONDS / (AHEAD * seconds)), 2), 25)):
-        more = repeat(AHEAD, pause)
-        device, host = device + more[0], host + more[1]
-    settled = len(device) // 3
-    return _columns(device[settled:]), _columns(host[settled:])
-
-
-def _columns(rows: list[list[float]]) -> list[float]:
-    return [statistics.median(times) for times in zip(*rows, strict=True)]
+    once = sum(repeat(2)[-1]) / 1e3
+    found = repeat(min(max(int(SECONDS / once), 5), 100))
+    return [statistics.median(times) for times in zip(*found[len(found) // 3 :], strict=True)]
 
 
 def _linears(layer: Any) -> dict[str, Any]:
