@@ -20,7 +20,6 @@ from test_parity import DRAWS, LENGTHS, ROW, gradients, one_document_at_a_time
 from tiny import FAMILIES, packed_row, tiny_model
 from tolerance import ThreeWay
 
-
 WIDE = {"intermediate_size": 136}
 """Of a tiny model whose down has A below its weight."""
 
