@@ -24,7 +24,7 @@ from pronghorn.data.packed_rows import PackedRows
 from pronghorn.errors import ConfigError, DataError, TrainingError, UnsupportedError
 from pronghorn.models.attach import attach, attached
 from pronghorn.models.families import recomputes_layers
-from pronghorn.train.gradients import GradientWatch, _Pending
+from pronghorn.train.gradients import GradientWatch, _Pending, gradient_flags, gradient_norms
 from pronghorn.train.trainer import _attached_on_its_device
 from tiny import stock_loss_on_cpu, tiny_model
 
@@ -427,16 +427,27 @@ def test_the_watch_clips_as_torch_does(most: float) -> None:
         parameter.grad = torch.randn_like(parameter)
     whole = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     watch.observe(model)
-    ours = watch.clip(most)
+    ours = watch.clip(most, model.parameters())
     clipped = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-    assert watch.clip(most) is None, "the norms are of gradients that were clipped since"
+    assert watch.clip(most, model.parameters()) is None, "the norms are of gradients that were clipped since"
     for name, parameter in model.named_parameters():
         parameter.grad = whole[name]
     assert ours == torch.nn.utils.clip_grad_norm_(model.parameters(), most)
     assert all(torch.equal(clipped[name], parameter.grad) for name, parameter in model.named_parameters())
+    watch.observe(model)
+    assert watch.clip(most, list(model.parameters())[1:]) is None, "another set is trained than was observed"
+    model[0].weight.grad.mul_(2)
+    assert watch.clip(most, model.parameters()) is None, "changed since"
     model[0].bias.grad = None
     watch.observe(model)
-    assert watch.clip(most) is None, "left to stock"
+    assert watch.clip(most, model.parameters()) is None, "left to stock"
+
+
+def test_norms_of_16_bits_have_float32_s_range() -> None:
+    finite = torch.full((300, 300), 300.0, dtype=torch.float16)
+    norms = gradient_norms([finite, torch.ones(4), torch.zeros(2)], torch.device("cpu"))
+    assert norms[0] == pytest.approx(9e4, rel=1e-3)
+    assert gradient_flags(norms).tolist() == [[1, 1, 0], [0, 0, 0]]
 
 
 def test_a_second_training_is_not_judged_by_the_first() -> None:

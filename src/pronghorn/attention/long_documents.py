@@ -7,11 +7,12 @@ Forward and backward of one layer of 32/8 heads at 8,192 tokens took on a H200 (
     documents of     head size 128: tiles, cuDNN     head size 64: tiles, cuDNN
     1,024                    1.03   1.14                     not measured
     2,048                    1.67   1.42                     1.016  .952
-    8,192                    6.00   3.49                     3.63   2.33
+    8,192                    6.00   3.63                     3.63   2.42
 
-cuDNN plans for every new length anew, for 0.1 to 0.4 s of the host's time, so documents are padded to few lengths, by
-6 % at most. Its dq varies from run to run, so deterministic mode keeps to tiles. (torch's varlen op over cuDNN gave
-wrong gradients in torch 2.11.) Source: `aten::_scaled_dot_product_cudnn_attention` and its own backward.
+cuDNN plans for every new length anew, for 0.1 s of the host's time (the first one for a second), so documents are
+padded to few lengths, by 6 % at most. Its dq varies from run to run, so deterministic mode keeps to tiles. (torch's
+varlen op over cuDNN gave wrong gradients in torch 2.11.) Source: `aten::_scaled_dot_product_cudnn_attention` and its
+own backward.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def least_tokens(query: Tensor) -> int | None:
     """Tokens from which on documents of queries like this [..., D] go through cuDNN; None where none do."""
     if query.device.type != "cuda" or query.dtype not in (torch.float16, torch.bfloat16):
         return None
-    if torch.are_deterministic_algorithms_enabled() or not has_cudnn_attention():
+    wished = torch.backends.cudnn.enabled and torch.backends.cuda.cudnn_sdp_enabled()
+    if torch.are_deterministic_algorithms_enabled() or not (wished and has_cudnn_attention()):
         return None
     if torch.cuda.get_device_capability(query.device) != HOPPER:  # measured there only
         return None

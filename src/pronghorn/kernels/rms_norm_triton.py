@@ -26,13 +26,13 @@ def _forward(x_ptr, w_ptr, y_ptr, r_ptr, H, eps, offset, BLOCK: tl.constexpr):
 @triton.jit
 def _backward(
     dy_ptr, x_ptr, w_ptr, r_ptr, more_ptr, dx_ptr, dw_ptr, T, H, offset, programs,
-    WEIGHT: tl.constexpr, MORE: tl.constexpr, BLOCK: tl.constexpr,
+    WEIGHT: tl.constexpr, MORE: tl.constexpr, STAGES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     cols = tl.arange(0, BLOCK)
     inside = cols < H
     w = tl.load(w_ptr + cols, mask=inside, other=0.0).to(tl.float32) + offset
     dw = tl.zeros((BLOCK,), tl.float32)
-    for row in tl.range(tl.program_id(0).to(tl.int64), T, programs, num_stages=3 if WEIGHT else 1):
+    for row in tl.range(tl.program_id(0).to(tl.int64), T, programs, num_stages=STAGES):
         x = tl.load(x_ptr + row * H + cols, mask=inside, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + row * H + cols, mask=inside, other=0.0).to(tl.float32)
         r = tl.load(r_ptr + row)
@@ -75,12 +75,20 @@ def backward(
     dx = torch.empty_like(x)
     programs = min(count, _PROGRAMS) if weight_grad else count
     dw = torch.empty(programs, size, dtype=torch.float32, device=x.device) if weight_grad else rstd
-    block = triton.next_power_of_2(size)
+    block, read = triton.next_power_of_2(size), [x, dy] + ([] if residual_grad is None else [residual_grad])
+    ahead = stages(block, sum(each.element_size() for each in read)) if weight_grad else 1
     _backward[(programs,)](
         dy, x, weight, rstd, dy if residual_grad is None else residual_grad, dx, dw, count, size, offset, programs,
-        WEIGHT=weight_grad, MORE=residual_grad is not None, BLOCK=block, num_warps=_warps(block),
+        WEIGHT=weight_grad, MORE=residual_grad is not None, STAGES=ahead, BLOCK=block,
+        num_warps=_warps(block),
     )  # fmt: skip
     return dx, dw.sum(0).to(weight.dtype) if weight_grad else None
+
+
+def stages(block: int, bytes_: int) -> int:
+    """Rows under way in a loop over rows of `block` elements, `bytes_` each in all tensors together. Two of them lie in
+    shared memory, of which the smallest card has 99 KB a block."""
+    return 3 if 2 * block * bytes_ <= 84 * 1024 else 1
 
 
 def _warps(block: int) -> int:

@@ -353,5 +353,5 @@ class Step:
     def process(self, policies: Sequence[Policy], kinds: Mapping[str, int]) -> int:
         """What the process takes when torch counts `kinds`: fragmentation and CUDA's context besides."""
         pieces = self.pieces[not set(policies) <= {Policy.RECOMPUTE_LAYER, Policy.OFFLOAD}]
-        passing = kinds.get("activations", 0) + kinds.get("working", 0)
+        passing = sum(kinds.get(kind, 0) for kind in ("activations", "working", "buffers"))
         return sum(kinds.values()) + int(FRAGMENTATION * passing) + pieces + CONTEXT_BYTES

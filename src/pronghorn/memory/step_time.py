@@ -98,8 +98,8 @@ def step_times(shape: Shape, work: Work, card: Card) -> StepTimes:
         thin = 3 * shape.experts.chosen * h + 5 * i if work.expert_rank else 0
         around, adapters = around + t * rows * b * moving, adapters + 1.5 * t * thin * b * moving
     gaps = GAPS + (ROUTED_GAPS if shape.experts else 0.0) if work.fused else 0.0
-    # 4-bit weights are written out for each product (2.5 bytes an element) and then put side by side (4)
-    written = 6.5 * shape.linear_weights * moving if work.method == "qlora" else 0.0
+    # 4-bit weights are written out for each product, half a byte read and two written an element
+    written = 2.5 * shape.linear_weights * moving if work.method == "qlora" else 0.0
     forward = products + attention + norms + around + adapters + written + gaps
     trained = 2 if work.method == "full" else 1
     backward = trained * products + 2.5 * attention + 1.5 * (norms + around) + adapters + written + gaps

@@ -1,6 +1,6 @@
 """`attach`: the only place that changes a model, one instance at a time, and `Handle.detach`, which undoes it.
 
-All changes are outside the parameters (so saving gives byte for byte what an unattached model gives):
+All changes are outside the parameters (so `save_pretrained` gives byte for byte what an unattached model gives):
 
 1. The config's attention implementation becomes Pronghorn's (`attention.packed`).
 2. A forward pre-hook on the backbone finds the batch's `PackedBatch` and hands it to every layer (`models.metadata`).

@@ -21,7 +21,7 @@ from pronghorn.data.batch import PackedBatch
 from pronghorn.kernels.glu import Activation
 from pronghorn.kernels.rms_norm import rms_norm
 from pronghorn.kernels.rope import Heads
-from pronghorn.memory.checkpoint import has_own_forward
+from pronghorn.memory.checkpoint import WHOLE_LAYER, has_own_forward
 from pronghorn.memory.plan import POLICY, Policy
 from pronghorn.models import fused
 from pronghorn.models.fused import AttentionParts, LayerParts, MLPParts, Norm
@@ -164,6 +164,8 @@ def _layer_class(original: Any, backend: Backend) -> type[nn.Module]:
             return plain(self, hidden_states, *args, **kwargs)
         cos, sin = _rows(turns, hidden_states, self.self_attn.head_dim)
         policy = self.__dict__.get(POLICY, Policy.KEEP)
+        if policy in WHOLE_LAYER and not self.gradient_checkpointing:  # which is switched off
+            policy = Policy.KEEP
         x, dtype = hidden_states.flatten(0, 1).contiguous(), _compute_dtype(hidden_states)
         with _without_autocast(hidden_states):
             return fused.layer(x, cos, sin, packed, parts, dtype, policy).view_as(hidden_states)

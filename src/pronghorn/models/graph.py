@@ -30,7 +30,7 @@ from pronghorn.memory.plan import POLICY
 Graph = Literal["auto", "on", "off"]
 
 MEASURED_FORWARDS = 8
-"""Training forwards that are timed before `auto` decides, by the median of all but the first: these compile kernels."""
+"""Training forwards that are timed before `auto` decides, by the median of all but the first two: they compile."""
 HOST_BOUND = 0.7
 """Share of a forward's time on the device that the host takes to launch it, from which on a graph pays: the device also
 waits here and there where the host keeps up on the whole."""

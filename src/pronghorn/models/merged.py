@@ -163,13 +163,14 @@ class LinearGroup:
         """
         source = adapters[0][1].a
         blocks = [(columns.start, adapter.a.shape[0]) for columns, adapter in adapters]
-        a, b = self._a, self._b
-        if a is None or b is None or self._blocks != blocks or (a.dtype, a.device) != (dtype, source.device):
-            ranks = sum(rank for _, rank in blocks)
-            a, b = source.new_zeros(ranks, shape[1], dtype=dtype), source.new_zeros(shape[0], ranks, dtype=dtype)
-            self._a, self._b, self._blocks = a, b, blocks
-        if stacked is not None:
-            a = self._a = stacked[shape[0] :]
+        b, ranks = self._b, sum(rank for _, rank in blocks)
+        if b is None or self._blocks != blocks or (b.dtype, b.device) != (dtype, source.device):
+            b = self._b = source.new_zeros(shape[0], ranks, dtype=dtype)
+            self._a, self._blocks = None, blocks
+        if stacked is not None:  # not kept: it would keep a weight that was replaced
+            a, self._a = stacked[shape[0] :], None
+        else:
+            a = self._a = source.new_zeros(ranks, shape[1], dtype=dtype) if self._a is None else self._a
         copies, rank = [], 0
         for columns, adapter in adapters:
             r = adapter.a.shape[0]

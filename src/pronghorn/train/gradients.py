@@ -6,6 +6,7 @@ Until then a non-finite gradient can do no harm: fused optimisers take `found_in
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,9 @@ from pronghorn.errors import TrainingError
 
 SPARSE = "trainable_tokens_delta"
 """What PEFT calls the trained rows of an embedding: a step whose data lack their tokens gives them no gradient."""
+
+
+_Seen = dict[int, tuple[Tensor, int]]
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class GradientWatch(TrainerCallback):
         self._moved = False
         self._trained: list[tuple[str, nn.Parameter]] | None = None
         self._observed: tuple[list[str], Tensor] | None = None
-        self._norms: tuple[list[Any], Tensor] | None = None
+        self._norms: tuple[_Seen, Tensor] | None = None
         """The gradients as last observed, and their norms [N]."""
         self._pending: _Pending | None = None
         self.skipped = 0
@@ -66,14 +70,15 @@ class GradientWatch(TrainerCallback):
             gradients = [p.grad for _, p in named]
         norms = gradient_norms(gradients, named[0][1].device)
         self._observed = [name for name, _ in named], gradient_flags(norms)
-        self._norms = (gradients, norms) if _plain(gradients) else None
+        self._norms = (_seen(gradients), norms) if _plain(gradients) else None
 
-    def clip(self, most: float) -> Tensor | None:
+    def clip(self, most: float, parameters: Iterable[Tensor]) -> Tensor | None:
         """What `torch.nn.utils.clip_grad_norm_` does and returns, by the norms that `observe` has anyway, whose launch
-        takes the host a millisecond. None where some gradients are sharded or missing."""
-        if self._norms is None:
+        takes the host a millisecond. None where these aren't the gradients that it saw, or some are sharded."""
+        gradients: list[Any] = [p.grad for p in parameters if p.grad is not None]
+        if self._norms is None or _seen(gradients) != self._norms[0]:
             return None
-        (gradients, norms), self._norms = self._norms, None
+        (_, norms), self._norms = self._norms, None
         total = torch.linalg.vector_norm(norms)
         torch._foreach_mul_(gradients, (most / (total + 1e-6)).clamp(max=1.0))
         return total
@@ -86,7 +91,7 @@ class GradientWatch(TrainerCallback):
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Judge the last step, and keep the optimiser from applying gradients that aren't finite."""
         self.judge()
-        self._norms = None  # which would keep the gradients
+        self._norms = None  # which keeps the gradients
         if self._observed is None:  # a trainer that doesn't call `observe`
             self.observe(kwargs["model"])
         assert self._observed is not None
@@ -141,13 +146,13 @@ def gradient_norms(gradients: list[Any], device: torch.device) -> Tensor:
     Of a sharded gradient (DTensor) its local part's.
     """
     if _plain(gradients):  # nearly always, and the host has no time to lose
-        return torch.stack(torch._foreach_norm(gradients)).float()
+        return torch.stack(_norms(gradients)).float()
     local = [getattr(gradient, "_local_tensor", gradient) for gradient in gradients]
     present = {i: g for i, g in enumerate(local) if g is not None and g.numel() > 0}
     norms = torch.zeros(len(gradients), device=device)
     if not present:
         return norms
-    found = torch.stack(torch._foreach_norm(list(present.values()))).float()
+    found = torch.stack(_norms(list(present.values()))).float()
     return norms.index_copy(0, torch.tensor(list(present)).to(device, non_blocking=True), found)
 
 
@@ -158,6 +163,17 @@ def gradient_flags(norms: Tensor) -> Tensor:
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
     return flags
+
+
+def _norms(gradients: list[Any]) -> list[Tensor]:
+    """Of 16 bits in float32: fp16's own range is too small."""
+    narrow = any(gradient.element_size() == 2 for gradient in gradients)
+    return list(torch._foreach_norm(gradients, 2, torch.float32) if narrow else torch._foreach_norm(gradients))
+
+
+def _seen(gradients: list[Any]) -> _Seen:
+    """By identity: each gradient, and how often it was written to."""
+    return {id(gradient): (gradient, gradient._version) for gradient in gradients}
 
 
 def _plain(gradients: list[Any]) -> bool:

@@ -149,7 +149,9 @@ class SFTTrainer(trl.SFTTrainer):
         plain = self.accelerator.distributed_type in (DistributedType.NO, DistributedType.MULTI_GPU)
         clipped = None
         if plain and self.accelerator.scaler is None:
-            clipped = self._watch.clip(self.args.max_grad_norm)
+            optimizer: Any = self.optimizer
+            optimized = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            clipped = self._watch.clip(self.args.max_grad_norm, optimized)
         return super()._clip_grad_norm(model) if clipped is None else clipped
 
     def _ran_out(self, event: OutOfMemory) -> None:
