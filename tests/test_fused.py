@@ -175,7 +175,8 @@ def test_recompute_changes_nothing(recompute: bool) -> None:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
 def test_policies_change_what_is_kept_only(family: str, device: str) -> None:
-    """Norms' results, or gate and up too, computed again by the same kernels: the same bits, fewer bytes kept."""
+    """Norms' results, or gate and up too, computed again by the same kernels: the same bits, fewer bytes kept. A layer
+    that would be recomputed as a whole, if that weren't switched off, keeps everything."""
     from pronghorn.memory.plan import Policy
 
     model = with_adapters(tiny_model(family)).to(device, torch.float32 if device == "cpu" else torch.bfloat16)
@@ -183,9 +184,10 @@ def test_policies_change_what_is_kept_only(family: str, device: str) -> None:
     attach(model, layers="fused", graph="off", attention="per_document" if device == "cpu" else "auto")
     kept: dict[Policy, int] = {}
     found = []
-    for policy in (Policy.KEEP, Policy.RECOMPUTE_CHEAP, Policy.RECOMPUTE_MLP):
+    for policy in (Policy.KEEP, Policy.RECOMPUTE_CHEAP, Policy.RECOMPUTE_MLP, Policy.RECOMPUTE_LAYER):
         for layer in model.get_base_model().model.layers:
             layer._pronghorn_policy = policy
+            assert not layer.gradient_checkpointing
         sizes: dict[int, int] = {}
 
         def note(tensor: torch.Tensor, sizes: dict[int, int] = sizes) -> torch.Tensor:
@@ -203,6 +205,7 @@ def test_policies_change_what_is_kept_only(family: str, device: str) -> None:
     normed, gate_up = (n * ROW * layers * element for n in (2 * config.hidden_size, 2 * config.intermediate_size))
     assert kept[Policy.KEEP] - kept[Policy.RECOMPUTE_CHEAP] == normed
     assert kept[Policy.RECOMPUTE_CHEAP] - kept[Policy.RECOMPUTE_MLP] == gate_up
+    assert kept[Policy.RECOMPUTE_LAYER] == kept[Policy.KEEP]
     for loss, grads in found[1:]:
         assert loss == found[0][0]
         assert all(torch.equal(grads[name], grad) for name, grad in found[0][1].items())
