@@ -287,6 +287,7 @@ class Step:
     resting: Mapping[str, int]
     stored: Mapping[Policy, int]
     read: Mapping[Policy, int]
+    """K of the formula."""
     working: int
     head: int
     buffer: int
@@ -313,18 +314,8 @@ class Step:
         gate_up = 2 * work.tokens * shape.intermediate * work.itemsize
         pages, long = shape.layers * min(PIECES, gate_up), int(LONG_PIECES * gate_up)
         pieces = max(pages, long), max(2 * pages, long)
-        return cls(
-            resting,
-            stored,
-            read_bytes(shape, work),
-            working,
-            head,
-            buffer_bytes(shape, work),
-            graph,
-            pieces,
-            coming,
-            ends,
-        )
+        read, buffer = read_bytes(shape, work), buffer_bytes(shape, work)
+        return cls(resting, stored, read, working, head, buffer, graph, pieces, coming, ends)
 
     def peak(self, policies: Sequence[Policy], buffers: int = 2) -> dict[str, int]:
         """Bytes by kind at the moment of the peak, as torch's allocator counts them; their sum is the peak.

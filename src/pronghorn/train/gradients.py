@@ -22,6 +22,7 @@ SPARSE = "trainable_tokens_delta"
 
 
 _Seen = dict[int, tuple[Tensor, int]]
+"""Gradients by their identity, each with how often it was written to."""
 
 
 @dataclass(frozen=True)
@@ -146,13 +147,13 @@ def gradient_norms(gradients: list[Any], device: torch.device) -> Tensor:
     Of a sharded gradient (DTensor) its local part's.
     """
     if _plain(gradients):  # nearly always, and the host has no time to lose
-        return torch.stack(_norms(gradients)).float()
+        return torch.stack(_each_norm(gradients)).float()
     local = [getattr(gradient, "_local_tensor", gradient) for gradient in gradients]
     present = {i: g for i, g in enumerate(local) if g is not None and g.numel() > 0}
     norms = torch.zeros(len(gradients), device=device)
     if not present:
         return norms
-    found = torch.stack(_norms(list(present.values()))).float()
+    found = torch.stack(_each_norm(list(present.values()))).float()
     return norms.index_copy(0, torch.tensor(list(present)).to(device, non_blocking=True), found)
 
 
@@ -165,14 +166,13 @@ def gradient_flags(norms: Tensor) -> Tensor:
     return flags
 
 
-def _norms(gradients: list[Any]) -> list[Tensor]:
-    """Of 16 bits in float32: fp16's own range is too small."""
+def _each_norm(gradients: list[Any]) -> list[Tensor]:
+    """L2; of 16 bits in float32, since fp16's own range is too small."""
     narrow = any(gradient.element_size() == 2 for gradient in gradients)
     return list(torch._foreach_norm(gradients, 2, torch.float32) if narrow else torch._foreach_norm(gradients))
 
 
 def _seen(gradients: list[Any]) -> _Seen:
-    """By identity: each gradient, and how often it was written to."""
     return {id(gradient): (gradient, gradient._version) for gradient in gradients}
 
 
