@@ -14,7 +14,8 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from pronghorn.bench import ops
-from pronghorn.bench.op_cases import GATE_ROWS, OPS, cases, linear_loss_case
+from pronghorn.bench.op_cases import GATE_ROWS, linear_loss_case
+from pronghorn.bench.op_list import OPS, cases
 from pronghorn.bench.op_way import Case, Draw, Way, by_autograd
 from pronghorn.bench.ops import Entrant, OpsOptions, Stopwatch, bench_ops, judge, measure
 from pronghorn.bench.record import read_results
@@ -191,6 +192,44 @@ def test_bytes_that_must_move() -> None:
     assert logits.pronghorn(logits).work == (2 * 32 * 256 * 4, 0)
 
 
+def test_bytes_that_experts_must_move() -> None:
+    """32 tokens of 64 numbers become 64 rows, by an index; back, the sum of each token's two."""
+    gather = a_case("moe_gather")
+    assert gather.work == (4 * (32 * 64 + 64 * 64 + 64),) * 2
+    combine = a_case("moe_combine")
+    assert combine.work == (4 * (64 * 64 + 32 * 64 + 2 * 64), 0)
+    route = a_case("moe_route")
+    assert route.work == (8 * 64 + 4 * (4 * 64 + 8), 0)
+
+
+def test_what_only_runs_forward_has_no_gradients() -> None:
+    case = a_case("residual_lora")
+    way = by_autograd(case, case.formula)
+    assert way.backward is None and set(way.results(way.forward(way.start()), ())) == {"out"}
+    (pronghorn, *_) = measure(case, (), 2, Stopwatch("cpu"), "cpu")
+    assert set(pronghorn.timings) == {"forward", "step"} and not any("forward" in note for note in pronghorn.notes)
+
+
+def test_rows_of_experts_are_multiplied_with_their_own() -> None:
+    """The next expert's weights, another token's rows, router weights or experts: all are caught."""
+    for op, change in (
+        ("grouped_gemm", lambda x, weight: (x, weight.roll(1, 0))),
+        ("grouped_lora", lambda a, b, x, y: (a, b.roll(1, 0), x, y)),
+        ("moe_gather", lambda x: (x.roll(1, 0),)),
+        ("moe_combine", lambda y, w, *bias: (y, w.roll(1, 0), *bias)),
+        ("moe_glu", lambda h, w, *bias: (h, w.roll(1, 1), *bias)),
+        ("moe_route", lambda index: (index.roll(1, 0),)),
+    ):
+        case = a_case(op, 1)
+
+        def wrong(case: Case, change: Any = change) -> Way:
+            return by_autograd(case, lambda *inputs: case.formula(*change(*inputs)))
+
+        entrant = Entrant("wrong", wrong)
+        judge(case, [entrant])
+        assert any("is off" in reason for reason in entrant.gate["reasons"]), op
+
+
 # --- the command
 
 
@@ -264,6 +303,13 @@ def test_other_files_are_not_written_over(tmp_path: Path) -> None:
     out = tmp_path / "mine.json"
     out.write_text('{"schema": "other"}')
     assert invoke("--op", "swiglu", "--out", out).exit_code == 1 and out.read_text() == '{"schema": "other"}'
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", OPS)
+def test_every_kernel_passes_on_a_gpu(op: str) -> None:
+    results = bench_ops(OpsOptions((op,), 1024, repeats=1, against=()), lambda _: None)
+    assert all(result.gate["green"] for result in results), [result.gate["reasons"] for result in results]
 
 
 @pytest.mark.gpu

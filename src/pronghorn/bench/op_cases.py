@@ -1,14 +1,9 @@
-"""What `pronghorn bench ops` measures: each op's formula as transformers writes it, its inputs, who computes it how.
-
-The formula in the dtype measured is the contender `torch`, compiled it is `compile`, and in float64 it is what is
-right. A way to compute an op says what it must move or multiply at the least, which its speed is reckoned by.
-"""
+"""The ops of a dense layer and of the loss: each one's formula as transformers writes it, its inputs, the ways."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,9 +14,10 @@ from torch.nn import functional
 from pronghorn.attention import explicit
 from pronghorn.bench.op_way import IGNORED, Case, Draw, Way, Work, by_autograd
 from pronghorn.data.batch import PackedBatch
-from pronghorn.kernels import cross_entropy, glu, linear_cross_entropy, rms_norm, rope
+from pronghorn.kernels import cross_entropy, glu, linear_cross_entropy, residual, rms_norm, rope
 
 EPS = 1e-6
+LORA_SCALE = 2.0
 GATE_ROWS = 2560
 """Of linear cross-entropy, whose logits in float64 would fill a GPU otherwise: more than two chunks."""
 GATE_DOCUMENT = 4096
@@ -95,6 +91,59 @@ def glu_case(draw: Draw, tokens: int, width: int, activation: glu.Activation) ->
     return Case(
         "swiglu" if activation == "silu" else "geglu", f"{tokens}x{width}", tokens, formula, (gate_up,), (da,),
         ("a", "d gate_up"), (3 * da.nbytes, 5 * da.nbytes), pronghorn, liger,
+    )  # fmt: skip
+
+
+def glu_lora_case(draw: Draw, tokens: int, width: int, rank: int) -> Case:
+    """SwiGLU of gate and up with LoRA's part added on the way; gate_up: [T, 2·I], xa: [T, R], b: [2·I, R]."""
+
+    def formula(gate_up: Tensor, xa: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        whole = gate_up + LORA_SCALE * (xa @ b.t())
+        gate, up = whole.chunk(2, -1)
+        return functional.silu(gate) * up, whole
+
+    def pronghorn(case: Case) -> Way:
+        h, xa, b = case.inputs
+        return Way(
+            h.clone,
+            lambda h: (glu.forward_with_low_rank_(h, xa, b, LORA_SCALE, "silu"), h),
+            None,
+            lambda state, _: dict(zip(case.names, state, strict=True)),
+            case.work,
+        )
+
+    inputs = draw(tokens, 2 * width), draw(tokens, rank), draw(2 * width, rank)
+    moved = 2.5 * inputs[0].nbytes + inputs[1].nbytes + inputs[2].nbytes
+    return Case(
+        "swiglu_lora", f"{tokens}x{width}, rank {rank}", tokens, formula, inputs, (), ("a", "gate_up"), (moved, 0.0),
+        pronghorn, trained=0,
+    )  # fmt: skip
+
+
+# --- the residual sum
+
+
+def residual_case(draw: Draw, tokens: int, width: int, rank: int) -> Case:
+    """x + y + s · xa bᵀ; y, x: [T, H], xa: [T, R], b: [H, R]."""
+
+    def formula(y: Tensor, x: Tensor, xa: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        return (x + (y + LORA_SCALE * (xa @ b.t())),)
+
+    def pronghorn(case: Case) -> Way:
+        y, x, xa, b = case.inputs
+        return Way(
+            y.clone,
+            lambda y: residual.add_(y, x, (xa, b, LORA_SCALE)),
+            None,
+            lambda out, _: {"out": out},
+            case.work,
+        )
+
+    inputs = draw(tokens, width), draw(tokens, width), draw(tokens, rank), draw(width, rank)
+    moved = 3.0 * inputs[0].nbytes + inputs[2].nbytes + inputs[3].nbytes
+    return Case(
+        "residual_lora", f"{tokens}x{width}, rank {rank}", tokens, formula, inputs, (), ("out",), (moved, 0.0),
+        pronghorn, trained=0,
     )  # fmt: skip
 
 
@@ -272,51 +321,3 @@ def attention_case(draw: Draw, tokens: int, heads: int, kv_heads: int, dim: int,
         functools.partial(attention_formula, length=length), (q, k, v), (d_out,), ("out", "dq", "dk", "dv"),
         (forward, 2 * forward), pronghorn, trained=3, small=small,
     )  # fmt: skip
-
-
-# --- all of them
-
-
-OPS: dict[str, tuple[Callable[..., Case], tuple[tuple[Any, ...], ...], tuple[tuple[Any, ...], ...]]] = {
-    # Shapes of Llama-3.2-1B, Llama-3.1-8B, Qwen3-0.6B and -14B, Gemma 3 1B, then an odd one; tiny ones for a CPU
-    "rms_norm": (norm_case, ((2048,), (4096,), (4096, True), (1100,)), ((64,), (63, True))),
-    "rope": (
-        functools.partial(rope_case, norm=False),
-        ((32, 8, 64), (32, 8, 128), (9, 3, 64)),
-        ((4, 2, 16), (9, 3, 16)),
-    ),
-    "rope_qk_norm": (functools.partial(rope_case, norm=True), ((16, 8, 128), (40, 8, 128)), ((4, 2, 16),)),
-    "swiglu": (
-        functools.partial(glu_case, activation="silu"),
-        ((2048,), (4096,), (8192,), (14336,), (1025,)),
-        ((64,), (63,)),
-    ),
-    "geglu": (functools.partial(glu_case, activation="gelu_tanh"), ((6912,), (1025,)), ((64,),)),
-    "attention": (
-        attention_case,
-        (
-            (32, 8, 64, 180),
-            (32, 8, 128, 180),
-            (16, 8, 128, 180),
-            (32, 8, 128, 2048),
-            (32, 8, 128, 8192),
-            (9, 3, 64, 511),
-        ),
-        ((4, 2, 16, 20), (3, 1, 32, 31)),
-    ),
-    "cross_entropy": (loss_case, ((128256,), (151936,), (50257,)), ((256,), (131,))),
-    "linear_cross_entropy": (
-        linear_loss_case,
-        ((2048, 128256), (4096, 128256), (1024, 151936), (2048, 128256, True), (576, 50257)),
-        ((32, 256), (32, 131, True)),
-    ),
-}
-
-
-def cases(op: str, tokens: int, device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """An op's cases, made one at a time; the last of a list has an odd number of tokens."""
-    make, large, tiny = OPS[op]
-    shapes = large if device == "cuda" else tiny
-    for number, shape in enumerate(shapes, 1):
-        odd = number == len(shapes) > 1
-        yield make(Draw(device, dtype), max(1, tokens - odd), *shape)

@@ -22,9 +22,9 @@ class Way:
     """Fresh inputs and gradients of the outputs; outside the clock."""
     forward: Callable[[Any], Any]
     backward: Callable[[Any], Any] | None
-    """From what `forward` returned; None where the forward makes the gradients."""
+    """From what `forward` returned; None where the forward makes the gradients, or nobody needs any."""
     results: Callable[[Any, Any], dict[str, Tensor]]
-    """Outputs and gradients by name, from what `forward` and `backward` returned."""
+    """Outputs and gradients by name, from what `forward` and `backward` returned; floats. "x again" is x once more."""
     work: Work
 
 
@@ -46,7 +46,7 @@ class Case:
     pronghorn: Callable[[Case], Way]
     liger: Callable[[Case], Way] | None = None
     trained: int = 1
-    """So many inputs have gradients, the first ones."""
+    """So many inputs have gradients, the first ones; 0: an op that only runs forward."""
     product: tuple[int, int, int] | None = None
     """(rows, inner, columns) of the product that is the ceiling; otherwise a copy is."""
     slack: float = 0.0
@@ -63,7 +63,7 @@ class Case:
 
 
 def by_autograd(case: Case, function: Callable[..., Any], work: Work | None = None) -> Way:
-    """A differentiable function of the case's inputs; it may return one tensor or several."""
+    """A function of the case's inputs, differentiable where they are trained; it may return one tensor or several."""
 
     def start() -> Any:
         inputs = [x.clone().requires_grad_(i < case.trained) for i, x in enumerate(case.inputs)]
@@ -78,9 +78,10 @@ def by_autograd(case: Case, function: Callable[..., Any], work: Work | None = No
         return torch.autograd.grad(outputs, inputs[: case.trained], grads)
 
     def results(state: Any, grads: Any) -> dict[str, Tensor]:
-        return dict(zip(case.names, (*state[0], *grads), strict=True))
+        found = (x if x.is_floating_point() else x.double() for x in (*state[0], *grads))
+        return dict(zip(case.names, found, strict=True))
 
-    return Way(start, forward, backward, results, work or case.work)
+    return Way(start, forward, backward if case.trained else None, results, work or case.work)
 
 
 class Draw:

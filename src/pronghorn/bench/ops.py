@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from pronghorn.bench.op_cases import OPS, cases
+from pronghorn.bench.op_list import OPS, cases
 from pronghorn.bench.op_way import Case, Way, by_autograd
 from pronghorn.bench.record import Result, Workload, command_line
 from pronghorn.bench.timing import Clock, CudaClock, HostClock, spread
@@ -159,7 +159,7 @@ def measure(case: Case, against: Sequence[str], repeats: int, watch: Stopwatch, 
             ways[entrant.name] = way
             work = dict(zip(("forward", "backward"), way.work, strict=True))
             entrant.work = {part: amount for part, amount in work.items() if amount}
-            if not way.work[1]:
+            if case.work[1] and not way.work[1]:
                 entrant.notes.append("makes the gradients of cross-entropies in the forward")
     for turn in range(WARM + repeats):
         for entrant in [entrant for entrant in entrants if entrant.gate["green"]]:
@@ -188,8 +188,6 @@ def judge(case: Case, entrants: Sequence[Entrant]) -> None:
         for entrant in entrants:
             entrant.fail(f"can't be judged: {_told(error)}; give fewer --tokens")
         return
-    if "a" in exact:
-        plain, exact = ({**found, "a again": found["a"]} for found in (plain, exact))
     for entrant in entrants:
         try:
             spoilt = [torch.full_like(x, torch.nan) for x in plain.values() for _ in range(2)]
@@ -202,10 +200,11 @@ def judge(case: Case, entrants: Sequence[Entrant]) -> None:
         reasons = [f"{name} is missing" for name in sorted(set(case.names) - set(found))]
         errors: dict[str, dict[str, dict[str, float]]] = {}
         for index, (name, mine) in enumerate(found.items()):
-            if mine.shape != exact[name].shape:
-                reasons.append(f"{name} has shape {tuple(mine.shape)}, not {tuple(exact[name].shape)}")
+            key = name.removesuffix(" again")
+            if mine.shape != exact[key].shape:
+                reasons.append(f"{name} has shape {tuple(mine.shape)}, not {tuple(exact[key].shape)}")
                 continue
-            off = distance(name, mine, plain[name], exact[name], slack=case.slack if index == 0 else 0.0)
+            off = distance(name, mine, plain[key], exact[key], slack=case.slack if index == 0 else 0.0)
             norms = {"rms": (off.rms, off.rms_limit), "max": (off.maximum, off.maximum_limit)}
             errors[name] = {norm: {"error": error, "limit": limit} for norm, (error, limit) in norms.items()}
             reasons += [
@@ -250,8 +249,9 @@ def _ceilings(case: Case, entrants: Sequence[Entrant], repeats: int, watch: Stop
 
     if case.product is not None:
         rows, inner, columns = case.product
-        a, b = case.inputs[0], case.inputs[1].t()
-        per_operation = milliseconds(lambda: a @ b) / (2.0 * rows * inner * columns)
+        like = case.inputs[0]
+        a, b = (torch.randn(n, inner, device=like.device, dtype=like.dtype) for n in (rows, columns))
+        per_operation = milliseconds(lambda: a @ b.t()) / (2.0 * rows * inner * columns)
     for entrant in entrants:
         for part, amount in entrant.work.items():
             if case.product is not None:
