@@ -1,6 +1,6 @@
 # make demo   a real model trained on real text, about five minutes on two CPU cores (uses the GPU if there is one)
 # make test   everything CI checks: style, types, import contract, tests
-# make gpu    the tests that need a GPU, and the benchmarks; no network needed
+# make gpu    the tests that need a GPU, and the first benchmarks (benchmarks/Makefile has all); no network needed
 #
 # Each makes its own .venv. Arguments:
 #   TORCH=…    what pip installs as torch, with any options, e.g. TORCH="torch==2.13.0 --index-url URL" for the URL that
@@ -15,14 +15,14 @@ TORCH ?= torch==2.13.0
 SHARED ?= ../shared
 SMOLLM2 ?= .cache/SmolLM2-135M-Instruct
 RECIPE ?= recipes/demo-cpu.yaml
-OUT ?= benchmarks/results
-COMMIT ?= $(shell git rev-parse --short HEAD 2>/dev/null)
 
 ifeq ($(VENV),)
 PY := PYTHONPATH=src:$(PYTHONPATH) $(PYTHON)
+BENCH_PYTHON := $(PYTHON)
 READY :=
 else
 PY := $(VENV)/bin/python
+BENCH_PYTHON := $(abspath $(VENV)/bin/python)
 READY := $(VENV)/.ready
 endif
 
@@ -43,12 +43,8 @@ check: $(READY)
 
 gpu: $(READY)
 	$(PY) -m pytest -m gpu --shared=$(SHARED)
-	$(PY) -m pronghorn bench ops --out $(OUT)/ops.json --commit $(COMMIT)
-	$(PY) -m pronghorn bench step --model Llama-3.2-1B --lengths $(SHARED)/data/lengths/alpaca_demo.json \
-	  --ablate attention=flash --ablate layers=stock+attention=flash --ablate layers=stock+packing_metadata=per_layer \
-	  --out $(OUT)/ablations-llama-3.2-1b.json --commit $(COMMIT)
-	$(PY) benchmarks/packed_vs_padded.py --model $(SMOLLM2) --data $(SHARED)/data/gsm8k --out $(OUT) \
-	  --commit $(COMMIT)
+	$(MAKE) -C benchmarks ops ablations-llama-3.2-1b packed-vs-padded-smollm2 PYTHON="$(BENCH_PYTHON)" \
+	  SHARED="$(abspath $(SHARED))" SMOLLM2="$(abspath $(SMOLLM2))"
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -1,0 +1,105 @@
+"""benchmarks/Makefile: every result has its target, every target a command that exists; one command a GPU."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shlex
+import subprocess
+import time
+from pathlib import Path
+
+import typer
+
+from pronghorn.bench.shapes import shape_of
+from pronghorn.bench.step import StepOptions, check_options
+from pronghorn.cli.main import app
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+EARLIER = {
+    "cards-3b-by-tokens": "cards-3b",
+    "memory-time-against-default": "memory-time-llama-3.1-8b",
+    "packing-metadata-llama-3.2-1b": "ablations-llama-3.2-1b",
+    "plan-calibrated": "plan",
+    "profile-llama-3.2-1b": "pronghorn profile, of a recipe with that checkpoint",
+    "step-llama-3.1-8b-qlora-written-out": "step-llama-3.1-8b-qlora",
+    "step-llama-3.1-8b-wide-input": "step-llama-3.1-8b",
+    "step-qwen3-0.6b-faster-host": "step-qwen3-0.6b",
+    "step-qwen3-30b-a3b-graph": "step-qwen3-30b-a3b",
+}
+"""Files beside the newest of a target, and what made them."""
+
+
+def commands() -> list[list[str]]:
+    """What `make all tokenising` would run, from the interpreter on."""
+    done = subprocess.run(
+        ["make", "-n", "-C", FOLDER, "all", "tokenising", "PYTHON=python"], capture_output=True, text=True, check=True
+    )
+    lines = [shlex.split(line) for line in done.stdout.splitlines() if " python " in line]
+    return [line[line.index("python") + 1 :] for line in lines]
+
+
+def options_of(command: list[str]) -> tuple[set[str], list[str]]:
+    """(the options a command knows, what follows its name)."""
+    if command[:2] != ["-m", "pronghorn"]:
+        return set(re.findall(r'"(--[a-z-]+)"', (FOLDER / command[0]).read_text())), command[1:]
+    given, known = command[2:], typer.main.get_command(app)
+    while isinstance(known, typer.core.TyperGroup):
+        known = known.commands[given.pop(0)]
+    return {name for parameter in known.params for name in parameter.opts}, given
+
+
+def test_commands_are_known() -> None:
+    ran = commands()
+    assert len(ran) > 25
+    for command in ran:
+        options, given = options_of(command)
+        assert {part for part in given if part.startswith("--")} <= options, command
+        values = {key: value for key, value in itertools.pairwise(given) if key.startswith("--")}
+        model = values.get("--shape", values.get("--model", "tiny"))
+        assert "/" in model or shape_of(model), model
+        against = tuple(name.split(":")[0] for name in values["--against"].split(",")) if "--against" in values else ()
+        ablate = tuple(value for key, value in itertools.pairwise(given) if key == "--ablate")
+        check_options(StepOptions("tiny", against=against, ablate=ablate))
+
+
+def test_every_result_has_its_target() -> None:
+    made = {part for command in commands() for part in command if part.endswith(".json")}
+    targets = {Path(part).stem for part in made} | {"packed-vs-padded-smollm2", "trajectory-smollm2", "tokenising"}
+    shown = {path.stem for path in (FOLDER / "results").rglob("*.json")}
+    assert shown - targets == set(EARLIER)
+    named = {name for name in EARLIER.values() if " " not in name}
+    assert named <= targets
+    assert {Path(command[0]).stem for command in commands() if command[0] != "-m"} == {
+        path.stem for path in FOLDER.glob("*.py")
+    } - {"plot", "packing"}
+
+
+def test_one_command_a_gpu(tmp_path: Path) -> None:
+    """Two GPUs, three commands: the third waits for one of the first two, and takes its GPU."""
+    script = FOLDER / "on_a_gpu.sh"
+    environment = {"CUDA_VISIBLE_DEVICES": "5,7", "TMPDIR": str(tmp_path), "PATH": "/usr/bin:/bin"}
+    taken, go = tmp_path / "at-{gpu}", tmp_path / "go"
+    hold = f"touch '{taken}'; echo {{gpu}} $CUDA_VISIBLE_DEVICES; until test -e '{go}'; do sleep 0.05; done"
+    running = [
+        subprocess.Popen([script, "sh", "-c", hold], env=environment, stdout=subprocess.PIPE, text=True) for _ in "123"
+    ]
+    try:
+        deadline = time.monotonic() + 30
+        while not all((tmp_path / f"at-{gpu}").exists() for gpu in (5, 7)):
+            assert time.monotonic() < deadline, "one GPU was never taken"
+            time.sleep(0.05)
+        go.touch()
+        lines = [process.communicate(timeout=30)[0].strip() for process in running]
+        assert all(process.returncode == 0 for process in running)
+    finally:
+        for process in running:
+            process.kill()
+    assert len(lines) == 3 and set(lines) == {"5 5", "7 7"}
+
+
+def test_no_gpu_is_an_error() -> None:
+    done = subprocess.run(
+        [FOLDER / "on_a_gpu.sh", "true"], env={"CUDA_VISIBLE_DEVICES": "", "PATH": "/usr/bin:/bin"}, capture_output=True
+    )
+    assert done.returncode == 1 and b"no NVIDIA GPU" in done.stderr
