@@ -17,7 +17,7 @@ from pronghorn.config import Recipe
 from pronghorn.data.cache import documents
 from pronghorn.data.packing import Document
 from pronghorn.diagnose.examples import clip, example_of, pieces_of, visible
-from pronghorn.diagnose.inspect import Inspection, figures, histogram, inspect, padded_efficiency
+from pronghorn.diagnose.inspect import Inspection, figures, histogram, inspect
 from pronghorn.diagnose.inspect_report import write_report
 from pronghorn.diagnose.inspect_terminal import show
 from pronghorn.errors import ConfigError
@@ -87,7 +87,7 @@ def test_it_shows_what_training_sees(recipe: Any, tokenizer: Any, monkeypatch: p
     assert found.prepared == trained or found.prepared.key == trained.key
     ids = [row["input_ids"] for row in trained.dataset]
     assert [[i for piece in example.pieces for i in piece.ids] for example in found.examples] == ids
-    assert found.lengths == sorted(map(len, ids)) and found.tokens == sum(map(len, ids))
+    assert found.lengths == sorted(map(len, ids)) and found.packing.tokens == sum(map(len, ids))
     assert found.trained == sum(label != -100 for row in trained.dataset for label in row["labels"])
     table = dict(figures(found))
     assert table["Documents"] == "3" and table["Without a label or too long, dropped"] == "1"
@@ -202,8 +202,6 @@ def test_lengths() -> None:
     for longest in (1, 2, 7, 99, 100, 101, 8192, 131_072):
         bins = histogram([1, longest], 16)
         assert len(bins) <= 16 and bins[-1][0] <= longest <= bins[-1][1] and sum(n for *_, n in bins) == 2
-    assert padded_efficiency([5, 5, 5], 2, seed=0) == 1
-    assert padded_efficiency([1, 9], 2, seed=0) == 10 / 18 and padded_efficiency([1, 9], 1, seed=0) == 1
 
 
 def test_percentiles_are_by_nearest_rank(recipe: Any) -> None:

@@ -38,14 +38,14 @@ def _headlines(inspection: Inspection) -> list[tuple[str, str, str]]:
         ("Documents", f"{len(inspection.lengths):,}", f"{dropped:,} of {inspection.rows:,} rows dropped"),
         (
             "Trained tokens",
-            f"{inspection.trained / inspection.tokens:.1%}",
-            f"{inspection.trained:,} of {inspection.tokens:,}",
+            f"{inspection.trained_share:.1%}",
+            f"{inspection.trained:,} of {packing.tokens:,}",
         ),
         ("Median length", f"{lengths['median']:,} tokens", f"99 % have at most {lengths['99 %']:,}"),
         (
             "Packing" if inspection.recipe.packing.enabled else "Packing (off)",
             f"{packing.efficiency:.1%}",
-            f"{packing.rows:,} rows of {packing.row_tokens:,} tokens; padded batches: {packing.padded:.1%}",
+            f"{packing.rows:,} rows of {packing.row_tokens:,} tokens",
         ),
     ]
 
