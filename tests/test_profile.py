@@ -400,6 +400,9 @@ def test_command(recipe: Any, tmp_path: Path) -> None:
     mine, its = read_profile(second).ms(Cause.ATTENTION), stored.ms(Cause.ATTENTION)
     assert row.split()[1:] == [f"{mine:.2f}", f"{its:.2f}", f"{mine - its:+.2f}"]
 
+    second.write_text(json.dumps({"schema": "pronghorn-profile-v1", "steps": 1}))
+    refused = invoke("--against", str(second))
+    assert refused.exit_code == 1 and "is damaged: step_ms: Field required" in refused.stderr
     second.write_text(json.dumps({"schema": "pronghorn-profile-v0"}))
     for option in ("--against", "--json"):
         refused = invoke(option, str(second))

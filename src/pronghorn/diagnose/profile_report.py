@@ -31,20 +31,8 @@ def write_report(profile: Profile, path: Path, other: Profile | None = None) -> 
         headlines=headlines(profile),
         colours={str(cause): (f"c{i}", _COLOURS[i]) for i, cause in enumerate(Cause)},
         rows=sorted(profile.rows, key=lambda row: -row.ms),
-        bar=_bar(profile),
         timeline=_timeline(profile),
     )
-
-
-def _bar(profile: Profile) -> list[tuple[str, float, float]]:
-    """(cause, x, width) of one bar of the whole step, in its order of causes."""
-    shapes, at = [], 0.0
-    total = sum(row.ms for row in profile.rows)
-    for row in sorted(profile.rows, key=lambda row: -row.ms):
-        width = _WIDTH * row.ms / total
-        shapes.append((row.cause, at, width))
-        at += width
-    return shapes
 
 
 def _timeline(profile: Profile) -> dict[str, Any]:
