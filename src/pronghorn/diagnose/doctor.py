@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from pronghorn.device import Device, probe
+from pronghorn.device import Device, has_triton, probe
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -72,6 +72,8 @@ def diagnose() -> list[Finding]:
         return [*findings, Finding("torch import", str(error), "missing", "torch can't be loaded", _REINSTALL_TORCH)]
     driver = shutil.which("nvidia-smi") is not None
     findings.append(build_finding(torch.version.cuda, torch.version.hip, driver, torch.cuda.is_available()))
+    if torch.cuda.is_available():
+        findings.append(triton_finding(has_triton()))
     devices = [probe(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else [probe()]
     for device in devices:
         findings += device_findings(device)
@@ -131,19 +133,28 @@ def build_finding(cuda: str | None, hip: str | None, driver: bool, available: bo
     return Finding(part, f"CUDA {cuda}", "ok")
 
 
+def triton_finding(there: bool) -> Finding:
+    """On a GPU: what the kernels are written in, which torch's wheels bring."""
+    if there:
+        return Finding("Triton", installed("triton") or "installed", "ok")
+    effect = "the kernels of norms, RoPE, attention and loss can't run"
+    return Finding("Triton", "not installed", "missing", effect, "pip install triton")
+
+
 def device_findings(device: Device) -> list[Finding]:
-    """A GPU, its numbers and its attention kernel; or that there is none."""
+    """A GPU, its numbers and what its kernels need; or that there is none."""
     if device.type != "cuda":
         return [Finding("GPU", "none", "slow", "training runs on the CPU: right, but for tiny models only")]
     part = f"GPU {device.index}"
     major, minor = device.capability or (0, 0)
     found = f"{device.name}, {_gib(device.total_memory_bytes)}, capability {major}.{minor}"
     old = f"{device.name} is older than Ampere"
-    why = "this build of torch lacks the kernel" if device.bf16 else old
+    alone = "run document by document"
+    flash = f"heads of unusual sizes {alone}: this build of torch lacks the kernel" if device.bf16 else ""
     findings = [Finding(part, found, "ok")]
     for what, there, effect in (
         ("bf16", device.bf16, f"{old}: float16 with loss scaling is used"),
-        ("flash varlen", device.flash_varlen, f"{why}: attention runs document by document"),
+        ("flash varlen", device.flash_varlen, flash or f"{old}: all attention heads {alone}"),
     ):
         name = f"{part} {what}"
         findings.append(Finding(name, "yes", "ok") if there else Finding(name, "no", "slow", effect))
