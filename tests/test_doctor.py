@@ -115,10 +115,6 @@ def test_diagnosis_of_this_machine() -> None:
     assert all(finding.effect for finding in findings if finding.status != "ok")
 
 
-def test_old_python() -> None:
-    assert doctor.python_finding((3, 10)).status == "missing" and doctor.python_finding((3, 11)).status == "ok"
-
-
 def test_table_shows_brackets_as_they_are() -> None:
     console = Console(file=io.StringIO(), width=120)
     console.print(doctor.render([Finding("gguf", "[0.1]", "slow", "no [GGUF]", "pip install 'pronghorn[gguf]'")]))

@@ -143,19 +143,12 @@ def test_the_page_is_inert_and_whole(recipe: Any, tmp_path: Path) -> None:
     assert not {"script", "img", "iframe", "object", "link"} & {tag for tag, _ in page.tags}
     assert not [name for _, attributes in page.tags for name in attributes if name.startswith("on")]
     assert "://" not in text and "@import" not in text and "default-src 'none'" in text
+    assert "max_seq_length is 128" in text
     assert f"\"'{HOSTILE}</s>" in page.text and "first dropped row" in page.text
     titles = [attributes["title"] or "" for tag, attributes in page.tags if tag == "span" and "title" in attributes]
     assert len(titles) == len(found.examples[0].pieces)
     assert sum(title.endswith("· trained") for title in titles) > 10
     assert re.search(r"^id 2 · special · trained$", "\n".join(titles), re.MULTILINE)
-
-
-@pytest.mark.parametrize(("limit", "line"), [(128, True), (512, False)])
-def test_the_limit_is_drawn_where_it_can_be_seen(recipe: Any, tmp_path: Path, limit: int, line: bool) -> None:
-    rows = [chat("word " * 15, "answer " * n) for n in range(1, 9)]
-    found = inspect(Recipe.load(recipe(rows, model={"max_seq_length": limit})))
-    text = write_report(found, tmp_path / "page.html").read_text(encoding="utf-8")
-    assert ('<line class="limit"' in text) == line and f"max_seq_length {limit}" in text
 
 
 def test_long_examples_lose_their_middle(tokenizer: Any, recipe: Any) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import shutil
-import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -57,13 +56,13 @@ PACKAGES = (
     Package("gguf>=0.19", without="GGUF files can't be read or written", extra="gguf"),
     Package("matplotlib>=3.10", without="report.html can't be drawn", extra="report"),
 )
-PYTHON_LEAST = (3, 11)
 _REINSTALL_TORCH = f"pip install --force-reinstall '{PACKAGES[0].requirement}'"
 
 
 def diagnose() -> list[Finding]:
     """Look at everything; imports torch and asks the devices, changes nothing."""
-    findings = [python_finding(sys.version_info[:2]), *(package_finding(p, installed(p.name)) for p in PACKAGES)]
+    findings = [Finding("Python", platform.python_version(), "ok")]
+    findings += [package_finding(package, installed(package.name)) for package in PACKAGES]
     if installed("torch") is None:
         return findings
     try:
@@ -91,14 +90,6 @@ def installed(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def python_finding(version: tuple[int, ...]) -> Finding:
-    found = platform.python_version()
-    if version >= PYTHON_LEAST:
-        return Finding("Python", found, "ok")
-    least = ".".join(map(str, PYTHON_LEAST))
-    return Finding("Python", found, "missing", f"Pronghorn needs {least} or later", "uv venv --python 3.12")
 
 
 def package_finding(package: Package, version: str | None) -> Finding:

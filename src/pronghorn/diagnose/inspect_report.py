@@ -56,15 +56,10 @@ def _runs(pieces: list[Piece]) -> list[tuple[bool, list[Piece]]]:
 
 
 def _chart(inspection: Inspection) -> dict[str, Any]:
-    """The length histogram in the coordinates of an SVG of `width` by `height`, y downwards.
-
-    The line of max_seq_length is drawn unless it is so far out that the bars would be crushed, or in the last bin.
-    """
-    bins, limit = histogram(inspection.lengths, BINS), inspection.packing.row_tokens
+    """The length histogram in the coordinates of an SVG of `width` by `height`, y downwards."""
+    bins = histogram(inspection.lengths, BINS)
     most, width = max(count for *_, count in bins), bins[0][1]
-    reach = len(bins) * width  # a wider last bin is drawn as wide as the others
-    within = limit <= 2 * reach and bins[-1][1] == reach
-    end = max(reach, limit) if within else reach
+    end = len(bins) * width  # a wider last bin is drawn as wide as the others
     bars = [
         {
             "x": _WIDTH * i * width / end,
@@ -81,6 +76,5 @@ def _chart(inspection: Inspection) -> dict[str, Any]:
         "bars": bars,
         "ticks": [(_WIDTH * tokens / end, f"{tokens:,}") for tokens in range(0, end + 1, step)],
         "most": f"{most:,}",
-        "limit": _WIDTH * limit / end if within else None,
-        "rest": f"the last: all from {bins[-1][0]:,} to {bins[-1][1]:,} tokens" if bins[-1][1] != reach else None,
+        "rest": f"the last: all from {bins[-1][0]:,} to {bins[-1][1]:,} tokens" if bins[-1][1] != end else None,
     }

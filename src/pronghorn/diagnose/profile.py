@@ -105,10 +105,9 @@ def account_for(trace: Trace, ranks: frozenset[int]) -> Profile:
         launches=len(launches(host)) / len(steps),
         launch_ms=sum(span.end - span.start for span in launches(host)) / 1e3 / len(steps),
     )
-    middle = sorted(steps, key=lambda step: step.end - step.start)[len(steps) // 2]
     # a device works on a step while the host is at the next: the last step's worth of time then
-    window = (end - (end - start) / len(steps), end) if gaps else (middle.start, middle.end)
-    found.timeline = _timeline(pieces, gaps, host, *window)
+    begin = end - (end - start) / len(steps) if gaps else steps[-1].start
+    found.timeline = _timeline(pieces, gaps, host, begin, end)
     return found
 
 
