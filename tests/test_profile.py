@@ -174,6 +174,10 @@ def test_causes_outside_the_layers() -> None:
             (("pronghorn:optimiser", "aten::_foreach_norm"), (Cause.OPTIMISER, False)),
             (("pronghorn:step", "pronghorn:data", "aten::cat"), (Cause.DATA, False)),
             (("pronghorn:step", "pronghorn:backward", f"{ENGINE}: X", "aten::add"), (Cause.ELEMENTWISE, False)),
+            (
+                ("pronghorn:step", "pronghorn:backward", f"{ENGINE}: X", "c10d::allreduce_"),
+                (Cause.COMMUNICATION, False),
+            ),
             (("pronghorn:step", "pronghorn:backward", "aten::ones_like"), (Cause.UNEXPLAINED, False)),
             ((f"{ENGINE}: X", "XBackward0", "pronghorn:layer", "pronghorn:mlp", "aten::silu"), (Cause.NORM, True)),
         ]
