@@ -416,6 +416,12 @@ def test_what_the_recipe_asks_for_does_not_fit(recipe: Path) -> None:
     assert "the smallest plan needs" in run_plan(*asked, "12GiB").stderr
 
 
+def test_lora_instead_of_full_fine_tuning_needs_what_lora_needs(recipe: Path) -> None:
+    asked = *large(recipe, "Llama-3.1-8B"), "--device", "12GiB"
+    least = re.search(r"smallest plan needs (\S+) GiB", run_plan(*asked).stderr)
+    assert least and f"method: lora needs {least[1]} GiB" in run_plan(*asked, "adapter.method=full").stderr
+
+
 def test_an_adapter_is_planned_as_it_was_saved(recipe: Path) -> None:
     """Its own rank and targets are trained on, not the recipe's; its tokenizer may be its base's."""
     from transformers import AutoModelForCausalLM

@@ -102,7 +102,7 @@ def _refusal(shape: Shape, work: Work, times: StepTimes, budget: int, least: Pla
     half = {name: max(1, work.rank(name) // 2) for name in shape.linears if work.rank(name)}
     remedies = {
         f"rows of half as many tokens ({work.tokens // 2:,})": replace(work, tokens=work.tokens // 2),
-        "adapter.method: lora": replace(work, method="lora") if work.method == "full" else None,
+        "adapter.method: lora": replace(work, method="lora", ranks=None) if work.method == "full" else None,
         "model.load_in_4bit: true": replace(work, method="qlora")
         if work.method == "lora" and not shape.experts
         else None,
