@@ -106,7 +106,9 @@ def test_the_trained_text_is_the_answer_and_its_end(recipe: Any) -> None:
     assert "\x1b[" in coloured and "⟦" not in coloured
 
 
-@pytest.mark.parametrize("text", ["Once upon a time", " two  spaces ", "日本語 🦌🏽 é\tx", "a\ufffdb", "a\n\n b"])
+@pytest.mark.parametrize(
+    "text", ["Once upon a time", " two  spaces ", "日本語 🦌🏽 é\tx", "a\ufffdb", "a\n\n b", "\ufffdﷺ🦌a\ufffd日本"]
+)
 def test_pieces_are_the_decoded_text(tokenizer: Any, text: str) -> None:
     """Characters of several tokens are one piece; nothing is lost or doubled."""
     ids = tokenizer(text)["input_ids"]

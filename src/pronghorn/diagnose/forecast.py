@@ -83,8 +83,8 @@ def forecast(recipe: Recipe, device: str | None, calibrate: bool, console: Conso
     from pronghorn.train.run import autocast_dtype, load  # TRL's import takes seconds
 
     found, autocast = find(recipe, weights=False), autocast_dtype(recipe)
-    data = _count(recipe, found)
     handle = _weightless(recipe, found)
+    data = _count(recipe, found)
     shape, work = shape_of(handle.model), _work(recipe, handle, autocast)
     if data is not None:
         work = replace(work, documents=max(1, data["tokens"] // max(1, data["documents"])))
