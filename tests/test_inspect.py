@@ -118,6 +118,19 @@ def test_pieces_are_the_decoded_text(tokenizer: Any, text: str) -> None:
     assert all("\ufffd" not in piece.text for piece in pieces) or "\ufffd" in text
 
 
+def test_pieces_of_single_bytes_are_the_decoded_text() -> None:
+    """Where every byte is a token, what is unfinished looks like the replacement character."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({character: i for i, character in enumerate(alphabet)}, []))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=backend)
+    for text in ("a\ufffd", "\ufffd日本\ufffd\n\ufffd", "🦌\ufffd\ufffd𝔘é"):
+        test_pieces_are_the_decoded_text(tokenizer, text)
+
+
 def test_a_character_cut_in_two_is_shown_as_such(tokenizer: Any) -> None:
     ids = tokenizer("🦌", add_special_tokens=False)["input_ids"]
     cut = ids[:-1]

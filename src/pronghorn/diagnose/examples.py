@@ -59,9 +59,9 @@ def pieces_of(ids: Sequence[int], labels: Sequence[int], tokenizer: PreTrainedTo
         text = decode(before, end)[len(decode(before, first)) if first else 0 :]
         trained = labels[first] != IGNORE_INDEX
         unfinished = False
-        if text.endswith("\ufffd"):  # which the text may hold itself: then nothing that comes changes it
-            longer = [decode(before, min(end + more, len(ids))) for more in range(_PER_CHARACTER)]
-            unfinished = not all(later.startswith(earlier) for earlier, later in pairwise(longer))
+        if text.endswith("\ufffd"):  # which the text may hold itself: then each token that comes adds to it
+            longer = [decode(before, more) for more in range(end, min(end + _PER_CHARACTER, len(ids) + 1))]
+            unfinished = not all(len(b) > len(a) and b.startswith(a) for a, b in pairwise(longer))
         if unfinished and end < len(ids) and (labels[end] != IGNORE_INDEX) == trained and ids[end] not in special:
             continue
         pieces.append(Piece(tuple(ids[first:end]), text, trained, ids[first] in special))
