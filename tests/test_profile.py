@@ -395,7 +395,8 @@ def test_command(recipe: Any, tmp_path: Path) -> None:
     assert stored.schema == "pronghorn-profile-v1" and stored.recipe["train"]["output"] == str(tmp_path / "run")
     parsed = Page()
     parsed.feed(page.read_text())
-    assert {"svg", "table", "path"} <= set(parsed.tags)
+    drawn = sum(len(shapes) for shapes in stored.timeline.values())
+    assert {"table", "section"} <= set(parsed.tags) and parsed.tags.count("i") == drawn > 10
 
     result = invoke("memory.gradient_checkpointing=true", "--against", str(first), "--json", str(second))
     assert result.exit_code == 0 and "difference" in result.stdout

@@ -36,7 +36,7 @@ from pronghorn.train.progress import ProgressCallback
 from pronghorn.train.run import build
 
 GRAPH = "CUDA graph of the layers"
-VISIBLE = 2000
+VISIBLE = 1000
 """Parts of a step's width that can be told apart."""
 _PHASES = ("data", "model", "backward", "optimiser", "logging")
 
