@@ -37,12 +37,12 @@ def plan(
     times: StepTimes | None = None,
     asked: Plan | None = None,
 ) -> Plan:
-    """The fastest plan within a budget.
+    """The fastest plan within a budget, or what the one that is asked for takes.
 
     Args:
         budget_bytes: of the process, CUDA's context included; None for the whole card.
         times: measured (`StepTimes.scaled`); None for the card's estimate.
-        asked: a plan that is decided: told is what it takes.
+        asked: None or an undecided one (`auto`) for the fastest.
     Raises:
         PlanDoesNotFit: with the least that would fit and what would make it smaller.
     """
