@@ -86,7 +86,18 @@ def test_gpus() -> None:
     assert found["GPU 0 bf16"].status == found["GPU 0 flash varlen"].status == "slow"
     assert "older than Ampere" in found["GPU 0 flash varlen"].effect
     no_kernel = doctor.device_findings(dataclasses.replace(H200, flash_varlen=False))[-1]
-    assert "lacks the kernel" in no_kernel.effect
+    assert "heads of unusual sizes" in no_kernel.effect and "lacks the kernel" in no_kernel.effect  # others take tiles
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_gpu_needs_triton(monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(doctor, "probe", lambda index: dataclasses.replace(H200, index=index))
+    monkeypatch.setattr(doctor, "has_triton", lambda: there)
+    findings = doctor.diagnose()
+    assert [finding.status for finding in findings if finding.part == "Triton"] == ["ok" if there else "missing"]
+    assert healthy(findings) is there and sum(finding.part.startswith("GPU 1") for finding in findings) == 3
 
 
 def test_host() -> None:
@@ -102,10 +113,6 @@ def test_diagnosis_of_this_machine() -> None:
     assert len(parts) == len(set(parts))
     assert {"Python", "torch", "torch build", "CPU cores", "RAM", *(package.name for package in PACKAGES)} <= set(parts)
     assert all(finding.effect for finding in findings if finding.status != "ok")
-
-
-def test_old_python() -> None:
-    assert doctor.python_finding((3, 10)).status == "missing" and doctor.python_finding((3, 11)).status == "ok"
 
 
 def test_table_shows_brackets_as_they_are() -> None:

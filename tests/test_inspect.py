@@ -17,7 +17,7 @@ from pronghorn.config import Recipe
 from pronghorn.data.cache import documents
 from pronghorn.data.packing import Document
 from pronghorn.diagnose.examples import clip, example_of, pieces_of, visible
-from pronghorn.diagnose.inspect import Inspection, figures, histogram, inspect, padded_efficiency
+from pronghorn.diagnose.inspect import Inspection, figures, histogram, inspect
 from pronghorn.diagnose.inspect_report import write_report
 from pronghorn.diagnose.inspect_terminal import show
 from pronghorn.errors import ConfigError
@@ -87,7 +87,7 @@ def test_it_shows_what_training_sees(recipe: Any, tokenizer: Any, monkeypatch: p
     assert found.prepared == trained or found.prepared.key == trained.key
     ids = [row["input_ids"] for row in trained.dataset]
     assert [[i for piece in example.pieces for i in piece.ids] for example in found.examples] == ids
-    assert found.lengths == sorted(map(len, ids)) and found.tokens == sum(map(len, ids))
+    assert found.lengths == sorted(map(len, ids)) and found.packing.tokens == sum(map(len, ids))
     assert found.trained == sum(label != -100 for row in trained.dataset for label in row["labels"])
     table = dict(figures(found))
     assert table["Documents"] == "3" and table["Without a label or too long, dropped"] == "1"
@@ -106,7 +106,9 @@ def test_the_trained_text_is_the_answer_and_its_end(recipe: Any) -> None:
     assert "\x1b[" in coloured and "⟦" not in coloured
 
 
-@pytest.mark.parametrize("text", ["Once upon a time", " two  spaces ", "日本語 🦌🏽 é\tx", "a\ufffdb", "a\n\n b"])
+@pytest.mark.parametrize(
+    "text", ["Once upon a time", " two  spaces ", "日本語 🦌🏽 é\tx", "a\ufffdb", "a\n\n b", "\ufffdﷺ🦌a\ufffd日本"]
+)
 def test_pieces_are_the_decoded_text(tokenizer: Any, text: str) -> None:
     """Characters of several tokens are one piece; nothing is lost or doubled."""
     ids = tokenizer(text)["input_ids"]
@@ -114,6 +116,19 @@ def test_pieces_are_the_decoded_text(tokenizer: Any, text: str) -> None:
     assert [i for piece in pieces for i in piece.ids] == ids
     assert "".join(piece.text for piece in pieces) == tokenizer.decode(ids)
     assert all("\ufffd" not in piece.text for piece in pieces) or "\ufffd" in text
+
+
+def test_pieces_of_single_bytes_are_the_decoded_text() -> None:
+    """Where every byte is a token, what is unfinished looks like the replacement character."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({character: i for i, character in enumerate(alphabet)}, []))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=backend)
+    for text in ("a\ufffd", "\ufffd日本\ufffd\n\ufffd", "🦌\ufffd\ufffd𝔘é"):
+        test_pieces_are_the_decoded_text(tokenizer, text)
 
 
 def test_a_character_cut_in_two_is_shown_as_such(tokenizer: Any) -> None:
@@ -143,19 +158,15 @@ def test_the_page_is_inert_and_whole(recipe: Any, tmp_path: Path) -> None:
     assert not {"script", "img", "iframe", "object", "link"} & {tag for tag, _ in page.tags}
     assert not [name for _, attributes in page.tags for name in attributes if name.startswith("on")]
     assert "://" not in text and "@import" not in text and "default-src 'none'" in text
+    assert "max_seq_length 128" in text
+    bars = [attributes for tag, attributes in page.tags if tag == "i"]
+    assert len(bars) == len(histogram(found.lengths, 40))
+    assert [bar["style"] for bar in bars if bar.get("class") == "some"] == ["height: 100.0%"]
     assert f"\"'{HOSTILE}</s>" in page.text and "first dropped row" in page.text
     titles = [attributes["title"] or "" for tag, attributes in page.tags if tag == "span" and "title" in attributes]
     assert len(titles) == len(found.examples[0].pieces)
     assert sum(title.endswith("· trained") for title in titles) > 10
     assert re.search(r"^id 2 · special · trained$", "\n".join(titles), re.MULTILINE)
-
-
-@pytest.mark.parametrize(("limit", "line"), [(128, True), (512, False)])
-def test_the_limit_is_drawn_where_it_can_be_seen(recipe: Any, tmp_path: Path, limit: int, line: bool) -> None:
-    rows = [chat("word " * 15, "answer " * n) for n in range(1, 9)]
-    found = inspect(Recipe.load(recipe(rows, model={"max_seq_length": limit})))
-    text = write_report(found, tmp_path / "page.html").read_text(encoding="utf-8")
-    assert ('<line class="limit"' in text) == line and f"max_seq_length {limit}" in text
 
 
 def test_long_examples_lose_their_middle(tokenizer: Any, recipe: Any) -> None:
@@ -202,8 +213,6 @@ def test_lengths() -> None:
     for longest in (1, 2, 7, 99, 100, 101, 8192, 131_072):
         bins = histogram([1, longest], 16)
         assert len(bins) <= 16 and bins[-1][0] <= longest <= bins[-1][1] and sum(n for *_, n in bins) == 2
-    assert padded_efficiency([5, 5, 5], 2, seed=0) == 1
-    assert padded_efficiency([1, 9], 2, seed=0) == 10 / 18 and padded_efficiency([1, 9], 1, seed=0) == 1
 
 
 def test_percentiles_are_by_nearest_rank(recipe: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -342,6 +343,9 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "model" / "model.safetensors").unlink()
     for name in ("Llama-3.1-8B", "Qwen3-14B"):
         config_of(name).save_pretrained(folder / name)
+    foreign = config_of("tiny")
+    foreign.quantization_config = {"quant_method": "mxfp4"}
+    foreign.save_pretrained(folder / "mxfp4")
     (folder / "rows.jsonl").write_text('{"prompt": "a b", "completion": "c d e"}\n' * 40)
     path = folder / "recipe.yaml"
     path.write_text(
@@ -391,8 +395,74 @@ def test_a_recipe_is_planned_without_weights_and_its_data_counted(recipe: Path) 
 
 
 @pytest.mark.parametrize(
-    "change", ["packing.enabled=false", "adapter.lora_dropout=0.1", "adapter.bias=all", "packing.metadata=per_layer"]
+    ("asked", "policy", "buffers"),
+    [("false", "keep", 2), ("true", "recompute the layer", 2), ("offload", "recompute with the input offloaded", 1)],
 )
+def test_what_the_recipe_asks_for_is_planned(recipe: Path, asked: str, policy: str, buffers: int) -> None:
+    changes = f"memory.gradient_checkpointing={asked}", "memory.offload_buffers=1", "--device", "h200", "--json"
+    found = json.loads(run_plan(*large(recipe, "Llama-3.1-8B"), *changes).stdout)["plan"]
+    assert set(found["policies"]) == {policy} and found["buffers"] == buffers
+    shape, work = shape_of(skeleton(config_of("Llama-3.1-8B"))), Work(8192, accumulates=False)
+    step, policies = Step.of(shape, work), (Policy(policy),) * shape.layers
+    assert found["predicted"]["peak"] == sum(step.peak(policies, buffers).values())
+
+
+def test_what_the_recipe_asks_for_does_not_fit(recipe: Path) -> None:
+    asked = *large(recipe, "Llama-3.1-8B"), "memory.gradient_checkpointing=false", "--device"
+    refused = run_plan(*asked, "24GiB")
+    assert refused.exit_code == 1
+    assert re.search(r"checkpointing asks for needs 4\d\.\d GiB and the budget is 24\.0 GiB", refused.stderr)
+    assert re.search(r"remedy: memory\.gradient_checkpointing: auto needs 1\d\.\d GiB or more", refused.stderr)
+    assert "the smallest plan needs" in run_plan(*asked, "12GiB").stderr
+
+
+def test_lora_instead_of_full_fine_tuning_needs_what_lora_needs(recipe: Path) -> None:
+    asked = *large(recipe, "Llama-3.1-8B"), "--device", "12GiB"
+    least = re.search(r"smallest plan needs (\S+) GiB", run_plan(*asked).stderr)
+    assert least and f"method: lora needs {least[1]} GiB" in run_plan(*asked, "adapter.method=full").stderr
+
+
+def test_an_adapter_is_planned_as_it_was_saved(recipe: Path) -> None:
+    """Its own rank and targets are trained on, not the recipe's; its tokenizer may be its base's."""
+    from transformers import AutoModelForCausalLM
+
+    folder = recipe.parent / "adapter"
+    base = AutoModelForCausalLM.from_config(config_of("tiny"))
+    base.name_or_path = base.config._name_or_path = str(recipe.parent / "model")
+    add_lora(base, r=2, target_modules=["v_proj"]).save_pretrained(folder)
+    found = json.loads(run_plan(str(recipe), f"model.name={folder}", "--device", "h100", "--json").stdout)
+    assert {name: rank for name, rank in found["work"]["ranks"].items() if rank} == {"v_proj": 2}
+    assert found["data"]["documents"] == 40
+    (folder / "adapter_config.json").write_text("{}")
+    done = run_plan(str(recipe), f"model.name={folder}", "--device", "h100")
+    assert done.exit_code == 1 and "no adapter's configuration" in done.stderr
+
+
+def test_a_folder_at_home_is_found(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(recipe.parent))
+    done = run_plan(str(recipe), "model.name=~/model", "--device", "h100")
+    assert done.exit_code == 0, done.output
+
+
+def test_batches_of_an_epoch_end_with_it(recipe: Path) -> None:
+    """6 rows by four are two batches an epoch, as the trainer makes them; not three in two epochs."""
+    found = json.loads(run_plan(str(recipe), "packing.rows_per_step=4", "--device", "h100", "--json").stdout)
+    assert found["data"]["micro_batches"] == 4
+
+
+def test_a_name_is_shown_as_it_is(recipe: Path) -> None:
+    folder = recipe.parent / "[bold]m"
+    config_of("tiny").save_pretrained(folder)
+    done = run_plan(str(recipe), f"model.name={folder}", "data.train=someone/elsewhere", "--device", "h100")
+    assert done.exit_code == 0 and "[bold]m" in done.stdout.replace("\n", "")
+
+
+def test_float16_runs_without_graphs(recipe: Path) -> None:
+    found = json.loads(run_plan(str(recipe), "precision.dtype=float16", "--device", "h100", "--json").stdout)
+    assert found["work"]["graph"] is False and found["work"]["itemsize"] == 2
+
+
+@pytest.mark.parametrize("change", ["packing.enabled=false", "adapter.lora_dropout=0.1", "packing.metadata=per_layer"])
 def test_layers_that_cannot_be_fused_are_planned_as_they_run(recipe: Path, change: str) -> None:
     found = json.loads(run_plan(str(recipe), change, "--device", "rtx3090", "--json").stdout)
     assert found["work"]["fused"] is False and found["work"]["padded"] == (change == "packing.enabled=false")
@@ -409,11 +479,13 @@ def test_layers_that_cannot_be_fused_are_planned_as_they_run(recipe: Path, chang
         (["memory.budget=600MiB", "--device", "h100"], "the smallest plan needs"),
         (["model.name=./no-such-folder", "--device", "h100"], "./no-such-folder"),
         (["model.name=model.gguf", "--device", "h100"], "GGUF"),
+        (["model.name={here}/mxfp4", "--device", "h100"], "quantised by 'mxfp4'"),
+        (["model.max_seq_length=9999", "--device", "h100"], "max_seq_length 9999 > "),
         (["--device", "h100", "--calibrate"], "--calibrate times packed rows on this machine's GPU"),
     ],
 )
 def test_bad_input_ends_with_a_remedy(recipe: Path, arguments: list[str], said: str) -> None:
-    done = run_plan(str(recipe), *arguments)
+    done = run_plan(str(recipe), *(each.format(here=recipe.parent) for each in arguments))
     assert done.exit_code == 1 and said in done.stderr and "remedy:" in done.stderr and "Traceback" not in done.output
 
 

@@ -174,6 +174,10 @@ def test_causes_outside_the_layers() -> None:
             (("pronghorn:optimiser", "aten::_foreach_norm"), (Cause.OPTIMISER, False)),
             (("pronghorn:step", "pronghorn:data", "aten::cat"), (Cause.DATA, False)),
             (("pronghorn:step", "pronghorn:backward", f"{ENGINE}: X", "aten::add"), (Cause.ELEMENTWISE, False)),
+            (
+                ("pronghorn:step", "pronghorn:backward", f"{ENGINE}: X", "c10d::allreduce_"),
+                (Cause.COMMUNICATION, False),
+            ),
             (("pronghorn:step", "pronghorn:backward", "aten::ones_like"), (Cause.UNEXPLAINED, False)),
             ((f"{ENGINE}: X", "XBackward0", "pronghorn:layer", "pronghorn:mlp", "aten::silu"), (Cause.NORM, True)),
         ]
@@ -391,7 +395,8 @@ def test_command(recipe: Any, tmp_path: Path) -> None:
     assert stored.schema == "pronghorn-profile-v1" and stored.recipe["train"]["output"] == str(tmp_path / "run")
     parsed = Page()
     parsed.feed(page.read_text())
-    assert {"svg", "table", "path"} <= set(parsed.tags)
+    drawn = sum(len(shapes) for shapes in stored.timeline.values())
+    assert {"table", "section"} <= set(parsed.tags) and parsed.tags.count("i") == drawn > 10
 
     result = invoke("memory.gradient_checkpointing=true", "--against", str(first), "--json", str(second))
     assert result.exit_code == 0 and "difference" in result.stdout
@@ -400,6 +405,9 @@ def test_command(recipe: Any, tmp_path: Path) -> None:
     mine, its = read_profile(second).ms(Cause.ATTENTION), stored.ms(Cause.ATTENTION)
     assert row.split()[1:] == [f"{mine:.2f}", f"{its:.2f}", f"{mine - its:+.2f}"]
 
+    second.write_text(json.dumps({"schema": "pronghorn-profile-v1", "steps": 1}))
+    refused = invoke("--against", str(second))
+    assert refused.exit_code == 1 and "is damaged: step_ms: Field required" in refused.stderr
     second.write_text(json.dumps({"schema": "pronghorn-profile-v0"}))
     for option in ("--against", "--json"):
         refused = invoke(option, str(second))

@@ -129,7 +129,7 @@ def test_verify_and_profile(tmp_path: Path) -> None:
         done = shell(command.split())
         assert done.returncode == 0, done.stdout + done.stderr
         assert said in done.stdout
-    assert "<svg" in page.read_text(encoding="utf-8")
+    assert 'class="timeline"' in page.read_text(encoding="utf-8")
 
 
 @pytest.mark.slow

@@ -15,10 +15,12 @@ import torch
 from typer.testing import CliRunner
 
 from pronghorn.cli.main import app
+from pronghorn.config import Recipe
 from pronghorn.data.batch import Collator, PackedBatch
 from pronghorn.diagnose.verify import Report, verify
 from pronghorn.diagnose.verify_passes import Subject, perturb
 from pronghorn.diagnose.verify_subject import rows_of
+from pronghorn.diagnose.verify_subject import subject_of as of_recipe
 from pronghorn.export import merge
 from pronghorn.models.attach import attach
 from pronghorn.models.families import FAMILIES as FAMILY_FACTS
@@ -378,14 +380,19 @@ def test_one_model_at_a_time_is_in_memory(subject_of: Any) -> None:
     assert len(models) == 1 and not left
 
 
-def test_the_command_on_a_recipe(stories: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def recipe(stories: Path, tmp_path: Path) -> Path:
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"text": "Once upon a time there was a dog. " * n}) + "\n" for n in range(1, 9)))
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
         f"model: {{name: {stories}, max_seq_length: 128}}\ndata: {{train: {data}, loss_on: all}}\n"
         f"adapter: {{lora_dropout: 0.1}}\ntrain: {{output: {tmp_path / 'run'}}}\n"
     )
+    return path
+
+
+def test_the_command_on_a_recipe(recipe: Path, tmp_path: Path) -> None:
     files = sorted(tmp_path.iterdir())
     result = CliRunner().invoke(app, ["verify", str(recipe), "adapter.r=4", "--tokens", "128", "--json"])
     assert result.exit_code == 0, result.output
@@ -395,20 +402,14 @@ def test_the_command_on_a_recipe(stories: Path, tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == files
 
 
-def test_the_command_on_a_saved_adapter(stories: Path, tmp_path: Path) -> None:
+def test_the_command_on_a_saved_adapter(recipe: Path, stories: Path, tmp_path: Path) -> None:
     """A trained adapter is judged as it is: its B isn't zero."""
     from transformers import AutoModelForCausalLM
 
     model = add_lora(AutoModelForCausalLM.from_pretrained(stories), r=4)
     perturb(model)
     model.save_pretrained(tmp_path / "adapter")
-    data, recipe = tmp_path / "data.jsonl", tmp_path / "recipe.yaml"
-    data.write_text(json.dumps({"text": "Once upon a time there was a dog. " * 5}) + "\n")
-    recipe.write_text(
-        f"model: {{name: {tmp_path / 'adapter'}, max_seq_length: 128}}\ndata: {{train: {data}, loss_on: all}}\n"
-        f"train: {{output: {tmp_path / 'run'}}}\n"
-    )
-    result = CliRunner().invoke(app, ["verify", str(recipe), "--tokens", "128"])
+    result = CliRunner().invoke(app, ["verify", str(recipe), f"model.name={tmp_path / 'adapter'}", "--tokens", "128"])
     assert result.exit_code == 0, result.output
 
 
@@ -435,6 +436,22 @@ def test_the_command_says_no(monkeypatch: pytest.MonkeyPatch) -> None:
     result = CliRunner().invoke(app, ["verify", "--model", "tiny", "--tokens", "128"])
     assert result.exit_code == 1
     assert "The numbers are wrong." in result.stdout and "gets no gradient" in result.stdout
+
+
+@pytest.mark.parametrize("option", [["--method", "full"], ["--dtype", "float32"], ["--seed", "0"]])
+def test_what_makes_a_bare_model_is_not_passed_over_with_a_recipe(recipe: Path, option: list[str]) -> None:
+    result = CliRunner().invoke(app, ["verify", str(recipe), *option])
+    assert result.exit_code == 1 and f"{option[0]} is for --model" in result.output
+
+
+def test_padded_batches_are_not_called_right(recipe: Path) -> None:
+    result = CliRunner().invoke(app, ["verify", str(recipe), "packing.enabled=false"])
+    assert result.exit_code == 1 and "packing.enabled is false" in result.output
+
+
+def test_rows_are_not_longer_than_training_s(recipe: Path) -> None:
+    subject = of_recipe(Recipe.load(recipe), tokens=2048)
+    assert subject.row_tokens == 128 >= max(sum(map(len, row)) for row in subject.rows)
 
 
 @pytest.mark.parametrize("arguments", [["r.yaml", "--model", "tiny"], ["--tokens", "64"]])

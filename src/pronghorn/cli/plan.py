@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console, Group, RenderableType
+from rich.markup import escape
 from rich.table import Table
 
 from pronghorn.cli.errors import plain_errors
@@ -32,12 +33,13 @@ def plan(
     """Tell how much GPU memory and time a run will take, and which layers to keep, recompute or offload.
 
     Reads the model's configuration only: no weights are loaded and no GPU is needed. Of all plans that fit the budget
-    it shows the fastest; if none does, what would. Times come from datasheets, and say so, unless a layer is measured
-    (--calibrate). A packed row is always full, so every step is the worst; accumulating steps takes no more memory.
+    it shows the fastest (memory.gradient_checkpointing: auto), or what the one that is asked for takes; if none fits,
+    what would. Times come from datasheets, and say so, unless a layer is measured (--calibrate). A packed row is always
+    full, so every step is the worst.
 
     [bold]Examples[/]
 
-      pronghorn plan recipes/gpu-lora.yaml --device rtx4090
+      pronghorn plan recipes/demo-cpu.yaml --device rtx4090
 
       pronghorn plan my.yaml memory.budget=16GiB --calibrate
     """
@@ -57,6 +59,7 @@ def render(found: Forecast) -> RenderableType:
     """The forecast for a terminal."""
     from pronghorn.diagnose.forecast import policy_map
     from pronghorn.memory.estimate import CONTEXT_BYTES, GIB
+    from pronghorn.train.progress import duration
 
     predicted, budget = found.plan.predicted, found.plan.budget_bytes or 0
     memory = Table("memory at the peak", "GiB", box=None, padding=(0, 2, 0, 0))
@@ -71,19 +74,13 @@ def render(found: Forecast) -> RenderableType:
     times = "one layer measured here" if found.measured else found.device.source
     work = found.work
     lines = [
-        f"[bold]{found.model}[/], {work.method}, {work.tokens:,} tokens a micro-batch, on {found.device.name}",
+        f"[bold]{escape(found.model)}[/], {work.method}, {work.tokens:,} tokens a micro-batch, on {found.device.name}",
         f"[bold]{policy_map(found.plan.policies)}[/]",
         f"{found.step_ms:,.0f} ms a micro-batch, {found.tokens_per_s:,.0f} tokens/s ({times})",
     ]
     if found.data is None or found.seconds is None:
-        lines.append(f"a million tokens take {_duration(1e6 / found.tokens_per_s)}")
+        lines.append(f"a million tokens take {duration(1e6 / found.tokens_per_s)}")
     else:
         counts = "{documents:,} documents, {tokens:,} tokens: {micro_batches:,} micro-batches".format(**found.data)
-        lines.append(f"{counts}, {_duration(found.seconds)}")
+        lines.append(f"{counts}, {duration(found.seconds)}")
     return Group(*lines, "", memory)
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

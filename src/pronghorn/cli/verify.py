@@ -16,6 +16,7 @@ from pronghorn.cli.options import Checkpoints, Debug, Method, Overrides, Seed, p
 
 
 def verify(
+    context: typer.Context,
     recipe: Annotated[
         Path | None, typer.Argument(metavar="RECIPE", help="YAML file that says what is trained, and on what.")
     ] = None,
@@ -59,6 +60,11 @@ def verify(
             raise ConfigError(
                 "verify needs a recipe or --model, and one of them", "write e.g. pronghorn verify my.yaml"
             )
+        for option in ("method", "dtype", "seed", "checkpoints") if model is None else ():
+            source = context.get_parameter_source(option)
+            if source is not None and source.name == "COMMANDLINE":
+                instead = "leave it out: the recipe says it (adapter.method, model.load_in_4bit, precision.dtype)"
+                raise ConfigError(f"--{option} is for --model", instead)
         from pronghorn.config import Recipe
         from pronghorn.diagnose.verify import verify as run
         from pronghorn.diagnose.verify_subject import subject_of

@@ -5,11 +5,10 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import shutil
-import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from pronghorn.device import Device, probe
+from pronghorn.device import Device, has_triton, probe
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -57,13 +56,13 @@ PACKAGES = (
     Package("gguf>=0.19", without="GGUF files can't be read or written", extra="gguf"),
     Package("matplotlib>=3.10", without="report.html can't be drawn", extra="report"),
 )
-PYTHON_LEAST = (3, 11)
 _REINSTALL_TORCH = f"pip install --force-reinstall '{PACKAGES[0].requirement}'"
 
 
 def diagnose() -> list[Finding]:
     """Look at everything; imports torch and asks the devices, changes nothing."""
-    findings = [python_finding(sys.version_info[:2]), *(package_finding(p, installed(p.name)) for p in PACKAGES)]
+    findings = [Finding("Python", platform.python_version(), "ok")]
+    findings += [package_finding(package, installed(package.name)) for package in PACKAGES]
     if installed("torch") is None:
         return findings
     try:
@@ -72,6 +71,8 @@ def diagnose() -> list[Finding]:
         return [*findings, Finding("torch import", str(error), "missing", "torch can't be loaded", _REINSTALL_TORCH)]
     driver = shutil.which("nvidia-smi") is not None
     findings.append(build_finding(torch.version.cuda, torch.version.hip, driver, torch.cuda.is_available()))
+    if torch.cuda.is_available():
+        findings.append(triton_finding(has_triton()))
     devices = [probe(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else [probe()]
     for device in devices:
         findings += device_findings(device)
@@ -89,14 +90,6 @@ def installed(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def python_finding(version: tuple[int, ...]) -> Finding:
-    found = platform.python_version()
-    if version >= PYTHON_LEAST:
-        return Finding("Python", found, "ok")
-    least = ".".join(map(str, PYTHON_LEAST))
-    return Finding("Python", found, "missing", f"Pronghorn needs {least} or later", "uv venv --python 3.12")
 
 
 def package_finding(package: Package, version: str | None) -> Finding:
@@ -131,19 +124,28 @@ def build_finding(cuda: str | None, hip: str | None, driver: bool, available: bo
     return Finding(part, f"CUDA {cuda}", "ok")
 
 
+def triton_finding(there: bool) -> Finding:
+    """On a GPU: what the kernels are written in, which torch's wheels bring."""
+    if there:
+        return Finding("Triton", installed("triton") or "installed", "ok")
+    effect = "the kernels of norms, RoPE, attention and loss can't run"
+    return Finding("Triton", "not installed", "missing", effect, "pip install triton")
+
+
 def device_findings(device: Device) -> list[Finding]:
-    """A GPU, its numbers and its attention kernel; or that there is none."""
+    """A GPU, its numbers and what its kernels need; or that there is none."""
     if device.type != "cuda":
         return [Finding("GPU", "none", "slow", "training runs on the CPU: right, but for tiny models only")]
     part = f"GPU {device.index}"
     major, minor = device.capability or (0, 0)
     found = f"{device.name}, {_gib(device.total_memory_bytes)}, capability {major}.{minor}"
     old = f"{device.name} is older than Ampere"
-    why = "this build of torch lacks the kernel" if device.bf16 else old
+    alone = "run document by document"
+    flash = f"heads of unusual sizes {alone}: this build of torch lacks the kernel" if device.bf16 else ""
     findings = [Finding(part, found, "ok")]
     for what, there, effect in (
         ("bf16", device.bf16, f"{old}: float16 with loss scaling is used"),
-        ("flash varlen", device.flash_varlen, f"{why}: attention runs document by document"),
+        ("flash varlen", device.flash_varlen, flash or f"{old}: all attention heads {alone}"),
     ):
         name = f"{part} {what}"
         findings.append(Finding(name, "yes", "ok") if there else Finding(name, "no", "slow", effect))

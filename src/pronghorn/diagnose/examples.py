@@ -5,7 +5,7 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from pronghorn.data.packing import IGNORE_INDEX, Document
@@ -58,7 +58,10 @@ def pieces_of(ids: Sequence[int], labels: Sequence[int], tokenizer: PreTrainedTo
     for end in range(1, len(ids) + 1):
         text = decode(before, end)[len(decode(before, first)) if first else 0 :]
         trained = labels[first] != IGNORE_INDEX
-        unfinished = text.endswith("\ufffd") and end - first < _PER_CHARACTER
+        unfinished = False
+        if text.endswith("\ufffd"):  # which the text may hold itself: then each token that comes adds to it
+            longer = [decode(before, more) for more in range(end, min(end + _PER_CHARACTER, len(ids) + 1))]
+            unfinished = not all(len(b) > len(a) and b.startswith(a) for a, b in pairwise(longer))
         if unfinished and end < len(ids) and (labels[end] != IGNORE_INDEX) == trained and ids[end] not in special:
             continue
         pieces.append(Piece(tuple(ids[first:end]), text, trained, ids[first] in special))

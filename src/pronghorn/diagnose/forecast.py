@@ -1,27 +1,25 @@
-"""What a run will take, before it runs: memory by kind, time, and the plan, from the model's configuration alone."""
+"""What a run will take, before it runs: memory by kind, time, and the plan, of the very model without its weights."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
-from pronghorn.config import Recipe
+from pronghorn.config import Precision, Recipe
 from pronghorn.data.packed_rows import PackedRows
-from pronghorn.errors import ConfigError, DataError, UnsupportedError
+from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.memory.devices import Card, card, parse_bytes
-from pronghorn.memory.estimate import GIB, Shape, Work
+from pronghorn.memory.estimate import GIB, Work
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.memory.planner import plan
 from pronghorn.memory.step_time import StepTimes, step_times
-from pronghorn.models import fast
+from pronghorn.models.attach import Handle, attach
 from pronghorn.models.auto_plan import available, device_card, measured_times, shape_of, skeleton, work_of
 from pronghorn.models.load import FoundModel, default_device
 from pronghorn.train.documents import find, prepare, tokenizer_for
@@ -65,13 +63,14 @@ class Forecast:
 
 
 def forecast(recipe: Recipe, device: str | None, calibrate: bool, console: Console) -> Forecast:
-    """What `recipe` will take on a device.
+    """What `recipe` will take on a device: by the plan that it asks for or, for `auto`, by the fastest that fits.
 
     Args:
         device: as for `memory.devices.card`; None for this machine's GPU.
         calibrate: load the model and measure a layer there.
     Raises:
-        PlanDoesNotFit: with what would fit; ConfigError: no such device; DataError, UnsupportedError: no such model.
+        PlanDoesNotFit: with what would fit; ConfigError: no such device; and what training raises before it loads
+            weights: ConfigError, DataError, UnsupportedError.
     """
     here = device is None
     if here and not torch.cuda.is_available():
@@ -79,20 +78,21 @@ def forecast(recipe: Recipe, device: str | None, calibrate: bool, console: Conso
     where = device_card(default_device()) if device is None else card(device)
     if calibrate and not (here and recipe.packing.enabled):
         raise ConfigError("--calibrate times packed rows on this machine's GPU", "leave it out, or --device")
-    found = _configuration(recipe)
-    empty = skeleton(found.config)
-    shape, data = shape_of(empty), _count(recipe, found)
-    work, times = _work(recipe, empty, shape), None
+    if not here and recipe.precision.dtype == "auto":  # the table's cards all have it
+        recipe = recipe.model_copy(update={"precision": Precision(dtype="bfloat16")})
+    from pronghorn.train.run import autocast_dtype, load  # TRL's import takes seconds
+
+    found, autocast = find(recipe, weights=False), autocast_dtype(recipe)
+    handle = _weightless(recipe, found)
+    data = _count(recipe, found)
+    shape, work = shape_of(handle.model), _work(recipe, handle, autocast)
     if data is not None:
         work = replace(work, documents=max(1, data["tokens"] // max(1, data["documents"])))
+    times, measured = step_times(shape, work, where), False
     if calibrate:
-        from pronghorn.train.run import autocast_dtype, load  # TRL's import takes seconds
-
-        whole, autocast = find(recipe), autocast_dtype(recipe)
+        whole = find(recipe)
         model, _ = load(recipe, whole, tokenizer_for(recipe, whole), console)
-        loaded = work_of(model, work.tokens, autocast, accumulates=work.accumulates)
-        work = replace(loaded, documents=work.documents)
-        times = measured_times(model, shape, work, where, autocast)
+        times, measured = measured_times(model, shape, work, where, autocast), True
     limit = available(default_device()) if here else where.memory_bytes
     if recipe.memory.budget is not None:
         asked = parse_bytes(recipe.memory.budget, "memory.budget")
@@ -100,29 +100,48 @@ def forecast(recipe: Recipe, device: str | None, calibrate: bool, console: Conso
             has = f"{where.name} has ({where.memory_bytes / GIB:.1f} GiB)"
             raise ConfigError(f"memory.budget {recipe.memory.budget} is more than {has}", "lower it, or leave it out")
         limit = min(limit, asked)
-    told = times or step_times(shape, work, where)
-    made = plan(shape, work, where, limit, told)
-    return Forecast(recipe.model.name, work, where, told, times is not None, made, data)
+    made = plan(shape, work, where, limit, times, handle.plan)
+    return Forecast(recipe.model.name, work, where, times, measured, made, data)
 
 
-def _work(recipe: Recipe, empty: Any, shape: Shape) -> Work:
-    """How the recipe trains a model, by its word: `models.auto_plan.work_of` without weights."""
-    adapter, packing, quantisation = recipe.adapter, recipe.packing, getattr(empty.config, "quantization_config", None)
-    plain = not adapter.lora_dropout and adapter.bias == "none" and packing.enabled
-    stock = not plain or packing.attention == "masked" or packing.metadata != "once" or packing.moe_routing == "loop"
-    full, quantised = adapter.method == "full", recipe.model.load_in_4bit or quantisation is not None
-    return Work(
-        tokens=recipe.model.max_seq_length * packing.rows_per_step,
-        method="full" if full else "qlora" if quantised else "lora",
-        ranks=dict.fromkeys(adapter.target_modules, adapter.r),
-        expert_rank=adapter.r if adapter.target_parameters else 0,
-        itemsize=4 if recipe.precision.dtype == "float32" else 2,
-        fused=not stock and fast.refusal(empty, None) is None,
-        trained_whole=0 if full else shape.vocab * shape.hidden * len(adapter.modules_to_save),
-        graph=packing.graph != "off",
-        padded=0 if packing.enabled else packing.rows_per_step,
+class _Weightless(FoundModel):
+    """A model that was found, without its weights."""
+
+    def model(self, dtype: torch.dtype, device: torch.device) -> Any:
+        """The model on the meta device."""
+        if self.base is None:
+            return skeleton(self.config).to(dtype)
+        from peft import PeftConfig, get_peft_model
+
+        config = PeftConfig.from_pretrained(str(self.name))
+        config.inference_mode = False
+        return get_peft_model(_Weightless(**vars(self.base)).model(dtype, device), config)
+
+
+def _weightless(recipe: Recipe, found: FoundModel) -> Handle:
+    """What training would train, as on a GPU, without weights. New tokens are left out: they weigh next to nothing."""
+    from pronghorn.train.run import attach_options, load
+
+    if (found.base or found).config is None:
+        raise UnsupportedError(f"{found.name}: a GGUF file is read whole only", "plan for the folder it was made from")
+    adapter = recipe.adapter.model_copy(update={"new_tokens": []})
+    recipe = recipe.model_copy(update={"adapter": adapter})
+    model, _ = load(recipe, _Weightless(**vars(found)), None, Console(quiet=True))
+    return attach(model, layers="fused", **attach_options(recipe))
+
+
+def _work(recipe: Recipe, handle: Handle, autocast: torch.dtype | None) -> Work:
+    """How the recipe trains the model."""
+    rows = recipe.packing.rows_per_step
+    work = work_of(
+        handle.model,
+        recipe.model.max_seq_length * rows,
+        autocast,
+        padded=0 if recipe.packing.enabled else rows,
         accumulates=recipe.train.gradient_accumulation_steps > 1,
     )
+    quantised = recipe.model.load_in_4bit or hasattr(handle.model.config, "quantization_config")
+    return replace(work, method="qlora") if quantised else work
 
 
 def policy_map(policies: Sequence[Policy]) -> str:
@@ -133,24 +152,6 @@ def policy_map(policies: Sequence[Policy]) -> str:
         parts.append(f"{first}–{last} {policy.value}" if last > first else f"{first} {policy.value}")
         first = last + 1
     return "layers " + ", ".join(parts)
-
-
-def _configuration(recipe: Recipe) -> FoundModel:
-    """The model's configuration and tokenizer; its weights needn't be there."""
-    from transformers import AutoConfig
-
-    name = recipe.model.name
-    path = Path(name).expanduser()
-    if path.suffix == ".gguf":
-        raise UnsupportedError(f"{name}: a GGUF file is read whole only", "plan for the folder it was made from")
-    if (path / "adapter_config.json").is_file():
-        name = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
-    hub = {"trust_remote_code": recipe.model.trust_remote_code, "token": None, "revision": None}
-    try:
-        config = AutoConfig.from_pretrained(name, **hub)
-    except (OSError, ValueError) as error:
-        raise DataError(f"model {name} has no configuration that can be read ({error})", "check the name") from error
-    return FoundModel(path, config, None, recipe.model.max_seq_length, False, hub)
 
 
 def _count(recipe: Recipe, found: FoundModel) -> dict[str, int] | None:
@@ -164,7 +165,7 @@ def _count(recipe: Recipe, found: FoundModel) -> dict[str, int] | None:
     documents = prepare(recipe, "train", tokenizer_for(recipe, found), Console(quiet=True)).dataset
     stats = PackedRows(documents, recipe.model.max_seq_length, seed=recipe.train.seed).stats
     rows = stats.rows if recipe.packing.enabled else stats.documents
-    batches = math.ceil(rows / recipe.packing.rows_per_step * recipe.train.epochs)
+    batches = math.ceil(math.ceil(rows / recipe.packing.rows_per_step) * recipe.train.epochs)
     if recipe.train.max_steps is not None:
         batches = recipe.train.max_steps * recipe.train.gradient_accumulation_steps
     return {"tokens": stats.tokens, "documents": stats.documents, "micro_batches": batches}

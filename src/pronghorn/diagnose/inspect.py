@@ -6,34 +6,21 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from pronghorn.config import Recipe
-from pronghorn.data.packing import IGNORE_INDEX, Document, pack, packing_ceiling, packing_efficiency
+from pronghorn.data.packing import IGNORE_INDEX, Document
 from pronghorn.diagnose.examples import Example, example_of
 
 if TYPE_CHECKING:
     from pronghorn.data.cache import Prepared, Progress
+    from pronghorn.data.packed_rows import PackingStats
 
 Split = Literal["train", "eval"]
 LOW_TRAINED, HIGH_DROPPED, LOW_PACKING = 0.01, 0.2, 0.5
 """Shares beyond which what is allowed is still worth a warning."""
-
-
-@dataclass(frozen=True, slots=True)
-class Packing:
-    """How full the rows of `row_tokens` are; `padded` is the same share of real tokens where each `padded_batch`
-    documents, in random order, are padded to the longest of them instead."""
-
-    rows: int
-    row_tokens: int
-    efficiency: float
-    ceiling: float
-    padded: float
-    padded_batch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +33,13 @@ class Inspection:
     prepared: Prepared
     lengths: list[int]
     trained: int
-    packing: Packing
+    packing: PackingStats
     examples: list[Example]
 
     @property
-    def tokens(self) -> int:
-        """Real tokens of all documents."""
-        return sum(self.lengths)
+    def trained_share(self) -> float:
+        """Of all tokens."""
+        return self.trained / self.packing.tokens
 
     @property
     def rows(self) -> int:
@@ -84,7 +71,7 @@ class Inspection:
     @property
     def warnings(self) -> list[str]:
         """What is allowed but looks wrong, with what to do about it."""
-        found, share, dropped = [], self.trained / self.tokens, self.prepared.dropped / self.rows
+        found, share, dropped = [], self.trained_share, self.prepared.dropped / self.rows
         if share < LOW_TRAINED:
             found.append(
                 f"Only {share:.2%} of the tokens are trained: see in the examples whether the answers are complete; "
@@ -102,7 +89,7 @@ class Inspection:
             found.append(
                 f"Packed rows are only {packing.efficiency:.0%} full, and no packing exceeds {packing.ceiling:.0%}: "
                 f"choose a model.max_seq_length that suits these lengths (the longest has {self.lengths[-1]:,} tokens, "
-                f"all have {self.tokens:,})."
+                f"all have {packing.tokens:,})."
             )
         return found
 
@@ -114,22 +101,21 @@ def inspect(recipe: Recipe, split: Split = "train", examples: int = 3, progress:
     ConfigError, DataError, UnsupportedError.
     """
     from pronghorn.data.cache import documents
-    from pronghorn.data.packed_rows import lengths_of
+    from pronghorn.data.packed_rows import PackedRows, lengths_of
     from pronghorn.train.documents import find, tokenizer_for
 
     tokenizer = tokenizer_for(recipe, find(recipe))
     prepared = documents(recipe.data, split, tokenizer, recipe.model.max_seq_length, recipe.train.seed, progress)
-    lengths = lengths_of(prepared.dataset)
     own = "the tokenizer's own" if tokenizer.chat_template else "none"
-    shown = prepared.dataset.select(range(min(examples, len(lengths))))
+    shown = prepared.dataset.select(range(min(examples, len(prepared.dataset))))
     return Inspection(
         recipe=recipe,
         split=split,
         template=recipe.data.chat_template or own,
         prepared=prepared,
-        lengths=sorted(lengths),
+        lengths=sorted(lengths_of(prepared.dataset)),
         trained=_trained(prepared.dataset),
-        packing=_packing(recipe, lengths),
+        packing=PackedRows(prepared.dataset, recipe.model.max_seq_length, recipe.train.seed).stats,
         examples=[example_of(Document(**row), tokenizer) for row in shown],
     )
 
@@ -140,32 +126,6 @@ def _trained(dataset: Any) -> int:
 
     tables = dataset.select_columns("labels").with_format("arrow").iter(batch_size=10_000)
     return sum(pc.sum(pc.not_equal(pc.list_flatten(table["labels"]), IGNORE_INDEX)).as_py() for table in tables)
-
-
-def _packing(recipe: Recipe, lengths: Sequence[int]) -> Packing:
-    """Packed rows against padded batches of as many documents a step as a packed step has on average (or, where packing
-    is off, of the documents that a step then has)."""
-    capacity, per_step, seed = recipe.model.max_seq_length, recipe.packing.rows_per_step, recipe.train.seed
-    rows = pack(lengths, capacity, seed)
-    batch = per_step
-    if recipe.packing.enabled:
-        batch = max(round(per_step * len(lengths) / len(rows)), 1)
-    return Packing(
-        rows=len(rows),
-        row_tokens=capacity,
-        efficiency=packing_efficiency(lengths, rows, capacity),
-        ceiling=packing_ceiling(lengths, capacity),
-        padded=padded_efficiency(lengths, batch, seed),
-        padded_batch=batch,
-    )
-
-
-def padded_efficiency(lengths: Sequence[int], batch: int, seed: int) -> float:
-    """The share of real tokens where every `batch` documents, shuffled by `seed`, are padded to their longest."""
-    order = list(lengths)
-    random.Random(seed).shuffle(order)
-    batches = [order[first : first + batch] for first in range(0, len(order), batch)]
-    return sum(order) / sum(len(each) * max(each) for each in batches)
 
 
 def histogram(lengths: Sequence[int], most: int) -> list[tuple[int, int, int]]:
@@ -192,9 +152,7 @@ def round_up(value: float) -> int:
 
 def figures(inspection: Inspection) -> list[tuple[str, str]]:
     """(what, how many) of all that is counted, in reading order."""
-    prepared, packing, recipe = inspection.prepared, inspection.packing, inspection.recipe
-    enabled = recipe.packing.enabled
-    share = inspection.trained / inspection.tokens
+    prepared, packing = inspection.prepared, inspection.packing
     rows = [("Documents", f"{len(inspection.lengths):,}")]
     optional = {
         "Refused, dropped": inspection.refused,
@@ -207,21 +165,16 @@ def figures(inspection: Inspection) -> list[tuple[str, str]]:
     if not prepared.dropped:
         rows.append(("Dropped", "none"))
     rows += [
-        ("Tokens", f"{inspection.tokens:,}"),
-        ("Trained tokens", f"{inspection.trained:,} ({share:.1%})"),
+        ("Tokens", f"{packing.tokens:,}"),
+        ("Trained tokens", f"{inspection.trained:,} ({inspection.trained_share:.1%})"),
         ("Length", ", ".join(f"{name} {length:,}" for name, length in inspection.percentiles.items())),
         (
-            "Packed rows" if enabled else "Packed (it is off)",
+            "Packed rows" if inspection.recipe.packing.enabled else "Packed (it is off)",
             f"{packing.rows:,} of {packing.row_tokens:,} tokens, {packing.efficiency:.1%} full; "
             f"at most {packing.ceiling:.1%} is possible",
         ),
-        (
-            "Padded instead" if enabled else "Padded batches",
-            f"{packing.padded:.1%} full, {packing.padded_batch:,} random documents a batch"
-            + (", as a packed step has" if enabled else ""),
-        ),
     ]
-    limit = recipe.data.eval_rows
+    limit = inspection.recipe.data.eval_rows
     if inspection.split == "eval" and limit is not None and limit < packing.rows:
         rows.append(("Evaluated", f"the first {limit:,} packed rows (data.eval_rows)"))
     return rows

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from pronghorn.diagnose.examples import Piece, clip, visible
-from pronghorn.diagnose.inspect import Inspection, figures, histogram, round_up
+from pronghorn.diagnose.inspect import Inspection, figures, histogram
 from pronghorn.train.page import write_page
 
 CLIP_TOKENS = 1500
 BINS = 40
-_WIDTH, _HEIGHT = 660, 200
 
 
 def write_report(inspection: Inspection, path: Path) -> Path:
@@ -23,7 +21,7 @@ def write_report(inspection: Inspection, path: Path) -> Path:
         inspection=inspection,
         headlines=_headlines(inspection),
         figures=figures(inspection),
-        chart=_chart(inspection),
+        bins=histogram(inspection.lengths, BINS),
         examples=[(example, clip(example, CLIP_TOKENS)) for example in inspection.examples],
         runs=_runs,
         visible=visible,
@@ -38,14 +36,14 @@ def _headlines(inspection: Inspection) -> list[tuple[str, str, str]]:
         ("Documents", f"{len(inspection.lengths):,}", f"{dropped:,} of {inspection.rows:,} rows dropped"),
         (
             "Trained tokens",
-            f"{inspection.trained / inspection.tokens:.1%}",
-            f"{inspection.trained:,} of {inspection.tokens:,}",
+            f"{inspection.trained_share:.1%}",
+            f"{inspection.trained:,} of {packing.tokens:,}",
         ),
         ("Median length", f"{lengths['median']:,} tokens", f"99 % have at most {lengths['99 %']:,}"),
         (
             "Packing" if inspection.recipe.packing.enabled else "Packing (off)",
             f"{packing.efficiency:.1%}",
-            f"{packing.rows:,} rows of {packing.row_tokens:,} tokens; padded batches: {packing.padded:.1%}",
+            f"{packing.rows:,} rows of {packing.row_tokens:,} tokens",
         ),
     ]
 
@@ -53,34 +51,3 @@ def _headlines(inspection: Inspection) -> list[tuple[str, str, str]]:
 def _runs(pieces: list[Piece]) -> list[tuple[bool, list[Piece]]]:
     """Neighbours that are trained, or not, together."""
     return [(trained, list(run)) for trained, run in groupby(pieces, lambda piece: piece.trained)]
-
-
-def _chart(inspection: Inspection) -> dict[str, Any]:
-    """The length histogram in the coordinates of an SVG of `width` by `height`, y downwards.
-
-    The line of max_seq_length is drawn unless it is so far out that the bars would be crushed, or in the last bin.
-    """
-    bins, limit = histogram(inspection.lengths, BINS), inspection.packing.row_tokens
-    most, width = max(count for *_, count in bins), bins[0][1]
-    reach = len(bins) * width  # a wider last bin is drawn as wide as the others
-    within = limit <= 2 * reach and bins[-1][1] == reach
-    end = max(reach, limit) if within else reach
-    bars = [
-        {
-            "x": _WIDTH * i * width / end,
-            "width": max(_WIDTH * width / end - 1, 0.5),
-            "height": max(_HEIGHT * count / most, 1.5) if count else 0,
-            "title": f"{first:,} to {last:,} tokens: {count:,} documents",
-        }
-        for i, (first, last, count) in enumerate(bins)
-    ]
-    step = round_up(end / 6)
-    return {
-        "width": _WIDTH,
-        "height": _HEIGHT,
-        "bars": bars,
-        "ticks": [(_WIDTH * tokens / end, f"{tokens:,}") for tokens in range(0, end + 1, step)],
-        "most": f"{most:,}",
-        "limit": _WIDTH * limit / end if within else None,
-        "rest": f"the last: all from {bins[-1][0]:,} to {bins[-1][1]:,} tokens" if bins[-1][1] != reach else None,
-    }

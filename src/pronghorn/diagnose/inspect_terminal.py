@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import groupby
 
+from rich.bar import Bar
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -14,7 +14,6 @@ from pronghorn.diagnose.inspect import Inspection, figures, histogram
 
 CLIP_TOKENS = 400
 BINS = 16
-_EIGHTHS = " ▏▎▍▌▋▊▉█"
 _TRAINED, _SPECIAL, _REST = "bold white on dark_green", "cyan", "dim"
 
 
@@ -42,8 +41,8 @@ def show(inspection: Inspection, console: Console) -> None:
     console.print(_figures(inspection))
     console.print()
     console.print(Text("Tokens of a document", style="bold"))
-    for line in _bars(inspection, console.width):
-        console.print(line, highlight=False)
+    console.print(_bars(inspection), highlight=False)
+    console.print(Text(f"model.max_seq_length is {inspection.packing.row_tokens:,}", style="dim"))
     for warning in inspection.warnings:
         console.print(Text(f"\nwarning: {warning}", style="bold yellow"))
 
@@ -91,14 +90,12 @@ def _pieces(pieces: list[Piece], colours: bool) -> Text:
     return text
 
 
-def _bars(inspection: Inspection, width: int) -> Iterator[Text]:
-    """A line a bin; the last tells where the limit is."""
+def _bars(inspection: Inspection) -> Table:
+    """A line a bin."""
     bins = histogram(inspection.lengths, BINS)
-    labels = [f"{first:,}–{last:,}" for first, last, _ in bins]
-    column, most = max(map(len, labels)), max(count for *_, count in bins)
-    room = max(min(width, 100) - column - len(f"{most:,}") - 4, 8)
-    for label, (_, _, count) in zip(labels, bins, strict=True):
-        eighths = max(round(8 * room * count / most), 1) if count else 0
-        bar = "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
-        yield Text(f"{label:>{column}}  ").append(bar, "green").append(f" {count:,}")
-    yield Text(f"model.max_seq_length is {inspection.packing.row_tokens:,}", style="dim")
+    most = max(count for *_, count in bins)
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(justify="right", no_wrap=True)
+    for first, last, count in bins:
+        table.add_row(f"{first:,}–{last:,}", Bar(most, 0, count, width=60, color="green"), f"{count:,}")
+    return table

@@ -36,9 +36,7 @@ from pronghorn.train.progress import ProgressCallback
 from pronghorn.train.run import build
 
 GRAPH = "CUDA graph of the layers"
-KERNELS = 200
-"""The most kernels that are kept by name."""
-VISIBLE = 2000
+VISIBLE = 1000
 """Parts of a step's width that can be told apart."""
 _PHASES = ("data", "model", "backward", "optimiser", "logging")
 
@@ -107,10 +105,9 @@ def account_for(trace: Trace, ranks: frozenset[int]) -> Profile:
         launches=len(launches(host)) / len(steps),
         launch_ms=sum(span.end - span.start for span in launches(host)) / 1e3 / len(steps),
     )
-    middle = sorted(steps, key=lambda step: step.end - step.start)[len(steps) // 2]
     # a device works on a step while the host is at the next: the last step's worth of time then
-    window = (end - (end - start) / len(steps), end) if gaps else (middle.start, middle.end)
-    found.timeline = _timeline(pieces, gaps, host, *window)
+    begin = end - (end - start) / len(steps) if gaps else steps[-1].start
+    found.timeline = _timeline(pieces, gaps, host, begin, end)
     return found
 
 
@@ -137,19 +134,14 @@ def _rows(pieces: list[Piece], gaps: list[Gap], host: list[Span], steps: int) ->
 
 
 def _kernels(pieces: list[Piece], steps: int) -> list[KernelTime]:
-    """Time by name and cause, the longest first; what is beyond KERNELS as one."""
+    """Time by name and cause, the longest first."""
     times: dict[tuple[str, Cause], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for piece in pieces:
         entry = times[piece.name, piece.cause]
         entry[0] += piece.end - piece.start
         entry[1] += piece.first
     found = [KernelTime(name, str(why), us / 1e3 / steps, n / steps) for (name, why), (us, n) in times.items()]
-    found.sort(key=lambda kernel: -kernel.ms)
-    rest = found[KERNELS:]
-    if rest:
-        total, count = sum(k.ms for k in rest), sum(k.count for k in rest)
-        found[KERNELS:] = [KernelTime(f"{len(rest)} others", "several", total, count)]
-    return found
+    return sorted(found, key=lambda kernel: -kernel.ms)
 
 
 def _timeline(

@@ -122,6 +122,8 @@ def cause(span: Span | None, ranks: frozenset[int]) -> tuple[Cause, bool]:
     for kind in ranges:
         if kind in _WHOLE:
             return _WHOLE[kind], False
+    if any(name.startswith("c10d::") for name in names):
+        return Cause.COMMUNICATION, again
     if SCORES in ranges or any(part in name for name in names for part in _ATTENTION):
         return Cause.ATTENTION, again
     if "model" in ranges and "backbone" not in ranges:

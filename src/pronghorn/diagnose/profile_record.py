@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from pronghorn.diagnose.profile_causes import Cause
 from pronghorn.errors import DataError
 from pronghorn.train.page import write_text
@@ -115,7 +117,7 @@ def read_profile(path: Path) -> Profile:
     """A profile that `Profile.write` wrote.
 
     Raises:
-        DataError: no file, no JSON, or another schema.
+        DataError: no file, no JSON, another schema, or damaged.
     """
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
@@ -124,5 +126,9 @@ def read_profile(path: Path) -> Profile:
     schema = table.get("schema") if isinstance(table, dict) else None
     if schema != SCHEMA:
         raise DataError(f"{path} has schema {schema!r}, not {SCHEMA!r}", "profile again with this version")
-    kinds = {"rows": Row, "kernels": KernelTime, "syncs": Sync, "advice": Advice}
-    return Profile(**{**table, **{key: [kind(**entry) for entry in table[key]] for key, kind in kinds.items()}})
+    try:
+        return TypeAdapter(Profile).validate_python(table)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise DataError(f"{path} is damaged: {where}: {first['msg']}", "profile again") from error

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
-from pronghorn.diagnose.inspect import round_up
 from pronghorn.diagnose.profile_causes import Cause
-from pronghorn.diagnose.profile_record import PHASES, Profile, Shape
+from pronghorn.diagnose.profile_record import PHASES, Profile
 from pronghorn.diagnose.profile_terminal import differences, headlines
 from pronghorn.train.page import write_page
 
-_WIDTH, _LANE = 1040, 34
 _COLOURS = [
     "#3b6fd4", "#8257d0", "#1f9e8f", "#4aa84e", "#9db23a", "#d9a521", "#e07b30", "#a9714b", "#d65f8f", "#a83e77",
     "#5c7a99", "#d43f3f", "#c98a8a", "#8f97a6", "#eaa3a3", "#c9cfda", "#b9bfca", "#5b5f66",
@@ -31,43 +27,6 @@ def write_report(profile: Profile, path: Path, other: Profile | None = None) -> 
         headlines=headlines(profile),
         colours={str(cause): (f"c{i}", _COLOURS[i]) for i, cause in enumerate(Cause)},
         rows=sorted(profile.rows, key=lambda row: -row.ms),
-        bar=_bar(profile),
-        timeline=_timeline(profile),
+        end=max((end for shapes in profile.timeline.values() for _, end, _ in shapes), default=1.0),
+        phases=PHASES,
     )
-
-
-def _bar(profile: Profile) -> list[tuple[str, float, float]]:
-    """(cause, x, width) of one bar of the whole step, in its order of causes."""
-    shapes, at = [], 0.0
-    total = sum(row.ms for row in profile.rows)
-    for row in sorted(profile.rows, key=lambda row: -row.ms):
-        width = _WIDTH * row.ms / total
-        shapes.append((row.cause, at, width))
-        at += width
-    return shapes
-
-
-def _timeline(profile: Profile) -> dict[str, Any]:
-    """The last step's lanes in the coordinates of an SVG: one path a lane and cause, phases by name."""
-    end = max((shape[1] for shapes in profile.timeline.values() for shape in shapes), default=0.0) or 1.0
-    scale = _WIDTH / end
-    lanes: list[dict[str, Any]] = []
-    for name, shapes in profile.timeline.items():
-        y = _LANE * len(lanes)
-        if name == PHASES:
-            phases = [(what, a * scale, (b - a) * scale) for a, b, what in shapes]
-            lanes.append({"name": name, "y": y, "phases": phases, "paths": []})
-        else:
-            lanes.append({"name": name, "y": y, "phases": [], "paths": _paths(shapes, y, scale)})
-    tick = round_up(end / 8 * 1000) / 1000  # about eight, at round microseconds
-    ticks = [(i * tick * scale, f"{i * tick:g}") for i in range(int(end / tick) + 1)]
-    return {"width": _WIDTH, "lane": _LANE, "height": _LANE * len(lanes), "lanes": lanes, "ticks": ticks}
-
-
-def _paths(shapes: list[Shape], y: float, scale: float) -> list[tuple[str, str]]:
-    """(cause, path data)."""
-    parts: dict[str, list[str]] = defaultdict(list)
-    for begin, until, cause in shapes:
-        width = max((until - begin) * scale, 0.3)
-        parts[cause].append(f"M{begin * scale:.2f} {y + 14}h{width:.2f}v16h-{width:.2f}z")
-    return [(cause, "".join(drawn)) for cause, drawn in parts.items()]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -125,7 +126,7 @@ def marked(trainer: SFTTrainer, handle: Handle) -> Iterator[None]:
     opened: list[Any] = []
     with ExitStack() as stack:
         for owner, name, kind in parts:
-            stack.enter_context(_replaced(owner, name, _within(getattr(owner, name), kind)))
+            stack.enter_context(patch.object(owner, name, _within(getattr(owner, name), kind)))
         modules = list(handle.model.modules())
         fused = {id(part) for each in modules if fast.is_fused(each) for part in each.modules() if part is not each}
         for name, module in handle.model.named_modules():
@@ -170,21 +171,6 @@ def inner_dimensions(handle: Handle) -> frozenset[int]:
                 ranks = [adapter.a.shape[0] for adapter in adapters if adapter is not None]
                 found |= {*ranks, sum(ranks)} - {0}
     return frozenset(found)
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """An attribute of an object, given another value for a while."""
-    own = name in vars(owner)
-    earlier = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if own:
-            setattr(owner, name, earlier)
-        else:
-            delattr(owner, name)
 
 
 def _within(function: Callable[..., Any], kind: str) -> Callable[..., Any]:

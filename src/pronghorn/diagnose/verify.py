@@ -10,6 +10,7 @@ what is judged, and the names of likely causes, are in `verify_checks`.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -56,7 +57,8 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON holds it; numbers that aren't finite become text."""
-        return {"schema": SCHEMA, "ok": self.ok, **_plain(asdict(self))}
+        finite = json.loads(json.dumps(asdict(self)), parse_constant=str)
+        return {"schema": SCHEMA, "ok": self.ok, **finite}
 
 
 def verify(subject: Subject, say: Callable[[str], None] = lambda text: None) -> Report:
@@ -119,11 +121,3 @@ def verify(subject: Subject, say: Callable[[str], None] = lambda text: None) -> 
         versions=versions(),
         seconds=time.perf_counter() - started,
     )
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    return str(value) if isinstance(value, float) and not -float("inf") < value < float("inf") else value

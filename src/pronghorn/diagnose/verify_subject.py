@@ -31,12 +31,16 @@ def subject_of(
     """What the recipe trains and how, on its own first documents.
 
     Args:
-        tokens: of the first row; the second has half as many, so that they count differently.
+        tokens: of the first row, at most max_seq_length; the second has half as many, so that they count differently.
         documents: instead of the recipe's: `input_ids` and `labels` of each.
         console: shown what happens while data are read.
     Raises:
-        ConfigError, DataError, UnsupportedError: as training would.
+        ConfigError: the recipe doesn't pack, or has no room for a document; and with DataError, UnsupportedError as
+            training would.
     """
+    if not recipe.packing.enabled:
+        raise ConfigError("verify judges packed rows, and packing.enabled is false", "set packing.enabled=true for it")
+    tokens = min(tokens, recipe.model.max_seq_length)
     quiet = Console(quiet=True)
     found = find(recipe)
     device = default_device()
@@ -44,7 +48,7 @@ def subject_of(
     tokenizer = tokenizer_for(recipe, found)
     if documents is None:
         documents = prepare(recipe, "train", tokenizer, console or quiet).dataset
-    rows = rows_of(documents, min(tokens, recipe.model.max_seq_length))
+    rows = rows_of(documents, tokens)
     config = found.config if found.config is not None else found.base and found.base.config
     row_tokens = max(tokens, probe_tokens(config) + 2 * NEIGHBOUR)
     if limit := getattr(config, "max_position_embeddings", None):
@@ -84,7 +88,8 @@ def rows_of(documents: Iterable[Mapping[str, Any]], tokens: int) -> list[list[Do
         ConfigError: `tokens` leave no room for a document.
     """
     if tokens < 2 * DOCUMENTS_A_ROW:
-        raise ConfigError(f"--tokens {tokens} hold no {DOCUMENTS_A_ROW} documents", "give 256 or more, 2048 is common")
+        least = f"make model.max_seq_length at least {2 * DOCUMENTS_A_ROW}, and --tokens"
+        raise ConfigError(f"rows of {tokens} tokens hold no {DOCUMENTS_A_ROW} documents", least)
     rows: list[list[Document]] = []
     remaining = iter(documents)
     for room in (tokens, tokens // 2):

@@ -29,28 +29,48 @@ class PlanDoesNotFit(ConfigError):
     """No policies fit into the budget; the remedy tells what would."""
 
 
-def plan(shape: Shape, work: Work, card: Card, budget_bytes: int | None = None, times: StepTimes | None = None) -> Plan:
-    """The fastest plan within a budget.
+def plan(
+    shape: Shape,
+    work: Work,
+    card: Card,
+    budget_bytes: int | None = None,
+    times: StepTimes | None = None,
+    asked: Plan | None = None,
+) -> Plan:
+    """The fastest plan within a budget, or what the one that is asked for takes.
 
     Args:
         budget_bytes: of the process, CUDA's context included; None for the whole card.
         times: measured (`StepTimes.scaled`); None for the card's estimate.
+        asked: None or an undecided one (`auto`) for the fastest.
     Raises:
         PlanDoesNotFit: with the least that would fit and what would make it smaller.
     """
     budget = card.memory_bytes if budget_bytes is None else budget_bytes
     times = times or step_times(shape, work, card)
-    plans = plans_of(shape, work, times)
-    for made in plans:
+    plans = choices = plans_of(shape, work, times)
+    if asked is not None and not asked.undecided:
+        step, policies = _step(shape, work, times), asked.by_layer(shape.layers)
+        choices = [_predicted(step, times, policies, asked.buffers)]
+    for made in choices:
         if made.predicted["process"] <= budget:
             return replace(made, device=card.name, budget_bytes=budget)
+    least = plans[-1].predicted["process"]
+    if least <= budget:
+        needs = f"{choices[0].predicted['process'] / GIB:.1f} GiB and the budget is {budget / GIB:.1f} GiB"
+        auto = f"memory.gradient_checkpointing: auto needs {least / GIB:.1f} GiB or more"
+        raise PlanDoesNotFit(f"what memory.gradient_checkpointing asks for needs {needs}", auto)
     raise _refusal(shape, work, times, budget, plans[-1])
 
 
 def plans_of(shape: Shape, work: Work, times: StepTimes) -> list[Plan]:
     """The frontier of a model that is trained in this way."""
+    return frontier(_step(shape, work, times), times, shape.layers)
+
+
+def _step(shape: Shape, work: Work, times: StepTimes) -> Step:
     graph = work.graph and work.fused and work.method == "lora" and times.forward + times.backward < GRAPH_MS
-    return frontier(Step.of(shape, replace(work, graph=graph)), times, shape.layers)
+    return Step.of(shape, replace(work, graph=graph))
 
 
 def frontier(step: Step, times: StepTimes, layers: int) -> list[Plan]:
@@ -82,7 +102,7 @@ def _refusal(shape: Shape, work: Work, times: StepTimes, budget: int, least: Pla
     half = {name: max(1, work.rank(name) // 2) for name in shape.linears if work.rank(name)}
     remedies = {
         f"rows of half as many tokens ({work.tokens // 2:,})": replace(work, tokens=work.tokens // 2),
-        "adapter.method: lora": replace(work, method="lora") if work.method == "full" else None,
+        "adapter.method: lora": replace(work, method="lora", ranks=None) if work.method == "full" else None,
         "model.load_in_4bit: true": replace(work, method="qlora")
         if work.method == "lora" and not shape.experts
         else None,

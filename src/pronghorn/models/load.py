@@ -158,8 +158,12 @@ def find_model(
     trust_remote_code: bool = False,
     token: str | None = None,
     revision: str | None = None,
+    weights: bool = True,
 ) -> FoundModel:
-    """Find what `load_model` would load, and check it. Takes its arguments and raises its errors."""
+    """Find what `load_model` would load, and check it. Takes its arguments and raises its errors.
+
+    Without `weights` these, and what reads them, needn't be there.
+    """
     if max_seq_length <= 0:
         raise ConfigError(f"max_seq_length {max_seq_length} is not positive", "give the tokens a packed row shall hold")
     hub = {"trust_remote_code": trust_remote_code, "token": token, "revision": revision}
@@ -169,13 +173,14 @@ def find_model(
         return FoundModel(path, None, None, max_seq_length, load_in_4bit, hub)
     if not path.exists() and (path.is_absolute() or str(name).startswith((".", "~")) or str(name).count("/") > 1):
         raise DataError(f"model folder {name} does not exist", "check the path, or give a hub name like owner/model")
-    if path.is_dir():
+    if path.is_dir() and weights:
         _check_weights(path)
     if (path / "adapter_config.json").is_file():
         base = find_model(
             _base_of(path),
             max_seq_length=max_seq_length,
             load_in_4bit=load_in_4bit,
+            weights=weights,
             **hub,  # type: ignore[arg-type]
         )
         return FoundModel(path, None, base, max_seq_length, load_in_4bit, hub)
@@ -192,7 +197,9 @@ def find_model(
         ) from error
     check_config(config)
     check_max_seq_length(config, max_seq_length)
-    _quantization(config, load_in_4bit, torch.float32)
+    _check_quantised(config)
+    if weights:
+        _quantization(config, load_in_4bit, torch.float32)
     return FoundModel(found, config, None, max_seq_length, load_in_4bit, hub)
 
 
@@ -263,14 +270,19 @@ def _check_weights(folder: Path) -> None:
         )
 
 
-def _quantization(config: Any, load_in_4bit: bool, dtype: torch.dtype) -> Any:
-    """The bitsandbytes config to load with, or None; a checkpoint that is already quantised keeps its own."""
+def _check_quantised(config: Any) -> None:
+    """Raise UnsupportedError for a checkpoint that is quantised by others than bitsandbytes."""
     stored = getattr(config, "quantization_config", None)
     method = (stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)) or ""
     if stored is not None and str(getattr(method, "value", method)) != "bitsandbytes":
         raise UnsupportedError(
             f"the checkpoint is quantised by {method!r}", "use the 16-bit checkpoint, or one quantised by bitsandbytes"
         )
+
+
+def _quantization(config: Any, load_in_4bit: bool, dtype: torch.dtype) -> Any:
+    """The bitsandbytes config to load with, or None; a checkpoint that is already quantised keeps its own."""
+    stored = getattr(config, "quantization_config", None)
     if stored is None and not load_in_4bit:
         return None
     import importlib.util

@@ -52,11 +52,13 @@ def trainable_tokens(
 ) -> dict[str, list[int]] | None:
     """PEFT's `trainable_token_indices` for `tokens`: their rows of the embeddings and, where it isn't tied to them, of
     the head, as far as these aren't `trained_whole` (modules_to_save)."""
+    if not tokens:
+        return None
     ids = [int(i) for i in tokenizer.convert_tokens_to_ids(list(tokens))]
     ends = ["embed_tokens"]
     if not getattr(base_causal_lm(model).config, "tie_word_embeddings", False):
         ends.append("lm_head")
     elif "lm_head" in trained_whole:
         ends = []
-    found = {end: ids for end in ends if ids and end not in trained_whole}
+    found = {end: ids for end in ends if end not in trained_whole}
     return found or None

@@ -15,13 +15,15 @@ from pronghorn.models.new_tokens import add_tokens
 from pronghorn.train.progress import RowsProgress
 
 
-def find(recipe: Recipe, name: str | Path | None = None) -> FoundModel:
-    """The recipe's model, or the one called `name` with the recipe's options; nothing is loaded."""
+def find(recipe: Recipe, name: str | Path | None = None, weights: bool = True) -> FoundModel:
+    """The recipe's model, or the one called `name` with the recipe's options; nothing is loaded, and without `weights`
+    these needn't be there."""
     return find_model(
         name or recipe.model.name,
         max_seq_length=recipe.model.max_seq_length,
         load_in_4bit=recipe.model.load_in_4bit,
         trust_remote_code=recipe.model.trust_remote_code,
+        weights=weights,
     )
 
 
