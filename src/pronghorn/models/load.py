@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from torch import nn
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
 from pronghorn.models.families import check_config
 from pronghorn.models.new_tokens import grow_embeddings
+from pronghorn.models.weights import bitsandbytes_config, check_weights, json_value, whole_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -71,7 +71,7 @@ def load_model(
         device: None for this process's own.
     Raises:
         ConfigError: `max_seq_length` out of range, or options that contradict each other.
-        DataError: the folder or file is missing or holds no safetensors weights.
+        DataError: the folder or file is missing, or holds no safetensors weights or not all of them.
         UnsupportedError: a family or a quantisation Pronghorn doesn't serve.
     """
     device = device or default_device()
@@ -133,10 +133,8 @@ class FoundModel:
             check_config(model.config)
             check_max_seq_length(model.config, self.max_seq_length)
             return model.to(device)
-        from transformers import AutoModelForCausalLM
-
-        quantization = _quantization(self.config, self.load_in_4bit, dtype)
-        model = AutoModelForCausalLM.from_pretrained(
+        quantization = bitsandbytes_config(self.config, self.load_in_4bit, dtype)
+        return whole_model(
             self.name,
             config=self.config,
             dtype=dtype,
@@ -146,8 +144,6 @@ class FoundModel:
             **self.hub,
             **({"quantization_config": quantization} if quantization is not None else {}),
         )
-        _keep_packed_4bit_layout(model)
-        return model
 
 
 def find_model(
@@ -170,38 +166,41 @@ def find_model(
     if not path.exists() and (path.is_absolute() or str(name).startswith((".", "~")) or str(name).count("/") > 1):
         raise DataError(f"model folder {name} does not exist", "check the path, or give a hub name like owner/model")
     if path.is_dir():
-        _check_weights(path)
+        check_weights(path)
     if (path / "adapter_config.json").is_file():
         base = find_model(
-            _base_of(path),
+            json_value(path / "adapter_config.json", "base_model_name_or_path"),
             max_seq_length=max_seq_length,
             load_in_4bit=load_in_4bit,
             **hub,  # type: ignore[arg-type]
         )
         return FoundModel(path, None, base, max_seq_length, load_in_4bit, hub)
-    from transformers import AutoConfig
-
     found = path if path.exists() else name
-    try:
-        config = AutoConfig.from_pretrained(found, **hub)
-    except OSError as error:
-        reason = str(error).strip().splitlines()[0]
-        raise DataError(
-            f"model {name} is neither a folder here nor to be had from the hub ({reason})",
-            "check the name and the connection; a private model needs `token`",
-        ) from error
+    config = _config(found, hub)
     check_config(config)
     check_max_seq_length(config, max_seq_length)
-    _quantization(config, load_in_4bit, torch.float32)
+    bitsandbytes_config(config, load_in_4bit, torch.float32)
     return FoundModel(found, config, None, max_seq_length, load_in_4bit, hub)
 
 
-def _base_of(adapter: Path) -> str:
-    path = adapter / "adapter_config.json"
+def _config(name: str | Path, hub: dict[str, Any]) -> Any:
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
     try:
-        return json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path}: no adapter's configuration ({error!r})", "copy or save the adapter again") from error
+        return AutoConfig.from_pretrained(name, **hub)
+    except (OSError, ValueError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split("\n\n")[0].split())
+        if isinstance(error, OSError) and not isinstance(name, Path):
+            raise DataError(
+                f"model {name} is neither a folder here nor to be had from the hub ({reason})",
+                "check the name and the connection; a private model needs `token`",
+            ) from error
+        raise UnsupportedError(
+            f"{name}: its config.json can't be used ({reason})",
+            "give a causal language model that this version of transformers knows; trust_remote_code runs code that "
+            "comes with a model",
+        ) from error
 
 
 def _tokenizer(name: str | Path, **hub: Any) -> Any:
@@ -209,19 +208,10 @@ def _tokenizer(name: str | Path, **hub: Any) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(name, **hub)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # tokenizers, in Rust, has no class for what it can't read
         raise DataError(
             f"{name} has no tokenizer that loads ({error})", "save the model's tokenizer beside it"
         ) from error
-
-
-def _keep_packed_4bit_layout(model: nn.Module) -> None:
-    """On CPUs with AVX512-BF16 bitsandbytes repacks 4-bit weights at the first evaluation, for a product without a
-    backward: the next training step has the right loss and wrong gradients, and a merge reads garbage. Keep it off."""
-    module: Any
-    for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
 
 
 def check_max_seq_length(config: Any, max_seq_length: int) -> None:
@@ -242,51 +232,6 @@ def _check_gguf(path: Path, load_in_4bit: bool) -> None:
             f"load_in_4bit with {path.name}: a GGUF file is unpacked to dense weights",
             "save it once with save_pretrained and load that folder with load_in_4bit=True",
         )
-
-
-def _check_weights(folder: Path) -> None:
-    """Refuse a folder without safetensors, and files of them that are damaged or cut short."""
-    from safetensors import SafetensorError, safe_open
-
-    files = sorted(folder.glob("*.safetensors"))
-    for file in files:
-        try:
-            with safe_open(file, "pt"):
-                pass  # opening compares the header with the file's size
-        except (SafetensorError, OSError) as error:
-            raise DataError(f"{file}: not a whole safetensors file ({error})", "copy or download it again") from error
-    if not files:
-        found = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt", ".gguf"))
-        raise DataError(
-            f"{folder} holds no safetensors weights (found: {', '.join(found) or 'no weights at all'})",
-            "pickled weights are never read: convert them to safetensors; a GGUF file is given by its own path",
-        )
-
-
-def _quantization(config: Any, load_in_4bit: bool, dtype: torch.dtype) -> Any:
-    """The bitsandbytes config to load with, or None; a checkpoint that is already quantised keeps its own."""
-    stored = getattr(config, "quantization_config", None)
-    method = (stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)) or ""
-    if stored is not None and str(getattr(method, "value", method)) != "bitsandbytes":
-        raise UnsupportedError(
-            f"the checkpoint is quantised by {method!r}", "use the 16-bit checkpoint, or one quantised by bitsandbytes"
-        )
-    if stored is None and not load_in_4bit:
-        return None
-    import importlib.util
-
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise UnsupportedError("4-bit loading needs bitsandbytes", "pip install 'pronghorn[nf4]'")
-    if stored is not None:
-        return None  # transformers reads the checkpoint's own
-    from transformers import BitsAndBytesConfig
-
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=dtype,
-    )
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, float]:
