@@ -152,6 +152,9 @@ def test_rows_of_the_packer_come_in_one_read(settings: Any, tokenizer: Any) -> N
     listed = [dict(row) for row in prepared.dataset]
     rows, expected = PackedRows(prepared.dataset, 128), PackedRows(listed, 128)
     assert len(rows) > 3 and [rows[i] for i in range(len(rows))] == [expected[i] for i in range(len(expected))]
+    for format in ({"type": "torch"}, {"type": "torch", "columns": ["input_ids"]}, {"type": "arrow"}):
+        formatted = PackedRows(prepared.dataset.with_format(**format), 128)[0]
+        assert formatted == expected[0] and {type(token) for token in formatted["input_ids"]} == {int}
 
 
 def test_killed_while_tokenising(settings: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,6 +291,31 @@ def test_the_first_error_is_told(settings: Any, tokenizer: Any, tmp_path: Path) 
     (tmp_path / "train.jsonl").write_text("\n".join(lines))
     with pytest.raises(DataError, match=r"train\.jsonl line 51: the assistant's text holds the control token"):
         prepare(settings(workers=4), tokenizer)
+
+
+def test_a_row_refused_before_a_line_that_cannot_be_read(settings: Any, tokenizer: Any, tmp_path: Path) -> None:
+    """The file's first error is told, and what was whole before it stays."""
+    settings(rows=50)
+    lines = (tmp_path / "train.jsonl").read_text().splitlines()
+    lines[30] = "{"
+    (tmp_path / "train.jsonl").write_text("\n".join(lines))
+    with pytest.raises(DataError, match=r"train\.jsonl line 31: not valid JSON"):
+        prepare(settings(), tokenizer)
+    assert [part.name for part in entries(settings())[0].glob("part-*")] == ["part-00000.arrow"]
+    lines[5] = '{"prompt": "a", "completion": "b </s> c"}'
+    (tmp_path / "train.jsonl").write_text("\n".join(lines))
+    with pytest.raises(DataError, match=r"train\.jsonl line 6: the assistant's text holds the control token"):
+        prepare(settings(), tokenizer)
+
+
+def test_a_cache_that_cannot_be_written(settings: Any, tokenizer: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    """Others' cache may be read; where something must be made, the remedy is a folder of one's own."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"file/cache/\w+ can't be written \(.*set data\.cache"):
+        prepare(settings(cache=tmp_path / "file" / "cache"), tokenizer)
+    first = prepare(settings(), tokenizer)
+    monkeypatch.setattr("filelock.FileLock.acquire", lambda self: pytest.fail("locks what is whole"))
+    assert content(prepare(settings(), tokenizer)) == content(first)
 
 
 def test_parts_of_long_rows_hold_fewer(settings: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,10 +170,17 @@ class _Cache:
         }
         key = _hash(made_of)
         folder = self._root / key
-        folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / ".lock"):
-            if not (folder / "meta.json").exists():
-                self._fill(source, folder, made_of)
+        if not (folder / "meta.json").exists():
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                held = FileLock(folder / ".lock").acquire()
+            except OSError as error:
+                raise ConfigError(
+                    f"{folder} can't be written ({error.strerror})", "set data.cache to a folder of your own"
+                ) from error
+            with held:
+                if not (folder / "meta.json").exists():
+                    self._fill(source, folder, made_of)
         return _open(folder, key)
 
     def _fill(self, source: Source, folder: Path, made_of: dict[str, Any]) -> None:

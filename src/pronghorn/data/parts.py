@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain, islice
 from multiprocessing import get_context, parent_process
 from pathlib import Path
@@ -77,30 +77,34 @@ def write_parts(jobs: Iterable[tuple[Path, Sequence[Row]]], how: Tokenising, wor
     Raises the error of the first part that has one, or of `jobs`, once the parts before it are written; TrainingError
     where a worker dies.
     """
-    queue = iter(jobs)
-    first = list(islice(queue, 2))
-    if len(first) < 2 or workers < 2:
-        yield from (how.write(path, rows, _is_first(path)) for path, rows in chain(first, queue))
-        return
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=_begin, initargs=(how,))
-    pending: deque[Future[PartInfo]] = deque()
     unreadable: list[PronghornError] = []
 
     def readable() -> Iterator[tuple[Path, Sequence[Row]]]:
         try:
-            yield from chain(first, queue)
+            yield from jobs
         except PronghornError as error:
             unreadable.append(error)
 
+    queue = readable()
+    first = list(islice(queue, 2))
+    if len(first) < 2 or workers < 2:
+        yield from (how.write(path, rows, _is_first(path)) for path, rows in chain(first, queue))
+    else:
+        yield from _in_processes(chain(first, queue), how, workers)
+    if unreadable:
+        raise unreadable[0]
+
+
+def _in_processes(jobs: Iterable[tuple[Path, Sequence[Row]]], how: Tokenising, workers: int) -> Iterator[PartInfo]:
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=_begin, initargs=(how,))
+    pending: deque[Future[PartInfo]] = deque()
     try:
-        for path, rows in readable():
+        for path, rows in jobs:
             pending.append(pool.submit(_work, path, rows))
             if len(pending) >= 2 * workers:
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
-        if unreadable:
-            raise unreadable[0]
     except BrokenProcessPool as error:
         raise TrainingError(
             f"one of {workers} tokenising processes died (out of memory?)",
@@ -195,6 +199,3 @@ def _work(path: Path, rows: Sequence[Row]) -> PartInfo:
         return _worker[0].write(path, rows, _is_first(path))
     finally:
         gc.enable()
-
-
-__all__ = ["PartInfo", "Tokenising", "asdict", "clear_leftovers", "part_name", "read_info", "write_parts"]

@@ -126,7 +126,7 @@ def _hub_set(name: str) -> Any:
 
     try:
         return datasets.load_dataset(name, split="train")
-    except (OSError, ValueError) as error:  # not found, not reached, no such split, more than one configuration
+    except (OSError, ValueError, RuntimeError) as error:  # not found or reached, several configurations, a script
         raise DataError(
             f"{name}: no such file or folder here, and the hub gives no split `train` of it ({error})",
             "mend the path or the name, or download the set and give its folder",
