@@ -399,6 +399,32 @@ def test_an_untrained_adapter_merges(stories: Path, tmp_path: Path) -> None:
     model.save_pretrained_merged(tmp_path / "merged", tokenizer)
 
 
+def _other_adapter(model: Any) -> None:
+    from peft import LoraConfig
+
+    model.add_adapter("other", LoraConfig(r=2, target_modules=["o_proj"]))
+    model.set_adapter("other")
+
+
+@pytest.mark.parametrize("switch", [_other_adapter, lambda model: model.base_model.disable_adapter_layers()])
+@pytest.mark.parametrize(
+    "options", [{"modules_to_save": ["lm_head"]}, {"trainable_token_indices": [5, 9]}], ids=["head", "tokens"]
+)
+def test_what_is_not_active_is_not_merged(stories: Path, tmp_path: Path, options: Any, switch: Any) -> None:
+    """A head of its own and tokens belong to one adapter, as its matrices do."""
+    from peft import LoraConfig, get_peft_model
+
+    plain, _ = load(stories, packing=False)
+    model = get_peft_model(plain, LoraConfig(r=4, target_modules=["q_proj"], **options))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter)
+    switch(model)
+    folder = FastLanguageModel.save_pretrained_merged(model, tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert relative(logits(merged), logits(model)) < 0.01
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -425,10 +451,12 @@ def test_adapters_that_are_more_than_lora_are_not_merged(
 def test_a_full_folder_and_other_methods_are_refused(stories: Path, tmp_path: Path) -> None:
     model, tokenizer = load(stories)
     (tmp_path / "note").write_text("mine")
-    with pytest.raises(ConfigError, match="already holds files"):
+    with pytest.raises(ConfigError, match="is there already"):
         model.save_pretrained_merged(tmp_path, tokenizer)
     with pytest.raises(NotImplementedError, match="save_method 'merged_4bit'"):
         model.save_pretrained_merged(tmp_path / "new", tokenizer, save_method="merged_4bit")
+    with pytest.raises(ConfigError, match="note is there already"):
+        model.save_pretrained_merged(tmp_path / "note", tokenizer)
     assert [p.name for p in tmp_path.iterdir()] == ["note"]
 
 
