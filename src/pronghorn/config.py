@@ -15,11 +15,21 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from pronghorn.errors import ConfigError
 
-File = Annotated[Path, Field(strict=False)]  # strict otherwise: `true` is no number of steps, "3" neither
+
+def _at_home(path: Path) -> Path:
+    """The path with `~` as a shell would read it."""
+    try:
+        return path.expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"no such home folder ({error})") from None
+
+
+# strict otherwise: `true` is no number of steps, "3" neither
+File = Annotated[Path, Field(strict=False), AfterValidator(_at_home)]
 
 _ALIASES = {
     "lr": "train.learning_rate",

@@ -239,11 +239,11 @@ class Collator:
 
     Args:
         row_tokens: every row is padded to exactly this many tokens.
-        pad_token_id: what fills the tail; nothing attends to it and it is never a label.
+        pad_token_id: what fills the tail (None: 0); nothing attends to it and it is never a label.
     """
 
     row_tokens: int
-    pad_token_id: int
+    pad_token_id: int | None
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Collate rows of `input_ids`, `labels` (unshifted) and `lengths` (one a document).
@@ -264,7 +264,7 @@ class Collator:
                     "lengths must sum to the row and the row must fit: pack again with this row length",
                 )
             tail = self.row_tokens - n
-            input_ids += [*row["input_ids"], *[self.pad_token_id] * tail]
+            input_ids += [*row["input_ids"], *[self.pad_token_id or 0] * tail]
             labels += [*row["labels"], *[IGNORE_INDEX] * tail]
             lengths += [*row["lengths"], *([tail] if tail else [])]
             padding += tail

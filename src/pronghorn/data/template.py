@@ -133,7 +133,7 @@ def find_template(choice: str | None) -> Template | None:
     """
     if choice is None or choice in BUILT_IN:
         return None if choice is None else BUILT_IN[choice]
-    path = Path(choice)
+    path = Path(choice).expanduser()
     if path.suffix not in (".jinja", ".jinja2", ".j2"):
         raise ConfigError(
             f"data.chat_template is {choice!r}", f"set it to {', '.join(BUILT_IN)} or the path of a .jinja file"
