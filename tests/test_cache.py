@@ -373,6 +373,36 @@ def test_dropped_and_unlabelled_rows_are_counted_once_and_remembered(
         assert "line 2" in prepared.errors[0] and "wizard" in prepared.errors[0]
 
 
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_rows_that_cannot_be_labelled_are_dropped_like_others(
+    settings: Any, tokenizer: Any, tmp_path: Path, workers: int
+) -> None:
+    """Wherever what is wrong with a row is found: at its keys, by the template, at its tokens."""
+    settings()
+    lines = (tmp_path / "train.jsonl").read_text().splitlines()
+    lines[3] = '{"prompt": "a", "completion": "b </s> c"}'
+    lines[30] = '{"prompt": "a", "completion": ""}'
+    lines[45] = '{"prompt": "no", "completion": "b"}'
+    (tmp_path / "train.jsonl").write_text("\n".join(lines))
+    tokenizer.chat_template = "{% if messages[0].content == 'no' %}{{ raise_exception('no') }}{% endif %}" + TEMPLATE
+    for _ in range(2):
+        prepared = prepare(settings(bad_rows="drop", workers=workers), tokenizer)
+        assert (prepared.dropped, len(prepared.dataset)) == (3, 47)
+        assert (prepared.counts[0].rows, prepared.counts[0].dropped, prepared.counts[0].used) == (47, 3, 47)
+        assert [error.partition("jsonl ")[2].partition(":")[0] for error in prepared.errors] == [
+            "line 4",
+            "line 31",
+            "line 46",
+        ]
+    tokenizer.chat_template = "{{ raise_exception('never') }}"
+    with pytest.raises(
+        DataError, match=r"none of 0 rows .* token to train; the first of 50 dropped: .*line 1: .*never"
+    ):
+        prepare(settings(bad_rows="drop"), tokenizer)
+    with pytest.raises(DataError, match=r"line 1: .*never"):
+        prepare(settings(), tokenizer)
+
+
 def test_a_share_of_nothing(settings: Any, tokenizer: Any, tmp_path: Path) -> None:
     settings()
     (tmp_path / "b.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "a"}]}))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pronghorn.config import Data, Source
 from pronghorn.data.chat import fit
 from pronghorn.data.packing import Document
-from pronghorn.data.parts import PartInfo, Tokenising, clear_leftovers, part_name, read_info, write_parts
+from pronghorn.data.parts import ERRORS, PartInfo, Tokenising, clear_leftovers, part_name, read_info, write_parts
 from pronghorn.data.rows import Row, RowReader, in_chunks
 from pronghorn.data.sources import SourceCount, count_rows, fingerprint, mixture, read_source
 from pronghorn.errors import ConfigError, DataError
@@ -32,8 +33,6 @@ LABELLING = 1
 PART_ROWS = 20_000
 PART_CHARACTERS = 16_000_000
 """A part of long rows ends earlier: its documents are in memory until it is written, about 100 bytes a character."""
-ERRORS = 3
-"""So many errors of dropped rows are kept."""
 
 Progress = Callable[[str, int, int | None], None]
 """Called with a source's name, its rows done, and how many it has (None: not known)."""
@@ -84,9 +83,11 @@ def documents(
             "data.system_prompt is set, but no row is rendered by a chat template",
             "leave it out, or give conversations and a chat template (data.chat_template)",
         )
+    errors = [error for entry in entries for error in entry.errors]
     if not any(entry.documents for entry in entries):
+        dropped = f"; the first of {sum(entry.dropped for entry in entries)} dropped: {errors[0]}" if errors else ""
         raise DataError(
-            f"none of {sum(entry.rows for entry in entries)} rows has a token to train",
+            f"none of {sum(entry.rows for entry in entries)} rows has a token to train{dropped}",
             "give rows with an assistant message (data.loss_on: completion trains nothing else)",
         )
     weights = [source.weight for source in sources if source.weight is not None]
@@ -106,7 +107,7 @@ def documents(
             SourceCount(str(source.path), entry.format, entry.rows, entry.dropped, n)
             for source, entry, n in zip(sources, entries, used, strict=True)
         ],
-        errors=[error for entry in entries for error in entry.errors][:ERRORS],
+        errors=errors[:ERRORS],
         dropped=sum(entry.dropped + entry.unlabelled for entry in entries) + fitted.dropped,
         truncated=fitted.truncated,
         split=fitted.split,
@@ -117,30 +118,18 @@ def documents(
 
 @dataclass(frozen=True)
 class _Entry:
-    """One source in the cache; rows are those read and not dropped."""
+    """One source in the cache; what became of its rows is as in `PartInfo`, of all parts together."""
 
     key: str
     folder: Path
     format: str
-    dropped: int
     errors: list[str]
     parts: list[PartInfo]
-
-    @property
-    def rows(self) -> int:
-        return sum(part.rows for part in self.parts)
-
-    @property
-    def documents(self) -> int:
-        return sum(part.documents for part in self.parts)
-
-    @property
-    def unlabelled(self) -> int:
-        return sum(part.unlabelled for part in self.parts)
-
-    @property
-    def conversations(self) -> int:
-        return sum(part.conversations for part in self.parts)
+    rows: int
+    dropped: int
+    unlabelled: int
+    documents: int
+    conversations: int
 
 
 class _Cache:
@@ -148,7 +137,7 @@ class _Cache:
 
     def __init__(self, data: Data, tokenizer: PreTrainedTokenizerBase, part_rows: int, progress: Progress) -> None:
         self._data, self._part_rows, self._progress = data, part_rows, progress
-        self._how = Tokenising(tokenizer, data.loss_on, data.system_prompt)
+        self._how = Tokenising(tokenizer, data.loss_on, data.system_prompt, data.bad_rows == "drop")
         self._identity = tokenizer_identity(tokenizer)
         self._root = data.cache or _default_root()
 
@@ -205,7 +194,7 @@ class _Cache:
         self._progress(name, 0, total)
         for part in write_parts(missing(), self._how, self._data.workers or _cores()):
             there[int(part.name[5:10])] = part
-            done += part.rows
+            done += part.rows + part.dropped
             self._progress(name, done, total)
         meta = {
             "schema": SCHEMA,
@@ -242,7 +231,11 @@ def _open(folder: Path, key: str) -> _Entry:
         )
     try:
         parts = [PartInfo(**part) for part in meta["parts"]]
-        entry = _Entry(key, folder, meta["format"], meta["dropped"], meta["errors"], parts)
+        errors = sorted([*meta["errors"], *(error for part in parts for error in part.errors)], key=_place)
+        counted = ("rows", "dropped", "unlabelled", "documents", "conversations")
+        totals = {name: sum(getattr(part, name) for part in parts) for name in counted}
+        totals["dropped"] += meta["dropped"]
+        entry = _Entry(key, folder, meta["format"], errors, parts, **totals)
     except (KeyError, TypeError) as error:
         raise DataError(f"{path}: not whole ({error}): the token cache is damaged", f"delete {folder}") from error
     for part in parts:
@@ -252,6 +245,12 @@ def _open(folder: Path, key: str) -> _Entry:
             what = "missing" if size is None else f"{size:,} bytes instead of {part.bytes:,}"
             raise DataError(f"{file}: {what}: the token cache is damaged", f"delete {folder}")
     return entry
+
+
+def _place(error: str) -> tuple[str, int]:
+    """Where an error says it is: (file, line or row)."""
+    found = re.match(r"(.*?) (?:line|row) (\d+)", error)
+    return (found[1], int(found[2])) if found else ("", 0)
 
 
 def _concatenated(entries: list[_Entry], taken: list[list[int]] | None) -> Any:

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _INFO = b"pronghorn"
+ERRORS = 3
+"""So many errors of dropped rows are kept."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,10 @@ class PartInfo:
     conversations: int
     """Rows that went through the chat template."""
     bytes: int
+    dropped: int = 0
+    """Rows beside `rows` that can't be labelled."""
+    errors: tuple[str, ...] = ()
+    """Of the first of these."""
 
 
 @dataclass(frozen=True)
@@ -55,17 +61,27 @@ class Tokenising:
     tokenizer: PreTrainedTokenizerBase
     loss_on: LossOn
     system_prompt: str | None
+    drop: bool = False
+    """Whether rows that can't be labelled are left out and counted; else they are errors."""
 
     def write(self, path: Path, rows: Sequence[Row], verify: bool) -> PartInfo:
         """Tokenise `rows` into the part `path`; the prefixes of the first rows are tokenised again where `verify`."""
+        bad: list[DataError] = []
         labelled = label_rows(
-            rows, self.tokenizer, self.loss_on, self.system_prompt, verify_rows=VERIFIED_ROWS if verify else 0
+            rows,
+            self.tokenizer,
+            self.loss_on,
+            self.system_prompt,
+            verify_rows=VERIFIED_ROWS if verify else 0,
+            on_bad=bad.append if self.drop else None,
         )
         counts = {
-            "rows": len(rows),
+            "rows": len(rows) - len(bad),
             "documents": len(labelled.documents),
             "unlabelled": labelled.dropped_unlabelled,
             "conversations": labelled.conversations,
+            "dropped": len(bad),
+            "errors": [str(error) for error in bad[:ERRORS]],
         }
         _write(path, labelled.documents, counts)
         return read_info(path)
@@ -130,7 +146,7 @@ def read_info(path: Path) -> PartInfo:
     return PartInfo(name=path.name, bytes=path.stat().st_size, **counts)
 
 
-def _write(path: Path, documents: Sequence[Document], counts: dict[str, int]) -> None:
+def _write(path: Path, documents: Sequence[Document], counts: dict[str, Any]) -> None:
     import pyarrow
 
     def lists(values: Iterable[list[int]]) -> Any:
