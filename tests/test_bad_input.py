@@ -266,6 +266,8 @@ CASES: dict[str, Case] = {
     ),
     "a part of the weights missing": model(lambda folder: split_weights(folder), "model-00002-of-", "index.json"),
     "adapters on nothing": setting("adapter", "target_modules", ["qproj"], "'qproj' is not in the model", "q_proj"),
+    "a file in the output's place": setting("train", "output", "train.jsonl", "train.jsonl is no folder that can be"),
+    "a file above the output": setting("train", "output", "train.jsonl/out", "train.jsonl is no folder that can be"),
     "a finished run": Case(("already holds a finished run",), {f"out/{RECORD}": "{}"}),
     "a folder of something else": Case(("is not empty, and no run was begun there",), {"out/thesis.txt": "mine"}),
     "a run that can't be read": Case(("journal.json: not valid JSON",), {"out/journal.json": "{"}),
