@@ -49,41 +49,21 @@ def default_device() -> torch.device:
 
 
 def load_model(
-    name: str | Path,
-    *,
-    max_seq_length: int,
-    dtype: torch.dtype | str | None = None,
-    load_in_4bit: bool = False,
-    trust_remote_code: bool = False,
-    token: str | None = None,
-    revision: str | None = None,
-    device: torch.device | None = None,
+    name: str | Path, *, dtype: torch.dtype | str | None = None, device: torch.device | None = None, **options: Any
 ) -> tuple[Any, Any]:
     """Load a causal LM (with its adapter, if `name` is a saved adapter's folder) and its tokenizer.
 
     Args:
         name: a local folder, a hub name, or a `.gguf` file.
-        max_seq_length: tokens of a packed row; at most what the model's positions allow.
         dtype: of the weights; None lets the device decide (`resolve_dtype`).
-        load_in_4bit: quantise the linears to NF4 through bitsandbytes while loading.
-        trust_remote_code: run Python code that comes with the checkpoint.
-        token, revision: for the hub.
         device: None for this process's own.
+        options: those of `find_model`.
     Raises:
-        ConfigError: `max_seq_length` out of range, or options that contradict each other.
-        DataError: the folder or file is missing, or holds no safetensors weights or not all of them.
-        UnsupportedError: a family or a quantisation Pronghorn doesn't serve.
+        ConfigError, DataError, UnsupportedError: as `find_model`; DataError, too, where weights are missing.
     """
     device = device or default_device()
     weights_dtype = resolve_dtype(dtype, device)
-    found = find_model(
-        name,
-        max_seq_length=max_seq_length,
-        load_in_4bit=load_in_4bit,
-        trust_remote_code=trust_remote_code,
-        token=token,
-        revision=revision,
-    )
+    found = find_model(name, **options)
     tokenizer = found.tokenizer()
     return found.model(weights_dtype, device), tokenizer
 
@@ -155,7 +135,19 @@ def find_model(
     token: str | None = None,
     revision: str | None = None,
 ) -> FoundModel:
-    """Find what `load_model` would load, and check it. Takes its arguments and raises its errors."""
+    """Find a model and check all that can be checked without its weights.
+
+    Args:
+        name: a local folder (a saved adapter's too), a hub name, or a `.gguf` file.
+        max_seq_length: tokens of a packed row; at most what the model's positions allow.
+        load_in_4bit: quantise the linears to NF4 through bitsandbytes while loading.
+        trust_remote_code: run Python code that comes with the checkpoint.
+        token, revision: for the hub.
+    Raises:
+        ConfigError: `max_seq_length` out of range, or options that contradict each other.
+        DataError: the folder or file is missing, or holds no safetensors weights or not all of them.
+        UnsupportedError: a family or a quantisation Pronghorn doesn't serve.
+    """
     if max_seq_length <= 0:
         raise ConfigError(f"max_seq_length {max_seq_length} is not positive", "give the tokens a packed row shall hold")
     hub = {"trust_remote_code": trust_remote_code, "token": token, "revision": revision}
