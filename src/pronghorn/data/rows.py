@@ -75,7 +75,7 @@ class RowReader:
         elif found != self.shape:
             raise DataError(
                 f"{at}: a row with {keys(found.needed)}, but {self._first} has {keys(self.shape.needed)}",
-                "keep one format a file: split it in two",
+                "keep one format a file or folder; others are sources of their own (data.train: [{path: ...}, ...])",
             )
         return found
 
