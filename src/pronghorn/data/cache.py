@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pronghorn.config import Data, Source
-from pronghorn.data.chat import fit
+from pronghorn.data.chat import Fitted, fit
 from pronghorn.data.packing import Document
 from pronghorn.data.parts import ERRORS, PartInfo, Tokenising, clear_leftovers, part_name, read_info, write_parts
 from pronghorn.data.rows import Row, RowReader, in_chunks
@@ -136,10 +137,12 @@ class _Cache:
     """Finds or makes the entries of a run's sources."""
 
     def __init__(self, data: Data, tokenizer: PreTrainedTokenizerBase, part_rows: int, progress: Progress) -> None:
+        from huggingface_hub.constants import HF_HOME
+
         self._data, self._part_rows, self._progress = data, part_rows, progress
         self._how = Tokenising(tokenizer, data.loss_on, data.system_prompt, data.bad_rows == "drop")
         self._identity = tokenizer_identity(tokenizer)
-        self._root = data.cache or _default_root()
+        self._root = data.cache or Path(HF_HOME) / "pronghorn"
 
     def entry(self, source: Source) -> _Entry:
         """The source's entry, made if need be; other processes that want the same one wait for it."""
@@ -265,11 +268,10 @@ def _concatenated(entries: list[_Entry], taken: list[list[int]] | None) -> Any:
     return concatenate_datasets(sets)
 
 
-def _fitted(whole: Any, max_seq_length: int, overflow: Any) -> Any:
+def _fitted(whole: Any, max_seq_length: int, overflow: Any) -> tuple[Fitted, Any]:
     """(what the overflow rule did, the documents that fit and, after them, what it made of those that didn't)."""
     from datasets import Dataset, concatenate_datasets
 
-    from pronghorn.data.chat import Fitted
     from pronghorn.data.packed_rows import lengths_of
 
     lengths = lengths_of(whole)
@@ -295,13 +297,5 @@ def _hash(value: Any) -> str:
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
-def _default_root() -> Path:
-    from huggingface_hub.constants import HF_HOME
-
-    return Path(HF_HOME) / "pronghorn"
-
-
 def _cores() -> int:
-    import os
-
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
