@@ -303,6 +303,18 @@ def test_a_saved_adapter_loads_and_trains_on(stories: Path, tmp_path: Path) -> N
     assert train(again) == train(model)
 
 
+def test_a_saved_adapter_that_lost_weights_is_refused(stories: Path, tmp_path: Path) -> None:
+    """PEFT would begin anew where they were."""
+    from safetensors.torch import load_file, save_file
+
+    FastLanguageModel.get_peft_model(load(stories)[0], r=4).save_pretrained(tmp_path / "adapter")
+    path = tmp_path / "adapter/adapter_model.safetensors"
+    weights = load_file(path)
+    save_file({name: tensor for name, tensor in weights.items() if ".layers.1." not in name}, path)
+    with pytest.raises(DataError, match=r"adapter lacks weights .*layers\.1\..*lora_A"):
+        load(tmp_path / "adapter")
+
+
 MERGES: dict[str, dict[str, Any]] = {
     "plain": {},
     "rslora": {"use_rslora": True},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,12 +101,10 @@ class FoundModel:
     def model(self, dtype: torch.dtype, device: torch.device) -> Any:
         """The model with weights of `dtype` (those of a quantised base stay as stored) on `device`."""
         if self.base is not None:
-            from peft import PeftModel
-
             base, tokenizer = self.base.model(dtype, device), self.tokenizer()
             if len(tokenizer) > len(self.base.tokenizer()):  # trained with new tokens
                 grow_embeddings(base, tokenizer)
-            return PeftModel.from_pretrained(base, self.name, is_trainable=True)
+            return _with_adapter(base, self.name)
         if self.config is None:
             from pronghorn.models.gguf import load_gguf
 
@@ -124,6 +123,18 @@ class FoundModel:
             **self.hub,
             **({"quantization_config": quantization} if quantization is not None else {}),
         )
+
+
+def _with_adapter(base: Any, folder: str | Path) -> Any:
+    """The base with a saved adapter, whole: PEFT warns of weights that the folder lacks, and begins anew there."""
+    from peft import PeftModel
+
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*missing adapter keys")
+            return PeftModel.from_pretrained(base, folder, is_trainable=True)
+    except UserWarning as error:
+        raise DataError(f"{folder} lacks weights of its adapter ({error})", "copy or save the adapter again") from error
 
 
 def find_model(
