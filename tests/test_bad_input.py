@@ -64,6 +64,27 @@ def parquet(path: Path) -> None:
     parquet.write_table(pyarrow.table({"text": ["a b c"] * 100}), path)
 
 
+def model(spoil: Callable[[Path], Any], *says: str) -> Case:
+    """A case of a model's folder that `spoil` damages."""
+    return Case(says, recipe={"model": {"name": "model"}}, prepare=lambda folder: spoil(folder / "model"))
+
+
+def configure(folder: Path, **changes: Any) -> None:
+    config = {**json.loads((folder / "config.json").read_text()), **changes}
+    table = {key: value for key, value in config.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(table))
+
+
+def split_weights(folder: Path) -> None:
+    """The weights in several files, one of which got lost."""
+    from transformers import AutoModelForCausalLM
+
+    whole = AutoModelForCausalLM.from_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    whole.save_pretrained(folder, max_shard_size="300KB")
+    next(folder.glob("model-00002-of-*")).unlink()
+
+
 CASES: dict[str, Case] = {
     # files
     "no such file": Case(("nowhere.jsonl does not exist",), recipe={"data": {"train": "nowhere.jsonl"}}),
@@ -71,6 +92,7 @@ CASES: dict[str, Case] = {
     "blank lines only": rows("\n\n \n", "train.jsonl: no rows in it"),
     "not JSON": rows(GOOD + "\nhello", "train.jsonl line 2: not valid JSON", "column 1"),
     "a line cut short": rows(GOOD[:-5], "train.jsonl line 1: not valid JSON"),
+    "a line cut short before another": rows('{"prompt": "a",\n' + GOOD, "train.jsonl line 1: not valid JSON"),
     "a list in a line": rows("[1, 2]", "train.jsonl line 1: list instead of an object"),
     "not UTF-8": rows(b'{"text": "caf\xe9"}', "train.jsonl line 1: byte 0xe9 is not UTF-8"),
     "a line too long": rows('{"text": "' + "x" * 5000 + '"}', "train.jsonl line 1: a line of more than 4,000 bytes"),
@@ -86,6 +108,12 @@ CASES: dict[str, Case] = {
     "JSON that is no list": Case(("dict instead of a list",), {"t.json": GOOD}, {"data": {"train": "t.json"}}),
     "ragged CSV": Case(
         ("t.csv: not valid CSV",), {"t.csv": "prompt,completion\na,b\na,b,c\n"}, {"data": {"train": "t.csv"}}
+    ),
+    "nothing but brackets": Case(("t.json line 1",), {"t.json": "[" * 100_000}, {"data": {"train": "t.json"}}),
+    "CSV with a column twice": Case(
+        ("t.csv: the column 'prompt' twice",),
+        {"t.csv": "prompt,prompt,completion\na,b,c\n"},
+        {"data": {"train": "t.csv"}},
     ),
     "a Parquet file cut short": Case(
         ("t.parquet: not a whole Parquet file",),
@@ -135,6 +163,12 @@ CASES: dict[str, Case] = {
     ),
     "tool calls that the template leaves out": chat(
         [USER, CALL], "train.jsonl line 1 message 2", "leaves the tool call's 'look' out"
+    ),
+    "tool calls that the template can't write": chat(
+        [USER, CALL, {"role": "tool", "content": "a cat"}, ASSISTANT],
+        "train.jsonl line 1: the chat template fails on the conversation",
+        'concatenate str (not "dict")',
+        template="{% for c in messages[1].tool_calls %}{{ 'call ' + c.function.arguments }}{% endfor %}" + TEMPLATE,
     ),
     "tool calls without a name": chat(
         [USER, {**CALL, "tool_calls": [{"function": {}}]}], "train.jsonl line 1 message 2", "name"
@@ -215,7 +249,25 @@ CASES: dict[str, Case] = {
         recipe={"model": {"name": "model"}},
         prepare=lambda folder: half(folder / "model/config.json"),
     ),
+    "a kind of model unknown": model(lambda folder: configure(folder, model_type="xyzzy"), "config.json", "xyzzy"),
+    "a config without a kind": model(lambda folder: configure(folder, model_type=None), "config.json", "model_type"),
+    "a config that contradicts itself": model(lambda folder: configure(folder, num_attention_heads=7), "config.json"),
+    "code of its own": model(
+        lambda folder: configure(folder, model_type="own", auto_map={"AutoConfig": "own.Config"}), "trust_remote_code"
+    ),
+    "a tokenizer that is none": model(lambda folder: (folder / "tokenizer.json").write_text("{}"), "tokenizer"),
+    "layers without weights": model(
+        lambda folder: configure(folder, num_hidden_layers=6),
+        "lacks 9 of the model's weights",
+        "model.layers.5.",
+    ),
+    "weights of other shapes": model(
+        lambda folder: configure(folder, intermediate_size=200), "15 of the model's weights", "other shapes"
+    ),
+    "a part of the weights missing": model(lambda folder: split_weights(folder), "model-00002-of-", "index.json"),
     "adapters on nothing": setting("adapter", "target_modules", ["qproj"], "'qproj' is not in the model", "q_proj"),
+    "a file in the output's place": setting("train", "output", "train.jsonl", "train.jsonl is no folder that can be"),
+    "a file above the output": setting("train", "output", "train.jsonl/out", "train.jsonl is no folder that can be"),
     "a finished run": Case(("already holds a finished run",), {f"out/{RECORD}": "{}"}),
     "a folder of something else": Case(("is not empty, and no run was begun there",), {"out/thesis.txt": "mine"}),
     "a run that can't be read": Case(("journal.json: not valid JSON",), {"out/journal.json": "{"}),

@@ -102,6 +102,13 @@ def test_first_label_of_a_document_is_dropped_even_if_given() -> None:
     assert batch["packed"].n_labels == 3
 
 
+def test_a_tokenizer_without_a_padding_token() -> None:
+    """Llama's has none; what fills the tail is never looked at."""
+    row = {"input_ids": [5, 6], "labels": [-100, 6], "lengths": [2]}
+    batch = Collator(4, pad_token_id=None)([row])
+    assert batch["input_ids"].tolist() == [[5, 6, 0, 0]] and batch["packed"].padding == 2
+
+
 def test_copy_into_a_static_batch() -> None:
     first, second = (collate([[3, 4]], 16)["packed"], collate([[5, 1, 2]], 16)["packed"])
     addresses = [t.data_ptr() for t in (second.cu_seqlens, second.document_ids, second.loss_rows)]

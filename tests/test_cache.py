@@ -152,6 +152,9 @@ def test_rows_of_the_packer_come_in_one_read(settings: Any, tokenizer: Any) -> N
     listed = [dict(row) for row in prepared.dataset]
     rows, expected = PackedRows(prepared.dataset, 128), PackedRows(listed, 128)
     assert len(rows) > 3 and [rows[i] for i in range(len(rows))] == [expected[i] for i in range(len(expected))]
+    for format in ({"type": "torch"}, {"type": "torch", "columns": ["input_ids"]}, {"type": "arrow"}):
+        formatted = PackedRows(prepared.dataset.with_format(**format), 128)[0]
+        assert formatted == expected[0] and {type(token) for token in formatted["input_ids"]} == {int}
 
 
 def test_killed_while_tokenising(settings: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,6 +293,31 @@ def test_the_first_error_is_told(settings: Any, tokenizer: Any, tmp_path: Path) 
         prepare(settings(workers=4), tokenizer)
 
 
+def test_a_row_refused_before_a_line_that_cannot_be_read(settings: Any, tokenizer: Any, tmp_path: Path) -> None:
+    """The file's first error is told, and what was whole before it stays."""
+    settings(rows=50)
+    lines = (tmp_path / "train.jsonl").read_text().splitlines()
+    lines[30] = "{"
+    (tmp_path / "train.jsonl").write_text("\n".join(lines))
+    with pytest.raises(DataError, match=r"train\.jsonl line 31: not valid JSON"):
+        prepare(settings(), tokenizer)
+    assert [part.name for part in entries(settings())[0].glob("part-*")] == ["part-00000.arrow"]
+    lines[5] = '{"prompt": "a", "completion": "b </s> c"}'
+    (tmp_path / "train.jsonl").write_text("\n".join(lines))
+    with pytest.raises(DataError, match=r"train\.jsonl line 6: the assistant's text holds the control token"):
+        prepare(settings(), tokenizer)
+
+
+def test_a_cache_that_cannot_be_written(settings: Any, tokenizer: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    """Others' cache may be read; where something must be made, the remedy is a folder of one's own."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"file/cache/\w+ can't be written \(.*set data\.cache"):
+        prepare(settings(cache=tmp_path / "file" / "cache"), tokenizer)
+    first = prepare(settings(), tokenizer)
+    monkeypatch.setattr("filelock.FileLock.acquire", lambda self: pytest.fail("locks what is whole"))
+    assert content(prepare(settings(), tokenizer)) == content(first)
+
+
 def test_parts_of_long_rows_hold_fewer(settings: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_module, "PART_CHARACTERS", 150)
     data = settings()
@@ -343,6 +371,36 @@ def test_dropped_and_unlabelled_rows_are_counted_once_and_remembered(
         prepared = prepare(settings(bad_rows="drop"), tokenizer)
         assert (prepared.dropped, len(prepared.dataset), prepared.counts[0].dropped) == (2, 1, 1)
         assert "line 2" in prepared.errors[0] and "wizard" in prepared.errors[0]
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_rows_that_cannot_be_labelled_are_dropped_like_others(
+    settings: Any, tokenizer: Any, tmp_path: Path, workers: int
+) -> None:
+    """Wherever what is wrong with a row is found: at its keys, by the template, at its tokens."""
+    settings()
+    lines = (tmp_path / "train.jsonl").read_text().splitlines()
+    lines[3] = '{"prompt": "a", "completion": "b </s> c"}'
+    lines[30] = '{"prompt": "a", "completion": ""}'
+    lines[45] = '{"prompt": "no", "completion": "b"}'
+    (tmp_path / "train.jsonl").write_text("\n".join(lines))
+    tokenizer.chat_template = "{% if messages[0].content == 'no' %}{{ raise_exception('no') }}{% endif %}" + TEMPLATE
+    for _ in range(2):
+        prepared = prepare(settings(bad_rows="drop", workers=workers), tokenizer)
+        assert (prepared.dropped, len(prepared.dataset)) == (3, 47)
+        assert (prepared.counts[0].rows, prepared.counts[0].dropped, prepared.counts[0].used) == (47, 3, 47)
+        assert [error.partition("jsonl ")[2].partition(":")[0] for error in prepared.errors] == [
+            "line 4",
+            "line 31",
+            "line 46",
+        ]
+    tokenizer.chat_template = "{{ raise_exception('never') }}"
+    with pytest.raises(
+        DataError, match=r"none of 0 rows .* token to train; the first of 50 dropped: .*line 1: .*never"
+    ):
+        prepare(settings(bad_rows="drop"), tokenizer)
+    with pytest.raises(DataError, match=r"line 1: .*never"):
+        prepare(settings(), tokenizer)
 
 
 def test_a_share_of_nothing(settings: Any, tokenizer: Any, tmp_path: Path) -> None:

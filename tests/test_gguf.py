@@ -208,8 +208,6 @@ def test_word_patterns_are_the_models_own() -> None:
 def test_the_model_is_dense_and_saves(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
 
-    from pronghorn.export.convert import convert_gguf
-
     path = write_gguf(tmp_path / "m.gguf", tiny())
     model, tokenizer = load_gguf(path, torch.bfloat16)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
@@ -217,7 +215,8 @@ def test_the_model_is_dense_and_saves(tmp_path: Path) -> None:
     assert getattr(model.config, "quantization_config", None) is None
     assert getattr(model, "quantization_method", None) is None
     Trainer(model=model)
-    convert_gguf(path, tmp_path / "folder")
+    model.save_pretrained(tmp_path / "folder")
+    tokenizer.save_pretrained(tmp_path / "folder")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "folder")
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
     same = AutoTokenizer.from_pretrained(tmp_path / "folder")

@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 from datasets import Dataset
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from transformers import AutoTokenizer
 from trl import SFTConfig
@@ -246,6 +246,14 @@ def test_merged_experts(family: str, tmp_path: Path) -> None:
     torch.testing.assert_close(found(input_ids=IDS).logits, wanted, rtol=1e-4, atol=1e-4)
     with model.disable_adapter():
         assert not torch.allclose(model(input_ids=IDS).logits, wanted, atol=1e-2)
+
+
+def test_a_merged_router(tmp_path: Path) -> None:
+    model = get_peft_model(tiny_model("qwen3_moe"), LoraConfig(r=4, target_modules=["q_proj", "gate"]))
+    perturb(model)
+    names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert any(".mlp.gate." in name for name in names)
+    save_merged(model, None, tmp_path / "merged", dtype=torch.float32)  # which compares the logits
 
 
 @pytest.mark.parametrize("normalised", [True, False])

@@ -435,7 +435,7 @@ def test_an_adapter_is_planned_as_it_was_saved(recipe: Path) -> None:
     assert found["data"]["documents"] == 40
     (folder / "adapter_config.json").write_text("{}")
     done = run_plan(str(recipe), f"model.name={folder}", "--device", "h100")
-    assert done.exit_code == 1 and "no adapter's configuration" in done.stderr
+    assert done.exit_code == 1 and "no base_model_name_or_path to be read" in done.stderr
 
 
 def test_a_folder_at_home_is_found(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:

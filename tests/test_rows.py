@@ -147,6 +147,14 @@ BAD = {
         shared_gpt(HUMAN, {"from": "function_call", "value": "add(1)"}),
         "function_call str 'add",
     ),
+    "two formats in a row": (
+        row(instruction="a", input="", output="b", text="Below is"),
+        "line 1: keys 'text' beside 'instruction', 'output': .* set data.format to alpaca or text to ignore",
+    ),
+    "sharegpt weight against the role": (
+        shared_gpt(HUMAN, {"from": "gpt", "value": "b", "weight": 0}),
+        "message 2: weight int 0 on a message of role assistant",
+    ),
     "observation first": (shared_gpt({"from": "observation", "value": "1"}), "message 1: a tool's result with no call"),
     "two systems": (
         row(system="a", conversations=[{"from": "system", "value": "b"}, HUMAN]),

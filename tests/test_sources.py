@@ -161,6 +161,8 @@ def test_hub_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def load(name: str, *, split: str) -> Any:
         asked.append((name, split))
+        if name == "owner/script":
+            raise RuntimeError("Dataset scripts are no longer supported, but found script.py")
         if name != "owner/chats-v1.0":
             raise FileNotFoundError(f"Dataset '{name}' doesn't exist on the Hub")
         return datasets.Dataset.from_list([{"messages": TURNS}, {"messages": CALLS}])
@@ -169,11 +171,13 @@ def test_hub_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [row.source for row in read("owner/chats-v1.0")] == ["owner/chats-v1.0 row 1", "owner/chats-v1.0 row 2"]
     with pytest.raises(DataError, match="owner/chat: no such file or folder here, and the hub gives no split `train`"):
         read("owner/chat")
-    assert asked == [("owner/chats-v1.0", "train"), ("owner/chat", "train")]
+    with pytest.raises(DataError, match=r"owner/script: .*scripts are no longer supported"):
+        read("owner/script")
+    assert asked == [("owner/chats-v1.0", "train"), ("owner/chat", "train"), ("owner/script", "train")]
     for name in ("chats", "owner/chats.jsonl", "/owner/chats"):  # nothing that a hub set can be called
         with pytest.raises(DataError, match="no such file"):
             read(name)
-    assert len(asked) == 2
+    assert len(asked) == 3
 
 
 @pytest.mark.parametrize(("file", "format", "columns"), [each[:3] for each in FILES if each[-1] is not Preference])

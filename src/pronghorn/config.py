@@ -15,11 +15,21 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from pronghorn.errors import ConfigError
 
-File = Annotated[Path, Field(strict=False)]  # strict otherwise: `true` is no number of steps, "3" neither
+
+def _at_home(path: Path) -> Path:
+    """The path with `~` as a shell would read it."""
+    try:
+        return path.expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"no such home folder ({error})") from None
+
+
+# strict otherwise: `true` is no number of steps, "3" neither
+File = Annotated[Path, Field(strict=False), AfterValidator(_at_home)]
 
 _ALIASES = {
     "lr": "train.learning_rate",
@@ -276,12 +286,14 @@ class Recipe(Section):
     def _check(self) -> None:
         if self.train.output.resolve() == Path.cwd():
             raise ConfigError("train.output is the current folder", "give the run a folder of its own")
-        for source, key in self._sources():
-            if not source.path.exists() and not source.is_hub_name:
-                kinds = ", ".join(DATA_FILES)
-                raise ConfigError(
-                    f"{key}: {source.path} does not exist", f"give the path of a {kinds} file or folder, or a hub name"
-                )
+        kinds = ", ".join(DATA_FILES)
+        for split in ("train", "eval"):
+            for source in self.data.sources(split):
+                if not source.path.exists() and not source.is_hub_name:
+                    raise ConfigError(
+                        f"data.{split}: {source.path} does not exist",
+                        f"give the path of a {kinds} file or folder, or a hub name",
+                    )
         if self.train.min_improvement is not None and self.data.eval is None:
             raise ConfigError("train.min_improvement needs held-out data", "give data.eval, or leave it out")
         lora_only = self.adapter.modules_to_save or self.adapter.new_tokens or self.adapter.target_parameters
@@ -302,10 +314,6 @@ class Recipe(Section):
                 "adapter.method: full with model.load_in_4bit: 4-bit weights can't be trained",
                 "set adapter.method: lora or load_in_4bit: false",
             )
-
-    def _sources(self) -> Iterator[tuple[Source, str]]:
-        yield from ((source, "data.train") for source in self.data.sources("train"))
-        yield from ((source, "data.eval") for source in self.data.sources("eval"))
 
 
 def fields() -> Iterator[tuple[str, str, str, str]]:

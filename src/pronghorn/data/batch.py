@@ -15,7 +15,7 @@ The batch dict (the order matters: accelerate reads the batch size off the first
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -32,6 +32,8 @@ SEQLEN_BUCKET = 128
 LOSS_ROWS_BUCKET = 512
 TILE_ROWS = 64
 """Rows of a tile of attention: documents of instructions have 100 to 300 tokens, so larger ones would be half empty."""
+
+_TENSORS = ("cu_seqlens", "document_ids", "tiles", "loss_rows")
 
 
 def round_up(value: int, step: int) -> int:
@@ -185,7 +187,7 @@ class PackedBatch:
 
     def without_labels(self) -> PackedBatch:
         """The same batch for what comes before the loss."""
-        return self._replace(self.cu_seqlens, self.document_ids, self.tiles, None)
+        return replace(self, loss_rows=None, _derived={})
 
     def copy_into(self, static: PackedBatch) -> PackedBatch:
         """Copy this batch's tensors into those of `static` (same shapes), for a captured graph that reads `static`.
@@ -195,7 +197,7 @@ class PackedBatch:
         Raises:
             DataError: the shapes differ.
         """
-        for name in ("cu_seqlens", "document_ids", "tiles", "loss_rows"):
+        for name in _TENSORS:
             source, target = getattr(self, name), getattr(static, name)
             if (source is None) != (target is None) or (source is not None and source.shape != target.shape):
                 raise DataError(
@@ -204,26 +206,12 @@ class PackedBatch:
                 )
             if source is not None:
                 target.copy_(source, non_blocking=True)
-        return self._replace(static.cu_seqlens, static.document_ids, static.tiles, static.loss_rows)
+        return replace(self, **{name: getattr(static, name) for name in _TENSORS}, _derived={})
 
     def _map(self, move: Callable[[Tensor], Tensor]) -> PackedBatch:
-        loss_rows = None if self.loss_rows is None else move(self.loss_rows)
-        return self._replace(move(self.cu_seqlens), move(self.document_ids), move(self.tiles), loss_rows)
-
-    def _replace(
-        self, cu_seqlens: Tensor, document_ids: Tensor, tiles: Tensor, loss_rows: Tensor | None
-    ) -> PackedBatch:
-        return PackedBatch(
-            self.lengths,
-            self.padding,
-            self.n_labels,
-            self.bucket,
-            self.max_seqlen,
-            cu_seqlens,
-            document_ids,
-            tiles,
-            loss_rows,
-        )
+        tensors = {name: getattr(self, name) for name in _TENSORS}
+        moved: dict[str, Any] = {name: tensor if tensor is None else move(tensor) for name, tensor in tensors.items()}
+        return replace(self, **moved, _derived={})
 
 
 def _tiles(bounds: Sequence[int], tokens: int, room: int) -> Tensor:
@@ -239,11 +227,11 @@ class Collator:
 
     Args:
         row_tokens: every row is padded to exactly this many tokens.
-        pad_token_id: what fills the tail; nothing attends to it and it is never a label.
+        pad_token_id: what fills the tail (None: 0); nothing attends to it and it is never a label.
     """
 
     row_tokens: int
-    pad_token_id: int
+    pad_token_id: int | None
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Collate rows of `input_ids`, `labels` (unshifted) and `lengths` (one a document).
@@ -264,7 +252,7 @@ class Collator:
                     "lengths must sum to the row and the row must fit: pack again with this row length",
                 )
             tail = self.row_tokens - n
-            input_ids += [*row["input_ids"], *[self.pad_token_id] * tail]
+            input_ids += [*row["input_ids"], *[self.pad_token_id or 0] * tail]
             labels += [*row["labels"], *[IGNORE_INDEX] * tail]
             lengths += [*row["lengths"], *([tail] if tail else [])]
             padding += tail

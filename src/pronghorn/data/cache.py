@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pronghorn.config import Data, Source
-from pronghorn.data.chat import fit
+from pronghorn.data.chat import Fitted, fit
 from pronghorn.data.packing import Document
-from pronghorn.data.parts import PartInfo, Tokenising, clear_leftovers, part_name, read_info, write_parts
+from pronghorn.data.parts import ERRORS, PartInfo, Tokenising, clear_leftovers, part_name, read_info, write_parts
 from pronghorn.data.rows import Row, RowReader, in_chunks
 from pronghorn.data.sources import SourceCount, count_rows, fingerprint, mixture, read_source
 from pronghorn.errors import ConfigError, DataError
@@ -32,8 +34,6 @@ LABELLING = 1
 PART_ROWS = 20_000
 PART_CHARACTERS = 16_000_000
 """A part of long rows ends earlier: its documents are in memory until it is written, about 100 bytes a character."""
-ERRORS = 3
-"""So many errors of dropped rows are kept."""
 
 Progress = Callable[[str, int, int | None], None]
 """Called with a source's name, its rows done, and how many it has (None: not known)."""
@@ -84,9 +84,11 @@ def documents(
             "data.system_prompt is set, but no row is rendered by a chat template",
             "leave it out, or give conversations and a chat template (data.chat_template)",
         )
+    errors = [error for entry in entries for error in entry.errors]
     if not any(entry.documents for entry in entries):
+        dropped = f"; the first of {sum(entry.dropped for entry in entries)} dropped: {errors[0]}" if errors else ""
         raise DataError(
-            f"none of {sum(entry.rows for entry in entries)} rows has a token to train",
+            f"none of {sum(entry.rows for entry in entries)} rows has a token to train{dropped}",
             "give rows with an assistant message (data.loss_on: completion trains nothing else)",
         )
     weights = [source.weight for source in sources if source.weight is not None]
@@ -106,7 +108,7 @@ def documents(
             SourceCount(str(source.path), entry.format, entry.rows, entry.dropped, n)
             for source, entry, n in zip(sources, entries, used, strict=True)
         ],
-        errors=[error for entry in entries for error in entry.errors][:ERRORS],
+        errors=errors[:ERRORS],
         dropped=sum(entry.dropped + entry.unlabelled for entry in entries) + fitted.dropped,
         truncated=fitted.truncated,
         split=fitted.split,
@@ -117,40 +119,30 @@ def documents(
 
 @dataclass(frozen=True)
 class _Entry:
-    """One source in the cache; rows are those read and not dropped."""
+    """One source in the cache; what became of its rows is as in `PartInfo`, of all parts together."""
 
     key: str
     folder: Path
     format: str
-    dropped: int
     errors: list[str]
     parts: list[PartInfo]
-
-    @property
-    def rows(self) -> int:
-        return sum(part.rows for part in self.parts)
-
-    @property
-    def documents(self) -> int:
-        return sum(part.documents for part in self.parts)
-
-    @property
-    def unlabelled(self) -> int:
-        return sum(part.unlabelled for part in self.parts)
-
-    @property
-    def conversations(self) -> int:
-        return sum(part.conversations for part in self.parts)
+    rows: int
+    dropped: int
+    unlabelled: int
+    documents: int
+    conversations: int
 
 
 class _Cache:
     """Finds or makes the entries of a run's sources."""
 
     def __init__(self, data: Data, tokenizer: PreTrainedTokenizerBase, part_rows: int, progress: Progress) -> None:
+        from huggingface_hub.constants import HF_HOME
+
         self._data, self._part_rows, self._progress = data, part_rows, progress
-        self._how = Tokenising(tokenizer, data.loss_on, data.system_prompt)
+        self._how = Tokenising(tokenizer, data.loss_on, data.system_prompt, data.bad_rows == "drop")
         self._identity = tokenizer_identity(tokenizer)
-        self._root = data.cache or _default_root()
+        self._root = data.cache or Path(HF_HOME) / "pronghorn"
 
     def entry(self, source: Source) -> _Entry:
         """The source's entry, made if need be; other processes that want the same one wait for it."""
@@ -170,10 +162,17 @@ class _Cache:
         }
         key = _hash(made_of)
         folder = self._root / key
-        folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / ".lock"):
-            if not (folder / "meta.json").exists():
-                self._fill(source, folder, made_of)
+        if not (folder / "meta.json").exists():
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                held = FileLock(folder / ".lock").acquire()
+            except OSError as error:
+                raise ConfigError(
+                    f"{folder} can't be written ({error.strerror})", "set data.cache to a folder of your own"
+                ) from error
+            with held:
+                if not (folder / "meta.json").exists():
+                    self._fill(source, folder, made_of)
         return _open(folder, key)
 
     def _fill(self, source: Source, folder: Path, made_of: dict[str, Any]) -> None:
@@ -198,7 +197,7 @@ class _Cache:
         self._progress(name, 0, total)
         for part in write_parts(missing(), self._how, self._data.workers or _cores()):
             there[int(part.name[5:10])] = part
-            done += part.rows
+            done += part.rows + part.dropped
             self._progress(name, done, total)
         meta = {
             "schema": SCHEMA,
@@ -235,7 +234,11 @@ def _open(folder: Path, key: str) -> _Entry:
         )
     try:
         parts = [PartInfo(**part) for part in meta["parts"]]
-        entry = _Entry(key, folder, meta["format"], meta["dropped"], meta["errors"], parts)
+        errors = sorted([*meta["errors"], *(error for part in parts for error in part.errors)], key=_place)
+        counted = ("rows", "dropped", "unlabelled", "documents", "conversations")
+        totals = {name: sum(getattr(part, name) for part in parts) for name in counted}
+        totals["dropped"] += meta["dropped"]
+        entry = _Entry(key, folder, meta["format"], errors, parts, **totals)
     except (KeyError, TypeError) as error:
         raise DataError(f"{path}: not whole ({error}): the token cache is damaged", f"delete {folder}") from error
     for part in parts:
@@ -245,6 +248,12 @@ def _open(folder: Path, key: str) -> _Entry:
             what = "missing" if size is None else f"{size:,} bytes instead of {part.bytes:,}"
             raise DataError(f"{file}: {what}: the token cache is damaged", f"delete {folder}")
     return entry
+
+
+def _place(error: str) -> tuple[str, int]:
+    """Where an error says it is: (file, line or row)."""
+    found = re.match(r"(.*?) (?:line|row) (\d+)", error)
+    return (found[1], int(found[2])) if found else ("", 0)
 
 
 def _concatenated(entries: list[_Entry], taken: list[list[int]] | None) -> Any:
@@ -259,11 +268,10 @@ def _concatenated(entries: list[_Entry], taken: list[list[int]] | None) -> Any:
     return concatenate_datasets(sets)
 
 
-def _fitted(whole: Any, max_seq_length: int, overflow: Any) -> Any:
+def _fitted(whole: Any, max_seq_length: int, overflow: Any) -> tuple[Fitted, Any]:
     """(what the overflow rule did, the documents that fit and, after them, what it made of those that didn't)."""
     from datasets import Dataset, concatenate_datasets
 
-    from pronghorn.data.chat import Fitted
     from pronghorn.data.packed_rows import lengths_of
 
     lengths = lengths_of(whole)
@@ -289,13 +297,5 @@ def _hash(value: Any) -> str:
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
-def _default_root() -> Path:
-    from huggingface_hub.constants import HF_HOME
-
-    return Path(HF_HOME) / "pronghorn"
-
-
 def _cores() -> int:
-    import os
-
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -11,11 +11,12 @@ set the text before each turn is tokenised once more by itself, as generation wi
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from pronghorn.data.labels import Edges, Rendered, token_ranges, verify
 from pronghorn.data.packing import IGNORE_INDEX, Document
-from pronghorn.data.rows import Conversation, Message, PromptCompletion, Row, in_chunks
+from pronghorn.data.rows import Conversation, Message, OnBad, PromptCompletion, Row, in_chunks, unless_bad
 from pronghorn.data.template import turns, writer
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
 
@@ -80,6 +81,7 @@ def label_rows(
     loss_on: LossOn = "completion",
     system_prompt: str | None = None,
     verify_rows: int = VERIFIED_ROWS,
+    on_bad: OnBad | None = None,
 ) -> Tokenised:
     """Tokenises some rows of a set and labels them.
 
@@ -96,8 +98,8 @@ def label_rows(
     of the text up to its end, tokenised by themselves.
 
     Raises DataError, naming file and line, for a template or a boundary that would give wrong labels (see above) and
-    for control tokens inside an assistant's text; ConfigError for another `loss_on`; UnsupportedError for a tokenizer
-    without offsets.
+    for control tokens inside an assistant's text; where `on_bad` is given it is called with the error instead, and the
+    row left out. ConfigError for another `loss_on`; UnsupportedError for a tokenizer without offsets.
     """
     if loss_on not in ("completion", "last", "all"):
         raise ConfigError(f"data.loss_on is {loss_on!r}", "set it to completion, last or all")
@@ -106,10 +108,10 @@ def label_rows(
     specials = _Specials.of(tokenizer)
     documents: list[Document] = []
     for some in in_chunks(rows, ROWS_PER_CALL, CHARACTERS_PER_CALL):
-        rendered = _render(some, tokenizer, loss_on, system_prompt)
+        rendered = _render(some, tokenizer, loss_on, system_prompt, on_bad)
         for each, encoding in zip(rendered, _encode([each.text for each in rendered], tokenizer), strict=True):
             check = tokenizer if len(documents) < verify_rows else None
-            documents.append(_document(each, encoding, specials, check))
+            documents += unless_bad(partial(_document, each, encoding, specials, check), on_bad)
     labelled = [document for document in documents if any(label != IGNORE_INDEX for label in reversed(document.labels))]
     spoken = sum(map(_speaks, rows)) if tokenizer.chat_template else 0
     return Tokenised(labelled, len(documents) - len(labelled), spoken)
@@ -175,12 +177,17 @@ def _speaks(row: Row) -> bool:
 
 
 def _render(
-    rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", loss_on: LossOn, system_prompt: str | None = None
+    rows: Sequence[Row],
+    tokenizer: "PreTrainedTokenizerBase",
+    loss_on: LossOn,
+    system_prompt: str | None = None,
+    on_bad: OnBad | None = None,
 ) -> list[Rendered]:
     """The rows' texts and the ranges of their characters to train."""
     write = writer(tokenizer)
 
-    def rendered(row: Rendered | Conversation) -> Rendered:
+    def rendered(given: Row) -> Rendered:
+        row = _bare_or_chat(given, tokenizer, loss_on, system_prompt)
         if isinstance(row, Rendered):
             return row
         text, ranges = write(row, None), None
@@ -190,7 +197,7 @@ def _render(
             ranges = turns(row, text, write, tokenizer, last=loss_on == "last")
         return Rendered(text, ranges, bare=False, source=row.source)
 
-    return [rendered(_bare_or_chat(row, tokenizer, loss_on, system_prompt)) for row in rows]
+    return [text for row in rows for text in unless_bad(partial(rendered, row), on_bad)]
 
 
 def _bare_or_chat(

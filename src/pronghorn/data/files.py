@@ -48,7 +48,7 @@ def count(path: Path) -> int | None:
     if path.suffix == ".json":
         try:
             values = json.loads(path.read_bytes())
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
         return len(values) if isinstance(values, list) else None
     if path.suffix == ".parquet":
@@ -79,8 +79,7 @@ def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
                     f"{path} line {line}: a line of more than {LINE_LIMIT:,} bytes",
                     "end each row's line with \\n, and split rows that are this long",
                 )
-            text = _decode(raw, path, line)
-            if text.strip():
+            if text := _decode(raw, path, line).rstrip():  # with its end, an error would name the next line
                 yield line, _parse(text, path, line)
 
 
@@ -128,6 +127,9 @@ def _csv(path: Path) -> Iterator[tuple[int, Any]]:
     read = csv.ReadOptions(block_size=LINE_LIMIT)  # a record must fit into a block
     try:
         names = csv.open_csv(io.BytesIO(raw), read, parse).schema.names
+        for at, name in enumerate(names):
+            if name in names[:at]:
+                raise DataError(f"{path}: the column {name!r} twice", "rename or delete one of the two")
         as_text = csv.ConvertOptions(column_types={name: pyarrow.string() for name in names}, strings_can_be_null=False)
         with csv.open_csv(io.BytesIO(raw), read, parse, as_text) as batches:
             row = 0

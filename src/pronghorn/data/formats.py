@@ -89,18 +89,16 @@ def recognise(value: Mapping[str, Any], at: str) -> Shape:
     for spelling, (name, columns) in SPELLINGS.items():
         if found == set(spelling):
             return Shape(name, columns)
-    near = ""
-    for name, (needed, optional) in FORMATS.items():
-        if set(needed) <= found:
-            if found <= {*needed, *optional}:
-                return Shape(name, {})
-            near = name
+    near = [name for name, (needed, _) in FORMATS.items() if set(needed) <= found]
+    for name in near:
+        if found <= {*FORMATS[name][0], *FORMATS[name][1]}:
+            return Shape(name, {})
     if near:
-        needed, optional = FORMATS[near]
+        needed, optional = FORMATS[near[0]]
         extra = [key for key in value if key in found - {*needed, *optional}]
         raise DataError(
             f"{at}: keys {keys(extra)} beside {keys(needed)}",
-            f"delete them, or set data.format to {near} to ignore every other key",
+            f"delete them, or set data.format to {' or '.join(near)} to ignore every other key",
         )
     raise DataError(
         f"{at}: keys {keys(value)} are no known format",

@@ -55,13 +55,14 @@ def openai_message(item: Any, at: str) -> Message:
 
 
 def sharegpt_message(item: Any, at: str) -> Message:
-    """{"from", "value"}; a `function_call` holds {"name", "arguments"} as JSON, or a list of such."""
-    if not isinstance(item, dict) or set(item) != {"from", "value"}:
+    """{"from", "value"} and optionally "weight"; a `function_call` holds {"name", "arguments"} as JSON, or a list."""
+    if not isinstance(item, dict) or not {"from", "value"} <= set(item) <= {"from", "value", *WEIGHTS}:
         found = f"keys {keys(item)}" if isinstance(item, dict) else show(item)
         raise DataError(f"{at}: {found}", 'write a turn as {"from": ..., "value": ...}')
     origin, value = item["from"], string(item["value"], "value", at)
     if not isinstance(origin, str) or origin not in SHAREGPT_ROLES:
         raise DataError(f"{at}: from {show(origin)}", f"use one of {', '.join(SHAREGPT_ROLES)}")
+    _check_weight(item, SHAREGPT_ROLES[origin], at)
     if origin != "function_call":
         return Message(SHAREGPT_ROLES[origin], value)
     calls = parsed(value, "function_call", at)
@@ -144,7 +145,7 @@ def _content(value: Any, at: str) -> str:
 def _check_weight(given: Mapping[str, Any], role: str, at: str) -> None:
     """Weights that say what is trained anyway are fine; others would be disregarded silently."""
     for key in WEIGHTS:
-        if key in given and given[key] != (1 if role == "assistant" else 0):
+        if given.get(key) is not None and given[key] != (1 if role == "assistant" else 0):
             raise DataError(
                 f"{at}: {key} {show(given[key])} on a message of role {role}",
                 "weights can't be told apart yet: assistant turns are trained (1) and others not (0); end the "

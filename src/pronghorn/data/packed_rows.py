@@ -44,7 +44,7 @@ class PackedRows(Dataset):
         self._documents = documents
         self._columns: Any = None
         if _is_dataset(documents):
-            self._columns = cast(Any, documents).select_columns(["input_ids", "labels"])
+            self._columns = cast(Any, documents).with_format(None).select_columns(["input_ids", "labels"])
         lengths = lengths_of(documents)
         self._rows = pack(lengths, row_tokens, seed)
         self.stats = PackingStats(

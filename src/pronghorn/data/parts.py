@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain, islice
 from multiprocessing import get_context, parent_process
 from pathlib import Path
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _INFO = b"pronghorn"
+ERRORS = 3
+"""So many errors of dropped rows are kept."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,10 @@ class PartInfo:
     conversations: int
     """Rows that went through the chat template."""
     bytes: int
+    dropped: int = 0
+    """Rows beside `rows` that can't be labelled."""
+    errors: tuple[str, ...] = ()
+    """Of the first of these."""
 
 
 @dataclass(frozen=True)
@@ -55,17 +61,27 @@ class Tokenising:
     tokenizer: PreTrainedTokenizerBase
     loss_on: LossOn
     system_prompt: str | None
+    drop: bool = False
+    """Whether rows that can't be labelled are left out and counted; else they are errors."""
 
     def write(self, path: Path, rows: Sequence[Row], verify: bool) -> PartInfo:
         """Tokenise `rows` into the part `path`; the prefixes of the first rows are tokenised again where `verify`."""
+        bad: list[DataError] = []
         labelled = label_rows(
-            rows, self.tokenizer, self.loss_on, self.system_prompt, verify_rows=VERIFIED_ROWS if verify else 0
+            rows,
+            self.tokenizer,
+            self.loss_on,
+            self.system_prompt,
+            verify_rows=VERIFIED_ROWS if verify else 0,
+            on_bad=bad.append if self.drop else None,
         )
         counts = {
-            "rows": len(rows),
+            "rows": len(rows) - len(bad),
             "documents": len(labelled.documents),
             "unlabelled": labelled.dropped_unlabelled,
             "conversations": labelled.conversations,
+            "dropped": len(bad),
+            "errors": [str(error) for error in bad[:ERRORS]],
         }
         _write(path, labelled.documents, counts)
         return read_info(path)
@@ -77,30 +93,34 @@ def write_parts(jobs: Iterable[tuple[Path, Sequence[Row]]], how: Tokenising, wor
     Raises the error of the first part that has one, or of `jobs`, once the parts before it are written; TrainingError
     where a worker dies.
     """
-    queue = iter(jobs)
-    first = list(islice(queue, 2))
-    if len(first) < 2 or workers < 2:
-        yield from (how.write(path, rows, _is_first(path)) for path, rows in chain(first, queue))
-        return
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=_begin, initargs=(how,))
-    pending: deque[Future[PartInfo]] = deque()
     unreadable: list[PronghornError] = []
 
     def readable() -> Iterator[tuple[Path, Sequence[Row]]]:
         try:
-            yield from chain(first, queue)
+            yield from jobs
         except PronghornError as error:
             unreadable.append(error)
 
+    queue = readable()
+    first = list(islice(queue, 2))
+    if len(first) < 2 or workers < 2:
+        yield from (how.write(path, rows, _is_first(path)) for path, rows in chain(first, queue))
+    else:
+        yield from _in_processes(chain(first, queue), how, workers)
+    if unreadable:
+        raise unreadable[0]
+
+
+def _in_processes(jobs: Iterable[tuple[Path, Sequence[Row]]], how: Tokenising, workers: int) -> Iterator[PartInfo]:
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=_begin, initargs=(how,))
+    pending: deque[Future[PartInfo]] = deque()
     try:
-        for path, rows in readable():
+        for path, rows in jobs:
             pending.append(pool.submit(_work, path, rows))
             if len(pending) >= 2 * workers:
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
-        if unreadable:
-            raise unreadable[0]
     except BrokenProcessPool as error:
         raise TrainingError(
             f"one of {workers} tokenising processes died (out of memory?)",
@@ -126,7 +146,7 @@ def read_info(path: Path) -> PartInfo:
     return PartInfo(name=path.name, bytes=path.stat().st_size, **counts)
 
 
-def _write(path: Path, documents: Sequence[Document], counts: dict[str, int]) -> None:
+def _write(path: Path, documents: Sequence[Document], counts: dict[str, Any]) -> None:
     import pyarrow
 
     def lists(values: Iterable[list[int]]) -> Any:
@@ -195,6 +215,3 @@ def _work(path: Path, rows: Sequence[Row]) -> PartInfo:
         return _worker[0].write(path, rows, _is_first(path))
     finally:
         gc.enable()
-
-
-__all__ = ["PartInfo", "Tokenising", "asdict", "clear_leftovers", "part_name", "read_info", "write_parts"]

@@ -8,8 +8,9 @@ A key that its format doesn't know is an error: columns like "label" or "rejecte
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pronghorn.config import Format
 from pronghorn.data.files import objects
@@ -19,9 +20,21 @@ from pronghorn.data.values import keys
 from pronghorn.errors import DataError
 
 __all__ = ["Conversation", "Message", "Preference", "PromptCompletion", "Row", "TextDocument"]
-__all__ += ["OnBad", "RowReader", "for_sft", "in_chunks", "read_rows"]
+__all__ += ["OnBad", "RowReader", "for_sft", "in_chunks", "read_rows", "unless_bad"]
 
 OnBad = Callable[[DataError], None]
+T = TypeVar("T")
+
+
+def unless_bad(make: Callable[[], T], on_bad: OnBad | None) -> list[T]:
+    """[what `make` gives]; where that is a DataError [], after `on_bad` was called with it (None: it is raised)."""
+    try:
+        return [make()]
+    except DataError as error:
+        if on_bad is None:
+            raise
+        on_bad(error)
+        return []
 
 
 class RowReader:
@@ -42,13 +55,7 @@ class RowReader:
         for line, value in values:
             found_any = True
             shape = self._shape_of(value, path, line)
-            try:
-                row = read_row(shape, value, path, line)
-            except DataError as error:
-                if self._on_bad is None:
-                    raise
-                self._on_bad(error)
-            else:
+            for row in unless_bad(partial(read_row, shape, value, path, line), self._on_bad):
                 kept_any = True
                 yield row
         if not kept_any:
@@ -68,7 +75,7 @@ class RowReader:
         elif found != self.shape:
             raise DataError(
                 f"{at}: a row with {keys(found.needed)}, but {self._first} has {keys(self.shape.needed)}",
-                "keep one format a file: split it in two",
+                "keep one format a file or folder; others are sources of their own (data.train: [{path: ...}, ...])",
             )
         return found
 

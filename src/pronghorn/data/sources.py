@@ -59,9 +59,8 @@ def read_source(source: Source, reader: RowReader) -> Iterator[Row]:
 
 def fingerprint(source: Source) -> list[tuple[str, str]]:
     """(name, hash of its content) of each file of a source; of a hub set the hash that `datasets` gives it."""
-    if source.path.is_dir() or source.path.is_file():
-        files = _files(source.path) if source.path.is_dir() else [source.path]
-        return [(str(file), _hash(file)) for file in files]
+    if source.path.exists():
+        return [(str(file), _hash(file)) for file in _files(source.path)]
     if source.is_hub_name:
         return [(source.path.as_posix(), _hub_set(source.path.as_posix())._fingerprint)]
     return []  # which reading refuses
@@ -69,8 +68,8 @@ def fingerprint(source: Source) -> list[tuple[str, str]]:
 
 def count_rows(source: Source) -> int | None:
     """About how many rows a source has, for the progress bar; None where counting would be reading."""
-    if source.path.is_dir() or source.path.is_file():
-        counts = [count(file) for file in (_files(source.path) if source.path.is_dir() else [source.path])]
+    if source.path.exists():
+        counts = [count(file) for file in _files(source.path)]
         known = [n for n in counts if n is not None]
         return sum(known) if len(known) == len(counts) else None
     return len(_hub_set(source.path.as_posix())) if source.is_hub_name else None
@@ -84,32 +83,28 @@ def _hash(file: Path) -> str:
 def _open(source: Source) -> Iterator[tuple[str, Iterator[tuple[int, Any]]]]:
     """(name, values with their lines) of each file of a source."""
     path = source.path
-    if path.is_dir():
+    if path.exists():
         files = _files(path)
         if not files:
             raise DataError(f"{path}: no data in this folder", f"put {', '.join(READERS)} files there")
         for file in files:
             yield str(file), objects(file)
-    elif path.is_file():
-        yield str(path), objects(path)
     elif source.is_hub_name:
         yield path.as_posix(), _hub(path.as_posix())
     else:
         raise DataError(f"{path}: no such file", "mend data.train or data.eval; paths start at the current directory")
 
 
-def _files(folder: Path) -> list[Path]:
-    """A folder's files at any depth, sorted; hidden ones, read-mes and licences aside. An unknown kind is an error when
-    it is read."""
+def _files(path: Path) -> list[Path]:
+    """The file, or a folder's files at any depth, sorted; hidden ones, read-mes and licences aside. An unknown kind is
+    an error when it is read."""
+    if path.is_file():
+        return [path]
     found = []
-    for file in sorted(folder.rglob("*")):
-        hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
-        if (
-            file.is_file()
-            and not hidden
-            and file.suffix not in NO_DATA
-            and file.stem.upper() not in ("LICENSE", "README")
-        ):
+    for file in sorted(path.rglob("*")):
+        hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
+        aside = hidden or file.suffix in NO_DATA or file.stem.upper() in ("LICENSE", "README")
+        if file.is_file() and not aside:
             found.append(file)
     return found
 
@@ -126,7 +121,7 @@ def _hub_set(name: str) -> Any:
 
     try:
         return datasets.load_dataset(name, split="train")
-    except (OSError, ValueError) as error:  # not found, not reached, no such split, more than one configuration
+    except (OSError, ValueError, RuntimeError) as error:  # not found or reached, several configurations, a script
         raise DataError(
             f"{name}: no such file or folder here, and the hub gives no split `train` of it ({error})",
             "mend the path or the name, or download the set and give its folder",

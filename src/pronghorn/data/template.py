@@ -6,6 +6,7 @@ else a conversation holds, tools among it; a model's own template serves those.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -132,7 +133,7 @@ def find_template(choice: str | None) -> Template | None:
     """
     if choice is None or choice in BUILT_IN:
         return None if choice is None else BUILT_IN[choice]
-    path = Path(choice)
+    path = Path(choice).expanduser()
     if path.suffix not in (".jinja", ".jinja2", ".j2"):
         raise ConfigError(
             f"data.chat_template is {choice!r}", f"set it to {', '.join(BUILT_IN)} or the path of a .jinja file"
@@ -157,8 +158,8 @@ def render(
 ) -> str:
     """The conversation as the tokenizer's chat template writes it; `answer` adds the generation prompt.
 
-    Raises DataError, naming `source`, where the template refuses the conversation or leaves its tools out; ConfigError
-    for one that is no template.
+    Raises DataError, naming `source`, where the template refuses the conversation, fails on it or leaves its tools out;
+    ConfigError for one that is no template.
     """
     from jinja2 import TemplateError, TemplateSyntaxError
 
@@ -172,6 +173,11 @@ def render(
     except TemplateError as error:
         raise DataError(
             f"{source}: the chat template refuses the conversation ({error})", "mend the row's roles or the template"
+        ) from error
+    except (TypeError, ValueError) as error:  # e.g. one that joins a call's arguments, an object, to a text
+        raise DataError(
+            f"{source}: the chat template fails on the conversation ({error})",
+            "set data.chat_template to one that renders such conversations",
         ) from error
     _has_all([tool["function"]["name"] for tool in tools], text, f"{source}: the chat template leaves the tool")
     return text
@@ -190,10 +196,8 @@ def writer(tokenizer: "PreTrainedTokenizerBase") -> Write:
     def write(row: Conversation, before: int | None) -> str:
         messages, answer = row.messages[:before], before is not None
         if shared is not None and not row.tools:
-            try:
+            with suppress(TemplateError, TypeError, ValueError):  # `render` tells which row and why
                 return shared(messages, answer)
-            except TemplateError:  # `render` tells which row and why
-                return render(messages, row.tools, tokenizer, row.source, answer)
         return render(messages, row.tools, tokenizer, row.source, answer)
 
     return write

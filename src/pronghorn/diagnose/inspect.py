@@ -48,7 +48,7 @@ class Inspection:
 
     @property
     def refused(self) -> int:
-        """Rows that their format refused (data.bad_rows: drop)."""
+        """Rows that can't be trained on (data.bad_rows: drop)."""
         return sum(count.dropped for count in self.prepared.counts)
 
     @property

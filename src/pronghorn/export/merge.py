@@ -32,19 +32,19 @@ def save_merged(
     Args:
         model: left untouched.
         tokenizer: saved beside the weights; None saves none.
-        folder: where to; must not exist or be empty.
+        folder: where to; must be empty, or not be there.
         dtype: of the checkpoint; None means the base's own 16-bit dtype, bfloat16 if that is float32 or 4-bit.
         max_shard_size: as in `save_pretrained`.
     Returns:
         The folder.
     Raises:
-        ConfigError: the folder holds something.
+        ConfigError: something is there.
         UnsupportedError: an adapter that is not plain LoRA on linears and experts.
         TrainingError: the reloaded checkpoint's logits differ from the adapted model's, or the disk is full.
     """
     target = Path(folder)
-    if target.exists() and any(target.iterdir()):
-        raise ConfigError(f"{target} already holds files", "choose another folder or delete it")
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise ConfigError(f"{target} is there already", "choose another folder or delete it")
     base = base_causal_lm(model)
     own = base.get_input_embeddings().weight.dtype
     dtype = dtype or (own if own in (torch.float16, torch.bfloat16) else torch.bfloat16)
@@ -99,11 +99,13 @@ def merged_state(base: Any, dtype: torch.dtype) -> dict[str, Tensor]:
 
     def visit(module: nn.Module, prefix: str) -> None:
         if isinstance(module, ModulesToSaveWrapper):
-            visit(module.modules_to_save[module.active_adapters[0]], prefix)
+            active = [] if module.disable_adapters else module.active_adapters  # those that have a copy
+            visit(module.modules_to_save[active[0]] if active else module.original_module, prefix)
         elif hasattr(module, "token_adapter"):  # some rows of an embedding or head were trained
             rows: Any = module.token_adapter
-            put(f"{prefix}weight", rows.get_merged_weights(rows.active_adapters))
-        elif hasattr(module, "parameter_name"):  # an adapter of experts, around them or another such adapter
+            active = [] if rows.disable_adapters else rows.active_adapters
+            put(f"{prefix}weight", rows.get_merged_weights(active))
+        elif hasattr(module, "parameter_name"):  # an adapter of experts or router, around them or another adapter
             experts: Any = module
             visit(experts.base_layer, prefix)
             weight = experts.get_param().float()
@@ -111,7 +113,8 @@ def merged_state(base: Any, dtype: torch.dtype) -> dict[str, Tensor]:
                 if adapter in experts.lora_A:
                     a, b = low_rank_factors(experts, adapter)
                     delta = experts.scaling[adapter] * (b.float() @ a.float())
-                    weight = weight + (delta.mT if experts.get_base_layer().is_transposed else delta)
+                    transposed = getattr(experts.get_base_layer(), "is_transposed", False)
+                    weight = weight + (delta.mT if transposed else delta).reshape(weight.shape)
             put(f"{prefix}{experts.parameter_name}", weight)
         elif isinstance(module, BaseTunerLayer):
             layer: Any = module

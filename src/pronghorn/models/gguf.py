@@ -19,6 +19,7 @@ import torch
 
 from pronghorn.errors import DataError, UnsupportedError
 from pronghorn.models.gguf_tokenizer import load_tokenizer
+from pronghorn.models.weights import whole_model
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
 """`general.architecture` of dense families; Mistral's files mostly call themselves llama."""
@@ -124,8 +125,7 @@ def _load_weights(header: GgufHeader, dtype: torch.dtype) -> Any:
     import transformers
 
     path = header.path
-    where: dict[str, Any] = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    config = transformers.AutoConfig.from_pretrained(**where)
+    config = transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
     head_dim = header.of_model("attention.key_length")
     if head_dim is not None:
         config.head_dim = int(head_dim)
@@ -137,16 +137,9 @@ def _load_weights(header: GgufHeader, dtype: torch.dtype) -> Any:
     # only transformers that can keep blocks packed have GgufConfig; the others always unpack
     gguf_config = getattr(transformers, "GgufConfig", None)
     packed = {} if gguf_config is None else {"quantization_config": gguf_config(dequantize=True)}
-    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        **where, config=config, dtype=dtype, attn_implementation="sdpa", output_loading_info=True, **packed
+    model = whole_model(
+        path.parent, gguf_file=path.name, config=config, dtype=dtype, attn_implementation="sdpa", **packed
     )
-    model, info = loaded
-    lost = sorted({*info["missing_keys"], *(key[0] for key in info["mismatched_keys"])})
-    if lost:
-        raise DataError(
-            f"{path} lacks {len(lost)} of the model's weights, or has them in other shapes ({', '.join(lost[:3])} ...)",
-            "use another GGUF file of this model",
-        )
     for name in ("hf_quantizer", "quantization_method", "is_quantized"):
         if name in vars(model):
             delattr(model, name)

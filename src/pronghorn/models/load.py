@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from torch import nn
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
 from pronghorn.models.families import check_config
 from pronghorn.models.new_tokens import grow_embeddings
+from pronghorn.models.weights import bitsandbytes_config, check_quantised, check_weights, json_value, whole_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -49,41 +50,21 @@ def default_device() -> torch.device:
 
 
 def load_model(
-    name: str | Path,
-    *,
-    max_seq_length: int,
-    dtype: torch.dtype | str | None = None,
-    load_in_4bit: bool = False,
-    trust_remote_code: bool = False,
-    token: str | None = None,
-    revision: str | None = None,
-    device: torch.device | None = None,
+    name: str | Path, *, dtype: torch.dtype | str | None = None, device: torch.device | None = None, **options: Any
 ) -> tuple[Any, Any]:
     """Load a causal LM (with its adapter, if `name` is a saved adapter's folder) and its tokenizer.
 
     Args:
         name: a local folder, a hub name, or a `.gguf` file.
-        max_seq_length: tokens of a packed row; at most what the model's positions allow.
         dtype: of the weights; None lets the device decide (`resolve_dtype`).
-        load_in_4bit: quantise the linears to NF4 through bitsandbytes while loading.
-        trust_remote_code: run Python code that comes with the checkpoint.
-        token, revision: for the hub.
         device: None for this process's own.
+        options: those of `find_model`.
     Raises:
-        ConfigError: `max_seq_length` out of range, or options that contradict each other.
-        DataError: the folder or file is missing or holds no safetensors weights.
-        UnsupportedError: a family or a quantisation Pronghorn doesn't serve.
+        ConfigError, DataError, UnsupportedError: as `find_model`; DataError, too, where weights are missing.
     """
     device = device or default_device()
     weights_dtype = resolve_dtype(dtype, device)
-    found = find_model(
-        name,
-        max_seq_length=max_seq_length,
-        load_in_4bit=load_in_4bit,
-        trust_remote_code=trust_remote_code,
-        token=token,
-        revision=revision,
-    )
+    found = find_model(name, **options)
     tokenizer = found.tokenizer()
     return found.model(weights_dtype, device), tokenizer
 
@@ -120,12 +101,10 @@ class FoundModel:
     def model(self, dtype: torch.dtype, device: torch.device) -> Any:
         """The model with weights of `dtype` (those of a quantised base stay as stored) on `device`."""
         if self.base is not None:
-            from peft import PeftModel
-
             base, tokenizer = self.base.model(dtype, device), self.tokenizer()
             if len(tokenizer) > len(self.base.tokenizer()):  # trained with new tokens
                 grow_embeddings(base, tokenizer)
-            return PeftModel.from_pretrained(base, self.name, is_trainable=True)
+            return _with_adapter(base, self.name)
         if self.config is None:
             from pronghorn.models.gguf import load_gguf
 
@@ -133,10 +112,8 @@ class FoundModel:
             check_config(model.config)
             check_max_seq_length(model.config, self.max_seq_length)
             return model.to(device)
-        from transformers import AutoModelForCausalLM
-
-        quantization = _quantization(self.config, self.load_in_4bit, dtype)
-        model = AutoModelForCausalLM.from_pretrained(
+        quantization = bitsandbytes_config(self.config, self.load_in_4bit, dtype)
+        return whole_model(
             self.name,
             config=self.config,
             dtype=dtype,
@@ -146,8 +123,18 @@ class FoundModel:
             **self.hub,
             **({"quantization_config": quantization} if quantization is not None else {}),
         )
-        _keep_packed_4bit_layout(model)
-        return model
+
+
+def _with_adapter(base: Any, folder: str | Path) -> Any:
+    """The base with a saved adapter, whole: PEFT warns of weights that the folder lacks, and begins anew there."""
+    from peft import PeftModel
+
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*missing adapter keys")
+            return PeftModel.from_pretrained(base, folder, is_trainable=True)
+    except UserWarning as error:
+        raise DataError(f"{folder} lacks weights of its adapter ({error})", "copy or save the adapter again") from error
 
 
 def find_model(
@@ -160,9 +147,19 @@ def find_model(
     revision: str | None = None,
     weights: bool = True,
 ) -> FoundModel:
-    """Find what `load_model` would load, and check it. Takes its arguments and raises its errors.
+    """Find a model and check all that can be checked without its weights.
 
-    Without `weights` these, and what reads them, needn't be there.
+    Args:
+        name: a local folder (a saved adapter's too), a hub name, or a `.gguf` file.
+        max_seq_length: tokens of a packed row; at most what the model's positions allow.
+        load_in_4bit: quantise the linears to NF4 through bitsandbytes while loading.
+        trust_remote_code: run Python code that comes with the checkpoint.
+        token, revision: for the hub.
+        weights: without, these and what reads them needn't be there.
+    Raises:
+        ConfigError: `max_seq_length` out of range, or options that contradict each other.
+        DataError: the folder or file is missing, or holds no safetensors weights or not all of them.
+        UnsupportedError: a family or a quantisation Pronghorn doesn't serve.
     """
     if max_seq_length <= 0:
         raise ConfigError(f"max_seq_length {max_seq_length} is not positive", "give the tokens a packed row shall hold")
@@ -174,41 +171,44 @@ def find_model(
     if not path.exists() and (path.is_absolute() or str(name).startswith((".", "~")) or str(name).count("/") > 1):
         raise DataError(f"model folder {name} does not exist", "check the path, or give a hub name like owner/model")
     if path.is_dir() and weights:
-        _check_weights(path)
+        check_weights(path)
     if (path / "adapter_config.json").is_file():
         base = find_model(
-            _base_of(path),
+            json_value(path / "adapter_config.json", "base_model_name_or_path"),
             max_seq_length=max_seq_length,
             load_in_4bit=load_in_4bit,
             weights=weights,
             **hub,  # type: ignore[arg-type]
         )
         return FoundModel(path, None, base, max_seq_length, load_in_4bit, hub)
-    from transformers import AutoConfig
-
     found = path if path.exists() else name
-    try:
-        config = AutoConfig.from_pretrained(found, **hub)
-    except OSError as error:
-        reason = str(error).strip().splitlines()[0]
-        raise DataError(
-            f"model {name} is neither a folder here nor to be had from the hub ({reason})",
-            "check the name and the connection; a private model needs `token`",
-        ) from error
+    config = _config(found, hub)
     check_config(config)
     check_max_seq_length(config, max_seq_length)
-    _check_quantised(config)
+    check_quantised(config)
     if weights:
-        _quantization(config, load_in_4bit, torch.float32)
+        bitsandbytes_config(config, load_in_4bit, torch.float32)
     return FoundModel(found, config, None, max_seq_length, load_in_4bit, hub)
 
 
-def _base_of(adapter: Path) -> str:
-    path = adapter / "adapter_config.json"
+def _config(name: str | Path, hub: dict[str, Any]) -> Any:
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
     try:
-        return json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path}: no adapter's configuration ({error!r})", "copy or save the adapter again") from error
+        return AutoConfig.from_pretrained(name, **hub)
+    except (OSError, ValueError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split("\n\n")[0].split())
+        if isinstance(error, OSError) and not isinstance(name, Path):
+            raise DataError(
+                f"model {name} is neither a folder here nor to be had from the hub ({reason})",
+                "check the name and the connection; a private model needs `token`",
+            ) from error
+        raise UnsupportedError(
+            f"{name}: its config.json can't be used ({reason})",
+            "give a causal language model that this version of transformers knows; trust_remote_code runs code that "
+            "comes with a model",
+        ) from error
 
 
 def _tokenizer(name: str | Path, **hub: Any) -> Any:
@@ -216,19 +216,10 @@ def _tokenizer(name: str | Path, **hub: Any) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(name, **hub)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # tokenizers, in Rust, has no class for what it can't read
         raise DataError(
             f"{name} has no tokenizer that loads ({error})", "save the model's tokenizer beside it"
         ) from error
-
-
-def _keep_packed_4bit_layout(model: nn.Module) -> None:
-    """On CPUs with AVX512-BF16 bitsandbytes repacks 4-bit weights at the first evaluation, for a product without a
-    backward: the next training step has the right loss and wrong gradients, and a merge reads garbage. Keep it off."""
-    module: Any
-    for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
 
 
 def check_max_seq_length(config: Any, max_seq_length: int) -> None:
@@ -249,56 +240,6 @@ def _check_gguf(path: Path, load_in_4bit: bool) -> None:
             f"load_in_4bit with {path.name}: a GGUF file is unpacked to dense weights",
             "save it once with save_pretrained and load that folder with load_in_4bit=True",
         )
-
-
-def _check_weights(folder: Path) -> None:
-    """Refuse a folder without safetensors, and files of them that are damaged or cut short."""
-    from safetensors import SafetensorError, safe_open
-
-    files = sorted(folder.glob("*.safetensors"))
-    for file in files:
-        try:
-            with safe_open(file, "pt"):
-                pass  # opening compares the header with the file's size
-        except (SafetensorError, OSError) as error:
-            raise DataError(f"{file}: not a whole safetensors file ({error})", "copy or download it again") from error
-    if not files:
-        found = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt", ".gguf"))
-        raise DataError(
-            f"{folder} holds no safetensors weights (found: {', '.join(found) or 'no weights at all'})",
-            "pickled weights are never read: convert them to safetensors; a GGUF file is given by its own path",
-        )
-
-
-def _check_quantised(config: Any) -> None:
-    """Raise UnsupportedError for a checkpoint that is quantised by others than bitsandbytes."""
-    stored = getattr(config, "quantization_config", None)
-    method = (stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)) or ""
-    if stored is not None and str(getattr(method, "value", method)) != "bitsandbytes":
-        raise UnsupportedError(
-            f"the checkpoint is quantised by {method!r}", "use the 16-bit checkpoint, or one quantised by bitsandbytes"
-        )
-
-
-def _quantization(config: Any, load_in_4bit: bool, dtype: torch.dtype) -> Any:
-    """The bitsandbytes config to load with, or None; a checkpoint that is already quantised keeps its own."""
-    stored = getattr(config, "quantization_config", None)
-    if stored is None and not load_in_4bit:
-        return None
-    import importlib.util
-
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise UnsupportedError("4-bit loading needs bitsandbytes", "pip install 'pronghorn[nf4]'")
-    if stored is not None:
-        return None  # transformers reads the checkpoint's own
-    from transformers import BitsAndBytesConfig
-
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=dtype,
-    )
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, float]:

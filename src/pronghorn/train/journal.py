@@ -7,6 +7,7 @@ training has ended, each time whole. `run.json` is there when everything is.
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,10 +71,14 @@ def open_journal(output: Path, recipe: Recipe, allow: bool) -> Journal:
     """The journal of the unfinished run in `output`, or a new one where the folder is empty or missing.
 
     Raises:
-        ConfigError: a finished run, a folder of something else, or (unless `allow`) another recipe.
+        ConfigError: a finished run, a folder of something else or that can't be written, or (unless `allow`) another
+            recipe.
         DataError: a journal that can't be read.
     """
     path = output / FILE_NAME
+    there = next(folder for folder in (output, *output.absolute().parents) if folder.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK)):
+        raise ConfigError(f"train.output: {there} is no folder that can be written to", "choose another train.output")
     if (output / RECORD).exists():
         raise ConfigError(f"{output} already holds a finished run", "choose another train.output or delete the folder")
     if not path.exists():
