@@ -7,6 +7,8 @@ import os
 import random
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, replace
 from itertools import pairwise
@@ -100,6 +102,27 @@ def test_a_checkpoint_is_written_once_and_loads_with_its_tokenizer(tmp_path: Pat
     assert [getattr(t, f"{name}_token_id") for t, name in special] == [0, 1, 2]
     assert [getattr(model.config, f"{name}_token_id") for _, name in special] == [0, 1, 2]
     assert tokenizer.decode(tokenizer("Größe, 大小").input_ids) == "Größe, 大小"
+
+
+def test_processes_that_write_checkpoints_into_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two shapes whose names are alike up to the last dot, and one that two want: that one is written once."""
+    written = []
+
+    def write(shape: dict[str, Any], folder: Path, seed: int) -> None:
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(str(shape["hidden_size"]))
+        time.sleep(0.2)
+        (folder / "weights").write_text(str(shape["hidden_size"]))
+        written.append(folder)
+
+    monkeypatch.setattr("pronghorn.bench.shapes.write_checkpoint", write)
+    names = ["Llama-3.2-1B", "Llama-3.2-3B", "Llama-3.2-1B"]
+    with ThreadPoolExecutor(3) as pool:
+        made = list(pool.map(lambda name: checkpoint_of(name, tmp_path / "new", 0), names))
+    assert made[0] == made[2] and len(written) == 2
+    for name, folder in zip(names, made, strict=True):
+        for file in ("config.json", "weights"):
+            assert (folder / file).read_text() == str(SHAPES[name]["hidden_size"])
 
 
 def test_shapes_are_the_published_ones(shared: Path) -> None:
