@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
@@ -24,7 +25,7 @@ from pronghorn.bench import pairs
 from pronghorn.bench.contenders.base import Spec
 from pronghorn.bench.pairs import Outcome, Pairs
 from pronghorn.bench.process import OutOfMemory, Worker, WorkerError
-from pronghorn.bench.record import Result, read_results
+from pronghorn.bench.record import Result, Workload, read_results, write_results
 from pronghorn.bench.reference import Reference
 from pronghorn.bench.shapes import SHAPES, byte_tokenizer, checkpoint_of, matmul_parameters
 from pronghorn.bench.step import Prepared, StepOptions, recompute_label, result_of
@@ -192,6 +193,27 @@ def test_a_results_file_of_another_schema_is_not_written_over(tmp_path: Path) ->
     assert result.exit_code == 1 and "other-v3" in result.output and "other-v3" in out.read_text()
 
 
+def test_results_are_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is killed while writing leaves the file that was there before."""
+    out = tmp_path / "new" / "results.json"
+    write_results([], out)
+    monkeypatch.setattr(Path, "replace", lambda *_: exec("raise KeyboardInterrupt"))
+    with pytest.raises(KeyboardInterrupt):
+        write_results([Result("", "hf", Workload("tiny", "lora", 8, "one", 1.0, 0), {"green": False}, {})], out)
+    assert read_results(out) == []
+
+
+@pytest.mark.parametrize("command", ["step --model tiny", "ops"])
+def test_where_nothing_can_be_written_is_told_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setattr("pronghorn.bench.step.Worker", None)
+    monkeypatch.setattr("pronghorn.bench.ops.Stopwatch", None)
+    (tmp_path / "file").touch()
+    result = CliRunner().invoke(app, ["bench", *command.split(), "--out", str(tmp_path / "file" / "results.json")])
+    assert result.exit_code == 1 and "can't be written" in result.output, result.output
+
+
 # --- processes
 
 
@@ -220,6 +242,25 @@ def test_a_process_that_dies_or_fails_is_told_with_its_last_words(tmp_path: Path
         worker._process.kill()
         with pytest.raises(WorkerError, match=r"(?s)ended with code -9.*Traceback"):
             worker.ask("rest")
+
+
+def test_a_process_that_dies_within_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(Worker("contender", os.environ, tmp_path / "log")) as worker:
+        worker._process.kill()
+        monkeypatch.setattr(worker._process, "stdin", io.StringIO())
+        monkeypatch.setattr(worker._process, "stdout", io.StringIO('{"steps": [{"forw'))
+        with pytest.raises(WorkerError, match="ended with code -9 during 'steps'"):
+            worker.ask("steps")
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc")
+def test_a_process_holds_the_lock_on_its_gpu(tmp_path: Path) -> None:
+    """`benchmarks/on_a_gpu.sh` opens the lock, and the GPU is taken as long as anybody has it open."""
+    lock = (tmp_path / "gpu.lock").open("w")
+    os.set_inheritable(lock.fileno(), True)
+    with closing(Worker("contender", os.environ, tmp_path / "log")) as worker:
+        held = [os.path.realpath(fd) for fd in Path(f"/proc/{worker._process.pid}/fd").iterdir()]
+    assert str(tmp_path / "gpu.lock") in held
 
 
 # --- turns, with processes that only pretend
@@ -262,6 +303,7 @@ def run_pairs(
     monkeypatch: pytest.MonkeyPatch, folder: Path, memory: int | None = None, **script: str
 ) -> tuple[dict[str, Outcome], list[str]]:
     """Measure pronghorn against hf and hf-sdpa, 8 steps each; the outcomes and what was asked, in order."""
+    kept: list[list[str]] = []
     fake = type("Scripted", (FakeWorker,), {"script": script, "asked": [], "alive": set()})
     monkeypatch.setattr(pairs, "Worker", fake)
     reference = folder / "reference.json"
@@ -269,8 +311,10 @@ def run_pairs(
     names = ("pronghorn", "hf", "hf-sdpa")
     outcomes = {name: Outcome(name, Spec(name, "", "lora", "off", 8, 8, 1, 0, memory=memory)) for name in names}
     first, *others = outcomes.values()
-    Pairs(folder / "rows.json", reference, folder, {}, 8, 2**34, lambda text: None).measure(first, others)
+    keep = lambda: kept.append([name for name, outcome in outcomes.items() if outcome.told])  # noqa: E731
+    Pairs(folder / "rows.json", reference, folder, {}, 8, 2**34, lambda text: None, keep).measure(first, others)
     assert not fake.alive
+    assert "hf" in kept[0] and "hf-sdpa" in kept[1] and kept[2] == list(outcomes)  # whatever failed
     return outcomes, fake.asked
 
 
@@ -465,7 +509,7 @@ def test_a_folder_is_a_model_too(stories: Path, tmp_path: Path, monkeypatch: pyt
     (found,) = read_results(out)
     assert found.workload.shape == stories.name and found.gate["isolation"] is None  # one document
     red = replace(found, gate={"green": False, "reasons": ["planted"]}, timings_ms={})
-    monkeypatch.setattr("pronghorn.bench.step.bench_step", lambda *_: [red])
+    monkeypatch.setattr("pronghorn.bench.step.bench_step", lambda *given: given[-1]([red]) or [red])
     result = invoke(*arguments)
     assert result.exit_code == 1 and "FAILED" in result.output and "planted" in result.output
     assert read_results(out)[0].timings_ms == {}

@@ -24,9 +24,9 @@ OTHERS = ("compile", "liger")
 DTYPES = ("bfloat16", "float16", "float32")
 WARM = 3
 """Untimed rounds."""
-HEAD_START = 1_000_000
-"""Clock cycles, about half a millisecond, that the GPU waits before a timed part: the host has launched all of it by
-then, so that the device's work is measured and not the host's."""
+HEAD_START, OF_A_CALL = 1_000_000, 40_000
+"""Clock cycles, about half a millisecond and 20 µs for each of `Case.calls`, that the GPU waits before a timed part:
+the host has launched all of it by then, so that the device's work is measured and not the host's."""
 
 
 @dataclass(frozen=True)
@@ -75,28 +75,28 @@ class Stopwatch:
             cache = torch.cuda.get_device_properties().L2_cache_size
             self._flush = torch.empty(2 * cache, dtype=torch.uint8, device=device)
 
-    def timed(self, way: Way) -> dict[str, float]:
-        """Milliseconds of one forward and one backward on fresh inputs."""
+    def timed(self, way: Way, calls: int = 0) -> dict[str, float]:
+        """Milliseconds of one forward and one backward on fresh inputs; `calls` as a case's."""
         given = way.start()
-        self._calm()
+        self._calm(calls)
         marks = [self._clock.mark()]
         state = way.forward(given)
         marks.append(self._clock.mark())
         times = {"forward": self._clock.milliseconds(marks)[0]}
         if way.backward is not None:
-            self._calm()
+            self._calm(calls)
             marks = [self._clock.mark()]
             way.backward(state)
             marks.append(self._clock.mark())
             times["backward"] = self._clock.milliseconds(marks)[0]
         return {**times, "step": sum(times.values())}
 
-    def _calm(self) -> None:
+    def _calm(self, calls: int) -> None:
         """Fill the cache with written lines, as it is in training: what a part leaves there unwritten at its end it
         pays for at its start. Then hold the GPU until the host is ahead."""
         if self._flush is not None:
             self._flush.zero_()
-            torch.cuda._sleep(HEAD_START)
+            torch.cuda._sleep(HEAD_START + calls * OF_A_CALL)
 
 
 def check_options(options: OpsOptions) -> OpsOptions:
@@ -120,11 +120,13 @@ def check_options(options: OpsOptions) -> OpsOptions:
     return replace(options, ops=ops, tokens=tokens, against=tuple(dict.fromkeys(against)))
 
 
-def bench_ops(options: OpsOptions, say: Callable[[str], None]) -> list[Result]:
-    """Measure; one result per op, shape and contender, also for those that failed or aren't installed.
+def bench_ops(options: OpsOptions, say: Callable[[str], None], keep: Callable[[list[Result]], None]) -> list[Result]:
+    """Measure; one result per op, shape and contender, also for those that failed or aren't installed. A case that
+    fails as a whole is a failure of Pronghorn's, with its reason.
 
     Args:
         say: told what is being done.
+        keep: given the results so far after each case.
     Raises:
         ConfigError: options that can't be served.
     """
@@ -132,20 +134,32 @@ def bench_ops(options: OpsOptions, say: Callable[[str], None]) -> list[Result]:
     assert options.tokens is not None and options.against is not None
     device = "cuda" if torch.cuda.is_available() else "cpu"
     watch = Stopwatch(device)
-    results = []
+    results: list[Result] = []
     for op in options.ops:
-        for case in cases(op, options.tokens, device, getattr(torch, options.dtype)):
-            say(f"{op} {case.shape}")
-            entrants = measure(case, options.against, options.repeats, watch, device)
-            results += [_result(case, entrant, options, device) for entrant in entrants]
+        for sizes, make in cases(op, options.tokens, device, getattr(torch, options.dtype)).items():
+            say(f"{op} {sizes}")
+            try:
+                results += _results(make(), options, watch, device)
+            except Exception as error:  # memory that a small card hasn't, say: the other cases are measured
+                lost = Entrant("pronghorn", _pronghorn)
+                lost.fail(_told(error))
+                results.append(_result(op, sizes, options.tokens, False, lost, options, device))
+                _tidy()
+            keep(results)
     return results
+
+
+def _results(case: Case, options: OpsOptions, watch: Stopwatch, device: str) -> list[Result]:
+    entrants = measure(case, options.against or (), options.repeats, watch, device)
+    product = case.product is not None
+    return [_result(case.op, case.shape, case.tokens, product, entrant, options, device) for entrant in entrants]
 
 
 def measure(case: Case, against: Sequence[str], repeats: int, watch: Stopwatch, device: str) -> list[Entrant]:
     """One case: the gate, then times by turns, then the ceiling at the same size."""
     torch.compiler.reset()  # shapes of other cases are none of this one's business
     entrants = [
-        Entrant("pronghorn", lambda some: some.pronghorn(some)),
+        Entrant("pronghorn", _pronghorn),
         Entrant("torch", lambda some: by_autograd(some, some.formula)),
         *(_other(name, case, device) for name in against),
     ]
@@ -155,8 +169,7 @@ def measure(case: Case, against: Sequence[str], repeats: int, watch: Stopwatch, 
     ways = {}
     for entrant in entrants:
         if entrant.gate["green"]:
-            way = entrant.make(case)
-            ways[entrant.name] = way
+            way = ways[entrant.name] = entrant.make(case)
             work = dict(zip(("forward", "backward"), way.work, strict=True))
             entrant.work = {part: amount for part, amount in work.items() if amount}
             if case.work[1] and not way.work[1]:
@@ -164,14 +177,19 @@ def measure(case: Case, against: Sequence[str], repeats: int, watch: Stopwatch, 
     for turn in range(WARM + repeats):
         for entrant in [entrant for entrant in entrants if entrant.gate["green"]]:
             try:
-                times = watch.timed(ways[entrant.name])
+                times = watch.timed(ways[entrant.name], case.calls)
             except Exception as error:  # whatever a library raises is for the table to tell
                 entrant.fail(_told(error))
                 _tidy()
                 continue
             for part, ms in times.items() if turn >= WARM else ():
                 entrant.timings.setdefault(part, []).append(ms)
-    _ceilings(case, [entrant for entrant in entrants if entrant.timings], repeats, watch)
+    timed = [entrant for entrant in entrants if entrant.timings]
+    try:
+        _ceilings(case, timed, repeats, watch)
+    except torch.OutOfMemoryError as error:
+        for entrant in timed:
+            entrant.notes.append(f"no ceiling: {_told(error)}")
     return entrants
 
 
@@ -234,6 +252,10 @@ def _other(name: str, case: Case, device: str) -> Entrant:
     return entrant
 
 
+def _pronghorn(case: Case) -> Way:
+    return case.pronghorn(case)
+
+
 def _liger(case: Case) -> Way:
     assert case.liger is not None
     return case.liger(case)
@@ -263,8 +285,10 @@ def _ceilings(case: Case, entrants: Sequence[Entrant], repeats: int, watch: Stop
             entrant.ceiling_ms[part] = known[amount]
 
 
-def _result(case: Case, entrant: Entrant, options: OpsOptions, device: str) -> Result:
-    product = case.product is not None
+def _result(
+    op: str, shape: str, tokens: int, product: bool, entrant: Entrant, options: OpsOptions, device: str
+) -> Result:
+    """`product`: whether the ceiling is one; otherwise it is a copy."""
     rate = "TFLOP/s" if product else "GB/s"
     reached, share, ceilings = {}, {}, {}
     for part, amount in entrant.work.items() if entrant.timings else ():
@@ -277,7 +301,7 @@ def _result(case: Case, entrant: Entrant, options: OpsOptions, device: str) -> R
     return Result(
         command=command_line(),
         contender=entrant.name,
-        workload=Workload(f"{case.shape} {options.dtype}", case.op, case.tokens, "one", 1.0, 0),
+        workload=Workload(f"{shape} {options.dtype}", op, tokens, "one", 1.0, 0),
         gate=entrant.gate,
         timings_ms=entrant.timings,
         ceilings=ceilings,

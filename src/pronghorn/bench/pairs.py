@@ -43,6 +43,11 @@ class Outcome:
         """Whether the gate let it through."""
         return bool(self.gate["green"])
 
+    @property
+    def told(self) -> bool:
+        """Whether anything became of it yet."""
+        return bool(self.series.turns or self.gate["reasons"])
+
     def fail(self, reason: str) -> None:
         """Close the gate, and withhold what was measured."""
         self.gate = self.gate | {"green": False, "reasons": [*self.gate["reasons"], reason]}
@@ -63,6 +68,7 @@ class Pairs:
         repeats: timed steps of each contender in a pair.
         device_bytes: memory of the GPU, 0 without one.
         say: told what is being done.
+        keep: called whenever one is done with, since a long run may be cut off.
     """
 
     def __init__(
@@ -74,10 +80,11 @@ class Pairs:
         repeats: int,
         device_bytes: int,
         say: Callable[[str], None],
+        keep: Callable[[], None],
     ) -> None:
         self._rows, self._reference_path, self._reference = rows, reference, Reference.read(reference)
         self._folder, self._environment, self._repeats = folder, environment, repeats
-        self._device_bytes, self._say = device_bytes, say
+        self._device_bytes, self._say, self._keep = device_bytes, say, keep
         self._running: dict[str, Worker] = {}
         self._together = True
 
@@ -90,6 +97,7 @@ class Pairs:
         if not first.green:
             for other in others:
                 other.beside = {}
+        self._keep()
 
     def _measure(self, first: Outcome, others: Sequence[Outcome]) -> None:
         with self._recorded():
@@ -108,6 +116,7 @@ class Pairs:
                     self._pair(first, other)
             self._stop(other)
             self._together = True
+            self._keep()
         with self._recorded():
             if first.green and not first.series.turns:
                 self._alternate([first])

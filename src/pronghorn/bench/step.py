@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -98,12 +98,18 @@ def check_options(options: StepOptions) -> dict[str, tuple[str, dict[str, str]]]
     return entrants
 
 
-def bench_step(options: StepOptions, environment: Mapping[str, str], say: Callable[[str], None]) -> list[Result]:
+def bench_step(
+    options: StepOptions,
+    environment: Mapping[str, str],
+    say: Callable[[str], None],
+    keep: Callable[[list[Result]], None],
+) -> list[Result]:
     """Measure; one result a contender, in the order asked for, also for those that failed or aren't installed.
 
     Args:
         environment: of every process that is started.
         say: told what is being done.
+        keep: given the results so far after each contender.
     Raises:
         ConfigError, DataError: options that can't be served.
         WorkerError: the checkpoint or the reference could not be made.
@@ -112,15 +118,32 @@ def bench_step(options: StepOptions, environment: Mapping[str, str], say: Callab
     with tempfile.TemporaryDirectory(prefix="pronghorn-bench-") as name:
         folder = Path(name)
         prepared = prepare(options, folder, environment, say)
-        first, *others = [
+        outcomes = [
             Outcome(label, replace(prepared.spec, contender=contender, switches=switches))
             for label, (contender, switches) in entrants.items()
         ]
-        rows = folder / "rows.json"
-        Pairs(rows, prepared.reference, folder, environment, options.repeats, prepared.device_bytes, say).measure(
-            first, others
-        )
-    return [result_of(options, outcome, prepared) for outcome in (first, *others)]
+        return measure(options, prepared, outcomes, folder, environment, say, keep)
+
+
+def measure(
+    options: StepOptions,
+    prepared: Prepared,
+    outcomes: Sequence[Outcome],
+    folder: Path,
+    environment: Mapping[str, str],
+    say: Callable[[str], None],
+    keep: Callable[[list[Result]], None],
+) -> list[Result]:
+    """The first outcome's contender by turns with each of the others."""
+
+    def results() -> list[Result]:
+        return [result_of(options, outcome, prepared) for outcome in outcomes if outcome.told]
+
+    Pairs(
+        folder / "rows.json", prepared.reference, folder, environment, options.repeats, prepared.device_bytes, say,
+        keep=lambda: keep(results()),
+    ).measure(outcomes[0], outcomes[1:])  # fmt: skip
+    return results()
 
 
 def prepare(options: StepOptions, folder: Path, environment: Mapping[str, str], say: Callable[[str], None]) -> Prepared:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -116,10 +117,8 @@ def step(
         )
         paths = os.pathsep.join(str(Path(path).resolve()) for path in sys.path)  # processes import what this one does
         environment = {**os.environ, **CHILD_ENVIRONMENT, "PYTHONPATH": paths}
-        results = bench_step(options, environment, progress())
+        results = bench_step(options, environment, progress(), partial(write_results, path=out))
         Console().print(step_table(results))
-        if out is not None:
-            write_results(results, out)
     if not results[0].gate["green"]:
         raise typer.Exit(1)
 
@@ -174,9 +173,7 @@ def ops(
         check_out(out)
         others = None if against is None else names(against)
         options = OpsOptions(tuple(op or ()), tokens, dtype, repeats, others, commit)
-        results = bench_ops(options, progress())
+        results = bench_ops(options, progress(), partial(write_results, path=out))
         Console().print(ops_table(results))
-        if out is not None:
-            write_results(results, out)
     if not all(result.gate["green"] for result in results if result.contender == "pronghorn"):
         raise typer.Exit(1)
