@@ -148,6 +148,14 @@ def test_a_row_from_two_runs_says_so(tmp_path: Path) -> None:
     assert "small: from b.json and a.json; ratios are each file's own." in markdown(collect([tmp_path])[0], "step")
 
 
+def test_ops_of_two_runs_have_no_ratio(tmp_path: Path) -> None:
+    """Kernels by turns in one run are compared; Pronghorn's of today with another's of last week is not."""
+    write_results([op("pronghorn", 0.1), op("torch", 0.4), op("liger", 0.2)], tmp_path / "a.json")
+    write_results([op("pronghorn", 0.05, date="2026-11-21"), op("torch", 0.3, date="2026-11-21")], tmp_path / "b.json")
+    (row,) = [line for line in markdown(collect([tmp_path])[0], "ops").splitlines() if "rms_norm" in line[:12]]
+    assert "| 0.9, 6.00 ×" in row and "| 0.6 (" in row and row.count("×") == 1
+
+
 @pytest.mark.parametrize(
     "change",
     [{"recompute": "on"}, {"workload": Workload("small", "full", 8192, "lognormal", 1.0, 0)},
