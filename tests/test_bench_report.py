@@ -302,6 +302,21 @@ def test_this_readme_is_what_the_results_say(monkeypatch: pytest.MonkeyPatch) ->
         assert "out of date: README.md" not in done.stdout and "no longer made" not in done.stdout
 
 
+def test_the_figure_of_limits_is_what_the_results_say(tmp_path: Path) -> None:
+    """Drawn by `memory_time.py --draw`, of the first file's workload; it isn't the report's to remove."""
+    matplotlib = pytest.importorskip("matplotlib")
+    from benchmarks.memory_time import draw
+
+    ways = ("memory-time-llama-3.1-8b", "step-llama-3.1-8b", "step-llama-3.1-8b-offload", "step-llama-3.1-8b-recompute")
+    files = [ROOT / f"benchmarks/results/{name}.json" for name in ways]
+    for number, others in enumerate(([], [ROOT / "benchmarks/results/step-llama-3.1-8b-qlora.json"])):
+        draw([*files, *others], tmp_path / f"{number}.svg")
+    drawn = (tmp_path / "0.svg").read_bytes()
+    assert drawn == (tmp_path / "1.svg").read_bytes() and b"pronghorn bench report" not in drawn
+    if f"matplotlib=={matplotlib.__version__}" in (ROOT / "constraints.txt").read_text():
+        assert drawn == (ROOT / "docs/plots/limits-llama-3.1-8b.svg").read_bytes()
+
+
 if __name__ == "__main__":
     import tempfile
 

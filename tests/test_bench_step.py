@@ -33,7 +33,7 @@ from pronghorn.bench.tables import step_table
 from pronghorn.bench.timing import STEPS_A_TURN, Series
 from pronghorn.bench.workload import document_lengths, make_rows, read_rows, write_rows
 from pronghorn.cli.main import app
-from pronghorn.errors import DataError
+from pronghorn.errors import DataError, PronghornError
 from pronghorn.parity.parameters import canonical
 from test_readme import BASH
 
@@ -300,16 +300,21 @@ class FakeWorker:
 
 
 def run_pairs(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, memory: int | None = None, **script: str
+    monkeypatch: pytest.MonkeyPatch, folder: Path, memory: int | None = None, unlimited: str = "", **script: str
 ) -> tuple[dict[str, Outcome], list[str]]:
-    """Measure pronghorn against hf and hf-sdpa, 8 steps each; the outcomes and what was asked, in order."""
+    """Measure pronghorn against hf and hf-sdpa, 8 steps each; the outcomes and what was asked, in order.
+
+    Args:
+        memory: the limit of all but the one that is `unlimited`.
+    """
     kept: list[list[str]] = []
     fake = type("Scripted", (FakeWorker,), {"script": script, "asked": [], "alive": set()})
     monkeypatch.setattr(pairs, "Worker", fake)
     reference = folder / "reference.json"
     Reference(2.0, 1.0, (2.0,), ("w",), 0.0, {"w": 0.0}, "").write(reference)
     names = ("pronghorn", "hf", "hf-sdpa")
-    outcomes = {name: Outcome(name, Spec(name, "", "lora", "off", 8, 8, 1, 0, memory=memory)) for name in names}
+    limits = {name: None if name == unlimited else memory for name in names}
+    outcomes = {name: Outcome(name, Spec(name, "", "lora", "off", 8, 8, 1, 0, memory=limits[name])) for name in names}
     first, *others = outcomes.values()
     keep = lambda: kept.append([name for name, outcome in outcomes.items() if outcome.told])  # noqa: E731
     Pairs(folder / "rows.json", reference, folder, {}, 8, 2**34, lambda text: None, keep).measure(first, others)
@@ -353,7 +358,9 @@ def test_a_pair_that_does_not_fit_is_relaunched_and_says_so(
 def test_within_a_limit_memory_that_runs_out_is_ones_own_failure(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Unless two limits are more than the device has."""
+    """Unless two limits are more than the device has, or the one beside it has none."""
+    outcomes, asked = run_pairs(monkeypatch, tmp_path, 2**33, "pronghorn", hf="memory at gate")
+    assert outcomes["hf"].green and asked.count("hf load") >= 2
     outcomes, asked = run_pairs(monkeypatch, tmp_path, memory=2**33 + 1, hf="memory at gate")
     assert outcomes["hf"].green and asked.count("hf load") >= 2
     outcomes, asked = run_pairs(monkeypatch, tmp_path, memory=2**33, hf="memory at gate")
@@ -362,6 +369,22 @@ def test_within_a_limit_memory_that_runs_out_is_ones_own_failure(
     assert recompute_label(outcomes["hf"].spec) == "off, 8 GiB"
     outcomes, asked = run_pairs(monkeypatch, tmp_path, memory=2**33, hf="retries")
     assert outcomes["hf"].green and not outcomes["hf"].notes and asked.count("hf load") == 1
+
+
+def test_memory_time_refuses_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import memory_time
+
+    monkeypatch.setattr("pronghorn.bench.step.Worker", None)
+    for arguments, problem in (
+        (["--against", "hf"], "--against hf: is unknown"),
+        (["--against", "hf:on,axolotl:off"], "--against axolotl:off is unknown"),
+        (["--cards", "8Gigs"], "--cards"),
+        (["--cards", "8GiB,500MiB"], "500 MiB is less than CUDA and libraries take"),
+        (["--out", str(tmp_path)], "can't be written"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["memory_time.py", "--model", "tiny", *arguments])
+        with pytest.raises(PronghornError, match=problem):
+            memory_time.main()
 
 
 def test_a_device_that_holds_only_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -86,6 +86,7 @@ class Pairs:
         self._folder, self._environment, self._repeats = folder, environment, repeats
         self._device_bytes, self._say, self._keep = device_bytes, say, keep
         self._running: dict[str, Worker] = {}
+        self._limits: dict[str, int | None] = {}
         self._together = True
 
     def measure(self, first: Outcome, others: Sequence[Outcome]) -> None:
@@ -193,6 +194,7 @@ class Pairs:
         if outcome.label in self._running:
             return
         log = self._folder / f"{outcome.label.replace('/', '-')}.log"
+        self._limits[outcome.label] = outcome.spec.memory
         self._running[outcome.label] = Worker("contender", self._environment, log)
         loaded = self._ask(outcome, "load", spec=asdict(outcome.spec), rows=str(self._rows))
         outcome.loaded = outcome.loaded or loaded  # later ones find their files in the host's memory
@@ -211,10 +213,10 @@ class Pairs:
             raise _Failed(f"{outcome.label}: {error}") from error
 
     def _beside(self, outcome: Outcome) -> bool:
-        """Whether another process may be why its memory ran out: one runs, and limits don't keep the two apart."""
-        limit = outcome.spec.memory
-        apart = limit is not None and 2 * limit <= self._device_bytes
-        return not apart and any(label != outcome.label for label in self._running)
+        """Whether another process may be why its memory ran out: one runs, and limits don't keep them apart."""
+        others = [self._limits[label] for label in self._running if label != outcome.label]
+        limits = [math.inf if limit is None else limit for limit in (outcome.spec.memory, *others)]
+        return bool(others) and sum(limits) > self._device_bytes
 
     @contextmanager
     def _recorded(self) -> Iterator[None]:

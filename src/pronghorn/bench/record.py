@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import statistics
 import sys
@@ -106,18 +107,20 @@ def check_out(path: Path | None) -> None:
     be written (ConfigError)."""
     if path is None:
         return
+    check_writable(path)
     if path.exists():
         read_results(path)
-    check_writable(path)
 
 
 def check_writable(path: Path) -> None:
-    """Refuse a file in a folder where none can be made (ConfigError)."""
+    """Refuse a folder, and a file in a folder where none can be made (ConfigError)."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path.parent).close()
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "it is a folder")
     except OSError as error:
-        raise ConfigError(f"--out {path} can't be written: {error.strerror}", "name another folder") from error
+        raise ConfigError(f"--out {path} can't be written: {error.strerror}", "name another file") from error
 
 
 def measure_ceilings() -> dict[str, float]:
