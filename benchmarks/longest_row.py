@@ -22,6 +22,7 @@ from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pronghorn.bench.contenders.base import RANK, TARGETS, set_adapters
+from pronghorn.bench.record import check_writable, write_json
 from pronghorn.bench.shapes import SHAPES
 from pronghorn.cli.options import grow_segments
 from pronghorn.data.batch import Collator
@@ -120,12 +121,13 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="Llama-3.1-8B")
     parser.add_argument("--layers", type=int, help="fewer than the shape has")
     parser.add_argument("--memory", default=None, help="as on a card of so much, like 80GiB; all there is if not given")
-    parser.add_argument("--policies", default=",".join(POLICIES), help="some of them, with commas")
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES), help="some of them")
     parser.add_argument("--document", type=int, default=8192, help="tokens of each document")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--commit", default="unknown")
     given = parser.parse_args()
+    check_writable(given.out)
     grow_segments()  # as the commands do, before torch starts with the GPU
     total = torch.cuda.get_device_properties().total_memory
     budget = total if given.memory is None else parse_bytes(given.memory, "--memory")
@@ -133,9 +135,12 @@ def main() -> None:
     model = build(given.shape, given.layers)
     shape = auto_plan.shape_of(model)
     table = Table("policy", "predicted tokens", "trains", "GiB there", "predicted", "seconds a step", "met")
+    facts = {"shape": given.shape, "layers": shape.layers, "memory_bytes": budget, "document": given.document}
+    facts |= {"device": device_name(), "versions": versions(), "commit": given.commit}
     found = []
-    for name in given.policies.split(","):
+    for name in given.policies:
         found.append(meet(model, shape, name, given, budget))
+        write_json({"schema": 1, **facts, "policies": found}, given.out)
         last = [each for each in found[-1]["tried"] if "peak_bytes" in each][-1:] or [{}]
         table.add_row(
             name, f"{found[-1]['predicted_tokens']:,}", f"{found[-1]['longest_tokens']:,}",
@@ -144,9 +149,6 @@ def main() -> None:
         )  # fmt: skip
         Console().print(json.dumps(found[-1]), soft_wrap=True)
     Console().print(table)
-    facts = {"shape": given.shape, "layers": shape.layers, "memory_bytes": budget, "document": given.document}
-    facts |= {"device": device_name(), "versions": versions(), "commit": given.commit}
-    given.out.write_text(json.dumps({"schema": 1, **facts, "policies": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
