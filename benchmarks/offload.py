@@ -22,7 +22,7 @@ from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pronghorn.bench.contenders.base import RANK, TARGETS, device, set_adapters
-from pronghorn.bench.record import Result, Workload, command_line, write_results
+from pronghorn.bench.record import Result, Workload, check_out, command_line, write_results
 from pronghorn.bench.shapes import SHAPES
 from pronghorn.bench.timing import WARM_STEPS, CudaClock, HostClock, schedule
 from pronghorn.bench.workload import make_rows
@@ -104,6 +104,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit", default="unknown")
     arguments = parser.parse_args()
+    check_out(arguments.out)
     model = build(arguments.shape, arguments.layers, arguments.seed)
     rows = batches(model, arguments.tokens, arguments.seed)
     checked = gate(model, rows[0])
@@ -142,8 +143,7 @@ def main() -> None:
                memory_bytes={"resting": resting, "peak": peaks[name]}, extra=extra)
         for name in WAYS
     ]  # fmt: skip
-    if arguments.out is not None:
-        write_results(results, arguments.out)
+    write_results(results, arguments.out)
     if not checked["green"]:
         raise SystemExit("gradients differ: the figures mean nothing")
 

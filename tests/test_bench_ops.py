@@ -194,6 +194,22 @@ def test_a_case_that_fails_as_a_whole_costs_no_other(tmp_path: Path, monkeypatch
     assert [r.workload.method for r in read_results(out)] == ["geglu", "geglu"]
 
 
+def test_the_table_names_the_case_and_the_unit_whichever_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The unit is that of the cases that were measured; a reason that isn't everybody's is told with its case."""
+    make, _, (first, *rest) = OPS["linear_cross_entropy"]
+
+    def too_large(draw: Draw, tokens: int, *shape: Any) -> Case:
+        if shape == first:
+            raise torch.OutOfMemoryError("no room")
+        return make(draw, tokens, *shape)
+
+    monkeypatch.setitem(OPS, "linear_cross_entropy", (too_large, (), (first, *rest)))
+    arguments = "--op", "linear_cross_entropy", "--op", "swiglu", "--tokens", 8, "--repeats", 1, "--against", "liger"
+    lines = invoke(*arguments).output.splitlines()
+    assert any("TFLOP/s" in line for line in lines)
+    assert "pronghorn: OutOfMemoryError: no room (linear_cross_entropy, 8, 32, 256 bfloat16)" in lines
+
+
 def test_without_room_for_the_ceiling_times_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     def too_large(*_: Any) -> Any:
         raise torch.OutOfMemoryError("no room")
