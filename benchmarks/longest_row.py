@@ -22,7 +22,7 @@ from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pronghorn.bench.contenders.base import RANK, TARGETS, set_adapters
-from pronghorn.bench.record import check_writable, write_json
+from pronghorn.bench.record import check_writable, unfinished, write_json
 from pronghorn.bench.shapes import SHAPES
 from pronghorn.cli.options import grow_segments
 from pronghorn.data.batch import Collator
@@ -135,12 +135,18 @@ def main() -> None:
     model = build(given.shape, given.layers)
     shape = auto_plan.shape_of(model)
     table = Table("policy", "predicted tokens", "trains", "GiB there", "predicted", "seconds a step", "met")
-    facts = {"shape": given.shape, "layers": shape.layers, "memory_bytes": budget, "document": given.document}
+    facts = {
+        "schema": 1,
+        "shape": given.shape,
+        "layers": shape.layers,
+        "memory_bytes": budget,
+        "document": given.document,
+    }
     facts |= {"device": device_name(), "versions": versions(), "commit": given.commit}
     found = []
     for name in given.policies:
         found.append(meet(model, shape, name, given, budget))
-        write_json({"schema": 1, **facts, "policies": found}, given.out)
+        write_json({**facts, "policies": found}, unfinished(given.out))
         last = [each for each in found[-1]["tried"] if "peak_bytes" in each][-1:] or [{}]
         table.add_row(
             name, f"{found[-1]['predicted_tokens']:,}", f"{found[-1]['longest_tokens']:,}",
@@ -148,6 +154,7 @@ def main() -> None:
             f"{last[0].get('step_s', 0):.2f}", "yes" if found[-1]["met"] else "no",
         )  # fmt: skip
         Console().print(json.dumps(found[-1]), soft_wrap=True)
+    write_json({**facts, "policies": found}, given.out)
     Console().print(table)
 
 

@@ -28,7 +28,7 @@ from rich.table import Table
 from pronghorn.bench.contenders import CONTENDERS, Spec
 from pronghorn.bench.contenders.base import Recompute
 from pronghorn.bench.pairs import Outcome
-from pronghorn.bench.record import Result, check_out, read_results, write_results
+from pronghorn.bench.record import Result, check_out, keeper, read_results, write_results
 from pronghorn.bench.report_plots import memory_time
 from pronghorn.bench.shapes import shape_of
 from pronghorn.bench.step import StepOptions, check_options, measure, prepare, recompute_label
@@ -91,7 +91,7 @@ def draw(files: Sequence[Path], plot: Path) -> None:
 
 
 def keep_with(out: Path, earlier: Sequence[Result], found: Sequence[Result]) -> None:
-    write_results([*earlier, *found], out)
+    keeper(out)([*earlier, *found])
 
 
 def table_of(results: Sequence[Result]) -> Table:
@@ -146,6 +146,7 @@ def main() -> None:
             outcomes = [outcome(each, prepared.spec) for each in group]
             keep = partial(keep_with, given.out, tuple(results))
             results += measure(options, prepared, outcomes, folder, environment, say, keep)
+    write_results(results, given.out)
     Console().print(table_of(results))
 
 

@@ -24,7 +24,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeExperts
 
-from pronghorn.bench.record import Result, Workload, check_out, command_line, measure_ceilings, write_results
+from pronghorn.bench.record import Result, Workload, check_out, command_line, keeper, measure_ceilings, write_results
 from pronghorn.bench.timing import CudaClock, HostClock
 from pronghorn.kernels.grouped_gemm import choose, multiply
 from pronghorn.models import experts as ours
@@ -169,7 +169,8 @@ def main() -> None:
                 commit=given.commit,
             )
         )
-        write_results(results, given.out)
+        keeper(given.out)(results)
+    write_results(results, given.out)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pronghorn.bench.contenders.base import set_adapters
-from pronghorn.bench.record import check_writable, write_json
+from pronghorn.bench.record import check_writable, unfinished, write_json
 from pronghorn.bench.shapes import checkpoint_of
 from pronghorn.bench.workload import make_rows
 from pronghorn.data.batch import Collator
@@ -157,8 +157,10 @@ def main() -> None:
             torch.cuda.empty_cache()  # the next case is measured alone
             console.print(json.dumps(found[-1]), soft_wrap=True)
             if arguments.out is not None:
-                write_json({**facts, "cases": found}, arguments.out)
+                write_json({**facts, "cases": found}, unfinished(arguments.out))
     console.print(table)
+    if arguments.out is not None:
+        write_json({**facts, "cases": found}, arguments.out)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pronghorn.bench.contenders.base import device, weights_dtype
-from pronghorn.bench.record import Result, Workload, check_out, command_line, write_results
+from pronghorn.bench.record import Result, Workload, check_out, command_line, keeper, write_results
 from pronghorn.data.batch import Collator
 from pronghorn.data.chat import fit, label_rows
 from pronghorn.data.packed_rows import PackedRows
@@ -194,7 +194,8 @@ def main() -> None:
             )
             for name, done in runs.items()
         ]
-        write_results(results, out)
+        keeper(out)(results)
+    write_results(results, out)
     if arguments.plot:
         draw(runs, arguments.plot)
     for name, done in runs.items():

@@ -25,7 +25,7 @@ from pronghorn.bench import pairs
 from pronghorn.bench.contenders.base import Spec
 from pronghorn.bench.pairs import Outcome, Pairs
 from pronghorn.bench.process import OutOfMemory, Worker, WorkerError
-from pronghorn.bench.record import Result, Workload, read_results, write_results
+from pronghorn.bench.record import Result, Workload, keeper, read_results, write_results
 from pronghorn.bench.reference import Reference
 from pronghorn.bench.shapes import SHAPES, byte_tokenizer, checkpoint_of, matmul_parameters
 from pronghorn.bench.step import Prepared, StepOptions, recompute_label, result_of
@@ -194,12 +194,16 @@ def test_a_results_file_of_another_schema_is_not_written_over(tmp_path: Path) ->
 
 
 def test_results_are_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever is killed while writing leaves the file that was there before."""
-    out = tmp_path / "new" / "results.json"
+    """What is kept of a run leaves an earlier one's file alone, as does whoever is killed while writing."""
+    out, row = tmp_path / "new" / "results.json", Workload("tiny", "lora", 8, "one", 1.0, 0)
+    found = [Result("", "hf", row, {"green": False}, {})]
+    keeper(out)(found)
+    assert not out.exists() and read_results(out.with_name("results.json.unfinished")) == found
     write_results([], out)
+    assert os.listdir(out.parent) == ["results.json"]
     monkeypatch.setattr(Path, "replace", lambda *_: exec("raise KeyboardInterrupt"))
     with pytest.raises(KeyboardInterrupt):
-        write_results([Result("", "hf", Workload("tiny", "lora", 8, "one", 1.0, 0), {"green": False}, {})], out)
+        write_results(found, out)
     assert read_results(out) == []
 
 
@@ -532,7 +536,7 @@ def test_a_folder_is_a_model_too(stories: Path, tmp_path: Path, monkeypatch: pyt
     (found,) = read_results(out)
     assert found.workload.shape == stories.name and found.gate["isolation"] is None  # one document
     red = replace(found, gate={"green": False, "reasons": ["planted"]}, timings_ms={})
-    monkeypatch.setattr("pronghorn.bench.step.bench_step", lambda *given: given[-1]([red]) or [red])
+    monkeypatch.setattr("pronghorn.bench.step.bench_step", lambda *_: [red])
     result = invoke(*arguments)
     assert result.exit_code == 1 and "FAILED" in result.output and "planted" in result.output
     assert read_results(out)[0].timings_ms == {}

@@ -120,7 +120,9 @@ def check_options(options: OpsOptions) -> OpsOptions:
     return replace(options, ops=ops, tokens=tokens, against=tuple(dict.fromkeys(against)))
 
 
-def bench_ops(options: OpsOptions, say: Callable[[str], None], keep: Callable[[list[Result]], None]) -> list[Result]:
+def bench_ops(
+    options: OpsOptions, say: Callable[[str], None], keep: Callable[[Sequence[Result]], None]
+) -> list[Result]:
     """Measure; one result per op, shape and contender, also for those that failed or aren't installed. A case that
     fails as a whole is a failure of Pronghorn's, with its reason.
 

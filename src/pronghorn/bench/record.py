@@ -74,11 +74,22 @@ def write_results(results: Sequence[Result], path: Path | None) -> None:
 
 
 def write_json(value: Any, path: Path) -> None:
-    """Write what was measured so far; who is stopped meanwhile leaves what was there before."""
+    """Write the whole or nothing, in the place of what was kept of the run so far."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    unfinished.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    unfinished.replace(path)
+    writing = path.with_name(f"{path.name}.writing")
+    writing.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    writing.replace(path)
+    unfinished(path).unlink(missing_ok=True)
+
+
+def unfinished(path: Path) -> Path:
+    """Where a run that will write `path` keeps what it has so far: it may be cut off, and an earlier one's is whole."""
+    return path.with_name(f"{path.name}.unfinished")
+
+
+def keeper(path: Path | None) -> Callable[[Sequence[Result]], None]:
+    """What keeps the results so far of a run that will write `path`."""
+    return lambda results: write_results(results, None if path is None else unfinished(path))
 
 
 def read_results(path: Path) -> list[Result]:

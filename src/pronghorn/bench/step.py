@@ -102,7 +102,7 @@ def bench_step(
     options: StepOptions,
     environment: Mapping[str, str],
     say: Callable[[str], None],
-    keep: Callable[[list[Result]], None],
+    keep: Callable[[Sequence[Result]], None],
 ) -> list[Result]:
     """Measure; one result a contender, in the order asked for, also for those that failed or aren't installed.
 
@@ -132,7 +132,7 @@ def measure(
     folder: Path,
     environment: Mapping[str, str],
     say: Callable[[str], None],
-    keep: Callable[[list[Result]], None],
+    keep: Callable[[Sequence[Result]], None],
 ) -> list[Result]:
     """The first outcome's contender by turns with each of the others."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -93,7 +92,7 @@ def step(
       pronghorn bench step --model tiny --tokens 256 --against hf
     """
     with plain_errors(debug):
-        from pronghorn.bench.record import check_out, write_results
+        from pronghorn.bench.record import check_out, keeper, write_results
         from pronghorn.bench.step import StepOptions, bench_step
         from pronghorn.bench.tables import step_table
         from pronghorn.memory.devices import parse_bytes
@@ -117,7 +116,8 @@ def step(
         )
         paths = os.pathsep.join(str(Path(path).resolve()) for path in sys.path)  # processes import what this one does
         environment = {**os.environ, **CHILD_ENVIRONMENT, "PYTHONPATH": paths}
-        results = bench_step(options, environment, progress(), partial(write_results, path=out))
+        results = bench_step(options, environment, progress(), keeper(out))
+        write_results(results, out)
         Console().print(step_table(results))
     if not results[0].gate["green"]:
         raise typer.Exit(1)
@@ -167,13 +167,14 @@ def ops(
     """
     with plain_errors(debug):
         from pronghorn.bench.ops import OpsOptions, bench_ops
-        from pronghorn.bench.record import check_out, write_results
+        from pronghorn.bench.record import check_out, keeper, write_results
         from pronghorn.bench.tables import ops_table
 
         check_out(out)
         others = None if against is None else names(against)
         options = OpsOptions(tuple(op or ()), tokens, dtype, repeats, others, commit)
-        results = bench_ops(options, progress(), partial(write_results, path=out))
+        results = bench_ops(options, progress(), keeper(out))
+        write_results(results, out)
         Console().print(ops_table(results))
     if not all(result.gate["green"] for result in results if result.contender == "pronghorn"):
         raise typer.Exit(1)
