@@ -57,6 +57,11 @@ def longest(shape: Shape, policy: Policy, budget: int) -> int:
     return least * STEP
 
 
+def lengths(tokens: int) -> list[int]:
+    """The predicted row, one at least 5 % longer and one at least 10 %, if there is a row at all."""
+    return [-(-tokens * percent // (100 * STEP)) * STEP for percent in (100, 105, 110)] if tokens else []
+
+
 def build(name: str, layers: int | None) -> Any:
     config: Any = AutoConfig.for_model(**SHAPES[name] | ({"num_hidden_layers": layers} if layers else {}))
     torch.manual_seed(0)
@@ -92,8 +97,7 @@ def meet(model: Any, shape: Shape, name: str, given: argparse.Namespace, budget:
     policy = POLICIES[name]
     tokens = longest(shape, policy, budget)
     row: dict[str, Any] = {"policy": name, "predicted_tokens": tokens, "tried": []}
-    for times in (1.0, 1.05, 1.1) if tokens else ():
-        length = int(tokens * times) // STEP * STEP
+    for length in lengths(tokens):
         handle = attach(model, Plan((policy,)), graph="off")
         kinds = Step.of(shape, Work(length, accumulates=False)).peak((policy,) * shape.layers)
         tried: dict[str, Any] = {"tokens": length, "predicted_bytes": sum(kinds.values())}  # as torch counts the peak
@@ -112,7 +116,7 @@ def meet(model: Any, shape: Shape, name: str, given: argparse.Namespace, budget:
             break
     fits = [each["tokens"] for each in row["tried"] if "peak_bytes" in each]
     row["longest_tokens"] = max(fits, default=0)
-    row["met"] = bool(fits) and row["longest_tokens"] <= 1.05 * tokens
+    row["met"] = 0 < row["longest_tokens"] < lengths(tokens)[-1]
     return row
 
 

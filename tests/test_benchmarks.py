@@ -63,6 +63,14 @@ def test_commands_are_known() -> None:
         check_options(StepOptions("tiny", against=against, ablate=ablate))
 
 
+def test_longer_rows_are_longer() -> None:
+    """A short row, too, is followed by others: a prediction that nothing longer was tried against isn't met."""
+    from benchmarks.longest_row import lengths
+
+    assert lengths(0) == [] and lengths(256) == [256, 512, 512]
+    assert lengths(3840) == [3840, 4096, 4352] and lengths(8448) == [8448, 8960, 9472]
+
+
 def test_every_result_has_its_target() -> None:
     made = {part for command in commands() for part in command if part.endswith(".json")}
     targets = {Path(part).stem for part in made} | {"packed-vs-padded-smollm2", "trajectory-smollm2", "tokenising"}
