@@ -15,9 +15,10 @@ from typer.testing import CliRunner
 
 from pronghorn.bench import ops
 from pronghorn.bench.op_cases import GATE_ROWS, linear_loss_case
+from pronghorn.bench.op_gate import Entrant, judge
 from pronghorn.bench.op_list import OPS, cases
 from pronghorn.bench.op_way import Case, Draw, Way, by_autograd
-from pronghorn.bench.ops import Entrant, OpsOptions, Stopwatch, bench_ops, judge, measure
+from pronghorn.bench.ops import OpsOptions, Stopwatch, bench_ops, measure
 from pronghorn.bench.record import read_results
 from pronghorn.bench.timing import HostClock
 from pronghorn.cli.main import app

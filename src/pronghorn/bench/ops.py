@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import functools
-import gc
 import importlib.util
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from pronghorn.bench.op_gate import Entrant, judge, tidy, told
 from pronghorn.bench.op_list import OPS, cases
 from pronghorn.bench.op_way import Case, Way, by_autograd
 from pronghorn.bench.record import Result, Workload, command_line
 from pronghorn.bench.timing import Clock, CudaClock, HostClock, spread
 from pronghorn.device import versions
 from pronghorn.errors import ConfigError
-from pronghorn.parity.distance import distance
 
 OTHERS = ("compile", "liger")
 DTYPES = ("bfloat16", "float16", "float32")
@@ -42,26 +41,6 @@ class OpsOptions:
     against: tuple[str, ...] | None = None
     """None: all on a GPU; nobody on the CPU, where compiling takes longer than all the rest."""
     commit: str = "unknown"
-
-
-@dataclass
-class Entrant:
-    """One contender in one case."""
-
-    name: str
-    make: Callable[[Case], Way]
-    gate: dict[str, Any] = field(default_factory=dict)
-    timings: dict[str, list[float]] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    work: dict[str, float] = field(default_factory=dict)
-    """Bytes or operations of each part."""
-    ceiling_ms: dict[str, float] = field(default_factory=dict)
-    """What a copy of as many bytes, or a product of as many operations, takes."""
-
-    def fail(self, reason: str) -> None:
-        """Withhold its figures."""
-        self.gate = {**self.gate, "green": False, "reasons": [*self.gate.get("reasons", []), reason]}
-        self.timings = {}
 
 
 class Stopwatch:
@@ -144,9 +123,9 @@ def bench_ops(
                 results += _results(make(), options, watch, device)
             except Exception as error:  # memory that a small card hasn't, say: the other cases are measured
                 lost = Entrant("pronghorn", _pronghorn)
-                lost.fail(_told(error))
+                lost.fail(told(error))
                 results.append(_result(op, sizes, options.tokens, False, lost, options, device))
-                _tidy()
+                tidy()
             keep(results)
     return results
 
@@ -181,8 +160,8 @@ def measure(case: Case, against: Sequence[str], repeats: int, watch: Stopwatch, 
             try:
                 times = watch.timed(ways[entrant.name], case.calls)
             except Exception as error:  # whatever a library raises is for the table to tell
-                entrant.fail(_told(error))
-                _tidy()
+                entrant.fail(told(error))
+                tidy()
                 continue
             for part, ms in times.items() if turn >= WARM else ():
                 entrant.timings.setdefault(part, []).append(ms)
@@ -191,53 +170,8 @@ def measure(case: Case, against: Sequence[str], repeats: int, watch: Stopwatch, 
         _ceilings(case, timed, repeats, watch)
     except torch.OutOfMemoryError as error:
         for entrant in timed:
-            entrant.notes.append(f"no ceiling: {_told(error)}")
+            entrant.notes.append(f"no ceiling: {told(error)}")
     return entrants
-
-
-def judge(case: Case, entrants: Sequence[Entrant]) -> None:
-    """Compare each one's outputs and gradients with the formula in float64 (`parity.distance`).
-
-    The limit is twice the error of the formula itself, computed by torch in the dtype measured.
-    """
-    try:
-        plain = _run(by_autograd(case, case.formula))
-        double = case.double()
-        exact = _run(by_autograd(double, double.formula))
-    except torch.OutOfMemoryError as error:
-        for entrant in entrants:
-            entrant.fail(f"can't be judged: {_told(error)}; give fewer --tokens")
-        return
-    for entrant in entrants:
-        try:
-            spoilt = [torch.full_like(x, torch.nan) for x in plain.values() for _ in range(2)]
-            del spoilt  # memory that is reused holds no right answers
-            found = _run(entrant.make(case))
-        except Exception as error:
-            entrant.fail(_told(error))
-            _tidy()
-            continue
-        reasons = [f"{name} is missing" for name in sorted(set(case.names) - set(found))]
-        errors: dict[str, dict[str, dict[str, float]]] = {}
-        for index, (name, mine) in enumerate(found.items()):
-            key = name.removesuffix(" again")
-            if mine.shape != exact[key].shape:
-                reasons.append(f"{name} has shape {tuple(mine.shape)}, not {tuple(exact[key].shape)}")
-                continue
-            off = distance(name, mine, plain[key], exact[key], slack=case.slack if index == 0 else 0.0)
-            norms = {"rms": (off.rms, off.rms_limit), "max": (off.maximum, off.maximum_limit)}
-            errors[name] = {norm: {"error": error, "limit": limit} for norm, (error, limit) in norms.items()}
-            reasons += [
-                f"{name} is off: {norm} error {error:.2g}, allowed is {limit:.2g}"
-                for norm, (error, limit) in norms.items()
-                if not error <= limit
-            ]
-        entrant.gate = {"green": not reasons, "reasons": reasons, "tokens": case.tokens, "errors": errors}
-
-
-def _run(way: Way) -> dict[str, Tensor]:
-    state = way.forward(way.start())
-    return {name: x.detach() for name, x in way.results(state, way.backward(state) if way.backward else ()).items()}
 
 
 def _other(name: str, case: Case, device: str) -> Entrant:
@@ -318,15 +252,3 @@ def _result(
         commit=options.commit,
         versions=versions("liger-kernel"),
     )
-
-
-def _told(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0] if text else ''}"
-
-
-def _tidy() -> None:
-    """Give back what a failed contender held."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
