@@ -168,6 +168,8 @@ def test_the_tokenizer_covers_every_byte() -> None:
         (["--model", "tiny", "--labelled", "0"], "--labelled 0.0 is not in (0, 1]"),
         (["--model", "tiny", "--tokens", "1"], "--tokens 1 is below 2"),
         (["--model", "tiny", "--repeats", "0"], "--repeats 0 is below 1"),
+        (["--model", "tiny", "--experts", "lora"], "tiny has no experts"),
+        (["--model", "tiny-moe", "--experts", "lora", "--method", "full"], "--experts lora with --method full"),
     ],
 )
 def test_bad_input_is_refused_before_anything_starts(

@@ -5,7 +5,9 @@ Random weights cost what trained ones cost, and need no download. Facts from the
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +131,17 @@ def check_model(model: str) -> None:
             f"model {model!r} is neither a known shape nor a folder with config.json",
             f"use one of {', '.join(SHAPES)}, with @LAYERS for fewer layers, or a model's folder",
         )
+
+
+def has_experts(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json's layers have experts."""
+    return "num_experts" in config or "num_local_experts" in config
+
+
+def check_experts(model: str) -> None:
+    """Refuse a model without experts (ConfigError)."""
+    if not has_experts(shape_of(model) or json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))):
+        raise ConfigError(f"--experts lora: {model} has no experts", "leave it out")
 
 
 def checkpoint_of(model: str, folder: Path, seed: int) -> Path:

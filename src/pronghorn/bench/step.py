@@ -21,7 +21,7 @@ from pronghorn.bench.contenders.pronghorn import SWITCHES
 from pronghorn.bench.pairs import Outcome, Pairs
 from pronghorn.bench.process import Worker
 from pronghorn.bench.record import Result, Workload, command_line
-from pronghorn.bench.shapes import check_model, shape_of
+from pronghorn.bench.shapes import check_experts, check_model, shape_of
 from pronghorn.bench.timing import spread
 from pronghorn.bench.workload import Row, check_rows, make_rows, write_rows
 from pronghorn.errors import ConfigError, UnsupportedError
@@ -76,6 +76,10 @@ def check_options(options: StepOptions) -> dict[str, tuple[str, dict[str, str]]]
     """
     check_model(options.model)
     check_rows(options.tokens, options.lengths, options.labelled)
+    if options.experts == "lora" and options.method == "full":
+        raise ConfigError("--experts lora with --method full: all weights are trained", "leave one of them out")
+    if options.experts == "lora":
+        check_experts(options.model)
     if options.method == "qlora" and importlib.util.find_spec("bitsandbytes") is None:
         raise UnsupportedError("--method qlora needs bitsandbytes", "pip install 'pronghorn[nf4]'")
     if options.memory is not None and options.memory < LEAST_MEMORY:

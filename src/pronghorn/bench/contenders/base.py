@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
+from pronghorn.bench.shapes import has_experts
 from pronghorn.bench.workload import Row
 from pronghorn.data.packing import IGNORE_INDEX
 from pronghorn.parity.parameters import trainable
@@ -56,7 +57,7 @@ class Spec:
     @property
     def adapters(self) -> dict[str, Any]:
         """Arguments of `peft.LoraConfig`: every linear; with experts attention's, and the experts if asked."""
-        routed = "num_experts" in self.config or "num_local_experts" in self.config
+        routed = has_experts(self.config)
         found = {"r": RANK, "lora_alpha": RANK, "target_modules": list(TARGETS[:4] if routed else TARGETS)}
         experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if routed and self.experts == "lora" else []
         return found | ({"target_parameters": experts} if experts else {})
