@@ -13,8 +13,6 @@ all, each card by itself. A contender is measured as by `pronghorn bench step`: 
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,7 +30,7 @@ from pronghorn.bench.record import Result, check_out, keeper, read_results, writ
 from pronghorn.bench.report_plots import memory_time
 from pronghorn.bench.shapes import shape_of
 from pronghorn.bench.step import StepOptions, check_options, measure, prepare, recompute_label
-from pronghorn.cli.bench import CHILD_ENVIRONMENT
+from pronghorn.cli.bench import environment
 from pronghorn.cli.options import grow_segments, names, progress
 from pronghorn.errors import ConfigError
 from pronghorn.memory.devices import parse_bytes
@@ -136,16 +134,14 @@ def main() -> None:
     for *_, memory in [group[0] for group in asked]:
         check_options(replace(options, memory=memory))
     grow_segments()
-    paths = os.pathsep.join(str(Path(path).resolve()) for path in sys.path)
-    environment = {**os.environ, **CHILD_ENVIRONMENT, "PYTHONPATH": paths}
     results: list[Result] = []
     with tempfile.TemporaryDirectory() as name:
         folder, say = Path(name), progress()
-        prepared = prepare(options, folder, environment, say)
+        prepared = prepare(options, folder, environment(), say)
         for group in asked:
             outcomes = [outcome(each, prepared.spec) for each in group]
             keep = partial(keep_with, given.out, tuple(results))
-            results += measure(options, prepared, outcomes, folder, environment, say, keep)
+            results += measure(options, prepared, outcomes, folder, environment(), say, keep)
     write_results(results, given.out)
     Console().print(table_of(results))
 

@@ -15,8 +15,12 @@ from pronghorn.cli.options import Checkpoints, Commit, Debug, Method, Results, S
 
 bench = typer.Typer(help="Measure, with a gate first: who computes something else is not faster.", no_args_is_help=True)
 
-CHILD_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "UNSLOTH_DISABLE_STATISTICS": "1"}
-"""Measured processes talk to nobody."""
+
+def environment() -> dict[str, str]:
+    """Of measured processes: they import what this one does, and talk to nobody."""
+    paths = os.pathsep.join(str(Path(path).resolve()) for path in sys.path)
+    alone = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "UNSLOTH_DISABLE_STATISTICS": "1"}
+    return {**os.environ, **alone, "PYTHONPATH": paths}
 
 
 @bench.command(no_args_is_help=True)
@@ -114,9 +118,7 @@ def step(
             checkpoints=checkpoints,
             commit=commit,
         )
-        paths = os.pathsep.join(str(Path(path).resolve()) for path in sys.path)  # processes import what this one does
-        environment = {**os.environ, **CHILD_ENVIRONMENT, "PYTHONPATH": paths}
-        results = bench_step(options, environment, progress(), keeper(out))
+        results = bench_step(options, environment(), progress(), keeper(out))
         write_results(results, out)
         Console().print(step_table(results))
     if not results[0].gate["green"]:

@@ -136,6 +136,21 @@ def set_adapters(model: Any, seed: int) -> None:
             parameter.copy_(torch.empty(parameter.shape).normal_(0, deviation, generator=generator))
 
 
+def lora_model(shape: Mapping[str, Any], seed: int) -> Any:
+    """A shape with transformers' own random weights in bf16 and LoRA on all linears, on the device and in training."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from pronghorn.models.lora import add_lora
+
+    torch.manual_seed(seed)
+    with torch.device(device()):
+        model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape), dtype=torch.bfloat16)
+    model = add_lora(model, r=RANK, lora_alpha=RANK, target_modules=TARGETS)
+    set_adapters(model, seed)
+    return model.train()
+
+
 def weights_dtype(method: Method) -> Any:
     """What the base's weights are loaded in: bf16 on a GPU; float32 where they are trained, and on the CPU."""
     import torch
