@@ -299,7 +299,8 @@ class FakeWorker:
             retries = int(does == "retries" and beside)
             losses = [float("nan") if does == "nan" else 1.0] * count
             return {"steps": times, "losses": losses, "memory_retries": retries, "peak": 10}
-        return {"load": {"notes": []}, "rest": {"resting": 3}, "count": {"launches": 5, "syncs": 1}}[command]
+        loaded = {"notes": ["plans beside another" if beside else "plans alone"], "load_s": len(self.asked)}
+        return {"load": loaded, "rest": {"resting": 3}, "count": {"launches": 5, "syncs": 1}}[command]
 
     def close(self) -> None:
         self.alive.discard(self.name)
@@ -358,6 +359,8 @@ def test_a_pair_that_does_not_fit_is_relaunched_and_says_so(
     assert hf.green and len(hf.series.parts["step"]) == 8 and hf.counts
     assert hf.notes == ["doesn't fit beside pronghorn: every turn in a new process"]
     assert asked.count("hf load") >= 2 and asked.count("pronghorn load") >= 3
+    assert hf.loaded["notes"] == ["plans alone"]  # as what was timed did; files are read the first time
+    assert script == "memory at load" or hf.loaded["load_s"] == asked.index("hf load") + 1
     assert not outcomes["hf-sdpa"].notes and len(outcomes["pronghorn"].series.parts["step"]) == 16
 
 

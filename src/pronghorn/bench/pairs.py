@@ -197,7 +197,8 @@ class Pairs:
         self._limits[outcome.label] = outcome.spec.memory
         self._running[outcome.label] = Worker("contender", self._environment, log)
         loaded = self._ask(outcome, "load", spec=asdict(outcome.spec), rows=str(self._rows))
-        outcome.loaded = outcome.loaded or loaded  # later ones find their files in the host's memory
+        first = {name: outcome.loaded[name] for name in ("import_s", "load_s") if name in outcome.loaded}
+        outcome.loaded = loaded | first  # a later process finds its files in the host's memory, but may plan anew
         if outcome.green:
             self._ask(outcome, "steps", count=ROWS, warm=0)
 
