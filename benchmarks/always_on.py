@@ -29,6 +29,7 @@ from datasets import Dataset
 from transformers import TrainerCallback
 from trl import SFTConfig
 
+from pronghorn.bench.record import check_writable, write_json
 from pronghorn.bench.shapes import SHAPES, checkpoint_of
 from pronghorn.bench.timing import STEPS_A_TURN, CudaClock, HostClock
 from pronghorn.bench.workload import make_rows
@@ -204,10 +205,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--commit", default="unknown")
     arguments = parser.parse_args()
+    if arguments.out is not None:
+        check_writable(arguments.out)
     found = measure(arguments) | {"device": device_name(), "versions": versions("trl"), "commit": arguments.commit}
     print(json.dumps(found))
     if arguments.out is not None:
-        arguments.out.write_text(json.dumps({"schema": 1, **found}, indent=1) + "\n")
+        write_json({"schema": 1, **found}, arguments.out)
 
 
 if __name__ == "__main__":

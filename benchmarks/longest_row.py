@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from pronghorn.bench.contenders.base import RANK, TARGETS, set_adapters
-from pronghorn.bench.shapes import SHAPES
+from pronghorn.bench.contenders.base import lora_model
+from pronghorn.bench.record import check_writable, unfinished, write_json
+from pronghorn.bench.shapes import SHAPES, shape_of
 from pronghorn.cli.options import grow_segments
 from pronghorn.data.batch import Collator
 from pronghorn.device import device_name, versions
@@ -31,7 +31,6 @@ from pronghorn.memory.estimate import CONTEXT_BYTES, GIB, Shape, Step, Work
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.models import auto_plan
 from pronghorn.models.attach import attach
-from pronghorn.models.lora import add_lora
 
 POLICIES = dict(zip(("keep", "norms", "mlp", "layer", "offload"), Policy, strict=True))
 STEP = 256
@@ -56,14 +55,9 @@ def longest(shape: Shape, policy: Policy, budget: int) -> int:
     return least * STEP
 
 
-def build(name: str, layers: int | None) -> Any:
-    config: Any = AutoConfig.for_model(**SHAPES[name] | ({"num_hidden_layers": layers} if layers else {}))
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model = add_lora(model, r=RANK, lora_alpha=RANK, target_modules=TARGETS)
-    set_adapters(model, 0)
-    return model.train()
+def lengths(tokens: int) -> list[int]:
+    """The predicted row, one at least 5 % longer and one at least 10 %, if there is a row at all."""
+    return [-(-tokens * percent // (100 * STEP)) * STEP for percent in (100, 105, 110)] if tokens else []
 
 
 def train(model: Any, tokens: int, document: int, steps: int) -> tuple[int, float]:
@@ -91,8 +85,7 @@ def meet(model: Any, shape: Shape, name: str, given: argparse.Namespace, budget:
     policy = POLICIES[name]
     tokens = longest(shape, policy, budget)
     row: dict[str, Any] = {"policy": name, "predicted_tokens": tokens, "tried": []}
-    for times in (1.0, 1.05, 1.1) if tokens else ():
-        length = int(tokens * times) // STEP * STEP
+    for length in lengths(tokens):
         handle = attach(model, Plan((policy,)), graph="off")
         kinds = Step.of(shape, Work(length, accumulates=False)).peak((policy,) * shape.layers)
         tried: dict[str, Any] = {"tokens": length, "predicted_bytes": sum(kinds.values())}  # as torch counts the peak
@@ -111,31 +104,43 @@ def meet(model: Any, shape: Shape, name: str, given: argparse.Namespace, budget:
             break
     fits = [each["tokens"] for each in row["tried"] if "peak_bytes" in each]
     row["longest_tokens"] = max(fits, default=0)
-    row["met"] = bool(fits) and row["longest_tokens"] <= 1.05 * tokens
+    row["met"] = 0 < row["longest_tokens"] < lengths(tokens)[-1]
     return row
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="Llama-3.1-8B")
-    parser.add_argument("--layers", type=int, help="fewer than the shape has")
+    parser.add_argument("--shape", default="Llama-3.1-8B", help="SHAPE@12: with its first 12 layers")
     parser.add_argument("--memory", default=None, help="as on a card of so much, like 80GiB; all there is if not given")
-    parser.add_argument("--policies", default=",".join(POLICIES), help="some of them, with commas")
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES), help="some of them")
     parser.add_argument("--document", type=int, default=8192, help="tokens of each document")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--commit", default="unknown")
     given = parser.parse_args()
+    fields = shape_of(given.shape)
+    if fields is None:
+        parser.error(f"--shape {given.shape} is unknown: use one of {', '.join(SHAPES)}")
+    check_writable(given.out)
     grow_segments()  # as the commands do, before torch starts with the GPU
     total = torch.cuda.get_device_properties().total_memory
     budget = total if given.memory is None else parse_bytes(given.memory, "--memory")
     torch.cuda.set_per_process_memory_fraction(min((budget - CONTEXT_BYTES) / total, 1.0))
-    model = build(given.shape, given.layers)
+    model = lora_model(fields, seed=0)
     shape = auto_plan.shape_of(model)
     table = Table("policy", "predicted tokens", "trains", "GiB there", "predicted", "seconds a step", "met")
+    facts = {
+        "schema": 1,
+        "shape": given.shape,
+        "layers": shape.layers,
+        "memory_bytes": budget,
+        "document": given.document,
+    }
+    facts |= {"device": device_name(), "versions": versions(), "commit": given.commit}
     found = []
-    for name in given.policies.split(","):
+    for name in given.policies:
         found.append(meet(model, shape, name, given, budget))
+        write_json({**facts, "policies": found}, unfinished(given.out))
         last = [each for each in found[-1]["tried"] if "peak_bytes" in each][-1:] or [{}]
         table.add_row(
             name, f"{found[-1]['predicted_tokens']:,}", f"{found[-1]['longest_tokens']:,}",
@@ -143,10 +148,8 @@ def main() -> None:
             f"{last[0].get('step_s', 0):.2f}", "yes" if found[-1]["met"] else "no",
         )  # fmt: skip
         Console().print(json.dumps(found[-1]), soft_wrap=True)
+    write_json({**facts, "policies": found}, given.out)
     Console().print(table)
-    facts = {"shape": given.shape, "layers": shape.layers, "memory_bytes": budget, "document": given.document}
-    facts |= {"device": device_name(), "versions": versions(), "commit": given.commit}
-    given.out.write_text(json.dumps({"schema": 1, **facts, "policies": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

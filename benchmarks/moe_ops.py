@@ -1,7 +1,8 @@
-"""The parts of a mixture-of-experts layer, each against other ways of doing it, and the layer against transformers'.
+"""A layer of experts against transformers' ways of computing it, and its large products tile by tile.
 
 Random weights of Qwen3-30B-A3B's and gpt-oss-20b's shapes, bfloat16. The gate comes first: ours must be as near to
-float32 as transformers' eager experts are, forward and backward, or nothing is timed.
+float32 as transformers' eager experts are, forward and backward, or nothing is timed. `pronghorn bench ops` times the
+parts of the layer.
 
     python benchmarks/moe_ops.py --out moe_ops.json
 """
@@ -23,19 +24,18 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeExperts
 
-from pronghorn.bench.record import Result, Workload, command_line, measure_ceilings, write_results
+from pronghorn.bench.record import Result, Workload, check_out, command_line, keeper, measure_ceilings, write_results
 from pronghorn.bench.timing import CudaClock, HostClock
-from pronghorn.kernels import moe_glu, moe_rows
-from pronghorn.kernels.grouped_gemm import choose, multiply, outer
+from pronghorn.kernels.grouped_gemm import choose, multiply
 from pronghorn.models import experts as ours
-from pronghorn.moe.route import route, route_by_sort
+from pronghorn.moe.route import route
 from pronghorn.parity.distance import distance
 
 SHAPES = {"qwen3-30b-a3b": (128, 8, 2048, 768), "gpt-oss-20b": (32, 4, 2880, 2880)}
 TILES = ((128, 128, 64, 8, 3), (128, 256, 64, 8, 3), (128, 128, 64, 4, 4), (64, 128, 64, 4, 4), (64, 256, 64, 8, 4))
 RANK = 16
 Cases = dict[str, tuple[Callable[[], Any], float]]
-"""What is timed, and its bytes (below 0: its operations; 0: neither)."""
+"""What is timed, and its operations; 0 for a layer."""
 
 
 def make(name: str, sizes: tuple[int, int, int, int], tokens: int, device: str) -> tuple[Any, Tensor, Tensor, Tensor]:
@@ -76,47 +76,31 @@ def gate(module: Any, x: Tensor, index: Tensor, w: Tensor) -> tuple[bool, list[A
     return all(check.excess <= 1 for check in checks), [asdict(check) for check in checks]
 
 
-def parts(module: Any, x: Tensor, index: Tensor, w: Tensor) -> Cases:
-    """Routing, rows and products, apart."""
-    count, plain, w, cuda = module.num_experts, x.detach(), w.detach(), x.is_cuda
-    routing = route(index, count)
-    offsets, tokens, owners = routing.offsets, routing.tokens, routing.experts
+def products(module: Any, x: Tensor, index: Tensor) -> Cases:
+    """The layer's large products by the way that this device takes, and by Triton tile by tile."""
+    plain, cuda, routing = x.detach(), x.is_cuda, route(index, module.num_experts)
     w1, w2 = (weight if module.is_transposed else weight.transpose(1, 2) for weight in ours.weights(module))
-    b1, b2 = (getattr(module, f"{name}_proj_bias", None) for name in ("gate_up", "down"))
-    (width, hidden), rows, form = w2.shape[1:], len(tokens), ours.gate(module)
+    (width, hidden), rows = w2.shape[1:], index.numel()
     h, d, y = (torch.randn(rows, size, device=x.device, dtype=x.dtype) for size in (2 * width, width, hidden))
-    both = 2.0 * (rows + len(x)) * hidden
-    found: Cases = {
-        "route": (partial(route, index, count), 0),
-        "route: by sort": (partial(route_by_sort, index, count), 0),
-        "route: sort and bincount": (lambda: (index.flatten().sort(stable=True), index.flatten().bincount()), 0),
-        "route: loop of where": (lambda: [torch.where(index == e) for e in range(count)], 0),
-        "gather": (partial(moe_rows.gather, plain, tokens), both),
-        "gather: x[rows]": (lambda: plain[tokens], both),
-        "combine": (partial(moe_rows.combine, y, routing.inverse, w, b2, index), both),
-        "gate": (partial(moe_glu.forward, h, form, b1, owners), 6.0 * rows * width),
-        "gate back": (partial(moe_glu.backward_, d, h, w, routing.slots, form, b1, owners), 12.0 * rows * width),
-    }
     best, _ = choose(x.device, x.dtype, (hidden, width))
-    products = {"gate_up": (y, w1), "down": (d, w2), "d down": (y, w2.mT), "d gate_up": (h, w1.mT)}
-    for name, (many, weight) in products.items():
-        operations = -2.0 * rows * weight.shape[1] * weight.shape[2]
-        found[f"{name}: {best}"] = partial(multiply, many, weight, offsets, best), operations
+    found: Cases = {}
+    for name, (many, weight) in {
+        "gate_up": (y, w1),
+        "down": (d, w2),
+        "d down": (y, w2.mT),
+        "d gate_up": (h, w1.mT),
+    }.items():
+        operations = 2.0 * rows * weight.shape[1] * weight.shape[2]
+        found[f"{name}: {best}"] = partial(multiply, many, weight, routing.offsets, best), operations
         if cuda:
             from pronghorn.kernels import grouped_gemm_triton as triton
 
-            given = (plain, weight, offsets, tokens) if many is y else (many, weight, offsets, None)
+            given = (
+                (plain, weight, routing.offsets, routing.tokens) if many is y else (many, weight, routing.offsets, None)
+            )
             for tile in TILES:  # the products of y's width gather
                 work = partial(triton.multiply, *given, None, 1.0, triton.Tile(*tile))
                 found[f"{name}: triton {tile}"] = work, operations
-    a, b, thin = (torch.randn(*s, device=x.device, dtype=x.dtype) for s in
-                  ((count, RANK, hidden), (count, 2 * width, RANK), (rows, RANK)))  # fmt: skip
-    way: Any = "triton" if cuda else "loop"
-    more: Any = {"dtype": torch.float32}
-    found["lora x A"] = partial(multiply, plain, a.mT, offsets, way, rows=tokens), both
-    found["lora + xa B"] = partial(multiply, thin, b.mT, offsets, way, out=h), 8.0 * rows * width
-    found["lora dA"] = partial(outer, thin, plain, offsets, way, y_rows=tokens, **more), both
-    found["lora dB"] = partial(outer, h, thin, offsets, way, **more), 4.0 * rows * width
     return found
 
 
@@ -158,6 +142,7 @@ def main() -> None:
     parser.add_argument("--commit", default="unknown", help="of this source")
     parser.add_argument("--divide", type=int, default=1, help="all sizes by this, to try the script on a CPU")
     given = parser.parse_args()
+    check_out(given.out)
     cuda = torch.cuda.is_available()
     clock, ceilings = (CudaClock(), measure_ceilings()) if cuda else (HostClock(), {})
     ours.register(ALL_EXPERTS_FUNCTIONS)
@@ -168,10 +153,9 @@ def main() -> None:
         green, checks = gate(*made)
         times: dict[str, list[float]] = {}
         print(name, "gate", "green" if green else f"RED {checks}", flush=True)
-        for case, (work, amount) in {**parts(*made), **layers(*made)}.items() if green else ():
+        for case, (work, amount) in {**products(*made[:3]), **layers(*made)}.items() if green else ():
             times[case] = [milliseconds(work, clock, given.repeats)]
-            rate = abs(amount) / times[case][0] * 1e3
-            shown = f"{rate / 1e12:8.2f} {'TB/s' if amount > 0 else 'TFLOP/s'}" if amount else ""
+            shown = f"{amount / times[case][0] / 1e9:8.2f} TFLOP/s" if amount else ""
             print(f"  {case:45} {times[case][0]:9.3f} ms {shown}", flush=True)
         work = Workload(f"{name}, experts of one layer", "experts", given.tokens, "a random router", -1.0, 0)
         results.append(
@@ -185,6 +169,7 @@ def main() -> None:
                 commit=given.commit,
             )
         )
+        keeper(given.out)(results)
     write_results(results, given.out)
 
 

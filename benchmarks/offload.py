@@ -19,37 +19,24 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from pronghorn.bench.contenders.base import RANK, TARGETS, device, set_adapters
-from pronghorn.bench.record import Result, Workload, command_line, write_results
-from pronghorn.bench.shapes import SHAPES
+from pronghorn.bench.contenders.base import device, lora_model
+from pronghorn.bench.record import Result, Workload, check_out, command_line, write_results
+from pronghorn.bench.shapes import SHAPES, shape_of
 from pronghorn.bench.timing import WARM_STEPS, CudaClock, HostClock, schedule
 from pronghorn.bench.workload import make_rows
 from pronghorn.data.batch import Collator
 from pronghorn.memory.offload import LayerTiming
 from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import Handle, attach
-from pronghorn.models.lora import add_lora
 
 WAYS = {"two buffers": Plan.offload(2), "one buffer": Plan.offload(1), "recompute": Plan.recompute()}
-
-
-def build(shape: str, layers: int | None, seed: int) -> Any:
-    config = AutoConfig.for_model(**SHAPES[shape] | ({"num_hidden_layers": layers} if layers else {}))
-    torch.manual_seed(seed)
-    with torch.device(device()):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model = add_lora(model, r=RANK, lora_alpha=RANK, target_modules=TARGETS)
-    set_adapters(model, seed)
-    return model.train()
 
 
 def batches(model: Any, tokens: int, seed: int) -> list[dict[str, Any]]:
     collator = Collator(tokens, pad_token_id=0)
     rows = make_rows(tokens, "lognormal", 1.0, model.config.vocab_size, seed)
-    columns = [{"input_ids": list(r.input_ids), "labels": list(r.labels), "lengths": list(r.lengths)} for r in rows]
-    return [{name: value.to(device()) for name, value in collator([each]).items()} for each in columns]
+    return [{name: value.to(device()) for name, value in collator([dict(vars(row))]).items()} for row in rows]
 
 
 def gradients(model: Any, batch: dict[str, Any], plan: Plan) -> list[torch.Tensor]:
@@ -96,15 +83,18 @@ def layer_timings(model: Any, plan: Plan, rows: Sequence[dict[str, Any]]) -> lis
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="Llama-3.1-8B")
-    parser.add_argument("--layers", type=int, help="fewer than the shape has")
+    parser.add_argument("--shape", default="Llama-3.1-8B", help="SHAPE@12: with its first 12 layers")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--repeats", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit", default="unknown")
     arguments = parser.parse_args()
-    model = build(arguments.shape, arguments.layers, arguments.seed)
+    shape = shape_of(arguments.shape)
+    if shape is None:
+        parser.error(f"--shape {arguments.shape} is unknown: use one of {', '.join(SHAPES)}")
+    check_out(arguments.out)
+    model = lora_model(shape, arguments.seed)
     rows = batches(model, arguments.tokens, arguments.seed)
     checked = gate(model, rows[0])
     resting = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
@@ -142,8 +132,7 @@ def main() -> None:
                memory_bytes={"resting": resting, "peak": peaks[name]}, extra=extra)
         for name in WAYS
     ]  # fmt: skip
-    if arguments.out is not None:
-        write_results(results, arguments.out)
+    write_results(results, arguments.out)
     if not checked["green"]:
         raise SystemExit("gradients differ: the figures mean nothing")
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Run a command on a GPU that no other command started this way has, once there is one; {gpu} in it becomes its number.
-#   benchmarks/on_a_gpu.sh python benchmarks/plan.py --checkpoints checkpoints/{gpu}
+# Run a command on a GPU that no other command started this way has, once there is one.
+#   benchmarks/on_a_gpu.sh python benchmarks/plan.py --checkpoints checkpoints
 set -euo pipefail
 gpus=${CUDA_VISIBLE_DEVICES-$(nvidia-smi --query-gpu=index --format=csv,noheader | paste -sd,)}
 [[ $gpus ]] || { echo "no NVIDIA GPU: nvidia-smi lists none, or CUDA_VISIBLE_DEVICES is empty" >&2; exit 1; }
@@ -8,7 +8,7 @@ while true; do
   for gpu in ${gpus//,/ }; do
     exec 9> "${TMPDIR:-/tmp}/pronghorn-gpu-$gpu.lock" # the command and what it starts inherit the lock with the file
     if flock --nonblock 9; then
-      CUDA_VISIBLE_DEVICES=$gpu exec "${@//\{gpu\}/$gpu}"
+      CUDA_VISIBLE_DEVICES=$gpu exec "$@"
     fi
   done
   sleep 1

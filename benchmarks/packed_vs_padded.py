@@ -23,7 +23,7 @@ from rich.table import Table
 from trl import SFTConfig
 
 from pronghorn.api import FastLanguageModel
-from pronghorn.bench.record import Result, Workload, command_line, measure_ceilings, write_results
+from pronghorn.bench.record import Result, Workload, check_out, command_line, measure_ceilings, write_results
 from pronghorn.data.chat import fit, label_rows
 from pronghorn.data.rows import read_rows
 from pronghorn.train.trainer import SFTTrainer
@@ -96,6 +96,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--commit", default="unknown")
     arguments = parser.parse_args()
+    out = arguments.out / "packed-vs-padded-smollm2.json"
+    check_out(out)
     ceilings = measure_ceilings()
     results = []
     for contender, packing in (("packed", True), ("padded", False)):
@@ -119,7 +121,7 @@ def main() -> None:
                 commit=arguments.commit,
             )
         )
-    write_results(results, arguments.out / "packed-vs-padded-smollm2.json")
+    write_results(results, out)
     table = Table(title=f"SmolLM2-135M on GSM8K, {results[0].device}")
     for column in ("batches", "held-out loss", "real tokens/s (median)", "step ms", "peak GiB"):
         table.add_column(column)

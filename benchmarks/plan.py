@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pronghorn.bench.contenders.base import set_adapters
+from pronghorn.bench.record import check_writable, unfinished, write_json
 from pronghorn.bench.shapes import checkpoint_of
 from pronghorn.bench.workload import make_rows
 from pronghorn.data.batch import Collator
@@ -134,15 +135,19 @@ def main() -> None:
     found: list[dict[str, Any]] = []
     loaded = model = None
     cases = [part.strip() for part in CASES.strip().replace("\n", ";").split(";") if arguments.cases in part]
+    if arguments.out is not None:
+        check_writable(arguments.out)
+    facts = {"schema": 1, "device": torch.cuda.get_device_name(), "versions": versions(), "commit": arguments.commit}
     with tempfile.TemporaryDirectory() as scratch:
         for case in cases:
             shape, method, tokens, wanted = case.split()
-            if loaded != (shape, method):
-                model = None
-                gc.collect()
-                torch.cuda.empty_cache()
-                loaded, model = (shape, method), load(shape, method, arguments.checkpoints or Path(scratch))
             try:
+                if loaded != (shape, method):
+                    loaded = model = None
+                    gc.collect()
+                    torch.cuda.empty_cache()
+                    model = load(shape, method, arguments.checkpoints or Path(scratch))
+                    loaded = shape, method
                 found.append({"case": case, **one(model, method, int(tokens), wanted)})
                 table.add_row(*row(found[-1]))
             except (PronghornError, torch.OutOfMemoryError) as error:
@@ -151,10 +156,11 @@ def main() -> None:
             torch._C._cuda_clearCublasWorkspaces()  # of streams that only this case's graphs and calibration used
             torch.cuda.empty_cache()  # the next case is measured alone
             console.print(json.dumps(found[-1]), soft_wrap=True)
+            if arguments.out is not None:
+                write_json({**facts, "cases": found}, unfinished(arguments.out))
     console.print(table)
     if arguments.out is not None:
-        whole = {"device": torch.cuda.get_device_name(), "versions": versions(), "commit": arguments.commit}
-        arguments.out.write_text(json.dumps({"schema": 1, **whole, "cases": found}, indent=1) + "\n")
+        write_json({**facts, "cases": found}, arguments.out)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pronghorn.bench.contenders.base import device, weights_dtype
-from pronghorn.bench.record import Result, Workload, command_line, write_results
+from pronghorn.bench.record import Result, Workload, check_out, command_line, keeper, write_results
 from pronghorn.data.batch import Collator
 from pronghorn.data.chat import fit, label_rows
 from pronghorn.data.packed_rows import PackedRows
@@ -159,38 +159,43 @@ def main() -> None:
     for needed in (arguments.model / "config.json", arguments.data / "train.jsonl", arguments.data / "test.jsonl"):
         if not needed.is_file():
             parser.error(f"{needed} is missing: give the model's folder as --model and GSM8K's as --data")
+    out = arguments.out / "trajectory-smollm2.json"
+    check_out(out)
     torch.set_float32_matmul_precision("highest")
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     texts = {name: documents(arguments.data / f"{name}.jsonl", tokenizer, arguments.row) for name in ("train", "test")}
     held_out = PackedRows(texts["test"], arguments.row).first(HELD_OUT_ROWS)
     dtypes = {"reference": torch.float32, "plain": weights_dtype("lora"), "pronghorn": weights_dtype("lora")}
     runs: dict[str, list[Run]] = {name: [] for name in dtypes}
+    by_seed = [
+        PackedRows(texts["train"], arguments.row, seed).first(arguments.steps) for seed in range(arguments.seeds)
+    ]
+    if (fewest := min(map(len, by_seed))) < arguments.steps:
+        parser.error(f"--steps {arguments.steps}, but the data fill {fewest} rows: lower it or --row")
     paths: list[str] = []
-    for seed in range(arguments.seeds):
+    for seed, rows in enumerate(by_seed):
         start: dict[str, torch.Tensor] = {}
-        rows = PackedRows(texts["train"], arguments.row, seed).first(arguments.steps)
-        if len(rows) < arguments.steps:
-            parser.error(f"--steps {arguments.steps}, but the data fill {len(rows)} rows: lower it or --row")
         for name, done in runs.items():
             model = build(arguments.model, dtypes[name], seed, start)
             handle = attach(model, layers="fused") if name == "pronghorn" else None
             collate = Collator(arguments.row, pad_token_id=0) if handle else None
             done.append(train(model, batches(rows, collate), batches(held_out, collate), f"seed {seed}, {name}"))
             paths = [f"{line.part}: {line.path} ({line.why})" for line in handle.report] if handle else []
-    gate = judge(**runs)
-    results = [
-        Result(
-            command=command_line(),
-            contender=f"{name}, {str(dtypes[name])[6:]}",
-            workload=Workload(arguments.model.name, "lora r16", arguments.row, "gsm8k", -1.0, 0),
-            gate=gate,
-            timings_ms={"run": [run.seconds * 1e3 for run in done]},
-            extra={"seeds": [asdict(run) for run in done], "paths": paths if name == "pronghorn" else []},
-            commit=arguments.commit,
-        )
-        for name, done in runs.items()
-    ]
-    write_results(results, arguments.out / "trajectory-smollm2.json")
+        gate = judge(**runs)
+        results = [
+            Result(
+                command=command_line(),
+                contender=f"{name}, {str(dtypes[name])[6:]}",
+                workload=Workload(arguments.model.name, "lora r16", arguments.row, "gsm8k", -1.0, 0),
+                gate=gate,
+                timings_ms={"run": [run.seconds * 1e3 for run in done]},
+                extra={"seeds": [asdict(run) for run in done], "paths": paths if name == "pronghorn" else []},
+                commit=arguments.commit,
+            )
+            for name, done in runs.items()
+        ]
+        keeper(out)(results)
+    write_results(results, out)
     if arguments.plot:
         draw(runs, arguments.plot)
     for name, done in runs.items():

@@ -15,9 +15,10 @@ from typer.testing import CliRunner
 
 from pronghorn.bench import ops
 from pronghorn.bench.op_cases import GATE_ROWS, linear_loss_case
+from pronghorn.bench.op_gate import Entrant, judge
 from pronghorn.bench.op_list import OPS, cases
 from pronghorn.bench.op_way import Case, Draw, Way, by_autograd
-from pronghorn.bench.ops import Entrant, OpsOptions, Stopwatch, bench_ops, judge, measure
+from pronghorn.bench.ops import OpsOptions, Stopwatch, bench_ops, measure
 from pronghorn.bench.record import read_results
 from pronghorn.bench.timing import HostClock
 from pronghorn.cli.main import app
@@ -28,7 +29,7 @@ EVERY = [(op, index) for op, (_, _, tiny) in OPS.items() for index in range(len(
 
 
 def a_case(op: str, index: int = 0, dtype: torch.dtype = torch.float32) -> Case:
-    return list(cases(op, 32, "cpu", dtype))[index]
+    return list(cases(op, 32, "cpu", dtype).values())[index]()
 
 
 def invoke(*arguments: object, **environment: str) -> Any:
@@ -172,12 +173,72 @@ def test_who_raises_while_timed_loses_its_figures(monkeypatch: pytest.MonkeyPatc
     assert plain.gate["green"] and len(plain.timings["step"]) == 4
 
 
+def test_a_case_that_fails_as_a_whole_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its inputs don't fit, nor the float64 that it is judged by; whoever cuts the run off leaves what was there."""
+
+    def too_large(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("no room")
+
+    def cut_off(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    out, sizes = tmp_path / "ops.json", ((too_large, (64,)), (OPS["geglu"][0], (64,)), (cut_off, (64,)))
+    for name, (make, shape) in zip(("swiglu", "geglu", "rope"), sizes, strict=True):
+        monkeypatch.setitem(OPS, name, (make, (), (shape,)))
+    done = invoke("--op", "swiglu", "--op", "geglu", "--tokens", 8, "--repeats", 1, "--out", out)
+    assert done.exit_code == 1 and "OutOfMemoryError: no room" in done.output
+    assert [(r.workload.method, r.gate["green"]) for r in read_results(out)] == [
+        ("swiglu", False), ("geglu", True), ("geglu", True)
+    ]  # fmt: skip
+    earlier = out.read_text()
+    invoke("--op", "geglu", "--op", "rope", "--tokens", 8, "--repeats", 1, "--out", out)
+    assert [r.workload.method for r in read_results(tmp_path / "ops.json.unfinished")] == ["geglu", "geglu"]
+    assert out.read_text() == earlier
+
+
+def test_the_table_names_the_case_and_the_unit_whichever_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The unit is that of the cases that were measured; a reason that isn't everybody's is told with its case."""
+    make, _, (first, *rest) = OPS["linear_cross_entropy"]
+
+    def too_large(draw: Draw, tokens: int, *shape: Any) -> Case:
+        if shape == first:
+            raise torch.OutOfMemoryError("no room")
+        return make(draw, tokens, *shape)
+
+    monkeypatch.setitem(OPS, "linear_cross_entropy", (too_large, (), (first, *rest)))
+    arguments = "--op", "linear_cross_entropy", "--op", "swiglu", "--tokens", 8, "--repeats", 1, "--against", "liger"
+    lines = invoke(*arguments).output.splitlines()
+    assert any("TFLOP/s" in line for line in lines)
+    assert "pronghorn: OutOfMemoryError: no room (linear_cross_entropy, 8, 32, 256 bfloat16)" in lines
+
+
+def test_without_room_for_the_ceiling_times_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_large(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(ops, "_ceilings", too_large)
+    pronghorn, _ = measure(a_case("swiglu"), (), 2, Stopwatch("cpu"), "cpu")
+    assert pronghorn.timings["step"] and "no ceiling: OutOfMemoryError: no room" in pronghorn.notes
+
+
+def test_the_device_waits_until_the_host_has_launched_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The formula of grouped products launches one an expert: more than the head start of one that launches a few."""
+    waited: list[int] = []
+    monkeypatch.setattr(torch.cuda, "_sleep", waited.append)
+    watch = Stopwatch("cpu")
+    watch._flush = torch.empty(1)
+    few, many = a_case("swiglu"), a_case("grouped_lora")
+    for case in (few, many):
+        watch.timed(case.pronghorn(case), case.calls)
+    assert waited == [ops.HEAD_START] * 2 + [ops.HEAD_START + 6 * 8 * ops.OF_A_CALL] * 2
+
+
 def test_a_figure_is_work_over_time_and_its_share_of_the_copy() -> None:
     case = a_case("swiglu")
     entrant = Entrant("pronghorn", case.pronghorn, gate={"green": True, "reasons": [], "errors": {}})
     entrant.timings = {"forward": [2.0, 1.0, 4.0], "backward": [5.0], "step": [7.0, 6.0, 9.0]}
     entrant.work, entrant.ceiling_ms = {"forward": 8e6, "backward": 20e6}, {"forward": 1.5}
-    result = ops._result(case, entrant, OpsOptions(), "cuda")
+    result = ops._result(case.op, case.shape, case.tokens, False, entrant, OpsOptions(), "cuda")
     assert result.extra["reached"] == {"forward": 4.0, "backward": 4.0}  # GB/s
     assert result.extra["share_of_ceiling"] == {"forward": 0.75}
     assert result.ceilings == pytest.approx({"copy_bytes_per_s_forward": 8e6 / 1.5e-3})
@@ -198,6 +259,9 @@ def test_bytes_that_experts_must_move() -> None:
     assert gather.work == (4 * (32 * 64 + 64 * 64 + 64),) * 2
     combine = a_case("moe_combine")
     assert combine.work == (4 * (64 * 64 + 32 * 64 + 2 * 64), 0)
+    glu, rows = a_case("moe_glu"), 4 * 64 * 64
+    assert glu.work == (3 * rows + 2 * 4 * 64, 5 * rows + 2 * 4 * 64)
+    assert glu.pronghorn(glu).work == (glu.work[0], glu.work[1] + rows)  # a again
     route = a_case("moe_route")
     assert route.work == (8 * 64 + 4 * (4 * 64 + 8), 0)
 
@@ -248,7 +312,7 @@ def test_on_the_cpu(tmp_path: Path) -> None:
 
 
 def test_compiled() -> None:
-    results = bench_ops(OpsOptions(("swiglu",), 16, "float32", 1, ("compile",)), lambda _: None)
+    results = bench_ops(OpsOptions(("swiglu",), 16, "float32", 1, ("compile",)), lambda _: None, lambda _: None)
     compiled = [result for result in results if result.contender == "compile"]
     assert len(compiled) == 2 and all(result.gate["green"] and result.timings_ms["backward"] for result in compiled)
 
@@ -291,7 +355,7 @@ def test_bad_input(arguments: list[str], problem: str) -> None:
 
 def test_bad_input_from_python() -> None:
     with pytest.raises(ConfigError, match="bfloat16, float16, float32"):
-        bench_ops(OpsOptions(dtype="int8"), print)  # type: ignore[arg-type]
+        bench_ops(OpsOptions(dtype="int8"), print, print)  # type: ignore[arg-type]
 
 
 def test_the_help_names_every_op() -> None:
@@ -308,7 +372,7 @@ def test_other_files_are_not_written_over(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", OPS)
 def test_every_kernel_passes_on_a_gpu(op: str) -> None:
-    results = bench_ops(OpsOptions((op,), 1024, repeats=1, against=()), lambda _: None)
+    results = bench_ops(OpsOptions((op,), 1024, repeats=1, against=()), lambda _: None, lambda _: None)
     assert all(result.gate["green"] for result in results), [result.gate["reasons"] for result in results]
 
 

@@ -148,6 +148,14 @@ def test_a_row_from_two_runs_says_so(tmp_path: Path) -> None:
     assert "small: from b.json and a.json; ratios are each file's own." in markdown(collect([tmp_path])[0], "step")
 
 
+def test_ops_of_two_runs_have_no_ratio(tmp_path: Path) -> None:
+    """Kernels by turns in one run are compared; Pronghorn's of today with another's of last week is not."""
+    write_results([op("pronghorn", 0.1), op("torch", 0.4), op("liger", 0.2)], tmp_path / "a.json")
+    write_results([op("pronghorn", 0.05, date="2026-11-21"), op("torch", 0.3, date="2026-11-21")], tmp_path / "b.json")
+    (row,) = [line for line in markdown(collect([tmp_path])[0], "ops").splitlines() if "rms_norm" in line[:12]]
+    assert "| 0.9, 6.00 ×" in row and "| 0.6 (" in row and row.count("×") == 1
+
+
 @pytest.mark.parametrize(
     "change",
     [{"recompute": "on"}, {"workload": Workload("small", "full", 8192, "lognormal", 1.0, 0)},
@@ -292,6 +300,21 @@ def test_this_readme_is_what_the_results_say(monkeypatch: pytest.MonkeyPatch) ->
         assert done.exit_code == 0, done.output + "\nrun: pronghorn bench report"
     else:
         assert "out of date: README.md" not in done.stdout and "no longer made" not in done.stdout
+
+
+def test_the_figure_of_limits_is_what_the_results_say(tmp_path: Path) -> None:
+    """Drawn by `memory_time.py --draw`, of the first file's workload; it isn't the report's to remove."""
+    matplotlib = pytest.importorskip("matplotlib")
+    from benchmarks.memory_time import draw
+
+    ways = ("memory-time-llama-3.1-8b", "step-llama-3.1-8b", "step-llama-3.1-8b-offload", "step-llama-3.1-8b-recompute")
+    files = [ROOT / f"benchmarks/results/{name}.json" for name in ways]
+    for number, others in enumerate(([], [ROOT / "benchmarks/results/step-llama-3.1-8b-qlora.json"])):
+        draw([*files, *others], tmp_path / f"{number}.svg")
+    drawn = (tmp_path / "0.svg").read_bytes()
+    assert drawn == (tmp_path / "1.svg").read_bytes() and b"pronghorn bench report" not in drawn
+    if f"matplotlib=={matplotlib.__version__}" in (ROOT / "constraints.txt").read_text():
+        assert drawn == (ROOT / "docs/plots/limits-llama-3.1-8b.svg").read_bytes()
 
 
 if __name__ == "__main__":

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, replace
 from itertools import pairwise
@@ -22,7 +25,7 @@ from pronghorn.bench import pairs
 from pronghorn.bench.contenders.base import Spec
 from pronghorn.bench.pairs import Outcome, Pairs
 from pronghorn.bench.process import OutOfMemory, Worker, WorkerError
-from pronghorn.bench.record import Result, read_results
+from pronghorn.bench.record import Result, Workload, keeper, read_results, write_results
 from pronghorn.bench.reference import Reference
 from pronghorn.bench.shapes import SHAPES, byte_tokenizer, checkpoint_of, matmul_parameters
 from pronghorn.bench.step import Prepared, StepOptions, recompute_label, result_of
@@ -30,7 +33,7 @@ from pronghorn.bench.tables import step_table
 from pronghorn.bench.timing import STEPS_A_TURN, Series
 from pronghorn.bench.workload import document_lengths, make_rows, read_rows, write_rows
 from pronghorn.cli.main import app
-from pronghorn.errors import DataError
+from pronghorn.errors import DataError, PronghornError
 from pronghorn.parity.parameters import canonical
 from test_readme import BASH
 
@@ -102,6 +105,27 @@ def test_a_checkpoint_is_written_once_and_loads_with_its_tokenizer(tmp_path: Pat
     assert tokenizer.decode(tokenizer("Größe, 大小").input_ids) == "Größe, 大小"
 
 
+def test_processes_that_write_checkpoints_into_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two shapes whose names are alike up to the last dot, and one that two want: that one is written once."""
+    written = []
+
+    def write(shape: dict[str, Any], folder: Path, seed: int) -> None:
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(str(shape["hidden_size"]))
+        time.sleep(0.2)
+        (folder / "weights").write_text(str(shape["hidden_size"]))
+        written.append(folder)
+
+    monkeypatch.setattr("pronghorn.bench.shapes.write_checkpoint", write)
+    names = ["Llama-3.2-1B", "Llama-3.2-3B", "Llama-3.2-1B"]
+    with ThreadPoolExecutor(3) as pool:
+        made = list(pool.map(lambda name: checkpoint_of(name, tmp_path / "new", 0), names))
+    assert made[0] == made[2] and len(written) == 2
+    for name, folder in zip(names, made, strict=True):
+        for file in ("config.json", "weights"):
+            assert (folder / file).read_text() == str(SHAPES[name]["hidden_size"])
+
+
 def test_shapes_are_the_published_ones(shared: Path) -> None:
     facts = json.loads((shared / "data" / "model_shapes.json").read_text())["models"]
     names = {"Mistral-7B": "Mistral-7B-v0.3", "Gemma-3-1B": "gemma-3-1b", "Gemma-3-4B": "gemma-3-4b"}
@@ -144,6 +168,8 @@ def test_the_tokenizer_covers_every_byte() -> None:
         (["--model", "tiny", "--labelled", "0"], "--labelled 0.0 is not in (0, 1]"),
         (["--model", "tiny", "--tokens", "1"], "--tokens 1 is below 2"),
         (["--model", "tiny", "--repeats", "0"], "--repeats 0 is below 1"),
+        (["--model", "tiny", "--experts", "lora"], "tiny has no experts"),
+        (["--model", "tiny-moe", "--experts", "lora", "--method", "full"], "--experts lora with --method full"),
     ],
 )
 def test_bad_input_is_refused_before_anything_starts(
@@ -167,6 +193,31 @@ def test_a_results_file_of_another_schema_is_not_written_over(tmp_path: Path) ->
     out.write_text('[{"schema": "other-v3"}]')
     result = invoke("--model", "tiny", "--out", str(out))
     assert result.exit_code == 1 and "other-v3" in result.output and "other-v3" in out.read_text()
+
+
+def test_results_are_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept of a run leaves an earlier one's file alone, as does whoever is killed while writing."""
+    out, row = tmp_path / "new" / "results.json", Workload("tiny", "lora", 8, "one", 1.0, 0)
+    found = [Result("", "hf", row, {"green": False}, {})]
+    keeper(out)(found)
+    assert not out.exists() and read_results(out.with_name("results.json.unfinished")) == found
+    write_results([], out)
+    assert os.listdir(out.parent) == ["results.json"]
+    monkeypatch.setattr(Path, "replace", lambda *_: exec("raise KeyboardInterrupt"))
+    with pytest.raises(KeyboardInterrupt):
+        write_results(found, out)
+    assert read_results(out) == []
+
+
+@pytest.mark.parametrize("command", ["step --model tiny", "ops"])
+def test_where_nothing_can_be_written_is_told_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setattr("pronghorn.bench.step.Worker", None)
+    monkeypatch.setattr("pronghorn.bench.ops.Stopwatch", None)
+    (tmp_path / "file").touch()
+    result = CliRunner().invoke(app, ["bench", *command.split(), "--out", str(tmp_path / "file" / "results.json")])
+    assert result.exit_code == 1 and "can't be written" in result.output, result.output
 
 
 # --- processes
@@ -199,6 +250,25 @@ def test_a_process_that_dies_or_fails_is_told_with_its_last_words(tmp_path: Path
             worker.ask("rest")
 
 
+def test_a_process_that_dies_within_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(Worker("contender", os.environ, tmp_path / "log")) as worker:
+        worker._process.kill()
+        monkeypatch.setattr(worker._process, "stdin", io.StringIO())
+        monkeypatch.setattr(worker._process, "stdout", io.StringIO('{"steps": [{"forw'))
+        with pytest.raises(WorkerError, match="ended with code -9 during 'steps'"):
+            worker.ask("steps")
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc")
+def test_a_process_holds_the_lock_on_its_gpu(tmp_path: Path) -> None:
+    """`benchmarks/on_a_gpu.sh` opens the lock, and the GPU is taken as long as anybody has it open."""
+    lock = (tmp_path / "gpu.lock").open("w")
+    os.set_inheritable(lock.fileno(), True)
+    with closing(Worker("contender", os.environ, tmp_path / "log")) as worker:
+        held = [os.path.realpath(fd) for fd in Path(f"/proc/{worker._process.pid}/fd").iterdir()]
+    assert str(tmp_path / "gpu.lock") in held
+
+
 # --- turns, with processes that only pretend
 
 
@@ -229,25 +299,34 @@ class FakeWorker:
             retries = int(does == "retries" and beside)
             losses = [float("nan") if does == "nan" else 1.0] * count
             return {"steps": times, "losses": losses, "memory_retries": retries, "peak": 10}
-        return {"load": {"notes": []}, "rest": {"resting": 3}, "count": {"launches": 5, "syncs": 1}}[command]
+        loaded = {"notes": ["plans beside another" if beside else "plans alone"], "load_s": len(self.asked)}
+        return {"load": loaded, "rest": {"resting": 3}, "count": {"launches": 5, "syncs": 1}}[command]
 
     def close(self) -> None:
         self.alive.discard(self.name)
 
 
 def run_pairs(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, memory: int | None = None, **script: str
+    monkeypatch: pytest.MonkeyPatch, folder: Path, memory: int | None = None, unlimited: str = "", **script: str
 ) -> tuple[dict[str, Outcome], list[str]]:
-    """Measure pronghorn against hf and hf-sdpa, 8 steps each; the outcomes and what was asked, in order."""
+    """Measure pronghorn against hf and hf-sdpa, 8 steps each; the outcomes and what was asked, in order.
+
+    Args:
+        memory: the limit of all but the one that is `unlimited`.
+    """
+    kept: list[list[str]] = []
     fake = type("Scripted", (FakeWorker,), {"script": script, "asked": [], "alive": set()})
     monkeypatch.setattr(pairs, "Worker", fake)
     reference = folder / "reference.json"
     Reference(2.0, 1.0, (2.0,), ("w",), 0.0, {"w": 0.0}, "").write(reference)
     names = ("pronghorn", "hf", "hf-sdpa")
-    outcomes = {name: Outcome(name, Spec(name, "", "lora", "off", 8, 8, 1, 0, memory=memory)) for name in names}
+    limits = {name: None if name == unlimited else memory for name in names}
+    outcomes = {name: Outcome(name, Spec(name, "", "lora", "off", 8, 8, 1, 0, memory=limits[name])) for name in names}
     first, *others = outcomes.values()
-    Pairs(folder / "rows.json", reference, folder, {}, 8, 2**34, lambda text: None).measure(first, others)
+    keep = lambda: kept.append([name for name, outcome in outcomes.items() if outcome.told])  # noqa: E731
+    Pairs(folder / "rows.json", reference, folder, {}, 8, 2**34, lambda text: None, keep).measure(first, others)
     assert not fake.alive
+    assert "hf" in kept[0] and "hf-sdpa" in kept[1] and kept[2] == list(outcomes)  # whatever failed
     return outcomes, fake.asked
 
 
@@ -280,13 +359,17 @@ def test_a_pair_that_does_not_fit_is_relaunched_and_says_so(
     assert hf.green and len(hf.series.parts["step"]) == 8 and hf.counts
     assert hf.notes == ["doesn't fit beside pronghorn: every turn in a new process"]
     assert asked.count("hf load") >= 2 and asked.count("pronghorn load") >= 3
+    assert hf.loaded["notes"] == ["plans alone"]  # as what was timed did; files are read the first time
+    assert script == "memory at load" or hf.loaded["load_s"] == asked.index("hf load") + 1
     assert not outcomes["hf-sdpa"].notes and len(outcomes["pronghorn"].series.parts["step"]) == 16
 
 
 def test_within_a_limit_memory_that_runs_out_is_ones_own_failure(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Unless two limits are more than the device has."""
+    """Unless two limits are more than the device has, or the one beside it has none."""
+    outcomes, asked = run_pairs(monkeypatch, tmp_path, 2**33, "pronghorn", hf="memory at gate")
+    assert outcomes["hf"].green and asked.count("hf load") >= 2
     outcomes, asked = run_pairs(monkeypatch, tmp_path, memory=2**33 + 1, hf="memory at gate")
     assert outcomes["hf"].green and asked.count("hf load") >= 2
     outcomes, asked = run_pairs(monkeypatch, tmp_path, memory=2**33, hf="memory at gate")
@@ -295,6 +378,22 @@ def test_within_a_limit_memory_that_runs_out_is_ones_own_failure(
     assert recompute_label(outcomes["hf"].spec) == "off, 8 GiB"
     outcomes, asked = run_pairs(monkeypatch, tmp_path, memory=2**33, hf="retries")
     assert outcomes["hf"].green and not outcomes["hf"].notes and asked.count("hf load") == 1
+
+
+def test_memory_time_refuses_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import memory_time
+
+    monkeypatch.setattr("pronghorn.bench.step.Worker", None)
+    for arguments, problem in (
+        (["--against", "hf"], "--against hf: is unknown"),
+        (["--against", "hf:on,axolotl:off"], "--against axolotl:off is unknown"),
+        (["--cards", "8Gigs"], "--cards"),
+        (["--cards", "8GiB,500MiB"], "500 MiB is less than CUDA and libraries take"),
+        (["--out", str(tmp_path)], "can't be written"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["memory_time.py", "--model", "tiny", *arguments])
+        with pytest.raises(PronghornError, match=problem):
+            memory_time.main()
 
 
 def test_a_device_that_holds_only_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ class Routed:
 
     def products(self, x: Tensor, weight: Tensor) -> Tensor:
         """Rows [S, K] times the weights [E, K, N] of their experts, expert by expert."""
-        return torch.cat([rows @ weight[e] for e, rows in enumerate(x.split(self.sizes))])
+        return torch.cat([rows @ w for rows, w in zip(x.split(self.sizes), weight.unbind(), strict=True)])
 
 
 def route_case(draw: Draw, tokens: int, experts: int, k: int) -> Case:
@@ -131,25 +131,31 @@ def glu_case(draw: Draw, tokens: int, experts: int, k: int, width: int, clamped:
             lambda d: (moe_glu.forward(h, gate, of_expert, owners), d),
             backward,
             results,
-            case.work,
+            (case.work[0], case.work[1] + case.grads[0].nbytes),  # leaves w·a, for the gradients of down's LoRA
         )
 
     h, d, bias = draw(tokens * k, 2 * width), draw(tokens * k, width), [draw(experts, 2 * width)] * clamped
     small = 2.0 * routed.weights.nbytes + sum(b.nbytes for b in bias)
+    work = 3.0 * d.nbytes + small, 5.0 * d.nbytes + small
     return Case(
         "moe_glu", f"{routed.label}, width {width}" + ", clamped, bias" * clamped, tokens, formula,
-        (h, routed.weights, *bias), (d,), ("w a", "dh", "dw"), (3.0 * d.nbytes + small, 6.0 * d.nbytes + small),
-        pronghorn, trained=2,
+        (h, routed.weights, *bias), (d,), ("w a", "dh", "dw"), work, pronghorn, trained=2,
     )  # fmt: skip
 
 
 def gemm_case(
-    draw: Draw, tokens: int, experts: int, k: int, inner: int, width: int, way: grouped_gemm.Way | None = None
-) -> Case:
-    """x: [S, K] times its experts' weights [E, K, N], frozen; by the way that this device takes, or by a given one."""
+    draw: Draw, tokens: int, experts: int, k: int, inner: int, width: int, way: grouped_gemm.Way | None = None,
+    by_rows: bool = False,
+) -> Case:  # fmt: skip
+    """x: [S, K] times its experts' weights [E, K, N], frozen; by the way that this device takes, or by a given one.
+
+    Args:
+        by_rows: weights lie as they are multiplied, which is gpt-oss's way; others' transposed, as a linear's.
+    """
     routed = Routed(draw, tokens, experts, k)
     offsets = routed.routing.offsets
-    x, weight = draw(tokens * k, inner), draw(experts, width, inner).mT / inner**0.5
+    x = draw(tokens * k, inner)
+    weight = (draw(experts, inner, width) if by_rows else draw(experts, width, inner).mT) / inner**0.5
     best, _ = grouped_gemm.choose(x.device, x.dtype, (inner, width))
 
     def pronghorn(case: Case) -> Way:
@@ -163,10 +169,11 @@ def gemm_case(
         )
 
     operations = 2.0 * tokens * k * inner * width
+    label = f"{routed.label}, {inner} to {width}" + ", weights by rows" * by_rows + (f", {way}" if way else "")
     return Case(
-        "grouped_gemm", f"{routed.label}, {inner} to {width}" + (f", {way}" if way else ""), tokens,
+        "grouped_gemm", label, tokens,
         lambda x, weight: (routed.products(x, weight),), (x, weight), (draw(tokens * k, width),), ("y", "dx"),
-        (operations, operations), pronghorn, product=(tokens * k, inner, width),
+        (operations, operations), pronghorn, product=(tokens * k, inner, width), calls=2 * experts,
     )  # fmt: skip
 
 
@@ -201,5 +208,5 @@ def lora_case(draw: Draw, tokens: int, experts: int, k: int, inner: int, width: 
     return Case(
         "grouped_lora", f"{routed.label}, {inner} to {width}, rank {rank}", tokens, formula, (a, b, x, y), (dy,),
         ("y", "da", "db"), (x.nbytes + 2 * y.nbytes + adapter, x.nbytes + dy.nbytes + 2 * adapter), pronghorn,
-        trained=2,
+        trained=2, calls=6 * experts,
     )  # fmt: skip

@@ -7,7 +7,7 @@ right. A way to compute an op says what it must move or multiply at the least, w
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -71,11 +71,11 @@ OPS: dict[str, tuple[Callable[..., Case], tuple[tuple[Any, ...], ...], tuple[tup
         (
             (*QWEN3, 2048, 1536),
             (*QWEN3, 2048, 1536, "triton"),
-            (*GPT_OSS, 2880, 5760),
-            (*GPT_OSS, 2880, 5760, "triton"),
+            (*GPT_OSS, 2880, 5760, None, True),
+            (*GPT_OSS, 2880, 5760, "triton", True),
             (*ODD, 1025, 513),
         ),
-        ((8, 2, 32, 64), (*ODD, 31, 17)),
+        ((8, 2, 32, 64), (8, 2, 32, 64, None, True), (*ODD, 31, 17)),
     ),
     "grouped_lora": (
         moe.lora_case,
@@ -85,10 +85,14 @@ OPS: dict[str, tuple[Callable[..., Case], tuple[tuple[Any, ...], ...], tuple[tup
 }
 
 
-def cases(op: str, tokens: int, device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """An op's cases, made one at a time; the last of a list has an odd number of tokens."""
+def cases(op: str, tokens: int, device: str, dtype: torch.dtype) -> dict[str, Callable[[], Case]]:
+    """What makes each of an op's cases, by its sizes; the last has an odd number of tokens."""
     make, large, tiny = OPS[op]
     shapes = large if device == "cuda" else tiny
+    found: dict[str, Callable[[], Case]] = {}
     for number, shape in enumerate(shapes, 1):
-        odd = number == len(shapes) > 1
-        yield make(Draw(device, dtype), max(1, tokens - odd), *shape)
+        sizes = max(1, tokens - (number == len(shapes) > 1)), *shape
+        found[", ".join(str(size) for size in sizes if size is not None)] = functools.partial(
+            make, Draw(device, dtype), *sizes
+        )
+    return found

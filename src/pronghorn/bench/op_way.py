@@ -51,6 +51,8 @@ class Case:
     """(rows, inner, columns) of the product that is the ceiling; otherwise a copy is."""
     slack: float = 0.0
     """Of the first output, an average (`parity.distance`)."""
+    calls: int = 0
+    """Of torch, beyond a few dozen: so many the formula makes in each part, one after another."""
     small: Case | None = None
     """What the gate judges on, where that isn't the case itself."""
 

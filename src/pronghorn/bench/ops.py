@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import functools
-import gc
 import importlib.util
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from pronghorn.bench.op_gate import Entrant, judge, tidy, told
 from pronghorn.bench.op_list import OPS, cases
 from pronghorn.bench.op_way import Case, Way, by_autograd
 from pronghorn.bench.record import Result, Workload, command_line
 from pronghorn.bench.timing import Clock, CudaClock, HostClock, spread
 from pronghorn.device import versions
 from pronghorn.errors import ConfigError
-from pronghorn.parity.distance import distance
 
 OTHERS = ("compile", "liger")
 DTYPES = ("bfloat16", "float16", "float32")
 WARM = 3
 """Untimed rounds."""
-HEAD_START = 1_000_000
-"""Clock cycles, about half a millisecond, that the GPU waits before a timed part: the host has launched all of it by
-then, so that the device's work is measured and not the host's."""
+HEAD_START, OF_A_CALL = 1_000_000, 40_000
+"""Clock cycles, about half a millisecond and 20 µs for each of `Case.calls`, that the GPU waits before a timed part:
+the host has launched all of it by then, so that the device's work is measured and not the host's."""
 
 
 @dataclass(frozen=True)
@@ -44,26 +43,6 @@ class OpsOptions:
     commit: str = "unknown"
 
 
-@dataclass
-class Entrant:
-    """One contender in one case."""
-
-    name: str
-    make: Callable[[Case], Way]
-    gate: dict[str, Any] = field(default_factory=dict)
-    timings: dict[str, list[float]] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    work: dict[str, float] = field(default_factory=dict)
-    """Bytes or operations of each part."""
-    ceiling_ms: dict[str, float] = field(default_factory=dict)
-    """What a copy of as many bytes, or a product of as many operations, takes."""
-
-    def fail(self, reason: str) -> None:
-        """Withhold its figures."""
-        self.gate = {**self.gate, "green": False, "reasons": [*self.gate.get("reasons", []), reason]}
-        self.timings = {}
-
-
 class Stopwatch:
     """Times parts on the current device, each with cold caches."""
 
@@ -75,28 +54,28 @@ class Stopwatch:
             cache = torch.cuda.get_device_properties().L2_cache_size
             self._flush = torch.empty(2 * cache, dtype=torch.uint8, device=device)
 
-    def timed(self, way: Way) -> dict[str, float]:
-        """Milliseconds of one forward and one backward on fresh inputs."""
+    def timed(self, way: Way, calls: int = 0) -> dict[str, float]:
+        """Milliseconds of one forward and one backward on fresh inputs; `calls` as a case's."""
         given = way.start()
-        self._calm()
+        self._calm(calls)
         marks = [self._clock.mark()]
         state = way.forward(given)
         marks.append(self._clock.mark())
         times = {"forward": self._clock.milliseconds(marks)[0]}
         if way.backward is not None:
-            self._calm()
+            self._calm(calls)
             marks = [self._clock.mark()]
             way.backward(state)
             marks.append(self._clock.mark())
             times["backward"] = self._clock.milliseconds(marks)[0]
         return {**times, "step": sum(times.values())}
 
-    def _calm(self) -> None:
+    def _calm(self, calls: int) -> None:
         """Fill the cache with written lines, as it is in training: what a part leaves there unwritten at its end it
         pays for at its start. Then hold the GPU until the host is ahead."""
         if self._flush is not None:
             self._flush.zero_()
-            torch.cuda._sleep(HEAD_START)
+            torch.cuda._sleep(HEAD_START + calls * OF_A_CALL)
 
 
 def check_options(options: OpsOptions) -> OpsOptions:
@@ -120,11 +99,15 @@ def check_options(options: OpsOptions) -> OpsOptions:
     return replace(options, ops=ops, tokens=tokens, against=tuple(dict.fromkeys(against)))
 
 
-def bench_ops(options: OpsOptions, say: Callable[[str], None]) -> list[Result]:
-    """Measure; one result per op, shape and contender, also for those that failed or aren't installed.
+def bench_ops(
+    options: OpsOptions, say: Callable[[str], None], keep: Callable[[Sequence[Result]], None]
+) -> list[Result]:
+    """Measure; one result per op, shape and contender, also for those that failed or aren't installed. A case that
+    fails as a whole is a failure of Pronghorn's, with its reason.
 
     Args:
         say: told what is being done.
+        keep: given the results so far after each case.
     Raises:
         ConfigError: options that can't be served.
     """
@@ -132,20 +115,32 @@ def bench_ops(options: OpsOptions, say: Callable[[str], None]) -> list[Result]:
     assert options.tokens is not None and options.against is not None
     device = "cuda" if torch.cuda.is_available() else "cpu"
     watch = Stopwatch(device)
-    results = []
+    results: list[Result] = []
     for op in options.ops:
-        for case in cases(op, options.tokens, device, getattr(torch, options.dtype)):
-            say(f"{op} {case.shape}")
-            entrants = measure(case, options.against, options.repeats, watch, device)
-            results += [_result(case, entrant, options, device) for entrant in entrants]
+        for sizes, make in cases(op, options.tokens, device, getattr(torch, options.dtype)).items():
+            say(f"{op} {sizes}")
+            try:
+                results += _results(make(), options, watch, device)
+            except Exception as error:  # memory that a small card hasn't, say: the other cases are measured
+                lost = Entrant("pronghorn", _pronghorn)
+                lost.fail(told(error))
+                results.append(_result(op, sizes, options.tokens, False, lost, options, device))
+                tidy()
+            keep(results)
     return results
+
+
+def _results(case: Case, options: OpsOptions, watch: Stopwatch, device: str) -> list[Result]:
+    entrants = measure(case, options.against or (), options.repeats, watch, device)
+    product = case.product is not None
+    return [_result(case.op, case.shape, case.tokens, product, entrant, options, device) for entrant in entrants]
 
 
 def measure(case: Case, against: Sequence[str], repeats: int, watch: Stopwatch, device: str) -> list[Entrant]:
     """One case: the gate, then times by turns, then the ceiling at the same size."""
     torch.compiler.reset()  # shapes of other cases are none of this one's business
     entrants = [
-        Entrant("pronghorn", lambda some: some.pronghorn(some)),
+        Entrant("pronghorn", _pronghorn),
         Entrant("torch", lambda some: by_autograd(some, some.formula)),
         *(_other(name, case, device) for name in against),
     ]
@@ -155,8 +150,7 @@ def measure(case: Case, against: Sequence[str], repeats: int, watch: Stopwatch, 
     ways = {}
     for entrant in entrants:
         if entrant.gate["green"]:
-            way = entrant.make(case)
-            ways[entrant.name] = way
+            way = ways[entrant.name] = entrant.make(case)
             work = dict(zip(("forward", "backward"), way.work, strict=True))
             entrant.work = {part: amount for part, amount in work.items() if amount}
             if case.work[1] and not way.work[1]:
@@ -164,60 +158,20 @@ def measure(case: Case, against: Sequence[str], repeats: int, watch: Stopwatch, 
     for turn in range(WARM + repeats):
         for entrant in [entrant for entrant in entrants if entrant.gate["green"]]:
             try:
-                times = watch.timed(ways[entrant.name])
+                times = watch.timed(ways[entrant.name], case.calls)
             except Exception as error:  # whatever a library raises is for the table to tell
-                entrant.fail(_told(error))
-                _tidy()
+                entrant.fail(told(error))
+                tidy()
                 continue
             for part, ms in times.items() if turn >= WARM else ():
                 entrant.timings.setdefault(part, []).append(ms)
-    _ceilings(case, [entrant for entrant in entrants if entrant.timings], repeats, watch)
-    return entrants
-
-
-def judge(case: Case, entrants: Sequence[Entrant]) -> None:
-    """Compare each one's outputs and gradients with the formula in float64 (`parity.distance`).
-
-    The limit is twice the error of the formula itself, computed by torch in the dtype measured.
-    """
+    timed = [entrant for entrant in entrants if entrant.timings]
     try:
-        plain = _run(by_autograd(case, case.formula))
-        double = case.double()
-        exact = _run(by_autograd(double, double.formula))
+        _ceilings(case, timed, repeats, watch)
     except torch.OutOfMemoryError as error:
-        for entrant in entrants:
-            entrant.fail(f"can't be judged: {_told(error)}; give fewer --tokens")
-        return
-    for entrant in entrants:
-        try:
-            spoilt = [torch.full_like(x, torch.nan) for x in plain.values() for _ in range(2)]
-            del spoilt  # memory that is reused holds no right answers
-            found = _run(entrant.make(case))
-        except Exception as error:
-            entrant.fail(_told(error))
-            _tidy()
-            continue
-        reasons = [f"{name} is missing" for name in sorted(set(case.names) - set(found))]
-        errors: dict[str, dict[str, dict[str, float]]] = {}
-        for index, (name, mine) in enumerate(found.items()):
-            key = name.removesuffix(" again")
-            if mine.shape != exact[key].shape:
-                reasons.append(f"{name} has shape {tuple(mine.shape)}, not {tuple(exact[key].shape)}")
-                continue
-            off = distance(name, mine, plain[key], exact[key], slack=case.slack if index == 0 else 0.0)
-            norms = {"rms": (off.rms, off.rms_limit), "max": (off.maximum, off.maximum_limit)}
-            errors[name] = {norm: {"error": error, "limit": limit} for norm, (error, limit) in norms.items()}
-            reasons += [
-                f"{name} is off: {norm} error {error:.2g}, allowed is {limit:.2g}"
-                for norm, (error, limit) in norms.items()
-                if not error <= limit
-            ]
-        entrant.gate = {"green": not reasons, "reasons": reasons, "tokens": case.tokens, "errors": errors}
-
-
-def _run(way: Way) -> dict[str, Tensor]:
-    state = way.forward(way.start())
-    return {name: x.detach() for name, x in way.results(state, way.backward(state) if way.backward else ()).items()}
+        for entrant in timed:
+            entrant.notes.append(f"no ceiling: {told(error)}")
+    return entrants
 
 
 def _other(name: str, case: Case, device: str) -> Entrant:
@@ -232,6 +186,10 @@ def _other(name: str, case: Case, device: str) -> Entrant:
     elif device != "cuda":
         entrant.fail("needs an NVIDIA GPU: there is none here")
     return entrant
+
+
+def _pronghorn(case: Case) -> Way:
+    return case.pronghorn(case)
 
 
 def _liger(case: Case) -> Way:
@@ -263,8 +221,10 @@ def _ceilings(case: Case, entrants: Sequence[Entrant], repeats: int, watch: Stop
             entrant.ceiling_ms[part] = known[amount]
 
 
-def _result(case: Case, entrant: Entrant, options: OpsOptions, device: str) -> Result:
-    product = case.product is not None
+def _result(
+    op: str, shape: str, tokens: int, product: bool, entrant: Entrant, options: OpsOptions, device: str
+) -> Result:
+    """`product`: whether the ceiling is one; otherwise it is a copy."""
     rate = "TFLOP/s" if product else "GB/s"
     reached, share, ceilings = {}, {}, {}
     for part, amount in entrant.work.items() if entrant.timings else ():
@@ -277,7 +237,7 @@ def _result(case: Case, entrant: Entrant, options: OpsOptions, device: str) -> R
     return Result(
         command=command_line(),
         contender=entrant.name,
-        workload=Workload(f"{case.shape} {options.dtype}", case.op, case.tokens, "one", 1.0, 0),
+        workload=Workload(f"{shape} {options.dtype}", op, tokens, "one", 1.0, 0),
         gate=entrant.gate,
         timings_ms=entrant.timings,
         ceilings=ceilings,
@@ -292,15 +252,3 @@ def _result(case: Case, entrant: Entrant, options: OpsOptions, device: str) -> R
         commit=options.commit,
         versions=versions("liger-kernel"),
     )
-
-
-def _told(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0] if text else ''}"
-
-
-def _tidy() -> None:
-    """Give back what a failed contender held."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

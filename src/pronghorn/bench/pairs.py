@@ -43,6 +43,11 @@ class Outcome:
         """Whether the gate let it through."""
         return bool(self.gate["green"])
 
+    @property
+    def told(self) -> bool:
+        """Whether anything became of it yet."""
+        return bool(self.series.turns or self.gate["reasons"])
+
     def fail(self, reason: str) -> None:
         """Close the gate, and withhold what was measured."""
         self.gate = self.gate | {"green": False, "reasons": [*self.gate["reasons"], reason]}
@@ -63,6 +68,7 @@ class Pairs:
         repeats: timed steps of each contender in a pair.
         device_bytes: memory of the GPU, 0 without one.
         say: told what is being done.
+        keep: called whenever one is done with, since a long run may be cut off.
     """
 
     def __init__(
@@ -74,11 +80,13 @@ class Pairs:
         repeats: int,
         device_bytes: int,
         say: Callable[[str], None],
+        keep: Callable[[], None],
     ) -> None:
         self._rows, self._reference_path, self._reference = rows, reference, Reference.read(reference)
         self._folder, self._environment, self._repeats = folder, environment, repeats
-        self._device_bytes, self._say = device_bytes, say
+        self._device_bytes, self._say, self._keep = device_bytes, say, keep
         self._running: dict[str, Worker] = {}
+        self._limits: dict[str, int | None] = {}
         self._together = True
 
     def measure(self, first: Outcome, others: Sequence[Outcome]) -> None:
@@ -90,6 +98,7 @@ class Pairs:
         if not first.green:
             for other in others:
                 other.beside = {}
+        self._keep()
 
     def _measure(self, first: Outcome, others: Sequence[Outcome]) -> None:
         with self._recorded():
@@ -108,6 +117,7 @@ class Pairs:
                     self._pair(first, other)
             self._stop(other)
             self._together = True
+            self._keep()
         with self._recorded():
             if first.green and not first.series.turns:
                 self._alternate([first])
@@ -184,9 +194,11 @@ class Pairs:
         if outcome.label in self._running:
             return
         log = self._folder / f"{outcome.label.replace('/', '-')}.log"
+        self._limits[outcome.label] = outcome.spec.memory
         self._running[outcome.label] = Worker("contender", self._environment, log)
         loaded = self._ask(outcome, "load", spec=asdict(outcome.spec), rows=str(self._rows))
-        outcome.loaded = outcome.loaded or loaded  # later ones find their files in the host's memory
+        first = {name: outcome.loaded[name] for name in ("import_s", "load_s") if name in outcome.loaded}
+        outcome.loaded = loaded | first  # a later process finds its files in the host's memory, but may plan anew
         if outcome.green:
             self._ask(outcome, "steps", count=ROWS, warm=0)
 
@@ -202,10 +214,10 @@ class Pairs:
             raise _Failed(f"{outcome.label}: {error}") from error
 
     def _beside(self, outcome: Outcome) -> bool:
-        """Whether another process may be why its memory ran out: one runs, and limits don't keep the two apart."""
-        limit = outcome.spec.memory
-        apart = limit is not None and 2 * limit <= self._device_bytes
-        return not apart and any(label != outcome.label for label in self._running)
+        """Whether another process may be why its memory ran out: one runs, and limits don't keep them apart."""
+        others = [self._limits[label] for label in self._running if label != outcome.label]
+        limits = [math.inf if limit is None else limit for limit in (outcome.spec.memory, *others)]
+        return bool(others) and sum(limits) > self._device_bytes
 
     @contextmanager
     def _recorded(self) -> Iterator[None]:

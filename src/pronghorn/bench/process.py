@@ -45,6 +45,7 @@ class Worker:
                 text=True,
                 env=dict(environment),
                 cwd=log.parent,  # some libraries leave folders where they are started
+                close_fds=False,  # it holds the lock of `benchmarks/on_a_gpu.sh`, too, should this process die first
             )
 
     def ask(self, command: str, **arguments: Any) -> dict[str, Any]:
@@ -61,7 +62,7 @@ class Worker:
             line = self._process.stdout.readline()
         except BrokenPipeError:
             line = ""
-        if not line:
+        if not line.endswith("\n"):  # none, or killed within one
             code = self._process.wait()
             raise WorkerError(f"its process ended with code {code} during {command!r}", self._last_words())
         reply = json.loads(line)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import statistics
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,7 +17,7 @@ import torch
 
 from pronghorn.bench.timing import CudaClock
 from pronghorn.device import device_name, versions
-from pronghorn.errors import DataError
+from pronghorn.errors import ConfigError, DataError
 
 SCHEMA = "pronghorn-result-v1"
 
@@ -65,17 +67,36 @@ def command_line() -> str:
     return " ".join(["python", *(Path(part).name if "/" in part else part for part in sys.argv)])
 
 
-def write_results(results: list[Result], path: Path) -> None:
-    """Write results of one run as a JSON list."""
+def write_results(results: Sequence[Result], path: Path | None) -> None:
+    """Write results of one run as a JSON list; nowhere without a path."""
+    if path is not None:
+        write_json([asdict(result) for result in results], path)
+
+
+def write_json(value: Any, path: Path) -> None:
+    """Write the whole or nothing, in the place of what was kept of the run so far."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
+    writing = path.with_name(f"{path.name}.writing")
+    writing.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    writing.replace(path)
+    unfinished(path).unlink(missing_ok=True)
+
+
+def unfinished(path: Path) -> Path:
+    """Where a run that will write `path` keeps what it has so far: it may be cut off, and an earlier one's is whole."""
+    return path.with_name(f"{path.name}.unfinished")
+
+
+def keeper(path: Path | None) -> Callable[[Sequence[Result]], None]:
+    """What keeps the results so far of a run that will write `path`."""
+    return lambda results: write_results(results, None if path is None else unfinished(path))
 
 
 def read_results(path: Path) -> list[Result]:
     """The results in a file that `write_results` wrote.
 
     Raises:
-        DataError: no JSON, or results of another schema than this version writes.
+        DataError: no JSON, results of another schema than this version writes, or damaged ones.
     """
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
@@ -86,13 +107,31 @@ def read_results(path: Path) -> list[Result]:
     if schemas - {SCHEMA}:
         found = ", ".join(sorted(map(str, schemas)))
         raise DataError(f"{path} has results of schema {found}, not {SCHEMA}", "measure again, or give another file")
-    return [Result(**{**row, "workload": Workload(**row["workload"])}) for row in rows]
+    try:
+        return [Result(**{**row, "workload": Workload(**row["workload"])}) for row in rows]
+    except (KeyError, TypeError) as error:  # says the right schema, but isn't
+        raise DataError(f"{path} is damaged ({error})", "measure again, or leave it out") from error
 
 
 def check_out(path: Path | None) -> None:
-    """Refuse to write over a file that holds no results (DataError)."""
-    if path is not None and path.exists():
+    """Refuse, before anything is measured, to write over a file that holds no results (DataError), or where nothing can
+    be written (ConfigError)."""
+    if path is None:
+        return
+    check_writable(path)
+    if path.exists():
         read_results(path)
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a folder, and a file in a folder where none can be made (ConfigError)."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path.parent).close()
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "it is a folder")
+    except OSError as error:
+        raise ConfigError(f"--out {path} can't be written: {error.strerror}", "name another file") from error
 
 
 def measure_ceilings() -> dict[str, float]:

@@ -93,7 +93,7 @@ def collect(paths: Sequence[Path]) -> tuple[list[Case], list[str]]:
     notes: list[str] = []
     cases: dict[tuple[object, ...], Case] = {}
     for path, named in _files(paths):
-        reported = [Found(result, path) for result in _read(path) if kind_of(result)]
+        reported = [Found(result, path) for result in read_results(path) if kind_of(result)]
         if named and not reported:
             raise DataError(f"{path} has no results of {_COMMANDS}", "give a file that one of these wrote")
         if not reported:
@@ -131,13 +131,6 @@ def _files(paths: Sequence[Path]) -> list[tuple[Path, bool]]:
         else:
             raise ConfigError(f"{path} is no file and no folder", "give result files, or the folder they are in")
     return files
-
-
-def _read(path: Path) -> list[Result]:
-    try:
-        return read_results(path)
-    except (KeyError, TypeError) as error:  # says the right schema, but isn't
-        raise DataError(f"{path} is damaged ({error})", "measure again, or leave it out") from error
 
 
 def _date(found: Found) -> datetime:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from pronghorn.bench.record import Result
 from pronghorn.bench.report import Case, by_device, contenders_of
 from pronghorn.errors import UnsupportedError
 
@@ -38,14 +39,9 @@ def draw(cases: Sequence[Case]) -> dict[str, bytes]:
     Raises:
         UnsupportedError: matplotlib isn't installed.
     """
-    try:
-        from matplotlib import style
-    except ImportError as error:
-        raise UnsupportedError("figures need matplotlib", "pip install 'pronghorn[report]'") from error
     names = contenders_of(case for case in cases if case.kind == "step")
-    colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
-    figures: dict[str, bytes] = {}
-    with style.context(["default", _STYLE]):  # nothing of the user's own style
+    colours, figures = _colours(names), {}
+    with _style():
         for device, group in by_device(cases, "step").items():
             models: dict[str, list[Case]] = {}
             for case in group:
@@ -61,13 +57,44 @@ def draw(cases: Sequence[Case]) -> dict[str, bytes]:
     return figures
 
 
+def memory_time(title: str, results: Sequence[Result]) -> bytes:
+    """Time over memory of results of `bench step` and `benchmarks/memory_time.py`: a contender's limits are one line.
+
+    Raises:
+        UnsupportedError: matplotlib isn't installed.
+    """
+    lines: dict[tuple[str, str], list[tuple[float, float, str]]] = {}
+    for each in results:
+        mode = each.extra["recompute"]
+        limited = "," in mode
+        name = each.contender.partition(",")[0] + ", limited" * limited
+        point = each.memory_bytes["peak"] / 2**30, each.median("step"), "" if limited else mode
+        lines.setdefault((name, ""), []).append(point)
+    lines = {key: sorted(line) for key, line in lines.items()}
+    with _style():
+        return _svg(_memory_time(title, lines, _colours([name for name, _ in lines])), "memory_time.py")
+
+
+def _style() -> Any:
+    """Of every figure; nothing of the user's own."""
+    try:
+        from matplotlib import style
+    except ImportError as error:
+        raise UnsupportedError("figures need matplotlib", "pip install 'pronghorn[report]'") from error
+    return style.context(["default", _STYLE])
+
+
+def _colours(names: Sequence[str]) -> dict[str, str]:
+    return {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
+
+
 def _slug(text: str) -> str:
     return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")
 
 
-def _svg(figure: Any) -> bytes:
+def _svg(figure: Any, creator: str = STAMP) -> bytes:
     written = io.BytesIO()
-    figure.savefig(written, format="svg", transparent=True, metadata={"Date": None, "Creator": STAMP})
+    figure.savefig(written, format="svg", transparent=True, metadata={"Date": None, "Creator": creator})
     return written.getvalue()
 
 

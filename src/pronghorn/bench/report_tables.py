@@ -93,7 +93,7 @@ def _time(case: Case, name: str) -> str:
         return MISSING
     if not found.shown:
         return "not timed" if found.result.gate.get("green") else _verdict(found)
-    return _step_time(found.result) if case.kind == "step" else _op_time(found.result, case)
+    return _step_time(found.result) if case.kind == "step" else _op_time(found, case)
 
 
 def _verdict(found: Found) -> str:
@@ -112,11 +112,11 @@ def _step_time(result: Result) -> str:
     return f"{time}, {median:.2f} × ({least:.2f} to {most:.2f})"
 
 
-def _op_time(result: Result, case: Case) -> str:
-    """Forward and backward together, the ratio to Pronghorn's, and each part's share of its ceiling."""
-    first = case.by_contender.get("pronghorn")
+def _op_time(found: Found, case: Case) -> str:
+    """Forward and backward together, the ratio to Pronghorn's of the same run, and each part's share of its ceiling."""
+    first, result = case.by_contender.get("pronghorn"), found.result
     time = f"{result.median('step'):.3g}"
-    if first is not None and first.shown and first.result is not result:
+    if first is not None and first.shown and first is not found and first.path == found.path:
         time += f", {result.median('step') / first.result.median('step'):.2f} ×"
     shares = [f"{share:.0%}" for share in result.extra.get("share_of_ceiling", {}).values()]
     return time + (f" ({', '.join(shares)})" if shares else "")

@@ -5,7 +5,9 @@ Random weights cost what trained ones cost, and need no download. Facts from the
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -131,20 +133,35 @@ def check_model(model: str) -> None:
         )
 
 
+def has_experts(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json's layers have experts."""
+    return "num_experts" in config or "num_local_experts" in config
+
+
+def check_experts(model: str) -> None:
+    """Refuse a model without experts (ConfigError)."""
+    if not has_experts(shape_of(model) or json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))):
+        raise ConfigError(f"--experts lora: {model} has no experts", "leave it out")
+
+
 def checkpoint_of(model: str, folder: Path, seed: int) -> Path:
     """The folder to load a shape or a real checkpoint from; a shape is written below `folder` if it isn't there yet.
 
-    Written under another name and renamed when whole, so that an interrupted run leaves nothing that looks complete.
+    Written under another name and renamed when whole, so that an interrupted run leaves nothing that looks complete;
+    another process that wants the same one waits for it.
     """
+    from filelock import FileLock
+
     shape = shape_of(model)
     if shape is None:
         return Path(model)
-    target = folder / f"{model}-seed{seed}"
-    if not target.is_dir():
-        unfinished = target.with_suffix(".unfinished")
-        shutil.rmtree(unfinished, ignore_errors=True)
-        write_checkpoint(shape, unfinished, seed)
-        unfinished.rename(target)
+    target, unfinished, lock = (folder / f"{model}-seed{seed}{end}" for end in ("", ".unfinished", ".lock"))
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(lock):
+        if not target.is_dir():
+            shutil.rmtree(unfinished, ignore_errors=True)
+            write_checkpoint(shape, unfinished, seed)
+            unfinished.rename(target)
     return target
 
 

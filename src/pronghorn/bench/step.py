@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from pronghorn.bench.contenders.pronghorn import SWITCHES
 from pronghorn.bench.pairs import Outcome, Pairs
 from pronghorn.bench.process import Worker
 from pronghorn.bench.record import Result, Workload, command_line
-from pronghorn.bench.shapes import check_model, shape_of
+from pronghorn.bench.shapes import check_experts, check_model, shape_of
 from pronghorn.bench.timing import spread
 from pronghorn.bench.workload import Row, check_rows, make_rows, write_rows
 from pronghorn.errors import ConfigError, UnsupportedError
@@ -76,6 +76,10 @@ def check_options(options: StepOptions) -> dict[str, tuple[str, dict[str, str]]]
     """
     check_model(options.model)
     check_rows(options.tokens, options.lengths, options.labelled)
+    if options.experts == "lora" and options.method == "full":
+        raise ConfigError("--experts lora with --method full: all weights are trained", "leave one of them out")
+    if options.experts == "lora":
+        check_experts(options.model)
     if options.method == "qlora" and importlib.util.find_spec("bitsandbytes") is None:
         raise UnsupportedError("--method qlora needs bitsandbytes", "pip install 'pronghorn[nf4]'")
     if options.memory is not None and options.memory < LEAST_MEMORY:
@@ -98,12 +102,18 @@ def check_options(options: StepOptions) -> dict[str, tuple[str, dict[str, str]]]
     return entrants
 
 
-def bench_step(options: StepOptions, environment: Mapping[str, str], say: Callable[[str], None]) -> list[Result]:
+def bench_step(
+    options: StepOptions,
+    environment: Mapping[str, str],
+    say: Callable[[str], None],
+    keep: Callable[[Sequence[Result]], None],
+) -> list[Result]:
     """Measure; one result a contender, in the order asked for, also for those that failed or aren't installed.
 
     Args:
         environment: of every process that is started.
         say: told what is being done.
+        keep: given the results so far after each contender.
     Raises:
         ConfigError, DataError: options that can't be served.
         WorkerError: the checkpoint or the reference could not be made.
@@ -112,15 +122,32 @@ def bench_step(options: StepOptions, environment: Mapping[str, str], say: Callab
     with tempfile.TemporaryDirectory(prefix="pronghorn-bench-") as name:
         folder = Path(name)
         prepared = prepare(options, folder, environment, say)
-        first, *others = [
+        outcomes = [
             Outcome(label, replace(prepared.spec, contender=contender, switches=switches))
             for label, (contender, switches) in entrants.items()
         ]
-        rows = folder / "rows.json"
-        Pairs(rows, prepared.reference, folder, environment, options.repeats, prepared.device_bytes, say).measure(
-            first, others
-        )
-    return [result_of(options, outcome, prepared) for outcome in (first, *others)]
+        return measure(options, prepared, outcomes, folder, environment, say, keep)
+
+
+def measure(
+    options: StepOptions,
+    prepared: Prepared,
+    outcomes: Sequence[Outcome],
+    folder: Path,
+    environment: Mapping[str, str],
+    say: Callable[[str], None],
+    keep: Callable[[Sequence[Result]], None],
+) -> list[Result]:
+    """The first outcome's contender by turns with each of the others."""
+
+    def results() -> list[Result]:
+        return [result_of(options, outcome, prepared) for outcome in outcomes if outcome.told]
+
+    Pairs(
+        folder / "rows.json", prepared.reference, folder, environment, options.repeats, prepared.device_bytes, say,
+        keep=lambda: keep(results()),
+    ).measure(outcomes[0], outcomes[1:])  # fmt: skip
+    return results()
 
 
 def prepare(options: StepOptions, folder: Path, environment: Mapping[str, str], say: Callable[[str], None]) -> Prepared:

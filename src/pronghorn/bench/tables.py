@@ -11,6 +11,7 @@ from rich.table import Table
 
 from pronghorn.bench.record import Result
 from pronghorn.bench.timing import spread
+from pronghorn.parity.distance import listed
 
 WITHHELD = "–"
 Figure = Callable[[Result], str]
@@ -40,7 +41,7 @@ def ops_table(results: Sequence[Result]) -> RenderableType:
 
 
 def _of_op(results: Sequence[Result]) -> Table:
-    rate = results[0].extra["rate"]
+    rate = max(results, key=lambda result: bool(result.timings_ms)).extra["rate"]  # who failed may not know it
     table = Table(title=escape(results[0].workload.method), title_justify="left")
     for name in ("shape", "contender", "gate"):
         table.add_column(name, overflow="fold")
@@ -63,19 +64,19 @@ def _device(result: Result) -> str:
 
 
 def _remarks(results: Sequence[Result], case: Figure) -> Iterable[str]:
-    """Each failure with the case it is about, and each note, once."""
-    failures = [
-        f"[red]{escape(result.contender)}:[/] {escape(reason + case(result))}"
-        for result in results
-        for reason in result.gate["reasons"]
-    ]
+    """Each failure, with the cases it is about, and each note, once."""
+    failures: dict[str, list[str]] = {}
+    for result in results:
+        for reason in result.gate["reasons"]:
+            what = f"[red]{escape(result.contender)}:[/] {escape(reason)}"
+            failures.setdefault(what, []).append(case(result))
+    told = [what + escape(f" ({listed(where)})" if any(where) else "") for what, where in failures.items()]
     notes = [f"[dim]{escape(f'{r.contender}: {note}')}[/]" for r in results for note in r.extra["notes"]]
-    return dict.fromkeys(failures + notes)
+    return dict.fromkeys(told + notes)
 
 
 def _case(result: Result) -> str:
-    """Which case a reason is about, unless it is the same for all."""
-    return f" ({result.workload.method}, {result.workload.shape})" if "errors" in result.gate else ""
+    return f"{result.workload.method}, {result.workload.shape}"
 
 
 def _cell(result: Result, figure: Figure) -> str:

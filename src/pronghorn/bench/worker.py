@@ -65,7 +65,6 @@ class ContenderProcess:
             "import_s": imported - start,
             "load_s": time.perf_counter() - imported,
             "notes": notes,
-            "trained_parameters": sum(p.numel() for p in parameters),
             "versions": versions(*contender.requirements),
         }
 

@@ -15,8 +15,12 @@ from pronghorn.cli.options import Checkpoints, Commit, Debug, Method, Results, S
 
 bench = typer.Typer(help="Measure, with a gate first: who computes something else is not faster.", no_args_is_help=True)
 
-CHILD_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "UNSLOTH_DISABLE_STATISTICS": "1"}
-"""Measured processes talk to nobody."""
+
+def environment() -> dict[str, str]:
+    """Of measured processes: they import what this one does, and talk to nobody."""
+    paths = os.pathsep.join(str(Path(path).resolve()) for path in sys.path)
+    alone = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "UNSLOTH_DISABLE_STATISTICS": "1"}
+    return {**os.environ, **alone, "PYTHONPATH": paths}
 
 
 @bench.command(no_args_is_help=True)
@@ -92,7 +96,7 @@ def step(
       pronghorn bench step --model tiny --tokens 256 --against hf
     """
     with plain_errors(debug):
-        from pronghorn.bench.record import check_out, write_results
+        from pronghorn.bench.record import check_out, keeper, write_results
         from pronghorn.bench.step import StepOptions, bench_step
         from pronghorn.bench.tables import step_table
         from pronghorn.memory.devices import parse_bytes
@@ -114,12 +118,9 @@ def step(
             checkpoints=checkpoints,
             commit=commit,
         )
-        paths = os.pathsep.join(str(Path(path).resolve()) for path in sys.path)  # processes import what this one does
-        environment = {**os.environ, **CHILD_ENVIRONMENT, "PYTHONPATH": paths}
-        results = bench_step(options, environment, progress())
+        results = bench_step(options, environment(), progress(), keeper(out))
+        write_results(results, out)
         Console().print(step_table(results))
-        if out is not None:
-            write_results(results, out)
     if not results[0].gate["green"]:
         raise typer.Exit(1)
 
@@ -168,15 +169,14 @@ def ops(
     """
     with plain_errors(debug):
         from pronghorn.bench.ops import OpsOptions, bench_ops
-        from pronghorn.bench.record import check_out, write_results
+        from pronghorn.bench.record import check_out, keeper, write_results
         from pronghorn.bench.tables import ops_table
 
         check_out(out)
         others = None if against is None else names(against)
         options = OpsOptions(tuple(op or ()), tokens, dtype, repeats, others, commit)
-        results = bench_ops(options, progress())
+        results = bench_ops(options, progress(), keeper(out))
+        write_results(results, out)
         Console().print(ops_table(results))
-        if out is not None:
-            write_results(results, out)
     if not all(result.gate["green"] for result in results if result.contender == "pronghorn"):
         raise typer.Exit(1)

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
+from pronghorn.bench.shapes import has_experts
 from pronghorn.bench.workload import Row
 from pronghorn.data.packing import IGNORE_INDEX
 from pronghorn.parity.parameters import trainable
@@ -56,7 +57,7 @@ class Spec:
     @property
     def adapters(self) -> dict[str, Any]:
         """Arguments of `peft.LoraConfig`: every linear; with experts attention's, and the experts if asked."""
-        routed = "num_experts" in self.config or "num_local_experts" in self.config
+        routed = has_experts(self.config)
         found = {"r": RANK, "lora_alpha": RANK, "target_modules": list(TARGETS[:4] if routed else TARGETS)}
         experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if routed and self.experts == "lora" else []
         return found | ({"target_parameters": experts} if experts else {})
@@ -133,6 +134,21 @@ def set_adapters(model: Any, seed: int) -> None:
             deviation = 0.01 if ".lora_B." in name else (3 * parameter.shape[1]) ** -0.5
             generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
             parameter.copy_(torch.empty(parameter.shape).normal_(0, deviation, generator=generator))
+
+
+def lora_model(shape: Mapping[str, Any], seed: int) -> Any:
+    """A shape with transformers' own random weights in bf16 and LoRA on all linears, on the device and in training."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from pronghorn.models.lora import add_lora
+
+    torch.manual_seed(seed)
+    with torch.device(device()):
+        model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape), dtype=torch.bfloat16)
+    model = add_lora(model, r=RANK, lora_alpha=RANK, target_modules=TARGETS)
+    set_adapters(model, seed)
+    return model.train()
 
 
 def weights_dtype(method: Method) -> Any:
