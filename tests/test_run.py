@@ -156,4 +156,5 @@ def test_two_processes_make_one_run(recipe: Any, tmp_path: Path) -> None:
     assert done.stdout.count("Held-out loss before training") == 1
     record = RunRecord.read(tmp_path / "run")
     assert record.heldout["after"] < record.heldout["before"] and len(record.steps) == 6
+    assert all(512 < step["tokens"] <= 1024 for step in record.steps)  # of both
     assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").is_file()

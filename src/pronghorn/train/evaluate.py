@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from pronghorn.data.batch import Collator
 from pronghorn.data.packed_rows import PackedRows
+from pronghorn.device import processes
 from pronghorn.models.families import base_causal_lm, has_experts
 
 
@@ -34,23 +35,18 @@ def heldout_loss(model: Any, rows: PackedRows, indices: Sequence[int], collator:
                 total += torch.stack([loss, torch.full_like(loss, n)])
     finally:
         model.train(was_training)
-    if _distributed():
+    if processes() > 1:
         dist.all_reduce(total)
     return (total[0] / total[1].clamp(min=1)).item()
 
 
 def _share(indices: Sequence[int]) -> list[tuple[int, bool]]:
     """This rank's rows and whether each counts. All ranks get equally many: sharded models communicate in a forward."""
-    if not _distributed():
-        return [(index, True) for index in indices]
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    ranks = processes()
+    rank = dist.get_rank() if ranks > 1 else 0
     each = -(-len(indices) // ranks)
     mine = list(indices)[rank::ranks]
     return [(index, True) for index in mine] + [(indices[0], False)] * (each - len(mine))
-
-
-def _distributed() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 @torch.no_grad()
