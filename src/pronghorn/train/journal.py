@@ -14,7 +14,6 @@ from typing import Any
 from pronghorn.config import Recipe
 from pronghorn.device import versions
 from pronghorn.errors import ConfigError, DataError
-from pronghorn.train import checkpoint
 from pronghorn.train.record import FILE_NAME as RECORD
 
 FILE_NAME = "journal.json"
@@ -53,6 +52,8 @@ class Journal:
     """The last step, once training has ended."""
     stopped: str | None = None
     """Why it ended before the last planned step, if it did."""
+    processes: int | None = None
+    """How many trained, so that each step had the rows of so many."""
     resumed_at: list[int] = field(default_factory=list)
     """The steps at which the run was taken up again."""
     versions: dict[str, str] = field(default_factory=versions)
@@ -88,8 +89,9 @@ def open_journal(output: Path, recipe: Recipe, allow: bool) -> Journal:
             f"{output} holds an unfinished run of another recipe: {listed}",
             "put them back, choose another train.output, or give --allow to go on with the changed recipe",
         )
+    if changed:
+        journal.trained = journal.stopped = None  # there may be more to train now
     journal.recipe = recipe.to_dict()
-    checkpoint.clear_leftovers(output)
     return journal
 
 
@@ -114,6 +116,16 @@ def check_data(journal: Journal, split: str, key: str, allow: bool) -> None:
             "put them back, choose another train.output, or give --allow to go on with the data as they are",
         )
     journal.data[split] = key
+
+
+def check_processes(journal: Journal, count: int, allow: bool) -> None:
+    """Note how many processes train; refuse another number than the run began with, unless `allow`."""
+    if journal.processes not in (None, count) and not allow:
+        raise ConfigError(
+            f"the run began with {journal.processes} processes and would go on with {count}, its steps with other rows",
+            "start as many, choose another train.output, or give --allow to go on with these",
+        )
+    journal.processes = count
 
 
 def _read(path: Path) -> Journal:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from trl import SFTConfig
 from pronghorn.config import Recipe
 from pronghorn.data.batch import Collator
 from pronghorn.data.packed_rows import PackedRows, PackingStats
-from pronghorn.device import device_name, graph_bytes, versions
+from pronghorn.device import device_name, graph_bytes, processes, versions
 from pronghorn.errors import ConfigError, RunStopped, TrainingError
 from pronghorn.export.folder import whole_folder
 from pronghorn.memory.devices import parse_bytes
@@ -31,7 +30,7 @@ from pronghorn.train.checkpoint import checkpoints, clear_leftovers, step_of
 from pronghorn.train.control import RunControl, trained_seconds
 from pronghorn.train.documents import find, prepare, tokenizer_for
 from pronghorn.train.evaluate import answer, heldout_loss
-from pronghorn.train.journal import Journal, check_data, open_journal
+from pronghorn.train.journal import Journal, check_data, check_processes, open_journal
 from pronghorn.train.progress import ProgressCallback, track
 from pronghorn.train.record import RunRecord
 from pronghorn.train.report import check_report_dependencies, write_report
@@ -73,13 +72,14 @@ def run(recipe: Recipe, console: Console, allow: bool = False) -> RunRecord:
     control = RunControl(recipe.train.max_minutes, recipe.train.save_minutes, recipe.train.patience)
     progress = ProgressCallback(console, recipe.train.max_minutes)
     trainer = _trainer(recipe, model, tokenizer, documents.dataset, heldout, [control, progress])
+    check_processes(journal, processes(), allow)
     packing = _packing(recipe, trainer, documents.dataset, console)
     if trainer.accelerator.is_main_process:
         clear_leftovers(output)
     trainer.accelerator.wait_for_everyone()
 
     if not journal.judged:
-        journal.before, journal.answers = _judge(recipe, model, tokenizer, heldout, console, "before")
+        journal.before, journal.answers = _judge(recipe, trainer, heldout, console, "before")
         journal.judged = True
     _note(journal, trainer)
     trainer.note = lambda text: console.print(f"[yellow]{escape(text)}[/]")
@@ -91,7 +91,7 @@ def run(recipe: Recipe, console: Console, allow: bool = False) -> RunRecord:
         with whole_folder(output / ("adapter" if recipe.adapter.method == "lora" else "model")) as folder:
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
-    after, answers_after = _judge(recipe, model, tokenizer, heldout, console, "after")
+    after, answers_after = _judge(recipe, trainer, heldout, console, "after")
 
     history: list[Any] = trainer.state.log_history
     record = RunRecord(
@@ -205,14 +205,15 @@ def _packing(recipe: Recipe, trainer: SFTTrainer, documents: Any, console: Conso
 
 
 def _judge(
-    recipe: Recipe, model: Any, tokenizer: Any, heldout: PackedRows | None, console: Console, when: str
+    recipe: Recipe, trainer: SFTTrainer, heldout: PackedRows | None, console: Console, when: str
 ) -> tuple[float | None, list[str]]:
     """Held-out loss (None without held-out data) and the answers to the sample prompts."""
+    model: Any = trainer.model
+    tokenizer: Any = trainer.processing_class
     loss = None
     if heldout is not None:
         collator = Collator(recipe.model.max_seq_length, tokenizer.pad_token_id)
-        autocast = autocast_dtype(recipe)
-        with torch.autocast(model.device.type, autocast) if autocast else nullcontext():
+        with trainer.accelerator.autocast():
             loss = heldout_loss(
                 model,
                 heldout,
