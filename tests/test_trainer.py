@@ -15,6 +15,7 @@ import torch
 import trl
 from datasets import Dataset
 from peft import LoraConfig
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import TrainingArguments
@@ -505,12 +506,29 @@ def full_disk(*_: Any, **__: Any) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
+def full_disk_to_safetensors(*_: Any, **__: Any) -> None:
+    raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+
+def full_disk_to_torch(*_: Any, **__: Any) -> None:
+    raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
+
+
 def ctrl_c(*_: Any, **__: Any) -> None:
     raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("where", ["optimizer", "weights"])
-@pytest.mark.parametrize(("failure", "raised"), [(full_disk, TrainingError), (ctrl_c, KeyboardInterrupt)])
+@pytest.mark.parametrize(
+    ("failure", "free", "raised"),
+    [
+        (full_disk, 2**30, TrainingError),
+        (full_disk_to_safetensors, 2**30, TrainingError),
+        (full_disk_to_torch, 0, TrainingError),
+        (full_disk_to_torch, 2**30, RuntimeError),
+        (ctrl_c, 2**30, KeyboardInterrupt),
+    ],
+)
 def test_a_save_that_fails_midway_leaves_earlier_checkpoints_whole(
     stories: Path,
     documents: Dataset,
@@ -518,6 +536,7 @@ def test_a_save_that_fails_midway_leaves_earlier_checkpoints_whole(
     monkeypatch: pytest.MonkeyPatch,
     where: str,
     failure: Callable[..., None],
+    free: int,
     raised: type[BaseException],
 ) -> None:
     model, tokenizer = adapted(stories)
@@ -527,6 +546,7 @@ def test_a_save_that_fails_midway_leaves_earlier_checkpoints_whole(
 
     def second_fails(*args: Any, **kwargs: Any) -> None:
         if trainer.state.global_step == 2:
+            monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=free))
             if where == "optimizer":
                 monkeypatch.setattr(torch, "save", failure)
             else:
@@ -534,9 +554,10 @@ def test_a_save_that_fails_midway_leaves_earlier_checkpoints_whole(
         save(*args, **kwargs)
 
     trainer._save_checkpoint = second_fails
-    with pytest.raises(raised):
+    with pytest.raises(raised) as error:
         trainer.train()
     monkeypatch.undo()
+    assert error.type is raised
     assert [p.name for p in (tmp_path / "run").iterdir() if p.is_dir()] == ["checkpoint-1"]
     model_2, _ = adapted(stories)
     again = SFTTrainer(model_2, args, train_dataset=documents, tokenizer=tokenizer)

@@ -11,7 +11,6 @@ Everything TRL's users know stays: `SFTConfig`, its data formats, its tokenising
 
 from __future__ import annotations
 
-import errno
 import logging
 import shutil
 import time
@@ -28,6 +27,7 @@ from torch import Tensor
 from pronghorn.data.batch import Collator
 from pronghorn.data.packed_rows import PackedRows
 from pronghorn.errors import ConfigError, DataError, TrainingError, UnsupportedError
+from pronghorn.export.folder import disk_is_full
 from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import Handle, attach, attached
 from pronghorn.train import checkpoint
@@ -245,8 +245,8 @@ class SFTTrainer(trl.SFTTrainer):
                 self._name_best(output, aside / name)
                 checkpoint.seal(aside / name, self._fingerprint)
                 checkpoint.publish(aside / name, output / name)
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
+        except Exception as error:
+            if not disk_is_full(error, output):
                 raise
             raise TrainingError(
                 f"the disk is full: {name} could not be saved",
