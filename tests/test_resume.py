@@ -25,7 +25,7 @@ from pronghorn.config import Recipe
 from pronghorn.errors import ConfigError, DataError, PronghornError, RunStopped
 from pronghorn.train.checkpoint import Fingerprint, checkpoints, clear_leftovers, seal
 from pronghorn.train.control import RunControl, trained_seconds
-from pronghorn.train.journal import open_journal
+from pronghorn.train.journal import open_journal, sole_run
 from pronghorn.train.record import RunRecord
 from pronghorn.train.run import run
 
@@ -247,6 +247,28 @@ def test_another_number_of_processes(make: Make, unfinished: Path) -> None:
     with pytest.raises(ConfigError, match="began with 2 processes and would go on with 1, its steps with other rows"):
         run(make("run"), QUIET)
     assert len(run(make("run"), QUIET, allow=True).steps) == 12
+
+
+def test_two_runs_in_one_folder(make: Make, unfinished: Path, monkeypatch: Any) -> None:
+    """As when torchrun is killed, and its processes go on."""
+    monkeypatch.setattr("pronghorn.train.journal.PATIENCE", 0.1)
+    hold = "import sys; from filelock import FileLock\nwith FileLock(sys.argv[1]): print(flush=True), sys.stdin.read()"
+    command = [sys.executable, "-c", hold, str(unfinished / ".lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        before = {path: path.stat().st_mtime_ns for path in unfinished.iterdir()}
+        with pytest.raises(ConfigError, match="another process trains the run in"):
+            run(make("run"), QUIET)
+        assert {path: path.stat().st_mtime_ns for path in unfinished.iterdir()} == before
+        other.kill()
+    assert run(make("run"), QUIET).resumed_at == [5]
+
+
+def test_killed_before_the_journal(make: Make, tmp_path: Path) -> None:
+    with sole_run(tmp_path / "run"):
+        pass
+    assert (tmp_path / "run/.lock").exists() and len(run(make("run"), QUIET).steps) == 12
 
 
 def test_opening_a_run_moves_nothing(make: Make, unfinished: Path) -> None:

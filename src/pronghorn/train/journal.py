@@ -7,9 +7,13 @@ training has ended, each time whole. `run.json` is there when everything is.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from pronghorn.config import Recipe
 from pronghorn.device import versions
@@ -18,6 +22,10 @@ from pronghorn.train.record import FILE_NAME as RECORD
 
 FILE_NAME = "journal.json"
 SCHEMA = "pronghorn-journal-v1"
+
+LOCK = ".lock"
+PATIENCE = 5.0
+"""Seconds that a process which was just killed may take to be gone."""
 
 FREE = (
     "report",
@@ -78,7 +86,7 @@ def open_journal(output: Path, recipe: Recipe, allow: bool) -> Journal:
     if (output / RECORD).exists():
         raise ConfigError(f"{output} already holds a finished run", "choose another train.output or delete the folder")
     if not path.exists():
-        if output.exists() and any(output.iterdir()):
+        if output.exists() and any(path.name != LOCK for path in output.iterdir()):
             raise ConfigError(f"{output} is not empty, and no run was begun there", "choose another train.output")
         return Journal(recipe.to_dict())
     journal = _read(path)
@@ -116,6 +124,28 @@ def check_data(journal: Journal, split: str, key: str, allow: bool) -> None:
             "put them back, choose another train.output, or give --allow to go on with the data as they are",
         )
     journal.data[split] = key
+
+
+@contextmanager
+def sole_run(output: Path) -> Iterator[None]:
+    """Within it no other run writes into `output`; one that is killed lets go of it.
+
+    Raises:
+        ConfigError: another one does.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(output / LOCK)
+    try:
+        lock.acquire(timeout=PATIENCE)
+    except Timeout:
+        raise ConfigError(
+            f"another process trains the run in {output}",
+            "wait for it, or end it first: torchrun's processes go on when torchrun itself was killed",
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def check_processes(journal: Journal, count: int, allow: bool) -> None:

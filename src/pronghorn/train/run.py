@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from pronghorn.train.checkpoint import checkpoints, clear_leftovers, step_of
 from pronghorn.train.control import RunControl, trained_seconds
 from pronghorn.train.documents import find, prepare, tokenizer_for
 from pronghorn.train.evaluate import answer, heldout_loss
-from pronghorn.train.journal import Journal, check_data, check_processes, open_journal
+from pronghorn.train.journal import Journal, check_data, check_processes, open_journal, sole_run
 from pronghorn.train.progress import ProgressCallback, track
 from pronghorn.train.record import RunRecord
 from pronghorn.train.report import check_report_dependencies, write_report
@@ -73,58 +74,62 @@ def run(recipe: Recipe, console: Console, allow: bool = False) -> RunRecord:
     progress = ProgressCallback(console, recipe.train.max_minutes)
     trainer = _trainer(recipe, model, tokenizer, documents.dataset, heldout, [control, progress])
     check_processes(journal, processes(), allow)
-    packing = _packing(recipe, trainer, documents.dataset, console)
-    if trainer.accelerator.is_main_process:
-        clear_leftovers(output)
-    trainer.accelerator.wait_for_everyone()
+    main = trainer.accelerator.is_main_process
+    with sole_run(output) if main else nullcontext():
+        packing = _packing(recipe, trainer, documents.dataset, console)
+        if main:
+            clear_leftovers(output)
+        trainer.accelerator.wait_for_everyone()
 
-    if not journal.judged:
-        journal.before, journal.answers = _judge(recipe, trainer, heldout, console, "before")
-        journal.judged = True
-    _note(journal, trainer)
-    trainer.note = lambda text: console.print(f"[yellow]{escape(text)}[/]")
-    try:
-        _train(recipe, trainer, control, journal, console)
-    finally:
-        progress.close()
-    if trainer.accelerator.is_main_process:
-        with whole_folder(output / ("adapter" if recipe.adapter.method == "lora" else "model")) as folder:
-            model.save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
-    after, answers_after = _judge(recipe, trainer, heldout, console, "after")
+        if not journal.judged:
+            journal.before, journal.answers = _judge(recipe, trainer, heldout, console, "before")
+            journal.judged = True
+        _note(journal, trainer)
+        trainer.note = lambda text: console.print(f"[yellow]{escape(text)}[/]")
+        try:
+            _train(recipe, trainer, control, journal, console)
+        finally:
+            progress.close()
+        if main:
+            with whole_folder(output / ("adapter" if recipe.adapter.method == "lora" else "model")) as folder:
+                model.save_pretrained(folder)
+                tokenizer.save_pretrained(folder)
+        after, answers_after = _judge(recipe, trainer, heldout, console, "after")
 
-    history: list[Any] = trainer.state.log_history
-    record = RunRecord(
-        recipe=recipe.to_dict(),
-        model=recipe.model.name,
-        device=device_name(),
-        versions=versions(),
-        packing={
-            **vars(packing),
-            "dropped": documents.dropped,
-            "truncated": documents.truncated,
-            "split": documents.split,
-            "sources": [asdict(count) for count in documents.counts],
-        },
-        paths=[vars(path) for path in handle.paths(autocast_dtype(recipe))],
-        steps=_steps(history),
-        heldout={"before": journal.before, "after": after, "rows": len(heldout) if heldout is not None else 0},
-        samples=[
-            {"prompt": prompt, "before": first, "after": last}
-            for prompt, first, last in zip(recipe.report.sample_prompts, journal.answers, answers_after, strict=True)
-        ],
-        trainable=trainable_parameters(model),
-        seconds=time.perf_counter() - started + control.seconds_before,
-        stopped=journal.stopped or ("max_steps" if recipe.train.max_steps else "epochs"),
-        peak_memory_bytes=_peak_memory(model.device),
-        evaluations=[{"step": e["step"], "loss": e["eval_loss"]} for e in history if "eval_loss" in e],
-        resumed_at=journal.resumed_at,
-        out_of_memory=[entry["out_of_memory"] for entry in history if "out_of_memory" in entry],
-    )
-    if trainer.accelerator.is_main_process:
-        record.write(output)
-        if recipe.report.html:
-            write_report(record, output)
+        history: list[Any] = trainer.state.log_history
+        record = RunRecord(
+            recipe=recipe.to_dict(),
+            model=recipe.model.name,
+            device=device_name(),
+            versions=versions(),
+            packing={
+                **vars(packing),
+                "dropped": documents.dropped,
+                "truncated": documents.truncated,
+                "split": documents.split,
+                "sources": [asdict(count) for count in documents.counts],
+            },
+            paths=[vars(path) for path in handle.paths(autocast_dtype(recipe))],
+            steps=_steps(history),
+            heldout={"before": journal.before, "after": after, "rows": len(heldout) if heldout is not None else 0},
+            samples=[
+                {"prompt": prompt, "before": first, "after": last}
+                for prompt, first, last in zip(
+                    recipe.report.sample_prompts, journal.answers, answers_after, strict=True
+                )
+            ],
+            trainable=trainable_parameters(model),
+            seconds=time.perf_counter() - started + control.seconds_before,
+            stopped=journal.stopped or ("max_steps" if recipe.train.max_steps else "epochs"),
+            peak_memory_bytes=_peak_memory(model.device),
+            evaluations=[{"step": e["step"], "loss": e["eval_loss"]} for e in history if "eval_loss" in e],
+            resumed_at=journal.resumed_at,
+            out_of_memory=[entry["out_of_memory"] for entry in history if "out_of_memory" in entry],
+        )
+        if main:
+            record.write(output)
+            if recipe.report.html:
+                write_report(record, output)
     _must_have_improved(recipe, journal.before, after)
     return record
 
