@@ -228,7 +228,8 @@ def _judge(
             )
         console.print(f"[bold]Held-out loss {when} training[/] {loss:.4f}")
     tokens, system = recipe.report.sample_tokens, recipe.data.system_prompt
-    return loss, [answer(model, tokenizer, prompt, tokens, system) for prompt in recipe.report.sample_prompts]
+    asked = [[{"role": "user", "content": prompt}] for prompt in recipe.report.sample_prompts]
+    return loss, [answer(model, tokenizer, turns, tokens, system) for turns in asked]
 
 
 def load(recipe: Recipe, found: FoundModel, tokenizer: Any, console: Console) -> tuple[Any, Handle]:
