@@ -45,7 +45,7 @@ class SFTTrainer(trl.SFTTrainer):
 
     Raises:
         ConfigError: no row length, or one over the model's.
-        UnsupportedError: a loss or data collator the packed path doesn't serve.
+        UnsupportedError: an argument the packed path doesn't serve.
     """
 
     def __init__(self, model: Any, args: Any = None, *, tokenizer: Any = None, **kwargs: Any) -> None:
