@@ -83,6 +83,17 @@ def test_trainers_learn_responses_only(kind: Any, packing: bool, stories: Path, 
     assert trainer.train().training_loss > 0
 
 
+@pytest.mark.parametrize("kind", [SFTTrainer, trl.SFTTrainer])
+def test_evaluation_may_be_unpacked(kind: Any, stories: Path, tmp_path: Path) -> None:
+    model, tokenizer = adapted(stories)
+    data = Dataset.from_dict({"text": [TEXT, OTHER]})
+    args = config(tmp_path, eval_packing=False)
+    trainer = kind(model, args, train_dataset=data, eval_dataset=data, processing_class=tokenizer)
+    train_on_responses_only(trainer, USER, BOT)
+    labels = [label for row in trainer.eval_dataset for label in row["labels"]]
+    assert len(trainer.eval_dataset) == 2 and -100 in labels and max(labels) > 0
+
+
 def test_what_is_found_nowhere_is_an_error(stories: Path, tmp_path: Path) -> None:
     trainer = stock(stories, tmp_path, [TEXT, OTHER], SFTTrainer)
     before = trainer.train_dataset

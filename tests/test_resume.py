@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,8 @@ from rich.console import Console
 from pronghorn.config import Recipe
 from pronghorn.errors import ConfigError, DataError, PronghornError, RunStopped
 from pronghorn.train.checkpoint import Fingerprint, checkpoints, clear_leftovers, seal
-from pronghorn.train.control import RunControl
+from pronghorn.train.control import RunControl, trained_seconds
+from pronghorn.train.journal import open_journal, sole_run
 from pronghorn.train.record import RunRecord
 from pronghorn.train.run import run
 
@@ -230,6 +232,53 @@ def test_a_longer_run_when_allowed(make: Make, unfinished: Path) -> None:
     assert [step["step"] for step in record.steps] == list(range(1, 15))
 
 
+def test_a_longer_run_after_the_last_step(make: Make, tmp_path: Path, monkeypatch: Any) -> None:
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(RunRecord, "write", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        run(make("run"), QUIET)
+    shutil.rmtree(tmp_path / "run/adapter")
+    record = run(make("run", train={"max_steps": 14}), QUIET, allow=True)
+    assert [step["step"] for step in record.steps] == list(range(1, 15)) and record.resumed_at == [12]
+
+
+def test_another_number_of_processes(make: Make, unfinished: Path) -> None:
+    path = unfinished / "journal.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"processes": 2}))
+    with pytest.raises(ConfigError, match="began with 2 processes and would go on with 1, its steps with other rows"):
+        run(make("run"), QUIET)
+    assert len(run(make("run"), QUIET, allow=True).steps) == 12
+
+
+def test_two_runs_in_one_folder(make: Make, unfinished: Path, monkeypatch: Any) -> None:
+    """As when torchrun is killed, and its processes go on."""
+    monkeypatch.setattr("pronghorn.train.journal.PATIENCE", 0.1)
+    hold = "import sys; from filelock import FileLock\nwith FileLock(sys.argv[1]): print(flush=True), sys.stdin.read()"
+    command = [sys.executable, "-c", hold, str(unfinished / ".lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        before = {path: path.stat().st_mtime_ns for path in unfinished.iterdir()}
+        with pytest.raises(ConfigError, match="another process trains the run in"):
+            run(make("run"), QUIET)
+        assert {path: path.stat().st_mtime_ns for path in unfinished.iterdir()} == before
+        other.kill()
+    assert run(make("run"), QUIET).resumed_at == [5]
+
+
+def test_killed_before_the_journal(make: Make, tmp_path: Path) -> None:
+    with sole_run(tmp_path / "run"):
+        pass
+    assert (tmp_path / "run/.lock").exists() and len(run(make("run"), QUIET).steps) == 12
+
+
+def test_opening_a_run_moves_nothing(make: Make, unfinished: Path) -> None:
+    """Every process opens it: two that brought back the same checkpoint would fall over each other."""
+    put_aside = checkpoints(unfinished)[-1].rename(unfinished / ".checkpoint-5.old")
+    open_journal(unfinished, make("run"), allow=False)
+    assert put_aside.is_dir()
+    assert run(make("run"), QUIET).resumed_at == [5]
+
+
 def _truncate(folder: Path, name: str) -> None:
     content = (folder / name).read_bytes()
     (folder / name).write_bytes(content[: len(content) // 2])
@@ -325,6 +374,15 @@ def test_checkpoints_by_minutes_count_and_best(make: Make, tmp_path: Path, monke
     assert kept == (tmp_path / "run/checkpoint-4/adapter_model.safetensors").read_bytes()
     state = json.loads((tmp_path / "run/checkpoint-10/trainer_state.json").read_text())
     assert Path(state["best_model_checkpoint"]) == tmp_path / "run/checkpoint-4"
+
+
+def test_what_a_better_evaluation_saves_has_the_log_so_far(make: Make, tmp_path: Path) -> None:
+    run(make("run", train={"save_steps": None, "eval_steps": 2, "logging_steps": 100, "keep_checkpoints": 9}), QUIET)
+    state = json.loads((checkpoints(tmp_path / "run")[0] / "trainer_state.json").read_text())
+    assert (
+        state["global_step"] == 2
+        and trained_seconds(SimpleNamespace(**state)) > state["log_history"][-1]["eval_runtime"]
+    )
 
 
 def test_the_last_weights_when_the_best_are_not_asked_for(make: Make, tmp_path: Path, monkeypatch: Any) -> None:

@@ -110,7 +110,9 @@ def test_rows_longer_than_the_positions_of_the_model(recipe: Any) -> None:
         run(recipe(model={"max_seq_length": 513}), QUIET)
 
 
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left"), KeyboardInterrupt(), ValueError("x")])
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "full"), OSError("No space left on device"), KeyboardInterrupt(), ValueError("x")]
+)
 def test_a_folder_that_could_not_be_finished(tmp_path: Path, error: BaseException) -> None:
     target = tmp_path / "adapter"
     with whole_folder(target) as folder:
@@ -156,4 +158,5 @@ def test_two_processes_make_one_run(recipe: Any, tmp_path: Path) -> None:
     assert done.stdout.count("Held-out loss before training") == 1
     record = RunRecord.read(tmp_path / "run")
     assert record.heldout["after"] < record.heldout["before"] and len(record.steps) == 6
+    assert all(512 < step["tokens"] <= 1024 for step in record.steps)  # of both
     assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").is_file()

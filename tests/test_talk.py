@@ -42,7 +42,7 @@ def recipe(folder: Path, stories: Path, **changes: Any) -> Recipe:
                 **changes.get("data", {}),
             },
             "train": {"output": folder / "run", "max_steps": 30, "learning_rate": 2e-2, "warmup_steps": 0},
-            "report": {"html": False},
+            "report": {"html": False, **changes.get("report", {})},
         }
     )
 
@@ -116,9 +116,11 @@ def test_an_answer_ends_where_the_template_of_the_training_ends_turns(stories: P
     """The checkpoint's own generation settings don't know the token."""
     base = model_folder(tmp_path / "base", stories, tokens=["<|im_start|>", "<|im_end|>"])
     changes: dict[str, Any] = {"model": {"name": str(base)}, "data": {"chat_template": "chatml"}}
-    run(recipe(tmp_path, stories, **changes, adapter={"modules_to_save": ["embed_tokens"]}), Console(quiet=True))
+    changes["report"] = {"sample_prompts": ["Who?"], "sample_tokens": 60}
+    settings = recipe(tmp_path, stories, **changes, adapter={"modules_to_save": ["embed_tokens"]})
+    record = run(settings, Console(quiet=True))
     talk = load_talk(tmp_path / "run", max_new_tokens=60)
-    assert dict(talk.answers("Who?"))["trained"] == "A cat sat on a mat."
+    assert dict(talk.answers("Who?"))["trained"] == record.samples[0]["after"] == "A cat sat on a mat."
 
 
 @pytest.mark.parametrize(
@@ -173,7 +175,7 @@ def test_a_conversation_longer_than_the_positions_of_the_model(
     for given in asked:
         assert given["input_ids"].shape[1] + given["max_new_tokens"] == 512, "as far as the positions go"
     before = {side: list(history) for side, history in talk.histories.items()}
-    with pytest.raises(DataError, match="and the model 512 positions: begin again with /reset"):
+    with pytest.raises(DataError, match="and the model 512 positions: ask something shorter, or begin again"):
         list(talk.answers(long))
     assert talk.histories == before, "a turn that failed is remembered by neither"
     result = ask(short_run, long + "\n", "--max-new-tokens", "4")

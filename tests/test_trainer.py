@@ -14,8 +14,11 @@ import pytest
 import torch
 import trl
 from datasets import Dataset
+from peft import LoraConfig
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from transformers import TrainingArguments
 from trl import SFTConfig
 
 from pronghorn import FastLanguageModel, SFTTrainer
@@ -24,6 +27,7 @@ from pronghorn.data.packed_rows import PackedRows
 from pronghorn.errors import ConfigError, DataError, TrainingError, UnsupportedError
 from pronghorn.models.attach import attach, attached
 from pronghorn.models.families import recomputes_layers
+from pronghorn.train.control import trained_seconds
 from pronghorn.train.gradients import GradientWatch, _Pending, gradient_flags, gradient_norms
 from pronghorn.train.trainer import _attached_on_its_device
 from tiny import stock_loss_on_cpu, tiny_model
@@ -293,6 +297,42 @@ def test_evaluation_packed_and_unpacked_agree(stories: Path, documents: Dataset,
     assert found == pytest.approx([expected] * 3, rel=1e-5)
 
 
+def test_documents_given_to_evaluate_are_packed_too(stories: Path, documents: Dataset, tmp_path: Path) -> None:
+    """Batches of few labels and of many: the mean over batches would be another."""
+    model, tokenizer = whole(stories)
+    args = config(tmp_path, max_length=512, per_device_eval_batch_size=1)
+    trainer = SFTTrainer(model, args, train_dataset=documents, eval_dataset=documents, tokenizer=tokenizer)
+    expected = trainer.evaluate()["eval_loss"]
+    assert trainer.evaluate(documents)["eval_loss"] == expected
+    assert trainer.evaluate({"held": documents})["eval_held_loss"] == expected
+    with pytest.raises(DataError, match="eval_dataset is empty"):
+        trainer.evaluate(documents.select([]))
+
+
+def test_evaluation_before_training_computes_in_16_bits_too(stories: Path, documents: Dataset, tmp_path: Path) -> None:
+    model, tokenizer = whole(stories)
+    args = config(tmp_path, bf16=True, max_steps=1, learning_rate=1e-12)
+    trainer = SFTTrainer(model, args, train_dataset=documents, eval_dataset=documents, tokenizer=tokenizer)
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] == before
+
+
+def test_evaluating_is_no_time_of_a_step(
+    stories: Path, documents: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pronghorn.train.trainer.heldout_loss", lambda *args: time.sleep(3) or 1.0)
+    model, tokenizer = adapted(stories)
+    args = config(tmp_path, max_steps=2, eval_strategy="steps", eval_steps=1)
+    trainer = SFTTrainer(model, args, train_dataset=documents, eval_dataset=documents, tokenizer=tokenizer)
+    trainer.train()
+    steps = [entry["step_seconds"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(steps) == 2 and max(steps) < 2 and trained_seconds(trainer.state) > 6
+    time.sleep(3)
+    trainer.train()
+    assert trainer.state.log_history[0]["step_seconds"] < 2
+
+
 def test_a_step_without_labels_has_loss_zero_in_evaluation(stories: Path, tmp_path: Path, documents: Dataset) -> None:
     silent = Dataset.from_dict({"input_ids": [[5, 6, 7]], "labels": [[-100] * 3]})
     model, tokenizer = whole(stories)
@@ -466,12 +506,29 @@ def full_disk(*_: Any, **__: Any) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
+def full_disk_to_safetensors(*_: Any, **__: Any) -> None:
+    raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+
+def full_disk_to_torch(*_: Any, **__: Any) -> None:
+    raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
+
+
 def ctrl_c(*_: Any, **__: Any) -> None:
     raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("where", ["optimizer", "weights"])
-@pytest.mark.parametrize(("failure", "raised"), [(full_disk, TrainingError), (ctrl_c, KeyboardInterrupt)])
+@pytest.mark.parametrize(
+    ("failure", "free", "raised"),
+    [
+        (full_disk, 2**30, TrainingError),
+        (full_disk_to_safetensors, 2**30, TrainingError),
+        (full_disk_to_torch, 0, TrainingError),
+        (full_disk_to_torch, 2**30, RuntimeError),
+        (ctrl_c, 2**30, KeyboardInterrupt),
+    ],
+)
 def test_a_save_that_fails_midway_leaves_earlier_checkpoints_whole(
     stories: Path,
     documents: Dataset,
@@ -479,6 +536,7 @@ def test_a_save_that_fails_midway_leaves_earlier_checkpoints_whole(
     monkeypatch: pytest.MonkeyPatch,
     where: str,
     failure: Callable[..., None],
+    free: int,
     raised: type[BaseException],
 ) -> None:
     model, tokenizer = adapted(stories)
@@ -488,6 +546,7 @@ def test_a_save_that_fails_midway_leaves_earlier_checkpoints_whole(
 
     def second_fails(*args: Any, **kwargs: Any) -> None:
         if trainer.state.global_step == 2:
+            monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=free))
             if where == "optimizer":
                 monkeypatch.setattr(torch, "save", failure)
             else:
@@ -495,9 +554,10 @@ def test_a_save_that_fails_midway_leaves_earlier_checkpoints_whole(
         save(*args, **kwargs)
 
     trainer._save_checkpoint = second_fails
-    with pytest.raises(raised):
+    with pytest.raises(raised) as error:
         trainer.train()
     monkeypatch.undo()
+    assert error.type is raised
     assert [p.name for p in (tmp_path / "run").iterdir() if p.is_dir()] == ["checkpoint-1"]
     model_2, _ = adapted(stories)
     again = SFTTrainer(model_2, args, train_dataset=documents, tokenizer=tokenizer)
@@ -548,6 +608,9 @@ def test_resuming_continues_the_trajectory(stories: Path, documents: Dataset, tm
         ({"padding_free": True}, {}, "padding_free = True"),
         ({}, {"data_collator": len}, "data_collator = "),
         ({}, {"compute_loss_func": len}, "compute_loss_func = "),
+        ({}, {"compute_metrics": len}, "compute_metrics over packed rows, which have no logits: set eval_packing=Fal"),
+        ({"packing_strategy": "wrapped"}, {}, "packing_strategy = 'wrapped'"),
+        ({"dataset_kwargs": {"skip_prepare_dataset": True}}, {}, "skip_prepare_dataset = True"),
     ],
 )
 def test_what_the_packed_trainer_does_not_serve_is_refused(
@@ -556,6 +619,25 @@ def test_what_the_packed_trainer_does_not_serve_is_refused(
     model, tokenizer = adapted(stories)
     with pytest.raises(UnsupportedError, match=message):
         SFTTrainer(model, config(tmp_path, **changes), train_dataset=documents, tokenizer=tokenizer, **given)
+
+
+def test_arguments_are_as_they_were_after_an_error(stories: Path, documents: Dataset, tmp_path: Path) -> None:
+    """What a notebook mends and tries again still packs."""
+    model, tokenizer = adapted(stories)
+    args = config(tmp_path, eval_packing=False)
+    with pytest.raises(KeyError):
+        SFTTrainer(model, args, train_dataset=Dataset.from_dict({"story": ["once"]}), tokenizer=tokenizer)
+    assert args.packing is True and args.eval_packing is False
+    with pytest.raises(ConfigError, match=r"args is a TrainingArguments: give a trl\.SFTConfig"):
+        other = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+        SFTTrainer(model, other, train_dataset=documents, tokenizer=tokenizer)
+
+
+def test_padding_to_a_multiple(stories: Path, documents: Dataset, tmp_path: Path) -> None:
+    model, tokenizer = adapted(stories)
+    args = config(tmp_path, packing=False, pad_to_multiple_of=64)
+    trainer = SFTTrainer(model, args, train_dataset=documents, tokenizer=tokenizer)
+    assert all(batch["input_ids"].shape[1] % 64 == 0 for batch in trainer.get_train_dataloader())
 
 
 def test_empty_and_streamed_datasets_are_refused(stories: Path, documents: Dataset, tmp_path: Path) -> None:
@@ -567,6 +649,9 @@ def test_empty_and_streamed_datasets_are_refused(stories: Path, documents: Datas
         SFTTrainer(model, config(tmp_path), train_dataset=documents, eval_dataset=held_out, tokenizer=tokenizer)
     with pytest.raises(UnsupportedError, match="train_dataset is streamed"):
         SFTTrainer(model, config(tmp_path), train_dataset=documents.to_iterable_dataset(), tokenizer=tokenizer)
+    args, streamed = config(tmp_path, eval_packing=False), documents.to_iterable_dataset()
+    trainer = SFTTrainer(model, args, train_dataset=documents, eval_dataset=streamed, tokenizer=tokenizer)
+    assert trainer.evaluate()["eval_loss"] > 0
 
 
 def test_row_lengths(stories: Path, documents: Dataset, tmp_path: Path) -> None:
@@ -632,6 +717,11 @@ def test_adapters_of_a_4_bit_base_stay_float32(stories: Path, documents: Dataset
     assert all(torch.equal(value, before[name]) for name, value in trained(trainer.model).items())
     assert {value.dtype for value in before.values()} == {torch.float32}
     trainer.train()
+    base = FastLanguageModel.from_pretrained(str(stories), max_seq_length=ROW, load_in_4bit=True)[0]
+    lora = LoraConfig(r=4, target_modules=LINEARS)
+    args = config(tmp_path)
+    trainer = SFTTrainer(base, args, train_dataset=documents, tokenizer=tokenizer, peft_config=lora)
+    assert {value.dtype for value in trained(trainer.model).values()} == {torch.float32}
 
 
 def test_whole_16_bit_models_are_not_trained(stories: Path, documents: Dataset, tmp_path: Path) -> None:

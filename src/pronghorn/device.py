@@ -107,6 +107,13 @@ def device_name() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})"
 
 
+def processes() -> int:
+    """How many processes train together; 1 without torch.distributed."""
+    import torch.distributed as dist
+
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
 def versions(*more: str) -> dict[str, str]:
     """Versions of what a figure depends on, and of `more` packages that are installed."""
     found = {"python": platform.python_version()}

@@ -35,13 +35,20 @@ def whole_folder(target: Path) -> Iterator[Path]:
         aside.rename(target)
         shutil.rmtree(old, ignore_errors=True)
     except BaseException as error:
+        full = disk_is_full(error, aside)
         if old.exists() and not target.exists():
             old.rename(target)
         shutil.rmtree(aside, ignore_errors=True)
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            free = shutil.disk_usage(target.parent).free
+        if full:
             raise TrainingError(
-                f"the disk of {target} is full ({free / 2**20:.0f} MiB free)",
-                "free some space and save again; what was there before is untouched",
+                f"the disk of {target} is full", "free some space and save again; what was there before is untouched"
             ) from error
         raise
+
+
+def disk_is_full(error: BaseException, folder: Path) -> bool:
+    """Whether that is why writing into `folder` failed. Of safetensors' error only the text tells, and torch's says no
+    more than that its file isn't whole."""
+    if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in str(error):
+        return True
+    return isinstance(error, RuntimeError) and shutil.disk_usage(folder).free < 2**20

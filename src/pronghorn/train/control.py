@@ -19,6 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import TrainerCallback
 
+from pronghorn.device import processes
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -80,7 +82,7 @@ class RunControl(TrainerCallback):
             self.signal = number
             if number or state.global_step < state.max_steps:
                 self.stopped = signal.Signals(number).name if number else "max_minutes"
-        if control.should_save:
+        if control.should_save or control.should_evaluate:  # a better evaluation is saved
             control.should_log = True  # what is logged later would lack the steps before a resume
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -99,7 +101,7 @@ class RunControl(TrainerCallback):
 
     def _agree(self, wishes: list[int], device: torch.device) -> list[int]:
         """The largest of all ranks' wishes, of this step or (on a GPU) of the step before."""
-        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        if processes() == 1:
             return wishes
         ready, self._pending = self._pending, None
         mine = torch.tensor(wishes, dtype=torch.int32)
@@ -125,5 +127,5 @@ def _evaluations_since_best(state: Any) -> int:
 
 
 def trained_seconds(state: Any) -> float:
-    """Wall-clock seconds of training so far, those before a resume included, as far as they were logged."""
-    return sum(entry["step_seconds"] for entry in state.log_history if "step_seconds" in entry)
+    """Wall-clock seconds of training and evaluating so far, those before a resume included, as far as logged."""
+    return sum(entry.get("step_seconds", 0.0) + entry.get("eval_runtime", 0.0) for entry in state.log_history)

@@ -1,4 +1,7 @@
-"""What every step says of itself, always: counted on the host from what it knows anyway, so nothing waits for it."""
+"""What every step says of itself, always: counted on the host from what it knows anyway, so nothing waits for it.
+
+Several processes add up what they counted when a log gathers their losses anyway.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from pronghorn.data.batch import PackedBatch
+from pronghorn.device import processes
 
 
 class StepCounters:
-    """Tokens and time of this process since the last log. A padded batch's real tokens are summed on the device and
-    read when the log reads the loss anyway."""
+    """Tokens of all processes and time of this one since the last log. A padded batch's real tokens are
+    summed on the device and read when the log reads the loss anyway."""
 
     def __init__(self) -> None:
         self._reset()
@@ -37,6 +42,15 @@ class StepCounters:
         finally:
             self._waited += time.perf_counter() - began
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Around what is no part of a step: its time isn't counted."""
+        started, began = self._started, time.perf_counter()
+        try:
+            yield
+        finally:
+            self._started = None if started is None else started + time.perf_counter() - began
+
     def add(self, inputs: dict[str, Any]) -> None:
         """Count a micro-batch."""
         self._started = self._started or time.perf_counter()
@@ -48,11 +62,16 @@ class StepCounters:
         else:
             self._padded.append(torch.stack([inputs["attention_mask"].sum(), (inputs["labels"][:, 1:] != -100).sum()]))
 
-    def take(self) -> dict[str, float]:
-        """The figures since the last time: real and labelled tokens, seconds, and what follows from them as shares."""
-        tokens, labelled = self._tokens, self._labelled
+    def take(self, device: torch.device) -> dict[str, float]:
+        """The figures since the last time: real and labelled tokens, seconds, and what follows from them as shares.
+        All processes call it, each with its device."""
+        tokens, labelled, places = self._tokens, self._labelled, self._places
         for counted in self._padded:
             tokens, labelled = tokens + int(counted[0]), labelled + int(counted[1])
+        if processes() > 1:
+            counts = torch.tensor([tokens, labelled, places], device=device)
+            dist.all_reduce(counts)
+            tokens, labelled, places = counts.tolist()
         now = time.perf_counter()
         seconds = now - (self._started or now)
         found = {
@@ -61,7 +80,7 @@ class StepCounters:
             "step_seconds": seconds,
             "tokens_per_second": tokens / max(seconds, 1e-9),
             "supervised_share": labelled / max(tokens, 1),
-            "packing_efficiency": tokens / max(self._places, 1),
+            "packing_efficiency": tokens / max(places, 1),
             "data_wait_share": min(self._waited / max(seconds, 1e-9), 1.0),
         }
         self._reset()

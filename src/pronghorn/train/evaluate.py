@@ -10,6 +10,8 @@ import torch.distributed as dist
 
 from pronghorn.data.batch import Collator
 from pronghorn.data.packed_rows import PackedRows
+from pronghorn.device import processes
+from pronghorn.errors import DataError
 from pronghorn.models.families import base_causal_lm, has_experts
 
 
@@ -34,45 +36,67 @@ def heldout_loss(model: Any, rows: PackedRows, indices: Sequence[int], collator:
                 total += torch.stack([loss, torch.full_like(loss, n)])
     finally:
         model.train(was_training)
-    if _distributed():
+    if processes() > 1:
         dist.all_reduce(total)
     return (total[0] / total[1].clamp(min=1)).item()
 
 
 def _share(indices: Sequence[int]) -> list[tuple[int, bool]]:
     """This rank's rows and whether each counts. All ranks get equally many: sharded models communicate in a forward."""
-    if not _distributed():
-        return [(index, True) for index in indices]
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    ranks = processes()
+    rank = dist.get_rank() if ranks > 1 else 0
     each = -(-len(indices) // ranks)
     mine = list(indices)[rank::ranks]
     return [(index, True) for index in mine] + [(indices[0], False)] * (each - len(mine))
 
 
-def _distributed() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
 @torch.no_grad()
-def answer(model: Any, tokenizer: Any, prompt: str, max_new_tokens: int, system_prompt: str | None = None) -> str:
-    """The model's greedy answer to `prompt`, through the chat template if there is one, as in training."""
+def answer(
+    model: Any,
+    tokenizer: Any,
+    turns: list[dict[str, str]],
+    max_new_tokens: int,
+    system: str | None = None,
+    temperature: float = 0.0,
+) -> str:
+    """The model's answer to the last of a conversation's turns, through the chat template if there is one, as in
+    training; at temperature 0 the greedy one.
+
+    Raises:
+        DataError: the conversation leaves no position of the model for an answer.
+    """
     if tokenizer.chat_template:
-        chat = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
-        chat.append({"role": "user", "content": prompt})
+        chat = [*([] if system is None else [{"role": "system", "content": system}]), *turns]
         text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    else:
-        text = prompt
-    encoded = tokenizer(text, return_tensors="pt", add_special_tokens=not tokenizer.chat_template).to(model.device)
+    else:  # trained on prompts and completions as they stand: each question is one by itself
+        text = turns[-1]["content"]
+    encoded = tokenizer(text, return_tensors="pt", add_special_tokens=not tokenizer.chat_template, verbose=False)
+    used, positions = encoded["input_ids"].shape[1], getattr(model.config, "max_position_embeddings", None)
+    room = max_new_tokens if positions is None else positions - used
+    if room < 1:
+        raise DataError(
+            f"the conversation has {used} tokens, and the model {positions} positions",
+            "ask something shorter, or begin again (in a chat with /reset)",
+        )
+    ends, pad = _ends(model, tokenizer), tokenizer.pad_token_id
     was_training = model.training
     model.eval()
     try:
         generated = model.generate(
-            **encoded,
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
+            **encoded.to(model.device),
+            max_new_tokens=min(max_new_tokens, room),
             use_cache=True,
-            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+            eos_token_id=ends or None,
+            pad_token_id=next(iter(ends), None) if pad is None else pad,
+            **({"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}),
         )
     finally:
         model.train(was_training)
-    return tokenizer.decode(generated[0, encoded["input_ids"].shape[1] :], skip_special_tokens=True).strip()
+    return tokenizer.decode(generated[0, used:], skip_special_tokens=True).strip()
+
+
+def _ends(model: Any, tokenizer: Any) -> list[int]:
+    """The tokens that end an answer: the checkpoint's own and the tokenizer's, which is the chat template's."""
+    own = model.generation_config.eos_token_id
+    ends = [own] if isinstance(own, int) else list(own or [])
+    return [*ends, *({tokenizer.eos_token_id} - {None, *ends})]

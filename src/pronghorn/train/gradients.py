@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
+from pronghorn.device import processes
 from pronghorn.errors import TrainingError
 
 SPARSE = "trainable_tokens_delta"
@@ -161,7 +162,7 @@ def gradient_flags(norms: Tensor) -> Tensor:
     """float32 [2, N]: whether each gradient has a non-zero entry, and a non-finite one; all ranks agree. In float32 a
     norm is zero where no entry exceeds 1e-23, and not finite where one exceeds 1e19."""
     flags = torch.stack([norms != 0, ~torch.isfinite(norms)]).float()
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if processes() > 1:
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
     return flags
 

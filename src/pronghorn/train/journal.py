@@ -8,18 +8,25 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from pronghorn.config import Recipe
 from pronghorn.device import versions
 from pronghorn.errors import ConfigError, DataError
-from pronghorn.train import checkpoint
 from pronghorn.train.record import FILE_NAME as RECORD
 
 FILE_NAME = "journal.json"
 SCHEMA = "pronghorn-journal-v1"
+
+LOCK = ".lock"
+PATIENCE = 5.0
+"""Seconds that a process which was just killed may take to be gone."""
 
 FREE = (
     "report",
@@ -54,6 +61,8 @@ class Journal:
     """The last step, once training has ended."""
     stopped: str | None = None
     """Why it ended before the last planned step, if it did."""
+    processes: int | None = None
+    """How many trained, so that each step had the rows of so many."""
     resumed_at: list[int] = field(default_factory=list)
     """The steps at which the run was taken up again."""
     versions: dict[str, str] = field(default_factory=versions)
@@ -82,7 +91,7 @@ def open_journal(output: Path, recipe: Recipe, allow: bool) -> Journal:
     if (output / RECORD).exists():
         raise ConfigError(f"{output} already holds a finished run", "choose another train.output or delete the folder")
     if not path.exists():
-        if output.exists() and any(output.iterdir()):
+        if output.exists() and any(path.name != LOCK for path in output.iterdir()):
             raise ConfigError(f"{output} is not empty, and no run was begun there", "choose another train.output")
         return Journal(recipe.to_dict())
     journal = _read(path)
@@ -93,8 +102,9 @@ def open_journal(output: Path, recipe: Recipe, allow: bool) -> Journal:
             f"{output} holds an unfinished run of another recipe: {listed}",
             "put them back, choose another train.output, or give --allow to go on with the changed recipe",
         )
+    if changed:
+        journal.trained = journal.stopped = None  # there may be more to train now
     journal.recipe = recipe.to_dict()
-    checkpoint.clear_leftovers(output)
     return journal
 
 
@@ -119,6 +129,38 @@ def check_data(journal: Journal, split: str, key: str, allow: bool) -> None:
             "put them back, choose another train.output, or give --allow to go on with the data as they are",
         )
     journal.data[split] = key
+
+
+@contextmanager
+def sole_run(output: Path) -> Iterator[None]:
+    """Within it no other run writes into `output`; one that is killed lets go of it.
+
+    Raises:
+        ConfigError: another one does.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(output / LOCK)
+    try:
+        lock.acquire(timeout=PATIENCE)
+    except Timeout:
+        raise ConfigError(
+            f"another process trains the run in {output}",
+            "wait for it, or end it first: torchrun's processes go on when torchrun itself was killed",
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def check_processes(journal: Journal, count: int, allow: bool) -> None:
+    """Note how many processes train; refuse another number than the run began with, unless `allow`."""
+    if journal.processes not in (None, count) and not allow:
+        raise ConfigError(
+            f"the run began with {journal.processes} processes and would go on with {count}, its steps with other rows",
+            "start as many, choose another train.output, or give --allow to go on with these",
+        )
+    journal.processes = count
 
 
 def _read(path: Path) -> Journal:

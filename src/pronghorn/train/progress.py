@@ -12,6 +12,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    Task,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
@@ -100,43 +101,29 @@ class ProgressCallback(TrainerCallback):
 
 def track(iterable: Iterable[T], description: str, total: int | None, console: Console) -> Iterator[T]:
     """Yield the items of `iterable`, showing how many are done; without a terminal, one line when all are."""
-    started = time.perf_counter()
-    if not console.is_terminal:
-        count = 0
-        for item in iterable:
-            yield item
-            count += 1
-        console.print(f"{description}: {count:,} in {duration(time.perf_counter() - started)}", highlight=False)
-        return
     with _bar(console, transient=True) as progress:
         task = progress.add_task(description, total=total, figures="")
         for item in iterable:
             yield item
             progress.advance(task)
+    if not console.is_terminal:
+        console.print(f"{description}: {_done(progress.tasks[0])}", highlight=False)
 
 
 class RowsProgress:
-    """Shows rows being tokenised: a bar with the time left on a terminal, else a line a source when it is done.
+    """Shows rows being tokenised: a bar with the time left on a terminal, and a line a source when all are done.
 
     A context manager; called with (source, rows done, rows in all or None). Nothing is shown for what is done at once.
     """
 
     def __init__(self, console: Console) -> None:
         self.console = console
-        self._bar: Progress | None = None
+        self._bar = _bar(console, transient=True)
         self._tasks: dict[str, TaskID] = {}
-        self._started: dict[str, float] = {}
-        self._done: dict[str, int] = {}
 
     def __call__(self, source: str, done: int, total: int | None) -> None:
-        self._done[source] = done
-        self._started.setdefault(source, time.perf_counter())
-        if not self.console.is_terminal:
-            return
-        if self._bar is None:
-            self._bar = _bar(self.console, transient=True)
-            self._bar.start()
         if source not in self._tasks:
+            self._bar.start()
             self._tasks[source] = self._bar.add_task(f"Tokenising {escape(source)}", total=total, figures="")
         self._bar.update(self._tasks[source], completed=done)
 
@@ -144,11 +131,14 @@ class RowsProgress:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        if self._bar is not None:
+        if self._tasks:
             self._bar.stop()
-        for source, started in self._started.items():
-            seconds = duration(time.perf_counter() - started)
-            self.console.print(f"{source}: {self._done[source]:,} rows tokenised in {seconds}", markup=False)
+        for source, task in zip(self._tasks, self._bar.tasks, strict=True):
+            self.console.print(f"{source}: {_done(task, ' rows tokenised')}", markup=False)
+
+
+def _done(task: Task, what: str = "") -> str:
+    return f"{task.completed:,.0f}{what} in {duration(task.elapsed or 0.0)}"
 
 
 def duration(seconds: float) -> str:
@@ -171,6 +161,7 @@ def _bar(console: Console, transient: bool = False) -> Progress:
         TextColumn("left"),
         TimeRemainingColumn(),
         console=console,
+        disable=not console.is_terminal,
         transient=transient,
         expand=True,
     )

@@ -28,8 +28,9 @@ class RunRecord:
     paths: list[dict[str, str]]
     """Each {part, path, why}: which way a part of the step went."""
     steps: list[dict[str, float]]
-    """Each {step, loss, learning_rate, grad_norm, tokens (real ones), labelled, seconds, packing_efficiency and
-    data_wait_share (shares of 1)}, since the entry before; and skipped, the steps without an update so far."""
+    """Each {step, loss, learning_rate, grad_norm, tokens (real ones, of all processes), labelled, seconds (without
+    evaluations), packing_efficiency and data_wait_share (shares of 1)}, since the entry before; and skipped, the steps
+    without an update so far."""
     heldout: dict[str, Any]
     """{before, after} in nats per labelled token (None: no held-out data), rows."""
     samples: list[dict[str, str]]

@@ -126,8 +126,10 @@ def _relabelled(dataset: Any, name: str, markers: list[Marker], trainer: Any) ->
     columns = getattr(documents, "column_names", None) or (list(documents[0]) if len(documents) else [])
     if "input_ids" not in columns:
         raise DataError(f"{name} has no input_ids but {', '.join(columns)}", "let the trainer tokenise it first")
-    wrapped = trainer.args.packing and not isinstance(dataset, PackedRows) and "seq_lengths" not in columns
-    if wrapped:
+    packs = trainer.args.packing
+    if name != "train_dataset" and trainer.args.eval_packing is not None:
+        packs = trainer.args.eval_packing
+    if packs and not isinstance(dataset, PackedRows) and "seq_lengths" not in columns:
         raise UnsupportedError(
             f"{name} is packed without its documents' lengths", "set packing_strategy='bfd' or packing=False"
         )

@@ -18,7 +18,7 @@ from trl import SFTConfig
 from pronghorn.config import Recipe
 from pronghorn.data.batch import Collator
 from pronghorn.data.packed_rows import PackedRows, PackingStats
-from pronghorn.device import device_name, graph_bytes, versions
+from pronghorn.device import device_name, graph_bytes, processes, versions
 from pronghorn.errors import ConfigError, RunStopped, TrainingError
 from pronghorn.export.folder import whole_folder
 from pronghorn.memory.devices import parse_bytes
@@ -31,7 +31,7 @@ from pronghorn.train.checkpoint import checkpoints, clear_leftovers, step_of
 from pronghorn.train.control import RunControl, trained_seconds
 from pronghorn.train.documents import find, prepare, tokenizer_for
 from pronghorn.train.evaluate import answer, heldout_loss
-from pronghorn.train.journal import Journal, check_data, open_journal
+from pronghorn.train.journal import Journal, check_data, check_processes, open_journal, sole_run
 from pronghorn.train.progress import ProgressCallback, track
 from pronghorn.train.record import RunRecord
 from pronghorn.train.report import check_report_dependencies, write_report
@@ -73,58 +73,63 @@ def run(recipe: Recipe, console: Console, allow: bool = False) -> RunRecord:
     control = RunControl(recipe.train.max_minutes, recipe.train.save_minutes, recipe.train.patience)
     progress = ProgressCallback(console, recipe.train.max_minutes)
     trainer = _trainer(recipe, model, tokenizer, documents.dataset, heldout, [control, progress])
-    packing = _packing(recipe, trainer, documents.dataset, console)
-    if trainer.accelerator.is_main_process:
-        clear_leftovers(output)
-    trainer.accelerator.wait_for_everyone()
+    check_processes(journal, processes(), allow)
+    main = trainer.accelerator.is_main_process
+    with sole_run(output) if main else nullcontext():
+        packing = _packing(recipe, trainer, documents.dataset, console)
+        if main:
+            clear_leftovers(output)
+        trainer.accelerator.wait_for_everyone()
 
-    if not journal.judged:
-        journal.before, journal.answers = _judge(recipe, model, tokenizer, heldout, console, "before")
-        journal.judged = True
-    _note(journal, trainer)
-    trainer.note = lambda text: console.print(f"[yellow]{escape(text)}[/]")
-    try:
-        _train(recipe, trainer, control, journal, console)
-    finally:
-        progress.close()
-    if trainer.accelerator.is_main_process:
-        with whole_folder(output / ("adapter" if recipe.adapter.method == "lora" else "model")) as folder:
-            model.save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
-    after, answers_after = _judge(recipe, model, tokenizer, heldout, console, "after")
+        if not journal.judged:
+            journal.before, journal.answers = _judge(recipe, trainer, heldout, console, "before")
+            journal.judged = True
+        _note(journal, trainer)
+        trainer.note = lambda text: console.print(f"[yellow]{escape(text)}[/]")
+        try:
+            _train(recipe, trainer, control, journal, console)
+        finally:
+            progress.close()
+        if main:
+            with whole_folder(output / ("adapter" if recipe.adapter.method == "lora" else "model")) as folder:
+                model.save_pretrained(folder)
+                tokenizer.save_pretrained(folder)
+        after, answers_after = _judge(recipe, trainer, heldout, console, "after")
 
-    history: list[Any] = trainer.state.log_history
-    record = RunRecord(
-        recipe=recipe.to_dict(),
-        model=recipe.model.name,
-        device=device_name(),
-        versions=versions(),
-        packing={
-            **vars(packing),
-            "dropped": documents.dropped,
-            "truncated": documents.truncated,
-            "split": documents.split,
-            "sources": [asdict(count) for count in documents.counts],
-        },
-        paths=[vars(path) for path in handle.paths(autocast_dtype(recipe))],
-        steps=_steps(history),
-        heldout={"before": journal.before, "after": after, "rows": len(heldout) if heldout is not None else 0},
-        samples=[
-            {"prompt": prompt, "before": first, "after": last}
-            for prompt, first, last in zip(recipe.report.sample_prompts, journal.answers, answers_after, strict=True)
-        ],
-        trainable=trainable_parameters(model),
-        seconds=time.perf_counter() - started + control.seconds_before,
-        stopped=journal.stopped or ("max_steps" if recipe.train.max_steps else "epochs"),
-        peak_memory_bytes=_peak_memory(model.device),
-        evaluations=[{"step": e["step"], "loss": e["eval_loss"]} for e in history if "eval_loss" in e],
-        resumed_at=journal.resumed_at,
-        out_of_memory=[entry["out_of_memory"] for entry in history if "out_of_memory" in entry],
-    )
-    if trainer.accelerator.is_main_process:
-        record.write(output)
-        if recipe.report.html:
-            write_report(record, output)
+        history: list[Any] = trainer.state.log_history
+        record = RunRecord(
+            recipe=recipe.to_dict(),
+            model=recipe.model.name,
+            device=device_name(),
+            versions=versions(),
+            packing={
+                **vars(packing),
+                "dropped": documents.dropped,
+                "truncated": documents.truncated,
+                "split": documents.split,
+                "sources": [asdict(count) for count in documents.counts],
+            },
+            paths=[vars(path) for path in handle.paths(autocast_dtype(recipe))],
+            steps=_steps(history),
+            heldout={"before": journal.before, "after": after, "rows": len(heldout) if heldout is not None else 0},
+            samples=[
+                {"prompt": prompt, "before": first, "after": last}
+                for prompt, first, last in zip(
+                    recipe.report.sample_prompts, journal.answers, answers_after, strict=True
+                )
+            ],
+            trainable=trainable_parameters(model),
+            seconds=time.perf_counter() - started + control.seconds_before,
+            stopped=journal.stopped or ("max_steps" if recipe.train.max_steps else "epochs"),
+            peak_memory_bytes=_peak_memory(model.device),
+            evaluations=[{"step": e["step"], "loss": e["eval_loss"]} for e in history if "eval_loss" in e],
+            resumed_at=journal.resumed_at,
+            out_of_memory=[entry["out_of_memory"] for entry in history if "out_of_memory" in entry],
+        )
+        if main:
+            record.write(output)
+            if recipe.report.html:
+                write_report(record, output)
     _must_have_improved(recipe, journal.before, after)
     return record
 
@@ -205,14 +210,15 @@ def _packing(recipe: Recipe, trainer: SFTTrainer, documents: Any, console: Conso
 
 
 def _judge(
-    recipe: Recipe, model: Any, tokenizer: Any, heldout: PackedRows | None, console: Console, when: str
+    recipe: Recipe, trainer: SFTTrainer, heldout: PackedRows | None, console: Console, when: str
 ) -> tuple[float | None, list[str]]:
     """Held-out loss (None without held-out data) and the answers to the sample prompts."""
+    model: Any = trainer.model
+    tokenizer: Any = trainer.processing_class
     loss = None
     if heldout is not None:
         collator = Collator(recipe.model.max_seq_length, tokenizer.pad_token_id)
-        autocast = autocast_dtype(recipe)
-        with torch.autocast(model.device.type, autocast) if autocast else nullcontext():
+        with trainer.accelerator.autocast():
             loss = heldout_loss(
                 model,
                 heldout,
@@ -222,7 +228,8 @@ def _judge(
             )
         console.print(f"[bold]Held-out loss {when} training[/] {loss:.4f}")
     tokens, system = recipe.report.sample_tokens, recipe.data.system_prompt
-    return loss, [answer(model, tokenizer, prompt, tokens, system) for prompt in recipe.report.sample_prompts]
+    asked = [[{"role": "user", "content": prompt}] for prompt in recipe.report.sample_prompts]
+    return loss, [answer(model, tokenizer, turns, tokens, system) for turns in asked]
 
 
 def load(recipe: Recipe, found: FoundModel, tokenizer: Any, console: Console) -> tuple[Any, Handle]:

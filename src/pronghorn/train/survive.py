@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from pronghorn.device import processes
 from pronghorn.errors import ConfigError, PronghornError, TrainingError, UnsupportedError
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.models.attach import attached
@@ -92,7 +93,7 @@ class MemoryGuard:
         """A training begins."""
         self._survived = 0
         # of several processes each waits for the others' gradients: none can repeat by itself
-        self._alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
+        self._alone = processes() == 1
         self._window: list[tuple[Any, _RandomState]] = []
         self._devices: list[torch.device] | None = None
 
@@ -116,7 +117,7 @@ class MemoryGuard:
             if plan is None or not applied or not self._alone or self._survived == MOST:
                 problem = f"step {step} ran out of memory{_share(found.used_bytes, found.total_bytes)}"
                 if not self._alone:
-                    problem += f" in process {dist.get_rank()} of {dist.get_world_size()}, which can't repeat it alone"
+                    problem += f" in process {dist.get_rank()} of {processes()}, which can't repeat it alone"
                 elif self._survived == MOST:
                     problem += f", after {MOST} times that were survived"
                 raise self._stop(problem, plan) from found.error

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from pydantic import ValidationError
 
 from pronghorn.config import Recipe
 from pronghorn.errors import ConfigError, DataError
 from pronghorn.models.load import FoundModel, default_device, find_model, resolve_dtype
 from pronghorn.models.new_tokens import grow_embeddings
+from pronghorn.train.evaluate import answer
 from pronghorn.train.record import RunRecord
 
 SIDES = ("base", "trained")
@@ -47,41 +47,16 @@ class Talk:
         turns = {}
         for side in SIDES:
             turns[side] = [{"role": "user", "content": text}]
-            answer = self._answer(side, [*self.histories[side], *turns[side]])
-            turns[side].append({"role": "assistant", "content": answer})
-            yield side, answer
+            said = self._answer(side, [*self.histories[side], *turns[side]])
+            turns[side].append({"role": "assistant", "content": said})
+            yield side, said
         for side, turn in turns.items():
             self.histories[side] += turn
 
-    @torch.no_grad()
     def _answer(self, side: str, history: list[dict[str, str]]) -> str:
         model = self.models[side]
-        if self.tokenizer.chat_template:
-            system = [] if self.system is None else [{"role": "system", "content": self.system}]
-            prompt = self.tokenizer.apply_chat_template([*system, *history], tokenize=False, add_generation_prompt=True)
-        else:  # trained on prompts and completions as they stand: each question is one by itself
-            prompt = history[-1]["content"]
-        encoded = self.tokenizer(
-            prompt, return_tensors="pt", add_special_tokens=not self.tokenizer.chat_template, verbose=False
-        )
-        used, positions = encoded["input_ids"].shape[1], getattr(model.config, "max_position_embeddings", None)
-        room = self.max_new_tokens if positions is None else positions - used
-        if room < 1:
-            raise DataError(
-                f"the conversation has {used} tokens, and the model {positions} positions",
-                "begin again with /reset, or ask something shorter",
-            )
-        sampling = {"do_sample": True, "temperature": self.temperature} if self.temperature else {"do_sample": False}
-        ends, pad = _ends(model, self.tokenizer), self.tokenizer.pad_token_id
         with self._side(side, model):
-            generated = model.generate(
-                **encoded.to(model.device),
-                max_new_tokens=min(self.max_new_tokens, room),
-                eos_token_id=ends or None,
-                pad_token_id=next(iter(ends), None) if pad is None else pad,
-                **sampling,
-            )
-        return self.tokenizer.decode(generated[0, used:], skip_special_tokens=True).strip()
+            return answer(model, self.tokenizer, history, self.max_new_tokens, self.system, self.temperature)
 
     @contextmanager
     def _side(self, side: str, model: Any) -> Iterator[None]:
@@ -160,10 +135,3 @@ def _recipe(folder: Path) -> Recipe:
             f"{folder / 'run.json'}: {key} of its recipe is not of this version ({error.errors()[0]['msg']})",
             "use the version that trained it",
         ) from error
-
-
-def _ends(model: Any, tokenizer: Any) -> list[int]:
-    """The tokens that end an answer: the checkpoint's own and the tokenizer's, which is the chat template's."""
-    own = model.generation_config.eos_token_id
-    ends = [own] if isinstance(own, int) else list(own or [])
-    return [*ends, *({tokenizer.eos_token_id} - {None, *ends})]

@@ -11,7 +11,6 @@ Everything TRL's users know stays: `SFTConfig`, its data formats, its tokenising
 
 from __future__ import annotations
 
-import errno
 import logging
 import shutil
 import time
@@ -24,11 +23,11 @@ import torch
 import trl
 from accelerate.utils import DistributedType
 from torch import Tensor
-from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from pronghorn.data.batch import Collator
 from pronghorn.data.packed_rows import PackedRows
 from pronghorn.errors import ConfigError, DataError, TrainingError, UnsupportedError
+from pronghorn.export.folder import disk_is_full
 from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import Handle, attach, attached
 from pronghorn.train import checkpoint
@@ -46,16 +45,20 @@ class SFTTrainer(trl.SFTTrainer):
 
     Raises:
         ConfigError: no row length, or one over the model's.
-        UnsupportedError: a loss or data collator the packed path doesn't serve.
+        UnsupportedError: an argument the packed path doesn't serve.
     """
 
     def __init__(self, model: Any, args: Any = None, *, tokenizer: Any = None, **kwargs: Any) -> None:
         args = args or trl.SFTConfig(output_dir="pronghorn-sft", packing=True)
+        if not isinstance(args, trl.SFTConfig):
+            raise ConfigError(f"args is a {type(args).__name__}", "give a trl.SFTConfig, which has the same fields")
         if tokenizer is not None:
             kwargs["processing_class"] = tokenizer
-        _refuse_unserved(args, kwargs)
-        for name in ("train_dataset", "eval_dataset"):
-            _check_dataset(name, kwargs.get(name), args.packing)
+        asked = args.packing, args.eval_packing
+        self._packs_train, self._packs_eval = asked[0], asked[0] if asked[1] is None else asked[1]
+        _refuse_unserved(args, kwargs, self._packs_train, self._packs_eval)
+        for name, packs in (("train_dataset", self._packs_train), ("eval_dataset", self._packs_eval)):
+            _check_dataset(name, kwargs.get(name), packs)
         if isinstance(model, str):
             raise UnsupportedError(
                 f"model {model!r} given by name", "load it with FastLanguageModel.from_pretrained and pass the model"
@@ -67,23 +70,25 @@ class SFTTrainer(trl.SFTTrainer):
             for name in ("gradient_checkpointing", "activation_checkpointing"):  # transformers 5.23 renamed it
                 if hasattr(args, name):
                     setattr(args, name, False)  # the plan decided; SFTConfig's default would recompute regardless
-        trained = [(parameter, parameter.data) for parameter in model.parameters() if parameter.requires_grad]
+        trained = {parameter: parameter.data for parameter in model.parameters() if parameter.requires_grad}
         if not hasattr(model, "peft_config") and kwargs.get("peft_config") is None:
-            _refuse_16_bit_weights(data.dtype for _, data in trained)
-        asked = args.packing, args.eval_packing
-        self._packs_train, self._packs_eval = asked[0], asked[0] if asked[1] is None else asked[1]
+            _refuse_16_bit_weights(data.dtype for data in trained.values())
         args.packing = args.eval_packing = False  # TRL must not pack, nor warn of attention it doesn't know
-        super().__init__(model, args, **kwargs)
-        handle = attached(self.model)  # type: ignore[arg-type]  # it isn't None
+        try:
+            super().__init__(model, args, **kwargs)
+        finally:
+            args.packing, args.eval_packing = asked
+        adapted: Any = self.model
+        handle = attached(adapted)
         if handle is not None:
             handle.adopt_adapters()  # of TRL's peft_config
-        args.packing, args.eval_packing = asked
-        for parameter, data in trained:
-            if parameter.dtype != data.dtype:  # TRL rounds the adapters of a quantised base to bfloat16
-                parameter.data = data.to(parameter.device)
+        for name, parameter in adapted.named_parameters():  # TRL rounds the adapters of a quantised base to bfloat16
+            if parameter in trained and parameter.dtype != trained[parameter].dtype:
+                parameter.data = trained[parameter].to(parameter.device)
+            elif parameter.requires_grad and ".lora_" in name and getattr(model, "is_quantized", False):
+                parameter.data = parameter.data.float()  # its own, fresh ones
         stock: Any = self.data_collator
-        self._pack_collator = Collator(args.max_length, stock.pad_token_id)
-        self._pad_collator = DataCollatorForLanguageModeling(pad_token_id=stock.pad_token_id)
+        self._pad_collator, self._pack_collator = stock, Collator(args.max_length or 0, stock.pad_token_id)
         self.data_collator = self._collate
         self._watch = GradientWatch()
         self.add_callback(self._watch)
@@ -164,7 +169,7 @@ class SFTTrainer(trl.SFTTrainer):
         """Adds what `StepCounters` counted since the last log of a loss; and so far, the steps that loss scaling
         skipped and, on a GPU, the most memory."""
         if "loss" in logs:
-            logs |= {**self._counted.take(), "skipped_steps": self._watch.skipped}
+            logs |= {**self._counted.take(self.args.device), "skipped_steps": self._watch.skipped}
             if self.args.device.type == "cuda":
                 told = torch.cuda.memory_stats_as_nested_dict(self.args.device)  # a fifth of what the flat one costs
                 logs["peak_memory_gib"] = round(told["allocated_bytes"]["all"]["peak"] / 2**30, 3)
@@ -183,6 +188,7 @@ class SFTTrainer(trl.SFTTrainer):
         if resume_from_checkpoint is not None:
             checkpoint.verify(Path(resume_from_checkpoint), self._fingerprint)
         self._memory.begin()
+        self._counted = StepCounters()
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         except RuntimeError as error:
@@ -199,20 +205,26 @@ class SFTTrainer(trl.SFTTrainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """TRL's `evaluate`; over packed rows the loss is the mean over every labelled token, on all ranks."""
-        rows = self.eval_dataset if eval_dataset is None else eval_dataset
-        if isinstance(rows, str) and isinstance(self.eval_dataset, dict):
-            rows = self.eval_dataset[rows]
-        if not isinstance(rows, PackedRows) or self.compute_metrics is not None:
-            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-        started = time.perf_counter()
-        with self.compute_loss_context_manager():
-            loss = heldout_loss(self.model, rows, range(len(rows)), self._pack_collator)
-        seconds = time.perf_counter() - started
-        metrics = {f"{metric_key_prefix}_loss": loss, f"{metric_key_prefix}_runtime": seconds}
-        self.log(dict(metrics))
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        return metrics
+        """TRL's `evaluate`; over packed rows the loss is the mean over every labelled token, on all ranks. Its time
+        counts as no step's."""
+        with self._counted.paused():
+            rows = self.eval_dataset if eval_dataset is None else eval_dataset
+            if isinstance(rows, str) and isinstance(self.eval_dataset, dict):
+                rows = self.eval_dataset[rows]
+            if self._packs_eval and hasattr(rows, "column_names"):  # given to this call, and raw
+                _check_dataset("eval_dataset", rows, packing=True)
+                formatting = getattr(self, "_formatting_func", None)
+                rows = self._prepare_dataset(rows, self.processing_class, self.args, False, formatting, "eval")
+            if not isinstance(rows, PackedRows):
+                return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+            started = time.perf_counter()
+            with self.accelerator.autocast():
+                loss = heldout_loss(self.model, rows, range(len(rows)), self._pack_collator)
+            seconds = time.perf_counter() - started
+            metrics = {f"{metric_key_prefix}_loss": loss, f"{metric_key_prefix}_runtime": seconds}
+            self.log(dict(metrics))
+            self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+            return metrics
 
     def _get_output_dir(self, trial: Any) -> str:
         """Where checkpoints go: aside while one is being written."""
@@ -233,8 +245,8 @@ class SFTTrainer(trl.SFTTrainer):
                 self._name_best(output, aside / name)
                 checkpoint.seal(aside / name, self._fingerprint)
                 checkpoint.publish(aside / name, output / name)
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
+        except Exception as error:
+            if not disk_is_full(error, output):
                 raise
             raise TrainingError(
                 f"the disk is full: {name} could not be saved",
@@ -329,15 +341,22 @@ def _refuse_16_bit_weights(dtypes: Iterable[torch.dtype]) -> None:
             )
 
 
-def _refuse_unserved(args: Any, kwargs: dict[str, Any]) -> None:
-    for name, value, served in (
+def _refuse_unserved(args: Any, kwargs: dict[str, Any], packs_train: bool, packs_eval: bool) -> None:
+    if packs_eval and kwargs.get("compute_metrics") is not None:
+        raise UnsupportedError("compute_metrics over packed rows, which have no logits", "set eval_packing=False")
+    unserved = [
         ("loss_type", getattr(args, "loss_type", "nll"), "nll"),
         ("label_smoothing_factor", args.label_smoothing_factor, 0),
         ("use_liger_kernel", args.use_liger_kernel, False),
         ("compute_loss_func", kwargs.get("compute_loss_func"), None),
         ("data_collator", kwargs.get("data_collator"), None),
         ("padding_free", getattr(args, "padding_free", False), False),
-    ):
+    ]
+    if packs_train or packs_eval:
+        unserved.append(("packing_strategy", args.packing_strategy, "bfd"))
+        prepared = (args.dataset_kwargs or {}).get("skip_prepare_dataset", False)
+        unserved.append(("skip_prepare_dataset", prepared, False))
+    for name, value, served in unserved:
         if value != served:
             raise UnsupportedError(
                 f"{name} = {value!r} is not served by the packed trainer",
