@@ -25,6 +25,7 @@ from pronghorn.data.packing import IGNORE_INDEX
 from pronghorn.errors import UnsupportedError
 from pronghorn.kernels.grouped_gemm import choose
 from pronghorn.kernels.moe_glu import Gate
+from pronghorn.models.families import ACTIVATIONS
 from pronghorn.moe.experts import Experts, LowRank, experts
 from pronghorn.moe.route import route
 
@@ -32,7 +33,6 @@ Routing = Literal["once", "loop"]
 NAME = "pronghorn_experts"
 """What the function is called in transformers' registry."""
 _WEIGHTS = ("gate_up_proj", "down_proj")
-_ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu_tanh", "PytorchGELUTanh": "gelu_tanh"}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _HELD = "_pronghorn_lora"
 
@@ -203,7 +203,7 @@ def gate(module: Any) -> Gate | None:
     formula = type(module)._apply_gate.__qualname__
     if formula == "GptOssExperts._apply_gate":  # gate and up in turns
         return Gate("clamped", float(module.alpha), float(module.limit))
-    kind: Any = _ACTIVATIONS.get(type(getattr(module, "act_fn", None)).__name__)
+    kind: Any = ACTIVATIONS.get(type(getattr(module, "act_fn", None)).__name__)
     return Gate(kind) if kind and module.is_concatenated and formula == "_default_apply_gate" else None
 
 

@@ -40,10 +40,8 @@ class Adapter:
 def adapter_of(linear: nn.Module) -> Adapter | None:
     """The one active adapter of PEFT's LoRA linear; None where there is none, or it is disabled or merged."""
     module: Any = linear
-    if not hasattr(module, "lora_A") or module.disable_adapters or module.merged:
-        return None
-    active = [name for name in module.active_adapters if name in module.lora_A]
-    if not active:
+    active = _active(module)
+    if not active or module.disable_adapters or module.merged:
         return None
     name = active[0]
     return Adapter(module.lora_A[name].weight, module.lora_B[name].weight, module.scaling[name])
@@ -56,47 +54,54 @@ def base_of(linear: Any) -> Any:
 
 def refusal(linears: list[nn.Module], dtype: torch.dtype) -> str | None:
     """Why these linears can't be computed as one product in `dtype`, or None."""
-    bases = [base_of(linear) for linear in linears]
-    for base in bases:
+    bases, scales = [base_of(linear) for linear in linears], set()
+    for module, base in zip(linears, bases, strict=True):
+        linear: Any = module
+        active = _active(linear)
         if type(base) is not nn.Linear and not _is_4bit(base):
             return f"{type(base).__name__} is not a plain linear"
-        if hasattr(base.weight, "device_mesh"):
-            return "the weights are sharded"
-    first = bases[0]
-    if len({(type(x), x.weight.dtype, x.weight.device, x.weight.requires_grad, x.bias is None) for x in bases}) > 1:
-        return "the linears differ in dtype, device or bias, or only some are trained"
-    if any(x.bias is not None and x.bias.requires_grad is not x.weight.requires_grad for x in bases):
-        return "biases are trained and weights are not"
-    if not _is_4bit(first) and first.weight.dtype is not dtype and not first.weight.requires_grad:
-        return f"the weights are {_name(first.weight.dtype)} and the products {_name(dtype)}"
-    scales = set()
-    for module in linears:
-        linear: Any = module
-        if not hasattr(linear, "lora_A"):
-            continue
-        active = [name for name in linear.active_adapters if name in linear.lora_A]
+        if type(base.weight) is not nn.Parameter and not _is_4bit(base):
+            return f"a weight is a {type(base.weight).__name__}: sharded, or computed"
+        if linear is not base and not hasattr(linear, "lora_A"):
+            return f"{type(linear).__module__} is not LoRA"
         if len(active) > 1:
             return f"{len(active)} adapters are active at once"
         for name in active:
             if type(linear.lora_dropout[name]) is not nn.Identity:
                 return "LoRA dropout"
-            if linear.use_dora.get(name) or linear.lora_bias.get(name) or type(linear.lora_A[name]) is not nn.Linear:
+            if name in linear.lora_variant or linear.lora_bias.get(name) or type(linear.lora_A[name]) is not nn.Linear:
                 return "an adapter that is not plain LoRA"
             scales.add(linear.scaling[name])
+    first = bases[0]
+    if len({(type(x), x.weight.dtype, x.weight.device, x.weight.requires_grad, x.bias is None) for x in bases}) > 1:
+        return "the linears differ in dtype, device or bias, or only some are trained"
+    if any(x.bias is not None and x.bias.requires_grad is not x.weight.requires_grad for x in bases):
+        return "only biases are trained, or only weights"
+    if not _is_4bit(first) and first.weight.dtype is not dtype and not first.weight.requires_grad:
+        return f"the weights are {_name(first.weight.dtype)} and the products {_name(dtype)}"
     return "the linears' LoRA scales differ" if len(scales) > 1 else None
 
 
 def state(linears: list[nn.Module]) -> list[Any]:
-    """What `refusal` depends on and may change while the modules stay: compare it to know when to ask again."""
+    """All that `refusal` depends on: compare it to know when to ask again."""
     found: list[Any] = []
     for module in linears:
         linear: Any = module
-        weight = base_of(linear).weight
-        found.append((weight.dtype, weight.requires_grad))
-        if hasattr(linear, "lora_A"):
-            active = linear.active_adapters
-            found.append((*active, *(linear.scaling.get(name) for name in active)))
+        parts = linear._modules
+        base = parts.get("base_layer", linear)
+        found += linear, base, type(base)
+        for name in ("weight", "bias"):
+            tensor = base._parameters.get(name)
+            found.append(None if tensor is None else (type(tensor), tensor.dtype, tensor.requires_grad))
+        for name in _active(linear):
+            found += name, linear.scaling[name], parts["lora_A"][name], parts["lora_dropout"][name]
     return found
+
+
+def _active(linear: Any) -> list[str]:
+    """Names of the active adapters of PEFT's LoRA linear, disabled ones too; another linear has none."""
+    adapters = linear._modules.get("lora_A")
+    return [] if adapters is None else [name for name in linear.active_adapters if name in adapters]
 
 
 class LinearGroup:
@@ -283,13 +288,18 @@ class Operands:
         return grads
 
 
+@torch.inference_mode(False)
 def read(groups: list[LinearGroup], dtype: torch.dtype) -> list[Operands]:
-    """The groups as they are now, for products in `dtype`; all adapters are copied in one launch."""
+    """The groups as they are now, for products in `dtype`; all adapters are copied in one launch.
+
+    Tensors that are kept for other forwards are ordinary ones, also where this one is in inference mode.
+    """
     found, copies = [], []
     for group in groups:
         bases = [base_of(linear) for linear in group.linears]
         adapters, start = [], 0
         for linear, base in zip(group.linears, bases, strict=True):
+            _take_out(linear)
             adapter = adapter_of(linear)
             if adapter is not None:
                 adapters.append((slice(start, start + base.out_features), adapter))
@@ -306,6 +316,12 @@ def read(groups: list[LinearGroup], dtype: torch.dtype) -> list[Operands]:
     if copies:
         torch._foreach_copy_([target for target, _ in copies], [source for _, source in copies])
     return found
+
+
+def _take_out(linear: Any) -> None:
+    """What was merged and is disabled: PEFT's own forward subtracts it from the weight."""
+    if getattr(linear, "merged_adapters", None) and linear.disable_adapters:
+        linear.unmerge()
 
 
 def _is_4bit(base: Any) -> bool:
