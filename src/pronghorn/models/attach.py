@@ -27,7 +27,7 @@ from pronghorn.memory.checkpoint import Installed, install, policies_of
 from pronghorn.memory.offload import OffloadEngine
 from pronghorn.memory.plan import Plan
 from pronghorn.models import experts, fast
-from pronghorn.models.causal_lm import PackedCausalLM, packed_class
+from pronghorn.models.causal_lm import PackedCausalLM, has_own_loss, packed_class
 from pronghorn.models.families import base_causal_lm, check_config, has_experts, recomputes_layers
 from pronghorn.models.graph import Graph, TrunkGraphs, graphed_class
 from pronghorn.models.metadata import share_metadata
@@ -101,13 +101,16 @@ class Handle:
             path, why = "masked", "ablation"
         sinks = check_config(config).stock_attention == "eager"
         unpacked = "the softmax written out, for the sinks" if sinks else "transformers' SDPA"
+        loss = "labelled tokens only, in chunks", "the batch knows its labelled positions"
+        if has_own_loss(self.model):
+            loss = "the model's own loss_function, of all logits", "it is not transformers' cross-entropy"
         return [
             PathTaken("packed attention", path, why),
             PathTaken("packing metadata", metadata, where[metadata]),
             self._layers_path(autocast),
             *(PathTaken(*line) for line in (() if self._experts is None else self._experts.paths(dtype))),
             self._graph_path(autocast),
-            PathTaken("loss", "labelled tokens only, in chunks", "the batch knows its labelled positions"),
+            PathTaken("loss", *loss),
             PathTaken("padded batches, generate()", unpacked, "they carry a mask or a cache"),
             PathTaken("activations", *self._activations_path(autocast)),
         ]
