@@ -222,6 +222,25 @@ def test_biases_frozen_while_weights_are_trained() -> None:
     assert_same(found[1], found[0])
 
 
+@pytest.mark.parametrize("all_at", ["forward", "backward"])
+def test_what_is_trained_changes_between_a_forward_and_its_backward(all_at: str) -> None:
+    """Adapters at the one, all at the other: gradients are those of what both train."""
+    found = []
+    for layers in ("stock", "fused"):
+        model = with_adapters(tiny_model("llama", **BIASED))
+        adapters = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        attach(model, layers=layers)
+        for at in ("forward", "backward"):
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(at == all_at or name in adapters)
+            if at == "forward":
+                loss = model(**BATCH).loss
+        loss.backward()
+        found.append((loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
+        assert sorted(found[-1][1]) == sorted(adapters)
+    assert_same(found[1], found[0])
+
+
 @pytest.mark.parametrize("full", [False, True])
 def test_training_after_an_evaluation_in_inference_mode(full: bool) -> None:
     """What the first forward keeps for those after it are ordinary tensors."""

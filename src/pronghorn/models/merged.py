@@ -194,6 +194,8 @@ class Operands:
     dtype: torch.dtype
     _weight: Tensor | None
     """None where it is written out for each product."""
+    full: bool
+    """Whether the weights and biases themselves are trained."""
     adapters: list[tuple[slice, Adapter]]
     """The active adapters, and the columns of y that each adds to."""
     a: Tensor | None
@@ -235,8 +237,8 @@ class Operands:
     @property
     def trained(self) -> list[Tensor]:
         """The trained tensors, in the order of `gradients`: weights, biases, then a and b of each adapter."""
-        found = [base.weight for base in self.bases if base.weight.requires_grad]
-        found += [base.bias for base in self.bases if base.bias is not None and base.bias.requires_grad]
+        found = [base.weight for base in self.bases if self.full]
+        found += [base.bias for base in self.bases if self.full and base.bias is not None]
         return found + [tensor for _, adapter in self.adapters for tensor in (adapter.a, adapter.b)]
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -271,7 +273,7 @@ class Operands:
     def gradients(self, dy: Tensor, dya: Tensor | None, x: Tensor, xa: Tensor | None) -> list[Tensor]:
         """Those of `trained`, from dy [T, N], what `input_grad` gave, x [T, in], and what `forward` gave."""
         grads: list[Tensor] = []
-        if self.bases[0].weight.requires_grad:
+        if self.full:
             widths = [base.out_features for base in self.bases]
             grads += _product(dy.t(), x, self.bases[0].weight.dtype).split(widths)
             if self.bases[0].bias is not None:
@@ -312,7 +314,8 @@ def read(groups: list[LinearGroup], dtype: torch.dtype) -> list[Operands]:
             a, b, made = group.low_rank(adapters, (start, bases[0].in_features), dtype, stacked)
             copies += made
         weight = None if _is_4bit(bases[0]) else group.weight(bases, dtype)
-        found.append(Operands(group, bases, dtype, weight, adapters, a, b, stacks, stacked))
+        full = bases[0].weight.requires_grad
+        found.append(Operands(group, bases, dtype, weight, full, adapters, a, b, stacks, stacked))
     if copies:
         torch._foreach_copy_([target for target, _ in copies], [source for _, source in copies])
     return found
