@@ -22,6 +22,7 @@ from tolerance import ThreeWay
 
 WIDE = {"intermediate_size": 136}
 """Of a tiny model whose down has A below its weight."""
+BIASED = {**WIDE, "attention_bias": True, "mlp_bias": True}
 
 
 def with_adapters(model: Any, **options: Any) -> Any:
@@ -474,6 +475,21 @@ def test_a_change_after_the_first_step_is_noticed() -> None:
     attach(model, layers="stock")
     model.base_model.set_adapter(["default", "second"])
     assert model(**batch).loss.item() == pytest.approx(both, rel=1e-6)
+
+
+def test_switching_adapters_copies_no_merged_weights() -> None:
+    """They would be there twice until the backward of the forward before."""
+    model, batch = with_adapters(tiny_model("llama", **BIASED)), packed_row(LENGTHS, ROW)
+    model.add_adapter("second", model.peft_config["default"])
+    attach(model, layers="fused")
+    layer, places = model.get_base_model().model.layers[1], []
+    for name in ("default", "second", "default"):
+        model.set_adapter(name)
+        model(**batch)
+        linears = [*layer.self_attn.children(), *layer.mlp.children()]
+        places.append([p.data_ptr() for each in linears for p in getattr(each, "base_layer", each).parameters()])
+    kept = {tuple(same) for same in zip(*places, strict=True) if len(set(same)) == 1}
+    assert len(kept) == 13  # weights and biases of seven linears, but for down's weight, below which its A lies
 
 
 def test_adapters_switched_off_one_by_one_leave_nothing_behind() -> None:

@@ -14,13 +14,12 @@ from torch import nn
 
 from pronghorn.models.attach import attach
 from pronghorn.models.families import LINEARS, base_causal_lm
-from test_fused import WIDE, loss_and_gradients, path_of_layers, with_adapters
+from test_fused import BIASED, WIDE, loss_and_gradients, path_of_layers, with_adapters
 from test_parity import LENGTHS, ROW, one_document_at_a_time
 from tiny import packed_row, tiny_model
 
 BATCH = packed_row(LENGTHS, ROW)
 ALL = list(LINEARS)
-BIASED = {**WIDE, "attention_bias": True, "mlp_bias": True}
 
 
 def spread(model: Any) -> Any:

@@ -15,6 +15,7 @@ in 16 bits (autocast), and adapters, are copied once a forward; 4-bit weights ar
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -369,9 +370,16 @@ def _in_place(merged: Tensor, parts: list[Tensor]) -> bool:
 
 
 def _merge(parts: list[Tensor]) -> Tensor:
-    if len(parts) == 1:
-        return parts[0].detach()
+    """The parts in one tensor, whose slices they become; they stay where they are if another group made them so."""
+    rows, first = [part.shape[0] for part in parts], parts[0].detach()
+    if all(_follows(part, before) for before, part in pairwise(parts)):
+        return first.as_strided((sum(rows), *first.shape[1:]), first.stride())
     merged = torch.cat([part.detach() for part in parts])
-    for part, place in zip(parts, merged.split([part.shape[0] for part in parts]), strict=True):
+    for part, place in zip(parts, merged.split(rows), strict=True):
         part.data = place
     return merged
+
+
+def _follows(part: Tensor, before: Tensor) -> bool:
+    begins = part.data_ptr() == before.data_ptr() + before.nbytes and part.is_contiguous() and before.is_contiguous()
+    return begins and part.untyped_storage().data_ptr() == before.untyped_storage().data_ptr()
