@@ -13,6 +13,7 @@ All changes are outside the parameters (so `save_pretrained` gives byte for byte
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -265,8 +266,8 @@ def attach(
             backbone,
             plain.forward,
             graph == "on",
-            lambda: _graph_refusal(base, attention),
-            lambda: _long_from(base.config, attention, _query(base)),
+            functools.partial(_graph_refusal, base, attention),
+            functools.partial(_longest, base, attention),
         )
         changed.append((backbone, plain))
         backbone.__class__ = graphed_class(plain)
@@ -305,6 +306,10 @@ def _graph_refusal(model: Any, attention: Backend) -> str | None:
 def _query(model: Any) -> torch.Tensor:
     """[0, D], like a layer's queries without autocast."""
     return torch.empty(0, fast.head_dim(model.config), dtype=next(model.parameters()).dtype, device=model.device)
+
+
+def _longest(model: Any, attention: Backend) -> int | None:
+    return _long_from(model.config, attention, _query(model))
 
 
 def _long_from(config: Any, attention: Backend, query: torch.Tensor) -> int | None:

@@ -11,6 +11,7 @@ weights, long documents and others that need host integers.
 
 from __future__ import annotations
 
+import copy
 import functools
 import statistics
 import time
@@ -63,6 +64,8 @@ class TrunkGraphs:
         always: capture at once instead of measuring whether it pays.
         refusal: why the model as it is now can't be captured, or None.
         longest: tokens from which on documents leave the batch's tiles (`attention.long_documents`), or None.
+
+    `refusal` and `longest` are copied with the model: closures over it would ask the one that it was copied from.
     """
 
     def __init__(
@@ -84,6 +87,11 @@ class TrunkGraphs:
         self._host_share: float | None = None
         self.replays = 0
         """Forwards and backwards so far. All graphs share memory: each overwrites what a forward before it left."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TrunkGraphs:
+        """A copied model captures its own."""
+        backbone, refusal, longest = copy.deepcopy((self._backbone, self._refusal, self._longest), memo)
+        return TrunkGraphs(backbone, self._plain, self._always, refusal, longest)
 
     @property
     def state(self) -> tuple[str, str]:
