@@ -421,7 +421,7 @@ def test_a_model_that_moved_is_attached_anew(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))  # as after model.cuda()
     moved = attach(model)
     assert moved is not handle and attach(model) is moved
-    assert moved.plan == Plan.recompute() and moved._fast and not handle._fast
+    assert moved.plan == Plan.recompute() and moved.fuses and not handle.fuses
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without flash")

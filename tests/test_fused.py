@@ -378,6 +378,18 @@ def test_detach_gives_the_modules_back() -> None:
     assert all(torch.equal(saved[name], tensor) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.parametrize("copied", ["input_layernorm", "self_attn"])
+def test_detach_gives_back_what_peft_copied_since(copied: str) -> None:
+    model = tiny_model("qwen3")
+    handle = attach(model, layers="fused")
+    adapted = add_lora(model, target_modules=["up_proj"], modules_to_save=[copied])
+    loss_and_gradients(adapted, packed_row(LENGTHS, ROW))
+    handle.detach()
+    files = {type(module).forward.__code__.co_filename for module in adapted.modules()}
+    assert not [file for file in files if "pronghorn" in Path(file).parts]
+    assert not [name for name, each in adapted.named_modules() if any("pronghorn" in kept for kept in each.__dict__)]
+
+
 def test_saving_gives_the_same_bytes(tmp_path: Any) -> None:
     """Merged storage is the parameters' own affair: files of an attached, stepped model are those of a plain one."""
     plain = with_adapters(tiny_model("llama", **WIDE))

@@ -28,10 +28,11 @@ from pronghorn.memory.checkpoint import Installed, install, policies_of
 from pronghorn.memory.offload import OffloadEngine
 from pronghorn.memory.plan import Plan
 from pronghorn.models import experts, fast
-from pronghorn.models.causal_lm import PackedCausalLM, has_own_loss, packed_class
+from pronghorn.models.causal_lm import has_own_loss, packed_class
 from pronghorn.models.families import base_causal_lm, check_config, has_experts, recomputes_layers
 from pronghorn.models.graph import Graph, TrunkGraphs, graphed_class
 from pronghorn.models.metadata import share_metadata
+from pronghorn.models.subclass import own_class, restore
 
 Layers = Literal["auto", "fused", "stock"]
 
@@ -58,8 +59,8 @@ class Handle:
     _installed: Installed | None
     """The plan on the layers; None where there was no plan."""
     _hook: RemovableHandle
-    _fast: list[tuple[nn.Module, type[nn.Module]]]
-    """The modules with another class, and the class that they had."""
+    fuses: bool
+    """Whether layers have their fused classes; `paths` tells whether these serve the model as it is."""
     _graphs: TrunkGraphs | None
     """The trunk's CUDA graphs, where layers are fused on CUDA."""
     _experts: experts.ExpertLayers | None
@@ -74,11 +75,6 @@ class Handle:
     def offload_engine(self) -> OffloadEngine | None:
         """What moves layers' inputs to the host, where the plan has it do so."""
         return None if self._installed is None else self._installed.engine
-
-    @property
-    def fuses(self) -> bool:
-        """Whether layers have their fused classes; `paths` tells whether these serve the model as it is."""
-        return bool(self._fast)
 
     def paths(self, autocast: torch.dtype | None) -> list[PathTaken]:
         """The report for steps that run under autocast in that dtype (None: without), which attention then sees."""
@@ -118,14 +114,14 @@ class Handle:
 
     def _activations_path(self, autocast: torch.dtype | None) -> tuple[str, str]:
         if self._installed is not None:
-            return self._installed.path(fast.refusal(self.model, autocast) if self._fast else None)
+            return self._installed.path(fast.refusal(self.model, autocast) if self.fuses else None)
         on = recomputes_layers(self.model)
         return (
             ("recompute the layer", "gradient checkpointing is on") if on else ("keep", "gradient checkpointing is off")
         )
 
     def _layers_path(self, autocast: torch.dtype | None) -> PathTaken:
-        if not self._fast:
+        if not self.fuses:
             device = next(self.model.parameters()).device.type
             why = "asked for" if self.options[2] == "stock" else f"the fused ones are for CUDA, this is {device}"
             if self.options[0] == "masked" or self.options[1] != "once":
@@ -182,21 +178,18 @@ class Handle:
         """
         if getattr(self.model, "_pronghorn_handle", None) is not self:
             return
-        swapped = isinstance(self.model, PackedCausalLM) and type(self.model).__bases__[-1] is self.original_class
+        swapped = own_class(self.model) is self.original_class
         if not swapped or any(hasattr(parameter, "device_mesh") for parameter in self.model.parameters()):
             raise ConfigError(
                 f"{type(self.model).__name__} was wrapped or sharded after attach", "detach before sharding the model"
             )
         self._hook.remove()
-        fast.disable(self._fast)
         if self._experts is not None:
             self._experts.disable()
-        self.model.base_model.__dict__.pop("_pronghorn_graphs", None)
-        self.model.__class__ = self.original_class
         self.model.set_attn_implementation(self._previous_attention)
         if self._installed is not None:
             self._installed.uninstall()
-        del self.model._pronghorn_handle
+        restore(self.model)
 
 
 def attach(
@@ -242,7 +235,7 @@ def attach(
     fused = layers == "fused" or (layers == "auto" and next(base.parameters()).is_cuda)
     fused = fused and attention != "masked" and packing_metadata == "once"
     if current is not None:
-        moved = bool(current._fast) != fused  # to CUDA or from there since
+        moved = current.fuses != fused  # to CUDA or from there since
         if current.options == options and plan in (None, current.plan) and not moved:
             return current.adopt_adapters()
         plan = plan or current.plan
@@ -257,7 +250,8 @@ def attach(
     hook = base.base_model.register_forward_pre_hook(share_metadata, with_kwargs=True)
     previous_class: Any = type(base)
     base.__class__ = packed_class(previous_class)
-    changed = fast.enable(base, attention) if fused else []
+    if fused:
+        fast.enable(base, attention)
     graphs = None
     if fused and graph != "off" and next(base.parameters()).is_cuda:
         backbone: Any = base.base_model
@@ -269,11 +263,10 @@ def attach(
             functools.partial(_graph_refusal, base, attention),
             functools.partial(_longest, base, attention),
         )
-        changed.append((backbone, plain))
         backbone.__class__ = graphed_class(plain)
         backbone.__dict__["_pronghorn_graphs"] = graphs
     installed = None if plan is None else install(base, base.base_model.layers, plan, whole)
-    handle = Handle(base, plan, options, previous, previous_class, installed, hook, changed, graphs, expert_layers)
+    handle = Handle(base, plan, options, previous, previous_class, installed, hook, fused, graphs, expert_layers)
     base._pronghorn_handle = handle
     return handle
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from pronghorn.data.batch import PackedBatch
 from pronghorn.models import experts
 from pronghorn.models.head import labelled_cross_entropy
+from pronghorn.models.subclass import subclass
 
 
 class PackedCausalLM:
@@ -62,7 +63,7 @@ def has_own_loss(model: Any) -> bool:
 
 @functools.cache
 def packed_class(original: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of `original` with the same name and forward signature (transformers, TRL and saving read both)."""
+    """A subclass of `original` with the same forward signature, which transformers and TRL read."""
 
     @functools.wraps(original.forward)
     def forward(
@@ -83,5 +84,4 @@ def packed_class(original: type[nn.Module]) -> type[nn.Module]:
             kwargs |= {name: value for name, value in given.items() if value is not None}
             return original.forward(self, *args, return_dict=return_dict, **kwargs)
 
-    namespace = {"forward": forward, "__module__": original.__module__, "__qualname__": original.__qualname__}
-    return type(original.__name__, (PackedCausalLM, original), namespace)
+    return subclass(original, PackedCausalLM, forward=forward)

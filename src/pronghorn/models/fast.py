@@ -28,6 +28,7 @@ from pronghorn.models.families import ACTIVATIONS
 from pronghorn.models.fused import AttentionParts, LayerParts, MLPParts, Norm
 from pronghorn.models.merged import LinearGroup, state
 from pronghorn.models.merged import refusal as linears_refusal
+from pronghorn.models.subclass import subclass
 
 NORM_OFFSETS = {"LlamaRMSNorm": 0.0, "MistralRMSNorm": 0.0, "Qwen2RMSNorm": 0.0, "Qwen3RMSNorm": 0.0}
 NORM_OFFSETS |= {"Qwen3MoeRMSNorm": 0.0, "MixtralRMSNorm": 0.0, "OlmoeRMSNorm": 0.0, "GptOssRMSNorm": 0.0}
@@ -81,35 +82,21 @@ def _refusal(module: Any, dtype: torch.dtype) -> str | None:
     return next((reason for reason in reasons if reason is not None), None)
 
 
-def enable(model: Any, backend: Backend) -> list[tuple[nn.Module, type[nn.Module]]]:
-    """Give the layers of a causal LM their fast classes; returns the modules with the classes that they had.
+def enable(model: Any, backend: Backend) -> None:
+    """Give the layers of a causal LM their fast classes.
 
     Args:
         backend: of packed attention.
     """
-    modules: list[Any] = list(model.base_model.modules())
-    changed: list[tuple[Any, Any]] = [(module, type(module)) for module in modules if _is_known_norm(module)]
-    for norm, original in changed:
-        norm.__class__ = _norm_class(original)
-    if not _turns(model):
-        return changed
-    for module in modules:
+    turns = _turns(model)
+    for module in model.base_model.modules():
         own: Any = type(module)
-        if _is_whole(module):
+        if _is_known_norm(module):
+            module.__class__ = _norm_class(own)
+        elif turns and _is_whole(module):
             module.__class__ = _layer_class(own, backend)
-        elif _is_own(module, "Attention") and not _norms_all_heads(module):
+        elif turns and _is_own(module, "Attention") and not _norms_all_heads(module):
             module.__class__ = _attention_class(own, backend)
-        else:
-            continue
-        changed.append((module, own))
-    return changed
-
-
-def disable(changed: list[tuple[nn.Module, type[nn.Module]]]) -> None:
-    """Give the modules their own classes back."""
-    for module, original in changed:
-        module.__class__ = original
-        module.__dict__.pop("_pronghorn_parts", None)
 
 
 def is_fused(module: nn.Module) -> bool:
@@ -134,7 +121,7 @@ def _norm_class(original: Any) -> type[nn.Module]:
     def forward(self: Any, x: Tensor) -> Tensor:
         return rms_norm(x.contiguous(), self.weight, _eps(self), offset)
 
-    return _subclass(original, forward)
+    return subclass(original, forward=forward)
 
 
 @functools.cache
@@ -161,7 +148,7 @@ def _attention_class(original: Any, backend: Backend) -> type[nn.Module]:
             kwargs["packed"] = packed
         return plain(self, hidden_states, position_embeddings, attention_mask, *args, **kwargs)
 
-    return _subclass(original, forward)
+    return subclass(original, forward=forward)
 
 
 @functools.cache
@@ -183,17 +170,11 @@ def _layer_class(original: Any, backend: Backend) -> type[nn.Module]:
         with _without_autocast(hidden_states):
             return fused.layer(x, cos, sin, packed, parts, dtype, policy).view_as(hidden_states)
 
-    return _subclass(original, forward)
+    return subclass(original, forward=forward)
 
 
 def _is_foreign(hook: Any) -> bool:
     return not str(getattr(hook, "__module__", None)).startswith(_RECORDER)
-
-
-def _subclass(original: type[nn.Module], forward: Any) -> type[nn.Module]:
-    """A subclass with the original's name: transformers and FSDP look classes up by it."""
-    namespace = {"forward": forward, "__module__": original.__module__, "__qualname__": original.__qualname__}
-    return type(original.__name__, (original,), namespace)
 
 
 def _make(module: Any, backend: Backend) -> LayerParts | AttentionParts:

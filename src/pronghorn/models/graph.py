@@ -27,6 +27,7 @@ from torch.autograd.function import once_differentiable
 from pronghorn.data.batch import PackedBatch
 from pronghorn.errors import TrainingError
 from pronghorn.memory.plan import POLICY
+from pronghorn.models.subclass import subclass
 
 Graph = Literal["auto", "on", "off"]
 
@@ -224,7 +225,7 @@ class _Replay(torch.autograd.Function):
 
 @functools.cache
 def graphed_class(original: Any) -> type[nn.Module]:
-    """A subclass of a backbone's class, of the same name, whose instances look for `_pronghorn_graphs`."""
+    """A subclass of a backbone's class, whose instances look for `_pronghorn_graphs`."""
     plain: Any = original.forward
 
     @functools.wraps(plain)
@@ -246,8 +247,7 @@ def graphed_class(original: Any) -> type[nn.Module]:
             return BaseModelOutputWithPast(last_hidden_state=hidden)
         return graphs.without(lambda: plain(self, **{**kwargs, "input_ids": None, "inputs_embeds": embeds}))
 
-    namespace = {"forward": forward, "__module__": original.__module__, "__qualname__": original.__qualname__}
-    return type(original.__name__, (original,), namespace)
+    return subclass(original, forward=forward)
 
 
 @contextmanager
