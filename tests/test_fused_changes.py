@@ -77,6 +77,20 @@ def test_what_else_peft_puts_on_a_model(method: str) -> None:
     assert why in path_of_layers(handle)[1]
 
 
+@pytest.mark.parametrize("copied", [{"layer_replication": [(0, 2), (1, 3)]}, {"modules_to_save": ["self_attn"]}])
+def test_layers_that_peft_copied_with_their_configuration(copied: dict[str, Any]) -> None:
+    """Layers whose base weights are one, or that are trained whole: packed, and one document at a time without us."""
+    model = adapted(tiny_model("llama", **WIDE), r=8, **{"target_modules": ["up_proj", "down_proj"], **copied})
+    with torch.no_grad():
+        _, expected = one_document_at_a_time(model, BATCH)
+    found = []
+    for layers in ("stock", "fused"):
+        attach(model, layers=layers)
+        found.append(loss_and_gradients(model, BATCH))
+    assert found[0][0] == pytest.approx(expected.item(), rel=1e-6)
+    assert_same(found[1], found[0])
+
+
 @pytest.mark.parametrize("name", ["velora_config", "kasa_config"])
 def test_variants_of_lora(name: str) -> None:
     """They train the same lora_A and lora_B, to other gradients or another sum."""

@@ -186,7 +186,7 @@ class Handle:
         self._hook.remove()
         if self._experts is not None:
             self._experts.disable()
-        self.model.set_attn_implementation(self._previous_attention)
+        _set_attention(self.model, self._previous_attention)
         if self._installed is not None:
             self._installed.uninstall()
         restore(self.model)
@@ -246,7 +246,7 @@ def attach(
         current.detach()
     previous = base.config._attn_implementation
     expert_layers = experts.enable(base, moe_routing)
-    base.set_attn_implementation(name)
+    _set_attention(base, name)
     hook = base.base_model.register_forward_pre_hook(share_metadata, with_kwargs=True)
     previous_class: Any = type(base)
     base.__class__ = packed_class(previous_class)
@@ -269,6 +269,13 @@ def attach(
     handle = Handle(base, plan, options, previous, previous_class, installed, hook, fused, graphs, expert_layers)
     base._pronghorn_handle = handle
     return handle
+
+
+def _set_attention(model: Any, name: str) -> None:
+    model.set_attn_implementation(name)
+    for module in model.modules():
+        if "config" in module.__dict__:  # of a layer that PEFT copied, a copy
+            module.config._attn_implementation = name
 
 
 def _graph_refusal(model: Any, attention: Backend) -> str | None:
