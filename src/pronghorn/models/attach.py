@@ -80,12 +80,9 @@ class Handle:
         """The report for steps that run under autocast in that dtype (None: without), which attention then sees."""
         backend, metadata, *_ = self.options
         config = self.model.config
-        parameter = next(self.model.parameters())
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        dtype = autocast or (parameter.dtype if parameter.dtype.is_floating_point else torch.bfloat16)
-        query = torch.empty(0, head_dim, dtype=dtype, device=parameter.device)
+        query = _query(self.model, autocast)
         path, why = choose(backend, query)
-        long = _long_from(config, backend, query)
+        long = _longest(self.model, backend, autocast)
         if path == "tiled" and long is not None:
             window = "" if getattr(config, "sliding_window", None) is None else " where no window cuts them"
             path = f"tiled; documents of {long:,} tokens and more by cuDNN{window}"
@@ -105,7 +102,7 @@ class Handle:
             PathTaken("packed attention", path, why),
             PathTaken("packing metadata", metadata, where[metadata]),
             self._layers_path(autocast),
-            *(PathTaken(*line) for line in (() if self._experts is None else self._experts.paths(dtype))),
+            *(PathTaken(*line) for line in (() if self._experts is None else self._experts.paths(query.dtype))),
             self._graph_path(autocast),
             PathTaken("loss", *loss),
             PathTaken("padded batches, generate()", unpacked, "they carry a mask or a cache"),
@@ -303,18 +300,17 @@ def _graph_refusal(model: Any, attention: Backend) -> str | None:
     return fast.refusal(model, None) or (None if way == "tiled" else f"attention goes {way}: {why}")
 
 
-def _query(model: Any) -> torch.Tensor:
-    """[0, D], like a layer's queries without autocast."""
-    return torch.empty(0, fast.head_dim(model.config), dtype=next(model.parameters()).dtype, device=model.device)
+def _query(model: Any, autocast: torch.dtype | None = None) -> torch.Tensor:
+    """[0, D], like a layer's queries; with 4-bit weights they are bfloat16."""
+    of_weights = next(model.parameters()).dtype
+    dtype = autocast or (of_weights if of_weights.is_floating_point else torch.bfloat16)
+    return torch.empty(0, fast.head_dim(model.config), dtype=dtype, device=model.device)
 
 
-def _longest(model: Any, attention: Backend) -> int | None:
-    return _long_from(model.config, attention, _query(model))
-
-
-def _long_from(config: Any, attention: Backend, query: torch.Tensor) -> int | None:
-    """`backends.long_from`, but that cuDNN has no sinks."""
-    return None if check_config(config).stock_attention == "eager" else long_from(attention, query)
+def _longest(model: Any, attention: Backend, autocast: torch.dtype | None = None) -> int | None:
+    """`backends.long_from` for a model's queries, but that cuDNN has no sinks."""
+    sinks = check_config(model.config).stock_attention == "eager"
+    return None if sinks else long_from(attention, _query(model, autocast))
 
 
 def attached(model: nn.Module) -> Handle | None:
