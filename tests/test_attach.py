@@ -17,6 +17,7 @@ from pronghorn.attention.packed import implementation
 from pronghorn.data.batch import PackedBatch
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
 from pronghorn.memory.plan import Plan, Policy
+from pronghorn.models import head
 from pronghorn.models.attach import attach, attached
 from pronghorn.models.families import recompute_layers, recomputes_layers
 from tiny import FAMILIES, VOCAB, packed_row, tiny_model
@@ -371,6 +372,36 @@ def test_a_hook_on_the_head_runs() -> None:
     assert called
 
 
+def test_chunks_of_a_head_with_dropout_are_recomputed_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = get_peft_model(tiny_model("llama"), LoraConfig(target_modules=["lm_head"], lora_dropout=0.5)).train()
+    batch, found = packed_row([400, 112], 512), []
+    attach(model)
+    monkeypatch.setattr(head, "CHUNK_BYTES", 1)
+    for recompute in (True, False):
+        if not recompute:
+            monkeypatch.setattr(head, "checkpoint", lambda function, *args, **_: function(*args))
+        model.zero_grad()
+        torch.manual_seed(0)
+        model(**batch).loss.backward()
+        found.append([p.grad for p in model.parameters() if p.requires_grad])
+    torch.testing.assert_close(*found)
+
+
+def test_a_loss_function_of_one_s_own_is_called() -> None:
+    """transformers lets a model have another than its cross-entropy; it is given all logits."""
+    model, batch = tiny_model("llama"), packed_row(LENGTHS, ROW)
+
+    def own(logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: int, **_: Any) -> Tensor:
+        assert logits.shape == (*labels.shape, vocab_size)
+        return logits.float().square().sum() / num_items_in_batch
+
+    model.loss_function = own
+    handle = attach(model)
+    out = model(**batch, num_items_in_batch=7)
+    assert out.loss.item() == pytest.approx(out.logits.square().sum().item() / 7)
+    assert {line.part: line.path for line in handle.report}["loss"] == "the model's own loss_function, of all logits"
+
+
 def test_a_handle_stays_the_model_s_when_it_plans_anew() -> None:
     model = tiny_model("llama")
     before = trace(model)
@@ -390,7 +421,7 @@ def test_a_model_that_moved_is_attached_anew(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))  # as after model.cuda()
     moved = attach(model)
     assert moved is not handle and attach(model) is moved
-    assert moved.plan == Plan.recompute() and moved._fast and not handle._fast
+    assert moved.plan == Plan.recompute() and moved.fuses and not handle.fuses
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without flash")
@@ -467,6 +498,18 @@ def test_packed_positions_with_a_padding_mask_are_refused() -> None:
     for padding in (0, 1):  # positions of a padded batch, by either convention
         position_ids = (mask.cumsum(-1) - 1).masked_fill(mask == 0, padding)
         assert model(input_ids=ids, position_ids=position_ids, attention_mask=mask).logits.isfinite().all()
+
+
+def test_masks_that_transformers_was_given_ready_made() -> None:
+    """One for each kind of layer, with positions beside them: no packed batch."""
+    model = tiny_model("gemma3_text").eval()
+    ids, look = torch.arange(3, 15)[None], torch.ones(12, 12, dtype=torch.bool).tril()[None, None]
+    masks = {kind: look for kind in ("full_attention", "sliding_attention")}
+    with torch.no_grad():
+        before = model(input_ids=ids, position_ids=torch.arange(12)[None], attention_mask=masks).logits
+        attach(model)
+        after = model(input_ids=ids, position_ids=torch.arange(12)[None], attention_mask=masks).logits
+    assert torch.equal(before, after)
 
 
 def test_two_models_do_not_disturb_each_other() -> None:

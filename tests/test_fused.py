@@ -22,6 +22,7 @@ from tolerance import ThreeWay
 
 WIDE = {"intermediate_size": 136}
 """Of a tiny model whose down has A below its weight."""
+BIASED = {**WIDE, "attention_bias": True, "mlp_bias": True}
 
 
 def with_adapters(model: Any, **options: Any) -> Any:
@@ -377,6 +378,18 @@ def test_detach_gives_the_modules_back() -> None:
     assert all(torch.equal(saved[name], tensor) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.parametrize("copied", ["input_layernorm", "self_attn"])
+def test_detach_gives_back_what_peft_copied_since(copied: str) -> None:
+    model = tiny_model("qwen3")
+    handle = attach(model, layers="fused")
+    adapted = add_lora(model, target_modules=["up_proj"], modules_to_save=[copied])
+    loss_and_gradients(adapted, packed_row(LENGTHS, ROW))
+    handle.detach()
+    files = {type(module).forward.__code__.co_filename for module in adapted.modules()}
+    assert not [file for file in files if "pronghorn" in Path(file).parts]
+    assert not [name for name, each in adapted.named_modules() if any("pronghorn" in kept for kept in each.__dict__)]
+
+
 def test_saving_gives_the_same_bytes(tmp_path: Any) -> None:
     """Merged storage is the parameters' own affair: files of an attached, stepped model are those of a plain one."""
     plain = with_adapters(tiny_model("llama", **WIDE))
@@ -474,6 +487,21 @@ def test_a_change_after_the_first_step_is_noticed() -> None:
     attach(model, layers="stock")
     model.base_model.set_adapter(["default", "second"])
     assert model(**batch).loss.item() == pytest.approx(both, rel=1e-6)
+
+
+def test_switching_adapters_copies_no_merged_weights() -> None:
+    """They would be there twice until the backward of the forward before."""
+    model, batch = with_adapters(tiny_model("llama", **BIASED)), packed_row(LENGTHS, ROW)
+    model.add_adapter("second", model.peft_config["default"])
+    attach(model, layers="fused")
+    layer, places = model.get_base_model().model.layers[1], []
+    for name in ("default", "second", "default"):
+        model.set_adapter(name)
+        model(**batch)
+        linears = [*layer.self_attn.children(), *layer.mlp.children()]
+        places.append([p.data_ptr() for each in linears for p in getattr(each, "base_layer", each).parameters()])
+    kept = {tuple(same) for same in zip(*places, strict=True) if len(set(same)) == 1}
+    assert len(kept) == 13  # weights and biases of seven linears, but for down's weight, below which its A lies
 
 
 def test_adapters_switched_off_one_by_one_leave_nothing_behind() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from pronghorn.errors import ConfigError, TrainingError
 from pronghorn.memory.plan import Plan
-from pronghorn.models.attach import _graph_refusal, attach
+from pronghorn.models.attach import _graph_refusal, attach, attached
 from pronghorn.models.graph import MEASURED_FORWARDS, _Captured, _fingerprint, _Replay, graphed_class
 from test_fused import with_adapters
 from test_parity import LENGTHS, ROW, gradients
@@ -190,6 +191,22 @@ def test_hooks_are_noticed() -> None:
     assert _graph_refusal(base, "auto") == "modules inside carry hooks, which a graph doesn't call"
     hook.remove()
     assert "per_document" in str(_graph_refusal(base, "auto"))
+
+
+def test_a_copied_model_has_graphs_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None captured, which can't be copied, and refused by the state of the copy."""
+    model = with_adapters(tiny_model("llama"))
+    with monkeypatch.context() as as_on_cuda:
+        as_on_cuda.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
+        graphs = attach(model, graph="on")._graphs
+        assert graphs is not None
+        graphs._captured["key"] = torch.Generator()  # type: ignore[assignment]  # not to be copied, either
+        twin = copy.deepcopy(model).get_base_model()
+    copied = attached(twin)._graphs  # type: ignore[union-attr]
+    assert copied is twin.model.__dict__["_pronghorn_graphs"] and copied._backbone is twin.model
+    assert not copied._captured
+    twin.requires_grad_(True)
+    assert copied.state[1] == "weights besides adapters are trained" != graphs.state[1]
 
 
 @pytest.mark.parametrize("asked", [True, False])

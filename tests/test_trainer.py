@@ -689,7 +689,7 @@ def test_a_model_is_attached_where_the_trainer_brings_it(before: bool, monkeypat
     monkeypatch.setattr(model, "to", lambda device: monkeypatch.setattr(torch.Tensor, "is_cuda", cuda))
     handle = _attached_on_its_device(model, args)
     monkeypatch.undo()
-    assert handle is attached(model) and handle._fast
+    assert handle is attached(model) and handle.fuses
     args.place_model_on_device = False
     assert _attached_on_its_device(model, args) is handle
 

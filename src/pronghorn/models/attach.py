@@ -13,6 +13,7 @@ All changes are outside the parameters (so `save_pretrained` gives byte for byte
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -27,10 +28,11 @@ from pronghorn.memory.checkpoint import Installed, install, policies_of
 from pronghorn.memory.offload import OffloadEngine
 from pronghorn.memory.plan import Plan
 from pronghorn.models import experts, fast
-from pronghorn.models.causal_lm import PackedCausalLM, packed_class
+from pronghorn.models.causal_lm import has_own_loss, packed_class
 from pronghorn.models.families import base_causal_lm, check_config, has_experts, recomputes_layers
 from pronghorn.models.graph import Graph, TrunkGraphs, graphed_class
 from pronghorn.models.metadata import share_metadata
+from pronghorn.models.subclass import own_class, restore
 
 Layers = Literal["auto", "fused", "stock"]
 
@@ -57,8 +59,8 @@ class Handle:
     _installed: Installed | None
     """The plan on the layers; None where there was no plan."""
     _hook: RemovableHandle
-    _fast: list[tuple[nn.Module, type[nn.Module]]]
-    """The modules with another class, and the class that they had."""
+    fuses: bool
+    """Whether layers have their fused classes; `paths` tells whether these serve the model as it is."""
     _graphs: TrunkGraphs | None
     """The trunk's CUDA graphs, where layers are fused on CUDA."""
     _experts: experts.ExpertLayers | None
@@ -74,21 +76,13 @@ class Handle:
         """What moves layers' inputs to the host, where the plan has it do so."""
         return None if self._installed is None else self._installed.engine
 
-    @property
-    def fuses(self) -> bool:
-        """Whether layers have their fused classes; `paths` tells whether these serve the model as it is."""
-        return bool(self._fast)
-
     def paths(self, autocast: torch.dtype | None) -> list[PathTaken]:
         """The report for steps that run under autocast in that dtype (None: without), which attention then sees."""
         backend, metadata, *_ = self.options
         config = self.model.config
-        parameter = next(self.model.parameters())
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        dtype = autocast or (parameter.dtype if parameter.dtype.is_floating_point else torch.bfloat16)
-        query = torch.empty(0, head_dim, dtype=dtype, device=parameter.device)
+        query = _query(self.model, autocast)
         path, why = choose(backend, query)
-        long = _long_from(config, backend, query)
+        long = _longest(self.model, backend, autocast)
         if path == "tiled" and long is not None:
             window = "" if getattr(config, "sliding_window", None) is None else " where no window cuts them"
             path = f"tiled; documents of {long:,} tokens and more by cuDNN{window}"
@@ -101,27 +95,30 @@ class Handle:
             path, why = "masked", "ablation"
         sinks = check_config(config).stock_attention == "eager"
         unpacked = "the softmax written out, for the sinks" if sinks else "transformers' SDPA"
+        loss = "labelled tokens only, in chunks", "the batch knows its labelled positions"
+        if has_own_loss(self.model):
+            loss = "the model's own loss_function, of all logits", "it is not transformers' cross-entropy"
         return [
             PathTaken("packed attention", path, why),
             PathTaken("packing metadata", metadata, where[metadata]),
             self._layers_path(autocast),
-            *(PathTaken(*line) for line in (() if self._experts is None else self._experts.paths(dtype))),
+            *(PathTaken(*line) for line in (() if self._experts is None else self._experts.paths(query.dtype))),
             self._graph_path(autocast),
-            PathTaken("loss", "labelled tokens only, in chunks", "the batch knows its labelled positions"),
+            PathTaken("loss", *loss),
             PathTaken("padded batches, generate()", unpacked, "they carry a mask or a cache"),
             PathTaken("activations", *self._activations_path(autocast)),
         ]
 
     def _activations_path(self, autocast: torch.dtype | None) -> tuple[str, str]:
         if self._installed is not None:
-            return self._installed.path(fast.refusal(self.model, autocast) if self._fast else None)
+            return self._installed.path(fast.refusal(self.model, autocast) if self.fuses else None)
         on = recomputes_layers(self.model)
         return (
             ("recompute the layer", "gradient checkpointing is on") if on else ("keep", "gradient checkpointing is off")
         )
 
     def _layers_path(self, autocast: torch.dtype | None) -> PathTaken:
-        if not self._fast:
+        if not self.fuses:
             device = next(self.model.parameters()).device.type
             why = "asked for" if self.options[2] == "stock" else f"the fused ones are for CUDA, this is {device}"
             if self.options[0] == "masked" or self.options[1] != "once":
@@ -178,21 +175,18 @@ class Handle:
         """
         if getattr(self.model, "_pronghorn_handle", None) is not self:
             return
-        swapped = isinstance(self.model, PackedCausalLM) and type(self.model).__bases__[-1] is self.original_class
+        swapped = own_class(self.model) is self.original_class
         if not swapped or any(hasattr(parameter, "device_mesh") for parameter in self.model.parameters()):
             raise ConfigError(
                 f"{type(self.model).__name__} was wrapped or sharded after attach", "detach before sharding the model"
             )
         self._hook.remove()
-        fast.disable(self._fast)
         if self._experts is not None:
             self._experts.disable()
-        self.model.base_model.__dict__.pop("_pronghorn_graphs", None)
-        self.model.__class__ = self.original_class
-        self.model.set_attn_implementation(self._previous_attention)
+        _set_attention(self.model, self._previous_attention)
         if self._installed is not None:
             self._installed.uninstall()
-        del self.model._pronghorn_handle
+        restore(self.model)
 
 
 def attach(
@@ -238,7 +232,7 @@ def attach(
     fused = layers == "fused" or (layers == "auto" and next(base.parameters()).is_cuda)
     fused = fused and attention != "masked" and packing_metadata == "once"
     if current is not None:
-        moved = bool(current._fast) != fused  # to CUDA or from there since
+        moved = current.fuses != fused  # to CUDA or from there since
         if current.options == options and plan in (None, current.plan) and not moved:
             return current.adopt_adapters()
         plan = plan or current.plan
@@ -249,11 +243,12 @@ def attach(
         current.detach()
     previous = base.config._attn_implementation
     expert_layers = experts.enable(base, moe_routing)
-    base.set_attn_implementation(name)
+    _set_attention(base, name)
     hook = base.base_model.register_forward_pre_hook(share_metadata, with_kwargs=True)
     previous_class: Any = type(base)
     base.__class__ = packed_class(previous_class)
-    changed = fast.enable(base, attention) if fused else []
+    if fused:
+        fast.enable(base, attention)
     graphs = None
     if fused and graph != "off" and next(base.parameters()).is_cuda:
         backbone: Any = base.base_model
@@ -262,16 +257,22 @@ def attach(
             backbone,
             plain.forward,
             graph == "on",
-            lambda: _graph_refusal(base, attention),
-            lambda: _long_from(base.config, attention, _query(base)),
+            functools.partial(_graph_refusal, base, attention),
+            functools.partial(_longest, base, attention),
         )
-        changed.append((backbone, plain))
         backbone.__class__ = graphed_class(plain)
         backbone.__dict__["_pronghorn_graphs"] = graphs
     installed = None if plan is None else install(base, base.base_model.layers, plan, whole)
-    handle = Handle(base, plan, options, previous, previous_class, installed, hook, changed, graphs, expert_layers)
+    handle = Handle(base, plan, options, previous, previous_class, installed, hook, fused, graphs, expert_layers)
     base._pronghorn_handle = handle
     return handle
+
+
+def _set_attention(model: Any, name: str) -> None:
+    model.set_attn_implementation(name)
+    for module in model.modules():
+        if "config" in module.__dict__:  # of a layer that PEFT copied, a copy
+            module.config._attn_implementation = name
 
 
 def _graph_refusal(model: Any, attention: Backend) -> str | None:
@@ -299,14 +300,17 @@ def _graph_refusal(model: Any, attention: Backend) -> str | None:
     return fast.refusal(model, None) or (None if way == "tiled" else f"attention goes {way}: {why}")
 
 
-def _query(model: Any) -> torch.Tensor:
-    """[0, D], like a layer's queries without autocast."""
-    return torch.empty(0, fast.head_dim(model.config), dtype=next(model.parameters()).dtype, device=model.device)
+def _query(model: Any, autocast: torch.dtype | None = None) -> torch.Tensor:
+    """[0, D], like a layer's queries; with 4-bit weights they are bfloat16."""
+    of_weights = next(model.parameters()).dtype
+    dtype = autocast or (of_weights if of_weights.is_floating_point else torch.bfloat16)
+    return torch.empty(0, fast.head_dim(model.config), dtype=dtype, device=model.device)
 
 
-def _long_from(config: Any, attention: Backend, query: torch.Tensor) -> int | None:
-    """`backends.long_from`, but that cuDNN has no sinks."""
-    return None if check_config(config).stock_attention == "eager" else long_from(attention, query)
+def _longest(model: Any, attention: Backend, autocast: torch.dtype | None = None) -> int | None:
+    """`backends.long_from` for a model's queries, but that cuDNN has no sinks."""
+    sinks = check_config(model.config).stock_attention == "eager"
+    return None if sinks else long_from(attention, _query(model, autocast))
 
 
 def attached(model: nn.Module) -> Handle | None:

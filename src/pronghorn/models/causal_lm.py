@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from pronghorn.data.batch import PackedBatch
 from pronghorn.models import experts
 from pronghorn.models.head import labelled_cross_entropy
+from pronghorn.models.subclass import subclass
 
 
 class PackedCausalLM:
@@ -53,9 +54,16 @@ class PackedCausalLM:
         return result.to_tuple() if return_dict is False else result
 
 
+def has_own_loss(model: Any) -> bool:
+    """Whether somebody gave a causal LM another `loss_function` than transformers' cross-entropy."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    return model.loss_function is not ForCausalLMLoss
+
+
 @functools.cache
 def packed_class(original: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of `original` with the same name and forward signature (transformers, TRL and saving read both)."""
+    """A subclass of `original` with the same forward signature, which transformers and TRL read."""
 
     @functools.wraps(original.forward)
     def forward(
@@ -70,10 +78,10 @@ def packed_class(original: type[nn.Module]) -> type[nn.Module]:
         given = {"packed": packed, "labels": labels, "num_items_in_batch": num_items_in_batch}
         # Triton launches on the current device, which need not be the model's.
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
-            if packed is not None and labels is not None and packed.loss_rows is not None:
+            labelled = packed is not None and packed.loss_rows is not None and labels is not None
+            if labelled and not has_own_loss(self):
                 return self.packed_forward(*args, **given, return_dict=return_dict, **kwargs)
             kwargs |= {name: value for name, value in given.items() if value is not None}
             return original.forward(self, *args, return_dict=return_dict, **kwargs)
 
-    namespace = {"forward": forward, "__module__": original.__module__, "__qualname__": original.__qualname__}
-    return type(original.__name__, (PackedCausalLM, original), namespace)
+    return subclass(original, PackedCausalLM, forward=forward)

@@ -25,6 +25,8 @@ from pronghorn.data.packing import IGNORE_INDEX
 from pronghorn.errors import UnsupportedError
 from pronghorn.kernels.grouped_gemm import choose
 from pronghorn.kernels.moe_glu import Gate
+from pronghorn.models.families import ACTIVATIONS
+from pronghorn.models.subclass import own_class, subclass
 from pronghorn.moe.experts import Experts, LowRank, experts
 from pronghorn.moe.route import route
 
@@ -32,7 +34,6 @@ Routing = Literal["once", "loop"]
 NAME = "pronghorn_experts"
 """What the function is called in transformers' registry."""
 _WEIGHTS = ("gate_up_proj", "down_proj")
-_ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu_tanh", "PytorchGELUTanh": "gelu_tanh"}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _HELD = "_pronghorn_lora"
 
@@ -44,8 +45,6 @@ class ExpertLayers:
     model: Any
     previous: str | None
     """The experts implementation it had."""
-    wrappers: list[tuple[nn.Module, type[nn.Module]]]
-    """PEFT's wrappers with another class, and the class that they had."""
     refused: str | None
     """Why the experts stay transformers'."""
 
@@ -70,25 +69,19 @@ class ExpertLayers:
             return "several adapters are active at once"
         if any(wrapper.num_experts == 1 for wrapper in adapted):
             return "there is one expert"
-        known = {wrapper for wrapper, _ in self.wrappers}
-        late = not known.issuperset(adapted)  # read as factors, but torch's parametrize folds them to check itself
+        late = not all(map(own_class, adapted))  # read as factors, but torch's parametrize folds them to check itself
         return "the adapter came after attach: attach again" if late else None
 
     def adopt(self) -> None:
         """Give PEFT's wrappers, those too that came since, the class that hands A and B over."""
-        known = {wrapper for wrapper, _ in self.wrappers}
         if self.model.config._experts_implementation == NAME:
-            for wrapper in [each for each in wrappers(self.model) if each not in known]:
-                original: Any = type(wrapper)
-                self.wrappers.append((wrapper, original))
-                wrapper.__class__ = wrapper_class(original)
+            for wrapper in wrappers(self.model):
+                own: Any = type(wrapper)
+                if own_class(wrapper) is None:
+                    wrapper.__class__ = wrapper_class(own)
 
     def disable(self) -> None:
-        """Undo `enable`."""
-        for wrapper, original in self.wrappers:
-            wrapper.__class__ = original
-        for module in expert_modules(self.model):
-            module.__dict__.pop(_HELD, None)
+        """Undo `enable`, but for wrappers' classes (`subclass.restore`)."""
         self.model.set_experts_implementation(self.previous)
 
 
@@ -98,7 +91,7 @@ def enable(model: Any, routing: Routing) -> ExpertLayers | None:
     if not modules:
         return None
     refused = next((reason for reason in map(refusal, modules) if reason is not None), None)
-    layers = ExpertLayers(model, model.config._experts_implementation, [], refused)
+    layers = ExpertLayers(model, model.config._experts_implementation, refused)
     if routing == "loop":
         model.set_experts_implementation("eager")
     elif refused is None:
@@ -203,7 +196,7 @@ def gate(module: Any) -> Gate | None:
     formula = type(module)._apply_gate.__qualname__
     if formula == "GptOssExperts._apply_gate":  # gate and up in turns
         return Gate("clamped", float(module.alpha), float(module.limit))
-    kind: Any = _ACTIVATIONS.get(type(getattr(module, "act_fn", None)).__name__)
+    kind: Any = ACTIVATIONS.get(type(getattr(module, "act_fn", None)).__name__)
     return Gate(kind) if kind and module.is_concatenated and formula == "_default_apply_gate" else None
 
 
@@ -264,5 +257,4 @@ def wrapper_class(original: Any) -> type[nn.Module]:
         finally:
             del held[self.parameter_name]
 
-    namespace = {"_activate_lora": _activate_lora, "__module__": original.__module__}
-    return type(original.__name__, (original,), {**namespace, "__qualname__": original.__qualname__})
+    return subclass(original, _activate_lora=_activate_lora)

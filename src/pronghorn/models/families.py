@@ -12,9 +12,18 @@ from typing import Any
 from torch import nn
 
 from pronghorn.errors import UnsupportedError
+from pronghorn.kernels.glu import Activation
 from pronghorn.memory.plan import POLICY, Policy
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+ACTIVATIONS: dict[str, Activation] = {
+    "SiLUActivation": "silu",
+    "SiLU": "silu",
+    "GELUTanh": "gelu_tanh",
+    "PytorchGELUTanh": "gelu_tanh",
+}
+"""The activations that kernels gate with, by transformers' and torch's classes of `act_fn`."""
 
 
 @dataclass(frozen=True)

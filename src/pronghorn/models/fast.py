@@ -8,7 +8,7 @@ plain LoRA. What somebody hooked, or gave a forward of its own, is called: modul
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -24,16 +24,12 @@ from pronghorn.kernels.rope import Heads
 from pronghorn.memory.checkpoint import WHOLE_LAYER, has_own_forward
 from pronghorn.memory.plan import POLICY, Policy
 from pronghorn.models import fused
+from pronghorn.models.families import ACTIVATIONS
 from pronghorn.models.fused import AttentionParts, LayerParts, MLPParts, Norm
 from pronghorn.models.merged import LinearGroup, state
 from pronghorn.models.merged import refusal as linears_refusal
+from pronghorn.models.subclass import subclass
 
-ACTIVATIONS: dict[str, Activation] = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_tanh": "gelu_tanh",
-}
 NORM_OFFSETS = {"LlamaRMSNorm": 0.0, "MistralRMSNorm": 0.0, "Qwen2RMSNorm": 0.0, "Qwen3RMSNorm": 0.0}
 NORM_OFFSETS |= {"Qwen3MoeRMSNorm": 0.0, "MixtralRMSNorm": 0.0, "OlmoeRMSNorm": 0.0, "GptOssRMSNorm": 0.0}
 NORM_OFFSETS |= {"Gemma3RMSNorm": 1.0}
@@ -41,9 +37,13 @@ NORM_OFFSETS |= {"Gemma3RMSNorm": 1.0}
 LAYERS = {f"{family}DecoderLayer" for family in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma3")}
 """The layers that are computed as one function."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_MODELS = "transformers.models."
 _RECORDER = "transformers.utils"
 """Where transformers' hooks for output_hidden_states and output_attentions are from: once asked for they stay, on every
 layer and attention; packed attention has nothing for them."""
+
+_OF_CONFIG = ("MistralAttention", "MixtralAttention")
+"""The attention classes that look for a window in the configuration; the others have `sliding_window`, or none."""
 
 ATTENTION = (("q_proj", "k_proj", "v_proj"), ("o_proj",))
 MLP = (("gate_proj", "up_proj"), ("down_proj",))
@@ -52,52 +52,51 @@ MLP = (("gate_proj", "up_proj"), ("down_proj",))
 
 def refusal(model: Any, autocast: torch.dtype | None) -> str | None:
     """Why the fast path can't serve a causal LM as it is now (under autocast in that dtype), or None."""
-    config, dtype = model.config, autocast or model.get_input_embeddings().weight.dtype
-    if _activation(config) not in ACTIVATIONS and any(_is_whole(layer) for layer in model.base_model.layers):
-        return f"activation {_activation(config)!r} has no kernel"
+    dtype = autocast or model.get_input_embeddings().weight.dtype
     if not _turns(model):
-        return f"head_dim {head_dim(config)} is no power of two"
+        return f"head_dim {head_dim(model.config)} is no power of two"
     for layer in model.base_model.layers:
-        if _norms_all_heads(layer.self_attn):
-            return "q_norm is over all heads at once"
-        for norm in (*_layer_norms(layer), *_head_norms(layer.self_attn)):
-            if type(norm).__name__ not in NORM_OFFSETS:
-                return f"{type(norm).__name__} has no kernel"
-        blocks = [(layer.self_attn, ATTENTION), *([(layer.mlp, MLP)] if _is_whole(layer) else [])]
-        for module, groups in blocks:
-            for names in groups:
-                reason = linears_refusal([getattr(module, name) for name in names], dtype)
-                if reason is not None:
-                    return reason
-        if watched(_inner(layer if _is_whole(layer) else layer.self_attn)):
+        module = layer if _is_whole(layer) else layer.self_attn
+        reason = _refusal(module, dtype)
+        if reason is not None:
+            return reason
+        if watched(_inner(module)):
             return "modules inside the layers carry hooks, or a forward of their own"
     return None
 
 
-def enable(model: Any, backend: Backend) -> list[tuple[nn.Module, type[nn.Module]]]:
-    """Give the layers of a causal LM their fast classes; returns the modules with the classes that they had.
+def _refusal(module: Any, dtype: torch.dtype) -> str | None:
+    """Why a layer, or an attention, as its modules are now, can't be computed as one function, or None."""
+    for part, kind in _blocks(module):
+        if not _is_own(part, kind):
+            return f"{type(part).__name__} has another forward than transformers'"
+    attention, *mlp = (part for part, _ in _blocks(module))
+    if mlp and _activation(mlp[0]) is None:
+        return f"activation {type(mlp[0].act_fn).__name__} has no kernel"
+    if _norms_all_heads(attention):
+        return "q_norm is over all heads at once"
+    for norm in _norms(module):
+        if not _is_known_norm(norm):
+            return f"{type(norm).__name__} has no kernel"
+    reasons = (linears_refusal(group, dtype) for group in _linears(module))
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def enable(model: Any, backend: Backend) -> None:
+    """Give the layers of a causal LM their fast classes.
 
     Args:
         backend: of packed attention.
     """
-    modules: list[Any] = list(model.base_model.modules())
-    classes: dict[Any, Any] = {norm: _norm_class for norm in modules if type(norm).__name__ in NORM_OFFSETS}
-    for layer in model.base_model.layers:
-        if _turns(model) and not _norms_all_heads(layer.self_attn):
-            classes[layer.self_attn] = functools.partial(_attention_class, backend=backend)
-            if _is_whole(layer) and _activation(model.config) in ACTIVATIONS:
-                classes[layer] = functools.partial(_layer_class, backend=backend)
-    changed = [(module, type(module)) for module in classes]
-    for module, fast_class in classes.items():
-        module.__class__ = fast_class(type(module))
-    return changed
-
-
-def disable(changed: list[tuple[nn.Module, type[nn.Module]]]) -> None:
-    """Give the modules their own classes back."""
-    for module, original in changed:
-        module.__class__ = original
-        module.__dict__.pop("_pronghorn_parts", None)
+    turns = _turns(model)
+    for module in model.base_model.modules():
+        own: Any = type(module)
+        if _is_known_norm(module):
+            module.__class__ = _norm_class(own)
+        elif turns and _is_whole(module):
+            module.__class__ = _layer_class(own, backend)
+        elif turns and _is_own(module, "Attention") and not _norms_all_heads(module):
+            module.__class__ = _attention_class(own, backend)
 
 
 def is_fused(module: nn.Module) -> bool:
@@ -118,10 +117,11 @@ def watched(modules: Iterable[nn.Module]) -> bool:
 def _norm_class(original: Any) -> type[nn.Module]:
     offset = NORM_OFFSETS[original.__name__]
 
+    @functools.wraps(original.forward)
     def forward(self: Any, x: Tensor) -> Tensor:
         return rms_norm(x.contiguous(), self.weight, _eps(self), offset)
 
-    return _subclass(original, forward)
+    return subclass(original, forward=forward)
 
 
 @functools.cache
@@ -139,7 +139,7 @@ def _attention_class(original: Any, backend: Backend) -> type[nn.Module]:
         **kwargs: Any,
     ) -> Any:
         if packed is not None:
-            parts = None if position_embeddings is None else _attention_parts(self, hidden_states, backend)
+            parts = None if position_embeddings is None else _parts(self, hidden_states, backend)
             if parts is not None:
                 cos, sin = _rows(position_embeddings, hidden_states, self.head_dim)
                 x = hidden_states.flatten(0, 1).to(_compute_dtype(hidden_states))
@@ -148,7 +148,7 @@ def _attention_class(original: Any, backend: Backend) -> type[nn.Module]:
             kwargs["packed"] = packed
         return plain(self, hidden_states, position_embeddings, attention_mask, *args, **kwargs)
 
-    return _subclass(original, forward)
+    return subclass(original, forward=forward)
 
 
 @functools.cache
@@ -159,7 +159,7 @@ def _layer_class(original: Any, backend: Backend) -> type[nn.Module]:
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         packed: PackedBatch | None = kwargs.get("packed")
         turns = kwargs.get("position_embeddings")  # by position it goes transformers' way
-        parts = None if packed is None or turns is None else _layer_parts(self, hidden_states, backend)
+        parts = None if packed is None or turns is None else _parts(self, hidden_states, backend)
         if packed is None or parts is None:
             return plain(self, hidden_states, *args, **kwargs)
         cos, sin = _rows(turns, hidden_states, self.self_attn.head_dim)
@@ -170,68 +170,59 @@ def _layer_class(original: Any, backend: Backend) -> type[nn.Module]:
         with _without_autocast(hidden_states):
             return fused.layer(x, cos, sin, packed, parts, dtype, policy).view_as(hidden_states)
 
-    return _subclass(original, forward)
+    return subclass(original, forward=forward)
 
 
 def _is_foreign(hook: Any) -> bool:
     return not str(getattr(hook, "__module__", None)).startswith(_RECORDER)
 
 
-def _subclass(original: type[nn.Module], forward: Any) -> type[nn.Module]:
-    """A subclass with the original's name: transformers and FSDP look classes up by it."""
-    namespace = {"forward": forward, "__module__": original.__module__, "__qualname__": original.__qualname__}
-    return type(original.__name__, (original,), namespace)
-
-
-def _attention_parts(module: Any, x: Tensor, backend: Backend) -> AttentionParts | None:
-    """The module's parts, or None where this call isn't for the fast way."""
-    sinks = [module.sinks] if hasattr(module, "sinks") else []
-    make = functools.partial(_make_attention, module, backend)
-    return _parts(module, [(module, ATTENTION)], _head_norms(module), sinks, x, make)
-
-
-def _layer_parts(module: Any, x: Tensor, backend: Backend) -> LayerParts | None:
-    """The whole layer's parts, or None where this call isn't for the fast way."""
-    attention, mlp, norms = module.self_attn, module.mlp, _layer_norms(module)
-
-    def make(qkv: LinearGroup, out: LinearGroup, gate_up: LinearGroup, down: LinearGroup) -> LayerParts:
-        before, *after = ([_make_norm(norm) for norm in norms[i : i + 2]] for i in range(0, len(norms), 2))
-        return LayerParts(
-            _make_attention(attention, backend, qkv, out),
-            MLPParts(gate_up, down, ACTIVATIONS[_activation(attention.config)]),
-            (before[0], before[1]),
-            (after[0][0], after[0][1]) if after else None,
-        )
-
-    return _parts(module, [(attention, ATTENTION), (mlp, MLP)], [*norms, *_head_norms(attention)], [], x, make)
-
-
-def _make_attention(module: Any, backend: Backend, qkv: LinearGroup, out: LinearGroup) -> AttentionParts:
-    config, norms = module.config, [_make_norm(norm) for norm in _head_norms(module)]
+def _make(module: Any, backend: Backend) -> LayerParts | AttentionParts:
+    """What a layer, or an attention, is computed from."""
+    groups = [LinearGroup(linears) for linears in _linears(module)]
+    attention = _blocks(module)[0][0]
+    config, norms = attention.config, [_make_norm(norm) for norm in _norms(module)]
+    of_layer, of_heads = (norms[:-2], norms[-2:]) if hasattr(attention, "q_norm") else (norms, [])
     heads = Heads(
         query=config.num_attention_heads,
         key_value=config.num_key_value_heads,
-        dim=module.head_dim,
-        query_norm=norms[0].weight if norms else None,
-        key_norm=norms[1].weight if norms else None,
-        eps=norms[0].eps if norms else 0.0,
-        offset=norms[0].offset if norms else 0.0,
+        dim=attention.head_dim,
+        query_norm=of_heads[0].weight if of_heads else None,
+        key_norm=of_heads[1].weight if of_heads else None,
+        eps=of_heads[0].eps if of_heads else 0.0,
+        offset=of_heads[0].offset if of_heads else 0.0,
     )
-    of_all = getattr(config, "sliding_window", None)  # where layers don't differ (Mistral)
-    window = getattr(module, "sliding_window", of_all)
-    return AttentionParts(qkv, out, heads, module.scaling, window, backend, getattr(module, "sinks", None))
+    sinks, window = getattr(attention, "sinks", None), _window(attention)
+    parts = AttentionParts(groups[0], groups[1], heads, attention.scaling, window, backend, sinks)
+    if module is attention:
+        return parts
+    activation = _activation(module.mlp)
+    assert activation is not None
+    before, after = (of_layer[0], of_layer[1]), (of_layer[2], of_layer[3]) if of_layer[2:] else None
+    return LayerParts(parts, MLPParts(groups[2], groups[3], activation), before, after)
 
 
-def _layer_norms(layer: Any) -> list[Any]:
-    """Those before attention and MLP, then those after, where the family has such."""
-    gemma = hasattr(layer, "pre_feedforward_layernorm")
-    names = ["input_layernorm", "pre_feedforward_layernorm" if gemma else "post_attention_layernorm"]
-    names += ["post_attention_layernorm", "post_feedforward_layernorm"] if gemma else []
-    return [getattr(layer, name) for name in names]
+def _blocks(module: Any) -> list[tuple[Any, str]]:
+    """A layer's attention and MLP, or an attention alone, each with its kind."""
+    layer = "self_attn" in module._modules
+    return [(module.self_attn, "Attention"), (module.mlp, "MLP")] if layer else [(module, "Attention")]
 
 
-def _head_norms(attention: Any) -> list[Any]:
-    return [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
+def _linears(module: Any) -> list[list[Any]]:
+    """Of a layer, or an attention: those that are computed as one product together."""
+    groups = {"Attention": ATTENTION, "MLP": MLP}
+    return [[getattr(part, name) for name in names] for part, kind in _blocks(module) for names in groups[kind]]
+
+
+def _norms(module: Any) -> list[Any]:
+    """Those before attention and MLP, then those after, where the family has such, then q's and k's."""
+    attention, names = module, []
+    if "self_attn" in module._modules:
+        attention, gemma = module.self_attn, "pre_feedforward_layernorm" in module._modules
+        names = ["input_layernorm", "pre_feedforward_layernorm" if gemma else "post_attention_layernorm"]
+        names += ["post_attention_layernorm", "post_feedforward_layernorm"] if gemma else []
+    heads = [attention.q_norm, attention.k_norm] if "q_norm" in attention._modules else []
+    return [*(getattr(module, name) for name in names), *heads]
 
 
 def _make_norm(module: Any) -> Norm:
@@ -242,10 +233,9 @@ def _make_norm(module: Any) -> Norm:
 class _Kept:
     """What `_parts` keeps on a module."""
 
-    made_of: list[Any]
-    state: tuple[torch.dtype, list[Any]]
+    state: list[Any]
     parts: Any
-    """None where the linears or norms can't be computed so."""
+    """None where they can't be computed as one function."""
     inner: list[nn.Module]
     """The modules that a fused function doesn't call."""
     hooks: list[dict[Any, Any]]
@@ -258,27 +248,30 @@ class _Kept:
         return None if suspect and watched(self.inner) else self.parts
 
 
-def _parts(
-    module: Any,
-    groups: list[tuple[Any, tuple[tuple[str, ...], ...]]],
-    norms: list[Any],
-    more: list[Tensor],
-    x: Tensor,
-    make: Callable[..., Any],
-) -> Any:
-    """The parts kept on the module; made again where its linears, norms, these' weights or `more` are others (PEFT put
-    something around them) or in another state."""
-    found = [[getattr(owner, name) for name in names] for owner, sets in groups for names in sets]
-    linears = [linear for group in found for linear in group]
-    now, made_of = (_compute_dtype(x), state(linears)), [*linears, *norms, *(norm.weight for norm in norms), *more]
+def _parts(module: Any, x: Tensor, backend: Backend) -> Any:
+    """The parts kept on a layer, or an attention, made again where what they depend on is another; None where this call
+    isn't for the fast way."""
+    if not all(_is_own(part, kind) for part, kind in _blocks(module)):
+        module.__dict__.pop("_pronghorn_parts", None)  # which `is_fused` looks for
+        return None
+    now = _state(module, x)
     kept: _Kept | None = module.__dict__.get("_pronghorn_parts")
-    if kept is None or kept.state != now or any(a is not b for a, b in zip(kept.made_of, made_of, strict=True)):
-        refused = any(type(norm).__name__ not in NORM_OFFSETS for norm in norms)
-        refused = refused or any(linears_refusal(group, now[0]) for group in found)
-        parts, inner = None if refused else make(*(LinearGroup(group) for group in found)), _inner(module)
-        kept = _Kept(made_of, now, parts, inner, [getattr(each, name) for each in inner for name in _HOOKS])
+    if kept is None or kept.state != now:
+        parts, inner = None if _refusal(module, now[0]) else _make(module, backend), _inner(module)
+        kept = _Kept(now, parts, inner, [getattr(each, name) for each in inner for name in _HOOKS])
         module.__dict__["_pronghorn_parts"] = kept
     return kept.usable
+
+
+def _state(module: Any, x: Tensor) -> list[Any]:
+    """All that `_refusal` and `_make` depend on, and may change from forward to forward; first the products' dtype."""
+    attention, *mlp = (part for part, _ in _blocks(module))
+    sinks = attention._parameters.get("sinks")
+    found = [_compute_dtype(x), attention.scaling, _window(attention), id(sinks), *(part.act_fn for part in mlp)]
+    for norm in _norms(module):
+        eps = getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", None)
+        found += norm, id(getattr(norm, "weight", None)), eps
+    return [*found, *(state(linears) for linears in _linears(module))]
 
 
 def _rows(position_embeddings: Any, hidden_states: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
@@ -315,7 +308,17 @@ def _turns(model: Any) -> bool:
 
 def _is_whole(layer: Any) -> bool:
     """Whether the layer is computed as one function, its MLP with it."""
-    return type(layer).__name__ in LAYERS
+    return type(layer).__name__ in LAYERS and _is_own(layer, "DecoderLayer")
+
+
+def _is_own(module: Any, kind: str) -> bool:
+    """Whether a module of that kind computes what transformers wrote: it isn't wrapped or replaced, nor its forward."""
+    own: Any = type(module)
+    return own.__name__.endswith(kind) and own.forward.__module__.startswith(_MODELS)
+
+
+def _is_known_norm(norm: Any) -> bool:
+    return type(norm).__name__ in NORM_OFFSETS and _is_own(norm, "RMSNorm")
 
 
 def _inner(module: nn.Module) -> list[nn.Module]:
@@ -328,9 +331,14 @@ def _norms_all_heads(attention: Any) -> bool:
     return norm is not None and norm.weight.numel() != attention.head_dim
 
 
+def _window(attention: Any) -> int | None:
+    of_config = type(attention).__name__.endswith(_OF_CONFIG)
+    return getattr(attention.config if of_config else attention, "sliding_window", None)
+
+
 def _eps(norm: Any) -> float:
     return norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
 
 
-def _activation(config: Any) -> str:
-    return getattr(config, "hidden_activation", None) or config.hidden_act
+def _activation(mlp: Any) -> Activation | None:
+    return ACTIVATIONS.get(type(mlp.act_fn).__name__)

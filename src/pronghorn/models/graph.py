@@ -11,6 +11,7 @@ weights, long documents and others that need host integers.
 
 from __future__ import annotations
 
+import copy
 import functools
 import statistics
 import time
@@ -26,6 +27,7 @@ from torch.autograd.function import once_differentiable
 from pronghorn.data.batch import PackedBatch
 from pronghorn.errors import TrainingError
 from pronghorn.memory.plan import POLICY
+from pronghorn.models.subclass import subclass
 
 Graph = Literal["auto", "on", "off"]
 
@@ -63,6 +65,8 @@ class TrunkGraphs:
         always: capture at once instead of measuring whether it pays.
         refusal: why the model as it is now can't be captured, or None.
         longest: tokens from which on documents leave the batch's tiles (`attention.long_documents`), or None.
+
+    `refusal` and `longest` are copied with the model: closures over it would ask the one that it was copied from.
     """
 
     def __init__(
@@ -84,6 +88,11 @@ class TrunkGraphs:
         self._host_share: float | None = None
         self.replays = 0
         """Forwards and backwards so far. All graphs share memory: each overwrites what a forward before it left."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TrunkGraphs:
+        """A copied model captures its own."""
+        backbone, refusal, longest = copy.deepcopy((self._backbone, self._refusal, self._longest), memo)
+        return TrunkGraphs(backbone, self._plain, self._always, refusal, longest)
 
     @property
     def state(self) -> tuple[str, str]:
@@ -216,7 +225,7 @@ class _Replay(torch.autograd.Function):
 
 @functools.cache
 def graphed_class(original: Any) -> type[nn.Module]:
-    """A subclass of a backbone's class, of the same name, whose instances look for `_pronghorn_graphs`."""
+    """A subclass of a backbone's class, whose instances look for `_pronghorn_graphs`."""
     plain: Any = original.forward
 
     @functools.wraps(plain)
@@ -238,8 +247,7 @@ def graphed_class(original: Any) -> type[nn.Module]:
             return BaseModelOutputWithPast(last_hidden_state=hidden)
         return graphs.without(lambda: plain(self, **{**kwargs, "input_ids": None, "inputs_embeds": embeds}))
 
-    namespace = {"forward": forward, "__module__": original.__module__, "__qualname__": original.__qualname__}
-    return type(original.__name__, (original,), namespace)
+    return subclass(original, forward=forward)
 
 
 @contextmanager

@@ -72,8 +72,7 @@ def labelled_cross_entropy(
         if len(selected) <= step or not torch.is_grad_enabled():
             total = total + chunk_loss(chunk, target)
         else:
-            # Nothing random happens in the head, so no generator state needs to be kept.
-            part: Any = checkpoint(chunk_loss, chunk, target, use_reentrant=False, preserve_rng_state=False)
+            part: Any = checkpoint(chunk_loss, chunk, target, use_reentrant=False)
             total = total + part
     return total / _at_least_one(divisor)
 

@@ -38,7 +38,7 @@ def add_lora(
         random_state: seeds the adapters' initialisation, and nothing else: the global generators are left as they were.
     Raises:
         ConfigError: the model has an adapter already, or rank or targets make no sense.
-        UnsupportedError: adapters on `lm_head` or the embeddings (the loss reads the head's weight as it is).
+        UnsupportedError: adapters on `lm_head` or the embeddings (`modules_to_save` trains them whole).
     """
     from peft import LoraConfig, get_peft_model
 

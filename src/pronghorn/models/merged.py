@@ -15,6 +15,7 @@ in 16 bits (autocast), and adapters, are copied once a forward; 4-bit weights ar
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -40,10 +41,8 @@ class Adapter:
 def adapter_of(linear: nn.Module) -> Adapter | None:
     """The one active adapter of PEFT's LoRA linear; None where there is none, or it is disabled or merged."""
     module: Any = linear
-    if not hasattr(module, "lora_A") or module.disable_adapters or module.merged:
-        return None
-    active = [name for name in module.active_adapters if name in module.lora_A]
-    if not active:
+    active = _active(module)
+    if not active or module.disable_adapters or module.merged:
         return None
     name = active[0]
     return Adapter(module.lora_A[name].weight, module.lora_B[name].weight, module.scaling[name])
@@ -56,47 +55,54 @@ def base_of(linear: Any) -> Any:
 
 def refusal(linears: list[nn.Module], dtype: torch.dtype) -> str | None:
     """Why these linears can't be computed as one product in `dtype`, or None."""
-    bases = [base_of(linear) for linear in linears]
-    for base in bases:
+    bases, scales = [base_of(linear) for linear in linears], set()
+    for module, base in zip(linears, bases, strict=True):
+        linear: Any = module
+        active = _active(linear)
         if type(base) is not nn.Linear and not _is_4bit(base):
             return f"{type(base).__name__} is not a plain linear"
-        if hasattr(base.weight, "device_mesh"):
-            return "the weights are sharded"
-    first = bases[0]
-    if len({(type(x), x.weight.dtype, x.weight.device, x.weight.requires_grad, x.bias is None) for x in bases}) > 1:
-        return "the linears differ in dtype, device or bias, or only some are trained"
-    if any(x.bias is not None and x.bias.requires_grad is not x.weight.requires_grad for x in bases):
-        return "biases are trained and weights are not"
-    if not _is_4bit(first) and first.weight.dtype is not dtype and not first.weight.requires_grad:
-        return f"the weights are {_name(first.weight.dtype)} and the products {_name(dtype)}"
-    scales = set()
-    for module in linears:
-        linear: Any = module
-        if not hasattr(linear, "lora_A"):
-            continue
-        active = [name for name in linear.active_adapters if name in linear.lora_A]
+        if type(base.weight) is not nn.Parameter and not _is_4bit(base):
+            return f"a weight is a {type(base.weight).__name__}: sharded, or computed"
+        if linear is not base and not hasattr(linear, "lora_A"):
+            return f"{type(linear).__module__} is not LoRA"
         if len(active) > 1:
             return f"{len(active)} adapters are active at once"
         for name in active:
             if type(linear.lora_dropout[name]) is not nn.Identity:
                 return "LoRA dropout"
-            if linear.use_dora.get(name) or linear.lora_bias.get(name) or type(linear.lora_A[name]) is not nn.Linear:
+            if name in linear.lora_variant or linear.lora_bias.get(name) or type(linear.lora_A[name]) is not nn.Linear:
                 return "an adapter that is not plain LoRA"
             scales.add(linear.scaling[name])
+    first = bases[0]
+    if len({(type(x), x.weight.dtype, x.weight.device, x.weight.requires_grad, x.bias is None) for x in bases}) > 1:
+        return "the linears differ in dtype, device or bias, or only some are trained"
+    if any(x.bias is not None and x.bias.requires_grad is not x.weight.requires_grad for x in bases):
+        return "only biases are trained, or only weights"
+    if not _is_4bit(first) and first.weight.dtype is not dtype and not first.weight.requires_grad:
+        return f"the weights are {_name(first.weight.dtype)} and the products {_name(dtype)}"
     return "the linears' LoRA scales differ" if len(scales) > 1 else None
 
 
 def state(linears: list[nn.Module]) -> list[Any]:
-    """What `refusal` depends on and may change while the modules stay: compare it to know when to ask again."""
+    """All that `refusal` depends on: compare it to know when to ask again."""
     found: list[Any] = []
     for module in linears:
         linear: Any = module
-        weight = base_of(linear).weight
-        found.append((weight.dtype, weight.requires_grad))
-        if hasattr(linear, "lora_A"):
-            active = linear.active_adapters
-            found.append((*active, *(linear.scaling.get(name) for name in active)))
+        parts = linear._modules
+        base = parts.get("base_layer", linear)
+        found += linear, base, type(base)
+        for name in ("weight", "bias"):
+            tensor = base._parameters.get(name)
+            found.append(None if tensor is None else (type(tensor), tensor.dtype, tensor.requires_grad))
+        for name in _active(linear):
+            found += name, linear.scaling[name], parts["lora_A"][name], parts["lora_dropout"][name]
     return found
+
+
+def _active(linear: Any) -> list[str]:
+    """Names of the active adapters of PEFT's LoRA linear, disabled ones too; another linear has none."""
+    adapters = linear._modules.get("lora_A")
+    return [] if adapters is None else [name for name in linear.active_adapters if name in adapters]
 
 
 class LinearGroup:
@@ -189,6 +195,8 @@ class Operands:
     dtype: torch.dtype
     _weight: Tensor | None
     """None where it is written out for each product."""
+    full: bool
+    """Whether the weights and biases themselves are trained."""
     adapters: list[tuple[slice, Adapter]]
     """The active adapters, and the columns of y that each adds to."""
     a: Tensor | None
@@ -230,8 +238,8 @@ class Operands:
     @property
     def trained(self) -> list[Tensor]:
         """The trained tensors, in the order of `gradients`: weights, biases, then a and b of each adapter."""
-        found = [base.weight for base in self.bases if base.weight.requires_grad]
-        found += [base.bias for base in self.bases if base.bias is not None and base.bias.requires_grad]
+        found = [base.weight for base in self.bases if self.full]
+        found += [base.bias for base in self.bases if self.full and base.bias is not None]
         return found + [tensor for _, adapter in self.adapters for tensor in (adapter.a, adapter.b)]
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -266,7 +274,7 @@ class Operands:
     def gradients(self, dy: Tensor, dya: Tensor | None, x: Tensor, xa: Tensor | None) -> list[Tensor]:
         """Those of `trained`, from dy [T, N], what `input_grad` gave, x [T, in], and what `forward` gave."""
         grads: list[Tensor] = []
-        if self.bases[0].weight.requires_grad:
+        if self.full:
             widths = [base.out_features for base in self.bases]
             grads += _product(dy.t(), x, self.bases[0].weight.dtype).split(widths)
             if self.bases[0].bias is not None:
@@ -283,13 +291,18 @@ class Operands:
         return grads
 
 
+@torch.inference_mode(False)
 def read(groups: list[LinearGroup], dtype: torch.dtype) -> list[Operands]:
-    """The groups as they are now, for products in `dtype`; all adapters are copied in one launch."""
+    """The groups as they are now, for products in `dtype`; all adapters are copied in one launch.
+
+    Tensors that are kept for other forwards are ordinary ones, also where this one is in inference mode.
+    """
     found, copies = [], []
     for group in groups:
         bases = [base_of(linear) for linear in group.linears]
         adapters, start = [], 0
         for linear, base in zip(group.linears, bases, strict=True):
+            _take_out(linear)
             adapter = adapter_of(linear)
             if adapter is not None:
                 adapters.append((slice(start, start + base.out_features), adapter))
@@ -302,10 +315,17 @@ def read(groups: list[LinearGroup], dtype: torch.dtype) -> list[Operands]:
             a, b, made = group.low_rank(adapters, (start, bases[0].in_features), dtype, stacked)
             copies += made
         weight = None if _is_4bit(bases[0]) else group.weight(bases, dtype)
-        found.append(Operands(group, bases, dtype, weight, adapters, a, b, stacks, stacked))
+        full = bases[0].weight.requires_grad
+        found.append(Operands(group, bases, dtype, weight, full, adapters, a, b, stacks, stacked))
     if copies:
         torch._foreach_copy_([target for target, _ in copies], [source for _, source in copies])
     return found
+
+
+def _take_out(linear: Any) -> None:
+    """What was merged and is disabled: PEFT's own forward subtracts it from the weight."""
+    if getattr(linear, "merged_adapters", None) and linear.disable_adapters:
+        linear.unmerge()
 
 
 def _is_4bit(base: Any) -> bool:
@@ -350,9 +370,16 @@ def _in_place(merged: Tensor, parts: list[Tensor]) -> bool:
 
 
 def _merge(parts: list[Tensor]) -> Tensor:
-    if len(parts) == 1:
-        return parts[0].detach()
+    """The parts in one tensor, whose slices they become; they stay where they are if another group made them so."""
+    rows, first = [part.shape[0] for part in parts], parts[0].detach()
+    if all(_follows(part, before) for before, part in pairwise(parts)):
+        return first.as_strided((sum(rows), *first.shape[1:]), first.stride())
     merged = torch.cat([part.detach() for part in parts])
-    for part, place in zip(parts, merged.split([part.shape[0] for part in parts]), strict=True):
+    for part, place in zip(parts, merged.split(rows), strict=True):
         part.data = place
     return merged
+
+
+def _follows(part: Tensor, before: Tensor) -> bool:
+    begins = part.data_ptr() == before.data_ptr() + before.nbytes and part.is_contiguous() and before.is_contiguous()
+    return begins and part.untyped_storage().data_ptr() == before.untyped_storage().data_ptr()

@@ -6,6 +6,8 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
+from torch import Tensor
+
 from pronghorn.attention.packed import NAME_PREFIX
 from pronghorn.data.batch import PackedBatch
 from pronghorn.errors import DataError, UnsupportedError
@@ -56,7 +58,11 @@ def _from_stock_arguments(kwargs: dict[str, Any]) -> PackedBatch | None:
     if kwargs.get("past_key_values") is not None or position_ids is None or position_ids.dim() != 2:
         return None
     if mask is not None:
-        if mask.dim() == 2 and ((position_ids[:, 1:] == 0) & (mask[:, 1:] != 0) & (mask[:, :-1] != 0)).any():
+        if (
+            isinstance(mask, Tensor)
+            and mask.dim() == 2
+            and ((position_ids[:, 1:] == 0) & (mask[:, 1:] != 0) & (mask[:, :-1] != 0)).any()
+        ):
             raise DataError(
                 "position_ids restart inside a row that came with an attention_mask, which can't isolate documents",
                 "leave attention_mask out of packed batches",

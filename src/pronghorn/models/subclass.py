@@ -1,0 +1,31 @@
+"""Classes of the same name in the place of a module's own, one instance at a time, and the way back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+_OWN = "_pronghorn_own"
+"""The attribute of a class made here that holds the one in whose place it is."""
+
+
+def subclass(own: Any, *mixins: type, **members: Any) -> type[nn.Module]:
+    """A subclass with other members. transformers, TRL, saving and FSDP look classes up by their names."""
+    names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
+    return type(own.__name__, (*mixins, own), {**members, **names, _OWN: own})
+
+
+def own_class(module: nn.Module) -> type[nn.Module] | None:
+    """The class that a module had, if it has one made here (and nobody, like FSDP, made another of that)."""
+    return type(module).__dict__.get(_OWN)
+
+
+def restore(model: nn.Module) -> None:
+    """Give the modules of a model their own classes back, and take off what was kept on them; those too that were
+    copied from them since (PEFT's `modules_to_save`)."""
+    for module in model.modules():
+        while (own := own_class(module)) is not None:
+            module.__class__ = own
+        for name in [name for name in module.__dict__ if name.startswith("_pronghorn_")]:
+            del module.__dict__[name]
