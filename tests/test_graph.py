@@ -13,7 +13,8 @@ from pronghorn.errors import ConfigError, TrainingError
 from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import _graph_refusal, attach, attached
 from pronghorn.models.graph import MEASURED_FORWARDS, _Captured, _fingerprint, _Replay, graphed_class
-from test_fused import with_adapters
+from test_fused import BIASED, WIDE, with_adapters
+from test_fused_changes import CHANGES
 from test_parity import LENGTHS, ROW, gradients
 from tiny import FAMILIES, packed_row, tiny_model
 
@@ -191,6 +192,28 @@ def test_hooks_are_noticed() -> None:
     assert _graph_refusal(base, "auto") == "modules inside carry hooks, which a graph doesn't call"
     hook.remove()
     assert "per_document" in str(_graph_refusal(base, "auto"))
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_are_noticed(change: str) -> None:
+    model = with_adapters(tiny_model("qwen3", **(WIDE if "given" in change else BIASED)))
+    attach(model, layers="fused")
+    backbone, batch = model.get_base_model().model, packed_row(LENGTHS, ROW)
+    model(**batch)
+    before = _fingerprint(backbone)
+    model(**batch)
+    assert _fingerprint(backbone) == before
+    CHANGES[change](model)
+    assert _fingerprint(backbone) != before
+
+
+def test_a_forward_of_one_s_own_is_noticed() -> None:
+    model = with_adapters(tiny_model("llama"))
+    attach(model, layers="fused")
+    backbone = model.get_base_model().model
+    before, plain = _fingerprint(backbone), backbone.layers[1].mlp.forward
+    backbone.layers[1].mlp.forward = lambda *args: plain(*args)
+    assert _fingerprint(backbone) != before
 
 
 def test_a_copied_model_has_graphs_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

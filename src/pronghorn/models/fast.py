@@ -254,7 +254,7 @@ def _parts(module: Any, x: Tensor, backend: Backend) -> Any:
     if not all(_is_own(part, kind) for part, kind in _blocks(module)):
         module.__dict__.pop("_pronghorn_parts", None)  # which `is_fused` looks for
         return None
-    now = _state(module, x)
+    now = [_compute_dtype(x), *_state(module)]
     kept: _Kept | None = module.__dict__.get("_pronghorn_parts")
     if kept is None or kept.state != now:
         parts, inner = None if _refusal(module, now[0]) else _make(module, backend), _inner(module)
@@ -263,11 +263,18 @@ def _parts(module: Any, x: Tensor, backend: Backend) -> Any:
     return kept.usable
 
 
-def _state(module: Any, x: Tensor) -> list[Any]:
-    """All that `_refusal` and `_make` depend on, and may change from forward to forward; first the products' dtype."""
+def state_of(layer: Any) -> list[Any]:
+    """What a decoder layer's fused path depends on: compare it to know whether it goes the same way again."""
+    module = layer if _is_whole(layer) else layer.self_attn
+    own = all(_is_own(part, kind) for part, kind in _blocks(module))
+    return _state(module) if own else [module, *_blocks(module)]
+
+
+def _state(module: Any) -> list[Any]:
+    """All that `_refusal` and `_make` depend on besides the products' dtype, and may change from forward to forward."""
     attention, *mlp = (part for part, _ in _blocks(module))
     sinks = attention._parameters.get("sinks")
-    found = [_compute_dtype(x), attention.scaling, _window(attention), id(sinks), *(part.act_fn for part in mlp)]
+    found = [attention.scaling, _window(attention), id(sinks), *(part.act_fn for part in mlp)]
     for norm in _norms(module):
         eps = getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", None)
         found += norm, id(getattr(norm, "weight", None)), eps

@@ -27,6 +27,7 @@ from torch.autograd.function import once_differentiable
 from pronghorn.data.batch import PackedBatch
 from pronghorn.errors import TrainingError
 from pronghorn.memory.plan import POLICY
+from pronghorn.models import fast
 from pronghorn.models.subclass import subclass
 
 Graph = Literal["auto", "on", "off"]
@@ -272,12 +273,16 @@ def _aliased(backbone: nn.Module) -> Iterator[list[Tensor]]:
 
 def _fingerprint(backbone: Any) -> list[Any]:
     """What captured graphs rely on: where every weight lies, what is trained and kept, which adapters and hooks are
-    on."""
-    found: list[Any] = [(parameter.data_ptr(), parameter.requires_grad) for parameter in backbone.parameters()]
+    on, and all else that fused layers look at in a forward, which a replay doesn't make."""
+    found: list[Any] = [fast.state_of(layer) for layer in backbone.layers]
     found += [(getattr(each, "gradient_checkpointing", False), each.__dict__.get(POLICY)) for each in backbone.layers]
-    for module in backbone.modules():
-        found += [*module._forward_hooks, *module._forward_pre_hooks]
-        found += [*module._backward_hooks, *module._backward_pre_hooks]
+    for module in backbone.modules():  # once: there are thousands
+        found += [(each.data_ptr(), each.requires_grad) for each in module._parameters.values() if each is not None]
+        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+            found += [*module._forward_hooks, *module._forward_pre_hooks]
+            found += [*module._backward_hooks, *module._backward_pre_hooks]
+        if "forward" in module.__dict__:
+            found.append(module.__dict__["forward"])
         if "lora_A" in module._modules:
             found.append((*module.active_adapters, *module.scaling.values(), module.disable_adapters, module.merged))
     return found
