@@ -350,6 +350,19 @@ def test_a_merged_checkpoint_has_the_adapted_logits(stories: Path, tmp_path: Pat
     assert train(again)[0] > 0
 
 
+def test_a_merged_checkpoint_is_checked_where_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pronghorn.export import merge
+
+    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
+    gpu, free = torch.device("cuda", 1), merge._ROOM + 1000
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free if device == gpu else 0, 2 * free))
+    assert merge._place_beside(gpu, tmp_path) == gpu
+    (tmp_path / "more.safetensors").write_bytes(bytes(1))
+    assert (
+        merge._place_beside(gpu, tmp_path) == torch.device("cpu") == merge._place_beside(torch.device("cpu"), tmp_path)
+    )
+
+
 def test_a_model_without_adapter_saves_as_it_is(stories: Path, tmp_path: Path) -> None:
     model, tokenizer = load(stories, dtype="bf16")
     model.save_pretrained_merged(tmp_path / "merged", tokenizer)

@@ -67,6 +67,17 @@ def test_a_run_leaves_adapter_and_record(recipe: Any, tmp_path: Path) -> None:
         run(settings, QUIET)
 
 
+@pytest.mark.parametrize("packed", [True, False])
+def test_documents_are_written_once(recipe: Any, tmp_path: Path, packed: bool) -> None:
+    """The token cache's files are what is trained on: nothing writes them once more beside them."""
+    changes = {"data": {"cache": tmp_path / "cache"}, "train": {"max_steps": 1, "eval_steps": 1}}
+    changes |= {"packing": {"enabled": packed}, "report": {"sample_prompts": [], "html": False}}
+    record = run(recipe(**changes), QUIET)
+    assert record.steps[0]["tokens"] > 100 and len(record.evaluations) == 1
+    assert {path.suffix for path in (tmp_path / "cache").rglob("*.*")} >= {".arrow"}
+    assert not list((tmp_path / "cache").rglob("cache-*"))
+
+
 def test_the_same_recipe_gives_the_same_run(recipe: Any, tmp_path: Path) -> None:
     first, second = (run(recipe(train={"output": tmp_path / name}), QUIET) for name in "ab")
     assert [step["loss"] for step in first.steps] == [step["loss"] for step in second.steps]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
@@ -51,6 +52,8 @@ def _root(
     ] = False,
 ) -> None:
     grow_segments()
+    # on some CPUs it tells everybody who imports it to install a package that nothing here uses
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 @app.command(no_args_is_help=True)

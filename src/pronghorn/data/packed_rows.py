@@ -40,6 +40,9 @@ class PackedRows(Dataset):
         DataError: a document is empty or longer than a row.
     """
 
+    column_names = ("input_ids", "labels", "lengths")
+    """As a `datasets.Dataset` has them: TRL asks."""
+
     def __init__(self, documents: Sequence[Mapping[str, Any]] | Any, row_tokens: int, seed: int = 0) -> None:
         self._documents = documents
         self._columns: Any = None

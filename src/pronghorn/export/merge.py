@@ -22,6 +22,8 @@ from pronghorn.models.families import base_causal_lm, has_experts
 # Relative L2 error of the logits that rounding the merged weights once explains, with room; a forgotten adapter that
 # was trained at all is far beyond it, and `_check` also asks how much of the adapter's effect the merge holds.
 _LOGIT_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+_ROOM = 2**30
+"""Bytes beside the weights that a forward of a few tokens takes, with room."""
 
 
 def save_merged(
@@ -170,6 +172,15 @@ def dense_weight(linear: Any) -> Tensor:
     return dequantize_4bit(linear.weight.data, linear.weight.quant_state).float()
 
 
+def _place_beside(device: torch.device, folder: Path) -> torch.device:
+    """Where a checkpoint is loaded beside the adapted model: on its device, or on the CPU if that has no room."""
+    if device.type != "cuda":
+        return device
+    torch.cuda.empty_cache()
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return device if size + _ROOM <= torch.cuda.mem_get_info(device)[0] else torch.device("cpu")
+
+
 @torch.no_grad()
 def _check(model: Any, folder: Path, dtype: torch.dtype) -> None:
     """Load what was saved and compare its logits with the adapted model's on a fixed batch of tokens."""
@@ -188,8 +199,9 @@ def _check(model: Any, folder: Path, dtype: torch.dtype) -> None:
                 plain = model(input_ids=tokens).logits.float()
     finally:
         model.train(was_training)
-    reloaded = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map={"": base.device}).eval()
-    merged = reloaded(input_ids=tokens).logits.float()
+    place = _place_beside(base.device, folder)
+    reloaded = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map={"": place}).eval()
+    merged = reloaded(input_ids=tokens.to(place)).logits.to(adapted)
     rows = adapted.norm(dim=-1)
     by_token = ((merged - adapted).norm(dim=-1) / rows).median().item()
     # rounding sends a token or two to other experts, whose logits then say nothing about the merge

@@ -302,6 +302,8 @@ def _trainer(
         output_dir=str(train.output),
         packing=recipe.packing.enabled,
         max_length=recipe.model.max_seq_length,
+        # documents fit already: TRL's truncation would write them all once more, beside the token cache
+        dataset_kwargs=None if recipe.packing.enabled else {"skip_prepare_dataset": True},
         per_device_train_batch_size=recipe.packing.rows_per_step,
         gradient_accumulation_steps=train.gradient_accumulation_steps,
         max_steps=train.max_steps or -1,
@@ -333,7 +335,7 @@ def _trainer(
     trainer = SFTTrainer(
         model,
         config,
-        train_dataset=documents,
+        train_dataset=documents.select_columns(["input_ids", "labels"]),
         eval_dataset=heldout if train.eval_steps else None,
         tokenizer=tokenizer,
         callbacks=callbacks,

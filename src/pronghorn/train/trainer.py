@@ -211,7 +211,8 @@ class SFTTrainer(trl.SFTTrainer):
             rows = self.eval_dataset if eval_dataset is None else eval_dataset
             if isinstance(rows, str) and isinstance(self.eval_dataset, dict):
                 rows = self.eval_dataset[rows]
-            if self._packs_eval and hasattr(rows, "column_names"):  # given to this call, and raw
+            raw = hasattr(rows, "column_names") and not isinstance(rows, PackedRows)
+            if self._packs_eval and raw:  # given to this call
                 _check_dataset("eval_dataset", rows, packing=True)
                 formatting = getattr(self, "_formatting_func", None)
                 rows = self._prepare_dataset(rows, self.processing_class, self.args, False, formatting, "eval")
