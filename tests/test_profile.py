@@ -276,7 +276,7 @@ def fusible(stories: Path, tmp_path: Path) -> dict[str, Any]:
 
 
 def test_fused_layers(recipe: Any, fusible: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pronghorn.train.run.attach", partial(attach, layers="fused"))
+    monkeypatch.setattr("pronghorn.train.build.attach", partial(attach, layers="fused"))
     found = profile(Recipe.load(recipe(model=fusible)), QUIET, steps=1, warmup=1)
     sums_are_right(found)
     assert [path["path"] for path in found.paths if path["part"] == "decoder layers"] == ["fused"]

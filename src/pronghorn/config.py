@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import re
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -18,6 +18,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from pronghorn.errors import ConfigError
+from pronghorn.recipe_yaml import override_key, parse
 
 
 def _at_home(path: Path) -> Path:
@@ -263,14 +264,14 @@ class Recipe(Section):
                 f"recipe {path} does not exist", "give the path of a YAML file, e.g. recipes/demo-cpu.yaml"
             )
         try:
-            table = _parse(path.read_text(encoding="utf-8"), str(path))
+            table = parse(path.read_text(encoding="utf-8"), str(path))
         except UnicodeDecodeError as error:
             raise ConfigError(f"{path} is not UTF-8 ({error.reason})", "save it as UTF-8 text") from None
         if not isinstance(table, dict):
             known = ", ".join(Recipe.model_fields)
             raise ConfigError(f"{path}: a recipe is a table of sections", f"begin with {known}")
         for override in overrides:
-            _override(table, override)
+            override_key(table, override)
         table = {section: {} if value is None else value for section, value in table.items()}
         try:
             recipe = cls.model_validate(table)
@@ -337,57 +338,6 @@ def _type_name(kind: Any) -> str:
     if origin is not None:
         return f"{origin.__name__}[{', '.join(_type_name(argument) for argument in arguments)}]"
     return "null" if kind is type(None) else kind.__name__
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML that refuses a key set twice (the last would win silently)."""
-
-
-def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
-    seen: set[Any] = set()
-    for key_node, _ in node.value:
-        if key_node.tag == "tag:yaml.org,2002:merge":
-            continue
-        key, line = loader.construct_object(key_node), key_node.start_mark.line + 1
-        if not isinstance(key, Hashable):
-            raise ConfigError(f"{loader.name} line {line}: {key!r} as a key", "write keys as plain words")
-        if key in seen:
-            raise ConfigError(f"{loader.name} line {line}: key {key!r} is set twice", "delete one of the two")
-        seen.add(key)
-    return loader.construct_mapping(node, deep=True)
-
-
-_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
-_Loader.add_implicit_resolver(  # YAML 1.1 reads 1e-3 as text; people mean the number
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-)
-
-
-def _parse(text: str, source: str) -> Any:
-    """The value of a YAML text; whatever is wrong with it is a ConfigError that names `source` and line."""
-    try:
-        loader = _Loader(text)
-        loader.name = source
-        return loader.get_single_data()
-    except ConfigError:
-        raise
-    except (yaml.YAMLError, ValueError) as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" line {mark.line + 1}" if mark else ""
-        reason = getattr(error, "problem", None) or getattr(error, "reason", None) or error
-        raise ConfigError(f"{source}{where}: not YAML ({reason})", "mend it, or quote the value") from None
-
-
-def _override(table: dict[str, Any], override: str) -> None:
-    key, equals, value = override.partition("=")
-    section, dot, name = key.partition(".")
-    if not equals or not dot or not name:
-        raise ConfigError(f"override {override!r} is not section.key=value", "write e.g. train.max_steps=3")
-    if table.setdefault(section, {}) is None:
-        table[section] = {}
-    if not isinstance(table[section], dict):
-        raise ConfigError(f"override {override!r}: {section} is no section", "write e.g. train.max_steps=3")
-    table[section][name] = _parse(value, f"override {override!r}")
 
 
 def _explain(error: ValidationError, source: str) -> ConfigError:

@@ -80,7 +80,7 @@ def forecast(recipe: Recipe, device: str | None, calibrate: bool, console: Conso
         raise ConfigError("--calibrate times packed rows on this machine's GPU", "leave it out, or --device")
     if not here and recipe.precision.dtype == "auto":  # the table's cards all have it
         recipe = recipe.model_copy(update={"precision": Precision(dtype="bfloat16")})
-    from pronghorn.train.run import autocast_dtype, load  # TRL's import takes seconds
+    from pronghorn.train.build import autocast_dtype, load  # TRL's import takes seconds
 
     found, autocast = find(recipe, weights=False), autocast_dtype(recipe)
     handle = _weightless(recipe, found)
@@ -120,7 +120,7 @@ class _Weightless(FoundModel):
 
 def _weightless(recipe: Recipe, found: FoundModel) -> Handle:
     """What training would train, as on a GPU, without weights. New tokens are left out: they weigh next to nothing."""
-    from pronghorn.train.run import attach_options, load
+    from pronghorn.train.build import attach_options, load
 
     if (found.base or found).config is None:
         raise UnsupportedError(f"{found.name}: a GGUF file is read whole only", "plan for the folder it was made from")

@@ -31,9 +31,9 @@ from pronghorn.diagnose.profile_times import (
     host_pieces,
     launches,
 )
+from pronghorn.train.build import build
 from pronghorn.train.control import RunControl
 from pronghorn.train.progress import ProgressCallback
-from pronghorn.train.run import build
 
 GRAPH = "CUDA graph of the layers"
 VISIBLE = 1000

@@ -20,7 +20,7 @@ from pronghorn.diagnose.profile_causes import PREFIX, SCORES
 from pronghorn.diagnose.profile_syncs import Place, noticed
 from pronghorn.models import fast
 from pronghorn.models.attach import Handle
-from pronghorn.models.merged import adapter_of
+from pronghorn.models.linears import adapter_of
 from pronghorn.train.trainer import SFTTrainer
 
 Trace = list[dict[str, Any]]

@@ -18,8 +18,8 @@ from pronghorn.errors import ConfigError
 from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import attach
 from pronghorn.models.load import default_device, resolve_dtype
+from pronghorn.train.build import attach_options, autocast_dtype, load
 from pronghorn.train.documents import find, prepare, tokenizer_for
-from pronghorn.train.run import attach_options, autocast_dtype, load
 
 DOCUMENTS_A_ROW = 3
 """At least: longer documents are cut to their last tokens, where the answer is."""

@@ -25,7 +25,7 @@ from pronghorn.memory.step_time import StepTimes, step_times
 from pronghorn.models import experts, fast
 from pronghorn.models.attach import attach, attached
 from pronghorn.models.families import LINEARS, base_causal_lm, check_config, has_experts
-from pronghorn.models.merged import adapter_of, base_of
+from pronghorn.models.linears import adapter_of, base_of
 
 T = TypeVar("T")
 SECONDS = 0.3

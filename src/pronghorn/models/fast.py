@@ -26,8 +26,9 @@ from pronghorn.memory.plan import POLICY, Policy
 from pronghorn.models import fused
 from pronghorn.models.families import ACTIVATIONS
 from pronghorn.models.fused import AttentionParts, LayerParts, MLPParts, Norm
-from pronghorn.models.merged import LinearGroup, state
-from pronghorn.models.merged import refusal as linears_refusal
+from pronghorn.models.linears import refusal as linears_refusal
+from pronghorn.models.linears import state
+from pronghorn.models.merged import LinearGroup
 from pronghorn.models.subclass import subclass
 
 NORM_OFFSETS = {"LlamaRMSNorm": 0.0, "MistralRMSNorm": 0.0, "Qwen2RMSNorm": 0.0, "Qwen3RMSNorm": 0.0}

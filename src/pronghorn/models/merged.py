@@ -22,87 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from pronghorn.kernels.residual import LowRank
+from pronghorn.models.linears import Adapter, adapter_of, base_of, is_4bit, take_out
 
 WIDE = 2
 """Inputs an output from which on A lies below W: to put dy and s · dy B side by side costs a copy of dy."""
 STEP = 8
 """Columns, of 16 bits each, that rows of a product's operands are a multiple of."""
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """A linear's active LoRA adapter: the parameters a [r, in] and b [out, r]."""
-
-    a: Tensor
-    b: Tensor
-    scale: float
-
-
-def adapter_of(linear: nn.Module) -> Adapter | None:
-    """The one active adapter of PEFT's LoRA linear; None where there is none, or it is disabled or merged."""
-    module: Any = linear
-    active = _active(module)
-    if not active or module.disable_adapters or module.merged:
-        return None
-    name = active[0]
-    return Adapter(module.lora_A[name].weight, module.lora_B[name].weight, module.scaling[name])
-
-
-def base_of(linear: Any) -> Any:
-    """The linear under PEFT's wrapper, or the linear itself."""
-    return getattr(linear, "base_layer", linear)
-
-
-def refusal(linears: list[nn.Module], dtype: torch.dtype) -> str | None:
-    """Why these linears can't be computed as one product in `dtype`, or None."""
-    bases, scales = [base_of(linear) for linear in linears], set()
-    for module, base in zip(linears, bases, strict=True):
-        linear: Any = module
-        active = _active(linear)
-        if type(base) is not nn.Linear and not _is_4bit(base):
-            return f"{type(base).__name__} is not a plain linear"
-        if type(base.weight) is not nn.Parameter and not _is_4bit(base):
-            return f"a weight is a {type(base.weight).__name__}: sharded, or computed"
-        if linear is not base and not hasattr(linear, "lora_A"):
-            return f"{type(linear).__module__} is not LoRA"
-        if len(active) > 1:
-            return f"{len(active)} adapters are active at once"
-        for name in active:
-            if type(linear.lora_dropout[name]) is not nn.Identity:
-                return "LoRA dropout"
-            if name in linear.lora_variant or linear.lora_bias.get(name) or type(linear.lora_A[name]) is not nn.Linear:
-                return "an adapter that is not plain LoRA"
-            scales.add(linear.scaling[name])
-    first = bases[0]
-    if len({(type(x), x.weight.dtype, x.weight.device, x.weight.requires_grad, x.bias is None) for x in bases}) > 1:
-        return "the linears differ in dtype, device or bias, or only some are trained"
-    if any(x.bias is not None and x.bias.requires_grad is not x.weight.requires_grad for x in bases):
-        return "only biases are trained, or only weights"
-    if not _is_4bit(first) and first.weight.dtype is not dtype and not first.weight.requires_grad:
-        return f"the weights are {_name(first.weight.dtype)} and the products {_name(dtype)}"
-    return "the linears' LoRA scales differ" if len(scales) > 1 else None
-
-
-def state(linears: list[nn.Module]) -> list[Any]:
-    """All that `refusal` depends on: compare it to know when to ask again."""
-    found: list[Any] = []
-    for module in linears:
-        linear: Any = module
-        parts = linear._modules
-        base = parts.get("base_layer", linear)
-        found += linear, base, type(base)
-        for name in ("weight", "bias"):
-            tensor = base._parameters.get(name)
-            found.append(None if tensor is None else (type(tensor), tensor.dtype, tensor.requires_grad))
-        for name in _active(linear):
-            found += name, linear.scaling[name], parts["lora_A"][name], parts["lora_dropout"][name]
-    return found
-
-
-def _active(linear: Any) -> list[str]:
-    """Names of the active adapters of PEFT's LoRA linear, disabled ones too; another linear has none."""
-    adapters = linear._modules.get("lora_A")
-    return [] if adapters is None else [name for name in linear.active_adapters if name in adapters]
 
 
 class LinearGroup:
@@ -120,7 +45,7 @@ class LinearGroup:
     def weight(self, bases: list[Any], dtype: torch.dtype) -> Tensor:
         """[N, in] in `dtype`: the weights themselves where they have it, else a copy made now."""
         weights = [base.weight for base in bases]
-        if _is_4bit(bases[0]):
+        if is_4bit(bases[0]):
             return _written_out(weights, dtype)
         if weights[0].dtype is not dtype:
             copy = weights[0].new_empty(sum(weight.shape[0] for weight in weights), weights[0].shape[1], dtype=dtype)
@@ -135,7 +60,7 @@ class LinearGroup:
         """Whether A [rank, in] of the only linear lies below its weight, which is frozen, or written out."""
         wide, weight = base.in_features >= WIDE * base.out_features, base.weight
         there = weight.dtype is dtype and not weight.requires_grad
-        return len(self.linears) == 1 and wide and rank % STEP == 0 and (there or _is_4bit(base))
+        return len(self.linears) == 1 and wide and rank % STEP == 0 and (there or is_4bit(base))
 
     def stacked(self, base: Any, rank: int) -> Tensor:
         """[out + rank, in]: the weight with room for A below."""
@@ -150,7 +75,7 @@ class LinearGroup:
         biases = [base.bias for base in bases]
         if biases[0] is None:
             return None
-        if biases[0].dtype is not dtype or _is_4bit(bases[0]):
+        if biases[0].dtype is not dtype or is_4bit(bases[0]):
             return torch.cat([bias.detach().to(dtype) for bias in biases])
         if self._bias is None or not _in_place(self._bias, biases):
             self._bias = _merge(biases)
@@ -302,7 +227,7 @@ def read(groups: list[LinearGroup], dtype: torch.dtype) -> list[Operands]:
         bases = [base_of(linear) for linear in group.linears]
         adapters, start = [], 0
         for linear, base in zip(group.linears, bases, strict=True):
-            _take_out(linear)
+            take_out(linear)
             adapter = adapter_of(linear)
             if adapter is not None:
                 adapters.append((slice(start, start + base.out_features), adapter))
@@ -310,27 +235,16 @@ def read(groups: list[LinearGroup], dtype: torch.dtype) -> list[Operands]:
         a = b = stacked = None
         stacks = bool(adapters) and group.stacks(bases[0], adapters[0][1].a.shape[0], dtype)
         if adapters:
-            if stacks and not _is_4bit(bases[0]):
+            if stacks and not is_4bit(bases[0]):
                 stacked = group.stacked(bases[0], adapters[0][1].a.shape[0])
             a, b, made = group.low_rank(adapters, (start, bases[0].in_features), dtype, stacked)
             copies += made
-        weight = None if _is_4bit(bases[0]) else group.weight(bases, dtype)
+        weight = None if is_4bit(bases[0]) else group.weight(bases, dtype)
         full = bases[0].weight.requires_grad
         found.append(Operands(group, bases, dtype, weight, full, adapters, a, b, stacks, stacked))
     if copies:
         torch._foreach_copy_([target for target, _ in copies], [source for _, source in copies])
     return found
-
-
-def _take_out(linear: Any) -> None:
-    """What was merged and is disabled: PEFT's own forward subtracts it from the weight."""
-    if getattr(linear, "merged_adapters", None) and linear.disable_adapters:
-        linear.unmerge()
-
-
-def _is_4bit(base: Any) -> bool:
-    """Whether it is bitsandbytes' 4-bit linear (told by name: the package needn't be there)."""
-    return type(base).__name__ == "Linear4bit" and getattr(base.weight, "quant_state", None) is not None
 
 
 def _written_out(weights: list[Any], dtype: torch.dtype, more: int = 0) -> Tensor:
@@ -346,10 +260,6 @@ def _written_out(weights: list[Any], dtype: torch.dtype, more: int = 0) -> Tenso
         else:  # bitsandbytes has it for GPUs only
             part.copy_(dequantize_4bit(weight.data, state))
     return whole.to(dtype)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

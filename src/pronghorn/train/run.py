@@ -12,21 +12,16 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.markup import escape
-from transformers import PrinterCallback, TrainerCallback, TrainerState
-from trl import SFTConfig
+from transformers import TrainerState
 
 from pronghorn.config import Recipe
 from pronghorn.data.batch import Collator
 from pronghorn.data.packed_rows import PackedRows, PackingStats
 from pronghorn.device import device_name, graph_bytes, processes, versions
-from pronghorn.errors import ConfigError, RunStopped, TrainingError
+from pronghorn.errors import RunStopped, TrainingError
 from pronghorn.export.folder import whole_folder
-from pronghorn.memory.devices import parse_bytes
-from pronghorn.memory.plan import Plan
-from pronghorn.models.attach import Handle, attach
-from pronghorn.models.load import FoundModel, default_device, resolve_dtype, trainable_parameters
-from pronghorn.models.lora import add_lora
-from pronghorn.models.new_tokens import grow_embeddings, trainable_tokens
+from pronghorn.models.load import trainable_parameters
+from pronghorn.train.build import autocast_dtype, load, make_trainer
 from pronghorn.train.checkpoint import checkpoints, clear_leftovers, step_of
 from pronghorn.train.control import RunControl, trained_seconds
 from pronghorn.train.documents import find, prepare, tokenizer_for
@@ -36,9 +31,6 @@ from pronghorn.train.progress import ProgressCallback, track
 from pronghorn.train.record import RunRecord
 from pronghorn.train.report import check_report_dependencies, write_report
 from pronghorn.train.trainer import SFTTrainer
-
-NEVER = 10**9
-"""save_steps of a run that saves by minutes only."""
 
 
 def run(recipe: Recipe, console: Console, allow: bool = False) -> RunRecord:
@@ -68,11 +60,11 @@ def run(recipe: Recipe, console: Console, allow: bool = False) -> RunRecord:
         held = prepare(recipe, "eval", tokenizer, console)
         check_data(journal, "eval", held.key, allow)
         heldout = PackedRows(held.dataset, recipe.model.max_seq_length).first(recipe.data.eval_rows)
-    console.print(f"[bold]Loading[/] {recipe.model.name}")
+    console.print(f"[bold]Loading[/] {escape(recipe.model.name)}")
     model, handle = load(recipe, found, tokenizer, console)
     control = RunControl(recipe.train.max_minutes, recipe.train.save_minutes, recipe.train.patience)
     progress = ProgressCallback(console, recipe.train.max_minutes)
-    trainer = _trainer(recipe, model, tokenizer, documents.dataset, heldout, [control, progress])
+    trainer = make_trainer(recipe, model, tokenizer, documents.dataset, heldout, [control, progress])
     check_processes(journal, processes(), allow)
     main = trainer.accelerator.is_main_process
     with sole_run(output) if main else nullcontext():
@@ -132,19 +124,6 @@ def run(recipe: Recipe, console: Console, allow: bool = False) -> RunRecord:
                 write_report(record, output)
     _must_have_improved(recipe, journal.before, after)
     return record
-
-
-def build(recipe: Recipe, console: Console, callbacks: list[TrainerCallback]) -> tuple[SFTTrainer, Handle]:
-    """The trainer that `run` would train with, for a look at its steps: no journal, held-out data or record.
-
-    Raises as `run` before anything is trained.
-    """
-    found = find(recipe)
-    tokenizer = tokenizer_for(recipe, found)
-    documents = prepare(recipe, "train", tokenizer, console)
-    console.print(f"[bold]Loading[/] {recipe.model.name}")
-    model, handle = load(recipe, found, tokenizer, console)
-    return _trainer(recipe, model, tokenizer, documents.dataset, None, callbacks), handle
 
 
 def _train(recipe: Recipe, trainer: SFTTrainer, control: RunControl, journal: Journal, console: Console) -> None:
@@ -230,126 +209,6 @@ def _judge(
     tokens, system = recipe.report.sample_tokens, recipe.data.system_prompt
     asked = [[{"role": "user", "content": prompt}] for prompt in recipe.report.sample_prompts]
     return loss, [answer(model, tokenizer, turns, tokens, system) for turns in asked]
-
-
-def load(recipe: Recipe, found: FoundModel, tokenizer: Any, console: Console) -> tuple[Any, Handle]:
-    """The model with its adapter, and the handle that tells the paths taken."""
-    device = default_device()
-    dtype = resolve_dtype(recipe.precision.dtype, device)
-    adapter, full = recipe.adapter, recipe.adapter.method == "full"
-    if adapter.modules_to_save and dtype is torch.float16:
-        raise ConfigError(
-            "adapter.modules_to_save in float16: loss scaling needs float32 copies, and these keep the model's dtype",
-            "set precision.dtype: bfloat16 or float32",
-        )
-    if found.is_adapter and adapter.new_tokens:
-        raise ConfigError(
-            f"adapter.new_tokens, but {recipe.model.name} is a saved adapter, which has the tokens it was trained with",
-            "leave new_tokens out, or begin from the base model",
-        )
-    if found.is_adapter and full:
-        raise ConfigError(
-            f"adapter.method: full, but {recipe.model.name} is a saved adapter",
-            "merge it first (save_pretrained_merged), or set adapter.method: lora to train it on",
-        )
-    # full fine-tuning keeps float32 masters and computes in `dtype`
-    model = found.model(torch.float32 if full else dtype, device)
-    if found.is_adapter:
-        console.print("The saved adapter is trained on; the recipe's adapter section is not used.")
-    elif not full:
-        if adapter.new_tokens:
-            grow_embeddings(model, tokenizer, adapter.new_tokens, adapter.random_state)
-        model = add_lora(
-            model,
-            r=adapter.r,
-            lora_alpha=adapter.lora_alpha,
-            lora_dropout=adapter.lora_dropout,
-            target_modules=adapter.target_modules,
-            target_parameters=adapter.target_parameters,
-            bias=adapter.bias,
-            use_rslora=adapter.use_rslora,
-            modules_to_save=adapter.modules_to_save,
-            trainable_token_indices=trainable_tokens(model, tokenizer, adapter.new_tokens, adapter.modules_to_save),
-            random_state=adapter.random_state,
-        )
-    memory = recipe.memory
-    budget = None if memory.budget is None else parse_bytes(memory.budget, "memory.budget")
-    plan = Plan.asked(memory.gradient_checkpointing, memory.offload_buffers, budget)
-    return model, attach(model, plan, **attach_options(recipe))
-
-
-def attach_options(recipe: Recipe) -> dict[str, Any]:
-    """What `attach` is told of a recipe's packed path."""
-    packing = recipe.packing
-    return {
-        "attention": packing.attention,
-        "packing_metadata": packing.metadata,
-        "graph": packing.graph,
-        "moe_routing": packing.moe_routing,
-    }
-
-
-def _trainer(
-    recipe: Recipe,
-    model: Any,
-    tokenizer: Any,
-    documents: Any,
-    heldout: PackedRows | None,
-    callbacks: list[TrainerCallback],
-) -> SFTTrainer:
-    train, device, autocast = recipe.train, default_device(), autocast_dtype(recipe)
-    config = SFTConfig(
-        output_dir=str(train.output),
-        packing=recipe.packing.enabled,
-        max_length=recipe.model.max_seq_length,
-        # documents fit already: TRL's truncation would write them all once more, beside the token cache
-        dataset_kwargs=None if recipe.packing.enabled else {"skip_prepare_dataset": True},
-        per_device_train_batch_size=recipe.packing.rows_per_step,
-        gradient_accumulation_steps=train.gradient_accumulation_steps,
-        max_steps=train.max_steps or -1,
-        num_train_epochs=train.epochs,
-        learning_rate=train.learning_rate,
-        warmup_steps=train.warmup_steps,
-        lr_scheduler_type=train.lr_scheduler,
-        weight_decay=train.weight_decay,
-        max_grad_norm=train.max_grad_norm,
-        logging_steps=train.logging_steps,
-        logging_nan_inf_filter=False,  # a non-finite loss is the gradient watch's to stop, not to be averaged away
-        save_strategy="steps",  # which also saves the last step, whatever save_steps is
-        save_steps=train.save_steps or NEVER,
-        save_total_limit=train.keep_checkpoints,
-        eval_strategy="steps" if train.eval_steps else "no",
-        eval_steps=train.eval_steps,
-        metric_for_best_model="loss" if train.eval_steps else None,
-        greater_is_better=False,
-        seed=train.seed,
-        full_determinism=train.deterministic,
-        bf16=autocast is torch.bfloat16,
-        fp16=autocast is torch.float16,
-        gradient_checkpointing=False,  # the plan decides
-        use_cpu=device.type == "cpu",
-        report_to=list(train.report_to) or "none",
-        disable_tqdm=True,
-        accelerator_config={"dispatch_batches": False, "non_blocking": device.type == "cuda"},
-    )
-    trainer = SFTTrainer(
-        model,
-        config,
-        train_dataset=documents.select_columns(["input_ids", "labels"]),
-        eval_dataset=heldout if train.eval_steps else None,
-        tokenizer=tokenizer,
-        callbacks=callbacks,
-    )
-    trainer.remove_callback(PrinterCallback)
-    return trainer
-
-
-def autocast_dtype(recipe: Recipe) -> torch.dtype | None:
-    """The dtype of autocast, if any: LoRA computes in its base's own dtype, float32 masters compute in 16 bits, and
-    float16 always needs autocast for its loss scaling."""
-    dtype = resolve_dtype(recipe.precision.dtype, default_device())
-    full = recipe.adapter.method == "full"
-    return dtype if dtype is torch.float16 or (full and dtype is torch.bfloat16) else None
 
 
 def _steps(history: list[dict[str, float]]) -> list[dict[str, float]]:

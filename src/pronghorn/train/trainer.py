@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from pronghorn.data.batch import Collator
 from pronghorn.data.packed_rows import PackedRows
-from pronghorn.errors import ConfigError, DataError, TrainingError, UnsupportedError
+from pronghorn.errors import ConfigError, TrainingError, UnsupportedError
 from pronghorn.export.folder import disk_is_full
 from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import Handle, attach, attached
@@ -34,6 +34,7 @@ from pronghorn.train import checkpoint
 from pronghorn.train.counters import StepCounters
 from pronghorn.train.evaluate import heldout_loss
 from pronghorn.train.gradients import GradientWatch
+from pronghorn.train.refusals import check_dataset, refuse_16_bit_weights, refuse_unserved, row_length
 from pronghorn.train.survive import MemoryGuard, OutOfMemory
 
 
@@ -56,15 +57,15 @@ class SFTTrainer(trl.SFTTrainer):
             kwargs["processing_class"] = tokenizer
         asked = args.packing, args.eval_packing
         self._packs_train, self._packs_eval = asked[0], asked[0] if asked[1] is None else asked[1]
-        _refuse_unserved(args, kwargs, self._packs_train, self._packs_eval)
+        refuse_unserved(args, kwargs, self._packs_train, self._packs_eval)
         for name, packs in (("train_dataset", self._packs_train), ("eval_dataset", self._packs_eval)):
-            _check_dataset(name, kwargs.get(name), packs)
+            check_dataset(name, kwargs.get(name), packs)
         if isinstance(model, str):
             raise UnsupportedError(
                 f"model {model!r} given by name", "load it with FastLanguageModel.from_pretrained and pass the model"
             )
         if args.packing or args.eval_packing:
-            args.max_length = _row_length(args.max_length, getattr(model, "max_seq_length", None))
+            args.max_length = row_length(args.max_length, getattr(model, "max_seq_length", None))
         # attached before TRL's constructor wraps `model.forward`, so that its wrapper calls ours
         if _decided(_attached_on_its_device(model, args), args) is not None:
             for name in ("gradient_checkpointing", "activation_checkpointing"):  # transformers 5.23 renamed it
@@ -72,7 +73,7 @@ class SFTTrainer(trl.SFTTrainer):
                     setattr(args, name, False)  # the plan decided; SFTConfig's default would recompute regardless
         trained = {parameter: parameter.data for parameter in model.parameters() if parameter.requires_grad}
         if not hasattr(model, "peft_config") and kwargs.get("peft_config") is None:
-            _refuse_16_bit_weights(data.dtype for data in trained.values())
+            refuse_16_bit_weights(data.dtype for data in trained.values())
         args.packing = args.eval_packing = False  # TRL must not pack, nor warn of attention it doesn't know
         try:
             super().__init__(model, args, **kwargs)
@@ -213,7 +214,7 @@ class SFTTrainer(trl.SFTTrainer):
                 rows = self.eval_dataset[rows]
             raw = hasattr(rows, "column_names") and not isinstance(rows, PackedRows)
             if self._packs_eval and raw:  # given to this call
-                _check_dataset("eval_dataset", rows, packing=True)
+                check_dataset("eval_dataset", rows, packing=True)
                 formatting = getattr(self, "_formatting_func", None)
                 rows = self._prepare_dataset(rows, self.processing_class, self.args, False, formatting, "eval")
             if not isinstance(rows, PackedRows):
@@ -305,61 +306,3 @@ def _decided(handle: Handle, args: Any) -> Plan | None:
         made = plan_for(model, tokens, budget, autocast=autocast, padded=padded, accumulates=several)
         handle = handle.replan(made)
     return handle.plan
-
-
-def _check_dataset(name: str, given: Any, packing: bool) -> None:
-    for dataset in given.values() if isinstance(given, dict) else [given]:
-        if dataset is None:
-            continue
-        if not hasattr(dataset, "__len__"):
-            if packing:
-                raise UnsupportedError(
-                    f"{name} is streamed, and best-fit packing needs every length first",
-                    "load it whole (streaming=False), or use TRL's own SFTTrainer with an attached model",
-                )
-        elif len(dataset) == 0:
-            raise DataError(f"{name} is empty", "check the file and the filters it went through")
-
-
-def _row_length(asked: int | None, limit: int | None) -> int:
-    """The tokens of a row: what the config asks for, within what the model was loaded for."""
-    if asked is None and limit is None:
-        raise ConfigError("packing without a row length", "set max_length in SFTConfig")
-    if asked is not None and limit is not None and asked > limit:
-        raise ConfigError(
-            f"max_length {asked} > {limit}, the model's max_seq_length",
-            "raise max_seq_length in from_pretrained or lower max_length",
-        )
-    return int(asked or limit or 0)
-
-
-def _refuse_16_bit_weights(dtypes: Iterable[torch.dtype]) -> None:
-    for dtype in dtypes:
-        if dtype in (torch.float16, torch.bfloat16):
-            raise ConfigError(
-                f"every weight is trained in {dtype}, in which updates at usual learning rates are rounded away",
-                "load the model in float32 (full_finetuning=True does) and set bf16=True to compute in 16 bits",
-            )
-
-
-def _refuse_unserved(args: Any, kwargs: dict[str, Any], packs_train: bool, packs_eval: bool) -> None:
-    if packs_eval and kwargs.get("compute_metrics") is not None:
-        raise UnsupportedError("compute_metrics over packed rows, which have no logits", "set eval_packing=False")
-    unserved = [
-        ("loss_type", getattr(args, "loss_type", "nll"), "nll"),
-        ("label_smoothing_factor", args.label_smoothing_factor, 0),
-        ("use_liger_kernel", args.use_liger_kernel, False),
-        ("compute_loss_func", kwargs.get("compute_loss_func"), None),
-        ("data_collator", kwargs.get("data_collator"), None),
-        ("padding_free", getattr(args, "padding_free", False), False),
-    ]
-    if packs_train or packs_eval:
-        unserved.append(("packing_strategy", args.packing_strategy, "bfd"))
-        prepared = (args.dataset_kwargs or {}).get("skip_prepare_dataset", False)
-        unserved.append(("skip_prepare_dataset", prepared, False))
-    for name, value, served in unserved:
-        if value != served:
-            raise UnsupportedError(
-                f"{name} = {value!r} is not served by the packed trainer",
-                f"leave {name} at {served!r}, or use TRL's own SFTTrainer with an attached model",
-            )

@@ -1,0 +1,100 @@
+"""A linear as PEFT and bitsandbytes left it: its base, its active adapter, and whether it is plain LoRA."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A linear's active LoRA adapter: the parameters a [r, in] and b [out, r]."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+
+def adapter_of(linear: nn.Module) -> Adapter | None:
+    """The one active adapter of PEFT's LoRA linear; None where there is none, or it is disabled or merged."""
+    module: Any = linear
+    active = _active(module)
+    if not active or module.disable_adapters or module.merged:
+        return None
+    name = active[0]
+    return Adapter(module.lora_A[name].weight, module.lora_B[name].weight, module.scaling[name])
+
+
+def base_of(linear: Any) -> Any:
+    """The linear under PEFT's wrapper, or the linear itself."""
+    return getattr(linear, "base_layer", linear)
+
+
+def refusal(linears: list[nn.Module], dtype: torch.dtype) -> str | None:
+    """Why these linears can't be computed as one product in `dtype`, or None."""
+    bases, scales = [base_of(linear) for linear in linears], set()
+    for module, base in zip(linears, bases, strict=True):
+        linear: Any = module
+        active = _active(linear)
+        if type(base) is not nn.Linear and not is_4bit(base):
+            return f"{type(base).__name__} is not a plain linear"
+        if type(base.weight) is not nn.Parameter and not is_4bit(base):
+            return f"a weight is a {type(base.weight).__name__}: sharded, or computed"
+        if linear is not base and not hasattr(linear, "lora_A"):
+            return f"{type(linear).__module__} is not LoRA"
+        if len(active) > 1:
+            return f"{len(active)} adapters are active at once"
+        for name in active:
+            if type(linear.lora_dropout[name]) is not nn.Identity:
+                return "LoRA dropout"
+            if name in linear.lora_variant or linear.lora_bias.get(name) or type(linear.lora_A[name]) is not nn.Linear:
+                return "an adapter that is not plain LoRA"
+            scales.add(linear.scaling[name])
+    first = bases[0]
+    if len({(type(x), x.weight.dtype, x.weight.device, x.weight.requires_grad, x.bias is None) for x in bases}) > 1:
+        return "the linears differ in dtype, device or bias, or only some are trained"
+    if any(x.bias is not None and x.bias.requires_grad is not x.weight.requires_grad for x in bases):
+        return "only biases are trained, or only weights"
+    if not is_4bit(first) and first.weight.dtype is not dtype and not first.weight.requires_grad:
+        return f"the weights are {_name(first.weight.dtype)} and the products {_name(dtype)}"
+    return "the linears' LoRA scales differ" if len(scales) > 1 else None
+
+
+def state(linears: list[nn.Module]) -> list[Any]:
+    """All that `refusal` depends on: compare it to know when to ask again."""
+    found: list[Any] = []
+    for module in linears:
+        linear: Any = module
+        parts = linear._modules
+        base = parts.get("base_layer", linear)
+        found += linear, base, type(base)
+        for name in ("weight", "bias"):
+            tensor = base._parameters.get(name)
+            found.append(None if tensor is None else (type(tensor), tensor.dtype, tensor.requires_grad))
+        for name in _active(linear):
+            found += name, linear.scaling[name], parts["lora_A"][name], parts["lora_dropout"][name]
+    return found
+
+
+def _active(linear: Any) -> list[str]:
+    """Names of the active adapters of PEFT's LoRA linear, disabled ones too; another linear has none."""
+    adapters = linear._modules.get("lora_A")
+    return [] if adapters is None else [name for name in linear.active_adapters if name in adapters]
+
+
+def is_4bit(base: Any) -> bool:
+    """Whether it is bitsandbytes' 4-bit linear (told by name: the package needn't be there)."""
+    return type(base).__name__ == "Linear4bit" and getattr(base.weight, "quant_state", None) is not None
+
+
+def take_out(linear: Any) -> None:
+    """What was merged and is disabled: PEFT's own forward subtracts it from the weight."""
+    if getattr(linear, "merged_adapters", None) and linear.disable_adapters:
+        linear.unmerge()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

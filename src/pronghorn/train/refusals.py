@@ -1,0 +1,71 @@
+"""What the packed trainer is asked for and can't do: refused before anything is built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from pronghorn.errors import ConfigError, DataError, UnsupportedError
+
+
+def check_dataset(name: str, given: Any, packing: bool) -> None:
+    """Refuse a data set that is empty, or streamed where documents are packed."""
+    for dataset in given.values() if isinstance(given, dict) else [given]:
+        if dataset is None:
+            continue
+        if not hasattr(dataset, "__len__"):
+            if packing:
+                raise UnsupportedError(
+                    f"{name} is streamed, and best-fit packing needs every length first",
+                    "load it whole (streaming=False), or use TRL's own SFTTrainer with an attached model",
+                )
+        elif len(dataset) == 0:
+            raise DataError(f"{name} is empty", "check the file and the filters it went through")
+
+
+def row_length(asked: int | None, limit: int | None) -> int:
+    """The tokens of a row: what the config asks for, within what the model was loaded for."""
+    if asked is None and limit is None:
+        raise ConfigError("packing without a row length", "set max_length in SFTConfig")
+    if asked is not None and limit is not None and asked > limit:
+        raise ConfigError(
+            f"max_length {asked} > {limit}, the model's max_seq_length",
+            "raise max_seq_length in from_pretrained or lower max_length",
+        )
+    return int(asked or limit or 0)
+
+
+def refuse_16_bit_weights(dtypes: Iterable[torch.dtype]) -> None:
+    """Refuse full fine-tuning of 16-bit weights."""
+    for dtype in dtypes:
+        if dtype in (torch.float16, torch.bfloat16):
+            raise ConfigError(
+                f"every weight is trained in {dtype}, in which updates at usual learning rates are rounded away",
+                "load the model in float32 (full_finetuning=True does) and set bf16=True to compute in 16 bits",
+            )
+
+
+def refuse_unserved(args: Any, kwargs: dict[str, Any], packs_train: bool, packs_eval: bool) -> None:
+    """Refuse arguments of SFTConfig and SFTTrainer that the packed loss or the collator would pass over."""
+    if packs_eval and kwargs.get("compute_metrics") is not None:
+        raise UnsupportedError("compute_metrics over packed rows, which have no logits", "set eval_packing=False")
+    unserved = [
+        ("loss_type", getattr(args, "loss_type", "nll"), "nll"),
+        ("label_smoothing_factor", args.label_smoothing_factor, 0),
+        ("use_liger_kernel", args.use_liger_kernel, False),
+        ("compute_loss_func", kwargs.get("compute_loss_func"), None),
+        ("data_collator", kwargs.get("data_collator"), None),
+        ("padding_free", getattr(args, "padding_free", False), False),
+    ]
+    if packs_train or packs_eval:
+        unserved.append(("packing_strategy", args.packing_strategy, "bfd"))
+        prepared = (args.dataset_kwargs or {}).get("skip_prepare_dataset", False)
+        unserved.append(("skip_prepare_dataset", prepared, False))
+    for name, value, served in unserved:
+        if value != served:
+            raise UnsupportedError(
+                f"{name} = {value!r} is not served by the packed trainer",
+                f"leave {name} at {served!r}, or use TRL's own SFTTrainer with an attached model",
+            )
