@@ -160,7 +160,11 @@ def checkpoint_of(model: str, folder: Path, seed: int) -> Path:
     with FileLock(lock):
         if not target.is_dir():
             shutil.rmtree(unfinished, ignore_errors=True)
-            write_checkpoint(shape, unfinished, seed)
+            try:
+                write_checkpoint(shape, unfinished, seed)
+            except BaseException:  # a full disk: what comes next needs the room
+                shutil.rmtree(unfinished, ignore_errors=True)
+                raise
             unfinished.rename(target)
     return target
 
