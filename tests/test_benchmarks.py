@@ -144,8 +144,11 @@ def test_a_verdict_that_never_came_leaves_the_last_one(tmp_path: Path) -> None:
     assert subprocess.run(command, env=environment, capture_output=True).returncode and file.read_text() == "whole"
 
 
-def test_no_gpu_is_an_error() -> None:
-    done = subprocess.run(
-        [FOLDER / "on_a_gpu.sh", "true"], env={"CUDA_VISIBLE_DEVICES": "", "PATH": "/usr/bin:/bin"}, capture_output=True
-    )
-    assert done.returncode == 1 and b"no NVIDIA GPU" in done.stderr
+def test_no_gpu_is_an_error(tmp_path: Path) -> None:
+    """None is visible; the driver doesn't answer, which nvidia-smi tells on stdout."""
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho NVIDIA-SMI has failed\nexit 9\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    for environment in ({"CUDA_VISIBLE_DEVICES": ""}, {}):
+        environment |= {"PATH": f"{tmp_path}:/usr/bin:/bin", "TMPDIR": str(tmp_path)}
+        done = subprocess.run([FOLDER / "on_a_gpu.sh", "true"], env=environment, capture_output=True, timeout=30)
+        assert done.returncode == 1 and b"no NVIDIA GPU" in done.stderr
