@@ -127,6 +127,13 @@ def test_processes_that_write_checkpoints_into_one_folder(tmp_path: Path, monkey
             assert (folder / file).read_text() == str(SHAPES[name]["hidden_size"])
 
 
+def test_a_checkpoint_that_is_there_needs_nothing_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tiny-seed0").mkdir()
+    monkeypatch.setattr("filelock.FileLock", None)
+    assert checkpoint_of("tiny", tmp_path, seed=0) == tmp_path / "tiny-seed0"
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny-seed0"]
+
+
 def test_a_checkpoint_that_the_disk_has_no_room_for_leaves_it_to_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

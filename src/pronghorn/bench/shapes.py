@@ -156,6 +156,8 @@ def checkpoint_of(model: str, folder: Path, seed: int) -> Path:
     if shape is None:
         return Path(model)
     target, unfinished, lock = (folder / f"{model}-seed{seed}{end}" for end in ("", ".unfinished", ".lock"))
+    if target.is_dir():  # whole, and perhaps where nothing can be written, a lock neither
+        return target
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(lock):
         if not target.is_dir():
