@@ -18,7 +18,7 @@ RECIPE ?= recipes/demo-cpu.yaml
 
 ifeq ($(VENV),)
 PY := PYTHONPATH=src:$(PYTHONPATH) $(PYTHON)
-BENCH_PYTHON := $(PYTHON)
+BENCH_PYTHON := $(if $(findstring /,$(PYTHON)),$(abspath $(PYTHON)),$(PYTHON))
 READY :=
 else
 PY := $(VENV)/bin/python

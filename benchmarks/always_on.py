@@ -30,7 +30,7 @@ from transformers import TrainerCallback
 from trl import SFTConfig
 
 from pronghorn.bench.record import check_writable, write_json
-from pronghorn.bench.shapes import SHAPES, checkpoint_of
+from pronghorn.bench.shapes import checkpoint_of
 from pronghorn.bench.timing import STEPS_A_TURN, CudaClock, HostClock
 from pronghorn.bench.workload import make_rows
 from pronghorn.device import device_name, versions
@@ -136,9 +136,8 @@ def build(arguments: argparse.Namespace, folder: Path) -> tuple[ByTurns, Turns]:
     )
     model = add_lora(model, r=16, lora_alpha=16)
     steps = STEPS_A_TURN * (WARM_TURNS + 2 * arguments.pairs)
-    vocab = SHAPES[arguments.model]["vocab_size"] if arguments.model in SHAPES else model.config.vocab_size
     length = arguments.tokens // DOCUMENTS
-    rows = make_rows(length * DOCUMENTS, "one", 1.0, vocab, seed=0)
+    rows = make_rows(length * DOCUMENTS, "one", 1.0, model.config.vocab_size, seed=0)
     ids = [list(row.input_ids[i * length :][:length]) for row in rows for i in range(DOCUMENTS)]
     documents = [{"input_ids": document, "labels": document} for document in ids]
     config = SFTConfig(

@@ -36,7 +36,7 @@ WAYS = {"two buffers": Plan.offload(2), "one buffer": Plan.offload(1), "recomput
 def batches(model: Any, tokens: int, seed: int) -> list[dict[str, Any]]:
     collator = Collator(tokens, pad_token_id=0)
     rows = make_rows(tokens, "lognormal", 1.0, model.config.vocab_size, seed)
-    return [{name: value.to(device()) for name, value in collator([dict(vars(row))]).items()} for row in rows]
+    return [{name: value.to(device()) for name, value in collator([vars(row)]).items()} for row in rows]
 
 
 def gradients(model: Any, batch: dict[str, Any], plan: Plan) -> list[torch.Tensor]:

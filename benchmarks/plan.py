@@ -87,8 +87,8 @@ def one(model: Any, method: str, tokens: int, wanted: str) -> dict[str, float]:
     shape, work = shape_of(model), work_of(model, tokens, autocast, accumulates=False)
     card, held = device_card(device), graph_bytes()
     collator = Collator(tokens, pad_token_id=0)
-    rows = [dict(row.__dict__) for row in make_rows(tokens, "lognormal", 1.0, shape.vocab, seed=0)]
-    batches = [{name: value.to(device) for name, value in collator([row]).items()} for row in rows]
+    rows = make_rows(tokens, "lognormal", 1.0, shape.vocab, seed=0)
+    batches = [{name: value.to(device) for name, value in collator([vars(row)]).items()} for row in rows]
     if wanted in POLICIES:
         made = Plan((list(Policy)[POLICIES.index(wanted)],) * shape.layers)
     else:

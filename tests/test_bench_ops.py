@@ -22,7 +22,6 @@ from pronghorn.bench.ops import OpsOptions, Stopwatch, bench_ops, measure
 from pronghorn.bench.record import read_results
 from pronghorn.bench.timing import HostClock
 from pronghorn.cli.main import app
-from pronghorn.errors import ConfigError
 from pronghorn.parity.distance import distance
 
 EVERY = [(op, index) for op, (_, _, tiny) in OPS.items() for index in range(len(tiny))]
@@ -351,11 +350,6 @@ def test_a_failed_kernel_is_shown_without_its_figures(tmp_path: Path, monkeypatc
 def test_bad_input(arguments: list[str], problem: str) -> None:
     done = invoke(*arguments)
     assert done.exit_code == 1 and problem in done.output
-
-
-def test_bad_input_from_python() -> None:
-    with pytest.raises(ConfigError, match="bfloat16, float16, float32"):
-        bench_ops(OpsOptions(dtype="int8"), print, print)  # type: ignore[arg-type]
 
 
 def test_the_help_names_every_op() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -124,6 +125,27 @@ def test_processes_that_write_checkpoints_into_one_folder(tmp_path: Path, monkey
     for name, folder in zip(names, made, strict=True):
         for file in ("config.json", "weights"):
             assert (folder / file).read_text() == str(SHAPES[name]["hidden_size"])
+
+
+def test_a_checkpoint_that_is_there_needs_nothing_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tiny-seed0").mkdir()
+    monkeypatch.setattr("filelock.FileLock", None)
+    assert checkpoint_of("tiny", tmp_path, seed=0) == tmp_path / "tiny-seed0"
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny-seed0"]
+
+
+def test_a_checkpoint_that_the_disk_has_no_room_for_leaves_it_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(shape: dict[str, Any], folder: Path, seed: int) -> None:
+        folder.mkdir()
+        (folder / "model-00001-of-00009.safetensors").write_bytes(b"0")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("pronghorn.bench.shapes.write_checkpoint", write)
+    with pytest.raises(OSError, match="No space left"):
+        checkpoint_of("tiny", tmp_path, seed=0)
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
 
 
 def test_shapes_are_the_published_ones(shared: Path) -> None:

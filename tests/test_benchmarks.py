@@ -18,7 +18,6 @@ from pronghorn.cli.main import app
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 EARLIER = {
     "cards-3b-by-tokens": "cards-3b",
-    "memory-time-against-default": "memory-time-llama-3.1-8b",
     "packing-metadata-llama-3.2-1b": "ablations-llama-3.2-1b",
     "plan-calibrated": "plan",
     "profile-llama-3.2-1b": "pronghorn profile, of a recipe with that checkpoint",
@@ -114,8 +113,42 @@ def test_a_command_that_fails_does_not_keep_the_others_from_running(tmp_path: Pa
     assert done.returncode and done.stdout.count("false ") == 2, done.stdout + done.stderr
 
 
-def test_no_gpu_is_an_error() -> None:
-    done = subprocess.run(
-        [FOLDER / "on_a_gpu.sh", "true"], env={"CUDA_VISIBLE_DEVICES": "", "PATH": "/usr/bin:/bin"}, capture_output=True
-    )
-    assert done.returncode == 1 and b"no NVIDIA GPU" in done.stderr
+def test_without_git_the_commit_is_unknown(tmp_path: Path) -> None:
+    environment = {"GIT_DIR": str(tmp_path / "none"), "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(["make", "-n", "-C", FOLDER, "ops"], env=environment, capture_output=True, text=True)
+    assert " --commit unknown --out " in done.stdout and not done.stderr
+
+
+def test_what_was_cut_off_goes_on(tmp_path: Path) -> None:
+    """Whole results aren't measured again, what a run had when it was killed is."""
+    (tmp_path / "reports").mkdir()
+    for name in ("ops.json", "step-qwen3-0.6b.json", "reports/plan.json", "moe-ops.json.unfinished"):
+        (tmp_path / name).touch()
+    command = ["make", "-n", "-C", FOLDER, "PYTHON=python", "SHARED=s", "COMMIT=c", f"OUT={tmp_path}"]
+    left = {}
+    for target in ("all", "rest"):
+        done = subprocess.run([*command, target], capture_output=True, text=True, check=True)
+        left[target] = [line for line in done.stdout.splitlines() if " python " in line]
+    whole = [line for line in left["all"] if line not in left["rest"]]
+    assert [line.split("--out ")[1].split()[0] for line in whole] == [
+        f"{tmp_path}/{name}.json" for name in ("ops", "step-qwen3-0.6b", "reports/plan")
+    ]
+
+
+def test_a_verdict_that_never_came_leaves_the_last_one(tmp_path: Path) -> None:
+    file = tmp_path / "reports" / "verify-llama-3.1-8b.json"
+    file.parent.mkdir()
+    file.write_text("whole")
+    environment = {"CUDA_VISIBLE_DEVICES": "0", "TMPDIR": str(tmp_path), "PATH": "/usr/bin:/bin"}
+    command = ["make", "-C", FOLDER, "verify-llama-3.1-8b", "PYTHON=false", f"OUT={tmp_path}", "COMMIT=none"]
+    assert subprocess.run(command, env=environment, capture_output=True).returncode and file.read_text() == "whole"
+
+
+def test_no_gpu_is_an_error(tmp_path: Path) -> None:
+    """None is visible; the driver doesn't answer, which nvidia-smi tells on stdout."""
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho NVIDIA-SMI has failed\nexit 9\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    for environment in ({"CUDA_VISIBLE_DEVICES": ""}, {}):
+        environment |= {"PATH": f"{tmp_path}:/usr/bin:/bin", "TMPDIR": str(tmp_path)}
+        done = subprocess.run([FOLDER / "on_a_gpu.sh", "true"], env=environment, capture_output=True, timeout=30)
+        assert done.returncode == 1 and b"no NVIDIA GPU" in done.stderr

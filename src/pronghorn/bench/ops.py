@@ -20,7 +20,6 @@ from pronghorn.device import versions
 from pronghorn.errors import ConfigError
 
 OTHERS = ("compile", "liger")
-DTYPES = ("bfloat16", "float16", "float32")
 WARM = 3
 """Untimed rounds."""
 HEAD_START, OF_A_CALL = 1_000_000, 40_000
@@ -82,10 +81,10 @@ def check_options(options: OpsOptions) -> OpsOptions:
     """The options with what was left open filled in.
 
     Raises:
-        ConfigError: an unknown op, contender or dtype (the known ones are listed), a number below 1.
+        ConfigError: an unknown op or contender (the known ones are listed), a number below 1.
     """
     known = {"--op": (options.ops, tuple(OPS)), "--against": (options.against or (), OTHERS)}
-    for flag, (given, names) in {**known, "--dtype": ((options.dtype,), DTYPES)}.items():
+    for flag, (given, names) in known.items():
         for name in given:
             if name not in names:
                 raise ConfigError(f"{flag} {name} is unknown", f"use {', '.join(names)}")

@@ -156,11 +156,17 @@ def checkpoint_of(model: str, folder: Path, seed: int) -> Path:
     if shape is None:
         return Path(model)
     target, unfinished, lock = (folder / f"{model}-seed{seed}{end}" for end in ("", ".unfinished", ".lock"))
+    if target.is_dir():  # whole, and perhaps where nothing can be written, a lock neither
+        return target
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(lock):
         if not target.is_dir():
             shutil.rmtree(unfinished, ignore_errors=True)
-            write_checkpoint(shape, unfinished, seed)
+            try:
+                write_checkpoint(shape, unfinished, seed)
+            except BaseException:  # a full disk: what comes next needs the room
+                shutil.rmtree(unfinished, ignore_errors=True)
+                raise
             unfinished.rename(target)
     return target
 

@@ -46,8 +46,7 @@ def build(spec: Spec) -> Built:
     collator = Collator(spec.tokens, pad_token_id=0)
 
     def make_batch(row: Row) -> dict[str, Any]:
-        columns = {"input_ids": list(row.input_ids), "labels": list(row.labels), "lengths": list(row.lengths)}
-        return {name: value.to(device()) for name, value in collator([columns]).items()}
+        return {name: value.to(device()) for name, value in collator([vars(row)]).items()}
 
     notes = [f"{path.part}: {path.path} ({path.why})" for path in handle.report]
     return Built(model.train(), make_batch, notes)
