@@ -173,8 +173,14 @@ def find_model(
     if path.is_dir() and weights:
         check_weights(path)
     if (path / "adapter_config.json").is_file():
+        base_name = json_value(path / "adapter_config.json", "base_model_name_or_path")
+        if not base_name:
+            raise DataError(
+                f"{path / 'adapter_config.json'} does not name the model that the adapter goes on",
+                "set base_model_name_or_path to its folder or hub name",
+            )
         base = find_model(
-            json_value(path / "adapter_config.json", "base_model_name_or_path"),
+            base_name,
             max_seq_length=max_seq_length,
             load_in_4bit=load_in_4bit,
             weights=weights,
