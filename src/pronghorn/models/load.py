@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,7 +165,7 @@ def find_model(
     if max_seq_length <= 0:
         raise ConfigError(f"max_seq_length {max_seq_length} is not positive", "give the tokens a packed row shall hold")
     hub = {"trust_remote_code": trust_remote_code, "token": token, "revision": revision}
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))  # leaves a home that isn't there as it is
     if path.suffix == ".gguf":
         _check_gguf(path, load_in_4bit)
         return FoundModel(path, None, None, max_seq_length, load_in_4bit, hub)
