@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -210,6 +212,30 @@ def test_a_folder_without_weights(stories: Path, tmp_path: Path) -> None:
         load(tmp_path / "empty")
 
 
+@pytest.mark.parametrize("name", ["consolidated.safetensors", "model.safetensors"])
+def test_files_that_loading_does_not_read_may_be_anything(stories: Path, tmp_path: Path, name: str) -> None:
+    """A stub of Mistral's own file, the index of its parts or of parts that a whole file took the place of."""
+    folder = tmp_path / "model"
+    shutil.copytree(stories, folder)
+    (folder / "consolidated.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
+    (folder / f"{name}.index.json").write_text('{"weight_map": {"a": "part-1.safetensors"}}')
+    assert torch.equal(logits(load(folder)[0]), logits(load(stories)[0]))
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(DataError, match=r"consolidated\.safetensors|part-1\.safetensors"):
+        load(folder)
+
+
+def test_parts_in_a_folder_of_their_own(stories: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(stories, folder)
+    weights = load_file(folder / "model.safetensors")
+    (folder / "parts").mkdir()
+    (folder / "model.safetensors").rename(folder / "parts" / "one.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(weights, "parts/one.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert torch.equal(logits(load(folder)[0]), logits(load(stories)[0]))
+
+
 def test_pickled_weights_are_never_read(stories: Path, tmp_path: Path) -> None:
     folder, marker = tmp_path / "pickled", tmp_path / "executed"
     shutil.copytree(stories, folder, ignore=shutil.ignore_patterns("*.safetensors"))
@@ -229,6 +255,7 @@ def test_a_pickled_adapter_is_never_read(stories: Path, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "adapter")
     (tmp_path / "adapter" / "adapter_model.safetensors").unlink()
     torch.save({}, tmp_path / "adapter" / "adapter_model.bin")
+    shutil.copy(stories / "model.safetensors", tmp_path / "adapter")  # which PEFT doesn't look at
     with pytest.raises(DataError, match="pickled weights are never read"):
         load(tmp_path / "adapter")
 
@@ -305,13 +332,20 @@ def test_a_saved_adapter_loads_and_trains_on(stories: Path, tmp_path: Path) -> N
 
 def test_a_saved_adapter_that_lost_weights_is_refused(stories: Path, tmp_path: Path) -> None:
     """PEFT would begin anew where they were."""
-    from safetensors.torch import load_file, save_file
-
     FastLanguageModel.get_peft_model(load(stories)[0], r=4).save_pretrained(tmp_path / "adapter")
     path = tmp_path / "adapter/adapter_model.safetensors"
     weights = load_file(path)
     save_file({name: tensor for name, tensor in weights.items() if ".layers.1." not in name}, path)
     with pytest.raises(DataError, match=r"adapter lacks weights .*layers\.1\..*lora_A"):
+        load(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("name", [None, ""])
+def test_a_saved_adapter_that_names_no_model_is_refused(stories: Path, tmp_path: Path, name: str | None) -> None:
+    FastLanguageModel.get_peft_model(load(stories)[0], r=4).save_pretrained(tmp_path / "adapter")
+    path = tmp_path / "adapter/adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": name}))
+    with pytest.raises(DataError, match=r"adapter_config\.json does not name the model .*base_model_name_or_path"):
         load(tmp_path / "adapter")
 
 

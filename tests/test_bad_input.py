@@ -180,6 +180,8 @@ CASES: dict[str, Case] = {
     ),
     "a template unknown": setting("data", "chat_template", "lama-3", "'lama-3'", "llama-3"),
     "a template that is not there": setting("data", "chat_template", "no.jinja", "no.jinja does not exist"),
+    "a template of nobody": setting("data", "chat_template", "~nobody-here/t.jinja", "t.jinja does not exist"),
+    "a model of nobody": setting("model", "name", "~nobody-here/model", "~nobody-here/model does not exist"),
     "a template of nothing": chat([USER, ASSISTANT], "t.jinja is empty", template=" "),
     "a template with a mistake": chat([USER, ASSISTANT], "template's line 1", template="{% for m in %}"),
     "a template of tokens not there": setting("data", "chat_template", "chatml", "<|im_start|>", "<|im_end|>"),

@@ -395,10 +395,11 @@ def test_rows_that_cannot_be_labelled_are_dropped_like_others(
             "line 46",
         ]
     tokenizer.chat_template = "{{ raise_exception('never') }}"
-    with pytest.raises(
-        DataError, match=r"none of 0 rows .* token to train; the first of 50 dropped: .*line 1: .*never"
-    ):
-        prepare(settings(bad_rows="drop"), tokenizer)
+    (tmp_path / "text.jsonl").write_text('{"text": "a cat"}')
+    for sources in ([], [{"path": tmp_path / "text.jsonl"}]):
+        train = [{"path": tmp_path / "train.jsonl"}, *sources]
+        with pytest.raises(DataError, match=r"train\.jsonl: each of its 50 rows was dropped, .*line 1: .*never"):
+            prepare(settings(train=train, bad_rows="drop"), tokenizer)
     with pytest.raises(DataError, match=r"line 1: .*never"):
         prepare(settings(), tokenizer)
 

@@ -213,6 +213,8 @@ def test_a_prefix_with_other_tokens_by_itself_is_refused() -> None:
     row = PromptCompletion("x\n\n", "yes", **WHERE)
     with pytest.raises(DataError, match=r"line 7: the text up to the boundary .* has other tokens by itself"):
         one(row, tokenizer)
+    with pytest.raises(DataError, match="has other tokens by itself"):  # others of the set have it, unchecked
+        label_rows([row], tokenizer, on_bad=lambda error: pytest.fail("dropped"))
     assert one(row, tokenizer, verify_rows=0).labelled == 4
     good = one(PromptCompletion("x", "\n\nyes", **WHERE), tokenizer)
     assert trained(good, tokenizer) == ["\n\nyes<|im_end|>"]

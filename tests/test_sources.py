@@ -63,6 +63,8 @@ def test_csv(tmp_path: Path) -> None:
     first = PromptCompletion('two\nlines, "quoted"', "007", path=str(path), line=1)  # a number stays as it is written
     assert read_rows(path) == [first, PromptCompletion("1", "null", path=str(path), line=2)]
     assert first.source == f"{path} row 1"
+    path.write_text("prompt,completion,,\n1,null,,\n")
+    assert read_rows(path, format="prompt_completion") == [PromptCompletion("1", "null", path=str(path), line=1)]
 
 
 def test_parquet(tmp_path: Path) -> None:

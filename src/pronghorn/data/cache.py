@@ -84,11 +84,15 @@ def documents(
             "data.system_prompt is set, but no row is rendered by a chat template",
             "leave it out, or give conversations and a chat template (data.chat_template)",
         )
-    errors = [error for entry in entries for error in entry.errors]
+    for source, entry in zip(sources, entries, strict=True):
+        if not entry.rows:
+            raise DataError(
+                f"{source.path}: each of its {entry.dropped:,} rows was dropped, the first for: {entry.errors[0]}",
+                f"mend that, or take it out of data.{split}",
+            )
     if not any(entry.documents for entry in entries):
-        dropped = f"; the first of {sum(entry.dropped for entry in entries)} dropped: {errors[0]}" if errors else ""
         raise DataError(
-            f"none of {sum(entry.rows for entry in entries)} rows has a token to train{dropped}",
+            f"none of {sum(entry.rows for entry in entries)} rows has a token to train",
             "give rows with an assistant message (data.loss_on: completion trains nothing else)",
         )
     weights = [source.weight for source in sources if source.weight is not None]
@@ -108,7 +112,7 @@ def documents(
             SourceCount(str(source.path), entry.format, entry.rows, entry.dropped, n)
             for source, entry, n in zip(sources, entries, used, strict=True)
         ],
-        errors=errors[:ERRORS],
+        errors=[error for entry in entries for error in entry.errors][:ERRORS],
         dropped=sum(entry.dropped + entry.unlabelled for entry in entries) + fitted.dropped,
         truncated=fitted.truncated,
         split=fitted.split,

@@ -99,7 +99,8 @@ def label_rows(
 
     Raises DataError, naming file and line, for a template or a boundary that would give wrong labels (see above) and
     for control tokens inside an assistant's text; where `on_bad` is given it is called with the error instead, and the
-    row left out. ConfigError for another `loss_on`; UnsupportedError for a tokenizer without offsets.
+    row left out. What the check finds is always raised: rows that aren't checked have it, too. ConfigError for another
+    `loss_on`; UnsupportedError for a tokenizer without offsets.
     """
     if loss_on not in ("completion", "last", "all"):
         raise ConfigError(f"data.loss_on is {loss_on!r}", "set it to completion, last or all")
@@ -110,8 +111,10 @@ def label_rows(
     for some in in_chunks(rows, ROWS_PER_CALL, CHARACTERS_PER_CALL):
         rendered = _render(some, tokenizer, loss_on, system_prompt, on_bad)
         for each, encoding in zip(rendered, _encode([each.text for each in rendered], tokenizer), strict=True):
-            check = tokenizer if len(documents) < verify_rows else None
-            documents += unless_bad(partial(_document, each, encoding, specials, check), on_bad)
+            for document, ranges in unless_bad(partial(_document, each, encoding, specials), on_bad):
+                if each.turns is not None and len(documents) < verify_rows:
+                    verify(each, encoding.ids, ranges, Edges(encoding), tokenizer)
+                documents.append(document)
     labelled = [document for document in documents if any(label != IGNORE_INDEX for label in reversed(document.labels))]
     spoken = sum(map(_speaks, rows)) if tokenizer.chat_template else 0
     return Tokenised(labelled, len(documents) - len(labelled), spoken)
@@ -241,18 +244,15 @@ def _encode(texts: list[str], tokenizer: "PreTrainedTokenizerBase") -> "list[Enc
 
 
 def _document(
-    rendered: Rendered, encoding: "Encoding", specials: "_Specials", check: "PreTrainedTokenizerBase | None"
-) -> Document:
-    """The row's tokens and labels, its ranges verified where a tokenizer to `check` them with is given."""
-    ids = encoding.ids
+    rendered: Rendered, encoding: "Encoding", specials: "_Specials"
+) -> tuple[Document, list[tuple[int, int]]]:
+    """The row's tokens and labels, and the token ranges of its turns before bos."""
+    ids, ranges = encoding.ids, list[tuple[int, int]]()
     if rendered.turns is None:
         labels = list(ids)
     else:
         labels = [IGNORE_INDEX] * len(ids)
-        edges = Edges(encoding)
-        ranges = token_ranges(rendered, ids, edges, specials.control)
-        if check is not None:
-            verify(rendered, ids, ranges, edges, check)
+        ranges = token_ranges(rendered, ids, Edges(encoding), specials.control)
         for first, end in ranges:
             labels[first:end] = ids[first:end]
     if rendered.bare:
@@ -261,4 +261,4 @@ def _document(
         bos = specials.bos if specials.bos != ids[:1] else []
         ids, labels = [*bos, *ids, specials.eos], [*[IGNORE_INDEX] * len(bos), *labels, specials.eos]
     labels[:1] = [IGNORE_INDEX] * len(labels[:1])
-    return Document(ids, labels, rendered.source)
+    return Document(ids, labels, rendered.source), ranges

@@ -128,7 +128,7 @@ def _csv(path: Path) -> Iterator[tuple[int, Any]]:
     try:
         names = csv.open_csv(io.BytesIO(raw), read, parse).schema.names
         for at, name in enumerate(names):
-            if name in names[:at]:
+            if name and name in names[:at]:  # spreadsheets write columns without a name at the end
                 raise DataError(f"{path}: the column {name!r} twice", "rename or delete one of the two")
         as_text = csv.ConvertOptions(column_types={name: pyarrow.string() for name in names}, strings_can_be_null=False)
         with csv.open_csv(io.BytesIO(raw), read, parse, as_text) as batches:

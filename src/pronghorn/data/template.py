@@ -5,6 +5,7 @@ stands, so that labels are exact (data.chat). They know messages of a system, a 
 else a conversation holds, tools among it; a model's own template serves those.
 """
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -133,7 +134,7 @@ def find_template(choice: str | None) -> Template | None:
     """
     if choice is None or choice in BUILT_IN:
         return None if choice is None else BUILT_IN[choice]
-    path = Path(choice).expanduser()
+    path = Path(os.path.expanduser(choice))  # leaves a home that isn't there as it is
     if path.suffix not in (".jinja", ".jinja2", ".j2"):
         raise ConfigError(
             f"data.chat_template is {choice!r}", f"set it to {', '.join(BUILT_IN)} or the path of a .jinja file"

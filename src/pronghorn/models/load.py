@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,7 +165,7 @@ def find_model(
     if max_seq_length <= 0:
         raise ConfigError(f"max_seq_length {max_seq_length} is not positive", "give the tokens a packed row shall hold")
     hub = {"trust_remote_code": trust_remote_code, "token": token, "revision": revision}
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))  # leaves a home that isn't there as it is
     if path.suffix == ".gguf":
         _check_gguf(path, load_in_4bit)
         return FoundModel(path, None, None, max_seq_length, load_in_4bit, hub)
@@ -173,8 +174,14 @@ def find_model(
     if path.is_dir() and weights:
         check_weights(path)
     if (path / "adapter_config.json").is_file():
+        base_name = json_value(path / "adapter_config.json", "base_model_name_or_path")
+        if not base_name:
+            raise DataError(
+                f"{path / 'adapter_config.json'} does not name the model that the adapter goes on",
+                "set base_model_name_or_path to its folder or hub name",
+            )
         base = find_model(
-            json_value(path / "adapter_config.json", "base_model_name_or_path"),
+            base_name,
             max_seq_length=max_seq_length,
             load_in_4bit=load_in_4bit,
             weights=weights,

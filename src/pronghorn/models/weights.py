@@ -14,24 +14,28 @@ from pronghorn.errors import DataError, UnsupportedError
 
 
 def check_weights(folder: Path) -> None:
-    """Refuse a folder without safetensors, and files of them that are damaged, cut short or gone."""
+    """Refuse a folder without safetensors, and files of them that are damaged, cut short or gone: those that loading
+    reads, a whole model's before its parts. Others (Mistral's own beside transformers', old parts) may be anything."""
     from safetensors import SafetensorError, safe_open
 
-    files = sorted(folder.glob("*.safetensors"))
+    name = "adapter_model" if (folder / "adapter_config.json").is_file() else "model"
+    whole, index = folder / f"{name}.safetensors", folder / f"{name}.safetensors.index.json"
+    files = [whole] if whole.is_file() else []
+    if not files and index.is_file():
+        files = [folder / name for name in sorted({*json_value(index, "weight_map").values()})]
     for file in files:
+        if not file.is_file():
+            raise DataError(f"{index} names {file.name}, which is not there", "copy or download it")
         try:
             with safe_open(file, "pt"):
                 pass  # opening compares the header with the file's size
         except (SafetensorError, OSError) as error:
             raise DataError(f"{file}: not a whole safetensors file ({error})", "copy or download it again") from error
-    for index in folder.glob("*.safetensors.index.json"):
-        gone = sorted({*json_value(index, "weight_map").values()} - {file.name for file in files})
-        if gone:
-            raise DataError(f"{index} names {gone[0]}, which is not there", "copy or download it")
     if not files:
-        found = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt", ".gguf"))
+        kinds = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf")
+        found = sorted(file.name for file in folder.iterdir() if file.suffix in kinds)
         raise DataError(
-            f"{folder} holds no safetensors weights (found: {', '.join(found) or 'no weights at all'})",
+            f"{folder} holds no safetensors weights to load (found: {', '.join(found) or 'no weights at all'})",
             "pickled weights are never read: convert them to safetensors; a GGUF file is given by its own path",
         )
 
