@@ -212,7 +212,7 @@ def _blocks(module: Any) -> list[tuple[Any, str]]:
 def _linears(module: Any) -> list[list[Any]]:
     """Of a layer, or an attention: those that are computed as one product together."""
     groups = {"Attention": ATTENTION, "MLP": MLP}
-    return [[getattr(part, name) for name in names] for part, kind in _blocks(module) for names in groups[kind]]
+    return [[part._modules[name] for name in names] for part, kind in _blocks(module) for names in groups[kind]]
 
 
 def _norms(module: Any) -> list[Any]:
@@ -223,7 +223,7 @@ def _norms(module: Any) -> list[Any]:
         names = ["input_layernorm", "pre_feedforward_layernorm" if gemma else "post_attention_layernorm"]
         names += ["post_attention_layernorm", "post_feedforward_layernorm"] if gemma else []
     heads = [attention.q_norm, attention.k_norm] if "q_norm" in attention._modules else []
-    return [*(getattr(module, name) for name in names), *heads]
+    return [*(module._modules[name] for name in names), *heads]
 
 
 def _make_norm(module: Any) -> Norm:
@@ -279,7 +279,9 @@ def _state(module: Any) -> list[Any]:
     for norm in _norms(module):
         eps = getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", None)
         found += norm, id(getattr(norm, "weight", None)), eps
-    return [*found, *(state(linears) for linears in _linears(module))]
+    for linears in _linears(module):
+        found += state(linears)
+    return found
 
 
 def _rows(position_embeddings: Any, hidden_states: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
