@@ -14,7 +14,7 @@ from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import _graph_refusal, attach, attached
 from pronghorn.models.graph import MEASURED_FORWARDS, _Captured, _fingerprint, _Replay, graphed_class
 from test_fused import BIASED, WIDE, with_adapters
-from test_fused_changes import CHANGES
+from test_fused_changes import CHANGES, adapted
 from test_parity import LENGTHS, ROW, gradients
 from tiny import FAMILIES, packed_row, tiny_model
 
@@ -205,6 +205,18 @@ def test_changes_are_noticed(change: str) -> None:
     assert _fingerprint(backbone) == before
     CHANGES[change](model)
     assert _fingerprint(backbone) != before
+
+
+def test_weights_that_two_layers_share_come_to_rest() -> None:
+    """By the second forward, the last before a capture: else graphs would read where they lay before."""
+    model = adapted(tiny_model("llama", **WIDE), r=8, target_modules=["down_proj"], layer_replication=[(0, 2), (1, 3)])
+    attach(model, layers="fused")
+    backbone, batch = model.get_base_model().model, packed_row(LENGTHS, ROW)
+    for _ in range(2):
+        model(**batch)
+    before = _fingerprint(backbone)
+    model(**batch)
+    assert _fingerprint(backbone) == before
 
 
 def test_a_forward_of_one_s_own_is_noticed() -> None:
