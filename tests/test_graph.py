@@ -95,6 +95,30 @@ def test_weights_that_moved_and_adapters_that_were_switched_are_captured_again(c
 
 
 @pytest.mark.gpu
+def test_a_graph_keeps_what_it_writes_to() -> None:
+    """A forward of other scales in between makes layers other copies of the adapters; theirs must not be freed."""
+    model = with_adapters(tiny_model("qwen3"), r=4)  # whose A lies below no weight, which would be moved and noticed
+    for name, parameter in model.named_parameters():
+        if "lora_" not in name:
+            parameter.data = parameter.data.bfloat16()
+    handle = attach(model.to("cuda"), layers="fused", graph="on")
+    batch = on_device(LENGTHS, 0)
+    first = model(**batch).loss.item()
+    [captured] = handle._graphs._captured.values()  # type: ignore[union-attr]
+    linears = [module for module in model.modules() if hasattr(module, "lora_A")]
+    for linear in linears:
+        linear.scale_layer(2.0)
+    with torch.no_grad():
+        assert model(**batch).loss.item() != first
+    for linear in linears:
+        linear.unscale_layer()
+    others = [torch.full((size,), torch.nan, device="cuda") for size in [128, 256, 512, 1024] * 200]
+    assert model(**batch).loss.item() == first
+    assert all(other.isnan().all() for other in others)
+    assert [*handle._graphs._captured.values()] == [captured]  # type: ignore[union-attr]
+
+
+@pytest.mark.gpu
 def test_two_forwards_before_a_backward_are_refused(captured: tuple[Any, Any]) -> None:
     model, _ = captured
     for others in (LENGTHS, [2] * 40):  # the same graph, and one of another bucket
@@ -161,7 +185,7 @@ def test_what_was_overwritten_is_not_used() -> None:
     forward = SimpleNamespace(replay=lambda: out.copy_(x * weight.detach()))
     backward = SimpleNamespace(replay=lambda: gradients.copy_((d_out * x).sum().view(1)))
     positions = torch.arange(4)[None]
-    captured = _Captured(x, positions.clone(), metadata.clone(), out, d_out, gradients, forward, backward)  # type: ignore[arg-type]
+    captured = _Captured(x, positions.clone(), metadata.clone(), out, d_out, gradients, forward, backward, [])  # type: ignore[arg-type]
     graphs = SimpleNamespace(replays=0)
 
     def run(value: float) -> torch.Tensor:

@@ -264,6 +264,11 @@ def _parts(module: Any, x: Tensor, backend: Backend) -> Any:
     return kept.usable
 
 
+def parts_of(model: nn.Module) -> list[Any]:
+    """All that layers and attentions keep for their next forwards."""
+    return [module.__dict__["_pronghorn_parts"] for module in model.modules() if "_pronghorn_parts" in module.__dict__]
+
+
 def state_of(layer: Any) -> list[Any]:
     """What a decoder layer's fused path depends on: compare it to know whether it goes the same way again."""
     module = layer if _is_whole(layer) else layer.self_attn

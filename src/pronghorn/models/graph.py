@@ -55,6 +55,9 @@ class _Captured:
     """All parameters' gradients, one after the other."""
     forward: torch.cuda.CUDAGraph
     backward: torch.cuda.CUDAGraph
+    parts: list[Any]
+    """`fast.parts_of` the layers, whose copies of adapters are written to: by a replay, too, when layers that did
+    something else in between have made others."""
 
 
 class TrunkGraphs:
@@ -173,7 +176,7 @@ class TrunkGraphs:
             with torch.cuda.graph(backward, **options):
                 gradients = torch.autograd.grad(out, parameters, d_out)
                 torch._foreach_copy_(list(flat.split(sizes)), [gradient.flatten() for gradient in gradients])
-        return _Captured(*static, out.detach(), d_out, flat, forward, backward)
+        return _Captured(*static, out.detach(), d_out, flat, forward, backward, fast.parts_of(self._backbone))
 
     def _trunk(self, embeds: Tensor, position_ids: Tensor, packed: PackedBatch) -> Tensor:
         mask = packed.cu_seqlens.view(1, 1, 1, -1)  # a placeholder, as in `models.attach`
