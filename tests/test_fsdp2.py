@@ -30,6 +30,8 @@ CASES = [
     ("full", False, False, False, "causal"),
     ("full-tied-recompute", False, True, True, "causal"),
     ("full-head-apart", False, False, False, "head"),
+    ("lora-fused", True, False, False, "peft"),
+    ("full-fused", False, False, True, "causal"),
 ]
 
 
@@ -77,7 +79,8 @@ def fsdp_worker(rank: int, port: int, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD)
     for name, adapters, tied, recompute, root in CASES:
         model = build(adapters, tied)
-        handle = attach(model, Plan.recompute() if recompute else None)
+        layers: Any = "fused" if name.endswith("fused") else "stock"
+        handle = attach(model, Plan.recompute() if recompute else None, layers=layers)
         model = shard(model, root)
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE)
         losses = []

@@ -14,7 +14,7 @@ from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import _graph_refusal, attach, attached
 from pronghorn.models.graph import MEASURED_FORWARDS, _Captured, _fingerprint, _Replay, graphed_class
 from test_fused import BIASED, WIDE, with_adapters
-from test_fused_changes import CHANGES
+from test_fused_changes import CHANGES, adapted
 from test_parity import LENGTHS, ROW, gradients
 from tiny import FAMILIES, packed_row, tiny_model
 
@@ -95,6 +95,30 @@ def test_weights_that_moved_and_adapters_that_were_switched_are_captured_again(c
 
 
 @pytest.mark.gpu
+def test_a_graph_keeps_what_it_writes_to() -> None:
+    """A forward of other scales in between makes layers other copies of the adapters; theirs must not be freed."""
+    model = with_adapters(tiny_model("qwen3"), r=4)  # whose A lies below no weight, which would be moved and noticed
+    for name, parameter in model.named_parameters():
+        if "lora_" not in name:
+            parameter.data = parameter.data.bfloat16()
+    handle = attach(model.to("cuda"), layers="fused", graph="on")
+    batch = on_device(LENGTHS, 0)
+    first = model(**batch).loss.item()
+    [captured] = handle._graphs._captured.values()  # type: ignore[union-attr]
+    linears = [module for module in model.modules() if hasattr(module, "lora_A")]
+    for linear in linears:
+        linear.scale_layer(2.0)
+    with torch.no_grad():
+        assert model(**batch).loss.item() != first
+    for linear in linears:
+        linear.unscale_layer()
+    others = [torch.full((size,), torch.nan, device="cuda") for size in [128, 256, 512, 1024] * 200]
+    assert model(**batch).loss.item() == first
+    assert all(other.isnan().all() for other in others)
+    assert [*handle._graphs._captured.values()] == [captured]  # type: ignore[union-attr]
+
+
+@pytest.mark.gpu
 def test_two_forwards_before_a_backward_are_refused(captured: tuple[Any, Any]) -> None:
     model, _ = captured
     for others in (LENGTHS, [2] * 40):  # the same graph, and one of another bucket
@@ -161,7 +185,7 @@ def test_what_was_overwritten_is_not_used() -> None:
     forward = SimpleNamespace(replay=lambda: out.copy_(x * weight.detach()))
     backward = SimpleNamespace(replay=lambda: gradients.copy_((d_out * x).sum().view(1)))
     positions = torch.arange(4)[None]
-    captured = _Captured(x, positions.clone(), metadata.clone(), out, d_out, gradients, forward, backward)  # type: ignore[arg-type]
+    captured = _Captured(x, positions.clone(), metadata.clone(), out, d_out, gradients, forward, backward, [])  # type: ignore[arg-type]
     graphs = SimpleNamespace(replays=0)
 
     def run(value: float) -> torch.Tensor:
@@ -205,6 +229,18 @@ def test_changes_are_noticed(change: str) -> None:
     assert _fingerprint(backbone) == before
     CHANGES[change](model)
     assert _fingerprint(backbone) != before
+
+
+def test_weights_that_two_layers_share_come_to_rest() -> None:
+    """By the second forward, the last before a capture: else graphs would read where they lay before."""
+    model = adapted(tiny_model("llama", **WIDE), r=8, target_modules=["down_proj"], layer_replication=[(0, 2), (1, 3)])
+    attach(model, layers="fused")
+    backbone, batch = model.get_base_model().model, packed_row(LENGTHS, ROW)
+    for _ in range(2):
+        model(**batch)
+    before = _fingerprint(backbone)
+    model(**batch)
+    assert _fingerprint(backbone) == before
 
 
 def test_a_forward_of_one_s_own_is_noticed() -> None:

@@ -212,7 +212,7 @@ def _blocks(module: Any) -> list[tuple[Any, str]]:
 def _linears(module: Any) -> list[list[Any]]:
     """Of a layer, or an attention: those that are computed as one product together."""
     groups = {"Attention": ATTENTION, "MLP": MLP}
-    return [[getattr(part, name) for name in names] for part, kind in _blocks(module) for names in groups[kind]]
+    return [[part._modules[name] for name in names] for part, kind in _blocks(module) for names in groups[kind]]
 
 
 def _norms(module: Any) -> list[Any]:
@@ -223,7 +223,7 @@ def _norms(module: Any) -> list[Any]:
         names = ["input_layernorm", "pre_feedforward_layernorm" if gemma else "post_attention_layernorm"]
         names += ["post_attention_layernorm", "post_feedforward_layernorm"] if gemma else []
     heads = [attention.q_norm, attention.k_norm] if "q_norm" in attention._modules else []
-    return [*(getattr(module, name) for name in names), *heads]
+    return [*(module._modules[name] for name in names), *heads]
 
 
 def _make_norm(module: Any) -> Norm:
@@ -264,6 +264,11 @@ def _parts(module: Any, x: Tensor, backend: Backend) -> Any:
     return kept.usable
 
 
+def parts_of(model: nn.Module) -> list[Any]:
+    """All that layers and attentions keep for their next forwards."""
+    return [module.__dict__["_pronghorn_parts"] for module in model.modules() if "_pronghorn_parts" in module.__dict__]
+
+
 def state_of(layer: Any) -> list[Any]:
     """What a decoder layer's fused path depends on: compare it to know whether it goes the same way again."""
     module = layer if _is_whole(layer) else layer.self_attn
@@ -279,7 +284,9 @@ def _state(module: Any) -> list[Any]:
     for norm in _norms(module):
         eps = getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", None)
         found += norm, id(getattr(norm, "weight", None)), eps
-    return [*found, *(state(linears) for linears in _linears(module))]
+    for linears in _linears(module):
+        found += state(linears)
+    return found
 
 
 def _rows(position_embeddings: Any, hidden_states: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:

@@ -55,6 +55,9 @@ class _Captured:
     """All parameters' gradients, one after the other."""
     forward: torch.cuda.CUDAGraph
     backward: torch.cuda.CUDAGraph
+    parts: list[Any]
+    """`fast.parts_of` the layers, whose copies of adapters are written to: by a replay, too, when layers that did
+    something else in between have made others."""
 
 
 class TrunkGraphs:
@@ -173,7 +176,7 @@ class TrunkGraphs:
             with torch.cuda.graph(backward, **options):
                 gradients = torch.autograd.grad(out, parameters, d_out)
                 torch._foreach_copy_(list(flat.split(sizes)), [gradient.flatten() for gradient in gradients])
-        return _Captured(*static, out.detach(), d_out, flat, forward, backward)
+        return _Captured(*static, out.detach(), d_out, flat, forward, backward, fast.parts_of(self._backbone))
 
     def _trunk(self, embeds: Tensor, position_ids: Tensor, packed: PackedBatch) -> Tensor:
         mask = packed.cu_seqlens.view(1, 1, 1, -1)  # a placeholder, as in `models.attach`
@@ -274,15 +277,20 @@ def _aliased(backbone: nn.Module) -> Iterator[list[Tensor]]:
 def _fingerprint(backbone: Any) -> list[Any]:
     """What captured graphs rely on: where every weight lies, what is trained and kept, which adapters and hooks are
     on, and all else that fused layers look at in a forward, which a replay doesn't make."""
-    found: list[Any] = [fast.state_of(layer) for layer in backbone.layers]
-    found += [(getattr(each, "gradient_checkpointing", False), each.__dict__.get(POLICY)) for each in backbone.layers]
-    for module in backbone.modules():  # once: there are thousands
-        found += [(each.data_ptr(), each.requires_grad) for each in module._parameters.values() if each is not None]
+    found: list[Any] = []  # flat: thousands of tuples would set off the garbage collector
+    for layer in backbone.layers:
+        found += *fast.state_of(layer), getattr(layer, "gradient_checkpointing", False), layer.__dict__.get(POLICY)
+    modules = [backbone]
+    for module in modules:  # by `modules()`, which makes up names, it would take twice as long
+        modules += filter(None, module._modules.values())  # without the empty lists that PEFT puts on every linear
+        for each in module._parameters.values():
+            if each is not None:
+                found += each.data_ptr(), each.requires_grad
         if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
-            found += [*module._forward_hooks, *module._forward_pre_hooks]
-            found += [*module._backward_hooks, *module._backward_pre_hooks]
+            found += *module._forward_hooks, *module._forward_pre_hooks
+            found += *module._backward_hooks, *module._backward_pre_hooks
         if "forward" in module.__dict__:
             found.append(module.__dict__["forward"])
         if "lora_A" in module._modules:
-            found.append((*module.active_adapters, *module.scaling.values(), module.disable_adapters, module.merged))
+            found += *module.active_adapters, *module.scaling.values(), module.disable_adapters, module.merged
     return found

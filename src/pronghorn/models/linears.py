@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+_BY_FSDP = "_is_fsdp_managed_module"
+"""The attribute of the modules whose weights FSDP gathers for a forward, plain then and in storage of its own."""
+
 
 @dataclass(frozen=True)
 class Adapter:
@@ -41,6 +44,8 @@ def refusal(linears: list[nn.Module], dtype: torch.dtype) -> str | None:
         active = _active(linear)
         if type(base) is not nn.Linear and not is_4bit(base):
             return f"{type(base).__name__} is not a plain linear"
+        if base.__dict__.get(_BY_FSDP):
+            return "FSDP shards the weights"
         if type(base.weight) is not nn.Parameter and not is_4bit(base):
             return f"a weight is a {type(base.weight).__name__}: sharded, or computed"
         if linear is not base and not hasattr(linear, "lora_A"):
@@ -70,7 +75,7 @@ def state(linears: list[nn.Module]) -> list[Any]:
         linear: Any = module
         parts = linear._modules
         base = parts.get("base_layer", linear)
-        found += linear, base, type(base)
+        found += linear, base, type(base), base.__dict__.get(_BY_FSDP)
         for name in ("weight", "bias"):
             tensor = base._parameters.get(name)
             found.append(None if tensor is None else (type(tensor), tensor.dtype, tensor.requires_grad))

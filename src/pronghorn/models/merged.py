@@ -60,15 +60,25 @@ class LinearGroup:
         """Whether A [rank, in] of the only linear lies below its weight, which is frozen, or written out."""
         wide, weight = base.in_features >= WIDE * base.out_features, base.weight
         there = weight.dtype is dtype and not weight.requires_grad
-        return len(self.linears) == 1 and wide and rank % STEP == 0 and (there or is_4bit(base))
+        fits = len(self.linears) == 1 and wide and rank % STEP == 0
+        return fits and (is_4bit(base) or (there and not self._is_taken(weight, rank)))
 
     def stacked(self, base: Any, rank: int) -> Tensor:
         """[out + rank, in]: the weight with room for A below."""
-        weight, rows, whole = base.weight, base.out_features, self._weight
-        if whole is None or len(whole) != rows + rank or not _in_place(whole[:rows], [weight]):
-            whole = self._weight = torch.cat([weight.detach(), weight.new_zeros(rank, base.in_features)])
-            weight.data = whole[:rows]
-        return whole
+        weight, rows = base.weight, base.out_features
+        if self._weight is None or not self._has_room(weight, rank):
+            self._weight = torch.cat([weight.detach(), weight.new_zeros(rank, base.in_features)])
+            weight.data = self._weight[:rows]
+        return self._weight
+
+    def _has_room(self, weight: Tensor, rank: int) -> bool:
+        whole = self._weight
+        return whole is not None and len(whole) == len(weight) + rank and _in_place(whole[: len(weight)], [weight])
+
+    def _is_taken(self, weight: Tensor, rank: int) -> bool:
+        """Whether another layer of the same weight (PEFT's layer_replication) has put its A below it."""
+        known = self._weight is not None and not self._has_room(weight, rank)
+        return known and weight.untyped_storage().nbytes() > weight.nbytes
 
     def bias(self, bases: list[Any], dtype: torch.dtype) -> Tensor | None:
         """[N] in `dtype`, or None."""
