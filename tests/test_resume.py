@@ -155,6 +155,7 @@ def test_a_signal_saves_and_leaves(make: Make, tmp_path: Path, number: signal.Si
     def at_the_fifth(self: Any, *args: Any, **kwargs: Any) -> None:
         if next(steps) == 4:
             os.kill(os.getpid(), number)
+            os.kill(os.getpid(), number)  # torchrun passes on a Ctrl-C that its processes got too
 
     monkeypatch.setattr(RunControl, "on_step_begin", at_the_fifth)
     before = signal.getsignal(number)
@@ -165,6 +166,13 @@ def test_a_signal_saves_and_leaves(make: Make, tmp_path: Path, number: signal.Si
     record = run(make("run"), QUIET)
     assert record.resumed_at == [5] and record.stopped == "max_steps"
     same_run(tmp_path / "whole", tmp_path / "run")
+
+
+def test_a_second_signal_later_ends_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pronghorn.train.control.SAME_SIGNAL", -1.0)
+    with pytest.raises(KeyboardInterrupt), RunControl(None, None, None).signals():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
 
 
 def test_the_command_line_says_how_to_go_on(make: Make, tmp_path: Path) -> None:
