@@ -249,6 +249,16 @@ def test_a_longer_run_after_the_last_step(make: Make, tmp_path: Path, monkeypatc
     assert [step["step"] for step in record.steps] == list(range(1, 15)) and record.resumed_at == [12]
 
 
+def test_checkpoints_that_were_deleted_after_the_last_step(make: Make, tmp_path: Path, monkeypatch: Any) -> None:
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(RunRecord, "write", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        run(make("run"), QUIET)
+    for folder in checkpoints(tmp_path / "run"):
+        shutil.rmtree(folder)
+    record = run(make("run"), QUIET)
+    assert len(record.steps) == 12 and record.resumed_at == []
+
+
 def test_another_number_of_processes(make: Make, unfinished: Path) -> None:
     path = unfinished / "journal.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"processes": 2}))
