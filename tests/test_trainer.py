@@ -722,6 +722,11 @@ def test_adapters_of_a_4_bit_base_stay_float32(stories: Path, documents: Dataset
     args = config(tmp_path)
     trainer = SFTTrainer(base, args, train_dataset=documents, tokenizer=tokenizer, peft_config=lora)
     assert {value.dtype for value in trained(trainer.model).values()} == {torch.float32}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.bfloat16()  # somebody's own choice
+    trainer = SFTTrainer(model, config(tmp_path), train_dataset=documents, tokenizer=tokenizer)
+    assert {value.dtype for value in trained(trainer.model).values()} == {torch.bfloat16}
 
 
 def test_whole_16_bit_models_are_not_trained(stories: Path, documents: Dataset, tmp_path: Path) -> None:
