@@ -155,6 +155,7 @@ def test_a_signal_saves_and_leaves(make: Make, tmp_path: Path, number: signal.Si
     def at_the_fifth(self: Any, *args: Any, **kwargs: Any) -> None:
         if next(steps) == 4:
             os.kill(os.getpid(), number)
+            os.kill(os.getpid(), number)  # torchrun passes on a Ctrl-C that its processes got too
 
     monkeypatch.setattr(RunControl, "on_step_begin", at_the_fifth)
     before = signal.getsignal(number)
@@ -165,6 +166,13 @@ def test_a_signal_saves_and_leaves(make: Make, tmp_path: Path, number: signal.Si
     record = run(make("run"), QUIET)
     assert record.resumed_at == [5] and record.stopped == "max_steps"
     same_run(tmp_path / "whole", tmp_path / "run")
+
+
+def test_a_second_signal_later_ends_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pronghorn.train.control.SAME_SIGNAL", -1.0)
+    with pytest.raises(KeyboardInterrupt), RunControl(None, None, None).signals():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
 
 
 def test_the_command_line_says_how_to_go_on(make: Make, tmp_path: Path) -> None:
@@ -239,6 +247,16 @@ def test_a_longer_run_after_the_last_step(make: Make, tmp_path: Path, monkeypatc
     shutil.rmtree(tmp_path / "run/adapter")
     record = run(make("run", train={"max_steps": 14}), QUIET, allow=True)
     assert [step["step"] for step in record.steps] == list(range(1, 15)) and record.resumed_at == [12]
+
+
+def test_checkpoints_that_were_deleted_after_the_last_step(make: Make, tmp_path: Path, monkeypatch: Any) -> None:
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(RunRecord, "write", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        run(make("run"), QUIET)
+    for folder in checkpoints(tmp_path / "run"):
+        shutil.rmtree(folder)
+    record = run(make("run"), QUIET)
+    assert len(record.steps) == 12 and record.resumed_at == []
 
 
 def test_another_number_of_processes(make: Make, unfinished: Path) -> None:

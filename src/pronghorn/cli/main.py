@@ -61,7 +61,10 @@ def train(
     recipe: RecipeFile,
     overrides: Overrides = None,
     allow: Annotated[
-        bool, typer.Option("--allow", help="Go on with an unfinished run although its recipe or data changed.")
+        bool,
+        typer.Option(
+            "--allow", help="Go on with an unfinished run although its recipe, data or number of processes changed."
+        ),
     ] = False,
     debug: Debug = False,
 ) -> None:

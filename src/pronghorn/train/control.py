@@ -6,6 +6,7 @@ step their wishes are reduced to the largest; on a GPU the result is read one st
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 import time
@@ -22,6 +23,8 @@ from transformers import TrainerCallback
 from pronghorn.device import processes
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SAME_SIGNAL = 1.0
+"""Seconds within which a second signal counts as the first: torchrun passes on a Ctrl-C that its processes got too."""
 
 
 class RunControl(TrainerCallback):
@@ -43,7 +46,7 @@ class RunControl(TrainerCallback):
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """Within it SIGINT and SIGTERM ask for a stop after the step; a second one ends the program as usual.
+        """Within it SIGINT and SIGTERM ask for a stop after the step; a second one, later, ends the program as usual.
 
         Does nothing outside the main thread, where Python allows no signal handlers.
         """
@@ -51,11 +54,16 @@ class RunControl(TrainerCallback):
             yield
             return
         earlier = {number: signal.getsignal(number) for number in SIGNALS}
+        first = math.inf
 
         def ask(number: int, frame: FrameType | None) -> None:
-            self._asked = number
-            for each, handler in earlier.items():
-                signal.signal(each, handler)
+            nonlocal first
+            if time.monotonic() - first > SAME_SIGNAL:
+                for each, handler in earlier.items():
+                    signal.signal(each, handler)
+                signal.raise_signal(number)
+            elif not self._asked:
+                self._asked, first = number, time.monotonic()
 
         for number in SIGNALS:
             signal.signal(number, ask)

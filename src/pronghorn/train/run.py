@@ -37,7 +37,7 @@ def run(recipe: Recipe, console: Console, allow: bool = False) -> RunRecord:
     """Do what the recipe says and leave the adapter (or model), `run.json` and `report.html` in its output folder.
 
     A run that was killed or stopped goes on from its newest checkpoint when it is called again. `allow` lets it go on
-    although recipe or data changed.
+    although recipe, data or the number of processes changed.
 
     Raises:
         ConfigError, DataError, UnsupportedError: before anything is trained.
@@ -133,6 +133,8 @@ def _train(recipe: Recipe, trainer: SFTTrainer, control: RunControl, journal: Jo
         state = TrainerState.load_from_json(str(found[-1] / "trainer_state.json"))
         if journal.trained is None and (state.global_step >= planned_steps(trainer) or control.out_of_patience(state)):
             journal.trained = state.global_step  # killed between the last checkpoint and this note
+    else:
+        journal.trained = None  # whoever deletes all checkpoints begins again
     if journal.trained is None:
         if found:
             console.print(f"Going on from {found[-1].name}")

@@ -84,8 +84,9 @@ class SFTTrainer(trl.SFTTrainer):
         if handle is not None:
             handle.adopt_adapters()  # of TRL's peft_config
         for name, parameter in adapted.named_parameters():  # TRL rounds the adapters of a quantised base to bfloat16
-            if parameter in trained and parameter.dtype != trained[parameter].dtype:
-                parameter.data = trained[parameter].to(parameter.device)
+            if parameter in trained:
+                if parameter.dtype != trained[parameter].dtype:
+                    parameter.data = trained[parameter].to(parameter.device)
             elif parameter.requires_grad and ".lora_" in name and getattr(model, "is_quantized", False):
                 parameter.data = parameter.data.float()  # its own, fresh ones
         stock: Any = self.data_collator
