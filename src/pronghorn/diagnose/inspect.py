@@ -104,7 +104,7 @@ def inspect(recipe: Recipe, split: Split = "train", examples: int = 3, progress:
     from pronghorn.data.packed_rows import PackedRows, lengths_of
     from pronghorn.train.documents import find, tokenizer_for
 
-    tokenizer = tokenizer_for(recipe, find(recipe))
+    tokenizer = tokenizer_for(recipe, find(recipe, weights=False))
     prepared = documents(recipe.data, split, tokenizer, recipe.model.max_seq_length, recipe.train.seed, progress)
     own = "the tokenizer's own" if tokenizer.chat_template else "none"
     shown = prepared.dataset.select(range(min(examples, len(prepared.dataset))))
