@@ -15,7 +15,7 @@ from pronghorn.parity.distance import listed
 
 REASON_LENGTH = 200
 PLACES = 3
-_MFU = "MFU at 4N"
+_MFU = "MFU at 4N, of TFLOP/s"
 
 
 def markdown(cases: Iterable[Case], kind: str) -> str:
@@ -124,12 +124,13 @@ def _op_time(found: Found, case: Case) -> str:
 
 def _mfu(result: Result) -> str:
     """Full fine-tuning needs the weights' gradients, too: another measure, which is named."""
-    mfu = result.extra["mfu"]
-    return f"{mfu['6N']:.1%} (6N)" if result.workload.method == "full" else f"{mfu['4N']:.1%}"
+    mfu, peak = result.extra["mfu"], f"{result.ceilings['matmul_tflops']:.0f}"
+    return f"{mfu['6N']:.1%} (6N), {peak}" if result.workload.method == "full" else f"{mfu['4N']:.1%}, {peak}"
 
 
-def _ceiling(result: Result) -> str:
-    return f"{result.ceilings['matmul_tflops']:.0f}"
+def _method(found: Found) -> str:
+    rank = found.result.extra.get("rank")
+    return found.method + (f" (r {rank})" if rank else "")
 
 
 Field = Callable[[Found], str]
@@ -140,10 +141,9 @@ _RUN: dict[str, Field] = {
 _FIELDS: dict[str, dict[str, Field]] = {
     "step": {
         "model": lambda found: found.result.workload.shape,
-        "method": lambda found: found.method,
+        "method": _method,
         "tokens": lambda found: f"{found.result.workload.tokens:,}",
         "recompute": lambda found: found.recompute,
-        "rank": lambda found: str(found.result.extra.get("rank") or MISSING),
         "lengths": lambda found: found.result.workload.lengths,
         "labelled": lambda found: f"{found.result.workload.labelled_share:.0%}",
         "seed": lambda found: str(found.result.workload.seed),
@@ -155,12 +155,11 @@ _FIELDS: dict[str, dict[str, Field]] = {
         **_RUN,
     },
 }
-_LEADING = {"step": 4, "ops": 2}
+_LEADING = {"step": 2, "ops": 2}
 """So many fields are columns in any case, the others where rows differ in them."""
 _FIGURES: dict[str, Callable[[Result], str]] = {
     "tokens/s": lambda result: f"{result.extra['tokens_per_s']['real']:,.0f}",
     _MFU: _mfu,
-    "of TFLOP/s": _ceiling,
 }
 
 
