@@ -189,9 +189,8 @@ def test_chosen_on_hopper_only_and_said(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_graphs_leave_long_documents_out() -> None:
-    backbone = SimpleNamespace(
-        parameters=lambda: iter([torch.nn.Parameter(torch.zeros(1))]), modules=list, layers=[], config=None
-    )
+    backbone: Any = torch.nn.Linear(1, 1)
+    backbone.layers, backbone.config = [], None
     graphs = TrunkGraphs(backbone, lambda: None, True, lambda: None, lambda: 100)
     captured: list[Any] = []
     graphs._capture = lambda *given: captured.append(given)  # type: ignore[method-assign]

@@ -170,9 +170,13 @@ def test_a_signal_saves_and_leaves(make: Make, tmp_path: Path, number: signal.Si
 
 def test_a_second_signal_later_ends_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pronghorn.train.control.SAME_SIGNAL", -1.0)
-    with pytest.raises(KeyboardInterrupt), RunControl(None, None, None).signals():
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which a test runner may have changed
+    try:
+        with pytest.raises(KeyboardInterrupt), RunControl(None, None, None).signals():
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_the_command_line_says_how_to_go_on(make: Make, tmp_path: Path) -> None:
