@@ -12,12 +12,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from pronghorn.attention import explicit
-from pronghorn.bench.op_way import IGNORED, Case, Draw, Way, Work, by_autograd
+from pronghorn.bench.op_way import IGNORED, LORA_SCALE, Case, Draw, Way, Work, by_autograd
 from pronghorn.data.batch import PackedBatch
 from pronghorn.kernels import cross_entropy, glu, linear_cross_entropy, residual, rms_norm, rope
 
 EPS = 1e-6
-LORA_SCALE = 2.0
 GATE_ROWS = 2560
 """Of linear cross-entropy, whose logits in float64 would fill a GPU otherwise: more than two chunks."""
 GATE_DOCUMENT = 4096

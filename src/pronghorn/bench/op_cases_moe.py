@@ -12,12 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pronghorn.bench.op_way import Case, Draw, Way, by_autograd
+from pronghorn.bench.op_way import LORA_SCALE, Case, Draw, Way, by_autograd
 from pronghorn.kernels import grouped_gemm, moe_glu, moe_rows
 from pronghorn.moe.route import Routing, route, route_by_sort
-
-SCALE = 2.0
-"""Of LoRA."""
 
 
 class Routed:
@@ -184,7 +181,7 @@ def lora_case(draw: Draw, tokens: int, experts: int, k: int, inner: int, width: 
     way: grouped_gemm.Way = "triton" if draw.device == "cuda" else "loop"
 
     def formula(a: Tensor, b: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        return (y + SCALE * routed.products(routed.products(x[rows], a.mT), b.mT),)
+        return (y + LORA_SCALE * routed.products(routed.products(x[rows], a.mT), b.mT),)
 
     def pronghorn(case: Case) -> Way:
         a, b, x, y = case.inputs
@@ -192,13 +189,13 @@ def lora_case(draw: Draw, tokens: int, experts: int, k: int, inner: int, width: 
 
         def forward(y: Tensor) -> Any:
             xa = grouped_gemm.multiply(x, a.mT, offsets, way, rows=rows)
-            return grouped_gemm.multiply(xa, b.mT, offsets, way, out=y, scale=SCALE), xa
+            return grouped_gemm.multiply(xa, b.mT, offsets, way, out=y, scale=LORA_SCALE), xa
 
         def backward(state: Any) -> Any:
             y, xa = state
             dyb = grouped_gemm.multiply(dy, b, offsets, way)
-            da = grouped_gemm.outer(dyb, x, offsets, way, dtype=a.dtype, y_rows=rows, scale=SCALE)
-            return y, da, grouped_gemm.outer(dy, xa, offsets, way, dtype=b.dtype, scale=SCALE)
+            da = grouped_gemm.outer(dyb, x, offsets, way, dtype=a.dtype, y_rows=rows, scale=LORA_SCALE)
+            return y, da, grouped_gemm.outer(dy, xa, offsets, way, dtype=b.dtype, scale=LORA_SCALE)
 
         return Way(y.clone, forward, backward, lambda _, found: dict(zip(case.names, found, strict=True)), case.work)
 

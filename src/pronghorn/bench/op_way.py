@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 IGNORED = -100
+LORA_SCALE = 2.0
 Work = tuple[float, float]
 """Of the forward and of the backward: bytes read and written, or operations."""
 
