@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from rich.console import Console
 
 from pronghorn.config import Recipe
 from pronghorn.errors import ConfigError, DataError, TrainingError
-from pronghorn.export.folder import whole_folder
+from pronghorn.export.folder import disk_is_full, whole_folder
 from pronghorn.models.load import load_model
 from pronghorn.train.record import RunRecord
 from pronghorn.train.run import run
@@ -137,6 +138,14 @@ def test_a_folder_that_could_not_be_finished(tmp_path: Path, error: BaseExceptio
     with whole_folder(target) as folder:
         (folder / "weights").write_text("second")
     assert (target / "weights").read_text() == "second" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_full_disk_is_told_before_its_folder_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    used = SimpleNamespace(free=0)
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: used if folder == tmp_path else 1 / 0)
+    assert disk_is_full(RuntimeError("unexpected pos 64 vs 0"), tmp_path / "run" / "checkpoint-1")
+    used.free = 2**30
+    assert not disk_is_full(RuntimeError("unexpected pos 64 vs 0"), tmp_path / "run" / "checkpoint-1")
 
 
 def test_a_saved_adapter_is_trained_on(recipe: Any, tmp_path: Path) -> None:

@@ -51,4 +51,5 @@ def disk_is_full(error: BaseException, folder: Path) -> bool:
     more than that its file isn't whole."""
     if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in str(error):
         return True
-    return isinstance(error, RuntimeError) and shutil.disk_usage(folder).free < 2**20
+    there = next(each for each in (folder, *folder.absolute().parents) if each.exists())  # it may not have come so far
+    return isinstance(error, RuntimeError) and shutil.disk_usage(there).free < 2**20
