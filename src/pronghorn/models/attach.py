@@ -35,6 +35,8 @@ from pronghorn.models.metadata import share_metadata
 from pronghorn.models.subclass import own_class, restore
 
 Layers = Literal["auto", "fused", "stock"]
+FUSED = "fused"
+"""What the report says of layers that are computed as one function each."""
 
 
 @dataclass(frozen=True)
@@ -95,15 +97,18 @@ class Handle:
             path, why = "masked", "ablation"
         sinks = check_config(config).stock_attention == "eager"
         unpacked = "the softmax written out, for the sinks" if sinks else "transformers' SDPA"
+        layers, graph = self._layers_path(autocast), self._graph_path(autocast)
         loss = "labelled tokens only, in chunks", "the batch knows its labelled positions"
+        if layers.path == FUSED and graph.path == "off" and not fast.output_is_seen(self.model.base_model):
+            loss = f"{loss[0]}; the last layer's MLP, too", loss[1]
         if has_own_loss(self.model):
             loss = "the model's own loss_function, of all logits", "it is not transformers' cross-entropy"
         return [
             PathTaken("packed attention", path, why),
             PathTaken("packing metadata", metadata, where[metadata]),
-            self._layers_path(autocast),
+            layers,
             *(PathTaken(*line) for line in (() if self._experts is None else self._experts.paths(query.dtype))),
-            self._graph_path(autocast),
+            graph,
             PathTaken("loss", *loss),
             PathTaken("padded batches, generate()", unpacked, "they carry a mask or a cache"),
             PathTaken("activations", *self._activations_path(autocast)),
@@ -130,7 +135,7 @@ class Handle:
         if has_experts(self.model.config):
             path, why = "attention and norms fused, experts apart", "merged products, kernels"
         else:
-            path, why = "fused", "merged products, kernels, one autograd function a layer"
+            path, why = FUSED, "merged products, kernels, one autograd function a layer"
         return PathTaken("decoder layers", path, why)
 
     def _graph_path(self, autocast: torch.dtype | None) -> PathTaken:

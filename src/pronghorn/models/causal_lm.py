@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pronghorn.data.batch import PackedBatch
-from pronghorn.models import experts
+from pronghorn.models import experts, fast
 from pronghorn.models.head import labelled_cross_entropy
 from pronghorn.models.subclass import subclass
 
@@ -35,6 +36,9 @@ class PackedCausalLM:
             balanced = getattr(self.config, "output_router_logits", False)
         if balanced:
             kwargs["output_router_logits"] = True
+        told = kwargs.get("output_hidden_states", getattr(self.config, "output_hidden_states", False))
+        fewer = packed.loss_rows is not None and len(packed.loss_rows) < packed.tokens
+        packed = replace(packed, loss_only=fewer and not told and not fast.output_is_seen(self.base_model))
         kwargs |= {"packed": packed, "use_cache": False, "return_dict": True}
         outputs = self.base_model(*args, **kwargs)
         loss = labelled_cross_entropy(

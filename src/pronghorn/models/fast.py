@@ -89,13 +89,13 @@ def enable(model: Any, backend: Backend) -> None:
     Args:
         backend: of packed attention.
     """
-    turns = _turns(model)
+    turns, last = _turns(model), model.base_model.layers[-1]
     for module in model.base_model.modules():
         own: Any = type(module)
         if _is_known_norm(module):
             module.__class__ = _norm_class(own)
         elif turns and _is_whole(module):
-            module.__class__ = _layer_class(own, backend)
+            module.__class__ = _layer_class(own, backend, module is last)
         elif turns and _is_own(module, "Attention") and not _norms_all_heads(module):
             module.__class__ = _attention_class(own, backend)
 
@@ -112,6 +112,15 @@ def watched(modules: Iterable[nn.Module]) -> bool:
         has_own_forward(module) or any(_is_foreign(hook) for name in _HOOKS for hook in getattr(module, name).values())
         for module in modules
     )
+
+
+def output_is_seen(backbone: Any) -> bool:
+    """Whether somebody may look at what the last layer or the last norm gives, so that all rows of it are wanted."""
+    modules = backbone, backbone.layers[-1], backbone.norm
+    names = "_forward_hooks", "_backward_hooks", "_backward_pre_hooks"
+    hooks = (hook for module in modules for name in names for hook in getattr(module, name).values())
+    own = "pronghorn."  # profile's, which only take the time
+    return any(map(has_own_forward, modules)) or any(_is_foreign(hook) and not _is_from(hook, own) for hook in hooks)
 
 
 @functools.cache
@@ -153,7 +162,7 @@ def _attention_class(original: Any, backend: Backend) -> type[nn.Module]:
 
 
 @functools.cache
-def _layer_class(original: Any, backend: Backend) -> type[nn.Module]:
+def _layer_class(original: Any, backend: Backend, last: bool) -> type[nn.Module]:
     plain: Any = original.forward
 
     @functools.wraps(plain)
@@ -169,13 +178,19 @@ def _layer_class(original: Any, backend: Backend) -> type[nn.Module]:
             policy = Policy.KEEP
         x, dtype = hidden_states.flatten(0, 1).contiguous(), _compute_dtype(hidden_states)
         with _without_autocast(hidden_states):
+            if last and packed.loss_only:
+                return fused.layer(x, cos, sin, packed, parts, dtype, policy, packed.loss_rows)[None]
             return fused.layer(x, cos, sin, packed, parts, dtype, policy).view_as(hidden_states)
 
     return subclass(original, forward=forward)
 
 
 def _is_foreign(hook: Any) -> bool:
-    return not str(getattr(hook, "__module__", None)).startswith(_RECORDER)
+    return not _is_from(hook, _RECORDER)
+
+
+def _is_from(hook: Any, package: str) -> bool:
+    return str(getattr(hook, "__module__", None)).startswith(package)
 
 
 def _make(module: Any, backend: Backend) -> LayerParts | AttentionParts:

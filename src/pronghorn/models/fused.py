@@ -5,6 +5,9 @@
 
 Gemma 3 has two norms more, on what is added. Layers with another MLP (experts) have the attention half alone.
 
+Where only some rows of the last layer's output are read (the loss's), all that follows its attention is computed for
+these alone: h, out and what is between have M rows. The others' gradients are zero, so that no sum loses anything.
+
 Kept for the backward: x and h with their norms' results, q·k·v, attention's output and log-sum-exp, gate·up. The
 activation is computed again; so are, as the layer's policy says, the norms' results and gate·up. Source of the
 gradients: the formulas in `kernels` and `models.merged`.
@@ -96,14 +99,22 @@ def attention(x: Tensor, cos: Tensor, sin: Tensor, packed: PackedBatch, parts: A
 
 
 def layer(
-    x: Tensor, cos: Tensor, sin: Tensor, packed: PackedBatch, parts: LayerParts, dtype: torch.dtype, policy: Policy
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    packed: PackedBatch,
+    parts: LayerParts,
+    dtype: torch.dtype,
+    policy: Policy,
+    rows: Tensor | None = None,
 ) -> Tensor:
-    """x, y: [T, H], contiguous; cos, sin: [T, D]; products are in `dtype`."""
+    """x, y: [T, H], contiguous; cos, sin: [T, D]; products are in `dtype`; rows: int64 [M], y is [M, H] of these. A row
+    that is named more than once must have no gradient."""
     linears = read([parts.attention.qkv, parts.attention.out, parts.mlp.gate_up, parts.mlp.down], dtype)
     norms = [norm.weight for norm in (*parts.before, *(parts.after or ()))]
     heads = parts.attention.heads
     more = *norms, heads.query_norm, heads.key_norm, parts.attention.sinks
-    return _Layer.apply(x, cos, sin, packed, parts, policy, linears, *more, *_trained(linears))
+    return _Layer.apply(x, cos, sin, packed, parts, policy, rows, linears, *more, *_trained(linears))
 
 
 class _Attention(torch.autograd.Function):
@@ -143,13 +154,16 @@ class _Layer(torch.autograd.Function):
         packed: PackedBatch,
         parts: LayerParts,
         policy: Policy,
+        rows: Tensor | None,
         linears: list[Operands],
         *weights: Tensor | None,
     ) -> Tensor:
         dtype = linears[0].dtype
         normed, rstd = parts.before[0].forward(x, dtype)
-        y, low_rank, ctx.options, kept = _attention_forward(normed, cos, sin, packed, parts.attention, linears[:2])
-        h, after = _add(x, y, low_rank, parts.after and parts.after[0])
+        y, low_rank, ctx.options, kept = _attention_forward(
+            normed, cos, sin, packed, parts.attention, linears[:2], rows
+        )
+        h, after = _add(_picked(x, rows), y, low_rank, parts.after and parts.after[0])
         h_normed, h_rstd = parts.before[1].forward(h, dtype)
         a, gate_up, xa = _gate_up(h_normed, parts.mlp, linears[2])
         y, low_rank = linears[3].parts(a)
@@ -163,7 +177,7 @@ class _Layer(torch.autograd.Function):
             None if policy is Policy.RECOMPUTE_MLP else gate_up,
         )
         small = x, rstd, *after, h, h_rstd, *h_after, xa, a_a
-        ctx.save_for_backward(*_copies(ctx, linears), *small, *large, cos, sin, *kept)
+        ctx.save_for_backward(*_copies(ctx, linears), *small, *large, rows, cos, sin, *kept)
         ctx.parts, ctx.trained = parts, _versions(ctx, weights)
         return out
 
@@ -173,7 +187,7 @@ class _Layer(torch.autograd.Function):
         _check_versions(ctx.trained)
         linears, saved = _linears(ctx)
         x, rstd, y, y_rstd, h, h_rstd, h_y, h_y_rstd, xa, a_a, *rest = saved
-        normed, h_normed, gate_up, cos, sin, *kept = rest
+        normed, h_normed, gate_up, rows, cos, sin, *kept = rest
         del saved, rest  # what was made again for this backward goes when it was used
         parts: LayerParts = ctx.parts
         dtype = linears[0].dtype
@@ -204,22 +218,29 @@ class _Layer(torch.autograd.Function):
             normed = norms[0].forward(x, dtype)[0]
         wanted = ctx.needs_input_grad[0] or norms[0].weight.requires_grad
         dx, gradients = _attention_backward(
-            dy.to(dtype), normed, cos, sin, kept, ctx.options, parts.attention, linears[:2], wanted
+            dy.to(dtype), normed, cos, sin, kept, ctx.options, parts.attention, linears[:2], wanted, rows
         )
         if dx is not None:
-            dx, d_norms[0] = norms[0].backward(dx, x, rstd, dh)
-        return dx, *(None,) * 6, *d_norms, *gradients, *mlp_grads
+            dx, d_norms[0] = norms[0].backward(dx, x, rstd, _spread(dh, rows, x))
+        return dx, *(None,) * 7, *d_norms, *gradients, *mlp_grads
 
 
 def _attention_forward(
-    x: Tensor, cos: Tensor, sin: Tensor, packed: PackedBatch, parts: AttentionParts, linears: list[Operands]
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    packed: PackedBatch,
+    parts: AttentionParts,
+    linears: list[Operands],
+    rows: Tensor | None = None,
 ) -> tuple[Tensor, LowRank | None, explicit.Options, tuple[Tensor | None, ...]]:
-    """(o's product, what its adapter adds, attention's options and what else the backward needs) of x [T, H]."""
+    """(o's product of the rows, what its adapter adds, attention's options and what else the backward needs) of x
+    [T, H]."""
     qkv, xa = linears[0].forward(x)
     q, k, v = rope.forward(qkv, cos, sin, parts.heads)
     options = parts.options(q, packed)
     mixed, state = explicit.forward(q, k, v, options, parts.sinks)
-    y, low_rank = linears[1].parts(mixed.flatten(1))
+    y, low_rank = linears[1].parts(_picked(mixed.flatten(1), rows))
     return y, low_rank, options, (qkv, mixed, xa, low_rank and low_rank[0], *state)
 
 
@@ -233,12 +254,14 @@ def _attention_backward(
     parts: AttentionParts,
     linears: list[Operands],
     wanted: bool,
+    rows: Tensor | None = None,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
     """(dx if wanted, the gradients of q's and k's norms, the sinks and all of the linears that is trained)."""
     qkv, mixed, xa, mixed_a, *state = kept
     heads = parts.heads
     d_mixed, dya = linears[1].input_grad(dy)
-    out_grads = linears[1].gradients(dy, dya, mixed.flatten(1), mixed_a)
+    out_grads = linears[1].gradients(dy, dya, _picked(mixed.flatten(1), rows), mixed_a)
+    d_mixed = _spread(d_mixed, rows, mixed)
     if heads.query_norm is None:
         (q, k, v), raw = heads.split(qkv), None
     else:
@@ -249,6 +272,15 @@ def _attention_backward(
     dqkv, *norm_grads = rope.backward_(dqkv, cos, sin, heads, raw, norm_grad)
     dx, dya = linears[0].input_grad(dqkv, wanted)
     return dx, [*norm_grads, d_sinks, *linears[0].gradients(dqkv, dya, x, xa), *out_grads]
+
+
+def _picked(x: Tensor, rows: Tensor | None) -> Tensor:
+    return x if rows is None else x[rows]
+
+
+def _spread(grad: Tensor, rows: Tensor | None, like: Tensor) -> Tensor:
+    """The gradient of all rows of a tensor like this from that of some, `_picked`."""
+    return grad if rows is None else grad.new_zeros(len(like), grad.shape[1]).index_copy_(0, rows, grad)
 
 
 def _gate_up(x: Tensor, parts: MLPParts, linear: Operands) -> tuple[Tensor, Tensor, Tensor | None]:

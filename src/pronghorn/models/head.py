@@ -36,7 +36,7 @@ def labelled_cross_entropy(
     """Next-token cross-entropy over the labelled positions only.
 
     Args:
-        hidden: [1, T, H], the backbone's last hidden state.
+        hidden: [1, T, H], the backbone's last hidden state, or its `loss_rows` [1, M_b, H] where only these were made.
         labels: int64 [1, T], unshifted, -100 where nothing is predicted.
         packed: the batch's metadata, made with labels.
         head: maps [M, H] to logits [M, V].
@@ -50,7 +50,9 @@ def labelled_cross_entropy(
     rows = packed.loss_rows
     assert rows is not None, "labelled_cross_entropy needs a batch made with labels"
     next_labels = pad(labels.flatten()[1:], (0, 1), value=IGNORE_INDEX)
-    selected, targets = hidden.flatten(0, 1)[rows], next_labels[rows]
+    selected, targets = hidden.flatten(0, 1), next_labels[rows]
+    if len(selected) == packed.tokens:
+        selected = selected[rows]
     # Nothing labelled anywhere is a loss of 0, not 0 / 0.
     divisor = packed.n_labels if num_items is None else num_items
     if type(head) is nn.Linear and head.bias is None and not watched([head]):
