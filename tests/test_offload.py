@@ -42,7 +42,7 @@ class Stack(nn.Module):
             def residual(h: Tensor, layer: nn.Module = layer) -> Tensor:
                 return h + layer(h)
 
-            x = residual(x) if engine is None else engine.checkpoint(index, residual, x)
+            x = residual(x) if engine is None else engine.checkpoint(index, {}, residual, x)
         return x
 
     def gradients(self) -> list[Tensor]:

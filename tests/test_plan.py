@@ -242,7 +242,7 @@ def test_choices_equal_brute_force(
     read = {policy: stored[Policy.KEEP] - results.get(policy, 1) * norm for policy in stored}
     step = Step({"weights": 7, "gradients": 1}, stored, read, working, head, buffer=3, graph=0, pieces=pieces)
     forward, backward, norms, gate_up, copy = times
-    speed = StepTimes(forward, backward, norms, gate_up, 0 if shared else copy, rest=5)
+    speed = StepTimes(forward, backward, norms, gate_up, forward, 0 if shared else copy, rest=5)
     chosen = frontier(step, speed, layers)
     for budget in (made.predicted["process"] for made in chosen):
         best = next(made for made in chosen if made.predicted["process"] <= budget)

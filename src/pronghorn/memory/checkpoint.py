@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import types
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,8 @@ from pronghorn.memory.plan import POLICY, Plan, Policy
 
 INSTALLED = "_pronghorn_installed"
 """The attribute of a causal LM that holds what is installed on it."""
+OUTPUT_NOT_WANTED = "_pronghorn_output_not_wanted"
+"""The attribute of a layer's class whose forward takes `output_wanted=False`: a recomputation leaves the output out."""
 WHOLE_LAYER = (Policy.RECOMPUTE_LAYER, Policy.OFFLOAD)
 _ABSENT: Any = ...  # which stays itself in a copied model
 
@@ -122,18 +124,19 @@ def install(model: nn.Module, layers: Iterable[nn.Module], plan: Plan, fused: bo
     installed = Installed(layers, policies, engine)
     whole = any(policy in WHOLE_LAYER for policy in policies)
     by_layer = dict(zip(layers, policies, strict=True))
-    recompute = functools.partial(checkpoint, use_reentrant=False)
     for module in model.modules():
         if hasattr(module, "gradient_checkpointing"):
             policy = by_layer.get(module, Policy.RECOMPUTE_LAYER if whole else Policy.KEEP)  # the backbone has one, too
             installed.flags.append((module, policy in WHOLE_LAYER))
             installed.put(module, "gradient_checkpointing", policy in WHOLE_LAYER)
-            installed.put(module, "_gradient_checkpointing_func", recompute)
+            installed.put(module, "_gradient_checkpointing_func", functools.partial(_recomputed, _again(module)))
     for index, (layer, policy) in enumerate(by_layer.items()):
         installed.put(layer, POLICY, policy)
         if policy is Policy.OFFLOAD:
             assert engine is not None
-            installed.put(layer, "_gradient_checkpointing_func", functools.partial(engine.checkpoint, index))
+            installed.put(
+                layer, "_gradient_checkpointing_func", functools.partial(engine.checkpoint, index, _again(layer))
+            )
         elif policy is Policy.RECOMPUTE_MLP:
             mlp: Any = layer.mlp  # which a fused layer doesn't call, unless it goes transformers' way
             installed.put(mlp, "forward", types.MethodType(_checkpointed_forward, mlp))
@@ -146,6 +149,23 @@ def has_own_forward(module: Any) -> bool:
     """Whether somebody gave an instance a forward that isn't its class's; a plan's goes with the plan and is none."""
     own = module.__dict__.get("forward")
     return own is not None and getattr(own, "__func__", None) is not _checkpointed_forward
+
+
+def _again(layer: Any) -> dict[str, Any]:
+    """What a layer is told besides when it is recomputed."""
+    return {"output_wanted": False} if getattr(type(layer), OUTPUT_NOT_WANTED, False) else {}
+
+
+def _recomputed(again: dict[str, Any], forward: Callable[..., Any], *args: Any) -> Any:
+    """Run a layer's forward in training, so that all it leaves for the backward pass is its input."""
+    given: dict[str, Any] = {}
+
+    def run(*args: Any) -> Any:
+        nonlocal given
+        now, given = given, again
+        return forward(*args, **now)
+
+    return checkpoint(run, *args, use_reentrant=False)
 
 
 def _checkpointed_forward(mlp: Any, *args: Any, **kwargs: Any) -> Any:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -90,13 +90,17 @@ class _Input:
 class _Run:
     """What is checkpointed: a layer, first on its input as it is, in the backward pass on what came back."""
 
-    def __init__(self, forward: Callable[..., Any], kept: _Input, hidden: Tensor, rest: tuple[Any, ...]) -> None:
-        self.forward, self.kept, self.rest = forward, kept, rest
+    def __init__(
+        self, forward: Callable[..., Any], kept: _Input, hidden: Tensor, rest: tuple[Any, ...], again: Mapping[str, Any]
+    ) -> None:
+        self.forward, self.kept, self.rest, self.again = forward, kept, rest, again
         self.hidden: Tensor | None = hidden
 
     def __call__(self, _: Tensor) -> Any:
         hidden = self.hidden  # still there if the layer itself takes gradients, inside its forward
-        return self.forward(self.kept.engine.bring_back(self.kept) if hidden is None else hidden, *self.rest)
+        if hidden is not None:
+            return self.forward(hidden, *self.rest)
+        return self.forward(self.kept.engine.bring_back(self.kept), *self.rest, **self.again)
 
 
 class OffloadEngine:
@@ -150,11 +154,14 @@ class OffloadEngine:
         for pool in self._pools.values():
             pool.release()
 
-    def checkpoint(self, layer: int, forward: Callable[..., Any], hidden: Tensor, *rest: Any) -> Any:
+    def checkpoint(
+        self, layer: int, again: Mapping[str, Any], forward: Callable[..., Any], hidden: Tensor, *rest: Any
+    ) -> Any:
         """Run a layer's forward in training, so that all it leaves for the backward pass is its input, in host memory.
 
         Args:
             layer: its index; a forward pass calls layers by rising index.
+            again: what `forward` is given besides in the backward pass.
             forward: called with `hidden` and `rest`, now and again in the backward pass.
             hidden: its input, any shape and dtype.
         Raises:
@@ -162,7 +169,7 @@ class OffloadEngine:
         """
         if not torch.is_grad_enabled():
             return forward(hidden, *rest)
-        run = _Run(forward, self._send_away(layer, hidden), hidden, rest)
+        run = _Run(forward, self._send_away(layer, hidden), hidden, rest, again)
         whose = hidden.detach().new_empty(0)  # tells checkpoint the device whose random state it is to restore
         try:
             return checkpoint(run, whose, use_reentrant=False)

@@ -45,6 +45,8 @@ class StepTimes:
     """Recomputing one layer's norms."""
     gate_up: float
     """Recomputing gate and up."""
+    again: float
+    """Recomputing one layer: its forward, which in fused layers needs no product of down."""
     copy: float
     """One layer's input to the host, or back; 0 where memory is shared."""
     rest: float
@@ -55,7 +57,7 @@ class StepTimes:
         by = (forward + backward) / (self.forward + self.backward)
         return replace(
             self, forward=forward, backward=backward, norms=by * self.norms, gate_up=by * self.gate_up,
-            copy=copy, rest=by * self.rest,
+            again=forward / self.forward * self.again, copy=copy, rest=by * self.rest,
         )  # fmt: skip
 
     def extra(self, buffers: int) -> dict[Policy, float]:
@@ -64,7 +66,7 @@ class StepTimes:
         An offloaded input goes out while its layer's forward runs and, with two buffers, comes back during the backward
         of the layer after it; with one it comes back when its own layer is next.
         """
-        again, exposed = self.forward, (1 - HIDDEN) * self.copy
+        again, exposed = self.again, (1 - HIDDEN) * self.copy
         out = max(exposed, self.copy - self.forward)
         back = max(exposed, self.copy - again - self.backward) if buffers > 1 else self.copy
         return {
@@ -105,12 +107,16 @@ def step_times(shape: Shape, work: Work, card: Card) -> StepTimes:
     backward = trained * products + 2.5 * attention + 1.5 * (norms + around) + adapters + written + gaps
     if not work.fused:
         forward, backward = max(forward, STOCK_GAPS), max(backward, STOCK_GAPS)
-    gate_up = 2 * t * 2 * h * i * rate + written * 2 * h * i / shape.linear_weights
+    matrix = 2 * t * h * i * rate + written * h * i / shape.linear_weights
+    # a Gemma layer's backward reads the product's norm
+    spared = (
+        matrix + 3 * t * h * work.stream_bytes * moving if work.fused and shape.norms == 2 and not shape.experts else 0
+    )
     head = (6 if work.method == "full" else 4) * t * h * shape.vocab * rate + 4 * t * shape.vocab * b * moving
     updated = shape.parameters if work.method == "full" else 0
     rest = head + 30 * updated / card.bandwidth * 1e3 + 12 * t * h * b * moving
     copy = buffer_bytes(shape, work) / card.link * 1e3 if card.link else 0.0
-    return StepTimes(forward, backward, norms / shape.norms * 2, gate_up, copy, rest)
+    return StepTimes(forward, backward, norms / shape.norms * 2, 2 * matrix, forward - spared, copy, rest)
 
 
 def _adapted(shape: Shape, work: Work, names: Sequence[str]) -> int:

@@ -21,7 +21,7 @@ from pronghorn.data.batch import PackedBatch
 from pronghorn.kernels.glu import Activation
 from pronghorn.kernels.rms_norm import rms_norm
 from pronghorn.kernels.rope import Heads
-from pronghorn.memory.checkpoint import WHOLE_LAYER, has_own_forward
+from pronghorn.memory.checkpoint import OUTPUT_NOT_WANTED, WHOLE_LAYER, has_own_forward
 from pronghorn.memory.plan import POLICY, Policy
 from pronghorn.models import fused
 from pronghorn.models.families import ACTIVATIONS
@@ -119,8 +119,7 @@ def output_is_seen(backbone: Any) -> bool:
     modules = backbone, backbone.layers[-1], backbone.norm
     names = "_forward_hooks", "_backward_hooks", "_backward_pre_hooks"
     hooks = (hook for module in modules for name in names for hook in getattr(module, name).values())
-    own = "pronghorn."  # profile's, which only take the time
-    return any(map(has_own_forward, modules)) or any(_is_foreign(hook) and not _is_from(hook, own) for hook in hooks)
+    return any(map(has_own_forward, modules)) or any(_is_foreign(hook) and not _is_own_hook(hook) for hook in hooks)
 
 
 @functools.cache
@@ -166,7 +165,7 @@ def _layer_class(original: Any, backend: Backend, last: bool) -> type[nn.Module]
     plain: Any = original.forward
 
     @functools.wraps(plain)
-    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, hidden_states: Tensor, *args: Any, output_wanted: bool = True, **kwargs: Any) -> Any:
         packed: PackedBatch | None = kwargs.get("packed")
         turns = kwargs.get("position_embeddings")  # by position it goes transformers' way
         parts = None if packed is None or turns is None else _parts(self, hidden_states, backend)
@@ -177,16 +176,22 @@ def _layer_class(original: Any, backend: Backend, last: bool) -> type[nn.Module]
         if policy in WHOLE_LAYER and not self.gradient_checkpointing:  # which is switched off
             policy = Policy.KEEP
         x, dtype = hidden_states.flatten(0, 1).contiguous(), _compute_dtype(hidden_states)
+        rows = packed.loss_rows if last and packed.loss_only else None
+        wanted = output_wanted or any(not _is_own_hook(hook) for hook in self._forward_hooks.values())
         with _without_autocast(hidden_states):
-            if last and packed.loss_only:
-                return fused.layer(x, cos, sin, packed, parts, dtype, policy, packed.loss_rows)[None]
-            return fused.layer(x, cos, sin, packed, parts, dtype, policy).view_as(hidden_states)
+            y = fused.layer(x, cos, sin, packed, parts, dtype, policy, rows, wanted)
+        return y.view_as(hidden_states) if rows is None else y[None]
 
-    return subclass(original, forward=forward)
+    return subclass(original, forward=forward, **{OUTPUT_NOT_WANTED: True})
 
 
 def _is_foreign(hook: Any) -> bool:
     return not _is_from(hook, _RECORDER)
+
+
+def _is_own_hook(hook: Any) -> bool:
+    """Profile's: it takes the time and doesn't look at what a module gives."""
+    return _is_from(hook, "pronghorn.")
 
 
 def _is_from(hook: Any, package: str) -> bool:

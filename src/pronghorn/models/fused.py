@@ -107,14 +107,20 @@ def layer(
     dtype: torch.dtype,
     policy: Policy,
     rows: Tensor | None = None,
+    output_wanted: bool = True,
 ) -> Tensor:
-    """x, y: [T, H], contiguous; cos, sin: [T, D]; products are in `dtype`; rows: int64 [M], y is [M, H] of these. A row
-    that is named more than once must have no gradient."""
+    """x, y: [T, H], contiguous; cos, sin: [T, D]; products are in `dtype`.
+
+    Args:
+        rows: int64 [M]: y is [M, H] of these; one that is named more than once must have no gradient.
+        output_wanted: whether y is wanted, or only what a backward needs (y's values mean nothing then): the product of
+            down, a quarter of a layer's operations, is left out.
+    """
     linears = read([parts.attention.qkv, parts.attention.out, parts.mlp.gate_up, parts.mlp.down], dtype)
     norms = [norm.weight for norm in (*parts.before, *(parts.after or ()))]
     heads = parts.attention.heads
     more = *norms, heads.query_norm, heads.key_norm, parts.attention.sinks
-    return _Layer.apply(x, cos, sin, packed, parts, policy, rows, linears, *more, *_trained(linears))
+    return _Layer.apply(x, cos, sin, packed, parts, policy, rows, output_wanted, linears, *more, *_trained(linears))
 
 
 class _Attention(torch.autograd.Function):
@@ -155,6 +161,7 @@ class _Layer(torch.autograd.Function):
         parts: LayerParts,
         policy: Policy,
         rows: Tensor | None,
+        output_wanted: bool,
         linears: list[Operands],
         *weights: Tensor | None,
     ) -> Tensor:
@@ -166,10 +173,13 @@ class _Layer(torch.autograd.Function):
         h, after = _add(_picked(x, rows), y, low_rank, parts.after and parts.after[0])
         h_normed, h_rstd = parts.before[1].forward(h, dtype)
         a, gate_up, xa = _gate_up(h_normed, parts.mlp, linears[2])
-        y, low_rank = linears[3].parts(a)
-        a_a = low_rank and low_rank[0]
-        del a
-        out, h_after = _add(h, y, low_rank, parts.after and parts.after[1])
+        if output_wanted or parts.after is not None:  # whose backward needs y
+            y, low_rank = linears[3].parts(a)
+            a_a = low_rank and low_rank[0]
+            del a
+            out, h_after = _add(h, y, low_rank, parts.after and parts.after[1])
+        else:
+            a_a, out, h_after = linears[3].inner(a), h.new_empty(()).expand_as(h), (None, None)
         keep = policy is Policy.KEEP  # of a layer that is recomputed as a whole as little as may be, too
         large = (
             normed if keep else None,
@@ -222,7 +232,7 @@ class _Layer(torch.autograd.Function):
         )
         if dx is not None:
             dx, d_norms[0] = norms[0].backward(dx, x, rstd, _spread(dh, rows, x))
-        return dx, *(None,) * 7, *d_norms, *gradients, *mlp_grads
+        return dx, *(None,) * 8, *d_norms, *gradients, *mlp_grads
 
 
 def _attention_forward(

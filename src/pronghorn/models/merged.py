@@ -189,9 +189,12 @@ class Operands:
         """x Wᵀ + b, and what is to be added to it: (x Aᵀ, B, s) of s · (x Aᵀ) Bᵀ, or None without adapters."""
         bias = self.group.bias(self.bases, self.dtype)
         y = x @ self.weight.t() if bias is None else torch.addmm(bias, x, self.weight.t())
-        if self.a is None or self.b is None:
-            return y, None
-        return y, (x @ self.a.t(), self.b, self.scale)
+        xa = self.inner(x)
+        return y, None if xa is None or self.b is None else (xa, self.b, self.scale)
+
+    def inner(self, x: Tensor) -> Tensor | None:
+        """x Aᵀ [T, R], or None without adapters."""
+        return None if self.a is None else x @ self.a.t()
 
     def input_grad(self, dy: Tensor, wanted: bool = True) -> tuple[Any, Tensor | None]:
         """(dx [T, in], if wanted; s·dy B [T, R], if there are adapters) from dy [T, N]."""
