@@ -322,7 +322,9 @@ class FakeWorker:
             losses = [float("nan") if does == "nan" else 1.0] * count
             return {"steps": times, "losses": losses, "memory_retries": retries, "peak": 10}
         loaded = {"notes": ["plans beside another" if beside else "plans alone"], "load_s": len(self.asked)}
-        return {"load": loaded, "rest": {"resting": 3}, "count": {"launches": 5, "syncs": 1}}[command]
+        return {"load": loaded, "rest": {"resting": 3, "notes": loaded["notes"]}, "count": {"launches": 5, "syncs": 1}}[
+            command
+        ]
 
     def close(self) -> None:
         self.alive.discard(self.name)

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from pronghorn.device import graph_bytes
 from pronghorn.errors import ConfigError, TrainingError
 from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import _graph_refusal, attach, attached
-from pronghorn.models.graph import MEASURED_FORWARDS, _Captured, _fingerprint, _Replay, graphed_class
+from pronghorn.models.graph import MEASURED_FORWARDS, MEASURED_REPLAYS, _Captured, _fingerprint, _Replay, graphed_class
 from test_fused import BIASED, WIDE, with_adapters
 from test_fused_changes import CHANGES, adapted
 from test_parity import LENGTHS, ROW, gradients
@@ -156,9 +157,29 @@ def test_auto_measures_first(captured: tuple[Any, Any]) -> None:
         model(**on_device(LENGTHS, seed)).loss.backward()
         torch.cuda.synchronize()
     path, why = graph_path(handle)  # three tiny layers: nothing but launching
-    assert path == "on" and "of a forward's time" in why
-    model(**on_device(LENGTHS, 0)).loss.backward()
+    assert path == "on" and "of a forward's time" in why and "a graph" not in why
+    for seed in range(MEASURED_REPLAYS + 1):
+        model(**on_device(LENGTHS, seed)).loss.backward()
+        torch.cuda.synchronize()
+    assert graph_path(handle)[0] == "on" and "a graph" in graph_path(handle)[1]
     assert len(handle._graphs._captured) == 1
+
+
+@pytest.mark.gpu
+def test_a_graph_that_gains_nothing_is_given_back(captured: tuple[Any, Any]) -> None:
+    model, _ = captured
+    handle = attach(model, layers="fused", graph="auto")
+    graphs = handle._graphs
+    graphs._host_share, graphs._plain_ms = 0.8, 1e-6
+    torch.cuda.synchronize()
+    losses = []
+    for _ in range(MEASURED_REPLAYS + 2):
+        loss = model(**on_device(LENGTHS, 0)).loss
+        loss.backward()
+        losses.append(loss.item())
+    path, why = graph_path(handle)
+    assert path == "off" and "of the time without one" in why
+    assert not graphs._captured and graph_bytes() == 0 and len(set(losses)) == 1
 
 
 @pytest.mark.gpu

@@ -14,8 +14,7 @@ from pronghorn.bench.contenders import CONTENDERS, Spec
 from pronghorn.bench.gate import judge
 from pronghorn.bench.process import OutOfMemory, Worker, WorkerError
 from pronghorn.bench.reference import Reference
-from pronghorn.bench.timing import STEPS_A_TURN, WARM_STEPS, Series, alternate, ratio
-from pronghorn.bench.workload import ROWS
+from pronghorn.bench.timing import HEAD_START, STEPS_A_TURN, WARM_STEPS, Series, alternate, ratio
 
 RELAUNCHED_TURNS = 2
 """Turns of each contender where every turn starts a process: fewer and longer ones, since starting takes minutes."""
@@ -135,7 +134,7 @@ class Pairs:
             self._count(other)
 
     def _enter(self, outcome: Outcome) -> None:
-        """Load a contender and judge it; a green one stays running, every row run once."""
+        """Load a contender and judge it; a green one stays running, with a head start."""
         refused = _refusal(outcome.spec, self._device_bytes > 0)
         if refused is not None:
             return outcome.fail(refused)
@@ -145,7 +144,7 @@ class Pairs:
         outcome.first_step_s = found["first_step_s"]
         outcome.gate = judge(found, self._reference)
         if outcome.green:
-            self._ask(outcome, "steps", count=ROWS, warm=0)
+            self._ask(outcome, "steps", count=HEAD_START, warm=0)
             self._ask(outcome, "rest")
         else:
             self._stop(outcome)
@@ -171,9 +170,10 @@ class Pairs:
             outcome.fail(f"losses of timed steps are not finite: {found['losses']}")
             self._stop(outcome)
             raise _Failed(f"{outcome.label}: {outcome.gate['reasons'][-1]}")
-        resting = self._ask(outcome, "rest")["resting"]
+        rest = self._ask(outcome, "rest")
+        outcome.loaded["notes"] = rest["notes"]
         if self._device_bytes:
-            outcome.memory = {"resting": resting, "peak": max(found["peak"], outcome.memory.get("peak", 0))}
+            outcome.memory = {"resting": rest["resting"], "peak": max(found["peak"], outcome.memory.get("peak", 0))}
         if not self._together:
             self._count(outcome)
             self._stop(outcome)
@@ -200,7 +200,7 @@ class Pairs:
         first = {name: outcome.loaded[name] for name in ("import_s", "load_s") if name in outcome.loaded}
         outcome.loaded = loaded | first  # a later process finds its files in the host's memory, but may plan anew
         if outcome.green:
-            self._ask(outcome, "steps", count=ROWS, warm=0)
+            self._ask(outcome, "steps", count=HEAD_START, warm=0)
 
     def _ask(self, outcome: Outcome, command: str, **arguments: Any) -> dict[str, Any]:
         """Ask the contender's process. Out of memory beside another is raised, other errors are its failure."""

@@ -56,7 +56,7 @@ class ContenderProcess:
         parameters = list(trainable(self._built.model).values())
         self._optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
         self._synchronize()
-        notes = list(self._built.notes)
+        self._notes = notes = list(self._built.notes)
         if self._cuda and not any(part.get("is_expandable") for part in torch.cuda.memory_snapshot()):
             notes.append("the allocator's segments don't grow")
         if not self._cuda and self._spec.memory is not None:
@@ -64,7 +64,7 @@ class ContenderProcess:
         return {
             "import_s": imported - start,
             "load_s": time.perf_counter() - imported,
-            "notes": notes,
+            "notes": notes + self._built.paths(),
             "versions": versions(*contender.requirements),
         }
 
@@ -100,7 +100,7 @@ class ContenderProcess:
         }
 
     def rest(self) -> dict[str, Any]:
-        """Free gradients and caches; weights and the optimiser's state stay. Bytes still held."""
+        """Free gradients and caches; weights and the optimiser's state stay. Bytes still held, and notes as of now."""
         import torch
 
         from pronghorn.device import graph_bytes
@@ -109,7 +109,8 @@ class ContenderProcess:
         gc.collect()
         if self._cuda:
             torch.cuda.empty_cache()
-        return {"resting": torch.cuda.memory_allocated() + graph_bytes() if self._cuda else None}
+        resting = torch.cuda.memory_allocated() + graph_bytes() if self._cuda else None
+        return {"resting": resting, "notes": self._notes + self._built.paths()}
 
     def count(self) -> dict[str, Any]:
         """Launches and synchronisations of a step; nothing on the CPU."""

@@ -35,8 +35,12 @@ Graph = Literal["auto", "on", "off"]
 MEASURED_FORWARDS = 8
 """Training forwards that are timed before `auto` decides, by the median of all but the first two: they compile."""
 HOST_BOUND = 0.7
-"""Share of a forward's time on the device that the host takes to launch it, from which on a graph pays: the device also
-waits here and there where the host keeps up on the whole."""
+"""Share of a forward's time on the device that the host takes to launch it, from which on a graph is tried: the device
+also waits here and there where the host keeps up on the whole."""
+MEASURED_REPLAYS = 4
+"""Replays that are timed then, the first one left out."""
+PAYS = 0.97
+"""Of a forward's time without a graph, the most that one with a graph may take: it holds memory of its own."""
 MOST_GRAPHS = 4
 """Different numbers of documents (buckets) that are captured; rows of others run without a graph."""
 WARM_UPS = 2
@@ -90,6 +94,11 @@ class TrunkGraphs:
         self._timed: list[tuple[float, torch.cuda.Event, torch.cuda.Event]] = []
         self._refused: str | None = None
         self._host_share: float | None = None
+        self._plain_ms = 0.0
+        """Median of the forwards that `_host_share` is from."""
+        self._timed_replays: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._gain: float | None = None
+        """A forward's time with a graph, where without one it is 1."""
         self.replays = 0
         """Forwards and backwards so far. All graphs share memory: each overwrites what a forward before it left."""
 
@@ -110,8 +119,16 @@ class TrunkGraphs:
             return "on", f"asked for{but}"
         if self._host_share is None:
             return "off", "the first steps measure whether it pays"
-        share = f"launching takes the host {self._host_share:.0%} of a forward's time"
-        return ("on", share + but) if self._host_share >= HOST_BOUND else ("off", share)
+        why = f"launching takes the host {self._host_share:.0%} of a forward's time"
+        if self._gain is not None:
+            why += f", a graph {self._gain:.0%} of the time without one"
+        return ("on", why + but) if self._wanted() else ("off", why)
+
+    def _wanted(self) -> bool:
+        """Whether a graph pays, as far as is known."""
+        if self._always:
+            return True
+        return self._host_share is not None and self._host_share >= HOST_BOUND and (self._gain or 0.0) <= PAYS
 
     def forward(self, embeds: Tensor, position_ids: Tensor, packed: PackedBatch) -> Tensor | None:
         """The trunk's output [1, T, H] through a graph; None if this batch goes without one."""
@@ -123,7 +140,9 @@ class TrunkGraphs:
             self._fingerprint = fingerprint
         if self._refused is not None or embeds.requires_grad:
             return None
-        if not self._always and (self._host_share is None or self._host_share < HOST_BOUND):
+        if not self._always and self._gain is None:
+            self._judge()
+        if not self._wanted():
             return None
         longest = self._longest()
         if longest is not None and max(packed.lengths) >= longest:  # lengths are the host's there, not data
@@ -135,7 +154,32 @@ class TrunkGraphs:
                 return None
             self._captured[key] = self._capture(embeds, position_ids, packed)
             self._fingerprint = _fingerprint(self._backbone)  # the first products put weights together
-        return _Replay.apply(embeds, position_ids, packed, self, self._captured[key], *self._parameters)
+        with self._timing():
+            return _Replay.apply(embeds, position_ids, packed, self, self._captured[key], *self._parameters)
+
+    @contextmanager
+    def _timing(self) -> Iterator[None]:
+        """Of a replay, until it is known what a graph gains."""
+        if self._always or self._gain is not None:
+            yield
+            return
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        yield
+        end.record()
+        self._timed_replays.append((start, end))
+
+    def _judge(self) -> None:
+        """Once replays were timed: know what they gain, and give the graphs back if that is too little."""
+        done = [start.elapsed_time(end) for start, end in self._timed_replays if end.query()]
+        if len(done) < MEASURED_REPLAYS:
+            return
+        self._gain = statistics.median(done[1:]) / self._plain_ms
+        self._timed_replays.clear()
+        if not self._wanted():
+            self._captured.clear()
+            self._pool = None
+            torch.cuda.empty_cache()  # else nothing but graphs could use what was theirs
 
     def without(self, run: Callable[[], Any]) -> Any:
         """Run a training forward without a graph; the first ones are timed, without waiting for the device."""
@@ -148,9 +192,11 @@ class TrunkGraphs:
         host_ms = (time.perf_counter() - began) * 1e3
         end.record()
         self._timed.append((host_ms, start, end))
-        done = [host / a.elapsed_time(b) for host, a, b in self._timed if b.query()]
+        done = [(host, a.elapsed_time(b)) for host, a, b in self._timed if b.query()]
         if len(done) >= MEASURED_FORWARDS:
-            self._host_share = statistics.median(done[MEASURED_FORWARDS // 3 :])
+            del done[: MEASURED_FORWARDS // 3]
+            self._host_share = statistics.median(host / device for host, device in done)
+            self._plain_ms = statistics.median(device for _, device in done)
             self._timed.clear()
         return result
 

@@ -72,6 +72,8 @@ class Built:
     """A row's arguments on the device, made anew at every call, outside the clock."""
     notes: list[str] = field(default_factory=list)
     """What a reader must know to judge the figures."""
+    paths: Callable[[], list[str]] = list
+    """More of that, which steps may change."""
 
 
 class InPaddedBatches:

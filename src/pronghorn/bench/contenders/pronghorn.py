@@ -48,8 +48,10 @@ def build(spec: Spec) -> Built:
     def make_batch(row: Row) -> dict[str, Any]:
         return {name: value.to(device()) for name, value in collator([vars(row)]).items()}
 
-    notes = [f"{path.part}: {path.path} ({path.why})" for path in handle.report]
-    return Built(model.train(), make_batch, notes)
+    def paths() -> list[str]:
+        return [f"{path.part}: {path.path} ({path.why})" for path in handle.report]
+
+    return Built(model.train(), make_batch, paths=paths)
 
 
 PRONGHORN = Contender("pronghorn", {}, prepare, build)
