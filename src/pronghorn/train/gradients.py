@@ -6,6 +6,7 @@ Until then a non-finite gradient can do no harm: fused optimisers take `found_in
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -76,13 +77,15 @@ class GradientWatch(TrainerCallback):
 
     def clip(self, most: float, parameters: Iterable[Tensor]) -> Tensor | None:
         """What `torch.nn.utils.clip_grad_norm_` does and returns, by the norms that `observe` has anyway, whose launch
-        takes the host a millisecond. None where these aren't the gradients that it saw, or some are sharded."""
+        takes the host a millisecond. With `most` infinite it only returns the norm of all. None where these aren't the
+        gradients that `observe` saw, or some are sharded."""
         gradients: list[Any] = [p.grad for p in parameters if p.grad is not None]
         if self._norms is None or _seen(gradients) != self._norms[0]:
             return None
         (_, norms), self._norms = self._norms, None
         total = torch.linalg.vector_norm(norms)
-        torch._foreach_mul_(gradients, (most / (total + 1e-6)).clamp(max=1.0))
+        if most < math.inf:
+            torch._foreach_mul_(gradients, (most / (total + 1e-6)).clamp(max=1.0))
         return total
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -12,6 +12,7 @@ Everything TRL's users know stays: `SFTConfig`, its data formats, its tokenising
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 import time
 from collections.abc import Callable
@@ -153,13 +154,21 @@ class SFTTrainer(trl.SFTTrainer):
 
     def _clip_grad_norm(self, model: Any) -> Tensor | None:
         """Stock's, by the norms that the watch has already; where gradients are scaled or sharded, stock itself."""
-        plain = self.accelerator.distributed_type in (DistributedType.NO, DistributedType.MULTI_GPU)
-        clipped = None
-        if plain and self.accelerator.scaler is None:
-            optimizer: Any = self.optimizer
-            optimized = (parameter for group in optimizer.param_groups for parameter in group["params"])
-            clipped = self._watch.clip(self.args.max_grad_norm, optimized)
+        clipped = self._clip(self.args.max_grad_norm)
         return super()._clip_grad_norm(model) if clipped is None else clipped
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        """Where nothing is clipped stock takes the norm for the log, and scales every gradient by one: also saved."""
+        grad_norm = self._clip(math.inf) if grad_norm is None else grad_norm
+        return super()._get_grad_norm(model, grad_norm=grad_norm)
+
+    def _clip(self, most: float) -> Tensor | None:
+        if self.accelerator.distributed_type not in (DistributedType.NO, DistributedType.MULTI_GPU):
+            return None
+        if self.accelerator.scaler is not None:
+            return None
+        optimizer: Any = self.optimizer
+        return self._watch.clip(most, (p for group in optimizer.param_groups for p in group["params"]))
 
     def _ran_out(self, event: OutOfMemory) -> None:
         """Into the history, which checkpoints and the run's record keep, and to the user."""
