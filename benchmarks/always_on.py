@@ -5,8 +5,10 @@ Without, a step is TRL's over the same rows, model and loss. Two measurements:
 
     by turns     the median step of a turn with them over that of the next turn, without: the whole cost, and the
                  machine's noise
-    on the host  the time that the host computes for them, less stock's clipping, which they make superfluous, as a
-                 share of a step: on a CPU that is all of it
+    on the host  the time that the host computes for them, less stock's norms of gradients and its clipping, which they
+                 make superfluous, as a share of a step: on a CPU that is all of it
+
+Both are taken of a training that clips gradients, and then of one that doesn't (`max_grad_norm: 0`).
 
     python benchmarks/always_on.py --model Llama-3.2-1B --tokens 8192 --pairs 20
 """
@@ -14,6 +16,7 @@ Without, a step is TRL's over the same rows, model and loss. Two measurements:
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import statistics
@@ -46,7 +49,7 @@ DOCUMENTS = 16
 class Stock(trl.SFTTrainer):
     """TRL's trainer, timed on the host, below Pronghorn's."""
 
-    inner = clipping = 0.0
+    inner = norms = 0.0
 
     def _below(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         began = time.thread_time()
@@ -63,11 +66,18 @@ class Stock(trl.SFTTrainer):
     def log(self, *args: Any, **kwargs: Any) -> None:
         self._below(super().log, *args, **kwargs)
 
-    def _clip_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
+    def _of_norms(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         before = self.inner
-        result = self._below(super()._clip_grad_norm, *args, **kwargs)
-        self.clipping += self.inner - before
+        result = self._below(call, *args, **kwargs)
+        self.norms += self.inner - before
         return result
+
+    def _clip_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
+        return self._of_norms(super()._clip_grad_norm, *args, **kwargs)
+
+    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
+        """Where nothing is clipped stock takes the norms here, for the log."""
+        return self._of_norms(super()._get_grad_norm, *args, **kwargs)
 
 
 class ByTurns(SFTTrainer, Stock):
@@ -102,13 +112,16 @@ class ByTurns(SFTTrainer, Stock):
     def _clip_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
         return self._either("_clip_grad_norm", *args, **kwargs)
 
+    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
+        return self._either("_get_grad_norm", *args, **kwargs)
+
 
 class Turns(TrainerCallback):
     """Marks each step's beginning, and changes what the trainer tells after each turn."""
 
     def __init__(self) -> None:
         self.trainer: Any = None
-        self.inner_told = self.outer_told = self.stock_clipping = 0.0
+        self.inner_told = self.outer_told = self.stock_norms = 0.0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer, step = self.trainer, state.global_step
@@ -117,17 +130,16 @@ class Turns(TrainerCallback):
             if step > WARM_TURNS * STEPS_A_TURN:
                 if trainer.told:
                     self.inner_told, self.outer_told = self.inner_told + trainer.inner, self.outer_told + trainer.outer
-                else:
-                    self.stock_clipping += trainer.clipping
-            trainer.inner = trainer.outer = trainer.clipping = 0.0
+                self.stock_norms += -trainer.norms if trainer.told else trainer.norms
+            trainer.inner = trainer.outer = trainer.norms = 0.0
             trainer.told = (step // STEPS_A_TURN) % 2 == 0
 
 
-def build(arguments: argparse.Namespace, folder: Path) -> tuple[ByTurns, Turns]:
+def build(arguments: argparse.Namespace, checkpoint: Path, folder: Path, most: float) -> tuple[ByTurns, Turns]:
+    """The trainer, which clips gradients to a norm of `most` (0: doesn't)."""
     device = default_device()
     torch.set_num_threads(1)
     cuda = device.type == "cuda"
-    checkpoint = checkpoint_of(arguments.model, folder, seed=0)
     model, tokenizer = load_model(
         checkpoint,
         max_seq_length=arguments.tokens,
@@ -146,6 +158,7 @@ def build(arguments: argparse.Namespace, folder: Path) -> tuple[ByTurns, Turns]:
         max_length=arguments.tokens,
         per_device_train_batch_size=1,
         max_steps=steps,
+        max_grad_norm=most,
         gradient_checkpointing=False,
         logging_steps=1,
         save_strategy="no",
@@ -167,10 +180,10 @@ def build(arguments: argparse.Namespace, folder: Path) -> tuple[ByTurns, Turns]:
     return trainer, turns
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        trainer, turns = build(arguments, Path(folder))
-        trainer.train()
+def measure(arguments: argparse.Namespace, checkpoint: Path, folder: Path, most: float) -> dict[str, Any]:
+    gc.collect()  # a training before, whose memory and graphs shouldn't go in the midst of this one
+    trainer, turns = build(arguments, checkpoint, folder, most)
+    trainer.train()
     trainer.marks.append(trainer.clock.mark())
     # a turn's first step begins within the one before it: its figures are told late
     times = trainer.clock.milliseconds(trainer.marks)
@@ -182,17 +195,17 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     reach = 0.98 * math.sqrt(len(costs))  # 95 % of a median, by order
     low, high = (costs[max(0, min(len(costs) - 1, round(len(costs) / 2 + side * reach)))] for side in (-1, 1))
     steps = STEPS_A_TURN * arguments.pairs
-    # with them, gradients are clipped by norms that the watch has taken: that stock's clipping isn't run counts, too
-    host = (turns.outer_told - turns.inner_told - turns.stock_clipping) * 1e3 / steps
+    # with them, gradients are clipped by norms that the watch has taken: that stock's own aren't counts, too
+    ours, stock = (seconds * 1e3 / steps for seconds in (turns.outer_told - turns.inner_told, turns.stock_norms))
     step = statistics.median(medians[1::2])
     return {
-        "model": arguments.model,
-        "tokens": arguments.tokens,
         "step_ms": step,
         "by_turns": statistics.median(costs),
         "by_turns_95": [low, high],
-        "host_ms_a_step": host,
-        "host_share": host / step,
+        "host_ms_a_step": ours - stock,
+        "host_share": (ours - stock) / step,
+        "host_ms_of_ours": ours,
+        "host_ms_of_stock_s_norms": stock,
     }
 
 
@@ -206,7 +219,18 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.out is not None:
         check_writable(arguments.out)
-    found = measure(arguments) | {"device": device_name(), "versions": versions("trl"), "commit": arguments.commit}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        checkpoint = checkpoint_of(arguments.model, folder, seed=0)
+        found = {
+            "model": arguments.model,
+            "tokens": arguments.tokens,
+            **measure(arguments, checkpoint, folder, most=1.0),
+            "without_clipping": measure(arguments, checkpoint, folder, most=0.0),
+            "device": device_name(),
+            "versions": versions("trl"),
+            "commit": arguments.commit,
+        }
     print(json.dumps(found))
     if arguments.out is not None:
         write_json({"schema": 1, **found}, arguments.out)

@@ -21,6 +21,8 @@ from pronghorn.kernels import (
     cross_entropy_triton,
     glu,
     glu_triton,
+    norms,
+    norms_triton,
     residual,
     residual_triton,
     rms_norm,
@@ -187,6 +189,25 @@ def both_ways(module: Any) -> Callable[..., Tensor]:
     return run
 
 
+def check_norms(device: str, dtype: torch.dtype) -> None:
+    sizes = (1, 5, 63, 0, 4097, norms_triton.PART + 1, 2 * norms_triton.PART + 3)
+    some = [random(size, device=device, dtype=dtype, seed=seed) for seed, size in enumerate(sizes)]
+    some += [some[4][1:], some[4][:4096].view(64, 64) * 100]  # not where 16 bytes begin; beyond float16's squares
+    for each in (some, some[:5]):
+        compare("norms", lambda *x: norms_triton.norms(list(x)), lambda *x: norms.norms_reference(list(x)), *each)
+    told = [
+        torch.zeros(9, device=device, dtype=dtype),
+        *(torch.full((5000,), x, device=device, dtype=dtype) for x in BAD),
+    ]
+    assert norms_triton.norms(told).isfinite().tolist() == [True, False, False] and norms_triton.norms(told)[0] == 0
+    if device == "cuda":
+        other = torch.ones(2, 3, device=device, dtype=dtype)
+        for mixed in ([other, other.double()], [other.t(), other], [other.double()]):
+            assert torch.equal(norms.norms(mixed), norms.norms_reference(mixed))
+
+
+BAD = float("inf"), float("nan")
+
 CHECKS = {
     "rms_norm": check_rms_norm,
     "residual": check_residual,
@@ -194,6 +215,7 @@ CHECKS = {
     "rope": check_rope,
     "cross_entropy": check_cross_entropy,
     "attention": check_attention,
+    "norms": check_norms,
 }
 
 if __name__ == "__main__":

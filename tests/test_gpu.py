@@ -89,6 +89,28 @@ def test_a_non_finite_gradient_skips_the_update_on_the_device() -> None:
         one(1.0)
 
 
+def test_the_watch_clips_as_torch_does_and_never_waits(no_synchronisation: Any) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(900, 500), torch.nn.Linear(500, 3)).to("cuda")
+    watch = GradientWatch()
+
+    def once(most: float) -> Any:
+        torch.manual_seed(0)
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        watch.observe(model)
+        return watch.clip(most, model.parameters())
+
+    once(0.5)
+    torch.cuda.synchronize()
+    with no_synchronisation:
+        once(float("inf"))
+        ours = once(0.5)
+    clipped = [parameter.grad for parameter in model.parameters()]
+    once(float("inf"))
+    torch.testing.assert_close(ours, torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+    torch.testing.assert_close(clipped, [parameter.grad for parameter in model.parameters()])
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 def test_trainer_in_every_precision(stories: Path, shared: Path, tmp_path: Path, precision: str) -> None:
     from datasets import Dataset

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
-NAMES = ("rms_norm", "residual", "glu", "rope", "cross_entropy", "attention")
+NAMES = ("rms_norm", "residual", "glu", "rope", "cross_entropy", "attention", "norms")
 
 
 @pytest.mark.gpu
@@ -44,6 +44,7 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
         attention_triton,
         cross_entropy_triton,
         glu_triton,
+        norms_triton,
         residual_triton,
         rms_norm_triton,
         rope_triton,
@@ -102,6 +103,15 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
         "attention": (attention_triton._forward, attend, {**tile, "SINK": True, "COLS": 32}, 4),
         "attention, queries": (attention_triton._backward_queries, attend, {**tile, "COLS": 32}, 4),
         "attention, keys": (attention_triton._backward_keys, attend, {**tile, "COLS": 64}, 4),
+        **{
+            f"norms of {kind}": (
+                norms_triton._sums,
+                {"table_ptr": "*i64", "sums_ptr": wide, "N": count, "parts": count},
+                {"TYPE": kind, "BLOCK": norms_triton.BLOCK},
+                4,
+            )
+            for kind in norms_triton.TYPES.values()
+        },
         "cross-entropy": (cross_entropy_triton._kernel, loss, {"CAP": True, "BLOCK": 8192}, 16),
     }
 

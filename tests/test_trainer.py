@@ -410,6 +410,33 @@ def test_a_non_finite_gradient_stops_the_run_before_the_update(
     assert all(torch.equal(after[name], value) for name, value in calls[-1].items())
 
 
+@pytest.mark.parametrize("most", [0.0, 0.5])
+def test_norms_of_gradients_are_taken_once(
+    stories: Path, documents: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: float
+) -> None:
+    """Those that the watch takes are clipped by and logged: stock's don't run, clipping or not, and are the same."""
+
+    def trained_once() -> tuple[list[float], dict[str, Tensor]]:
+        model, tokenizer = adapted(stories)
+        settings = config(tmp_path, max_steps=3, max_grad_norm=most)
+        trainer = SFTTrainer(model, settings, train_dataset=documents, tokenizer=tokenizer)
+        if ours:
+            monkeypatch.setattr(trainer.accelerator, "clip_grad_norm_", refuse)
+        trainer.train()
+        return [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry], trained(model)
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("stock takes the norms again")
+
+    ours = True
+    found = trained_once()
+    ours = False
+    monkeypatch.setattr(GradientWatch, "clip", lambda *_: None)
+    stock = trained_once()
+    assert len(found[0]) == 3 and found[0] == pytest.approx(stock[0], rel=1e-6)
+    assert_equal_weights(found[1], stock[1])
+
+
 @pytest.mark.parametrize("asked", [False, True])
 def test_the_models_plan_decides_about_recompute(
     stories: Path, documents: Dataset, tmp_path: Path, asked: bool

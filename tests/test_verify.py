@@ -22,6 +22,7 @@ from pronghorn.diagnose.verify_passes import Subject, perturb
 from pronghorn.diagnose.verify_subject import rows_of
 from pronghorn.diagnose.verify_subject import subject_of as of_recipe
 from pronghorn.export import merge
+from pronghorn.memory.plan import Plan, Policy
 from pronghorn.models.attach import attach
 from pronghorn.models.families import FAMILIES as FAMILY_FACTS
 from pronghorn.models.lora import add_lora
@@ -452,6 +453,40 @@ def test_padded_batches_are_not_called_right(recipe: Path) -> None:
 def test_rows_are_not_longer_than_training_s(recipe: Path) -> None:
     subject = of_recipe(Recipe.load(recipe), tokens=2048)
     assert subject.row_tokens == 128 >= max(sum(map(len, row)) for row in subject.rows)
+
+
+def test_the_plan_is_training_s(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decided by what the trainer decides by: its rows, not those that are judged."""
+    asked: list[Any] = []
+
+    def decide(handle: Any, *sizes: int, **options: Any) -> Plan:
+        assert handle.plan.undecided and handle.plan.budget_bytes == 2**30
+        asked.append((sizes, options))
+        return Plan((Policy.RECOMPUTE_MLP,))
+
+    monkeypatch.setattr("pronghorn.diagnose.verify_subject.decided", decide)
+    changes = ["packing.rows_per_step=3", "train.gradient_accumulation_steps=2", "memory.budget=1GiB"]
+    report = verify(of_recipe(Recipe.load(recipe, changes), tokens=64))
+    assert asked == [((3, 128), {"packs": True, "autocast": None, "accumulates": True})]
+    assert report.ok, report.checks
+    assert [path.path for path in report.paths if path.part == "activations"] == ["recompute the MLP"]
+
+
+@pytest.mark.gpu
+def test_what_fits_is_kept_on_the_gpu(recipe: Path) -> None:
+    report = verify(of_recipe(Recipe.load(recipe), tokens=128))
+    found = {path.part: path.path for path in report.paths}
+    assert report.ok and found["activations"] == "keep", (found, report.checks)
+
+
+def test_a_long_window_makes_no_row_longer_that_is_trained_on(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan has room for training's rows, and the probe of a window keeps nothing."""
+    monkeypatch.setattr("pronghorn.diagnose.verify_subject.probe_tokens", lambda config: 192)
+    subject = of_recipe(Recipe.load(recipe), tokens=128)
+    assert subject.row_tokens == 200
+    for length, wanted in ((1, 128), (128, 128), (129, 200), (200, 200)):
+        columns = {"input_ids": [1] * length, "labels": [-100] * length, "lengths": [length]}
+        assert subject.collate([columns])["input_ids"].shape == (1, wanted)
 
 
 @pytest.mark.parametrize("arguments", [["r.yaml", "--model", "tiny"], ["--tokens", "64"]])

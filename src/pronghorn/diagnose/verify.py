@@ -23,6 +23,7 @@ from pronghorn.diagnose import verify_checks as checks
 from pronghorn.diagnose.verify_checks import Check
 from pronghorn.diagnose.verify_passes import Run, Subject
 from pronghorn.errors import DataError, UnsupportedError
+from pronghorn.models.attach import PathTaken
 from pronghorn.models.families import base_causal_lm
 from pronghorn.parity.distance import Distance, Luck
 
@@ -46,6 +47,8 @@ class Report:
     rows: list[list[int]]
     """Tokens of each document, by row."""
     labels: int
+    paths: list[PathTaken]
+    """Which way each part of ours went, and why: among them what layers keep, as training's plan has it."""
     device: str
     versions: dict[str, str]
     seconds: float
@@ -103,6 +106,7 @@ def verify(subject: Subject, say: Callable[[str], None] = lambda text: None) -> 
     ]
     from_first = bool(checks.rows_off(packed, plain, exact)[run.first_tokens].any())
     causes = list(checks.causes({check.name: check for check in found}, gradients, from_first, run.shift))
+    paths = run.paths()
     say("merged, saved and loaded again")
     found += checks.merged(run.model)
     found.append(run.reloaded(plain, exact))
@@ -117,6 +121,7 @@ def verify(subject: Subject, say: Callable[[str], None] = lambda text: None) -> 
         reference=str(wide).removeprefix("torch."),
         rows=[[len(document) for document in row] for row in subject.rows],
         labels=subject.n_labels,
+        paths=paths,
         device=device_name(),
         versions=versions(),
         seconds=time.perf_counter() - started,

@@ -18,6 +18,7 @@ from pronghorn.data.packing import IGNORE_INDEX, Document
 from pronghorn.diagnose import verify_checks as checks
 from pronghorn.diagnose.verify_checks import Check, Passes
 from pronghorn.diagnose.verify_probe import NEIGHBOUR, Sight, probe_tokens, sight
+from pronghorn.models.attach import PathTaken, attached
 from pronghorn.models.expert_gradients import count_tokens
 from pronghorn.models.families import base_causal_lm
 from pronghorn.parity.parameters import canonical, trainable
@@ -47,7 +48,7 @@ class Subject:
     rows: list[list[Document]]
     """The documents of each packed row; all rows are one accumulated batch."""
     row_tokens: int
-    """What `collate` makes of a row."""
+    """What `collate` makes of a row, at most."""
     autocast: torch.dtype | None = None
     """Around the forward pass, if training does."""
 
@@ -127,6 +128,11 @@ class Run:
         losses = [each.losses for each in passed if each.losses is not None]
         logits = torch.cat([each.logits for each in passed if each.logits is not None])
         return self._take(losses, torch.cat(losses).double().mean().item(), logits)
+
+    def paths(self) -> list[PathTaken]:
+        """Which way the parts of the attached model's step went, and why."""
+        handle = attached(self.model)
+        return [] if handle is None else handle.paths(self.subject.autocast)
 
     def ours(self) -> Passes:
         """The accumulated batch: every row's loss over the labels of all rows, as the trainer does."""

@@ -19,6 +19,7 @@ from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import attach
 from pronghorn.models.load import default_device, resolve_dtype
 from pronghorn.train.build import attach_options, autocast_dtype, load
+from pronghorn.train.decide import decided
 from pronghorn.train.documents import find, prepare, tokenizer_for
 
 DOCUMENTS_A_ROW = 3
@@ -36,7 +37,7 @@ def subject_of(
         console: shown what happens while data are read.
     Raises:
         ConfigError: the recipe doesn't pack, or has no room for a document; and with DataError, UnsupportedError as
-            training would.
+            training would. What is made raises PlanDoesNotFit when it is built, as training does.
     """
     if not recipe.packing.enabled:
         raise ConfigError("verify judges packed rows, and packing.enabled is false", "set packing.enabled=true for it")
@@ -54,15 +55,30 @@ def subject_of(
     if limit := getattr(config, "max_position_embeddings", None):
         row_tokens = min(row_tokens, limit)
     full = recipe.adapter.method == "full"
+    row, longer = (Collator(length, tokenizer.pad_token_id or 0) for length in (tokens, row_tokens))
+    plan: Plan | None = None
 
     def build() -> Any:
+        """Its plan is made here, as training's: when nothing else is on the card, and for training's rows."""
+        nonlocal plan
         model, handle = load(recipe, found, tokenizer, quiet)
+        plan = decided(
+            handle,
+            recipe.packing.rows_per_step,
+            recipe.model.max_seq_length,
+            packs=True,
+            autocast=autocast_dtype(recipe),
+            accumulates=recipe.train.gradient_accumulation_steps > 1,
+        )
         handle.detach()
         return model
 
     def attach_as_trained(model: Any) -> object:
-        plan = Plan.asked(recipe.memory.gradient_checkpointing, recipe.memory.offload_buffers)
         return attach(model, plan, **attach_options(recipe))
+
+    def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
+        """Rows that are trained on get no longer than the plan has room for; only what looks at windows is."""
+        return (row if sum(len(each["input_ids"]) for each in rows) <= tokens else longer)(rows)
 
     def reload(folder: Path) -> Any:
         if not full:
@@ -73,7 +89,7 @@ def subject_of(
         name=recipe.model.name,
         build=build,
         attach=attach_as_trained,
-        collate=Collator(row_tokens, tokenizer.pad_token_id or 0),
+        collate=collate,
         reload=reload,
         rows=rows,
         row_tokens=row_tokens,

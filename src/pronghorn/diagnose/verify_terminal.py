@@ -18,6 +18,9 @@ def render(report: Report) -> RenderableType:
         f"{report.name}: {report.dtype}, against {report.reference} one document at a time; {rows}, "
         f"{report.labels:,} labels; {report.device}, {report.seconds:.0f} s"
     )
+    ways = {each.part: each for each in report.paths}
+    if "activations" in ways:
+        about += f"\nLayers: {ways['decoder layers'].path}. Their activations: {ways['activations'].path}."
     return Group(escape(about), "", _checks(report), "", _worst(report), "", verdict, *lines)
 
 

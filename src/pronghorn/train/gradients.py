@@ -6,6 +6,7 @@ Until then a non-finite gradient can do no harm: fused optimisers take `found_in
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -17,13 +18,10 @@ from transformers import TrainerCallback
 
 from pronghorn.device import processes
 from pronghorn.errors import TrainingError
+from pronghorn.kernels.norms import norms
 
 SPARSE = "trainable_tokens_delta"
 """What PEFT calls the trained rows of an embedding: a step whose data lack their tokens gives them no gradient."""
-
-
-_Seen = dict[int, tuple[Tensor, int]]
-"""Gradients by their identity, each with how often it was written to."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +54,8 @@ class GradientWatch(TrainerCallback):
         self._moved = False
         self._trained: list[tuple[str, nn.Parameter]] | None = None
         self._observed: tuple[list[str], Tensor] | None = None
-        self._norms: tuple[_Seen, Tensor] | None = None
-        """The gradients as last observed, and their norms [N]."""
+        self._norms: tuple[list[Tensor], dict[int, int], Tensor] | None = None
+        """The gradients as last observed, how often each was written to by then, and their norms [N]."""
         self._pending: _Pending | None = None
         self.skipped = 0
         """Steps that the loss scaler skipped, as far as they are judged."""
@@ -66,23 +64,29 @@ class GradientWatch(TrainerCallback):
         """Flag the gradients as the last backward left them: clipping would spread one NaN over all of them."""
         if self._trained is None:  # once: walking through a large model's modules takes the host milliseconds
             self._trained = [(n.removeprefix("module."), p) for n, p in model.named_parameters() if p.requires_grad]
-        named, gradients = self._trained, [p.grad for _, p in self._trained]
-        if any(gradient is None for gradient in gradients):  # some may have been frozen since
-            named = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+        named: list[tuple[str, nn.Parameter]] = self._trained
+        gradients: list[Any] = [p.grad for _, p in named]
+        plain = _plain(gradients)  # nearly always, and the host has no time to lose
+        if plain:
+            found = norms(gradients).float()
+        else:
+            named = [(name, parameter) for name, parameter in named if parameter.requires_grad]  # or frozen since
             gradients = [p.grad for _, p in named]
-        norms = gradient_norms(gradients, named[0][1].device)
-        self._observed = [name for name, _ in named], gradient_flags(norms)
-        self._norms = (_seen(gradients), norms) if _plain(gradients) else None
+            found = gradient_norms(gradients, named[0][1].device)
+        self._observed = [name for name, _ in named], gradient_flags(found)
+        self._norms = (gradients, _written(gradients), found) if plain else None
 
     def clip(self, most: float, parameters: Iterable[Tensor]) -> Tensor | None:
-        """What `torch.nn.utils.clip_grad_norm_` does and returns, by the norms that `observe` has anyway, whose launch
-        takes the host a millisecond. None where these aren't the gradients that it saw, or some are sharded."""
+        """What `torch.nn.utils.clip_grad_norm_` does and returns, by the norms that `observe` has anyway, which torch's
+        would take the host milliseconds to launch again. With `most` infinite it only returns the norm of all. None
+        where these aren't the gradients that `observe` saw, or some are sharded."""
         gradients: list[Any] = [p.grad for p in parameters if p.grad is not None]
-        if self._norms is None or _seen(gradients) != self._norms[0]:
+        if self._norms is None or _written(gradients) != self._norms[1]:
             return None
-        (_, norms), self._norms = self._norms, None
-        total = torch.linalg.vector_norm(norms)
-        torch._foreach_mul_(gradients, (most / (total + 1e-6)).clamp(max=1.0))
+        (*_, found), self._norms = self._norms, None
+        total = torch.linalg.vector_norm(found)
+        if most < math.inf:
+            torch._foreach_mul_(gradients, (most / (total + 1e-6)).clamp(max=1.0))
         return total
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -147,38 +151,32 @@ def gradient_norms(gradients: list[Any], device: torch.device) -> Tensor:
 
     Of a sharded gradient (DTensor) its local part's.
     """
-    if _plain(gradients):  # nearly always, and the host has no time to lose
-        return torch.stack(_each_norm(gradients)).float()
     local = [getattr(gradient, "_local_tensor", gradient) for gradient in gradients]
     present = {i: g for i, g in enumerate(local) if g is not None and g.numel() > 0}
-    norms = torch.zeros(len(gradients), device=device)
+    every = torch.zeros(len(gradients), device=device)
     if not present:
-        return norms
-    found = torch.stack(_each_norm(list(present.values()))).float()
-    return norms.index_copy(0, torch.tensor(list(present)).to(device, non_blocking=True), found)
+        return every
+    found = norms(list(present.values())).float()
+    return every.index_copy(0, torch.tensor(list(present)).to(device, non_blocking=True), found)
 
 
-def gradient_flags(norms: Tensor) -> Tensor:
-    """float32 [2, N]: whether each gradient has a non-zero entry, and a non-finite one; all ranks agree. In float32 a
-    norm is zero where no entry exceeds 1e-23, and not finite where one exceeds 1e19."""
-    flags = torch.stack([norms != 0, ~torch.isfinite(norms)]).float()
+def gradient_flags(found: Tensor) -> Tensor:
+    """float32 [2, N] of norms: whether each gradient has a non-zero entry, and a non-finite one (`kernels.norms` tells
+    how small and how large); all ranks agree."""
+    flags = (torch.stack([found, found - found]) != 0).float()  # inf - inf and nan - nan are nan
     if processes() > 1:
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
     return flags
 
 
-def _each_norm(gradients: list[Any]) -> list[Tensor]:
-    """L2; of 16 bits in float32, since fp16's own range is too small."""
-    narrow = any(gradient.element_size() == 2 for gradient in gradients)
-    return list(torch._foreach_norm(gradients, 2, torch.float32) if narrow else torch._foreach_norm(gradients))
-
-
-def _seen(gradients: list[Any]) -> _Seen:
-    return {id(gradient): (gradient, gradient._version) for gradient in gradients}
+def _written(gradients: list[Any]) -> dict[int, int]:
+    """How often each was written to, by its identity, which is its own as long as somebody has it."""
+    return {id(gradient): gradient._version for gradient in gradients}
 
 
 def _plain(gradients: list[Any]) -> bool:
-    return all(type(gradient) is Tensor and gradient.numel() for gradient in gradients)
+    """None is missing, none is sharded."""
+    return set(map(type, gradients)) == {Tensor}
 
 
 def _to_host(flags: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:

@@ -12,6 +12,7 @@ Everything TRL's users know stays: `SFTConfig`, its data formats, its tokenising
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 import time
 from collections.abc import Callable
@@ -32,6 +33,7 @@ from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import Handle, attach, attached
 from pronghorn.train import checkpoint
 from pronghorn.train.counters import StepCounters
+from pronghorn.train.decide import decided
 from pronghorn.train.evaluate import heldout_loss
 from pronghorn.train.gradients import GradientWatch
 from pronghorn.train.refusals import check_dataset, refuse_16_bit_weights, refuse_unserved, row_length
@@ -153,13 +155,21 @@ class SFTTrainer(trl.SFTTrainer):
 
     def _clip_grad_norm(self, model: Any) -> Tensor | None:
         """Stock's, by the norms that the watch has already; where gradients are scaled or sharded, stock itself."""
-        plain = self.accelerator.distributed_type in (DistributedType.NO, DistributedType.MULTI_GPU)
-        clipped = None
-        if plain and self.accelerator.scaler is None:
-            optimizer: Any = self.optimizer
-            optimized = (parameter for group in optimizer.param_groups for parameter in group["params"])
-            clipped = self._watch.clip(self.args.max_grad_norm, optimized)
+        clipped = self._clip(self.args.max_grad_norm)
         return super()._clip_grad_norm(model) if clipped is None else clipped
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        """Where nothing is clipped stock takes the norm for the log, and scales every gradient by one: also saved."""
+        grad_norm = self._clip(math.inf) if grad_norm is None else grad_norm
+        return super()._get_grad_norm(model, grad_norm=grad_norm)
+
+    def _clip(self, most: float) -> Tensor | None:
+        if self.accelerator.distributed_type not in (DistributedType.NO, DistributedType.MULTI_GPU):
+            return None
+        if self.accelerator.scaler is not None:
+            return None
+        optimizer: Any = self.optimizer
+        return self._watch.clip(most, (p for group in optimizer.param_groups for p in group["params"]))
 
     def _ran_out(self, event: OutOfMemory) -> None:
         """Into the history, which checkpoints and the run's record keep, and to the user."""
@@ -284,26 +294,19 @@ def _attached_on_its_device(model: Any, args: Any) -> Handle:
 
 
 def _decided(handle: Handle, args: Any) -> Plan | None:
-    """The attached model's plan; made now where `auto` waited for the size of a micro-batch. Sharded models, those on
-    several devices, those whose experts are not Pronghorn's, and padded batches of any with experts, which no plan is
+    """The attached model's plan, made now where `auto` waited for these arguments. Sharded models, which no plan is
     made for, recompute their layers.
 
     Raises:
         PlanDoesNotFit: with what would.
     """
-    model, tokens = handle.model, args.per_device_train_batch_size * (args.max_length or 0)
-    sharded = bool(getattr(args, "fsdp", None)) or len({parameter.device for parameter in model.parameters()}) > 1
-    undecided = handle.plan is not None and handle.plan.undecided
-    if undecided and tokens and not sharded and model.device.type == "cuda":
-        from pronghorn.models.auto_plan import plan_for, refusal
-
-        if refusal(model, fused=args.packing and handle.fuses) is not None:
-            return handle.plan
-
-        autocast = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
-        assert handle.plan is not None
-        padded = 0 if args.packing else args.per_device_train_batch_size
-        several, budget = args.gradient_accumulation_steps > 1, handle.plan.budget_bytes
-        made = plan_for(model, tokens, budget, autocast=autocast, padded=padded, accumulates=several)
-        handle = handle.replan(made)
-    return handle.plan
+    if getattr(args, "fsdp", None):
+        return handle.plan
+    return decided(
+        handle,
+        args.per_device_train_batch_size,
+        args.max_length or 0,
+        packs=args.packing,
+        autocast=torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None,
+        accumulates=args.gradient_accumulation_steps > 1,
+    )
