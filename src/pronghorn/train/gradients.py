@@ -80,7 +80,7 @@ class GradientWatch(TrainerCallback):
         """What `torch.nn.utils.clip_grad_norm_` does and returns, by the norms that `observe` has anyway, which torch's
         would take the host milliseconds to launch again. With `most` infinite it only returns the norm of all. None
         where these aren't the gradients that `observe` saw, or some are sharded."""
-        gradients: list[Any] = [p.grad for p in parameters if p.grad is not None]
+        gradients: list[Any] = [gradient for p in parameters if (gradient := p.grad) is not None]
         if self._norms is None or _written(gradients) != self._norms[1]:
             return None
         (*_, found), self._norms = self._norms, None
