@@ -15,6 +15,8 @@ from torch import Tensor
 
 from pronghorn.data.batch import TILE_ROWS, PackedBatch
 from pronghorn.kernels import (
+    adapter_gradients,
+    adapter_gradients_triton,
     attention,
     attention_triton,
     cross_entropy,
@@ -107,6 +109,38 @@ def check_residual(device: str, dtype: torch.dtype) -> None:
             compare(f"residual {width}", on_a_copy(residual_triton.add_), reference, y, x, xa, b, 0.5)
 
 
+def check_adapter_gradients(device: str, dtype: torch.dtype) -> None:
+    """One to three adapters, one of three linears without; rows of dy apart from one another; float32 and narrow dB."""
+    if dtype is torch.float32 and device == "cuda":
+        return  # not served there: `adapter_gradients.suits`
+    for tokens, widths, rank in ((1, (3,), 1), (70, (40, 16, 24), 5), (33, (40, -16, 24), 16), (130, (600, 33), 20)):
+        columns, end = [], 0
+        for width in widths:
+            columns += [slice(end, end + width)] if width > 0 else []
+            end += abs(width)
+        ranks = [rank] * len(columns)
+        dy = random(tokens, end + 3, device=device, dtype=dtype, seed=1)
+        dy[:, end:] = float("nan")
+        xa, b = random(tokens, sum(ranks), device=device, dtype=dtype, seed=2), dy.new_zeros(end, sum(ranks))
+        for index, mine in enumerate(columns):
+            part = random(mine.stop - mine.start, rank, device=device, dtype=dtype, seed=3 + index)
+            b[mine, index * rank : (index + 1) * rank] = part
+        for wanted in {dtype, torch.float32}:
+            arguments = dy[:, :end], b, xa, columns, ranks, 0.5, wanted
+            launch, reference = flat(adapter_gradients_triton), flat(adapter_gradients)
+            compare(f"adapters' gradients {tokens}", launch, reference, *arguments)
+
+
+def flat(module: Any) -> Callable[..., tuple[Tensor, ...]]:
+    """dya and every dB; of float64 arguments, the exact results."""
+
+    def run(dy: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        dya, dbs = module.products(dy, *rest[:-1], dy.dtype if dy.dtype is torch.float64 else rest[-1])
+        return dya, *dbs
+
+    return run
+
+
 def check_glu(device: str, dtype: torch.dtype) -> None:
     for tokens, width in ((1, 3), (7, 88), (2, 1025)):
         gate_up = random(tokens, 2 * width, device=device, dtype=dtype, seed=1) * 2
@@ -190,6 +224,7 @@ def both_ways(module: Any) -> Callable[..., Tensor]:
 CHECKS = {
     "rms_norm": check_rms_norm,
     "residual": check_residual,
+    "adapter_gradients": check_adapter_gradients,
     "glu": check_glu,
     "rope": check_rope,
     "cross_entropy": check_cross_entropy,

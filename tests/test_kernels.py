@@ -13,7 +13,7 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
-NAMES = ("rms_norm", "residual", "glu", "rope", "cross_entropy", "attention")
+NAMES = ("rms_norm", "residual", "adapter_gradients", "glu", "rope", "cross_entropy", "attention")
 
 
 @pytest.mark.gpu

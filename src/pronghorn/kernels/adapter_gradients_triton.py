@@ -131,12 +131,13 @@ def products(
     b: Tensor,
     xa: Tensor,
     columns: list[slice],
+    ranks_each: list[int],
     scale: float,
     dtype: torch.dtype,
     copy: Tensor | None = None,
     tile: Tile | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(dya [T, R], dB of all columns [N, r])"""
+) -> tuple[Tensor, list[Tensor]]:
+    """As `adapter_gradients.products`."""
     (tokens, width), ranks = dy.shape, b.shape[1]
     rank = ranks // len(columns)
     tile = tile or Tile(64, 256, 8, 4, 3)
@@ -160,4 +161,4 @@ def products(
         dya_parts, db_parts, dya, db, tokens, width, dya.stride(0), ranks, rank, blocks, scale, *chunks,
         TOGETHER=tile.together, BLOCK=summed,
     )  # fmt: skip
-    return dya, db
+    return dya, [db[mine] for mine in columns]
