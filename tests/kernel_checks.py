@@ -110,10 +110,11 @@ def check_residual(device: str, dtype: torch.dtype) -> None:
 
 
 def check_adapter_gradients(device: str, dtype: torch.dtype) -> None:
-    """One to three adapters, one of three linears without; rows of dy apart from one another; float32 and narrow dB."""
+    """One to three adapters, and one of three linears without; rows of dy that lie apart; dB in either dtype."""
     if dtype is torch.float32 and device == "cuda":
         return  # not served there: `adapter_gradients.suits`
-    for tokens, widths, rank in ((1, (3,), 1), (70, (40, 16, 24), 5), (33, (40, -16, 24), 16), (130, (600, 33), 20)):
+    cases = (1, (3,), 1), (70, (40, 16, 24), 5), (33, (40, -16, 24), 16), (130, (600, 33), 20), (130, (4100, 33), 9)
+    for tokens, widths, rank in cases:  # negative: a linear without an adapter
         columns, end = [], 0
         for width in widths:
             columns += [slice(end, end + width)] if width > 0 else []
@@ -128,15 +129,19 @@ def check_adapter_gradients(device: str, dtype: torch.dtype) -> None:
         for wanted in {dtype, torch.float32}:
             arguments = dy[:, :end], b, xa, columns, ranks, 0.5, wanted
             launch, reference = flat(adapter_gradients_triton), flat(adapter_gradients)
-            compare(f"adapters' gradients {tokens}", launch, reference, *arguments)
+            compare(f"adapters' gradients {tokens}", launch, reference, *arguments, False)
+            if end == sum(mine.stop - mine.start for mine in columns):
+                compare(f"adapters' gradients {tokens}, side by side", launch, reference, *arguments, True)
 
 
 def flat(module: Any) -> Callable[..., tuple[Tensor, ...]]:
-    """dya and every dB; of float64 arguments, the exact results."""
+    """dya and every dB, and what is side by side if it is asked for; of float64 arguments, the exact results."""
 
-    def run(dy: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-        dya, dbs = module.products(dy, *rest[:-1], dy.dtype if dy.dtype is torch.float64 else rest[-1])
-        return dya, *dbs
+    def run(dy: Tensor, b: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        *others, wanted, beside = rest
+        both = dy.new_empty(len(dy), sum(b.shape)) if beside else None
+        dya, dbs = module.products(dy, b, *others, dy.dtype if dy.dtype is torch.float64 else wanted, both)
+        return (dya, *dbs) if both is None else (dya, *dbs, both)
 
     return run
 

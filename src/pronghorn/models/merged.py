@@ -199,21 +199,23 @@ class Operands:
 
     def input_grad(self, dy: Tensor, xa: Tensor | None, wanted: bool = True) -> tuple[Any, LowRankGrads | None]:
         """(dx [T, in], if wanted; what adapters' gradients need of dy, if there are any) from dy [T, N] and x Aᵀ."""
-        given = self._low_rank(dy, xa)
+        both = dy.new_empty(len(dy), sum(self.b.shape)) if self.b is not None and wanted and self.stacks else None
+        given = self._low_rank(dy, xa, both)
         if not wanted:
             return None, given
         if given is None or self.a is None:
             return dy @ self.weight, None
-        if self.stacks:
-            return torch.cat([dy, given[0]], 1) @ self.stacked, given
+        if both is not None:
+            return both @ self.stacked, given
         return (dy @ self.weight).addmm_(given[0], self.a), given
 
-    def _low_rank(self, dy: Tensor, xa: Tensor | None) -> LowRankGrads | None:
+    def _low_rank(self, dy: Tensor, xa: Tensor | None, both: Tensor | None) -> LowRankGrads | None:
+        """`both` [T, N + R], if any, is filled with dy and s·dy B, side by side."""
         if self.b is None or xa is None:
             return None
         columns, ranks = [each for each, _ in self.adapters], [len(adapter.a) for _, adapter in self.adapters]
         dtype = self.adapters[0][1].b.dtype
-        return adapter_gradients.products(dy, self.b, xa, columns, ranks, self.scale, dtype)
+        return adapter_gradients.products(dy, self.b, xa, columns, ranks, self.scale, dtype, both)
 
     def gradients(self, dy: Tensor, given: LowRankGrads | None, x: Tensor) -> list[Tensor]:
         """Those of `trained`, from dy [T, N], what `input_grad` gave, and x [T, in]."""
