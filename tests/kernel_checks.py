@@ -14,7 +14,10 @@ import torch
 from torch import Tensor
 
 from pronghorn.data.batch import TILE_ROWS, PackedBatch
+from pronghorn.device import HOPPER
 from pronghorn.kernels import (
+    adapter_gradients,
+    adapter_gradients_triton,
     attention,
     attention_triton,
     cross_entropy,
@@ -107,6 +110,43 @@ def check_residual(device: str, dtype: torch.dtype) -> None:
             x = random(tokens, width, device=device, dtype=x_dtype, seed=5)
             reference = on_a_copy(lambda *arguments: residual.add_(*arguments[:2], arguments[2:]))
             compare(f"residual {width}", on_a_copy(residual_triton.add_), reference, y, x, xa, b, 0.5)
+
+
+def check_adapter_gradients(device: str, dtype: torch.dtype) -> None:
+    """One to three adapters, and one of three linears without; rows of dy that lie apart; dB in either dtype."""
+    if device == "cuda" and (dtype is torch.float32 or torch.cuda.get_device_capability() != HOPPER):
+        return  # not served there: `adapter_gradients.suits`
+    cases = (1, (3,), 1), (70, (40, 16, 24), 5), (33, (40, -16, 24), 16), (130, (600, 33), 20), (130, (4100, 33), 9)
+    for tokens, widths, rank in cases:  # negative: a linear without an adapter
+        columns, end = [], 0
+        for width in widths:
+            columns += [slice(end, end + width)] if width > 0 else []
+            end += abs(width)
+        ranks = [rank] * len(columns)
+        dy = random(tokens, end + 3, device=device, dtype=dtype, seed=1)
+        dy[:, end:] = float("nan")
+        xa, b = random(tokens, sum(ranks), device=device, dtype=dtype, seed=2), dy.new_zeros(end, sum(ranks))
+        for index, mine in enumerate(columns):
+            part = random(mine.stop - mine.start, rank, device=device, dtype=dtype, seed=3 + index)
+            b[mine, index * rank : (index + 1) * rank] = part
+        for wanted in {dtype, torch.float32}:
+            arguments = dy[:, :end], b, xa, columns, ranks, 0.5, wanted
+            launch, reference = flat(adapter_gradients_triton), flat(adapter_gradients)
+            compare(f"adapters' gradients {tokens}", launch, reference, *arguments, False)
+            if end == sum(mine.stop - mine.start for mine in columns):
+                compare(f"adapters' gradients {tokens}, side by side", launch, reference, *arguments, True)
+
+
+def flat(module: Any) -> Callable[..., tuple[Tensor, ...]]:
+    """dya and every dB, and what is side by side if it is asked for; of float64 arguments, the exact results."""
+
+    def run(dy: Tensor, b: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        *others, wanted, beside = rest
+        both = dy.new_empty(len(dy), sum(b.shape)) if beside else None
+        dya, dbs = module.products(dy, b, *others, dy.dtype if dy.dtype is torch.float64 else wanted, both)
+        return (dya, *dbs) if both is None else (dya, *dbs, both)
+
+    return run
 
 
 def check_glu(device: str, dtype: torch.dtype) -> None:
@@ -211,6 +251,7 @@ BAD = float("inf"), float("nan")
 CHECKS = {
     "rms_norm": check_rms_norm,
     "residual": check_residual,
+    "adapter_gradients": check_adapter_gradients,
     "glu": check_glu,
     "rope": check_rope,
     "cross_entropy": check_cross_entropy,

@@ -139,6 +139,28 @@ def test_adapters_on_some_linears(options: dict[str, Any]) -> None:
     compare(with_adapters(tiny_model("llama"), **options), packed_row(LENGTHS, ROW))
 
 
+def test_adapters_of_different_ranks() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    smaller = {"q_proj": 4, "up_proj": 2}
+    config = LoraConfig(
+        r=8,
+        lora_alpha=8,
+        target_modules=["q_proj", "k_proj", "gate_proj", "up_proj"],
+        rank_pattern=smaller,
+        alpha_pattern=smaller,
+        init_lora_weights=False,
+    )
+    compare(get_peft_model(tiny_model("llama"), config), packed_row(LENGTHS, ROW))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", SUBSETS.values(), ids=SUBSETS)
+def test_adapters_on_some_linears_on_a_gpu(options: dict[str, Any], nan_memory: None) -> None:
+    batches = [packed_row(LENGTHS, ROW, seed=seed) for seed in range(DRAWS)]
+    compare(with_adapters(tiny_model("llama", **WIDE), **options), *batches, device="cuda", dtype=torch.bfloat16)
+
+
 @pytest.mark.parametrize("changes", [{"attention_bias": True, "mlp_bias": True}, {"tie_word_embeddings": True}, WIDE])
 def test_biases_and_tied_embeddings(changes: dict[str, Any]) -> None:
     compare(with_adapters(tiny_model("llama", **changes)), packed_row(LENGTHS, ROW))

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
-NAMES = ("rms_norm", "residual", "glu", "rope", "cross_entropy", "attention", "norms")
+NAMES = ("rms_norm", "residual", "adapter_gradients", "glu", "rope", "cross_entropy", "attention", "norms")
 
 
 @pytest.mark.gpu
@@ -41,6 +41,7 @@ def test_interpreted() -> None:
 def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
     """Each kernel in its largest form: function, types of its arguments, compile-time values, warps."""
     from pronghorn.kernels import (
+        adapter_gradients_triton,
         attention_triton,
         cross_entropy_triton,
         glu_triton,
@@ -55,6 +56,9 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
     norm |= {"dy_ptr": x, "more_ptr": wide, "dx_ptr": x, "dw_ptr": wide, "T": count, "programs": count}
     add = {**dict.fromkeys(("y_ptr", "xa_ptr", "b_ptr"), x), "x_ptr": wide, "out_ptr": wide, "scale": real}
     add |= dict.fromkeys(("T", "N", "rank"), count)
+    sums = dict.fromkeys(("dya_parts_ptr", "db_parts_ptr", "db_ptr"), wide) | {"dya_ptr": x, "both_ptr": x}
+    sums |= dict.fromkeys(("T", "N", "ranks", "rank", "blocks", "chunks0", "chunks1", "chunks2"), count)
+    sums |= {"scale": real}
     gate = {"gu_ptr": x, "a_ptr": x, "da_ptr": x, "dgu_ptr": x, "WIDTH": count}
     gate |= {"xa_ptr": x, "b_ptr": x, "T": count, "rank": count, "scale": real}
     turn = dict.fromkeys(("qkv_ptr", "q_ptr", "k_ptr", "cos_ptr", "sin_ptr", "qw_ptr", "kw_ptr"), x)
@@ -90,6 +94,13 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
             for stream, product, read in ((x, x, 6), (wide, x, 10), (wide, wide, 12))
         },
         "residual": (residual_triton._add, add, {"R": 128, "ROWS": 16, "COLS": 128}, 4),
+        **parts_of_adapters_gradients([(256, 4, 2, 32)]),
+        "adapters' gradients, sums": (
+            adapter_gradients_triton._sums,
+            sums,
+            {"BOTH": True, "TOGETHER": 16, "BLOCK": 512},
+            4,
+        ),
         "glu": (glu_triton._forward, gate, {"GELU": True, "BLOCK": 1024}, 4),
         "glu, low rank": (
             glu_triton._forward_with_low_rank,
@@ -116,6 +127,35 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
     }
 
 
+def parts_of_adapters_gradients(
+    tiles: list[tuple[int, int, int, int]],
+) -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
+    """As `kernels`: columns, warps, stages and padded rank, with and without dy's copy."""
+    from pronghorn.kernels.adapter_gradients_triton import _parts
+
+    types = dict.fromkeys(("dy_ptr", "b_ptr", "xa_ptr", "both_ptr"), "*bf16")
+    types |= {"dya_ptr": "*fp32", "db_ptr": "*fp32"}
+    types |= {name: "i32" for name in _parts.arg_names if name not in types}
+    return {
+        f"adapters' gradients, {cols} columns, {both}": (
+            _parts,
+            types,
+            {"R": rank, "BOTH": both, "TOKENS": 64, "COLS": cols, "STAGES": stages},
+            warps,
+        )
+        for cols, warps, stages, rank in tiles
+        for both in (False, True)
+    }
+
+
+def of_hopper() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
+    """As `kernels`: what is larger there, or runs there only."""
+    from pronghorn.kernels.adapter_gradients_triton import tile
+
+    tiles = [(tile(width, rank), rank) for width, rank in ((4096, 16), (28672, 32))]
+    return parts_of_adapters_gradients([(each.cols, each.warps, each.stages, rank) for each, rank in tiles])
+
+
 ALIGNED = {
     "H",
     "T",
@@ -125,6 +165,15 @@ ALIGNED = {
     "stride",
     "q_stride",
     "k_stride",
+    "dy_row",
+    "ranks",
+    "rank",
+    "start0",
+    "start1",
+    "start2",
+    "end0",
+    "end1",
+    "end2",
     "q_row",
     "k_row",
     "v_row",
@@ -141,7 +190,7 @@ def test_compiled_for_every_card(capability: int, kilobytes: int) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    for name, (kernel, types, constants, warps) in kernels().items():
+    for name, (kernel, types, constants, warps) in (kernels() | (of_hopper() if capability == 90 else {})).items():
         signature = {each: "constexpr" if each in constants else types[each] for each in kernel.arg_names}
         places = {(kernel.arg_names.index(each),): value for each, value in constants.items()}
         # as tensors lie: what is aligned may be loaded ahead into shared memory

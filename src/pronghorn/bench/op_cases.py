@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.nn import functional
 from pronghorn.attention import explicit
 from pronghorn.bench.op_way import IGNORED, LORA_SCALE, Case, Draw, Way, Work, by_autograd
 from pronghorn.data.batch import PackedBatch
-from pronghorn.kernels import cross_entropy, glu, linear_cross_entropy, residual, rms_norm, rope
+from pronghorn.kernels import adapter_gradients, cross_entropy, glu, linear_cross_entropy, residual, rms_norm, rope
 
 EPS = 1e-6
 GATE_ROWS = 2560
@@ -143,6 +144,40 @@ def residual_case(draw: Draw, tokens: int, width: int, rank: int) -> Case:
     return Case(
         "residual_lora", f"{tokens}x{width}, rank {rank}", tokens, formula, inputs, (), ("out",), (moved, 0.0),
         pronghorn, trained=0,
+    )  # fmt: skip
+
+
+# --- what adapters' gradients need of dy
+
+
+def adapters_case(draw: Draw, tokens: int, rank: int, *widths: int) -> Case:
+    """dy: [T, N], b: [N, R], xa: [T, R]; one adapter for each of `widths`, which are N together."""
+    ends = list(accumulate(widths))
+    columns, ranks = [slice(end - width, end) for width, end in zip(widths, ends, strict=True)], [rank] * len(widths)
+    wide = torch.promote_types(draw.dtype, torch.float32)
+
+    def formula(dy: Tensor, b: Tensor, xa: Tensor) -> tuple[Tensor, ...]:
+        """Gradients of B are rounded to the products' dtype first, as under autocast."""
+        parts = zip(columns, xa.split(ranks, 1), strict=True)
+        db = torch.cat([dy[:, mine].t() @ part for mine, part in parts])
+        return LORA_SCALE * (dy @ b), LORA_SCALE * db.to(torch.promote_types(db.dtype, wide))
+
+    def pronghorn(case: Case) -> Way:
+        dy, b, xa = case.inputs
+        return Way(
+            lambda: dy,
+            lambda dy: adapter_gradients.products(dy, b, xa, columns, ranks, LORA_SCALE, wide),
+            None,
+            lambda found, _: {"dya": found[0], "db": torch.cat(found[1])},
+            case.work,
+        )
+
+    dy, xa = draw(tokens, sum(widths)), draw(tokens, sum(ranks))
+    b = torch.block_diag(*(draw(width, rank) for width in widths))
+    moved = float(dy.nbytes + 2 * xa.nbytes + sum(widths) * rank * (b.itemsize + wide.itemsize))
+    return Case(
+        "adapter_gradients", f"{tokens}x{'+'.join(map(str, widths))}, rank {rank}", tokens, formula, (dy, b, xa), (),
+        ("dya", "db"), (moved, 0.0), pronghorn, trained=0,
     )  # fmt: skip
 
 

@@ -36,6 +36,20 @@ OPS: dict[str, tuple[Callable[..., Case], tuple[tuple[Any, ...], ...], tuple[tup
     "geglu": (functools.partial(dense.glu_case, activation="gelu_tanh"), ((6912,), (1025,)), ((64,),)),
     "swiglu_lora": (dense.glu_lora_case, ((8192, 32), (14336, 32), (1025, 20)), ((64, 8), (63, 5))),
     "residual_lora": (dense.residual_case, ((2048, 16), (4096, 16), (4096, 64), (1100, 5)), ((64, 8), (63, 5))),
+    "adapter_gradients": (
+        dense.adapters_case,
+        (
+            (16, 4096, 1024, 1024),
+            (16, 4096),
+            (16, 14336, 14336),
+            (32, 14336, 14336),
+            (16, 2048, 512, 512),
+            (16, 2048),
+            (16, 8192, 8192),
+            (5, 1100, 333),
+        ),
+        ((8, 64, 32, 32), (5, 63)),
+    ),
     "attention": (
         dense.attention_case,
         (

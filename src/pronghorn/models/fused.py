@@ -215,8 +215,8 @@ class _Layer(torch.autograd.Function):
         d_gate_up, down_grads = _down_backward(dy.to(dtype), gate_up, donated, a_a, parts.mlp, linears[3])
         if h_normed is None:  # not before: the peak of memory is behind
             h_normed = norms[1].forward(h, dtype)[0]
-        d_normed, dya = linears[2].input_grad(d_gate_up)
-        mlp_grads = [*linears[2].gradients(d_gate_up, dya, h_normed, xa), *down_grads]
+        d_normed, given = linears[2].input_grad(d_gate_up, xa)
+        mlp_grads = [*linears[2].gradients(d_gate_up, given, h_normed), *down_grads]
         del d_gate_up
         dh, d_norms[1] = norms[1].backward(d_normed, h, h_rstd, d_out)
         del d_normed, h_normed, gate_up
@@ -269,8 +269,8 @@ def _attention_backward(
     """(dx if wanted, the gradients of q's and k's norms, the sinks and all of the linears that is trained)."""
     qkv, mixed, xa, mixed_a, *state = kept
     heads = parts.heads
-    d_mixed, dya = linears[1].input_grad(dy)
-    out_grads = linears[1].gradients(dy, dya, _picked(mixed.flatten(1), rows), mixed_a)
+    d_mixed, given = linears[1].input_grad(dy, mixed_a)
+    out_grads = linears[1].gradients(dy, given, _picked(mixed.flatten(1), rows))
     d_mixed = _spread(d_mixed, rows, mixed)
     if heads.query_norm is None:
         (q, k, v), raw = heads.split(qkv), None
@@ -280,8 +280,8 @@ def _attention_backward(
     del d_mixed
     norm_grad = any(norm is not None and norm.requires_grad for norm in (heads.query_norm, heads.key_norm))
     dqkv, *norm_grads = rope.backward_(dqkv, cos, sin, heads, raw, norm_grad)
-    dx, dya = linears[0].input_grad(dqkv, wanted)
-    return dx, [*norm_grads, d_sinks, *linears[0].gradients(dqkv, dya, x, xa), *out_grads]
+    dx, given = linears[0].input_grad(dqkv, xa, wanted)
+    return dx, [*norm_grads, d_sinks, *linears[0].gradients(dqkv, given, x), *out_grads]
 
 
 def _picked(x: Tensor, rows: Tensor | None) -> Tensor:
@@ -305,9 +305,9 @@ def _down_backward(
     dy: Tensor, gate_up: Tensor, donated: bool, a_a: Tensor | None, parts: MLPParts, down: Operands
 ) -> tuple[Tensor, list[Tensor]]:
     """(d(gate·up), the gradients of down that are trained). `donated`: gate·up may be overwritten."""
-    da, dya = down.input_grad(dy)
+    da, given = down.input_grad(dy, a_a)
     d_gate_up = glu.backward_(da, gate_up, parts.activation, donated)
-    return d_gate_up, down.gradients(dy, dya, da, a_a)  # da holds the activation now
+    return d_gate_up, down.gradients(dy, given, da)  # da holds the activation now
 
 
 def _copies(ctx: Any, linears: list[Operands]) -> list[Tensor | None]:

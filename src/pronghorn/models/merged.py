@@ -21,11 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pronghorn.kernels import adapter_gradients
+from pronghorn.kernels.adapter_gradients import product
 from pronghorn.kernels.residual import LowRank
 from pronghorn.models.linears import Adapter, adapter_of, base_of, is_4bit, take_out
 
 WIDE = 2
 """Inputs an output from which on A lies below W: to put dy and s · dy B side by side costs a copy of dy."""
+LowRankGrads = tuple[Tensor, list[Tensor]]
+"""(s · dy B [T, R], each adapter's dB [N_i, r])."""
 STEP = 8
 """Columns, of 16 bits each, that rows of a product's operands are a multiple of."""
 
@@ -196,37 +200,39 @@ class Operands:
         """x Aᵀ [T, R], or None without adapters."""
         return None if self.a is None else x @ self.a.t()
 
-    def input_grad(self, dy: Tensor, wanted: bool = True) -> tuple[Any, Tensor | None]:
-        """(dx [T, in], if wanted; s·dy B [T, R], if there are adapters) from dy [T, N]."""
-        dya = None
-        if self.b is not None:
-            dya = torch.addmm(dy.new_empty(1, 1), dy, self.b, beta=0, alpha=self.scale)
+    def input_grad(self, dy: Tensor, xa: Tensor | None, wanted: bool = True) -> tuple[Any, LowRankGrads | None]:
+        """(dx [T, in], if wanted; what adapters' gradients need of dy, if there are any) from dy [T, N] and x Aᵀ."""
+        both = dy.new_empty(len(dy), sum(self.b.shape)) if self.b is not None and wanted and self.stacks else None
+        given = self._low_rank(dy, xa, both)
         if not wanted:
-            return None, dya
-        if dya is None or self.a is None:
+            return None, given
+        if given is None or self.a is None:
             return dy @ self.weight, None
-        if self.stacks:
-            return torch.cat([dy, dya], 1) @ self.stacked, dya
-        return (dy @ self.weight).addmm_(dya, self.a), dya
+        if both is not None:
+            return both @ self.stacked, given
+        return (dy @ self.weight).addmm_(given[0], self.a), given
 
-    def gradients(self, dy: Tensor, dya: Tensor | None, x: Tensor, xa: Tensor | None) -> list[Tensor]:
-        """Those of `trained`, from dy [T, N], what `input_grad` gave, x [T, in], and what `forward` gave."""
+    def _low_rank(self, dy: Tensor, xa: Tensor | None, both: Tensor | None) -> LowRankGrads | None:
+        """`both` [T, N + R], if any, is filled with dy and s·dy B, side by side."""
+        if self.b is None or xa is None:
+            return None
+        columns, ranks = [each for each, _ in self.adapters], [len(adapter.a) for _, adapter in self.adapters]
+        dtype = self.adapters[0][1].b.dtype
+        return adapter_gradients.products(dy, self.b, xa, columns, ranks, self.scale, dtype, both)
+
+    def gradients(self, dy: Tensor, given: LowRankGrads | None, x: Tensor) -> list[Tensor]:
+        """Those of `trained`, from dy [T, N], what `input_grad` gave, and x [T, in]."""
         grads: list[Tensor] = []
         if self.full:
             widths = [base.out_features for base in self.bases]
-            grads += _product(dy.t(), x, self.bases[0].weight.dtype).split(widths)
+            grads += product(dy.t(), x, self.bases[0].weight.dtype).split(widths)
             if self.bases[0].bias is not None:
                 grads += dy.sum(0, dtype=self.bases[0].bias.dtype).split(widths)
-        if dya is None or xa is None:
+        if given is None:
             return grads
-        da = _product(dya.t(), x, self.adapters[0][1].a.dtype)
-        rank = 0
-        for columns, adapter in self.adapters:
-            r = adapter.a.shape[0]
-            db = _product(dy[:, columns].t(), xa[:, rank : rank + r], adapter.b.dtype)
-            grads += [da[rank : rank + r], db if self.scale == 1 else db.mul_(self.scale)]
-            rank += r
-        return grads
+        dya, dbs = given
+        das = product(dya.t(), x, self.adapters[0][1].a.dtype).split([len(adapter.a) for _, adapter in self.adapters])
+        return grads + [grad for pair in zip(das, dbs, strict=True) for grad in pair]
 
 
 @torch.inference_mode(False)
@@ -273,13 +279,6 @@ def _written_out(weights: list[Any], dtype: torch.dtype, more: int = 0) -> Tenso
         else:  # bitsandbytes has it for GPUs only
             part.copy_(dequantize_4bit(weight.data, state))
     return whole.to(dtype)
-
-
-def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a @ b, summed in float32 and rounded to `dtype` only."""
-    if a.is_cuda and dtype is torch.float32 and a.dtype is not dtype:
-        return torch.mm(a, b, out_dtype=dtype)
-    return (a @ b).to(dtype)
 
 
 def _in_place(merged: Tensor, parts: list[Tensor]) -> bool:
