@@ -21,6 +21,7 @@ from pronghorn.kernels import (
     cross_entropy_triton,
     glu,
     glu_triton,
+    moe_rows,
     residual,
     residual_triton,
     rms_norm,
@@ -59,6 +60,8 @@ def compare(name: str, launch: Callable[..., Any], reference: Callable[..., Any]
         if isinstance(value, rope.Heads):
             norms = [on_cpu(norm, dtype) for norm in (value.query_norm, value.key_norm)]
             return rope.Heads(value.query, value.key_value, value.dim, *norms, value.eps, value.offset)
+        if isinstance(value, moe_rows.Rows):
+            return moe_rows.Rows(*(on_cpu(each) for each in value))
         if not isinstance(value, Tensor):
             return value
         value = value.cpu().clone()
