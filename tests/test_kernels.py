@@ -102,7 +102,16 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
         "attention": (attention_triton._forward, attend, {**tile, "SINK": True, "COLS": 32}, 4),
         "attention, queries": (attention_triton._backward_queries, attend, {**tile, "COLS": 32}, 4),
         "attention, keys": (attention_triton._backward_keys, attend, {**tile, "COLS": 64}, 4),
-        "cross-entropy": (cross_entropy_triton._kernel, loss, {"CAP": True, "BLOCK": 8192}, 16),
+        **{
+            f"cross-entropy, {vocab}, {dtype}": (
+                cross_entropy_triton._kernel,
+                {**loss, "y_ptr": dtype},
+                {"CAP": capped, "STEP": 8, **cross_entropy_triton.form(vocab, bytes_, capped)},
+                cross_entropy_triton.WARPS,
+            )
+            for vocab, capped in ((32_000, False), (128_256, False), (262_144, True))
+            for dtype, bytes_ in ((x, 2), (wide, 4))
+        },
     }
 
 
