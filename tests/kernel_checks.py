@@ -24,6 +24,7 @@ from pronghorn.kernels import (
     cross_entropy_triton,
     glu,
     glu_triton,
+    moe_rows,
     norms,
     norms_triton,
     residual,
@@ -64,6 +65,8 @@ def compare(name: str, launch: Callable[..., Any], reference: Callable[..., Any]
         if isinstance(value, rope.Heads):
             norms = [on_cpu(norm, dtype) for norm in (value.query_norm, value.key_norm)]
             return rope.Heads(value.query, value.key_value, value.dim, *norms, value.eps, value.offset)
+        if isinstance(value, moe_rows.Rows):
+            return moe_rows.Rows(*(on_cpu(each) for each in value))
         if not isinstance(value, Tensor):
             return value
         value = value.cpu().clone()
@@ -184,13 +187,15 @@ def check_rope(device: str, dtype: torch.dtype) -> None:
 
 
 def check_cross_entropy(device: str, dtype: torch.dtype) -> None:
-    for rows, vocab in ((1, 5), (4, 131), (3, 8193)):
+    for rows, vocab in ((1, 5), (4, 131), (3, 8193), (2, 40_003)):  # the last: more than stays in registers
         logits = random(rows, vocab, device=device, dtype=dtype, seed=1) * 8
         targets = torch.arange(rows, device=device) * 7 % vocab
         targets[rows // 2] = -100
         for softcap in (None, 30.0):
             arguments = logits, targets, -100, softcap
-            launch = written(cross_entropy_triton.cross_entropy_, apart=3)
+            # the next row begins anywhere, or after 16 bytes or a multiple
+            apart = 3 if vocab == 131 else -vocab % 8
+            launch = written(cross_entropy_triton.cross_entropy_, apart)
             reference = written(cross_entropy.cross_entropy_)
             compare("cross-entropy", launch, reference, *arguments)
 

@@ -57,10 +57,10 @@ def check_route(device: str, dtype: torch.dtype) -> None:
 def check_rows(device: str, dtype: torch.dtype) -> None:
     for tokens, k, experts, how in routings(device):
         index = indices(tokens, k, experts, how)
-        _, _, rows, _, inverse = (part.to(device) for part in route_by_sort(index, experts))
-        for width in (5, 1030) if tokens < 5 or device == "cuda" else ():
+        _, _, tokens_of, _, inverse = (part.to(device) for part in route_by_sort(index, experts))
+        for width in (5, 4100) if tokens < 5 or device == "cuda" else ():
             x = random(tokens, width, device=device, dtype=dtype, seed=1)
-            assert torch.equal(moe_rows_triton.gather(x, rows), x[rows.long()])
+            assert torch.equal(moe_rows_triton.gather(x, inverse), x[tokens_of.long()])
             y = random(tokens * k, width, device=device, dtype=dtype, seed=2)
             w = random(tokens, k, device=device, dtype=torch.float32, seed=3)
             bias = random(experts, width, device=device, dtype=dtype, seed=4)
@@ -98,25 +98,26 @@ def backward(module: Any) -> Any:
 def check_grouped_gemm(device: str, dtype: torch.dtype) -> None:
     for tokens, k, experts, how in routings(device):
         index = indices(tokens, k, experts, how)
-        offsets, _, rows, _, _ = (part.to(device) for part in route_by_sort(index, experts))
+        offsets, _, *both = (part.to(device) for part in route_by_sort(index, experts))
+        rows = moe_rows.Rows(both[0], both[2])
         for depth, columns in ((40, 70), (33, 3)) if device == "cpu" else ((6, 70), (64, 130), (33, 3)):
             x = random(tokens, depth, device=device, dtype=dtype, seed=1)
-            picked = x[rows.long()].contiguous()
+            picked = x[rows.tokens.long()].contiguous()
             for weight in (
                 random(experts, depth, columns, device=device, dtype=dtype, seed=2),
                 random(experts, columns, depth, device=device, dtype=dtype, seed=3).transpose(1, 2),
             ):
                 for given, order in ((x, rows), (picked, None)):
                     compare("multiply", multiply("triton"), multiply("loop"), given, weight, offsets, order, None)
-                start = random(len(rows), columns, device=device, dtype=dtype, seed=4)
+                start = random(len(rows.tokens), columns, device=device, dtype=dtype, seed=4)
                 compare("multiply, added", multiply("triton"), multiply("loop"), x, weight, offsets, rows, start)
-            y = random(len(rows), columns, device=device, dtype=dtype, seed=5)
+            y = random(len(rows.tokens), columns, device=device, dtype=dtype, seed=5)
             compare("outer", outer("triton"), outer("loop"), x, y, offsets, rows, None)
             compare("outer, other side", outer("triton"), outer("loop"), y, x, offsets, None, rows)
 
 
 def multiply(way: Any) -> Any:
-    def run(x: Tensor, weight: Tensor, offsets: Tensor, rows: Tensor | None, out: Tensor | None) -> Tensor:
+    def run(x: Tensor, weight: Tensor, offsets: Tensor, rows: moe_rows.Rows | None, out: Tensor | None) -> Tensor:
         added = {} if out is None else {"out": out.clone(), "scale": 0.5}
         return grouped_gemm.multiply(x, weight, offsets, way, rows=rows, **added)
 
@@ -124,7 +125,9 @@ def multiply(way: Any) -> Any:
 
 
 def outer(way: Any) -> Any:
-    def run(x: Tensor, y: Tensor, offsets: Tensor, x_rows: Tensor | None, y_rows: Tensor | None) -> Tensor:
+    def run(
+        x: Tensor, y: Tensor, offsets: Tensor, x_rows: moe_rows.Rows | None, y_rows: moe_rows.Rows | None
+    ) -> Tensor:
         return grouped_gemm.outer(x, y, offsets, way, dtype=x.dtype, x_rows=x_rows, y_rows=y_rows)
 
     return run

@@ -123,7 +123,15 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
             )
             for kind in norms_triton.TYPES.values()
         },
-        "cross-entropy": (cross_entropy_triton._kernel, loss, {"CAP": True, "BLOCK": 8192}, 16),
+        **{
+            f"cross-entropy, {dtype}": (
+                cross_entropy_triton._kernel,
+                {**loss, "y_ptr": dtype},
+                {"CAP": True, "STEP": 8, "LANES": cross_entropy_triton.LANES},
+                cross_entropy_triton.WARPS,
+            )
+            for dtype in (x, wide)
+        },
     }
 
 

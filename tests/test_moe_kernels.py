@@ -49,13 +49,13 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int, int]]
         "limit": "fp32",
         "scale": "fp32",
     }
-    whole = ("rows", "experts", "slots", "tokens", "inverse", "offsets", "x_rows", "y_rows", "counts", "upto")
+    whole = ("rows", "experts", "slots", "tokens", "inverse", "places", "offsets", "x_rows", "y_rows", "counts", "upto")
     types |= {f"{name}_ptr": "*i32" for name in whole}
     types |= dict.fromkeys(("WIDTH", "N", "K", "M", "S", "blocks", "w_expert", "w_k", "w_n"), "i32")
     experts = {"E": 128, "EXPERTS": 128}
     sort = (types, {**experts, "BLOCK": 128}, 8, 3)
     found = {
-        "gather": (moe_rows_triton._gather, types, {"ROWS": 4, "BLOCK": 1024}, 4, 3),
+        "gather": (moe_rows_triton._gather, types, {"K": 8, "BLOCK": 4096}, 16, 3),
         "combine": (moe_rows_triton._combine, types, {"K": 8, "WEIGHT": True, "BIAS": True, "BLOCK": 1024}, 4, 3),
         "gate": (moe_glu_triton._forward, types, {"KIND": 2, "BIAS": True, "BLOCK": 1024}, 4, 3),
         "gate backward": (moe_glu_triton._backward, types, {"KIND": 2, "BIAS": True, "BLOCK": 1024}, 4, 3),

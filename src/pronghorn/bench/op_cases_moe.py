@@ -49,7 +49,7 @@ def route_case(draw: Draw, tokens: int, experts: int, k: int) -> Case:
 def gather_case(draw: Draw, tokens: int, experts: int, k: int, width: int) -> Case:
     """x: [T, H] to its rows [S, H]; back, the sum of each token's rows."""
     routed = Routed(draw, tokens, experts, k)
-    rows, inverse = routed.routing.tokens, routed.routing.inverse
+    rows, inverse = routed.routing.rows, routed.routing.inverse
 
     def pronghorn(case: Case) -> Way:
         x, dy = *case.inputs, *case.grads
@@ -62,9 +62,9 @@ def gather_case(draw: Draw, tokens: int, experts: int, k: int, width: int) -> Ca
         )
 
     x, dy = draw(tokens, width), draw(tokens * k, width)
-    moved = float(x.nbytes + dy.nbytes + rows.nbytes)
+    moved = float(x.nbytes + dy.nbytes + rows.tokens.nbytes)
     return Case(
-        "moe_gather", f"{routed.label}, width {width}", tokens, lambda x: (x[rows],), (x,), (dy,), ("y", "dx"),
+        "moe_gather", f"{routed.label}, width {width}", tokens, lambda x: (x[rows.tokens],), (x,), (dy,), ("y", "dx"),
         (moved, moved), pronghorn,
     )  # fmt: skip
 
@@ -177,11 +177,11 @@ def gemm_case(
 def lora_case(draw: Draw, tokens: int, experts: int, k: int, inner: int, width: int, rank: int) -> Case:
     """The experts' LoRA of one weight: x: [T, K], A: [E, r, K], B: [E, N, r], added to y: [S, N]; back, dA and dB."""
     routed = Routed(draw, tokens, experts, k)
-    rows, offsets = routed.routing.tokens, routed.routing.offsets
+    rows, offsets = routed.routing.rows, routed.routing.offsets
     way: grouped_gemm.Way = "triton" if draw.device == "cuda" else "loop"
 
     def formula(a: Tensor, b: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        return (y + LORA_SCALE * routed.products(routed.products(x[rows], a.mT), b.mT),)
+        return (y + LORA_SCALE * routed.products(routed.products(x[rows.tokens], a.mT), b.mT),)
 
     def pronghorn(case: Case) -> Way:
         a, b, x, y = case.inputs

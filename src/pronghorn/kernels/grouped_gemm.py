@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.moe_rows import gather
+from pronghorn.kernels.moe_rows import Rows, gather
 
 Way = Literal["torch", "triton", "loop"]
 _TORCH_MAJORS = (9, 10)
@@ -50,7 +50,7 @@ def multiply(
     offsets: Tensor,
     way: Way,
     *,
-    rows: Tensor | None = None,
+    rows: Rows | None = None,
     out: Tensor | None = None,
     scale: float = 1.0,
 ) -> Tensor:
@@ -60,7 +60,7 @@ def multiply(
         x: [T, K], contiguous.
         weight: [E, K, N] in x's dtype, any strides (a transposed view is read as it lies).
         offsets: int32 [E], where each expert's rows end; the last is S.
-        rows: int32 [S], the row of x for each row of y; None where they are the same.
+        rows: which rows of x those of y are made of; None where they are the same.
         out: [S, N], contiguous: y is added to it. Not for `torch`'s way.
     Returns:
         [S, N] in x's dtype, or `out`.
@@ -68,7 +68,7 @@ def multiply(
     if way == "triton":
         from pronghorn.kernels.grouped_gemm_triton import multiply as launch
 
-        return launch(x, weight, offsets, rows, out, scale)
+        return launch(x, weight, offsets, None if rows is None else rows.tokens, out, scale)
     x = x if rows is None else gather(x, rows)
     if way == "torch":
         assert out is None and scale == 1.0, "grouped_mm neither adds nor scales"
@@ -86,14 +86,14 @@ def outer(
     way: Way,
     *,
     dtype: torch.dtype,
-    x_rows: Tensor | None = None,
-    y_rows: Tensor | None = None,
+    x_rows: Rows | None = None,
+    y_rows: Rows | None = None,
     scale: float = 1.0,
 ) -> Tensor:
     """Each expert's sum of outer products: the gradient of its weight.
 
     Args:
-        x: [T, M] and y: [T, N], contiguous, of one dtype; x_rows, y_rows: int32 [S] or None, as in `multiply`.
+        x: [T, M] and y: [T, N], contiguous, of one dtype; x_rows, y_rows as `multiply`'s.
         dtype: of the result; `torch`'s way has bfloat16 only, and leaves another to Triton.
     Returns:
         [E, M, N], contiguous.
@@ -101,7 +101,8 @@ def outer(
     if way == "triton" or (way == "torch" and (dtype is not x.dtype or scale != 1.0)):
         from pronghorn.kernels.grouped_gemm_triton import outer as launch
 
-        return launch(x, y, offsets, dtype, x_rows, y_rows, scale)
+        x_tokens, y_tokens = (None if rows is None else rows.tokens for rows in (x_rows, y_rows))
+        return launch(x, y, offsets, dtype, x_tokens, y_tokens, scale)
     x = x if x_rows is None else gather(x, x_rows)
     y = y if y_rows is None else gather(y, y_rows)
     if way == "torch":

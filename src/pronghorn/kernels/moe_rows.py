@@ -1,6 +1,6 @@
-"""Rows of tokens to the experts and back, without a scatter: both ways read through an index and write in order.
+"""Rows of tokens to the experts and back; nothing is added up in memory.
 
-    gather    x'_i = x_{rows_i}
+    gather    x'_i = x_{tokens_i}                     a token is read once and written to each of its rows
     combine   y_t = Σ_k w_tk · (x_{rows_tk} + b_{e_tk})
 
 Sums are in float32 (float64 for float64), over k in order: equal bits every time.
@@ -8,17 +8,28 @@ Sums are in float32 (float64 for float64), over k in order: equal bits every tim
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 
-def gather(x: Tensor, rows: Tensor) -> Tensor:
-    """Args: x: [T, H], contiguous; rows: int32 [S]. Returns [S, H]."""
+class Rows(NamedTuple):
+    """S = T·K rows made of T tokens', each K times; int32."""
+
+    tokens: Tensor
+    """[S], the token of each row."""
+    places: Tensor
+    """[T, K], the rows of each token: the inverse."""
+
+
+def gather(x: Tensor, rows: Rows) -> Tensor:
+    """Args: x: [T, H], contiguous. Returns [S, H]."""
     if x.is_cuda:
         from pronghorn.kernels.moe_rows_triton import gather as launch
 
-        return launch(x, rows)
-    return x.index_select(0, rows)
+        return launch(x, rows.places)
+    return x.index_select(0, rows.tokens)
 
 
 def combine(

@@ -1,4 +1,4 @@
-"""Gather and combine in Triton: each output row is written once, near the copy bandwidth."""
+"""Gather and combine in Triton, near the copy bandwidth: each row is read once and written once."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 1024
-GATHERED = 4
-"""Rows that a program gathers."""
+WHOLE = 4096
+"""The widest token that one program gathers."""
 
 
 @triton.jit
-def _gather(x_ptr, rows_ptr, y_ptr, S, WIDTH, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Some rows a program, so that each thread has several loads under way."""
-    to = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+def _gather(x_ptr, places_ptr, y_ptr, WIDTH, K: tl.constexpr, BLOCK: tl.constexpr):
+    """A token, or a part of it, to its K rows: a program for each row would read tokens K times, and what is written
+    meanwhile drives them out of the cache."""
+    token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    source = tl.load(rows_ptr + to, mask=to < S, other=0).to(tl.int64)
-    inside = (to < S)[:, None] & (cols < WIDTH)[None, :]
-    rows = tl.load(x_ptr + source[:, None] * WIDTH + cols[None, :], mask=inside)
-    tl.store(y_ptr + to[:, None] * WIDTH + cols[None, :], rows, mask=inside)
+    inside = cols < WIDTH
+    x = tl.load(x_ptr + token * WIDTH + cols, mask=inside)
+    for k in tl.static_range(K):
+        row = tl.load(places_ptr + token * K + k).to(tl.int64)
+        tl.store(y_ptr + row * WIDTH + cols, x, mask=inside)
 
 
 @triton.jit
@@ -43,12 +45,13 @@ def _combine(
     tl.store(y_ptr + token * WIDTH + cols, total.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-def gather(x: Tensor, rows: Tensor) -> Tensor:
-    """As `moe_rows.gather`."""
-    count, width = len(rows), x.shape[1]
-    y = x.new_empty(count, width)
-    grid = triton.cdiv(count, GATHERED), triton.cdiv(width, BLOCK)
-    _gather[grid](x, rows, y, count, width, ROWS=GATHERED, BLOCK=BLOCK)
+def gather(x: Tensor, places: Tensor) -> Tensor:
+    """As `moe_rows.gather`; places: [T, K]."""
+    (tokens, k), width = places.shape, x.shape[1]
+    y = x.new_empty(tokens * k, width)
+    block = min(triton.next_power_of_2(width), WHOLE)
+    warps = max(block // 256, 1)  # 8 elements a thread
+    _gather[(tokens, triton.cdiv(width, block))](x, places, y, width, K=k, BLOCK=block, num_warps=warps)
     return y
 
 

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from pronghorn.kernels import moe_glu
 from pronghorn.kernels.grouped_gemm import Way, multiply, outer
 from pronghorn.kernels.moe_glu import Gate
-from pronghorn.kernels.moe_rows import combine
+from pronghorn.kernels.moe_rows import Rows, combine
 from pronghorn.moe.route import Routing
 
 
@@ -90,7 +90,7 @@ class _Product:
         """The way of products with a rank: grouped_mm can neither add to a result nor gather nor give float32."""
         return "triton" if self.way == "torch" else self.way
 
-    def multiply(self, x: Tensor, rows: Tensor | None = None, transposed: bool = False) -> tuple[Tensor, Tensor | None]:
+    def multiply(self, x: Tensor, rows: Rows | None = None, transposed: bool = False) -> tuple[Tensor, Tensor | None]:
         """(y, x Aᵀ); transposed, of dy: (dx, dy B)."""
         w = self.weight.detach().to(self.dtype)
         y = multiply(x, w.mT if transposed else w, self.offsets, self.way, rows=rows)
@@ -105,12 +105,12 @@ class _Product:
     def gradients(
         self,
         needs: Sequence[bool],
-        x: tuple[Tensor, Tensor | None],
-        dy: tuple[Tensor, Tensor | None],
+        x: tuple[Tensor, Rows | None],
+        dy: tuple[Tensor, Rows | None],
         xa: Tensor | None,
         dyb: Tensor | None,
     ) -> list[Tensor | None]:
-        """dW, dA, dB where needed, each in the dtype of its parameter; x and dy with the indices of their rows."""
+        """dW, dA, dB where needed, each in the dtype of its parameter; x and dy with their rows."""
         found: list[Tensor | None] = [None] * 3
         if needs[0]:
             transposed = self.weight.stride(-1) != 1  # then laid out as the parameter is: nothing copies it after
@@ -123,7 +123,7 @@ class _Product:
             found[2] = self._outer(self.thin, dy, (xa, None), self.b.dtype, self.scale)
         return found
 
-    def bias_grad(self, weights: Tensor, dy: tuple[Tensor, Tensor | None], dtype: torch.dtype) -> Tensor:
+    def bias_grad(self, weights: Tensor, dy: tuple[Tensor, Rows | None], dtype: torch.dtype) -> Tensor:
         """The sum of each expert's rows, each times its number in `weights` [S, 1]."""
         return self._outer(self.thin, (weights, None), dy, dtype, 1.0).squeeze(1)
 
@@ -150,7 +150,7 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, options: Any, *tensors: Tensor | None) -> Tensor:
         routing, gate_up, down, b1, b2 = _products(x, options, tensors)
-        h, xa = gate_up.multiply(x, routing.tokens)
+        h, xa = gate_up.multiply(x, routing.rows)
         a = moe_glu.forward(h, options[0], b1, routing.experts)
         y, aa = down.multiply(a)
         ctx.save_for_backward(x, w, h, xa, aa, *tensors)
@@ -162,12 +162,12 @@ class _Experts(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, w, h, xa, aa, *tensors = ctx.saved_tensors
         routing, gate_up, down, b1, b2 = _products(x, ctx.options, tensors)
-        needs, tokens, dy = ctx.needs_input_grad[9:], routing.tokens, dy.contiguous()
-        d, dyb = down.multiply(dy, tokens, transposed=True)
+        needs, rows, dy = ctx.needs_input_grad[9:], routing.rows, dy.contiguous()
+        d, dyb = down.multiply(dy, rows, transposed=True)
         dh, dw = moe_glu.backward_(d, h, w, routing.slots, ctx.options[0], b1, routing.experts)
         if b2 is not None:
             dw = dw + (dy @ b2.t()).gather(1, routing.choice).to(dw.dtype)
-        dy_rows = dy, tokens
+        dy_rows = dy, rows
         bias_grads: list[Tensor | None] = [None, None]
         if needs[5] or needs[7]:
             w_rows = w.flatten().index_select(0, routing.slots).to(x.dtype).unsqueeze(1)
@@ -178,5 +178,5 @@ class _Experts(torch.autograd.Function):
         if needs[6]:
             bias_grads[0] = gate_up.bias_grad(dh.new_ones(len(dh), 1), (dh, None), tensors[12].dtype)
         dx, dhb = gate_up.multiply(dh, transposed=True)
-        gate_up_grads = gate_up.gradients(needs[:3], (x, tokens), (dh, None), xa, dhb)
+        gate_up_grads = gate_up.gradients(needs[:3], (x, rows), (dh, None), xa, dhb)
         return combine(dx, routing.inverse), dw, *(None,) * 7, *gate_up_grads, *down_grads, *bias_grads

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pronghorn.kernels.moe_rows import Rows
+
 
 class Routing(NamedTuple):
     """The order of S = T·K rows; int32, but for the indices, on their device."""
@@ -29,6 +31,11 @@ class Routing(NamedTuple):
     """[S], the expert of each row, ascending."""
     inverse: Tensor
     """[T, K], the row of each slot."""
+
+    @property
+    def rows(self) -> Rows:
+        """Tokens and their rows, both ways."""
+        return Rows(self.tokens, self.inverse)
 
 
 def route(top_k_index: Tensor, num_experts: int) -> Routing:
