@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from types import SimpleNamespace
 from typing import Any
 
@@ -179,7 +180,11 @@ def test_a_graph_that_gains_nothing_is_given_back(captured: tuple[Any, Any]) -> 
         losses.append(loss.item())
     path, why = graph_path(handle)
     assert path == "off" and "of the time without one" in why
-    assert not graphs._captured and graph_bytes() == 0 and len(set(losses)) == 1
+    assert not graphs._captured and len(set(losses)) == 1
+    del loss
+    gc.collect()
+    torch.cuda.empty_cache()  # the last replay's backward had the graph until the next loss took its place
+    assert graph_bytes() == 0
 
 
 @pytest.mark.gpu

@@ -29,8 +29,11 @@ def norms(tensors: list[Tensor]) -> Tensor:
 
 def norms_reference(tensors: list[Tensor]) -> Tensor:
     """As `norms`, by torch: of any devices' tensors that can be stacked, and of any layout."""
-    narrow = any(tensor.element_size() == 2 for tensor in tensors)  # fp16's own range is too small
-    each = torch._foreach_norm(tensors, 2, torch.float32) if narrow else torch._foreach_norm(tensors)
+    kinds = {tensor.dtype for tensor in tensors}
+    if any(kind.itemsize == 2 for kind in kinds):  # fp16's own range is too small
+        each = torch._foreach_norm(tensors, 2, torch.float64 if torch.float64 in kinds else torch.float32)
+    else:
+        each = torch._foreach_norm(tensors)
     return torch.stack(list(each))
 
 
