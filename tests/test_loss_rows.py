@@ -89,6 +89,13 @@ def test_the_loss_asks_for_these_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen[1].shape[1] == ROW
 
 
+def test_all_layers_have_one_class() -> None:
+    """FSDP's policies look a class up by its name, in the first layer, and wrap that class's instances."""
+    model = tiny_model("llama")
+    attach(model, layers="fused")
+    assert len({type(layer) for layer in model.model.layers}) == 1
+
+
 def test_nothing_labelled_is_no_loss() -> None:
     model, batch = with_adapters(tiny_model("llama")), few_labels(labelled=0.0)
     attach(model, layers="fused")
@@ -98,7 +105,7 @@ def test_nothing_labelled_is_no_loss() -> None:
 
 FORWARD, BACKWARD = "register_forward_hook", "register_full_backward_hook"
 HOOKS = [(where, kind) for where in ("norm", "layers.2") for kind in (FORWARD, BACKWARD, "forward")]
-HOOKS += [("", FORWARD), ("", "forward")]
+HOOKS += [("", FORWARD), ("", "forward"), ("norm", "register_forward_pre_hook")]
 """Not the backbone's backward: its output is no tensor."""
 
 
