@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -57,7 +58,7 @@ def test_the_backbone_gives_these_rows(device: str) -> None:
     backbone, packed = model.get_base_model().model, batch["packed"]
     inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
     whole = backbone(**inputs, packed=packed).last_hidden_state
-    some = backbone(**inputs, packed=replace(packed, loss_only=True)).last_hidden_state
+    some = backbone(**inputs, packed=replace(packed, loss_only=backbone.layers[-1])).last_hidden_state
     assert whole.shape[1] == ROW
     torch.testing.assert_close(some, whole[:, packed.loss_rows], rtol=1e-4, atol=1e-5)
 
@@ -94,6 +95,18 @@ def test_all_layers_have_one_class() -> None:
     model = tiny_model("llama")
     attach(model, layers="fused")
     assert len({type(layer) for layer in model.model.layers}) == 1
+
+
+def test_a_copy_of_the_last_layer_elsewhere_gives_all_rows() -> None:
+    """PEFT's layer_replication makes such."""
+    model, losses = tiny_model("llama"), []
+    for layers in ("fused", "stock"):
+        attach(model, layers=layers)
+        if layers == "fused":
+            model.model.layers.insert(0, copy.deepcopy(model.model.layers[-1]))
+            model.config.num_hidden_layers += 1
+        losses.append(model(**few_labels()).loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
 def test_nothing_labelled_is_no_loss() -> None:

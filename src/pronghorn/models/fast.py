@@ -43,9 +43,6 @@ _RECORDER = "transformers.utils"
 """Where transformers' hooks for output_hidden_states and output_attentions are from: once asked for they stay, on every
 layer and attention; packed attention has nothing for them."""
 
-_LAST = "_pronghorn_last"
-"""The attribute of the last layer, whose output may be the loss's rows alone."""
-
 _OF_CONFIG = ("MistralAttention", "MixtralAttention")
 """The attention classes that look for a window in the configuration; the others have `sliding_window`, or none."""
 
@@ -101,7 +98,6 @@ def enable(model: Any, backend: Backend) -> None:
             module.__class__ = _layer_class(own, backend)
         elif turns and _is_own(module, "Attention") and not _norms_all_heads(module):
             module.__class__ = _attention_class(own, backend)
-    model.base_model.layers[-1].__dict__[_LAST] = True  # no class of its own: FSDP wraps by the first layer's
 
 
 def is_fused(module: nn.Module) -> bool:
@@ -181,7 +177,7 @@ def _layer_class(original: Any, backend: Backend) -> type[nn.Module]:
         if policy in WHOLE_LAYER and not self.gradient_checkpointing:  # which is switched off
             policy = Policy.KEEP
         x, dtype = hidden_states.flatten(0, 1).contiguous(), _compute_dtype(hidden_states)
-        rows = packed.loss_rows if packed.loss_only and _LAST in self.__dict__ else None
+        rows = packed.loss_rows if packed.loss_only is self else None
         wanted = output_wanted or any(not _is_own_hook(hook) for hook in self._forward_hooks.values())
         wanted |= has_own_forward(self)  # which calls this one and may compute with what it gives
         with _without_autocast(hidden_states):
