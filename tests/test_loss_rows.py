@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -57,7 +58,7 @@ def test_the_backbone_gives_these_rows(device: str) -> None:
     backbone, packed = model.get_base_model().model, batch["packed"]
     inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
     whole = backbone(**inputs, packed=packed).last_hidden_state
-    some = backbone(**inputs, packed=replace(packed, loss_only=True)).last_hidden_state
+    some = backbone(**inputs, packed=replace(packed, loss_only=backbone.layers[-1])).last_hidden_state
     assert whole.shape[1] == ROW
     torch.testing.assert_close(some, whole[:, packed.loss_rows], rtol=1e-4, atol=1e-5)
 
@@ -89,6 +90,25 @@ def test_the_loss_asks_for_these_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen[1].shape[1] == ROW
 
 
+def test_all_layers_have_one_class() -> None:
+    """FSDP's policies look a class up by its name, in the first layer, and wrap that class's instances."""
+    model = tiny_model("llama")
+    attach(model, layers="fused")
+    assert len({type(layer) for layer in model.model.layers}) == 1
+
+
+def test_a_copy_of_the_last_layer_elsewhere_gives_all_rows() -> None:
+    """PEFT's layer_replication makes such."""
+    model, losses = tiny_model("llama"), []
+    for layers in ("fused", "stock"):
+        attach(model, layers=layers)
+        if layers == "fused":
+            model.model.layers.insert(0, copy.deepcopy(model.model.layers[-1]))
+            model.config.num_hidden_layers += 1
+        losses.append(model(**few_labels()).loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
 def test_nothing_labelled_is_no_loss() -> None:
     model, batch = with_adapters(tiny_model("llama")), few_labels(labelled=0.0)
     attach(model, layers="fused")
@@ -98,7 +118,7 @@ def test_nothing_labelled_is_no_loss() -> None:
 
 FORWARD, BACKWARD = "register_forward_hook", "register_full_backward_hook"
 HOOKS = [(where, kind) for where in ("norm", "layers.2") for kind in (FORWARD, BACKWARD, "forward")]
-HOOKS += [("", FORWARD), ("", "forward")]
+HOOKS += [("", FORWARD), ("", "forward"), ("norm", "register_forward_pre_hook")]
 """Not the backbone's backward: its output is no tensor."""
 
 

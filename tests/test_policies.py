@@ -83,6 +83,29 @@ def test_a_hook_on_a_layer_sees_what_was_computed_again() -> None:
     assert all(torch.equal(each, seen[0]) for each in seen)  # transformers runs hooks again, or doesn't: by its version
 
 
+@pytest.mark.parametrize("plan", [Plan.recompute(), Plan.offload()], ids=["recompute", "offload"])
+def test_a_forward_of_its_own_computes_with_a_layers_output(plan: Plan) -> None:
+    """By some versions of transformers it is recomputed with the layer."""
+    model, batch = with_adapters(tiny_model("llama")), packed_row(LENGTHS, ROW)
+    gate = torch.nn.Parameter(torch.full((64,), 1.5))
+    found = []
+    for each in (Plan.keep(), plan):
+        attach(model, each, layers="fused")
+        layer = model.get_base_model().model.layers[1]
+        plain = layer.forward
+        layer.forward = lambda *args, plain=plain, **kwargs: plain(*args, **kwargs) * gate
+        found += torch.autograd.grad(model(**batch).loss, gate)
+        del layer.forward
+    assert found[0].any() and torch.equal(*found)
+
+
+def test_what_else_is_recomputed_takes_keywords() -> None:
+    model = tiny_model("llama")
+    attach(model, Plan.recompute(), layers="fused")
+    x = torch.ones(2, requires_grad=True)
+    assert model.model._gradient_checkpointing_func(torch.mul, x, other=x).tolist() == [1, 1]
+
+
 @pytest.mark.parametrize("layers", ["stock", "fused"])
 @pytest.mark.parametrize("name", PLANS)
 def test_detach_restores_and_evaluation_takes_the_plain_way(name: str, layers: Any) -> None:

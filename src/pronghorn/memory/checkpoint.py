@@ -129,7 +129,7 @@ def install(model: nn.Module, layers: Iterable[nn.Module], plan: Plan, fused: bo
             policy = by_layer.get(module, Policy.RECOMPUTE_LAYER if whole else Policy.KEEP)  # the backbone has one, too
             installed.flags.append((module, policy in WHOLE_LAYER))
             installed.put(module, "gradient_checkpointing", policy in WHOLE_LAYER)
-            installed.put(module, "_gradient_checkpointing_func", functools.partial(_recomputed, _again(module)))
+            installed.put(module, "_gradient_checkpointing_func", _recomputing(module))
     for index, (layer, policy) in enumerate(by_layer.items()):
         installed.put(layer, POLICY, policy)
         if policy is Policy.OFFLOAD:
@@ -156,8 +156,14 @@ def _again(layer: Any) -> dict[str, Any]:
     return {"output_wanted": False} if getattr(type(layer), OUTPUT_NOT_WANTED, False) else {}
 
 
+def _recomputing(module: Any) -> Callable[..., Any]:
+    """What runs a module's forward in training, so that all it leaves for the backward pass is its input."""
+    again = _again(module)
+    return functools.partial(_recomputed, again) if again else functools.partial(checkpoint, use_reentrant=False)
+
+
 def _recomputed(again: dict[str, Any], forward: Callable[..., Any], *args: Any) -> Any:
-    """Run a layer's forward in training, so that all it leaves for the backward pass is its input."""
+    """`checkpoint` of a layer's forward that is told more the second time."""
     given: dict[str, Any] = {}
 
     def run(*args: Any) -> Any:

@@ -38,7 +38,8 @@ class PackedCausalLM:
             kwargs["output_router_logits"] = True
         told = kwargs.get("output_hidden_states", getattr(self.config, "output_hidden_states", False))
         fewer = packed.loss_rows is not None and len(packed.loss_rows) < packed.tokens
-        packed = replace(packed, loss_only=fewer and not told and not fast.output_is_seen(self.base_model))
+        if fewer and not told and not fast.output_is_seen(self.base_model):
+            packed = replace(packed, loss_only=self.base_model.layers[-1])
         kwargs |= {"packed": packed, "use_cache": False, "return_dict": True}
         outputs = self.base_model(*args, **kwargs)
         loss = labelled_cross_entropy(

@@ -89,13 +89,13 @@ def enable(model: Any, backend: Backend) -> None:
     Args:
         backend: of packed attention.
     """
-    turns, last = _turns(model), model.base_model.layers[-1]
+    turns = _turns(model)
     for module in model.base_model.modules():
         own: Any = type(module)
         if _is_known_norm(module):
             module.__class__ = _norm_class(own)
         elif turns and _is_whole(module):
-            module.__class__ = _layer_class(own, backend, module is last)
+            module.__class__ = _layer_class(own, backend)
         elif turns and _is_own(module, "Attention") and not _norms_all_heads(module):
             module.__class__ = _attention_class(own, backend)
 
@@ -118,7 +118,8 @@ def output_is_seen(backbone: Any) -> bool:
     """Whether somebody may look at what the last layer or the last norm gives, so that all rows of it are wanted."""
     modules = backbone, backbone.layers[-1], backbone.norm
     names = "_forward_hooks", "_backward_hooks", "_backward_pre_hooks"
-    hooks = (hook for module in modules for name in names for hook in getattr(module, name).values())
+    hooks = [hook for module in modules for name in names for hook in getattr(module, name).values()]
+    hooks += backbone.norm._forward_pre_hooks.values()
     return any(map(has_own_forward, modules)) or any(_is_foreign(hook) and not _is_own_hook(hook) for hook in hooks)
 
 
@@ -161,7 +162,7 @@ def _attention_class(original: Any, backend: Backend) -> type[nn.Module]:
 
 
 @functools.cache
-def _layer_class(original: Any, backend: Backend, last: bool) -> type[nn.Module]:
+def _layer_class(original: Any, backend: Backend) -> type[nn.Module]:
     plain: Any = original.forward
 
     @functools.wraps(plain)
@@ -176,8 +177,9 @@ def _layer_class(original: Any, backend: Backend, last: bool) -> type[nn.Module]
         if policy in WHOLE_LAYER and not self.gradient_checkpointing:  # which is switched off
             policy = Policy.KEEP
         x, dtype = hidden_states.flatten(0, 1).contiguous(), _compute_dtype(hidden_states)
-        rows = packed.loss_rows if last and packed.loss_only else None
+        rows = packed.loss_rows if packed.loss_only is self else None
         wanted = output_wanted or any(not _is_own_hook(hook) for hook in self._forward_hooks.values())
+        wanted |= has_own_forward(self)  # which calls this one and may compute with what it gives
         with _without_autocast(hidden_states):
             y = fused.layer(x, cos, sin, packed, parts, dtype, policy, rows, wanted)
         return y.view_as(hidden_states) if rows is None else y[None]
