@@ -187,7 +187,7 @@ def check_rope(device: str, dtype: torch.dtype) -> None:
 
 
 def check_cross_entropy(device: str, dtype: torch.dtype) -> None:
-    for rows, vocab in ((1, 5), (4, 131), (3, 8193), (2, 40_003)):  # the last: more than stays in registers
+    for rows, vocab in ((1, 5), (4, 131), (3, 8193), (2, 40_003)):  # the last: several tiles and a rest
         logits = random(rows, vocab, device=device, dtype=dtype, seed=1) * 8
         targets = torch.arange(rows, device=device) * 7 % vocab
         targets[rows // 2] = -100
@@ -198,6 +198,14 @@ def check_cross_entropy(device: str, dtype: torch.dtype) -> None:
             launch = written(cross_entropy_triton.cross_entropy_, apart)
             reference = written(cross_entropy.cross_entropy_)
             compare("cross-entropy", launch, reference, *arguments)
+    lowest = torch.full((2, 77), torch.finfo(dtype).min, device=device, dtype=dtype)
+    arguments = lowest, torch.tensor([76, 3], device=device), -100, None
+    launch, reference = written(cross_entropy_triton.cross_entropy_), written(cross_entropy.cross_entropy_)
+    compare("cross-entropy, lowest logits", launch, reference, *arguments)
+    # labels beyond the vocabulary tell on themselves, and leave the rows beside theirs alone
+    rows = torch.zeros(4, 8, device=device, dtype=dtype)
+    losses = cross_entropy_triton.cross_entropy_(rows[1:3], torch.tensor([-1, 8], device=device), -100, None)
+    assert losses.isnan().all() and rows.eq(torch.tensor([[0], [1 / 8], [1 / 8], [0]], device=device)).all()
 
 
 def check_attention(device: str, dtype: torch.dtype) -> None:

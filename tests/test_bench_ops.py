@@ -377,7 +377,5 @@ def test_on_a_gpu(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     for result in (result for result in read_results(out) if result.contender in ("pronghorn", "torch", "compile")):
         assert result.gate["green"] and not result.extra["on_cpu"], result.gate["reasons"]
-        shares = result.extra[
-            "share_of_ceiling"
-        ].values()  # other tests may run on the GPU: units are what is looked at
+        shares = result.extra["share_of_ceiling"].values()  # of units only: others may use the GPU meanwhile
         assert all(0 < share < 10 for share in shares), result.extra

@@ -512,6 +512,17 @@ def test_the_watch_clips_as_torch_does(most: float) -> None:
     assert watch.clip(most, model.parameters()) is None, "left to stock"
 
 
+def test_the_watch_over_several_devices_leaves_clipping_to_stock() -> None:
+    model = torch.nn.ModuleList([torch.nn.Linear(3, 2, device="meta"), torch.nn.Linear(3, 2)])
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    watch = GradientWatch()
+    watch.observe(model)
+    assert watch.clip(1.0, model.parameters()) is None and watch.clip(float("inf"), model.parameters()) is None
+    model[0].weight.grad = model[1].weight.grad = None
+    watch.observe(model)
+
+
 def test_norms_of_16_bits_have_float32_s_range() -> None:
     finite = torch.full((300, 300), 300.0, dtype=torch.float16)
     norms = gradient_norms([finite, torch.ones(4), torch.zeros(2)], torch.device("cpu"))

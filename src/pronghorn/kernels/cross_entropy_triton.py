@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pronghorn.kernels.tanh_triton import tanh
 
-LOWEST = tl.constexpr(-2.0e38)
+LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 """A maximum to start from: with -inf, a lane of -inf logits would give exp(-inf + inf)."""
 LOG2_E = tl.constexpr(1.4426950408889634)
 LANE = tl.constexpr(8)
@@ -73,7 +73,8 @@ def _kernel(
             tl.store(y_ptr + start + cols, zeros)
         tl.store(y_ptr + rest, zeros, mask=rest < V)
     else:
-        chosen, chosen_tanh = _cap(tl.load(y_ptr + target), cap, CAP)
+        known = (target >= 0) & (target < V)  # else the loss is nan, and nothing beside the row is written
+        chosen, chosen_tanh = _cap(tl.load(y_ptr + target, mask=known, other=float("nan")), cap, CAP)
         m = tl.full((LANES,), LOWEST, tl.float32)
         s = tl.zeros((LANES,), tl.float32)
         for start in range(0, tiled, TILE):
@@ -94,7 +95,7 @@ def _kernel(
         grad = _exp(chosen - highest) * scale - 1.0
         if CAP:
             grad *= 1.0 - chosen_tanh * chosen_tanh
-        tl.store(y_ptr + target, grad.to(y_ptr.dtype.element_ty))
+        tl.store(y_ptr + target, grad.to(y_ptr.dtype.element_ty), mask=known)
 
 
 def cross_entropy_(logits: Tensor, targets: Tensor, ignore_index: int, softcap: float | None) -> Tensor:

@@ -28,13 +28,13 @@ def norms(tensors: list[Tensor]) -> Tensor:
 
 
 def norms_reference(tensors: list[Tensor]) -> Tensor:
-    """As `norms`, by torch: of any devices' tensors that can be stacked, and of any layout."""
+    """As `norms`, by torch: of any layout; tensors on several devices have their norms on the first one's."""
     kinds = {tensor.dtype for tensor in tensors}
     if any(kind.itemsize == 2 for kind in kinds):  # fp16's own range is too small
         each = torch._foreach_norm(tensors, 2, torch.float64 if torch.float64 in kinds else torch.float32)
     else:
         each = torch._foreach_norm(tensors)
-    return torch.stack(list(each))
+    return torch.stack([norm.to(tensors[0].device) for norm in each])
 
 
 def alike(tensors: list[Tensor]) -> bool:

@@ -79,9 +79,11 @@ class GradientWatch(TrainerCallback):
     def clip(self, most: float, parameters: Iterable[Tensor]) -> Tensor | None:
         """What `torch.nn.utils.clip_grad_norm_` does and returns, by the norms that `observe` has anyway, which torch's
         would take the host milliseconds to launch again. With `most` infinite it only returns the norm of all. None
-        where these aren't the gradients that `observe` saw, or some are sharded."""
+        where these aren't the gradients that `observe` saw, some are sharded, or they lie on several devices."""
         gradients: list[Any] = [gradient for p in parameters if (gradient := p.grad) is not None]
         if self._norms is None or _written(gradients) != self._norms[1]:
+            return None
+        if len({gradient.device for gradient in gradients}) > 1:
             return None
         (*_, found), self._norms = self._norms, None
         total = torch.linalg.vector_norm(found)
@@ -156,7 +158,7 @@ def gradient_norms(gradients: list[Any], device: torch.device) -> Tensor:
     every = torch.zeros(len(gradients), device=device)
     if not present:
         return every
-    found = norms(list(present.values())).float()
+    found = norms(list(present.values())).float().to(device)
     return every.index_copy(0, torch.tensor(list(present)).to(device, non_blocking=True), found)
 
 
