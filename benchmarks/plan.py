@@ -45,7 +45,7 @@ Llama-3.1-8B lora 8192 keep; Llama-3.1-8B lora 8192 mlp; Llama-3.1-8B lora 8192 
 Llama-3.1-8B lora 8192 offload
 Llama-3.1-8B qlora 8192 keep; Llama-3.1-8B qlora 8192 12GiB
 """
-WARM, TIMED = 6, 8
+WARM, TIMED = 16, 8
 """Steps; the first ones decide about CUDA graphs."""
 
 

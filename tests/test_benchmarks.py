@@ -22,7 +22,8 @@ EARLIER = {
     "plan-calibrated": "plan",
     "profile-llama-3.2-1b": "pronghorn profile, of a recipe with that checkpoint",
     "step-llama-3.1-8b-qlora-written-out": "step-llama-3.1-8b-qlora",
-    "step-llama-3.1-8b-wide-input": "step-llama-3.1-8b",
+    "step-llama-3.1-8b-once": "step-llama-3.1-8b",
+    "step-llama-3.2-1b-no-graph": "step-llama-3.2-1b",
     "step-qwen3-0.6b-faster-host": "step-qwen3-0.6b",
     "step-qwen3-30b-a3b-graph": "step-qwen3-30b-a3b",
 }

@@ -14,6 +14,7 @@ The batch dict (the order matters: accelerate reads the batch size off the first
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
@@ -223,6 +224,11 @@ def _tiles(bounds: Sequence[int], tokens: int, room: int) -> Tensor:
     return torch.tensor(found + [(tokens, tokens, tokens)] * (room - len(found)), dtype=torch.int32)
 
 
+def _tensor(values: list[int]) -> Tensor:
+    """int64, at a fifth of the time that torch takes to look at each entry's type."""
+    return torch.frombuffer(array("q", values), dtype=torch.int64)
+
+
 @dataclass(frozen=True)
 class Collator:
     """Makes the batch dict from packed rows; several rows become one row of several times the tokens.
@@ -258,13 +264,13 @@ class Collator:
             labels += [*row["labels"], *[IGNORE_INDEX] * tail]
             lengths += [*row["lengths"], *([tail] if tail else [])]
             padding += tail
-        label_tensor = torch.tensor(labels)
+        label_tensor = _tensor(labels)
         starts = torch.tensor([0, *accumulate(lengths)][:-1])
         label_tensor[starts] = IGNORE_INDEX  # nothing before a document's first token predicts it
         packed = PackedBatch.build(lengths, tokens=len(input_ids), padding=padding, labels=label_tensor)
         position_ids = torch.arange(len(input_ids)) - starts[packed.document_ids]
         return {
-            "input_ids": torch.tensor(input_ids)[None],
+            "input_ids": _tensor(input_ids)[None],
             "labels": label_tensor[None],
             "position_ids": position_ids[None],
             "packed": packed,

@@ -19,6 +19,8 @@ STAGES = ("step", "backward", "wait")
 """Ranges that say when, not why."""
 SCORES = "scores"
 """The range of packed attention proper."""
+ADAPTERS = "adapters"
+"""The range of adapters' gradients."""
 
 
 class Cause(StrEnum):
@@ -126,6 +128,8 @@ def cause(span: Span | None, ranks: frozenset[int]) -> tuple[Cause, bool]:
         return Cause.COMMUNICATION, again
     if SCORES in ranges or any(part in name for name in names for part in _ATTENTION):
         return Cause.ATTENTION, again
+    if ADAPTERS in ranges:
+        return Cause.LORA, again
     if "model" in ranges and "backbone" not in ranges:
         return Cause.LOSS, again
     product = next((operation for operation in operations if operation.name in _PRODUCTS), None)
@@ -167,7 +171,7 @@ def _way_out(span: Span | None) -> tuple[list[Span], list[str], bool, bool]:
                 sums = sums or not (inside or crossed)
         elif span.range not in STAGES:
             ranges.append(span.range)
-            inside = inside or span.range != SCORES  # which the backward pass has, too
+            inside = inside or span.range not in (SCORES, ADAPTERS)  # which the backward pass has, too
         if span.forward is not None and not inside:
             span, crossed = span.forward, True
         else:

@@ -105,8 +105,12 @@ class Profile:
     def idle_ms(self) -> float:
         """What the device is idle at most without the profiler, which makes the host slower but not the device: what is
         left of that step."""
-        busy = self.step_ms - self.ms(Cause.IDLE) - self.ms(Cause.AFTER_SYNC)
-        return max(self.plain_ms - busy, 0.0)
+        return max(self.plain_ms - (self.step_ms - self.idle_under_profiler_ms), 0.0)
+
+    @property
+    def idle_under_profiler_ms(self) -> float:
+        """What the device is idle under the profiler, whatever the host does meanwhile."""
+        return sum(map(self.ms, (Cause.IDLE, Cause.AFTER_SYNC, Cause.DATA, Cause.LOGGING)))
 
     def write(self, path: Path) -> None:
         """Write it as JSON; ConfigError where no file can be written."""

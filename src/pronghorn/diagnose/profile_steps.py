@@ -16,8 +16,9 @@ from torch.profiler import ProfilerActivity, record_function
 from transformers import TrainerCallback
 
 from pronghorn.attention import explicit
-from pronghorn.diagnose.profile_causes import PREFIX, SCORES
+from pronghorn.diagnose.profile_causes import ADAPTERS, PREFIX, SCORES
 from pronghorn.diagnose.profile_syncs import Place, noticed
+from pronghorn.kernels import adapter_gradients
 from pronghorn.models import fast
 from pronghorn.models.attach import Handle
 from pronghorn.models.linears import adapter_of
@@ -122,6 +123,7 @@ def marked(trainer: SFTTrainer, handle: Handle) -> Iterator[None]:
         (trainer._watch, "on_pre_optimizer_step", "optimiser"),
         (explicit, "forward", SCORES),
         (explicit, "backward", SCORES),
+        (adapter_gradients, "products", ADAPTERS),
     ]
     opened: list[Any] = []
     with ExitStack() as stack:

@@ -6,7 +6,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pronghorn.diagnose.profile_causes import Cause
 from pronghorn.diagnose.profile_record import Profile
 
 KERNELS = 12
@@ -41,7 +40,7 @@ def headlines(profile: Profile) -> list[tuple[str, str, str]]:
         ("Explained", f"{profile.explained:.1%}", f"of the {profile.step_ms:,.1f} ms under the profiler"),
     ]
     if profile.launches:
-        idle = profile.ms(Cause.IDLE) + profile.ms(Cause.AFTER_SYNC)
+        idle = profile.idle_under_profiler_ms
         found += [
             ("Device idle", f"{profile.idle_ms / profile.plain_ms:.1%}", f"at most; {idle:,.1f} ms under the profiler"),
             ("Launches", f"{profile.launches:,.0f}", f"{profile.launch_ms:,.1f} ms of the host's time a step"),
