@@ -14,7 +14,15 @@ from pronghorn.device import graph_bytes
 from pronghorn.errors import ConfigError, TrainingError
 from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import _graph_refusal, attach, attached
-from pronghorn.models.graph import MEASURED_FORWARDS, MEASURED_REPLAYS, _Captured, _fingerprint, _Replay, graphed_class
+from pronghorn.models.graph import (
+    MEASURED_FORWARDS,
+    MEASURED_REPLAYS,
+    TrunkGraphs,
+    _Captured,
+    _fingerprint,
+    _Replay,
+    graphed_class,
+)
 from test_fused import BIASED, WIDE, with_adapters
 from test_fused_changes import CHANGES, adapted
 from test_parity import LENGTHS, ROW, gradients
@@ -201,6 +209,16 @@ def test_attention_that_needs_host_integers_is_not_captured(captured: tuple[Any,
 def test_full_fine_tuning_is_not_captured() -> None:
     handle = attach(tiny_model("llama").to("cuda", torch.bfloat16), layers="fused", graph="on")
     assert graph_path(handle) == ("off", "weights besides adapters are trained")
+
+
+def test_what_is_decided_against_costs_nothing() -> None:
+    """Where graphs don't pay nobody looks after changes in every forward."""
+    graphs = TrunkGraphs(None, lambda: None, False, lambda: None, lambda: None)
+    row = packed_row(LENGTHS, ROW)
+    with pytest.raises(AttributeError):  # of the backbone that isn't there
+        graphs.forward(torch.zeros(1), row["position_ids"], row["packed"])
+    graphs._host_share = 0.1
+    assert graphs.forward(torch.zeros(1), row["position_ids"], row["packed"]) is None
 
 
 def test_what_was_overwritten_is_not_used() -> None:

@@ -132,17 +132,17 @@ class TrunkGraphs:
 
     def forward(self, embeds: Tensor, position_ids: Tensor, packed: PackedBatch) -> Tensor | None:
         """The trunk's output [1, T, H] through a graph; None if this batch goes without one."""
+        if not self._always and self._gain is None:
+            self._judge()
+        if self._host_share is not None and not self._wanted():  # nothing is captured that a change could concern
+            return None
         fingerprint = _fingerprint(self._backbone)
         if fingerprint != self._fingerprint:  # weights were moved, adapters switched: what was captured reads others
             self._captured.clear()
             self._refused = self._refusal()
             self._parameters = [p for p in self._backbone.parameters() if p.requires_grad]
             self._fingerprint = fingerprint
-        if self._refused is not None or embeds.requires_grad:
-            return None
-        if not self._always and self._gain is None:
-            self._judge()
-        if not self._wanted():
+        if self._refused is not None or embeds.requires_grad or not self._wanted():
             return None
         longest = self._longest()
         if longest is not None and max(packed.lengths) >= longest:  # lengths are the host's there, not data
