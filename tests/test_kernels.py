@@ -83,6 +83,12 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
     heads = {"NORM": True, "Q": 64, "K": 8, "HALF": 64}
     return {
         "rms_norm": (rms_norm_triton._forward, norm, {"BLOCK": 8192}, 16),
+        "rms_norm, sums": (
+            rms_norm_triton._sum,
+            {"parts_ptr": wide, "dw_ptr": x, "N": count, "H": count},
+            {"ROWS": rms_norm_triton.SUM_ROWS, "COLS": rms_norm_triton.SUM_COLS},
+            4,
+        ),
         **{
             f"rms_norm backward, {block}, {stream}, {product}": (
                 rms_norm_triton._backward,
