@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 import trl
 from datasets import Dataset
 from peft import LoraConfig
@@ -185,6 +186,17 @@ def test_the_stock_lane_learns_the_same_rows_alike(stories: Path, documents: Dat
         results.append((losses(trainer), trained(model)))
     assert results[0][0] == pytest.approx(results[1][0], rel=1e-4)
     assert_equal_weights(results[0][1], results[1][1], rel=1e-3)
+
+
+def test_operations_are_counted_as_stock_does(stories: Path, documents: Dataset, tmp_path: Path) -> None:
+    """Without a walk through the model in every micro-batch."""
+    model, tokenizer = adapted(stories)
+    trainer = SFTTrainer(model, config(tmp_path), train_dataset=documents, processing_class=tokenizer)
+    for tokens in (ROW, 7):
+        inputs = {"input_ids": torch.zeros(1, tokens, dtype=torch.long)}
+        assert trainer.floating_point_ops(inputs) == transformers.Trainer.floating_point_ops(trainer, inputs) > 0
+    trainer.model = None  # not asked again
+    assert trainer.floating_point_ops({"input_ids": torch.zeros(2, 7)}) == 2 * trainer.floating_point_ops(inputs)
 
 
 @stock_loss_on_cpu

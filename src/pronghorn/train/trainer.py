@@ -102,6 +102,7 @@ class SFTTrainer(trl.SFTTrainer):
         """Where a word to the user goes."""
         self._fingerprint = checkpoint.Fingerprint.of(self.model)
         self._aside: Path | None = None
+        self._operations: int | None = None
 
     def _collate(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         """Packed rows carry their documents' lengths; others are padded to the longest."""
@@ -152,6 +153,14 @@ class SFTTrainer(trl.SFTTrainer):
         if last:
             self._watch.observe(model)
         return loss
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Stock's count, which goes through the whole model, for one token, once: in every micro-batch that takes the
+        host milliseconds."""
+        tokens = inputs["input_ids"].numel()
+        if self._operations is None:
+            self._operations = super().floating_point_ops(inputs) // tokens
+        return self._operations * tokens
 
     def _clip_grad_norm(self, model: Any) -> Tensor | None:
         """Stock's, by the norms that the watch has already; where gradients are scaled or sharded, stock itself."""
