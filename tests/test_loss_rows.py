@@ -58,7 +58,7 @@ def test_the_backbone_gives_these_rows(device: str) -> None:
     backbone, packed = model.get_base_model().model, batch["packed"]
     inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
     whole = backbone(**inputs, packed=packed).last_hidden_state
-    some = backbone(**inputs, packed=replace(packed, loss_only=backbone.layers[-1])).last_hidden_state
+    some = backbone(**inputs, packed=replace(packed, narrowed_in=backbone.layers[-1])).last_hidden_state
     assert whole.shape[1] == ROW
     torch.testing.assert_close(some, whole[:, packed.loss_rows], rtol=1e-4, atol=1e-5)
 

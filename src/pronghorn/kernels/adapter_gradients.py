@@ -54,11 +54,11 @@ def products(
     if both is not None:
         torch.cat([dy, dya], 1, out=both)
     parts = zip(columns, xa.split(ranks, 1), strict=True)
-    found = [product(dy[:, mine].t(), part, dtype) for mine, part in parts]
+    found = [matmul(dy[:, mine].t(), part, dtype) for mine, part in parts]
     return dya, found if scale == 1 else [db.mul_(scale) for db in found]
 
 
-def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+def matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """a @ b, summed in float32 and rounded to `dtype` only."""
     if a.is_cuda and dtype is torch.float32 and a.dtype is not dtype:
         return torch.mm(a, b, out_dtype=dtype)

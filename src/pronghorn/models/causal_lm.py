@@ -39,7 +39,7 @@ class PackedCausalLM:
         told = kwargs.get("output_hidden_states", getattr(self.config, "output_hidden_states", False))
         fewer = packed.loss_rows is not None and len(packed.loss_rows) < packed.tokens
         if fewer and not told and not fast.output_is_seen(self.base_model):
-            packed = replace(packed, loss_only=self.base_model.layers[-1])
+            packed = replace(packed, narrowed_in=self.base_model.layers[-1])
         kwargs |= {"packed": packed, "use_cache": False, "return_dict": True}
         outputs = self.base_model(*args, **kwargs)
         loss = labelled_cross_entropy(

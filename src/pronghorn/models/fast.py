@@ -177,9 +177,9 @@ def _layer_class(original: Any, backend: Backend) -> type[nn.Module]:
         if policy in WHOLE_LAYER and not self.gradient_checkpointing:  # which is switched off
             policy = Policy.KEEP
         x, dtype = hidden_states.flatten(0, 1).contiguous(), _compute_dtype(hidden_states)
-        rows = packed.loss_rows if packed.loss_only is self else None
-        wanted = output_wanted or any(not _is_own_hook(hook) for hook in self._forward_hooks.values())
-        wanted |= has_own_forward(self)  # which calls this one and may compute with what it gives
+        rows = packed.loss_rows if packed.narrowed_in is self else None
+        # a forward of its own calls this one, and may compute with what it gives
+        wanted = output_wanted or has_own_forward(self) or not all(map(_is_own_hook, self._forward_hooks.values()))
         with _without_autocast(hidden_states):
             y = fused.layer(x, cos, sin, packed, parts, dtype, policy, rows, wanted)
         return y.view_as(hidden_states) if rows is None else y[None]

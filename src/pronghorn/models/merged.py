@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from pronghorn.kernels import adapter_gradients
-from pronghorn.kernels.adapter_gradients import product
+from pronghorn.kernels.adapter_gradients import matmul
 from pronghorn.kernels.residual import LowRank
 from pronghorn.models.linears import Adapter, adapter_of, base_of, is_4bit, take_out
 
@@ -225,13 +225,13 @@ class Operands:
         grads: list[Tensor] = []
         if self.full:
             widths = [base.out_features for base in self.bases]
-            grads += product(dy.t(), x, self.bases[0].weight.dtype).split(widths)
+            grads += matmul(dy.t(), x, self.bases[0].weight.dtype).split(widths)
             if self.bases[0].bias is not None:
                 grads += dy.sum(0, dtype=self.bases[0].bias.dtype).split(widths)
         if given is None:
             return grads
         dya, dbs = given
-        das = product(dya.t(), x, self.adapters[0][1].a.dtype).split([len(adapter.a) for _, adapter in self.adapters])
+        das = matmul(dya.t(), x, self.adapters[0][1].a.dtype).split([len(adapter.a) for _, adapter in self.adapters])
         return grads + [grad for pair in zip(das, dbs, strict=True) for grad in pair]
 
 
