@@ -361,6 +361,20 @@ def test_advice_on_a_device() -> None:
     assert idle == ("Device idle", "2.6%", "at most; 0.6 ms under the profiler")
 
 
+def test_advice_on_what_an_h200_recorded(tmp_path: Path) -> None:
+    """The profiler slowed its host, so that the step waited for data 36 ms: what the plain step has room for counts."""
+    recorded = Path(__file__).parents[1] / "benchmarks/results/reports/profile-llama-3.2-1b.json"
+    table = json.loads(recorded.read_text())
+    del table["commit"]
+    (tmp_path / "profile.json").write_text(json.dumps({**table, "timeline": {}}))
+    found = read_profile(tmp_path / "profile.json")
+    assert found.plain_ms == pytest.approx(191.9, abs=0.1) and found.idle_ms == pytest.approx(52.3, abs=0.1)
+    assert [(each.cost, round(each.ms)) for each in advise(found, None)] == [
+        ("the host can't launch as fast as the device computes", 35),
+        ("the step waits for data", 17),
+    ]
+
+
 class Page(HTMLParser):
     def __init__(self) -> None:
         super().__init__()
