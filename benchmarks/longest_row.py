@@ -3,8 +3,9 @@
     python benchmarks/longest_row.py --shape Llama-3.1-8B --memory 80GiB --out longest-row.json
 
 For each policy the longest row is computed from bytes alone (`memory.estimate`). Then steps run on a row of that
-length, and on rows 5 and 10 % longer, until one doesn't fit. A prediction is met if its own row trains and one 10 %
-longer does not. LoRA r16 on all linears, AdamW, documents of `--document` tokens, random weights.
+length and on one 5 % longer: the prediction is met if the first trains and the second does not. Either way the search
+goes on until rows 2.5 % apart are found of which one trains. LoRA r16 on all linears, AdamW, documents of `--document`
+tokens, random weights.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +36,12 @@ from pronghorn.models import auto_plan
 from pronghorn.models.attach import attach
 
 POLICIES = dict(zip(("keep", "norms", "mlp", "layer", "offload"), Policy, strict=True))
-STEP = 256
+STEP = 64
 """Rows are multiples of so many tokens."""
+APART = 2.5
+"""Percent of the predicted row by which the longest that trains and the shortest that doesn't lie apart, at most."""
+FARTHEST = 20
+"""Percent from the predicted row at which the search is given up."""
 
 
 def predicted(shape: Shape, tokens: int, policy: Policy) -> int:
@@ -55,9 +62,21 @@ def longest(shape: Shape, policy: Policy, budget: int) -> int:
     return least * STEP
 
 
-def lengths(tokens: int) -> list[int]:
-    """The predicted row, one at least 5 % longer and one at least 10 %, if there is a row at all."""
-    return [-(-tokens * percent // (100 * STEP)) * STEP for percent in (100, 105, 110)] if tokens else []
+def next_percent(trained: Sequence[float], failed: Sequence[float]) -> float | None:
+    """Of the predicted row, the length to try next, given those that were tried; None when enough is known."""
+    if not trained and not failed:
+        return 100.0
+    if trained and failed:
+        low, high = max(trained), min(failed)
+        return (low + high) / 2 if high - low > APART else None
+    farther = max(trained) + 2 * APART if trained else min(failed) - 2 * APART
+    return farther if abs(farther - 100) <= FARTHEST else None
+
+
+def row_of(tokens: int, percent: float) -> int:
+    """Tokens of a row that is at least so many percent of the predicted one, or, if shorter, at most."""
+    parts = tokens * percent / (100 * STEP)
+    return STEP * (math.ceil(parts) if percent > 100 else math.floor(parts))
 
 
 def train(model: Any, tokens: int, document: int, steps: int) -> tuple[int, float]:
@@ -81,11 +100,14 @@ def train(model: Any, tokens: int, document: int, steps: int) -> tuple[int, floa
 
 
 def meet(model: Any, shape: Shape, name: str, given: argparse.Namespace, budget: int) -> dict[str, Any]:
-    """Train on the predicted length and on longer ones, until one doesn't fit."""
+    """Train on the predicted length and on others around it, until it is known how far the prediction is off."""
     policy = POLICIES[name]
     tokens = longest(shape, policy, budget)
     row: dict[str, Any] = {"policy": name, "predicted_tokens": tokens, "tried": []}
-    for length in lengths(tokens):
+    trained: list[float] = []
+    failed: list[float] = []
+    while tokens and (percent := next_percent(trained, failed)) is not None:
+        length = row_of(tokens, percent)
         handle = attach(model, Plan((policy,)), graph="off")
         kinds = Step.of(shape, Work(length, accumulates=False)).peak((policy,) * shape.layers)
         tried: dict[str, Any] = {"tokens": length, "predicted_bytes": sum(kinds.values())}  # as torch counts the peak
@@ -100,11 +122,9 @@ def meet(model: Any, shape: Shape, name: str, given: argparse.Namespace, budget:
             gc.collect()
             torch.cuda.empty_cache()
         row["tried"].append(tried)
-        if tried.get("out_of_memory"):
-            break
-    fits = [each["tokens"] for each in row["tried"] if "peak_bytes" in each]
-    row["longest_tokens"] = max(fits, default=0)
-    row["met"] = 0 < row["longest_tokens"] < lengths(tokens)[-1]
+        (failed if tried.get("out_of_memory") else trained).append(percent)
+    row["longest_tokens"] = max((each["tokens"] for each in row["tried"] if "peak_bytes" in each), default=0)
+    row["met"] = 100.0 in trained and min(failed, default=math.inf) <= 105
     return row
 
 
@@ -141,7 +161,7 @@ def main() -> None:
     for name in given.policies:
         found.append(meet(model, shape, name, given, budget))
         write_json({**facts, "policies": found}, unfinished(given.out))
-        last = [each for each in found[-1]["tried"] if "peak_bytes" in each][-1:] or [{}]
+        last = [each for each in found[-1]["tried"] if each["tokens"] == found[-1]["longest_tokens"]] or [{}]
         table.add_row(
             name, f"{found[-1]['predicted_tokens']:,}", f"{found[-1]['longest_tokens']:,}",
             *(f"{last[0].get(key, 0) / GIB:.2f}" for key in ("peak_bytes", "predicted_bytes")),

@@ -3,7 +3,8 @@
 The three take turns in one process on one model of random weights (LoRA r16 on all linears, fused layers). First
 gradients must agree bit by bit; then the clock runs; then events on the streams tell a layer's copy c and backward g. A
 layer costs c + g with one buffer and max(c, g) with two, so (L − 1)·min(c, g) is what there is to save: the last
-layer's input never leaves. Times are of forward and backward.
+layer's input never leaves. Times are of forward and backward. A card bound by its power computes slower without the
+pauses that one buffer makes, so the saving is told in cycles of the multiprocessors, too.
 
     python benchmarks/offload.py --shape Llama-3.1-8B --tokens 8192 --out offload-8b.json
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,23 +58,48 @@ def gate(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
     return {"gradients equal bit by bit": equal, "green": all(equal.values())}
 
 
-def turn(model: Any, plan: Plan, rows: Sequence[dict[str, Any]], steps: int) -> tuple[Handle, list[float], int]:
-    """Milliseconds of so many steps, and bytes at the peak of one."""
-    clock: Any = CudaClock() if torch.cuda.is_available() else HostClock()
-    handle, times = attach(model, plan, graph="off"), []
-    for step in range(WARM_STEPS + steps):
-        if step == WARM_STEPS and torch.cuda.is_available():
+@dataclass
+class Turn:
+    """Of a way's steps."""
+
+    milliseconds: list[float]
+    megahertz: list[float]
+    """The mean clock of each; none on the CPU."""
+    peak: int
+    """Bytes."""
+
+    def extended(self, other: Turn) -> Turn:
+        """Both, one after the other."""
+        both = self.milliseconds + other.milliseconds, self.megahertz + other.megahertz
+        return Turn(*both, max(self.peak, other.peak))
+
+
+def turn(model: Any, plan: Plan, rows: Sequence[dict[str, Any]], steps: int) -> tuple[Handle, Turn]:
+    """So many steps after warm ones."""
+    cuda = torch.cuda.is_available()
+    if cuda:
+        from pronghorn.bench import sm_clock  # with Triton
+    clock: Any = CudaClock() if cuda else HostClock()
+    handle, found = attach(model, plan, graph="off"), Turn([], [], 0)
+    for step in range(-WARM_STEPS, steps):
+        if step == 0 and cuda:
             torch.cuda.reset_peak_memory_stats()
-        begin = clock.mark()
+        ticks = [sm_clock.mark(model.device)] if cuda else []
+        marks = [clock.mark()]
         model(**rows[step % len(rows)]).loss.backward()
         model.zero_grad()
-        times += clock.milliseconds([begin, clock.mark()])
-    return handle, times[WARM_STEPS:], torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+        marks.append(clock.mark())
+        ticks += [sm_clock.mark(model.device)] if cuda else []
+        if step >= 0:
+            found.milliseconds += clock.milliseconds(marks)
+            found.megahertz += [sm_clock.megahertz(*ticks)] if cuda else []
+    found.peak = torch.cuda.max_memory_allocated() if cuda else 0
+    return handle, found
 
 
 def layer_timings(model: Any, plan: Plan, rows: Sequence[dict[str, Any]]) -> list[LayerTiming]:
     """Of one step after warm ones; none on the CPU."""
-    handle, *_ = turn(model, plan, rows, 1)
+    handle, _ = turn(model, plan, rows, 1)
     engine = handle.offload_engine
     assert engine is not None
     engine.timed = True
@@ -98,18 +125,19 @@ def main() -> None:
     rows = batches(model, arguments.tokens, arguments.seed)
     checked = gate(model, rows[0])
     resting = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
-    times: dict[str, list[float]] = {name: [] for name in WAYS}
-    peaks, states = {}, {}
+    ways = {name: Turn([], [], 0) for name in WAYS}
+    states = {}
     for name, steps in schedule(list(WAYS), arguments.repeats):
-        handle, more, peak = turn(model, WAYS[name], rows, steps)
-        times[name] += more
-        peaks[name], states[name] = peak, handle.report[-1].why
-    medians = {name: statistics.median(found) for name, found in times.items()}
-    table = Table("way", "step ms", "least", "greatest", "peak GiB", title=f"{arguments.shape}, gate {checked}")
-    for name, found in times.items():
-        figures = (f"{value:,.1f}" for value in (medians[name], min(found), max(found)))
-        table.add_row(f"{name} ({states[name]})", *figures, f"{peaks[name] / 2**30:.2f}")
-    extra: dict[str, Any] = {"layers": model.config.num_hidden_layers, "states": states}
+        handle, more = turn(model, WAYS[name], rows, steps)
+        ways[name] = ways[name].extended(more)
+        states[name] = handle.report[-1].why
+    medians = {name: statistics.median(way.milliseconds) for name, way in ways.items()}
+    clocks = {name: statistics.median(way.megahertz or [0.0]) for name, way in ways.items()}
+    table = Table("way", "step ms", "least", "greatest", "MHz", "peak GiB", title=f"{arguments.shape}, gate {checked}")
+    for name, way in ways.items():
+        figures = (f"{value:,.1f}" for value in (medians[name], min(way.milliseconds), max(way.milliseconds)))
+        table.add_row(f"{name} ({states[name]})", *figures, f"{clocks[name]:,.0f}", f"{way.peak / 2**30:.2f}")
+    extra: dict[str, Any] = {"layers": model.config.num_hidden_layers, "states": states, "megahertz": clocks}
     one, two = (layer_timings(model, WAYS[name], rows) for name in ("one buffer", "two buffers"))
     if one:
         alone = [(t.copy_ms, t.compute_ms) for t in one if t.copy_ms]
@@ -119,18 +147,21 @@ def main() -> None:
         hidden = 1 - sum(t.exposed_ms for t in two) / sum(min(t.copy_ms, t.compute_ms) for t in overlapped)
         saved = medians["one buffer"] - medians["two buffers"]
         extra |= {"copy_ms": c, "compute_ms": g, "predicted_ms": predicted, "saved_ms": saved, "hidden_share": hidden}
+        cycles = {name: medians[name] * clocks[name] for name in WAYS}
+        at_one_clock = (cycles["one buffer"] - cycles["two buffers"]) / (predicted * clocks["one buffer"])
+        extra["saved_cycles_share"] = at_one_clock
         extra["layers_ms"] = {"one buffer": [vars(t) for t in one], "two buffers": [vars(t) for t in two]}
         table.caption = (
             f"c {c:.2f} ms, g {g:.2f} ms a layer; (L - 1)·min(c, g): {predicted:.1f} ms; saved: {saved:.1f} ms, "
-            f"{saved / predicted:.0%} of it; hidden by events: {hidden:.1%}; "
-            f"second buffer: {(peaks['two buffers'] - peaks['one buffer']) / 2**30:+.2f} GiB"
+            f"{saved / predicted:.0%} of it, in cycles {at_one_clock:.0%}; hidden by events: {hidden:.1%}; "
+            f"second buffer: {(ways['two buffers'].peak - ways['one buffer'].peak) / 2**30:+.2f} GiB"
         )
     Console(width=140).print(table)
     work = Workload(arguments.shape, "lora", arguments.tokens, "lognormal", 1.0, arguments.seed)
     results = [
-        Result(command_line(), f"pronghorn, {name}", work, checked, {"step": times[name]}, commit=arguments.commit,
-               memory_bytes={"resting": resting, "peak": peaks[name]}, extra=extra)
-        for name in WAYS
+        Result(command_line(), f"pronghorn, {name}", work, checked, {"step": way.milliseconds}, commit=arguments.commit,
+               memory_bytes={"resting": resting, "peak": way.peak}, extra=extra)
+        for name, way in ways.items()
     ]  # fmt: skip
     write_results(results, arguments.out)
     if not checked["green"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -68,3 +69,19 @@ def test_spread_and_pooled_series() -> None:
     pooled = Series([[step]]).extended(Series([[step, step]]))
     assert pooled.parts == {"forward": [1.0] * 3, "backward": [2.0] * 3, "optimizer": [0.5] * 3, "step": [3.5] * 3}
     assert Series().parts == {}
+
+
+@pytest.mark.gpu
+def test_multiprocessors_clock() -> None:
+    """Of a card that works: what it counts is of this order, and of two stretches one after the other alike."""
+    torch = pytest.importorskip("torch")
+    from pronghorn.bench import sm_clock
+
+    x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    marks = []
+    for _ in range(3):
+        marks.append(sm_clock.mark(x.device))
+        for _ in range(200):
+            x @ x
+    clocks = [sm_clock.megahertz(begin, end) for begin, end in itertools.pairwise(marks)]
+    assert all(300 < each < 4000 for each in clocks) and clocks[1] == pytest.approx(clocks[0], rel=0.3)

@@ -9,6 +9,7 @@ import subprocess
 import time
 from pathlib import Path
 
+import pytest
 import typer
 
 from pronghorn.bench.shapes import shape_of
@@ -64,12 +65,26 @@ def test_commands_are_known() -> None:
         check_options(StepOptions("tiny", against=against, ablate=ablate))
 
 
-def test_longer_rows_are_longer() -> None:
-    """A short row, too, is followed by others: a prediction that nothing longer was tried against isn't met."""
-    from benchmarks.longest_row import lengths
+@pytest.mark.parametrize(
+    ("limit", "tried"), [(102, [100, 105, 102.5]), (109, [100, 105, 110, 107.5]), (96, [100, 95, 97.5])]
+)
+def test_longest_row_is_searched_on_both_sides(limit: float, tried: list[float]) -> None:
+    from benchmarks.longest_row import next_percent, row_of
 
-    assert lengths(0) == [] and lengths(256) == [256, 512, 512]
-    assert lengths(3840) == [3840, 4096, 4352] and lengths(8448) == [8448, 8960, 9472]
+    trained: list[float] = []
+    failed: list[float] = []
+    while (percent := next_percent(trained, failed)) is not None:
+        (trained if percent <= limit else failed).append(percent)
+    assert sorted(trained + failed) == sorted(map(float, tried))
+    assert row_of(3840, 100) == 3840 and row_of(3840, 105) == 4032 and row_of(3840, 102.5) == 3968
+    assert row_of(3840, 97.5) == 3712  # a shorter row isn't longer than its percent
+
+
+def test_search_for_the_longest_row_ends() -> None:
+    from benchmarks.longest_row import next_percent
+
+    assert next_percent([100.0, 105.0, 110.0, 115.0, 120.0], []) is None
+    assert next_percent([], [100.0, 95.0, 90.0, 85.0, 80.0]) is None
 
 
 def test_every_result_has_its_target() -> None:

@@ -40,6 +40,7 @@ def test_interpreted() -> None:
 
 def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
     """Each kernel in its largest form: function, types of its arguments, compile-time values, warps."""
+    from pronghorn.bench import sm_clock
     from pronghorn.kernels import (
         adapter_gradients_triton,
         attention_triton,
@@ -99,6 +100,7 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
             for block in (2048, 4096, 8192)
             for stream, product, read in ((x, x, 6), (wide, x, 10), (wide, wide, 12))
         },
+        "clock": (sm_clock._read, {"out_ptr": "*i64"}, {"MOST": 132}, 1),
         "residual": (residual_triton._add, add, {"R": 128, "ROWS": 16, "COLS": 128}, 4),
         **parts_of_adapters_gradients([(256, 4, 2, 32)]),
         "adapters' gradients, sums": (
