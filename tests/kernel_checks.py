@@ -187,14 +187,14 @@ def check_rope(device: str, dtype: torch.dtype) -> None:
 
 
 def check_cross_entropy(device: str, dtype: torch.dtype) -> None:
-    for rows, vocab in ((1, 5), (4, 131), (3, 8193), (2, 40_003)):  # the last: several tiles and a rest
+    for rows, vocab in ((1, 5), (4, 131), (3, 8193), (2, 40_003), (3, 40_008)):  # the last two: several programs a row
         logits = random(rows, vocab, device=device, dtype=dtype, seed=1) * 8
         targets = torch.arange(rows, device=device) * 7 % vocab
         targets[rows // 2] = -100
         for softcap in (None, 30.0):
             arguments = logits, targets, -100, softcap
             # the next row begins anywhere, or after 16 bytes or a multiple
-            apart = 3 if vocab == 131 else -vocab % 8
+            apart = 3 if vocab in (131, 40_003) else -vocab % 8
             launch = written(cross_entropy_triton.cross_entropy_, apart)
             reference = written(cross_entropy.cross_entropy_)
             compare("cross-entropy", launch, reference, *arguments)
@@ -202,6 +202,20 @@ def check_cross_entropy(device: str, dtype: torch.dtype) -> None:
     arguments = lowest, torch.tensor([76, 3], device=device), -100, None
     launch, reference = written(cross_entropy_triton.cross_entropy_), written(cross_entropy.cross_entropy_)
     compare("cross-entropy, lowest logits", launch, reference, *arguments)
+    # whole parts of a row of several may be excluded
+    excluded = random(2, 40_008, device=device, dtype=dtype, seed=2)
+    excluded[0, :20_000], excluded[1, 100:] = -torch.inf, -torch.inf
+    arguments = excluded, torch.tensor([20_003, 7], device=device), -100, None
+    compare("cross-entropy, excluded", launch, reference, *arguments)
+    # an ignored row is 0 whatever its logits are; so is one of a label that could be one
+    unknown = torch.full((2, 8200), float("nan"), device=device, dtype=dtype)
+    losses, grads = launch(unknown, torch.tensor([5, 5], device=device), 5, None)
+    assert losses.eq(0).all() and grads.eq(0).all()
+    if device == "cuda":  # programs of many rows wait for each other; the order of a row's sums is always the same
+        many = random(600, 40_008, device=device, dtype=dtype, seed=3)
+        targets = torch.arange(600, device=device) * 67
+        first, *others = (launch(many, targets, -100, None) for _ in range(20))
+        assert all(torch.equal(*both) for other in others for both in zip(first, other, strict=True))
     # labels beyond the vocabulary tell on themselves, and leave the rows beside theirs alone
     rows = torch.zeros(4, 8, device=device, dtype=dtype)
     losses = cross_entropy_triton.cross_entropy_(rows[1:3], torch.tensor([-1, 8], device=device), -100, None)

@@ -69,6 +69,7 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
         "y_ptr": x,
         "target_ptr": "*i64",
         "loss_ptr": wide,
+        "scratch_ptr": "*i64",
         "V": count,
         "stride": count,
         "ignore": count,
@@ -132,13 +133,15 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
             for kind in norms_triton.TYPES.values()
         },
         **{
-            f"cross-entropy, {dtype}": (
+            f"cross-entropy, {dtype}, {vocab} {stride} apart": (
                 cross_entropy_triton._kernel,
                 {**loss, "y_ptr": dtype},
-                {"CAP": True, "STEP": 8, "LANES": cross_entropy_triton.LANES},
+                cross_entropy_triton.form(vocab, stride, bytes_, aligned=True, capped=True)
+                | {"PACKED": bytes_ == 2, "PHASE": cross_entropy_triton.AT_ONCE.value},
                 cross_entropy_triton.WARPS,
             )
-            for dtype in (x, wide)
+            for dtype, bytes_ in ((x, 2), (wide, 4))
+            for vocab, stride in ((128256, 128256), (50257, 50257))
         },
     }
 
