@@ -104,7 +104,7 @@ def narrow(module: Any, dtype: torch.dtype) -> Callable[..., Any]:
 
 
 def check_residual(device: str, dtype: torch.dtype) -> None:
-    for tokens, width, rank in ((2, 5, 1), (17, 131, 6), (33, 64, 128)):
+    for tokens, width, rank in ((2, 5, 1), (17, 131, 6), (33, 64, 128), (70, 65, 20)):
         y, xa, b = (
             random(*shape, device=device, dtype=dtype, seed=seed)
             for seed, shape in enumerate([(tokens, width), (tokens, rank), (width, rank)])
@@ -153,7 +153,7 @@ def flat(module: Any) -> Callable[..., tuple[Tensor, ...]]:
 
 
 def check_glu(device: str, dtype: torch.dtype) -> None:
-    for tokens, width in ((1, 3), (7, 88), (2, 1025)):
+    for tokens, width in ((1, 3), (7, 88), (2, 1025), (70, 65)):
         gate_up = random(tokens, 2 * width, device=device, dtype=dtype, seed=1) * 2
         da = random(tokens, width, device=device, dtype=dtype, seed=2)
         for activation in ("silu", "gelu_tanh"):
@@ -165,10 +165,14 @@ def check_glu(device: str, dtype: torch.dtype) -> None:
             launch = written(lambda da, gu, *rest: glu_triton.backward_(da, gu.clone(), *rest))
             compare(f"{activation} in place", launch, written(glu.backward_), da, gate_up, activation, True)
 
-            for rank in (1, 6, 40) if tokens > 1 else ():  # in three numbers luck decides whose error is larger
-                xa, b = (random(n, rank, device=device, dtype=dtype, seed=n) for n in (tokens, 2 * width))
+            # in three numbers luck decides whose error is larger; one of two without an adapter; unequal ranks
+            for ranks in ((1, 1), (6, 0), (0, 40), (5, 20)) if tokens > 1 else ():
+                xa = random(tokens, sum(ranks), device=device, dtype=dtype, seed=3)
+                b = xa.new_full((2 * width, sum(ranks)), float("nan"))  # what is beside the two blocks isn't read
+                b[:width, : ranks[0]] = random(width, ranks[0], device=device, dtype=dtype, seed=4)
+                b[width:, ranks[0] :] = random(width, ranks[1], device=device, dtype=dtype, seed=5)
                 launch, reference = written(glu_triton.forward_with_low_rank_), written(glu.forward_with_low_rank_)
-                compare(f"{activation}, low rank", launch, reference, gate_up, xa, b, 0.5, activation)
+                compare(f"{activation}, ranks {ranks}", launch, reference, gate_up, xa, b, 0.5, activation, ranks)
 
 
 def check_rope(device: str, dtype: torch.dtype) -> None:

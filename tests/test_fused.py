@@ -127,6 +127,7 @@ def test_copies_of_weights_go_with_what_the_backward_needs(plan: Plan) -> None:
 SUBSETS: dict[str, dict[str, Any]] = {
     "q alone": {"target_modules": ["q_proj"]},
     "v and up": {"target_modules": ["v_proj", "up_proj"]},
+    "k and gate": {"target_modules": ["k_proj", "gate_proj"]},
     "o and down": {"target_modules": ["o_proj", "down_proj"]},
     "odd rank": {"r": 3, "lora_alpha": 5},
     "rank 70": {"r": 70, "lora_alpha": 70},

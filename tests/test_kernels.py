@@ -61,7 +61,7 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
     sums |= dict.fromkeys(("T", "N", "ranks", "rank", "blocks", "chunks0", "chunks1", "chunks2"), count)
     sums |= {"scale": real}
     gate = {"gu_ptr": x, "a_ptr": x, "da_ptr": x, "dgu_ptr": x, "WIDTH": count}
-    gate |= {"xa_ptr": x, "b_ptr": x, "T": count, "rank": count, "scale": real}
+    gate |= {"xa_ptr": x, "b_ptr": x, "scale": real} | dict.fromkeys(("T", "ranks", "gate_rank", "up_rank"), count)
     turn = dict.fromkeys(("qkv_ptr", "q_ptr", "k_ptr", "cos_ptr", "sin_ptr", "qw_ptr", "kw_ptr"), x)
     turn |= {"dqkv_ptr": x, "dw_ptr": wide, "eps": real, "offset": real}
     turn |= dict.fromkeys(("stride", "q_stride", "k_stride", "q_heads", "k_heads"), count)
@@ -102,7 +102,7 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
             for stream, product, read in ((x, x, 6), (wide, x, 10), (wide, wide, 12))
         },
         "clock": (sm_clock._read, {"out_ptr": "*i64"}, {"MOST": 132}, 1),
-        "residual": (residual_triton._add, add, {"R": 128, "ROWS": 16, "COLS": 128}, 4),
+        "residual": (residual_triton._add, add, low_rank(residual_triton.TILE), residual_triton.TILE[2]),
         **parts_of_adapters_gradients([(256, 4, 2, 32)]),
         "adapters' gradients, sums": (
             adapter_gradients_triton._sums,
@@ -114,8 +114,8 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
         "glu, low rank": (
             glu_triton._forward_with_low_rank,
             gate,
-            {"GELU": True, "R": 128, "ROWS": 16, "COLS": 128},
-            4,
+            {"GELU": True, **low_rank(glu_triton.TILE)},
+            glu_triton.TILE[2],
         ),
         "glu backward": (glu_triton._backward, gate, {"GELU": True, "BLOCK": 1024}, 4),
         "rope": (rope_triton._forward, turn, heads, 8),
@@ -144,6 +144,12 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
             for vocab, stride in ((128256, 128256), (50257, 50257))
         },
     }
+
+
+def low_rank(tile: tuple[int, int, int]) -> dict[str, int]:
+    """The compile-time values of a kernel with a low-rank product on the way, at the largest rank."""
+    rows, cols, warps = tile
+    return {"R": 128, "ROWS": rows, "COLS": cols, "WARPS": warps}
 
 
 def parts_of_adapters_gradients(
@@ -187,6 +193,8 @@ ALIGNED = {
     "dy_row",
     "ranks",
     "rank",
+    "gate_rank",
+    "up_rank",
     "start0",
     "start1",
     "start2",

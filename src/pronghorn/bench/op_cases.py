@@ -95,7 +95,8 @@ def glu_case(draw: Draw, tokens: int, width: int, activation: glu.Activation) ->
 
 
 def glu_lora_case(draw: Draw, tokens: int, width: int, rank: int) -> Case:
-    """SwiGLU of gate and up with LoRA's part added on the way; gate_up: [T, 2·I], xa: [T, R], b: [2·I, R]."""
+    """SwiGLU of gate and up with LoRA's part added on the way; gate_up: [T, 2·I], xa: [T, R], b: [2·I, R], of which
+    gate's adapter and up's have half of the ranks each: the rest is zero."""
 
     def formula(gate_up: Tensor, xa: Tensor, b: Tensor) -> tuple[Tensor, ...]:
         whole = gate_up + LORA_SCALE * (xa @ b.t())
@@ -106,14 +107,17 @@ def glu_lora_case(draw: Draw, tokens: int, width: int, rank: int) -> Case:
         h, xa, b = case.inputs
         return Way(
             h.clone,
-            lambda h: (glu.forward_with_low_rank_(h, xa, b, LORA_SCALE, "silu"), h),
+            lambda h: (glu.forward_with_low_rank_(h, xa, b, LORA_SCALE, "silu", ranks), h),
             None,
             lambda state, _: dict(zip(case.names, state, strict=True)),
             case.work,
         )
 
+    ranks = rank - rank // 2, rank // 2
     inputs = draw(tokens, 2 * width), draw(tokens, rank), draw(2 * width, rank)
-    moved = 2.5 * inputs[0].nbytes + inputs[1].nbytes + inputs[2].nbytes
+    inputs[2][:width, ranks[0] :] = 0
+    inputs[2][width:, : ranks[0]] = 0
+    moved = 2.5 * inputs[0].nbytes + inputs[1].nbytes + width * rank * inputs[2].element_size()
     return Case(
         "swiglu_lora", f"{tokens}x{width}, rank {rank}", tokens, formula, inputs, (), ("a", "gate_up"), (moved, 0.0),
         pronghorn, trained=0,

@@ -30,17 +30,24 @@ def forward(gate_up: Tensor, activation: Activation) -> Tensor:
     return _activate(gate, activation) * up
 
 
-def forward_with_low_rank_(gate_up: Tensor, xa: Tensor, b: Tensor, scale: float, activation: Activation) -> Tensor:
+def forward_with_low_rank_(
+    gate_up: Tensor, xa: Tensor, b: Tensor, scale: float, activation: Activation, ranks: tuple[int, int]
+) -> Tensor:
     """`forward`, after adding s · xa bᵀ to `gate_up` in place: in one pass where the ranks allow it.
 
     Args:
-        xa: [T, R]; b: [2·I, R], in gate_up's dtype.
+        xa: [T, R]; b: [2·I, R], contiguous, in gate_up's dtype.
+        ranks: of gate's adapter and of up's, R together; 0 for one without. xa's first columns and b's first rows are
+            gate's: what b holds beside these two blocks is never read.
     """
     if gate_up.is_cuda and xa.shape[1] <= MAX_RANK:
         from pronghorn.kernels.glu_triton import forward_with_low_rank_ as launch
 
-        return launch(gate_up, xa, b, scale, activation)
-    return forward(gate_up.addmm_(xa, b.t(), alpha=scale), activation)
+        return launch(gate_up, xa, b, scale, activation, ranks)
+    width, rank = gate_up.shape[1] // 2, ranks[0]
+    gate_up[:, :width].addmm_(xa[:, :rank], b[:width, :rank].t(), alpha=scale)
+    gate_up[:, width:].addmm_(xa[:, rank:], b[width:, rank:].t(), alpha=scale)
+    return forward(gate_up, activation)
 
 
 def backward_(da: Tensor, gate_up: Tensor, activation: Activation, donated: bool = False) -> Tensor:

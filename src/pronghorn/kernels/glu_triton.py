@@ -7,9 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pronghorn.kernels.low_rank_triton import load, places, product, product_cols, product_rows
 from pronghorn.kernels.tanh_triton import tanh
 
 BLOCK = 1024
+TILE = 64, 64, 4
+"""Rows, columns and warps of the low-rank kernel. Each row of tiles reads all of b, each column of tiles all of xa."""
 
 
 @triton.jit
@@ -40,26 +43,27 @@ def _forward(gu_ptr, a_ptr, WIDTH, GELU: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _forward_with_low_rank(
-    gu_ptr, xa_ptr, b_ptr, a_ptr, T, WIDTH, rank, scale,
-    GELU: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    gu_ptr, xa_ptr, b_ptr, a_ptr, T, WIDTH, ranks, gate_rank, up_rank, scale,
+    GELU: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
-    k = tl.arange(0, R)
-    inside = (rows < T)[:, None] & (cols < WIDTH)[None, :]
-    here = gu_ptr + rows[:, None].to(tl.int64) * 2 * WIDTH + cols[None, :]
-    xa = tl.load(xa_ptr + rows[:, None] * rank + k[None, :], mask=(rows < T)[:, None] & (k < rank)[None, :], other=0.0)
-    b = b_ptr + cols[None, :].to(tl.int64) * rank + k[:, None]
-    known = (k < rank)[:, None] & (cols < WIDTH)[None, :]
-    low = tl.dot(xa, tl.load(b, mask=known, other=0.0), input_precision="ieee")
-    g = (tl.load(here, mask=inside, other=0.0).to(tl.float32) + scale * low).to(gu_ptr.dtype.element_ty)
+    col, row = tl.program_id(0) * COLS, tl.program_id(1) * ROWS
+    rows, cols = places(row, col, ROWS, COLS)
+    inside = (rows < T) & (cols < WIDTH)
+    here = gu_ptr + rows * 2 * WIDTH + cols
+    # all loads before the first store, which none of them could be moved across
+    g = tl.load(here, mask=inside)
+    u = tl.load(here + WIDTH, mask=inside)
+    tokens, outputs = product_rows(row, ROWS, WARPS), product_cols(col, COLS)
+    xa = load(xa_ptr, tokens, T, ranks, 0, gate_rank, R)
+    b = load(b_ptr, outputs, WIDTH, ranks, 0, gate_rank, R)
+    up_xa = load(xa_ptr, tokens, T, ranks, gate_rank, up_rank, R)
+    up_b = load(b_ptr + WIDTH * ranks, outputs, WIDTH, ranks, gate_rank, up_rank, R)
+    g = (g.to(tl.float32) + scale * product(xa, b, ROWS, COLS, WARPS)).to(gu_ptr.dtype.element_ty)
+    u = (u.to(tl.float32) + scale * product(up_xa, up_b, ROWS, COLS, WARPS)).to(gu_ptr.dtype.element_ty)
     tl.store(here, g, mask=inside)
-    low = tl.dot(xa, tl.load(b + WIDTH * rank, mask=known, other=0.0), input_precision="ieee")
-    u = (tl.load(here + WIDTH, mask=inside, other=0.0).to(tl.float32) + scale * low).to(gu_ptr.dtype.element_ty)
     tl.store(here + WIDTH, u, mask=inside)
     f, _ = _activate(g.to(tl.float32), GELU)
-    a = (f * u.to(tl.float32)).to(a_ptr.dtype.element_ty)
-    tl.store(a_ptr + rows[:, None].to(tl.int64) * WIDTH + cols[None, :], a, mask=inside)
+    tl.store(a_ptr + rows * WIDTH + cols, (f * u.to(tl.float32)).to(a_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -85,14 +89,16 @@ def forward(gate_up: Tensor, activation: str) -> Tensor:
     return a
 
 
-def forward_with_low_rank_(gate_up: Tensor, xa: Tensor, b: Tensor, scale: float, activation: str) -> Tensor:
+def forward_with_low_rank_(
+    gate_up: Tensor, xa: Tensor, b: Tensor, scale: float, activation: str, ranks: tuple[int, int]
+) -> Tensor:
     """As `glu.forward_with_low_rank_`."""
-    (tokens, width), rank = (gate_up.shape[0], gate_up.shape[1] // 2), xa.shape[1]
+    tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     a = gate_up.new_empty(tokens, width)
-    rows, cols = 16, 128  # of those tried on a H200 the fastest at every width
-    _forward_with_low_rank[(triton.cdiv(tokens, rows), triton.cdiv(width, cols))](
-        gate_up, xa, b, a, tokens, width, rank, scale,
-        GELU=activation == "gelu_tanh", R=max(16, triton.next_power_of_2(rank)), ROWS=rows, COLS=cols,
+    rows, cols, warps = TILE
+    _forward_with_low_rank[(triton.cdiv(width, cols), triton.cdiv(tokens, rows))](
+        gate_up, xa, b, a, tokens, width, xa.shape[1], *ranks, scale, GELU=activation == "gelu_tanh",
+        R=max(16, triton.next_power_of_2(max(ranks))), ROWS=rows, COLS=cols, WARPS=warps, num_warps=warps,
     )  # fmt: skip
     return a
 

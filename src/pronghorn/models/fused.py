@@ -298,7 +298,8 @@ def _gate_up(x: Tensor, parts: MLPParts, linear: Operands) -> tuple[Tensor, Tens
     gate_up, low_rank = linear.parts(x)
     if low_rank is None:
         return glu.forward(gate_up, parts.activation), gate_up, None
-    return glu.forward_with_low_rank_(gate_up, *low_rank, parts.activation), gate_up, low_rank[0]
+    gate, up = linear.ranks
+    return glu.forward_with_low_rank_(gate_up, *low_rank, parts.activation, (gate, up)), gate_up, low_rank[0]
 
 
 def _down_backward(

@@ -15,7 +15,7 @@ in 16 bits (autocast), and adapters, are copied once a forward; 4-bit weights ar
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -173,6 +173,13 @@ class Operands:
     def scale(self) -> float:
         """s, the same for all adapters."""
         return self.adapters[0][1].scale
+
+    @property
+    def ranks(self) -> list[int]:
+        """Of each linear's adapter, 0 where it has none."""
+        found = {columns.start: len(adapter.a) for columns, adapter in self.adapters}
+        ends = accumulate(base.out_features for base in self.bases)
+        return [found.get(end - base.out_features, 0) for base, end in zip(self.bases, ends, strict=True)]
 
     @property
     def trained(self) -> list[Tensor]:
