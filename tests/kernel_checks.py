@@ -176,7 +176,7 @@ def check_glu(device: str, dtype: torch.dtype) -> None:
 
 
 def check_rope(device: str, dtype: torch.dtype) -> None:
-    for tokens, query, key_value, dim in ((1, 1, 1, 16), (5, 4, 2, 64), (3, 9, 3, 32), (2, 3, 3, 128)):
+    for tokens, query, key_value, dim in ((1, 1, 1, 16), (5, 4, 2, 64), (3, 9, 3, 32), (2, 3, 3, 128), (3, 17, 1, 256)):
         angles = random(tokens, dim // 2, device="cpu", dtype=torch.float64, seed=1)
         cos, sin = (f(torch.cat([angles, angles], -1)).to(device, dtype) for f in (torch.cos, torch.sin))
         qkv = random(tokens, (query + 2 * key_value) * dim, device=device, dtype=dtype, seed=2)

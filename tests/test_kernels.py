@@ -64,7 +64,7 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
     gate |= {"xa_ptr": x, "b_ptr": x, "scale": real} | dict.fromkeys(("T", "ranks", "gate_rank", "up_rank"), count)
     turn = dict.fromkeys(("qkv_ptr", "q_ptr", "k_ptr", "cos_ptr", "sin_ptr", "qw_ptr", "kw_ptr"), x)
     turn |= {"dqkv_ptr": x, "dw_ptr": wide, "eps": real, "offset": real}
-    turn |= dict.fromkeys(("stride", "q_stride", "k_stride", "q_heads", "k_heads"), count)
+    turn |= dict.fromkeys(("T", "stride", "q_stride", "k_stride", "q_heads", "k_heads"), count)
     loss = {
         "y_ptr": x,
         "target_ptr": "*i64",
@@ -118,7 +118,7 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
             glu_triton.TILE[2],
         ),
         "glu backward": (glu_triton._backward, gate, {"GELU": True, "BLOCK": 1024}, 4),
-        "rope": (rope_triton._forward, turn, heads, 8),
+        "rope": (rope_triton._forward, turn, {"NORM": True, "TOKENS": 2, "HEADS": 8, "HALF": 64}, 4),
         "rope backward": (rope_triton._backward, turn, {**heads, "WEIGHT": True}, 4),
         "attention": (attention_triton._forward, attend, {**tile, "SINK": True, "COLS": 32}, 4),
         "attention, queries": (attention_triton._backward_queries, attend, {**tile, "COLS": 32}, 4),

@@ -1,4 +1,4 @@
-"""RoPE and qk-norm in Triton: a program turns all heads of a token."""
+"""RoPE and qk-norm in Triton: a program turns some heads of some tokens; back, all heads of a token."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from pronghorn.kernels.rope import Heads
+
+HEADS, TILE = 8, 1024
+"""Heads of a token, and columns of halves of heads, that a program of the forward turns."""
 
 
 @triton.jit
@@ -28,34 +31,31 @@ def _normed(a, b, w_ptr, eps, offset, HALF: tl.constexpr):
 
 
 @triton.jit
-def _turn_heads(
-    x_ptr, y_ptr, w_ptr, c, s, heads, eps, offset, NORM: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr
-):
-    x, real = _halves(x_ptr, heads, HEADS, HALF)
-    y, _ = _halves(y_ptr, heads, HEADS, HALF)
-    a = tl.load(x, mask=real, other=0.0).to(tl.float32)
-    b = tl.load(x + HALF, mask=real, other=0.0).to(tl.float32)
+def _forward(
+    qkv_ptr, q_ptr, k_ptr, cos_ptr, sin_ptr, qw_ptr, kw_ptr, T, stride, q_stride, k_stride, q_heads, k_heads,
+    eps, offset, NORM: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    block, q_blocks = tl.program_id(0), (q_heads + HEADS - 1) // HEADS
+    if block < q_blocks:
+        x_ptr, y_ptr, y_stride, w_ptr, first, heads = qkv_ptr, q_ptr, q_stride, qw_ptr, block * HEADS, q_heads
+    else:
+        x_ptr, y_ptr, y_stride, w_ptr = qkv_ptr + q_heads * 2 * HALF, k_ptr, k_stride, kw_ptr
+        first, heads = (block - q_blocks) * HEADS, k_heads
+    m, col = tl.arange(0, TOKENS * HEADS)[:, None], tl.arange(0, HALF)[None, :]
+    token, head = (tl.program_id(1) * TOKENS + m // HEADS).to(tl.int64), first + m % HEADS
+    real = (token < T) & (head < heads)
+    at = head * 2 * HALF + col
+    a = tl.load(x_ptr + token * stride + at, mask=real, other=0.0).to(tl.float32)
+    b = tl.load(x_ptr + token * stride + at + HALF, mask=real, other=0.0).to(tl.float32)
+    c = tl.load(cos_ptr + token * 2 * HALF + col, mask=real, other=0.0).to(tl.float32)
+    s = tl.load(sin_ptr + token * 2 * HALF + col, mask=real, other=0.0).to(tl.float32)
     if NORM:
         a, b, _, _, _, _, _ = _normed(a, b, w_ptr, eps, offset, HALF)
-        a = a.to(x_ptr.dtype.element_ty).to(tl.float32)  # rounded where the model rounds: between norm and turn
-        b = b.to(x_ptr.dtype.element_ty).to(tl.float32)
+        a = a.to(qkv_ptr.dtype.element_ty).to(tl.float32)  # rounded where the model rounds: between norm and turn
+        b = b.to(qkv_ptr.dtype.element_ty).to(tl.float32)
+    y = y_ptr + token * y_stride + at
     tl.store(y, (a * c - b * s).to(y_ptr.dtype.element_ty), mask=real)
     tl.store(y + HALF, (b * c + a * s).to(y_ptr.dtype.element_ty), mask=real)
-
-
-@triton.jit
-def _forward(
-    qkv_ptr, q_ptr, k_ptr, cos_ptr, sin_ptr, qw_ptr, kw_ptr, stride, q_stride, k_stride, q_heads, k_heads, eps, offset,
-    NORM: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr,
-):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
-    col = tl.arange(0, HALF)[None, :]
-    c = tl.load(cos_ptr + token * 2 * HALF + col).to(tl.float32)
-    s = tl.load(sin_ptr + token * 2 * HALF + col).to(tl.float32)
-    x = qkv_ptr + token * stride
-    _turn_heads(x, q_ptr + token * q_stride, qw_ptr, c, s, q_heads, eps, offset, NORM, Q, HALF)
-    k = x + q_heads * 2 * HALF
-    _turn_heads(k, k_ptr + token * k_stride, kw_ptr, c, s, k_heads, eps, offset, NORM, K, HALF)
 
 
 @triton.jit
@@ -105,10 +105,12 @@ def forward(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads) -> tuple[Tensor
     q, k, v = heads.split(qkv)
     norm = heads.query_norm is not None
     to_q, to_k = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k)) if norm else (q, k)
-    _forward[(qkv.shape[0],)](
+    half, blocks = heads.dim // 2, triton.cdiv(heads.query, HEADS) + triton.cdiv(heads.key_value, HEADS)
+    tokens = max(1, TILE // (HEADS * half))
+    _forward[(blocks, triton.cdiv(len(qkv), tokens))](
         qkv, to_q, to_k, cos, sin, heads.query_norm if norm else cos, heads.key_norm if norm else cos,
-        qkv.stride(0), to_q.stride(0), to_k.stride(0), heads.query, heads.key_value, heads.eps, heads.offset,
-        NORM=norm, **_shape(heads),
+        len(qkv), qkv.stride(0), to_q.stride(0), to_k.stride(0), heads.query, heads.key_value, heads.eps, heads.offset,
+        NORM=norm, TOKENS=tokens, HEADS=HEADS, HALF=half,
     )  # fmt: skip
     return to_q, to_k, v
 
@@ -121,17 +123,14 @@ def backward_(
     norm = query is not None and key is not None
     weight_grad = norm and weight_grad
     dw = torch.empty(len(dqkv), 2, heads.dim, dtype=torch.float32, device=dqkv.device) if weight_grad else dqkv
+    warps = 4 if norm or heads.query * heads.dim <= 2048 else 8
     _backward[(len(dqkv),)](
         dqkv, qkv if norm else dqkv, cos, sin, query if norm else cos, key if norm else cos, dw,
         dqkv.stride(0), heads.query, heads.key_value, heads.eps, heads.offset,
-        NORM=norm, WEIGHT=weight_grad, **_shape(heads) | ({"num_warps": 4} if norm else {}),
+        NORM=norm, WEIGHT=weight_grad, Q=triton.next_power_of_2(heads.query),
+        K=triton.next_power_of_2(heads.key_value), HALF=heads.dim // 2, num_warps=warps,
     )  # fmt: skip
     if not weight_grad or query is None or key is None:
         return dqkv.flatten(1), None, None
     whole = dw.sum(0)
     return dqkv.flatten(1), whole[0].to(query.dtype), whole[1].to(key.dtype)
-
-
-def _shape(heads: Heads) -> dict[str, int]:
-    counts = {"Q": triton.next_power_of_2(heads.query), "K": triton.next_power_of_2(heads.key_value)}
-    return {**counts, "HALF": heads.dim // 2, "num_warps": 4 if heads.query * heads.dim <= 2048 else 8}
