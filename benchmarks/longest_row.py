@@ -3,25 +3,28 @@
     python benchmarks/longest_row.py --shape Llama-3.1-8B --memory 80GiB --out longest-row.json
 
 For each policy the longest row is computed from bytes alone (`memory.estimate`). Then steps run on a row of that
-length and on one 5 % longer: the prediction is met if the first trains and the second does not. Either way the search
-goes on until rows 2.5 % apart are found of which one trains. LoRA r16 on all linears, AdamW, documents of `--document`
-tokens, random weights.
+length and on one 5 % longer: the prediction is met if the first trains and the second does not. If not, the search
+goes on up or down by 5 %. Each row has a process of its own, as a training has: what earlier ones leave in torch's
+allocator decides what still fits. LoRA r16 on all linears, AdamW, documents of `--document` tokens, random weights.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import math
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from transformers import AutoConfig
 
 from pronghorn.bench.contenders.base import lora_model
 from pronghorn.bench.record import check_writable, unfinished, write_json
@@ -38,8 +41,8 @@ from pronghorn.models.attach import attach
 POLICIES = dict(zip(("keep", "norms", "mlp", "layer", "offload"), Policy, strict=True))
 STEP = 64
 """Rows are multiples of so many tokens."""
-APART = 2.5
-"""Percent of the predicted row by which the longest that trains and the shortest that doesn't lie apart, at most."""
+APART = 5
+"""Percent of the predicted row from one that is tried to the next."""
 FARTHEST = 20
 """Percent from the predicted row at which the search is given up."""
 
@@ -62,35 +65,53 @@ def longest(shape: Shape, policy: Policy, budget: int) -> int:
     return least * STEP
 
 
-def next_percent(trained: Sequence[float], failed: Sequence[float]) -> float | None:
+def next_percent(trained: Sequence[int], failed: Sequence[int]) -> int | None:
     """Of the predicted row, the length to try next, given those that were tried; None when enough is known."""
-    if not trained and not failed:
-        return 100.0
     if trained and failed:
-        low, high = max(trained), min(failed)
-        return (low + high) / 2 if high - low > APART else None
-    farther = max(trained) + 2 * APART if trained else min(failed) - 2 * APART
+        return None
+    farther = max(trained) + APART if trained else min(failed) - APART if failed else 100
     return farther if abs(farther - 100) <= FARTHEST else None
 
 
-def row_of(tokens: int, percent: float) -> int:
+def row_of(tokens: int, percent: int) -> int:
     """Tokens of a row that is at least so many percent of the predicted one, or, if shorter, at most."""
     parts = tokens * percent / (100 * STEP)
     return STEP * (math.ceil(parts) if percent > 100 else math.floor(parts))
 
 
-def train(model: Any, tokens: int, document: int, steps: int) -> tuple[int, float]:
-    """(bytes at the peak, seconds of the last step); torch.OutOfMemoryError where the row is too long."""
-    lengths = [document] * (tokens // document) + [tokens % document] * bool(tokens % document)
+@dataclass(frozen=True)
+class Setting:
+    """What all rows have in common."""
+
+    fields: dict[str, Any]
+    """Of the model's configuration."""
+    budget: int
+    """Bytes of the process."""
+    document: int
+    steps: int
+
+
+def train(setting: Setting, policy: Policy, tokens: int) -> tuple[int, float] | None:
+    """(bytes at the peak, seconds of the last step), or None where the row is too long. For a process of its own."""
+    grow_segments()  # as the commands do, before torch starts with the GPU
+    total = torch.cuda.get_device_properties().total_memory
+    torch.cuda.set_per_process_memory_fraction(min((setting.budget - CONTEXT_BYTES) / total, 1.0))
+    model = lora_model(setting.fields, seed=0)
+    attach(model, Plan((policy,)), graph="off")
+    whole, rest = divmod(tokens, setting.document)
+    lengths = [setting.document] * whole + [rest] * bool(rest)
     ids = torch.randint(10, model.config.vocab_size, (tokens,)).tolist()
     batch = Collator(tokens, pad_token_id=0)([{"input_ids": ids, "labels": ids, "lengths": lengths}])
     batch = {name: value.to("cuda") for name, value in batch.items()}
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-6, fused=True)
     torch.cuda.reset_peak_memory_stats()
-    for _ in range(steps):
+    for _ in range(setting.steps):
         began = time.perf_counter()
-        loss = model(**batch).loss
-        loss.backward()
+        try:
+            loss = model(**batch).loss
+            loss.backward()
+        except torch.OutOfMemoryError:
+            return None
         optimizer.step()
         torch.cuda.synchronize()
         seconds = time.perf_counter() - began
@@ -99,32 +120,27 @@ def train(model: Any, tokens: int, document: int, steps: int) -> tuple[int, floa
     return torch.cuda.max_memory_allocated(), seconds
 
 
-def meet(model: Any, shape: Shape, name: str, given: argparse.Namespace, budget: int) -> dict[str, Any]:
-    """Train on the predicted length and on others around it, until it is known how far the prediction is off."""
+def meet(shape: Shape, name: str, setting: Setting) -> dict[str, Any]:
+    """Train on the predicted length and on others around it, until it is known whether the prediction is met."""
     policy = POLICIES[name]
-    tokens = longest(shape, policy, budget)
+    tokens = longest(shape, policy, setting.budget)
     row: dict[str, Any] = {"policy": name, "predicted_tokens": tokens, "tried": []}
-    trained: list[float] = []
-    failed: list[float] = []
+    trained: list[int] = []
+    failed: list[int] = []
     while tokens and (percent := next_percent(trained, failed)) is not None:
         length = row_of(tokens, percent)
-        handle = attach(model, Plan((policy,)), graph="off")
         kinds = Step.of(shape, Work(length, accumulates=False)).peak((policy,) * shape.layers)
         tried: dict[str, Any] = {"tokens": length, "predicted_bytes": sum(kinds.values())}  # as torch counts the peak
-        try:
-            tried["peak_bytes"], tried["step_s"] = train(model, length, given.document, given.steps)
-        except torch.OutOfMemoryError:
+        with ProcessPoolExecutor(1, get_context("spawn")) as process:
+            found = process.submit(train, setting, policy, length).result()
+        if found is None:
             tried["out_of_memory"] = True
-        finally:
-            handle.detach()
-            for parameter in model.parameters():
-                parameter.grad = None
-            gc.collect()
-            torch.cuda.empty_cache()
+        else:
+            tried["peak_bytes"], tried["step_s"] = found
         row["tried"].append(tried)
-        (failed if tried.get("out_of_memory") else trained).append(percent)
+        (failed if found is None else trained).append(percent)
     row["longest_tokens"] = max((each["tokens"] for each in row["tried"] if "peak_bytes" in each), default=0)
-    row["met"] = 100.0 in trained and min(failed, default=math.inf) <= 105
+    row["met"] = 100 in trained and min(failed, default=math.inf) <= 100 + APART
     return row
 
 
@@ -142,12 +158,10 @@ def main() -> None:
     if fields is None:
         parser.error(f"--shape {given.shape} is unknown: use one of {', '.join(SHAPES)}")
     check_writable(given.out)
-    grow_segments()  # as the commands do, before torch starts with the GPU
     total = torch.cuda.get_device_properties().total_memory
     budget = total if given.memory is None else parse_bytes(given.memory, "--memory")
-    torch.cuda.set_per_process_memory_fraction(min((budget - CONTEXT_BYTES) / total, 1.0))
-    model = lora_model(fields, seed=0)
-    shape = auto_plan.shape_of(model)
+    setting = Setting(fields, budget, given.document, given.steps)
+    shape = auto_plan.shape_of(auto_plan.skeleton(AutoConfig.for_model(**fields)))
     table = Table("policy", "predicted tokens", "trains", "GiB there", "predicted", "seconds a step", "met")
     facts = {
         "schema": 1,
@@ -159,7 +173,7 @@ def main() -> None:
     facts |= {"device": device_name(), "versions": versions(), "commit": given.commit}
     found = []
     for name in given.policies:
-        found.append(meet(model, shape, name, given, budget))
+        found.append(meet(shape, name, setting))
         write_json({**facts, "policies": found}, unfinished(given.out))
         last = [each for each in found[-1]["tried"] if each["tokens"] == found[-1]["longest_tokens"]] or [{}]
         table.add_row(

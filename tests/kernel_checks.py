@@ -217,7 +217,7 @@ def check_cross_entropy(device: str, dtype: torch.dtype) -> None:
     assert losses.eq(0).all() and grads.eq(0).all()
     if device == "cuda":  # programs of many rows wait for each other; the order of a row's sums is always the same
         many = random(600, 40_008, device=device, dtype=dtype, seed=3)
-        targets = torch.arange(600, device=device) * 67
+        targets = torch.arange(600, device=device) * 66
         first, *others = (launch(many, targets, -100, None) for _ in range(20))
         assert all(torch.equal(*both) for other in others for both in zip(first, other, strict=True))
     # labels beyond the vocabulary tell on themselves, and leave the rows beside theirs alone

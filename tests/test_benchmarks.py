@@ -65,26 +65,24 @@ def test_commands_are_known() -> None:
         check_options(StepOptions("tiny", against=against, ablate=ablate))
 
 
-@pytest.mark.parametrize(
-    ("limit", "tried"), [(102, [100, 105, 102.5]), (109, [100, 105, 110, 107.5]), (96, [100, 95, 97.5])]
-)
-def test_longest_row_is_searched_on_both_sides(limit: float, tried: list[float]) -> None:
+@pytest.mark.parametrize(("limit", "tried"), [(102, [100, 105]), (109, [100, 105, 110]), (96, [95, 100])])
+def test_longest_row_is_searched_on_both_sides(limit: int, tried: list[int]) -> None:
     from benchmarks.longest_row import next_percent, row_of
 
-    trained: list[float] = []
-    failed: list[float] = []
+    trained: list[int] = []
+    failed: list[int] = []
     while (percent := next_percent(trained, failed)) is not None:
         (trained if percent <= limit else failed).append(percent)
-    assert sorted(trained + failed) == sorted(map(float, tried))
-    assert row_of(3840, 100) == 3840 and row_of(3840, 105) == 4032 and row_of(3840, 102.5) == 3968
-    assert row_of(3840, 97.5) == 3712  # a shorter row isn't longer than its percent
+    assert sorted(trained + failed) == tried
+    assert row_of(3840, 100) == 3840 and row_of(3840, 105) == 4032
+    assert row_of(3840, 103) == 3968 and row_of(3840, 97) == 3712  # at least 3 % longer, at least 3 % shorter
 
 
 def test_search_for_the_longest_row_ends() -> None:
     from benchmarks.longest_row import next_percent
 
-    assert next_percent([100.0, 105.0, 110.0, 115.0, 120.0], []) is None
-    assert next_percent([], [100.0, 95.0, 90.0, 85.0, 80.0]) is None
+    assert next_percent([100, 105, 110, 115, 120], []) is None
+    assert next_percent([], [100, 95, 90, 85, 80]) is None
 
 
 def test_every_result_has_its_target() -> None:

@@ -30,7 +30,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LANE = tl.constexpr(8)
 """Logits of a thread that lie side by side: 16 bytes of 16 bits."""
 WARPS = 8
-KEPT = 128
+KEPT = 192
 """Bytes of logits that a thread keeps; half with a cap, whose tanh wants registers."""
 REGISTERS = 64
 """Of a thread: four programs of WARPS on a multiprocessor."""
@@ -80,13 +80,11 @@ def _within(kept, cols, low, high):
 
 
 @triton.jit
-def _sums(kept, cols, low, high, cap, CAP: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr):
-    """A part's maximum, and its sum of exp(z − maximum), of columns from `low` to before `high`."""
+def _sums(kept, cols, low, high, cap, CAP: tl.constexpr, PACKED: tl.constexpr):
+    """A part's maximum, and its sum of exp(z − maximum), of columns from `low` to before `high`: others are -inf."""
     LANES: tl.constexpr = cols.shape[0]
     TILE: tl.constexpr = LANES * LANE
     TILES: tl.constexpr = len(kept)
-    if RAGGED:
-        kept = _within(kept, cols, low, high)
     m = tl.full((LANES,), LOWEST, tl.float32)
     for i in tl.static_range(TILES):
         m = tl.maximum(m, tl.max(kept[i].to(tl.float32), 1))
@@ -165,7 +163,9 @@ def _kernel(
         chosen, chosen_tanh = _cap(tl.load(y_ptr + label, mask=mine, other=float("nan")), cap, CAP)
         whole = 0.0
         if PHASE != GRADIENTS:
-            highest, whole = _sums(kept, cols, low, high, cap, CAP, RAGGED, PACKED)
+            if RAGGED:
+                kept = _within(kept, cols, low, high)  # from here on: both would take twice the registers
+            highest, whole = _sums(kept, cols, low, high, cap, CAP, PACKED)
             if PARTS > 1:
                 _tell(words_ptr + part, highest, whole)
         if PHASE != SUMS:

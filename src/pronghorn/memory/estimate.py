@@ -23,18 +23,15 @@ CONTEXT_BYTES = int(0.6 * GIB)
 """Of the process, outside torch's allocator: CUDA's context, loaded kernels."""
 LIBRARY_BYTES = 64 * 2**20
 """cuBLAS workspaces in torch's allocator: 32 MiB for the forward's thread and 32 for the backward's."""
-FRAGMENTATION = 0.03
-"""Share of what comes and goes in a step that the allocator holds besides."""
 POOL = 0.05
 """Share of the activations that CUDA graphs' own memory holds besides, which nothing else can use: fitted to 0.6B and
 1B in the README's table."""
-PIECES = 30 * 2**20
-"""Bytes a layer that the allocator holds in pieces too small for what comes, where every layer is recomputed as a
-whole; else twice as many. Growing segments come and go by pages of 20 MiB, and of a free block those at its ends stay.
-When memory ran out on a H200: 0.6 GiB and 1.0 to 1.4 at 8B, 0.5 and 1.1 to 1.5 at 3B (fixed segments: to 2.7 at 8B)."""
-LONG_PIECES = 4 / 3
-"""Times gate·up's bytes instead, where that is more. All layers of 8B recomputed as a whole, 69,632 tokens trained with
-so much free on a H200; 39,168 with 0.4 times and 103,424 with 0.1 did not."""
+PIECES = 70 * 2**20
+"""Bytes a layer that the allocator holds in pieces too small for what comes. Growing segments come and go by pages of
+20 MiB, and of a free block those at its ends stay. When memory ran out on a H200: 1.1 to 2.4 GB at 8B."""
+FEWER_PIECES = 30 * 2**20, 0.04
+"""Where every layer is recomputed as a whole: bytes a layer, or that share of gate·up's bytes, if it is more, to
+PIECES. There 0.6 GB at 8B and 8,192 tokens, 1.8 to 2.2 at 36,000 and as much at 80,000."""
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
 """Linears with the same input, computed as one product."""
@@ -312,8 +309,8 @@ class Step:
         coming = 0 if work.accumulates else resting.pop("gradients") - tables * table
         ends = table, (3 - tables) * table if work.accumulates else 2 * table
         gate_up = 2 * work.tokens * shape.intermediate * work.itemsize
-        pages, long = shape.layers * min(PIECES, gate_up), int(LONG_PIECES * gate_up)
-        pieces = max(pages, long), max(2 * pages, long)
+        fewer = min(max(FEWER_PIECES[0], int(FEWER_PIECES[1] * gate_up)), PIECES, gate_up)
+        pieces = shape.layers * fewer, shape.layers * min(PIECES, gate_up)
         read, buffer = read_bytes(shape, work), buffer_bytes(shape, work)
         return cls(resting, stored, read, working, head, buffer, graph, pieces, coming, ends)
 
@@ -342,7 +339,6 @@ class Step:
         return {kind: size for kind, size in found.items() if size}
 
     def process(self, policies: Sequence[Policy], kinds: Mapping[str, int]) -> int:
-        """What the process takes when torch counts `kinds`: fragmentation and CUDA's context besides."""
-        pieces = self.pieces[not set(policies) <= {Policy.RECOMPUTE_LAYER, Policy.OFFLOAD}]
-        passing = sum(kinds.get(kind, 0) for kind in ("activations", "working", "buffers"))
-        return sum(kinds.values()) + int(FRAGMENTATION * passing) + pieces + CONTEXT_BYTES
+        """What the process takes when torch counts `kinds`: the allocator's pieces and CUDA's context besides."""
+        whole = set(policies) <= {Policy.RECOMPUTE_LAYER, Policy.OFFLOAD}
+        return sum(kinds.values()) + self.pieces[not whole] + CONTEXT_BYTES
