@@ -102,7 +102,15 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
             for stream, product, read in ((x, x, 6), (wide, x, 10), (wide, wide, 12))
         },
         "clock": (sm_clock._read, {"out_ptr": "*i64"}, {"MOST": 132}, 1),
-        "residual": (residual_triton._add, add, low_rank(residual_triton.TILE), residual_triton.TILE[2]),
+        **{
+            f"residual, {kind}": (
+                residual_triton._add,
+                {**add, **dict.fromkeys(("xa_ptr", "b_ptr"), kind)},
+                low_rank(residual_triton.TILE, 128),
+                residual_triton.TILE[2],
+            )
+            for kind in (x, wide)
+        },
         **parts_of_adapters_gradients([(256, 4, 2, 32)]),
         "adapters' gradients, sums": (
             adapter_gradients_triton._sums,
@@ -111,12 +119,16 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
             4,
         ),
         "glu": (glu_triton._forward, gate, {"GELU": True, "BLOCK": 1024}, 4),
-        "glu, low rank": (
-            glu_triton._forward_with_low_rank,
-            gate,
-            {"GELU": True, **low_rank(glu_triton.TILE)},
-            glu_triton.TILE[2],
-        ),
+        **{
+            f"glu, ranks {rank}, {kind}": (
+                glu_triton._forward_with_low_rank,
+                {**gate, **dict.fromkeys(("gu_ptr", "xa_ptr", "b_ptr", "a_ptr"), kind)},
+                {"GELU": True, **low_rank(glu_triton.tile(rank, bytes_), rank)},
+                glu_triton.tile(rank, bytes_)[2],
+            )
+            for rank in (16, 128)
+            for kind, bytes_ in ((x, 2), (wide, 4))
+        },
         "glu backward": (glu_triton._backward, gate, {"GELU": True, "BLOCK": 1024}, 4),
         "rope": (rope_triton._forward, turn, {"NORM": True, "TOKENS": 2, "HEADS": 8, "HALF": 64}, 4),
         "rope backward": (rope_triton._backward, turn, {**heads, "WEIGHT": True}, 4),
@@ -146,10 +158,10 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
     }
 
 
-def low_rank(tile: tuple[int, int, int]) -> dict[str, int]:
-    """The compile-time values of a kernel with a low-rank product on the way, at the largest rank."""
-    rows, cols, warps = tile
-    return {"R": 128, "ROWS": rows, "COLS": cols, "WARPS": warps}
+def low_rank(tile: tuple[int, int, int], rank: int) -> dict[str, int]:
+    """The compile-time values of a kernel with a low-rank product on the way."""
+    rows, cols, _ = tile
+    return {"R": rank, "ROWS": rows, "COLS": cols}
 
 
 def parts_of_adapters_gradients(

@@ -293,9 +293,7 @@ def test_what_the_allocator_can_not_use_is_left_free() -> None:
     whole = [Policy.OFFLOAD] * (shape.layers - 1) + [Policy.RECOMPUTE_LAYER]
     of_gate_up = 2 * 14336 * 2
     for tokens, fewer, more in (
-        (8192, 30 * 2**20, PIECES),
-        (20_000, int(FEWER_PIECES[1] * 20_000 * of_gate_up), PIECES),
-        (65536, PIECES, PIECES),
+        (8192, FEWER_PIECES, PIECES),
         (16, 16 * of_gate_up, 16 * of_gate_up),
     ):
         step = Step.of(shape, Work(tokens))

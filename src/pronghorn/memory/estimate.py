@@ -26,12 +26,11 @@ LIBRARY_BYTES = 64 * 2**20
 POOL = 0.05
 """Share of the activations that CUDA graphs' own memory holds besides, which nothing else can use: fitted to 0.6B and
 1B in the README's table."""
-PIECES = 70 * 2**20
+PIECES = 50 * 2**20
 """Bytes a layer that the allocator holds in pieces too small for what comes. Growing segments come and go by pages of
-20 MiB, and of a free block those at its ends stay. When memory ran out on a H200: 1.1 to 2.4 GB at 8B."""
-FEWER_PIECES = 30 * 2**20, 0.04
-"""Where every layer is recomputed as a whole: bytes a layer, or that share of gate·up's bytes, if it is more, to
-PIECES. There 0.6 GB at 8B and 8,192 tokens, 1.8 to 2.2 at 36,000 and as much at 80,000."""
+20 MiB, and of a free block those at its ends stay. When memory ran out on a H200: 0.5 to 1.4 GB at 8B."""
+FEWER_PIECES = 28 * 2**20
+"""Where every layer is recomputed as a whole: 0.7 GB at 8B, at most."""
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
 """Linears with the same input, computed as one product."""
@@ -309,8 +308,7 @@ class Step:
         coming = 0 if work.accumulates else resting.pop("gradients") - tables * table
         ends = table, (3 - tables) * table if work.accumulates else 2 * table
         gate_up = 2 * work.tokens * shape.intermediate * work.itemsize
-        fewer = min(max(FEWER_PIECES[0], int(FEWER_PIECES[1] * gate_up)), PIECES, gate_up)
-        pieces = shape.layers * fewer, shape.layers * min(PIECES, gate_up)
+        pieces = shape.layers * min(FEWER_PIECES, gate_up), shape.layers * min(PIECES, gate_up)
         read, buffer = read_bytes(shape, work), buffer_bytes(shape, work)
         return cls(resting, stored, read, working, head, buffer, graph, pieces, coming, ends)
 
