@@ -53,6 +53,14 @@ def test_paths_in_the_home_folder(folder: Path, monkeypatch: pytest.MonkeyPatch)
         load(folder, GOOD, "train.output=~nobody-here/runs")
 
 
+@pytest.mark.parametrize("way", ["on", "off", "auto"])
+def test_on_and_off_are_words(folder: Path, way: str) -> None:
+    """YAML 1.1 reads the first two as true and false, in a file and behind `=`."""
+    assert load(folder, f"{GOOD}packing: {{graph: {way}}}").packing.graph == way
+    assert load(folder, GOOD, f"packing.graph={way}").packing.graph == way
+    assert load(folder, GOOD, f"packing.graph='{way}'").packing.graph == way
+
+
 def test_a_recipe_is_frozen(folder: Path) -> None:
     with pytest.raises(ValueError, match="frozen"):
         load(folder, GOOD).train.max_steps = 4

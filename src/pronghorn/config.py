@@ -15,7 +15,7 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from pronghorn.errors import ConfigError
 from pronghorn.recipe_yaml import override_key, parse
@@ -27,6 +27,11 @@ def _at_home(path: Path) -> Path:
         return path.expanduser()
     except RuntimeError as error:
         raise ValueError(f"no such home folder ({error})") from None
+
+
+def _on_or_off(value: object) -> object:
+    """`on` and `off` as people write them, which YAML 1.1 reads as true and false."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
 # strict otherwise: `true` is no number of steps, "3" neither
@@ -168,7 +173,7 @@ class Packing(Section):
     attention: Literal["auto", "tiled", "flash", "per_document", "masked"] = Field(
         "auto", description="attention backend"
     )
-    graph: Literal["auto", "on", "off"] = Field(
+    graph: Annotated[Literal["auto", "on", "off"], BeforeValidator(_on_or_off)] = Field(
         "auto", description="launch layers as one CUDA graph; auto: where that is measured to pay"
     )
     moe_routing: Literal["once", "loop"] = Field(
