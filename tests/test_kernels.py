@@ -130,7 +130,15 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
             for kind, bytes_ in ((x, 2), (wide, 4))
         },
         "glu backward": (glu_triton._backward, gate, {"GELU": True, "BLOCK": 1024}, 4),
-        "rope": (rope_triton._forward, turn, {"NORM": True, "TOKENS": 2, "HEADS": 8, "HALF": 64}, 4),
+        **{
+            f"rope, even {even}": (
+                rope_triton._forward,
+                turn,
+                {"NORM": True, "EVEN": even, "Q_BLOCKS": 5, "BLOCKS": 6, "TOKENS": 1, "HEADS": 8, "HALF": 64},
+                2,
+            )
+            for even in (True, False)
+        },
         "rope backward": (rope_triton._backward, turn, {**heads, "WEIGHT": True}, 4),
         "attention": (attention_triton._forward, attend, {**tile, "SINK": True, "COLS": 32}, 4),
         "attention, queries": (attention_triton._backward_queries, attend, {**tile, "COLS": 32}, 4),

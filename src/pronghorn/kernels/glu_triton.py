@@ -44,31 +44,27 @@ def _forward_with_low_rank(
     GELU: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
-    rows = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    known = (cols < WIDTH)[None, :]
-    inside = (rows < T)[:, None] & known
-    here = gu_ptr + rows[:, None] * 2 * WIDTH + cols[None, :]
-    # all loads before the first store, which none of them could be moved across
-    g = tl.load(here, mask=inside)
-    u = tl.load(here + WIDTH, mask=inside)
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     k = tl.arange(0, R)
-    of_gate, of_up = k < gate_rank, k < up_rank
+    there, known = (rows < T)[:, None], (cols < WIDTH)[None, :]
+    here = gu_ptr + rows[:, None].to(tl.int64) * 2 * WIDTH + cols[None, :]
+    # all loads before the first store, which none of them could be moved across
+    g = tl.load(here, mask=there & known)
+    u = tl.load(here + WIDTH, mask=there & known)
     xa = xa_ptr + rows[:, None] * ranks + k[None, :]
     b = b_ptr + cols[None, :].to(tl.int64) * ranks + k[:, None]
-    gate_xa = tl.load(xa, mask=(rows < T)[:, None] & of_gate[None, :], other=0.0)
-    gate_b = tl.load(b, mask=of_gate[:, None] & known, other=0.0)
-    up_xa = tl.load(xa + gate_rank, mask=(rows < T)[:, None] & of_up[None, :], other=0.0)
-    up_b = tl.load(b + WIDTH * ranks + gate_rank, mask=of_up[:, None] & known, other=0.0)
-    low = tl.dot(gate_xa, gate_b, input_precision="ieee")
-    g = (g.to(tl.float32) + scale * low).to(gu_ptr.dtype.element_ty)
-    low = tl.dot(up_xa, up_b, input_precision="ieee")
-    u = (u.to(tl.float32) + scale * low).to(gu_ptr.dtype.element_ty)
-    tl.store(here, g, mask=inside)
-    tl.store(here + WIDTH, u, mask=inside)
+    gate_xa = tl.load(xa, mask=there & (k < gate_rank)[None, :], other=0.0)
+    up_xa = tl.load(xa + gate_rank, mask=there & (k < up_rank)[None, :], other=0.0)
+    gate_b = tl.load(b, mask=(k < gate_rank)[:, None] & known, other=0.0)
+    up_b = tl.load(b + WIDTH * ranks + gate_rank, mask=(k < up_rank)[:, None] & known, other=0.0)
+    # g and u go to where the products will be before they are made: after it that takes barriers more
+    g = (g.to(tl.float32) + scale * tl.dot(gate_xa, gate_b, input_precision="ieee")).to(gu_ptr.dtype.element_ty)
+    u = (u.to(tl.float32) + scale * tl.dot(up_xa, up_b, input_precision="ieee")).to(gu_ptr.dtype.element_ty)
+    tl.store(here, g, mask=there & known)
+    tl.store(here + WIDTH, u, mask=there & known)
     f, _ = _activate(g.to(tl.float32), GELU)
-    tl.store(
-        a_ptr + rows[:, None] * WIDTH + cols[None, :], (f * u.to(tl.float32)).to(a_ptr.dtype.element_ty), mask=inside
-    )
+    a = (f * u.to(tl.float32)).to(a_ptr.dtype.element_ty)
+    tl.store(a_ptr + rows[:, None].to(tl.int64) * WIDTH + cols[None, :], a, mask=there & known)
 
 
 @triton.jit

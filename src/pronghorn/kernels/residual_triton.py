@@ -16,15 +16,17 @@ def _add(
     y_ptr, x_ptr, xa_ptr, b_ptr, out_ptr, T, N, rank, scale, R: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
 ):
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
-    rows = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     k = tl.arange(0, R)
-    inside, at = (rows < T)[:, None] & (cols < N)[None, :], rows[:, None] * N + cols[None, :]
-    y = tl.load(y_ptr + at, mask=inside).to(tl.float32)
-    x = tl.load(x_ptr + at, mask=inside).to(tl.float32)
+    inside = (rows < T)[:, None] & (cols < N)[None, :]
+    at = rows[:, None].to(tl.int64) * N + cols[None, :]
+    y = tl.load(y_ptr + at, mask=inside)
+    x = tl.load(x_ptr + at, mask=inside)
     xa = tl.load(xa_ptr + rows[:, None] * rank + k[None, :], mask=(rows < T)[:, None] & (k < rank)[None, :], other=0.0)
     b = tl.load(b_ptr + cols[None, :] * rank + k[:, None], mask=(k < rank)[:, None] & (cols < N)[None, :], other=0.0)
-    low = tl.dot(xa, b, input_precision="ieee")
-    tl.store(out_ptr + at, (x + (y + scale * low)).to(out_ptr.dtype.element_ty), mask=inside)
+    # x and y go to where the product will be before it is made: after it that takes two barriers more
+    out = x.to(tl.float32) + (y.to(tl.float32) + scale * tl.dot(xa, b, input_precision="ieee"))
+    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def add_(y: Tensor, x: Tensor, xa: Tensor, b: Tensor, scale: float) -> Tensor:

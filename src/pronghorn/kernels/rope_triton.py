@@ -36,29 +36,39 @@ def _normed(a, b, w_ptr, eps, offset, HALF: tl.constexpr):
 @triton.jit
 def _forward(
     qkv_ptr, q_ptr, k_ptr, cos_ptr, sin_ptr, qw_ptr, kw_ptr, T, stride, q_stride, k_stride, q_heads, k_heads,
-    eps, offset, NORM: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+    eps, offset, NORM: tl.constexpr, EVEN: tl.constexpr, Q_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr,
+    TOKENS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    q_blocks = (q_heads + HEADS - 1) // HEADS
-    blocks = q_blocks + (k_heads + HEADS - 1) // HEADS  # side by side; a grid's other axes are short
-    block, tokens = tl.program_id(0) % blocks, tl.program_id(0) // blocks
-    if block < q_blocks:
+    """EVEN: no program has fewer tokens or heads than it could turn."""
+    # blocks of heads side by side: a grid's other axes are too short for tokens
+    block, tokens = tl.program_id(0) % BLOCKS, tl.program_id(0) // BLOCKS
+    if block < Q_BLOCKS:
         x_ptr, y_ptr, y_stride, w_ptr, first, heads = qkv_ptr, q_ptr, q_stride, qw_ptr, block * HEADS, q_heads
     else:
         x_ptr, y_ptr, y_stride, w_ptr = qkv_ptr + q_heads * 2 * HALF, k_ptr, k_stride, kw_ptr
-        first, heads = (block - q_blocks) * HEADS, k_heads
-    m, col = tl.arange(0, TOKENS * HEADS)[:, None], tl.arange(0, HALF)[None, :]
+        first, heads = (block - Q_BLOCKS) * HEADS, k_heads
+    m, col = tl.arange(0, TOKENS * HEADS), tl.arange(0, HALF)[None, :]
     token, head = (tokens * TOKENS + m // HEADS).to(tl.int64), first + m % HEADS
-    real = (token < T) & (head < heads)
-    at = head * 2 * HALF + col
-    a = tl.load(x_ptr + token * stride + at, mask=real, other=0.0).to(tl.float32)
-    b = tl.load(x_ptr + token * stride + at + HALF, mask=real, other=0.0).to(tl.float32)
-    c = tl.load(cos_ptr + token * 2 * HALF + col, mask=real, other=0.0).to(tl.float32)
-    s = tl.load(sin_ptr + token * 2 * HALF + col, mask=real, other=0.0).to(tl.float32)
+    if EVEN:
+        real = tl.full((TOKENS * HEADS, HALF), True, tl.int1)
+    else:
+        real = ((token < T) & (head < heads))[:, None] & (col < HALF)
+    x = x_ptr + (token * stride + head * 2 * HALF)[:, None] + col
+    y = y_ptr + (token * y_stride + head * 2 * HALF)[:, None] + col
+    a = tl.load(x, mask=real, other=0.0).to(tl.float32)
+    b = tl.load(x + HALF, mask=real, other=0.0).to(tl.float32)
+    if TOKENS == 1:  # one row for all heads
+        turn = tokens.to(tl.int64) * 2 * HALF + col
+        c = tl.load(cos_ptr + turn).to(tl.float32)
+        s = tl.load(sin_ptr + turn).to(tl.float32)
+    else:
+        turn = token[:, None] * 2 * HALF + col
+        c = tl.load(cos_ptr + turn, mask=real).to(tl.float32)
+        s = tl.load(sin_ptr + turn, mask=real).to(tl.float32)
     if NORM:
         a, b, _, _, _, _, _ = _normed(a, b, w_ptr, eps, offset, HALF)
         a = a.to(qkv_ptr.dtype.element_ty).to(tl.float32)  # rounded where the model rounds: between norm and turn
         b = b.to(qkv_ptr.dtype.element_ty).to(tl.float32)
-    y = y_ptr + token * y_stride + at
     tl.store(y, (a * c - b * s).to(y_ptr.dtype.element_ty), mask=real)
     tl.store(y + HALF, (b * c + a * s).to(y_ptr.dtype.element_ty), mask=real)
 
@@ -110,13 +120,15 @@ def forward(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads) -> tuple[Tensor
     q, k, v = heads.split(qkv)
     norm = heads.query_norm is not None
     to_q, to_k = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k)) if norm else (q, k)
-    half, blocks = heads.dim // 2, triton.cdiv(heads.query, HEADS) + triton.cdiv(heads.key_value, HEADS)
-    warps = 2 if norm else 4
+    half, warps = heads.dim // 2, 2 if norm else 4
     tokens = max(1, warps * COLUMNS // (HEADS * half))
-    _forward[(blocks * triton.cdiv(len(qkv), tokens),)](
+    q_blocks, k_blocks = triton.cdiv(heads.query, HEADS), triton.cdiv(heads.key_value, HEADS)
+    even = len(qkv) % tokens == heads.query % HEADS == heads.key_value % HEADS == 0
+    _forward[((q_blocks + k_blocks) * triton.cdiv(len(qkv), tokens),)](
         qkv, to_q, to_k, cos, sin, heads.query_norm if norm else cos, heads.key_norm if norm else cos,
         len(qkv), qkv.stride(0), to_q.stride(0), to_k.stride(0), heads.query, heads.key_value, heads.eps, heads.offset,
-        NORM=norm, TOKENS=tokens, HEADS=HEADS, HALF=half, num_warps=warps,
+        NORM=norm, EVEN=even, Q_BLOCKS=q_blocks, BLOCKS=q_blocks + k_blocks, TOKENS=tokens, HEADS=HEADS, HALF=half,
+        num_warps=warps,
     )  # fmt: skip
     return to_q, to_k, v
 
