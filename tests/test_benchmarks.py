@@ -18,6 +18,7 @@ from pronghorn.cli.main import app
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 EARLIER = {
+    "ops-changed": "ops",
     "ablations-llama-3.2-1b-graph": "ablations-llama-3.2-1b",
     "cards-3b-by-tokens": "cards-3b",
     "packing-metadata-llama-3.2-1b": "ablations-llama-3.2-1b",
