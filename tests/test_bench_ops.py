@@ -220,16 +220,42 @@ def test_without_room_for_the_ceiling_times_stay(monkeypatch: pytest.MonkeyPatch
     assert pronghorn.timings["step"] and "no ceiling: OutOfMemoryError: no room" in pronghorn.notes
 
 
+def held_device(monkeypatch: pytest.MonkeyPatch) -> tuple[Stopwatch, list[int]]:
+    """A stopwatch of a device that waits a millisecond for each HEAD_START of cycles, and the cycles it waited."""
+    waited: list[int] = []
+    watch = Stopwatch("cpu")
+    watch._clock = HostClock(lambda: sum(waited) / ops.HEAD_START / 1e3)
+    watch._flush = torch.empty(1)
+    monkeypatch.setattr(torch.cuda, "_sleep", waited.append)
+    return watch, waited
+
+
 def test_the_device_waits_until_the_host_has_launched_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """The formula of grouped products launches one an expert: more than the head start of one that launches a few."""
-    waited: list[int] = []
-    monkeypatch.setattr(torch.cuda, "_sleep", waited.append)
-    watch = Stopwatch("cpu")
-    watch._flush = torch.empty(1)
+    watch, waited = held_device(monkeypatch)
+    monkeypatch.setattr(ops.time, "perf_counter", lambda: 0.0)
     few, many = a_case("swiglu"), a_case("grouped_lora")
     for case in (few, many):
         watch.timed(case.pronghorn(case), case.calls)
     assert waited == [ops.HEAD_START] * 2 + [ops.HEAD_START + 6 * 8 * ops.OF_A_CALL] * 2
+
+
+@pytest.mark.parametrize(("launching", "waits"), [(0.5, [1]), (3, [1, 2, 4]), (100, [1, 2, 4, 8])])
+def test_where_the_host_was_late_the_device_waits_longer(
+    monkeypatch: pytest.MonkeyPatch, launching: float, waits: list[int]
+) -> None:
+    """On a busy machine the figure would be the host's."""
+    watch, waited = held_device(monkeypatch)
+    now = 0.0
+
+    def launch(_: Any) -> None:
+        nonlocal now
+        now += launching / 1e3
+
+    monkeypatch.setattr(ops.time, "perf_counter", lambda: now)
+    begun: list[int] = []
+    watch.timed(Way(lambda: begun.append(1), launch, None, lambda *_: {}, (1, 1)))
+    assert waited == [ops.HEAD_START * each for each in waits] and len(begun) == len(waits)  # fresh inputs each time
 
 
 def test_a_figure_is_work_over_time_and_its_share_of_the_copy() -> None:
