@@ -110,9 +110,10 @@ def train(setting: Setting, policy: Policy, tokens: int) -> tuple[int, float] | 
         try:
             loss = model(**batch).loss
             loss.backward()
+            optimizer.step()
         except torch.OutOfMemoryError:
             return None
-        optimizer.step()
+        optimizer.zero_grad()  # as a training does: no gradients when the next forward begins
         torch.cuda.synchronize()
         seconds = time.perf_counter() - began
     if not torch.isfinite(loss):
@@ -127,8 +128,7 @@ def meet(shape: Shape, name: str, setting: Setting) -> dict[str, Any]:
     row: dict[str, Any] = {"policy": name, "predicted_tokens": tokens, "tried": []}
     trained: list[int] = []
     failed: list[int] = []
-    while tokens and (percent := next_percent(trained, failed)) is not None:
-        length = row_of(tokens, percent)
+    while (percent := next_percent(trained, failed)) is not None and (length := row_of(tokens, percent)):
         kinds = Step.of(shape, Work(length, accumulates=False)).peak((policy,) * shape.layers)
         tried: dict[str, Any] = {"tokens": length, "predicted_bytes": sum(kinds.values())}  # as torch counts the peak
         with ProcessPoolExecutor(1, get_context("spawn")) as process:

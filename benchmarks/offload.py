@@ -132,11 +132,12 @@ def main() -> None:
         ways[name] = ways[name].extended(more)
         states[name] = handle.report[-1].why
     medians = {name: statistics.median(way.milliseconds) for name, way in ways.items()}
-    clocks = {name: statistics.median(way.megahertz or [0.0]) for name, way in ways.items()}
+    clocks = {name: statistics.median(way.megahertz) for name, way in ways.items() if way.megahertz}
     table = Table("way", "step ms", "least", "greatest", "MHz", "peak GiB", title=f"{arguments.shape}, gate {checked}")
     for name, way in ways.items():
         figures = (f"{value:,.1f}" for value in (medians[name], min(way.milliseconds), max(way.milliseconds)))
-        table.add_row(f"{name} ({states[name]})", *figures, f"{clocks[name]:,.0f}", f"{way.peak / 2**30:.2f}")
+        clock = f"{clocks[name]:,.0f}" if clocks else "–"
+        table.add_row(f"{name} ({states[name]})", *figures, clock, f"{way.peak / 2**30:.2f}")
     extra: dict[str, Any] = {"layers": model.config.num_hidden_layers, "states": states, "megahertz": clocks}
     one, two = (layer_timings(model, WAYS[name], rows) for name in ("one buffer", "two buffers"))
     if one:

@@ -6,15 +6,21 @@ import itertools
 import re
 import shlex
 import subprocess
+import sys
 import time
+from concurrent.futures import Executor, Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
+from transformers import AutoConfig
 
+from pronghorn.bench.record import read_results
 from pronghorn.bench.shapes import shape_of
 from pronghorn.bench.step import StepOptions, check_options
 from pronghorn.cli.main import app
+from pronghorn.models import auto_plan
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 EARLIER = {
@@ -84,6 +90,47 @@ def test_search_for_the_longest_row_ends() -> None:
 
     assert next_percent([100, 105, 110, 115, 120], []) is None
     assert next_percent([], [100, 95, 90, 85, 80]) is None
+
+
+def test_a_row_that_can_not_be_shorter_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """95 % of 64 tokens are none, in steps of 64."""
+    from benchmarks import longest_row
+
+    ran: list[int] = []
+
+    class OutOfMemory(Executor):
+        """In the place of a process with a GPU."""
+
+        def submit(self, fn: Any, /, *arguments: Any, **_: Any) -> Future[Any]:
+            ran.append(arguments[-1])
+            done: Future[Any] = Future()
+            done.set_result(None)
+            return done
+
+    monkeypatch.setattr(longest_row, "ProcessPoolExecutor", lambda *_: OutOfMemory())
+    monkeypatch.setattr(longest_row, "longest", lambda *_: 64)
+    fields = shape_of("tiny")
+    assert fields is not None
+    shape = auto_plan.shape_of(auto_plan.skeleton(AutoConfig.for_model(**fields)))
+    found = longest_row.meet(shape, "keep", longest_row.Setting(fields, 2**30, 8192, 2))
+    assert ran == [64] and found["tried"][0]["out_of_memory"]
+    assert found["longest_tokens"] == 0 and not found["met"]
+
+
+def test_offload_runs_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right gradients, and no figure that only a GPU has."""
+    from benchmarks import offload
+
+    if offload.torch.cuda.is_available():
+        pytest.skip("times a GPU there")
+    out = tmp_path / "offload.json"
+    command = f"offload.py --shape tiny --tokens 64 --repeats 1 --out {out}"
+    monkeypatch.setattr(sys, "argv", command.split())
+    offload.main()
+    ways = read_results(out)
+    assert [way.contender for way in ways] == [f"pronghorn, {name}" for name in offload.WAYS]
+    assert all(way.gate["green"] and way.timings_ms["step"] for way in ways)
+    assert not ways[0].extra["megahertz"] and "saved_cycles_share" not in ways[0].extra
 
 
 def test_every_result_has_its_target() -> None:
