@@ -30,7 +30,7 @@ PIECES = 50 * 2**20
 """Bytes a layer that the allocator holds in pieces too small for what comes. Growing segments come and go by pages of
 20 MiB, and of a free block those at its ends stay. When memory ran out on a H200: 0.5 to 1.4 GB at 8B."""
 FEWER_PIECES = 28 * 2**20
-"""Where every layer is recomputed as a whole: 0.7 GB at 8B, at most."""
+"""Where every layer is recomputed as a whole: 0.7 GB at 8B, at most. For offloaded layers a guess."""
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
 """Linears with the same input, computed as one product."""
