@@ -215,6 +215,8 @@ def check_cross_entropy(device: str, dtype: torch.dtype) -> None:
     unknown = torch.full((2, 8200), float("nan"), device=device, dtype=dtype)
     losses, grads = launch(unknown, torch.tensor([5, 5], device=device), 5, None)
     assert losses.eq(0).all() and grads.eq(0).all()
+    if device == "cpu":  # one program after the other, of CUDA tensors, too
+        assert cross_entropy_triton._multiprocessors(torch.device("cuda")) == 0
     if device == "cuda":  # programs of many rows wait for each other; the order of a row's sums is always the same
         many = random(600, 40_008, device=device, dtype=dtype, seed=3)
         targets = torch.arange(600, device=device) * 66

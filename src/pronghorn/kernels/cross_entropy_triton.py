@@ -194,6 +194,10 @@ def _kernel(
             tl.store(y_ptr + label, grad)
 
 
+COMPILED = isinstance(_kernel, triton.JITFunction)
+"""Not interpreted, which CUDA tensors can be, too: programs would wait for those after them, for ever."""
+
+
 def cross_entropy_(logits: Tensor, targets: Tensor, ignore_index: int, softcap: float | None) -> Tensor:
     """As `cross_entropy.cross_entropy_`."""
     rows, vocab = logits.shape
@@ -208,7 +212,7 @@ def cross_entropy_(logits: Tensor, targets: Tensor, ignore_index: int, softcap: 
     for phase in phases:
         _kernel[(rows * parts,)](
             logits, targets, losses, scratch, vocab, logits.stride(0), ignore_index, softcap or 1.0, **constants,
-            PACKED=logits.is_cuda and logits.element_size() == 2, PHASE=phase.value, num_warps=WARPS, maxnreg=REGISTERS,
+            PACKED=COMPILED and logits.element_size() == 2, PHASE=phase.value, num_warps=WARPS, maxnreg=REGISTERS,
         )  # fmt: skip
     return losses
 
@@ -235,4 +239,4 @@ def form(vocab: int, stride: int, bytes_: int, aligned: bool, capped: bool) -> d
 
 def _multiprocessors(device: torch.device) -> int:
     """0 where none runs beside another."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
+    return torch.cuda.get_device_properties(device).multi_processor_count if COMPILED else 0
