@@ -126,7 +126,7 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
                 {"GELU": True, **low_rank(glu_triton.tile(rank, bytes_), rank)},
                 glu_triton.tile(rank, bytes_)[2],
             )
-            for rank in (16, 128)
+            for rank in (16, 32, 64, 128)
             for kind, bytes_ in ((x, 2), (wide, 4))
         },
         "glu backward": (glu_triton._backward, gate, {"GELU": True, "BLOCK": 1024}, 4),

@@ -98,7 +98,8 @@ def tile(rank: int, bytes_: int) -> tuple[int, int, int]:
     """
     if rank <= 16:
         return 32, 128, 8
-    return (64, 64, 4) if rank * bytes_ <= 256 else (32, 32, 4)  # xa's part and b's have to fit into shared memory
+    # float32 has no tensor cores: ranks of 64 want more registers than there are, ranks of 128 more shared memory, too
+    return (64, 64, 4) if bytes_ == 2 or rank <= 32 else (32, 32, 4)
 
 
 def forward_with_low_rank_(
