@@ -201,6 +201,15 @@ def of_hopper() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
     return parts_of_adapters_gradients([(each.cols, each.warps, each.stages, rank) for each, rank in tiles])
 
 
+@needs_triton
+def test_numbers_of_tokens_share_a_compiled_kernel() -> None:
+    """Rows of 16, 17 and 1 tokens run the same code: one more compiled in the midst of a training would be a pause."""
+    from pronghorn.kernels import glu_triton, residual_triton, rope_triton
+
+    for kernel in (glu_triton._forward_with_low_rank, residual_triton._add, rope_triton._forward):
+        assert {each.name for each in kernel.params if each.do_not_specialize} == {"T"}
+
+
 ALIGNED = {
     "H",
     "T",

@@ -38,7 +38,7 @@ def _forward(gu_ptr, a_ptr, WIDTH, GELU: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(a_ptr + row * WIDTH + cols, (f * u).to(a_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])  # it differs from row to row, the instructions don't
 def _forward_with_low_rank(
     gu_ptr, xa_ptr, b_ptr, a_ptr, T, WIDTH, ranks, gate_rank, up_rank, scale,
     GELU: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,

@@ -33,7 +33,7 @@ def _normed(a, b, w_ptr, eps, offset, HALF: tl.constexpr):
     return a * r * wa, b * r * wb, a * r, b * r, wa, wb, r
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])  # it differs from row to row, the instructions don't
 def _forward(
     qkv_ptr, q_ptr, k_ptr, cos_ptr, sin_ptr, qw_ptr, kw_ptr, T, stride, q_stride, k_stride, q_heads, k_heads,
     eps, offset, NORM: tl.constexpr, EVEN: tl.constexpr, Q_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr,
