@@ -222,6 +222,13 @@ def check_cross_entropy(device: str, dtype: torch.dtype) -> None:
         targets = torch.arange(600, device=device) * 66
         first, *others = (launch(many, targets, -100, None) for _ in range(20))
         assert all(torch.equal(*both) for other in others for both in zip(first, other, strict=True))
+        static, graph = many.clone(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            losses = cross_entropy_triton.cross_entropy_(static, targets, -100, None)
+        for _ in range(3):  # each replay clears the tickets
+            static.copy_(many)
+            graph.replay()
+            assert torch.equal(losses, first[0]) and torch.equal(static, first[1])
     # labels beyond the vocabulary tell on themselves, and leave the rows beside theirs alone
     rows = torch.zeros(4, 8, device=device, dtype=dtype)
     losses = cross_entropy_triton.cross_entropy_(rows[1:3], torch.tensor([-1, 8], device=device), -100, None)
