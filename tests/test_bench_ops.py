@@ -256,6 +256,19 @@ def test_where_the_host_was_late_the_device_waits_longer(
     begun: list[int] = []
     watch.timed(Way(lambda: begun.append(1), launch, None, lambda *_: {}, (1, 1)))
     assert waited == [ops.HEAD_START * each for each in waits] and len(begun) == len(waits)  # fresh inputs each time
+    assert watch.late is (launching > ops.LONGER[-1])
+
+
+def test_times_of_a_late_host_say_so() -> None:
+    class Late(Stopwatch):
+        def timed(self, way: Way, calls: int = 0) -> dict[str, float]:
+            self.late = way is slow
+            return super().timed(way, calls) if not self.late else {"forward": 1.0, "step": 1.0}
+
+    case = a_case("swiglu")
+    slow = case.pronghorn(case)
+    pronghorn, plain = measure(replace(case, pronghorn=lambda _: slow), (), 3, Late("cpu"), "cpu")
+    assert pronghorn.notes.count(ops.LATE) == 1 and ops.LATE not in plain.notes
 
 
 def test_a_figure_is_work_over_time_and_its_share_of_the_copy() -> None:

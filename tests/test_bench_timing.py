@@ -74,7 +74,8 @@ def test_spread_and_pooled_series() -> None:
 @pytest.mark.gpu
 def test_multiprocessors_clock() -> None:
     """Of a card that works: what it counts is of this order, and of two stretches one after the other alike."""
-    torch = pytest.importorskip("torch")
+    import torch
+
     from pronghorn.bench import sm_clock
 
     x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)

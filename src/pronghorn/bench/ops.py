@@ -28,6 +28,7 @@ HEAD_START, OF_A_CALL = 1_000_000, 40_000
 the host has launched all of it by then, so that the device's work is measured and not the host's."""
 LONGER = 1, 2, 4, 8
 """Times as long a wait, where the host, busy with other things, had not."""
+LATE = "the host was late, however long the GPU waited: some times are the host's"
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Stopwatch:
     def __init__(self, device: str) -> None:
         self._clock: Clock = HostClock()
         self._flush: Tensor | None = None
-        self._late = False
+        self.late = False
         """Whether the GPU had to wait for the host in what was timed last."""
         if device == "cuda":
             self._clock = CudaClock()
@@ -62,12 +63,12 @@ class Stopwatch:
         """Milliseconds of one forward and one backward on fresh inputs; `calls` as a case's. Where the host was late,
         once more with a longer wait."""
         for longer in LONGER:
-            self._late = False
+            self.late = False
             state, forward = self._part(functools.partial(way.forward, way.start()), calls, longer)
             times = {"forward": forward}
             if way.backward is not None:
                 _, times["backward"] = self._part(functools.partial(way.backward, state), calls, longer)
-            if not self._late:
+            if not self.late:
                 break
         return {**times, "step": sum(times.values())}
 
@@ -88,7 +89,7 @@ class Stopwatch:
         marks.append(self._clock.mark())
         launching = (time.perf_counter() - began) * 1e3
         *waited, milliseconds = self._clock.milliseconds(marks)
-        self._late = self._late or any(launching > wait for wait in waited)
+        self.late = self.late or any(launching > wait for wait in waited)
         return result, milliseconds
 
 
@@ -177,6 +178,8 @@ def measure(case: Case, against: Sequence[str], repeats: int, watch: Stopwatch, 
                 entrant.fail(told(error))
                 tidy()
                 continue
+            if watch.late and turn >= WARM and LATE not in entrant.notes:
+                entrant.notes.append(LATE)
             for part, ms in times.items() if turn >= WARM else ():
                 entrant.timings.setdefault(part, []).append(ms)
     timed = [entrant for entrant in entrants if entrant.timings]
