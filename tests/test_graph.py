@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from pronghorn.device import graph_bytes
+from pronghorn.device import graph_bytes, peak_bytes
 from pronghorn.errors import ConfigError, TrainingError
 from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import _graph_refusal, attach, attached
@@ -172,6 +172,32 @@ def test_auto_measures_first(captured: tuple[Any, Any]) -> None:
         torch.cuda.synchronize()
     assert graph_path(handle)[0] == "on" and "a graph" in graph_path(handle)[1]
     assert len(handle._graphs._captured) == 1
+
+
+@pytest.mark.gpu
+def test_another_graph_takes_no_memory_beside_the_first() -> None:
+    """Rows of other numbers of documents are warmed up in what the first graph holds."""
+    model = with_adapters(tiny_model("llama", hidden_size=256, intermediate_size=1024, max_position_embeddings=8192))
+    model = model.to("cuda", torch.bfloat16)
+    losses, most = [], []
+    for graph in ("off", "on"):
+        handle = attach(model, layers="fused", graph=graph)
+        for lengths in ([512] * 16, [256] * 32, [128] * 64):
+            gc.collect()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            rest = torch.cuda.memory_allocated()
+            row = {name: value.to("cuda") for name, value in packed_row(lengths, 8192).items()}
+            for _ in range(2):
+                loss = model(**row).loss
+                loss.backward()
+            losses.append(loss.item())
+            most.append(peak_bytes(loss.device) - rest)
+            model.zero_grad()
+    assert losses[3:] == losses[:3] and len(handle._graphs._captured) == 3  # type: ignore[union-attr]
+    assert graph_bytes() > 2**26
+    *plain, first, second, third = most
+    assert first < 1.5 * max(plain) and max(second, third) < 1.2 * first
 
 
 @pytest.mark.gpu

@@ -8,8 +8,12 @@ import importlib.util
 import os
 import platform
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from pronghorn.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 AMPERE = (8, 0)
 """The first compute capability with bfloat16 and flash kernels."""
@@ -98,6 +102,17 @@ def graph_bytes() -> int:
 
     ours = [part for part in torch.cuda.memory_snapshot() if tuple(part["segment_pool_id"]) != (0, 0)]
     return sum(part["total_size"] - part["allocated_size"] for part in ours)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """GPU memory in use at most since torch's counts were reset, that of CUDA graphs included.
+
+    With graphs the least bound: what was allocated before they were captured is given back for them, so the most
+    allocated and what graphs hold may be more than there ever was, and the allocator never held less."""
+    import torch
+
+    held = torch.cuda.max_memory_allocated(device) + graph_bytes()
+    return min(held, torch.cuda.max_memory_reserved(device))
 
 
 def device_name() -> str:

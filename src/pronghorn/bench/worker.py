@@ -80,7 +80,7 @@ class ContenderProcess:
         """Run `warm` untimed and `count` timed steps on the next rows; their times, and the most memory they took."""
         import torch
 
-        from pronghorn.device import graph_bytes
+        from pronghorn.device import peak_bytes
 
         for _ in range(warm):
             self._step()
@@ -96,7 +96,7 @@ class ContenderProcess:
             "steps": times,
             "losses": losses,
             "memory_retries": self._statistic("num_alloc_retries") - retries,
-            "peak": torch.cuda.max_memory_allocated() + graph_bytes() if self._cuda else None,
+            "peak": peak_bytes(torch.device("cuda")) if self._cuda else None,
         }
 
     def rest(self) -> dict[str, Any]:

@@ -16,8 +16,9 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -91,6 +92,7 @@ class TrunkGraphs:
         self._captured: dict[Any, _Captured] = {}
         self._fingerprint: list[Any] = []
         self._pool: Any = None
+        self._stream: Any = None
         self._timed: list[tuple[float, torch.cuda.Event, torch.cuda.Event]] = []
         self._refused: str | None = None
         self._host_share: float | None = None
@@ -139,6 +141,7 @@ class TrunkGraphs:
         fingerprint = _fingerprint(self._backbone)
         if fingerprint != self._fingerprint:  # weights were moved, adapters switched: what was captured reads others
             self._captured.clear()
+            self._pool = None
             self._refused = self._refusal()
             self._parameters = [p for p in self._backbone.parameters() if p.requires_grad]
             self._fingerprint = fingerprint
@@ -201,19 +204,22 @@ class TrunkGraphs:
         return result
 
     def _capture(self, embeds: Tensor, position_ids: Tensor, packed: PackedBatch) -> _Captured:
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        if self._pool is None:  # freed memory is used again on the stream that it was freed on
+            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(embeds.device)
+        self.replays += 1  # from the second graph on warming up overwrites what a forward left
         static = embeds.detach().clone(), position_ids.clone(), packed.without_labels().clone()
-        options = {"pool": self._pool, "capture_error_mode": "thread_local"}  # other threads may be pinning memory
+        # Other threads may be pinning memory.
+        options = {"pool": self._pool, "stream": self._stream, "capture_error_mode": "thread_local"}
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        here, aside = torch.cuda.current_stream(embeds.device), torch.cuda.Stream(embeds.device)
+        here = torch.cuda.current_stream(embeds.device)
         with torch.enable_grad(), _aliased(self._backbone) as parameters:
-            aside.wait_stream(here)
-            with torch.cuda.stream(aside):
+            self._stream.wait_stream(here)
+            with torch.cuda.stream(self._stream), self._in_pool(embeds.device):
                 for _ in range(WARM_UPS):
                     out = self._trunk(*static)
                     torch.autograd.grad(out, parameters, torch.zeros_like(out))
                 del out
-            here.wait_stream(aside)
+            here.wait_stream(self._stream)
             with torch.cuda.graph(forward, **options):
                 out = self._trunk(*static)
             d_out = torch.empty_like(out)
@@ -223,6 +229,12 @@ class TrunkGraphs:
                 gradients = torch.autograd.grad(out, parameters, d_out)
                 torch._foreach_copy_(list(flat.split(sizes)), [gradient.flatten() for gradient in gradients])
         return _Captured(*static, out.detach(), d_out, flat, forward, backward, fast.parts_of(self._backbone))
+
+    def _in_pool(self, device: torch.device) -> AbstractContextManager[None]:
+        """What is allocated goes into the memory of the graphs that there are: beside them it would take as much
+        again. Not before the first one: a pool that no graph has lives no longer than this."""
+        pool: Any = SimpleNamespace(id=self._pool)  # a MemPool, too, ends the process if a graph outlives it
+        return torch.cuda.use_mem_pool(pool, device) if self._captured else nullcontext()
 
     def _trunk(self, embeds: Tensor, position_ids: Tensor, packed: PackedBatch) -> Tensor:
         mask = packed.cu_seqlens.view(1, 1, 1, -1)  # a placeholder, as in `models.attach`

@@ -9,7 +9,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.markup import escape
 from transformers import TrainerState
@@ -17,7 +16,7 @@ from transformers import TrainerState
 from pronghorn.config import Recipe
 from pronghorn.data.batch import Collator
 from pronghorn.data.packed_rows import PackedRows, PackingStats
-from pronghorn.device import device_name, graph_bytes, processes, versions
+from pronghorn.device import device_name, peak_bytes, processes, versions
 from pronghorn.errors import RunStopped, TrainingError
 from pronghorn.export.folder import whole_folder
 from pronghorn.models.load import trainable_parameters
@@ -113,7 +112,7 @@ def run(recipe: Recipe, console: Console, allow: bool = False) -> RunRecord:
             trainable=trainable_parameters(model),
             seconds=time.perf_counter() - started + control.seconds_before,
             stopped=journal.stopped or ("max_steps" if recipe.train.max_steps else "epochs"),
-            peak_memory_bytes=_peak_memory(model.device),
+            peak_memory_bytes=peak_bytes(model.device) if model.device.type == "cuda" else None,
             evaluations=[{"step": e["step"], "loss": e["eval_loss"]} for e in history if "eval_loss" in e],
             resumed_at=journal.resumed_at,
             out_of_memory=[entry["out_of_memory"] for entry in history if "out_of_memory" in entry],
@@ -240,8 +239,3 @@ def _must_have_improved(recipe: Recipe, before: float | None, after: float | Non
             f"the held-out loss went from {before:.4f} to {after:.4f}, which is not a fall of {wanted} or more",
             "train longer, or change train.learning_rate; the run is saved and its report tells more",
         )
-
-
-def _peak_memory(device: torch.device) -> int | None:
-    """Bytes on the GPU, at most, those of CUDA graphs included."""
-    return torch.cuda.max_memory_allocated(device) + graph_bytes() if device.type == "cuda" else None
