@@ -280,12 +280,12 @@ def test_hooks_are_noticed() -> None:
     base = model.get_base_model()
     before = _fingerprint(base.model)
     base.model.embed_tokens.register_forward_hook(lambda *_: None)
-    assert "per_document" in str(_graph_refusal(base, "auto"))
+    assert "per_document" in str(_graph_refusal(base, "auto", None))
     hook = base.model.norm.register_forward_hook(lambda *_: None)
     assert _fingerprint(base.model) != before
-    assert _graph_refusal(base, "auto") == "modules inside carry hooks, which a graph doesn't call"
+    assert _graph_refusal(base, "auto", None) == "modules inside carry hooks, which a graph doesn't call"
     hook.remove()
-    assert "per_document" in str(_graph_refusal(base, "auto"))
+    assert "per_document" in str(_graph_refusal(base, "auto", None))
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -39,6 +39,8 @@ class Plan:
     """Device memory the plan was held to; None for no limit."""
     predicted: Mapping[str, float] = field(default_factory=dict)
     """Predicted bytes by kind and milliseconds a step; empty where nothing was predicted."""
+    graph: bool = True
+    """Whether CUDA graphs may take memory of their own: within the budget it is there."""
     undecided: bool = False
     """It stands in for `auto` until the size of a micro-batch is known: a trainer on CUDA then makes the plan."""
 

@@ -22,7 +22,7 @@ from pronghorn.memory.step_time import StepTimes, step_times
 
 T = TypeVar("T")
 GRAPH_MS = 3.0
-"""A layer's forward and backward below this may be captured as a CUDA graph (`models.graph`), which takes memory."""
+"""A layer's forward and backward below this are likely to be captured as a CUDA graph (`models.graph`)."""
 
 
 class PlanDoesNotFit(ConfigError):
@@ -50,11 +50,11 @@ def plan(
     times = times or step_times(shape, work, card)
     plans = choices = plans_of(shape, work, times)
     if asked is not None and not asked.undecided:
-        step, policies = _step(shape, work, times), asked.by_layer(shape.layers)
+        step, policies = Step.of(shape, replace(work, graph=False)), asked.by_layer(shape.layers)
         choices = [_predicted(step, times, policies, asked.buffers)]
     for made in choices:
         if made.predicted["process"] <= budget:
-            return replace(made, device=card.name, budget_bytes=budget)
+            return replace(_with_graph(made, shape, work, times, budget), device=card.name, budget_bytes=budget)
     least = plans[-1].predicted["process"]
     if least <= budget:
         needs = f"{choices[0].predicted['process'] / GIB:.1f} GiB and the budget is {budget / GIB:.1f} GiB"
@@ -64,13 +64,18 @@ def plan(
 
 
 def plans_of(shape: Shape, work: Work, times: StepTimes) -> list[Plan]:
-    """The frontier of a model that is trained in this way."""
-    return frontier(_step(shape, work, times), times, shape.layers)
+    """The frontier of a model that is trained in this way, without CUDA graphs."""
+    return frontier(Step.of(shape, replace(work, graph=False)), times, shape.layers)
 
 
-def _step(shape: Shape, work: Work, times: StepTimes) -> Step:
-    graph = work.graph and work.fused and work.method == "lora" and times.forward + times.backward < GRAPH_MS
-    return Step.of(shape, replace(work, graph=graph))
+def _with_graph(made: Plan, shape: Shape, work: Work, times: StepTimes, budget: int) -> Plan:
+    """The plan, with CUDA graphs allowed if their memory is there, too, and counted where they are likely."""
+    graph = work.graph and work.fused and work.method == "lora"
+    step = Step.of(shape, replace(work, graph=graph))
+    if made.predicted["process"] + step.graph > budget:
+        return replace(made, graph=False)
+    likely = times.forward + times.backward < GRAPH_MS
+    return _predicted(step, times, made.policies, made.buffers) if likely else made
 
 
 def frontier(step: Step, times: StepTimes, layers: int) -> list[Plan]:

@@ -239,6 +239,8 @@ def attach(
     if current is not None:
         moved = current.fuses != fused  # to CUDA or from there since
         if current.options == options and plan in (None, current.plan) and not moved:
+            if fused:
+                fast.settle(base, attention)
             return current.adopt_adapters()
         plan = plan or current.plan
     whole = fused and not has_experts(base.config)
@@ -254,6 +256,7 @@ def attach(
     base.__class__ = packed_class(previous_class)
     if fused:
         fast.enable(base, attention)
+        fast.settle(base, attention)
     graphs = None
     if fused and graph != "off" and next(base.parameters()).is_cuda:
         backbone: Any = base.base_model
@@ -262,7 +265,7 @@ def attach(
             backbone,
             plain.forward,
             graph == "on",
-            functools.partial(_graph_refusal, base, attention),
+            functools.partial(_graph_refusal, base, attention, plan),
             functools.partial(_longest, base, attention),
         )
         backbone.__class__ = graphed_class(plain)
@@ -280,7 +283,7 @@ def _set_attention(model: Any, name: str) -> None:
             module.config._attn_implementation = name
 
 
-def _graph_refusal(model: Any, attention: Backend) -> str | None:
+def _graph_refusal(model: Any, attention: Backend, plan: Plan | None) -> str | None:
     """Why a model's layers can't be captured as they are now, or None. Only attention by tiles takes nothing about
     documents from the host, which a graph would keep for ever."""
     outside = model.base_model, model.get_input_embeddings()  # which are called
@@ -293,6 +296,8 @@ def _graph_refusal(model: Any, attention: Backend) -> str | None:
         return "nothing in the layers is trained"
     if recomputes_layers(model):
         return "layers are recomputed"
+    if plan is not None and not plan.graph:
+        return "the plan's budget has no memory for one"
     if any(not p.dtype.is_floating_point for p in model.base_model.parameters()):
         return "the weights are quantised"
     if has_experts(model.config) and not str(model.config._experts_implementation).startswith(NAME_PREFIX):

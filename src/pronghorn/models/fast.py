@@ -28,7 +28,7 @@ from pronghorn.models.families import ACTIVATIONS
 from pronghorn.models.fused import AttentionParts, LayerParts, MLPParts, Norm
 from pronghorn.models.linears import refusal as linears_refusal
 from pronghorn.models.linears import state
-from pronghorn.models.merged import LinearGroup
+from pronghorn.models.merged import LinearGroup, read
 from pronghorn.models.subclass import subclass
 
 NORM_OFFSETS = {"LlamaRMSNorm": 0.0, "MistralRMSNorm": 0.0, "Qwen2RMSNorm": 0.0, "Qwen3RMSNorm": 0.0}
@@ -98,6 +98,16 @@ def enable(model: Any, backend: Backend) -> None:
             module.__class__ = _layer_class(own, backend)
         elif turns and _is_own(module, "Attention") and not _norms_all_heads(module):
             module.__class__ = _attention_class(own, backend)
+
+
+def settle(model: Any, backend: Backend) -> None:
+    """Put together what layers multiply with and keep for every forward, as the first one would: there it would come
+    to lie between activations, which leaves the allocator's memory in pieces when they go."""
+    x = model.get_input_embeddings().weight
+    for layer in () if x.is_meta else model.base_model.layers:
+        parts = _parts(layer if _is_whole(layer) else layer.self_attn, x, backend)
+        if parts is not None:
+            read(parts.groups, _compute_dtype(x))
 
 
 def is_fused(module: nn.Module) -> bool:

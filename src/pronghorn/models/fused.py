@@ -46,6 +46,11 @@ class AttentionParts:
     sinks: Tensor | None = None
     """[H], scores that have no value (gpt-oss)."""
 
+    @property
+    def groups(self) -> list[LinearGroup]:
+        """In the order of the forward."""
+        return [self.qkv, self.out]
+
     def options(self, query: Tensor, packed: PackedBatch) -> explicit.Options:
         """What attention is told of a batch, for queries like this."""
         return explicit.Options.choose(self.backend, query, packed, self.scale, self.window)
@@ -90,10 +95,15 @@ class LayerParts:
     after: tuple[Norm, Norm] | None
     """Of what they add to the residual stream, where the family has such."""
 
+    @property
+    def groups(self) -> list[LinearGroup]:
+        """In the order of the forward."""
+        return [*self.attention.groups, self.mlp.gate_up, self.mlp.down]
+
 
 def attention(x: Tensor, cos: Tensor, sin: Tensor, packed: PackedBatch, parts: AttentionParts) -> Tensor:
     """x, y: [T, H], in the dtype of the products; cos, sin: [T, D]."""
-    linears = read([parts.qkv, parts.out], x.dtype)
+    linears = read(parts.groups, x.dtype)
     more = parts.heads.query_norm, parts.heads.key_norm, parts.sinks
     return _Attention.apply(x, cos, sin, packed, parts, linears, *more, *_trained(linears))
 
@@ -116,7 +126,7 @@ def layer(
         output_wanted: whether y is wanted, or only what a backward needs (y's values mean nothing then): the product of
             down, a quarter of a layer's operations, is left out.
     """
-    linears = read([parts.attention.qkv, parts.attention.out, parts.mlp.gate_up, parts.mlp.down], dtype)
+    linears = read(parts.groups, dtype)
     norms = [norm.weight for norm in (*parts.before, *(parts.after or ()))]
     heads = parts.attention.heads
     more = *norms, heads.query_norm, heads.key_norm, parts.attention.sinks

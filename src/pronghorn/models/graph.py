@@ -211,6 +211,7 @@ class TrunkGraphs:
         # Other threads may be pinning memory.
         options = {"pool": self._pool, "stream": self._stream, "capture_error_mode": "thread_local"}
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        torch.cuda.empty_cache()  # what the forwards before left on another stream can't be used on this one
         here = torch.cuda.current_stream(embeds.device)
         with torch.enable_grad(), _aliased(self._backbone) as parameters:
             self._stream.wait_stream(here)
