@@ -66,7 +66,7 @@ def groups(given: argparse.Namespace) -> list[list[Asked]]:
     if given.cards:
         sizes = [parse_bytes(size, "--cards") for size in names(given.cards)]
         return [[("pronghorn", "auto", size), *((*other, size) for other in others)] for size in sizes]
-    sizes = limits(given.model, given.method, given.tokens, given.limits)
+    sizes = limits(given.model, given.method, given.tokens, given.limits)[given.skip :]
     limited: list[Asked] = [("pronghorn", "auto", size) for size in sizes]
     return [[("pronghorn", "auto", None), *limited, *((*other, None) for other in others)]]
 
@@ -111,6 +111,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--lengths", default="lognormal")
     parser.add_argument("--limits", type=int, default=0, help="how many limits of memory for Pronghorn")
+    parser.add_argument("--skip", type=int, default=0, help="so many of them, from the least on: measured before")
     parser.add_argument("--cards", default="", help="limits for all, with commas")
     parser.add_argument("--against", default="", help="NAME:off|on|offload|auto, with commas")
     parser.add_argument("--repeats", type=int, default=12)

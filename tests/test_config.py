@@ -87,6 +87,7 @@ BAD: list[tuple[str, list[str], str]] = [
     ("", ["packing.rows_per_step=0"], "packing.rows_per_step = 0"),
     ("", ["train.max_steps=0"], "train.max_steps = 0"),
     ("", ["train.epochs=0"], "train.epochs = 0"),
+    ("", ["train.logging_steps=2.5"], "train.logging_steps = 2.5: input should be a valid integer"),
     ("", ["train.learning_rate=-1"], "train.learning_rate = -1"),
     ("", ["precision.dtype=int8"], "precision.dtype = 'int8'"),
     ("", ["memory.gradient_checkpointing=maybe"], "memory.gradient_checkpointing"),

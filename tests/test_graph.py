@@ -177,17 +177,17 @@ def test_auto_measures_first(captured: tuple[Any, Any]) -> None:
 @pytest.mark.gpu
 def test_another_graph_takes_no_memory_beside_the_first() -> None:
     """Rows of other numbers of documents are warmed up in what the first graph holds."""
-    model = with_adapters(tiny_model("llama", hidden_size=256, intermediate_size=1024, max_position_embeddings=8192))
-    model = model.to("cuda", torch.bfloat16)
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "max_position_embeddings": 16384}
+    model = with_adapters(tiny_model("llama", **sizes)).to("cuda", torch.bfloat16)
     losses, most = [], []
     for graph in ("off", "on"):
         handle = attach(model, layers="fused", graph=graph)
-        for lengths in ([512] * 16, [256] * 32, [128] * 64):
+        for lengths in ([1024] * 16, [512] * 32, [256] * 64):
+            row = {name: value.to("cuda") for name, value in packed_row(lengths, 16384).items()}
             gc.collect()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
             rest = torch.cuda.memory_allocated()
-            row = {name: value.to("cuda") for name, value in packed_row(lengths, 8192).items()}
             for _ in range(2):
                 loss = model(**row).loss
                 loss.backward()
@@ -195,9 +195,9 @@ def test_another_graph_takes_no_memory_beside_the_first() -> None:
             most.append(peak_bytes(loss.device) - rest)
             model.zero_grad()
     assert losses[3:] == losses[:3] and len(handle._graphs._captured) == 3  # type: ignore[union-attr]
-    assert graph_bytes() > 2**26
+    assert graph_bytes() > 2**29
     *plain, first, second, third = most
-    assert first < 1.5 * max(plain) and max(second, third) < 1.2 * first
+    assert first < 1.3 * max(plain) and max(second, third) < 1.1 * first
 
 
 @pytest.mark.gpu

@@ -156,14 +156,15 @@ def test_duration(seconds: float, text: str) -> None:
 def test_progress_without_a_terminal_prints_some_ten_lines(logging_steps: int, lines: int) -> None:
     console = Console(file=io.StringIO(), width=200)
     callback = ProgressCallback(console)
-    state = SimpleNamespace(is_world_process_zero=True, max_steps=100, global_step=0, log_history=[])
-    args = SimpleNamespace(logging_steps=logging_steps)
-    callback.on_train_begin(args, state, None)
+    state = SimpleNamespace(
+        is_world_process_zero=True, max_steps=100, global_step=0, log_history=[], logging_steps=logging_steps
+    )
+    callback.on_train_begin(None, state, None)
     for state.global_step in range(1, 101):
         if state.global_step % logging_steps == 0:
-            callback.on_log(args, state, None, logs={"loss": 1.5, "tokens_per_second": 1234.0})
-        callback.on_step_end(args, state, None)
-    callback.on_train_end(args, state, None)
+            callback.on_log(None, state, None, logs={"loss": 1.5, "tokens_per_second": 1234.0})
+        callback.on_step_end(None, state, None)
+    callback.on_train_end(None, state, None)
     printed = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert len(printed) == lines
     assert "100/100 · loss 1.5000 · 1,234 tokens/s" in printed[-1] or logging_steps == 7
@@ -172,10 +173,10 @@ def test_progress_without_a_terminal_prints_some_ten_lines(logging_steps: int, l
 def test_progress_on_a_terminal_leaves_a_bar_and_the_cursor() -> None:
     console = Console(file=io.StringIO(), width=120, force_terminal=True)
     callback = ProgressCallback(console)
-    state = SimpleNamespace(is_world_process_zero=True, max_steps=3, global_step=0, log_history=[])
+    state = SimpleNamespace(is_world_process_zero=True, max_steps=3, global_step=0, log_history=[], logging_steps=1)
     callback.on_train_begin(None, state, None)
     state.global_step = 3
-    callback.on_log(SimpleNamespace(logging_steps=1), state, None, logs={"loss": 0.25})
+    callback.on_log(None, state, None, logs={"loss": 0.25})
     callback.close()
     callback.close()
     text = console.file.getvalue()  # type: ignore[attr-defined]

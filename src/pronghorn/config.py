@@ -202,7 +202,9 @@ class Train(Section):
     eval_steps: int | None = Field(None, gt=0, description="evaluate held-out rows every so many steps")
     patience: int | None = Field(None, gt=0, description="stop after so many evaluations without a lower loss")
     load_best: bool = Field(True, description="with eval_steps, the result is the checkpoint of the lowest loss")
-    logging_steps: int = Field(1, ge=1, description="log every so many steps")
+    logging_steps: Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, lt=1)] = Field(
+        0.01, description="log every so many steps, or each such share of the run; a step that logs waits for the GPU"
+    )
     seed: int = Field(3407, ge=0, description="seeds data order, packing and dropout")
     deterministic: bool = Field(False, description="bit-equal repeats, slower")
     min_improvement: float | None = Field(None, description="fail unless the held-out loss falls by this much")
@@ -350,7 +352,8 @@ def _explain(error: ValidationError, source: str) -> ConfigError:
     errors = error.errors()
     # of a path or a mixture pydantic tells what is wrong with it as either: what lies deepest is what was meant
     first = max((each for each in errors if each["loc"][:2] == errors[0]["loc"][:2]), key=lambda each: len(each["loc"]))
-    path = [part for part in map(str, first["loc"]) if "[" not in part]  # `list[Source]` is pydantic's, no key
+    # `list[Source]` and `constrained-int` are pydantic's, no keys
+    path = [part for part in map(str, first["loc"]) if "[" not in part and "-" not in part]
     key, value = ".".join(path), first.get("input")
     if first["type"] == "extra_forbidden":
         if len(path) == 1:

@@ -130,7 +130,9 @@ class PackedBatch:
             loss_rows = torch.full((room,), tokens - 1, dtype=torch.int64)
             loss_rows[:n_labels] = predicting
             loss_rows = loss_rows.to(device)
-        host_lengths = torch.tensor(lengths)
+        document_ids = array("i")  # torch.repeat_interleave waits for its threads: milliseconds on a busy host
+        for document, length in enumerate(lengths):
+            document_ids.extend(array("i", [document]) * length)
         return cls(
             lengths=lengths,
             padding=padding,
@@ -138,9 +140,7 @@ class PackedBatch:
             bucket=bucket,
             max_seqlen=min(round_up(max(lengths), SEQLEN_BUCKET), tokens),
             cu_seqlens=torch.tensor(bounds, dtype=torch.int32).to(device),
-            document_ids=torch.repeat_interleave(
-                torch.arange(len(lengths), dtype=torch.int32), host_lengths, output_size=tokens
-            ).to(device),
+            document_ids=torch.frombuffer(document_ids, dtype=torch.int32).to(device),
             tiles=_tiles(bounds, tokens, tokens // TILE_ROWS + bucket).to(device),
             loss_rows=loss_rows,
         )
@@ -265,13 +265,12 @@ class Collator:
             lengths += [*row["lengths"], *([tail] if tail else [])]
             padding += tail
         label_tensor = _tensor(labels)
-        starts = torch.tensor([0, *accumulate(lengths)][:-1])
-        label_tensor[starts] = IGNORE_INDEX  # nothing before a document's first token predicts it
+        label_tensor[[0, *accumulate(lengths)][:-1]] = IGNORE_INDEX  # nothing before a document's first predicts it
         packed = PackedBatch.build(lengths, tokens=len(input_ids), padding=padding, labels=label_tensor)
-        position_ids = torch.arange(len(input_ids)) - starts[packed.document_ids]
+        positions = torch.arange(max(lengths))
         return {
             "input_ids": _tensor(input_ids)[None],
             "labels": label_tensor[None],
-            "position_ids": position_ids[None],
+            "position_ids": torch.cat([positions[:n] for n in lengths])[None],
             "packed": packed,
         }

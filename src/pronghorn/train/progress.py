@@ -67,7 +67,7 @@ class ProgressCallback(TrainerCallback):
             self._figures += f" · waits {logs['data_wait_share']:.0%} for data"
         self._show(state)
         every = max(1, state.max_steps // _LINES)
-        due = state.global_step // every > (state.global_step - args.logging_steps) // every
+        due = state.global_step // every > (state.global_step - state.logging_steps) // every
         if self._progress is None and state.is_world_process_zero and (due or state.global_step >= state.max_steps):
             self._print_line(state)
 
