@@ -26,7 +26,7 @@ LIBRARY_BYTES = 64 * 2**20
 POOL = 0.05
 """Share of the activations that CUDA graphs' own memory holds besides, which nothing else can use: fitted to 0.6B and
 1B in the README's table."""
-PIECES = 50 * 2**20
+PIECES = 32 * 2**20
 """Bytes a layer that the allocator holds in pieces too small for what comes. Growing segments come and go by pages of
 20 MiB, and of a free block those at its ends stay. 8B on a H200 ran out of memory with 0.7 GB free, not with 0.8."""
 FEWER_PIECES = 28 * 2**20
