@@ -461,6 +461,40 @@ def test_weights_that_were_moved_are_merged_again() -> None:
     handle.detach()
 
 
+def test_weights_are_put_together_at_attach_and_all_of_a_layer_moved() -> None:
+    """Before there are activations; again when adapters came that lie below a weight, else no weight is moved."""
+    model, batch = tiny_model("llama", **WIDE), packed_row(LENGTHS, ROW)
+    whole = {name: weight.clone() for name, weight in model.named_parameters()}
+
+    def places() -> dict[str, int]:
+        """Of the linears' weights."""
+        found = {name.replace(".base_layer", ""): p.data_ptr() for name, p in model.named_parameters()}
+        return {name: place for name, place in found.items() if "_proj.weight" in name}
+
+    loaded = places()
+    attach(model, layers="fused")
+    attached = places()
+    assert all(attached[name] != loaded[name] for name in attached)
+    attention = model.model.layers[1].self_attn
+    q, k = attention.q_proj.weight, attention.k_proj.weight
+    assert k.data_ptr() == q.data_ptr() + q.nbytes
+    attach(model, layers="fused")
+    assert places() == attached
+    adapted = with_adapters(model)
+    attach(adapted, layers="fused")
+    grown = places()
+    assert all(grown[name] != attached[name] for name in grown)
+    adapted(**batch).loss.backward()
+    assert places() == grown
+    attach(adapted, layers="fused").detach()
+    attach(adapted, layers="fused")
+    stayed = {name for name in grown if "down_proj" not in name}  # whose A another handle's layers may fill
+    assert all(places()[name] == grown[name] for name in stayed)
+    for name, weight in adapted.get_base_model().named_parameters():
+        if "lora_" not in name:
+            assert torch.equal(weight, whole[name.replace(".base_layer", "")])
+
+
 @pytest.mark.parametrize("state", ["disabled", "merged", "dropout", "dora", "two", "weights trained"])
 def test_what_the_fused_layers_do_not_serve(state: str) -> None:
     """PEFT's own way then, to the same loss; the report says so (an adapter that is off is simply not added)."""

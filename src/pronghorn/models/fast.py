@@ -23,12 +23,12 @@ from pronghorn.kernels.rms_norm import rms_norm
 from pronghorn.kernels.rope import Heads
 from pronghorn.memory.checkpoint import OUTPUT_NOT_WANTED, WHOLE_LAYER, has_own_forward
 from pronghorn.memory.plan import POLICY, Policy
-from pronghorn.models import fused
+from pronghorn.models import fused, merged
 from pronghorn.models.families import ACTIVATIONS
 from pronghorn.models.fused import AttentionParts, LayerParts, MLPParts, Norm
 from pronghorn.models.linears import refusal as linears_refusal
 from pronghorn.models.linears import state
-from pronghorn.models.merged import LinearGroup, read
+from pronghorn.models.merged import LinearGroup
 from pronghorn.models.subclass import subclass
 
 NORM_OFFSETS = {"LlamaRMSNorm": 0.0, "MistralRMSNorm": 0.0, "Qwen2RMSNorm": 0.0, "Qwen3RMSNorm": 0.0}
@@ -101,13 +101,12 @@ def enable(model: Any, backend: Backend) -> None:
 
 
 def settle(model: Any, backend: Backend) -> None:
-    """Put together what layers multiply with and keep for every forward, as the first one would: there it would come
-    to lie between activations, which leaves the allocator's memory in pieces when they go."""
+    """Put together what layers multiply with and keep for every forward (`merged.settle`)."""
     x = model.get_input_embeddings().weight
     for layer in () if x.is_meta else model.base_model.layers:
         parts = _parts(layer if _is_whole(layer) else layer.self_attn, x, backend)
         if parts is not None:
-            read(parts.groups, _compute_dtype(x))
+            merged.settle(parts.groups, _compute_dtype(x))
 
 
 def is_fused(module: nn.Module) -> bool:

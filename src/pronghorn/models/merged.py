@@ -60,6 +60,25 @@ class LinearGroup:
             self._weight = _merge(weights)
         return self._weight[:rows]
 
+    def is_settled(self, dtype: torch.dtype) -> bool:
+        """Whether `read` would leave the weights where they are, or put one that has its A below where it was."""
+        bases = [base_of(linear) for linear in self.linears]
+        first, adapter = bases[0].weight, adapter_of(self.linears[0])
+        if is_4bit(bases[0]) or first.dtype is not dtype:
+            return True
+        if adapter is not None and self.stacks(bases[0], len(adapter.a), dtype):
+            return first.untyped_storage().nbytes() == first.nbytes + len(adapter.a) * first[0].nbytes
+        return all(_follows(base.weight, before.weight) for before, base in pairwise(bases))
+
+    def move(self, dtype: torch.dtype) -> None:
+        """Put the weights together in other memory; not those that `read` moves anyway, or writes out or copies."""
+        bases = [base_of(linear) for linear in self.linears]
+        adapter = adapter_of(self.linears[0])
+        if is_4bit(bases[0]) or bases[0].weight.dtype is not dtype:
+            return
+        if adapter is None or not self.stacks(bases[0], len(adapter.a), dtype):
+            self._weight = _merge([base.weight for base in bases], anew=True)
+
     def stacks(self, base: Any, rank: int, dtype: torch.dtype) -> bool:
         """Whether A [rank, in] of the only linear lies below its weight, which is frozen, or written out."""
         wide, weight = base.in_features >= WIDE * base.out_features, base.weight
@@ -273,6 +292,22 @@ def read(groups: list[LinearGroup], dtype: torch.dtype) -> list[Operands]:
     return found
 
 
+@torch.inference_mode(False)
+def settle(groups: list[LinearGroup], dtype: torch.dtype) -> None:
+    """Put together and keep what `read` gives, before there are activations: it would come to lie between them, and
+    hold pages of the allocator's memory around it when they go.
+
+    Where one of a layer's weights has to be moved, all are. What they leave is then a single piece, into which the next
+    layer's fit; between weights that stay behind it would be pieces too small for anything. In this order those that
+    have grown by their A come first: of all orders it leaves the least.
+    """
+    settled = all(group.is_settled(dtype) for group in groups)
+    for group in reversed(groups):
+        if not settled:
+            group.move(dtype)
+        read([group], dtype)
+
+
 def _written_out(weights: list[Any], dtype: torch.dtype, more: int = 0) -> Tensor:
     """4-bit weights, one below the other, and room for `more` rows."""
     from bitsandbytes.functional import dequantize_4bit
@@ -298,10 +333,11 @@ def _in_place(merged: Tensor, parts: list[Tensor]) -> bool:
     return at == merged.data_ptr() + merged.numel() * merged.element_size()
 
 
-def _merge(parts: list[Tensor]) -> Tensor:
-    """The parts in one tensor, whose slices they become; they stay where they are if another group made them so."""
+def _merge(parts: list[Tensor], anew: bool = False) -> Tensor:
+    """The parts in one tensor, whose slices they become; they stay where they are if another group made them so, unless
+    it shall be `anew`."""
     rows, first = [part.shape[0] for part in parts], parts[0].detach()
-    if all(_follows(part, before) for before, part in pairwise(parts)):
+    if not anew and all(_follows(part, before) for before, part in pairwise(parts)):
         return first.as_strided((sum(rows), *first.shape[1:]), first.stride())
     merged = torch.cat([part.detach() for part in parts])
     for part, place in zip(parts, merged.split(rows), strict=True):
