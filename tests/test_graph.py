@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import copy
 import gc
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from pronghorn.device import graph_bytes, peak_bytes
 from pronghorn.errors import ConfigError, TrainingError
 from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import _graph_refusal, attach, attached
+from pronghorn.models.fast import parts_of
 from pronghorn.models.graph import (
     MEASURED_FORWARDS,
     MEASURED_REPLAYS,
@@ -200,6 +204,67 @@ def test_another_graph_takes_no_memory_beside_the_first() -> None:
     assert first < 1.3 * max(plain) and max(second, third) < 1.1 * first
 
 
+@pytest.mark.parametrize(("rank", "graphs_left"), [(4, 2), (8, 1)])
+def test_what_layers_keep_does_not_lie_in_the_memory_of_graphs(
+    rank: int, graphs_left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After another adapter was on in between, layers make copies of adapters anew, and with rank 8 weights with room
+    for A below (which the first graph doesn't read): not where a graph writes. Stand-ins for CUDA; a capture just runs.
+    """
+    model = with_adapters(tiny_model("llama", **WIDE), r=rank)
+    config = copy.deepcopy(model.peft_config["default"])
+    config.r = 4  # whose A lies below no weight, so that none is moved yet
+    model.add_adapter("other", config)
+    in_pool: list[torch.Tensor] = []
+
+    def storages(found: list[Any]) -> set[int]:
+        return {each.untyped_storage().data_ptr() for each in found if isinstance(each, torch.Tensor)}
+
+    class Noted(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            made = func(*args, **(kwargs or {}))
+            given = storages(tree_leaves((args, kwargs)))
+            in_pool.extend(each for each in tree_leaves(made) if storages([each]) - given)
+            return made
+
+    stand_in = SimpleNamespace(
+        Stream=lambda *_: SimpleNamespace(wait_stream=lambda _: None),
+        current_stream=lambda *_: SimpleNamespace(wait_stream=lambda _: None),
+        CUDAGraph=lambda: SimpleNamespace(replay=lambda: None),
+        stream=lambda _: nullcontext(),
+        graph=lambda *_, **__: nullcontext(),
+        graph_pool_handle=object,
+        empty_cache=lambda: None,
+        use_mem_pool=lambda *_: Noted(),
+    )
+    with monkeypatch.context() as as_on_cuda:
+        as_on_cuda.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
+        graphs = attach(model, layers="fused", graph="on")._graphs
+    assert graphs is not None
+    monkeypatch.setattr(graphs, "_refusal", lambda: None)
+    backbone = model.get_base_model().model
+
+    def forward(lengths: list[int]) -> None:
+        row = packed_row(lengths, ROW)
+        embeds = backbone.embed_tokens(row["input_ids"]).detach()
+        with monkeypatch.context() as faked:
+            faked.setattr(torch, "cuda", stand_in)
+            assert graphs.forward(embeds, row["position_ids"], row["packed"]) is not None
+
+    forward(LENGTHS)
+    assert len(graphs._captured) == 1 and not in_pool
+    model.set_adapter("other")
+    with torch.no_grad():
+        model(**packed_row(LENGTHS, ROW))
+    model.set_adapter("default")
+    forward([2] * 40)
+    assert len(graphs._captured) == graphs_left
+    kept = [*backbone.parameters()]
+    for parts in parts_of(backbone):
+        kept += [tensor for group in parts.parts.groups for tensor in (group._weight, group._a, group._b)]
+    assert bool(in_pool) == (graphs_left > 1) and not storages(kept) & storages(in_pool)
+
+
 @pytest.mark.gpu
 def test_a_graph_that_gains_nothing_is_given_back(captured: tuple[Any, Any]) -> None:
     model, _ = captured
@@ -239,7 +304,7 @@ def test_full_fine_tuning_is_not_captured() -> None:
 
 def test_what_is_decided_against_costs_nothing() -> None:
     """Where graphs don't pay nobody looks after changes in every forward."""
-    graphs = TrunkGraphs(None, lambda: None, False, lambda: None, lambda: None)
+    graphs = TrunkGraphs(None, lambda: None, False, lambda: None, lambda: None, lambda: None)
     row = packed_row(LENGTHS, ROW)
     with pytest.raises(AttributeError):  # of the backbone that isn't there
         graphs.forward(torch.zeros(1), row["position_ids"], row["packed"])

@@ -267,6 +267,7 @@ def attach(
             graph == "on",
             functools.partial(_graph_refusal, base, attention, plan),
             functools.partial(_longest, base, attention),
+            functools.partial(fast.settle, base, attention),
         )
         backbone.__class__ = graphed_class(plain)
         backbone.__dict__["_pronghorn_graphs"] = graphs

@@ -74,8 +74,9 @@ class TrunkGraphs:
         always: capture at once instead of measuring whether it pays.
         refusal: why the model as it is now can't be captured, or None.
         longest: tokens from which on documents leave the batch's tiles (`attention.long_documents`), or None.
+        settle: makes what layers keep for every forward (`fast.settle`).
 
-    `refusal` and `longest` are copied with the model: closures over it would ask the one that it was copied from.
+    The last three are copied with the model: closures over it would ask the one that it was copied from.
     """
 
     def __init__(
@@ -85,9 +86,10 @@ class TrunkGraphs:
         always: bool,
         refusal: Callable[[], str | None],
         longest: Callable[[], int | None],
+        settle: Callable[[], None],
     ) -> None:
         self._backbone, self._plain, self._always = backbone, plain, always
-        self._refusal, self._longest = refusal, longest
+        self._refusal, self._longest, self._settle = refusal, longest, settle
         self._parameters: list[nn.Parameter] = []
         self._captured: dict[Any, _Captured] = {}
         self._fingerprint: list[Any] = []
@@ -106,8 +108,9 @@ class TrunkGraphs:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TrunkGraphs:
         """A copied model captures its own."""
-        backbone, refusal, longest = copy.deepcopy((self._backbone, self._refusal, self._longest), memo)
-        return TrunkGraphs(backbone, self._plain, self._always, refusal, longest)
+        asked = self._refusal, self._longest, self._settle
+        backbone, asked = copy.deepcopy((self._backbone, asked), memo)
+        return TrunkGraphs(backbone, self._plain, self._always, *asked)
 
     @property
     def state(self) -> tuple[str, str]:
@@ -141,7 +144,6 @@ class TrunkGraphs:
         fingerprint = _fingerprint(self._backbone)
         if fingerprint != self._fingerprint:  # weights were moved, adapters switched: what was captured reads others
             self._captured.clear()
-            self._pool = None
             self._refused = self._refusal()
             self._parameters = [p for p in self._backbone.parameters() if p.requires_grad]
             self._fingerprint = fingerprint
@@ -155,6 +157,9 @@ class TrunkGraphs:
         if key not in self._captured:
             if len(self._captured) >= MOST_GRAPHS:
                 return None
+            self._settle()  # warming up would do so where the graphs before write
+            if _fingerprint(self._backbone) != fingerprint:
+                self._captured.clear()
             self._captured[key] = self._capture(embeds, position_ids, packed)
             self._fingerprint = _fingerprint(self._backbone)  # the first products put weights together
         with self._timing():
@@ -181,7 +186,6 @@ class TrunkGraphs:
         self._timed_replays.clear()
         if not self._wanted():
             self._captured.clear()
-            self._pool = None
             torch.cuda.empty_cache()  # else nothing but graphs could use what was theirs
 
     def without(self, run: Callable[[], Any]) -> Any:
@@ -204,7 +208,7 @@ class TrunkGraphs:
         return result
 
     def _capture(self, embeds: Tensor, position_ids: Tensor, packed: PackedBatch) -> _Captured:
-        if self._pool is None:  # freed memory is used again on the stream that it was freed on
+        if not self._captured:  # a pool ends with its graphs; its memory is used again on the stream that took it
             self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(embeds.device)
         self.replays += 1  # from the second graph on warming up overwrites what a forward left
         static = embeds.detach().clone(), position_ids.clone(), packed.without_labels().clone()
