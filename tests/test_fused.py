@@ -441,6 +441,22 @@ def test_a_wide_input_s_adapter_lies_below_the_weight() -> None:
         assert up.data_ptr() == gate.data_ptr() and up.nbytes() == 4 * 2 * rows * columns
 
 
+def test_frozen_weights_are_put_together_at_attach() -> None:
+    """Those that are trained stay apart: under autocast a forward copies them, and saving would copy each slice."""
+    for trained in (False, True):
+        model = tiny_model("llama").requires_grad_(trained)
+        attach(model, layers="fused")
+        up, gate = (getattr(model.model.layers[0].mlp, name).weight for name in ("up_proj", "gate_proj"))
+        assert (up.untyped_storage().data_ptr() == gate.untyped_storage().data_ptr()) is not trained
+
+
+def test_nothing_is_put_together_for_layers_that_are_not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pronghorn.models.fast._turns", lambda model: False)  # the kernel, on CUDA, not every head
+    model = with_adapters(tiny_model("llama"))
+    attach(model, layers="fused")
+    assert not any("_pronghorn_parts" in module.__dict__ for module in model.modules())
+
+
 def test_weights_that_were_moved_are_merged_again() -> None:
     model, batch = with_adapters(tiny_model("llama", **WIDE)), packed_row(LENGTHS, ROW)
     attach(model, layers="fused")

@@ -26,8 +26,8 @@ from pronghorn.memory.plan import POLICY, Policy
 from pronghorn.models import fused, merged
 from pronghorn.models.families import ACTIVATIONS
 from pronghorn.models.fused import AttentionParts, LayerParts, MLPParts, Norm
+from pronghorn.models.linears import base_of, state
 from pronghorn.models.linears import refusal as linears_refusal
-from pronghorn.models.linears import state
 from pronghorn.models.merged import LinearGroup
 from pronghorn.models.subclass import subclass
 
@@ -101,12 +101,14 @@ def enable(model: Any, backend: Backend) -> None:
 
 
 def settle(model: Any, backend: Backend) -> None:
-    """Put together what layers multiply with and keep for every forward (`merged.settle`)."""
+    """Put together what layers multiply with and keep for every forward (`merged.settle`). Weights that are trained
+    stay where they are: under autocast every forward copies them, and saving copies what lies together."""
     x = model.get_input_embeddings().weight
-    for layer in () if x.is_meta else model.base_model.layers:
+    for layer in model.base_model.layers if _turns(model) and not x.is_meta else ():
         parts = _parts(layer if _is_whole(layer) else layer.self_attn, x, backend)
         if parts is not None:
-            merged.settle(parts.groups, _compute_dtype(x))
+            frozen = [group for group in parts.groups if not base_of(group.linears[0]).weight.requires_grad]
+            merged.settle(frozen, _compute_dtype(x))
 
 
 def is_fused(module: nn.Module) -> bool:
