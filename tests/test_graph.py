@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -204,6 +205,92 @@ def test_another_graph_takes_no_memory_beside_the_first() -> None:
     assert first < 1.3 * max(plain) and max(second, third) < 1.1 * first
 
 
+class CudaOnTheCPU:
+    """In the place of `torch.cuda`: streams are names, a capture just runs, and `fails` breaks it off at its end."""
+
+    fails = False
+
+    def __init__(self) -> None:
+        self.current = "main"
+        self.waits: list[tuple[str, str]] = []
+
+    def _named(self, name: str) -> Any:
+        return SimpleNamespace(name=name, wait_stream=lambda other: self.waits.append((name, other.name)))
+
+    def Stream(self, _: Any) -> Any:
+        return self._named("aside")
+
+    def current_stream(self, _: Any) -> Any:
+        return self._named(self.current)
+
+    def CUDAGraph(self) -> Any:
+        return SimpleNamespace(replay=lambda: None)
+
+    def graph_pool_handle(self) -> Any:
+        return object()
+
+    def empty_cache(self) -> None:
+        pass
+
+    @contextmanager
+    def use_mem_pool(self, *_: Any) -> Iterator[None]:
+        yield
+
+    @contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        before, self.current = self.current, stream.name
+        try:
+            yield
+        finally:
+            self.current = before
+
+    @contextmanager
+    def graph(self, _: Any, stream: Any, **__: Any) -> Iterator[None]:
+        """As in torch: where the end of a capture fails its stream stays the current one."""
+        before, self.current = self.current, stream.name
+        yield
+        if self.fails:
+            raise RuntimeError("capture failed")
+        self.current = before
+
+
+def graphs_of(model: Any, monkeypatch: pytest.MonkeyPatch) -> TrunkGraphs:
+    with monkeypatch.context() as as_on_cuda:
+        as_on_cuda.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
+        graphs = attach(model, layers="fused", graph="on")._graphs
+    assert graphs is not None
+    monkeypatch.setattr(graphs, "_refusal", lambda: None)
+    return graphs
+
+
+def forward_with(cuda: Any, graphs: TrunkGraphs, lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    row = packed_row(lengths, ROW)
+    embeds = graphs._backbone.embed_tokens(row["input_ids"]).detach()
+    with monkeypatch.context() as faked:
+        faked.setattr(torch, "cuda", cuda)
+        assert graphs.forward(embeds, row["position_ids"], row["packed"]) is not None
+
+
+def test_a_capture_that_fails_leaves_the_stream_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is replayed next waits for what was warmed up in the same memory."""
+    cuda, graphs = CudaOnTheCPU(), graphs_of(with_adapters(tiny_model("llama")), monkeypatch)
+    cuda.fails = True
+    with pytest.raises(RuntimeError, match="capture failed"):
+        forward_with(cuda, graphs, LENGTHS, monkeypatch)
+    assert cuda.current == "main"
+    cuda.fails = False
+    forward_with(cuda, graphs, LENGTHS, monkeypatch)
+    cuda.waits.clear()
+
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("warming up")
+
+    monkeypatch.setattr(graphs, "_trunk", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        forward_with(cuda, graphs, [2] * 40, monkeypatch)
+    assert cuda.waits == [("aside", "main"), ("main", "aside")]
+
+
 @pytest.mark.parametrize(("rank", "graphs_left"), [(4, 2), (8, 1)])
 def test_what_layers_keep_does_not_lie_in_the_memory_of_graphs(
     rank: int, graphs_left: int, monkeypatch: pytest.MonkeyPatch
@@ -227,37 +314,17 @@ def test_what_layers_keep_does_not_lie_in_the_memory_of_graphs(
             in_pool.extend(each for each in tree_leaves(made) if storages([each]) - given)
             return made
 
-    stand_in = SimpleNamespace(
-        Stream=lambda *_: SimpleNamespace(wait_stream=lambda _: None),
-        current_stream=lambda *_: SimpleNamespace(wait_stream=lambda _: None),
-        CUDAGraph=lambda: SimpleNamespace(replay=lambda: None),
-        stream=lambda _: nullcontext(),
-        graph=lambda *_, **__: nullcontext(),
-        graph_pool_handle=object,
-        empty_cache=lambda: None,
-        use_mem_pool=lambda *_: Noted(),
-    )
-    with monkeypatch.context() as as_on_cuda:
-        as_on_cuda.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
-        graphs = attach(model, layers="fused", graph="on")._graphs
-    assert graphs is not None
-    monkeypatch.setattr(graphs, "_refusal", lambda: None)
+    cuda = CudaOnTheCPU()
+    cuda.use_mem_pool = lambda *_: Noted()  # type: ignore[method-assign,assignment,return-value]
+    graphs = graphs_of(model, monkeypatch)
     backbone = model.get_base_model().model
-
-    def forward(lengths: list[int]) -> None:
-        row = packed_row(lengths, ROW)
-        embeds = backbone.embed_tokens(row["input_ids"]).detach()
-        with monkeypatch.context() as faked:
-            faked.setattr(torch, "cuda", stand_in)
-            assert graphs.forward(embeds, row["position_ids"], row["packed"]) is not None
-
-    forward(LENGTHS)
+    forward_with(cuda, graphs, LENGTHS, monkeypatch)
     assert len(graphs._captured) == 1 and not in_pool
     model.set_adapter("other")
     with torch.no_grad():
         model(**packed_row(LENGTHS, ROW))
     model.set_adapter("default")
-    forward([2] * 40)
+    forward_with(cuda, graphs, [2] * 40, monkeypatch)
     assert len(graphs._captured) == graphs_left
     kept = [*backbone.parameters()]
     for parts in parts_of(backbone):

@@ -217,14 +217,17 @@ class TrunkGraphs:
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         torch.cuda.empty_cache()  # what the forwards before left on another stream can't be used on this one
         here = torch.cuda.current_stream(embeds.device)
-        with torch.enable_grad(), _aliased(self._backbone) as parameters:
+        # `stream(here)`: a capture that fails leaves its own the current one
+        with torch.cuda.stream(here), torch.enable_grad(), _aliased(self._backbone) as parameters:
             self._stream.wait_stream(here)
-            with torch.cuda.stream(self._stream), self._in_pool(embeds.device):
-                for _ in range(WARM_UPS):
-                    out = self._trunk(*static)
-                    torch.autograd.grad(out, parameters, torch.zeros_like(out))
-                del out
-            here.wait_stream(self._stream)
+            try:
+                with torch.cuda.stream(self._stream), self._in_pool(embeds.device):
+                    for _ in range(WARM_UPS):
+                        out = self._trunk(*static)
+                        torch.autograd.grad(out, parameters, torch.zeros_like(out))
+                    del out
+            finally:  # where memory ran out, too: a replay of another graph writes to the same
+                here.wait_stream(self._stream)
             with torch.cuda.graph(forward, **options):
                 out = self._trunk(*static)
             d_out = torch.empty_like(out)
