@@ -131,6 +131,11 @@ def test_a_graph_keeps_what_it_writes_to() -> None:
     assert model(**batch).loss.item() == first
     assert all(other.isnan().all() for other in others)
     assert [*handle._graphs._captured.values()] == [captured]  # type: ignore[union-attr]
+    another = on_device([2] * 40, 1)  # layers make their copies for these scales again
+    second = model(**another).loss.item()
+    for _ in range(2):
+        assert model(**batch).loss.item() == first and model(**another).loss.item() == second
+    assert len(handle._graphs._captured) == 2  # type: ignore[union-attr]
 
 
 @pytest.mark.gpu
@@ -418,6 +423,7 @@ def test_hooks_are_noticed() -> None:
     assert _graph_refusal(base, "auto", None) == "modules inside carry hooks, which a graph doesn't call"
     hook.remove()
     assert "per_document" in str(_graph_refusal(base, "auto", None))
+    assert _graph_refusal(base, "auto", Plan(graph=False)) == "the plan's budget has no memory for one"
 
 
 @pytest.mark.parametrize("change", CHANGES)

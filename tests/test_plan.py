@@ -288,6 +288,23 @@ def test_everything_is_kept_where_it_fits_and_shared_memory_never_offloads() -> 
         assert not {Policy.RECOMPUTE_CHEAP, Policy.RECOMPUTE_MLP} & set(made.policies)
 
 
+def test_graphs_are_captured_where_the_budget_has_their_memory() -> None:
+    """Counted where they are likely; a method that has none is not refused them."""
+    shape, work, gpu = shape_of(skeleton(config_of("Llama-3.2-1B"))), Work(8192, graph=True), card("h200")
+    step, policies, slow = Step.of(shape, work), [Policy.KEEP] * shape.layers, step_times(shape, work, gpu)
+    both = step.process(policies, step.peak(policies))
+    for times, counted in ((slow, 0), (slow.scaled(1.0, 1.0, 1.0), step.graph)):
+        for budget, graph in ((both, True), (both - 1, False)):
+            made = plan(shape, work, gpu, budget, times)
+            assert (set(made.policies), made.graph) == ({Policy.KEEP}, graph)
+            assert made.predicted.get("CUDA graph", 0) == counted * graph
+            assert made.predicted["process"] == both - step.graph + counted * graph
+    for other in (replace(work, graph=False), replace(work, fused=False), replace(work, method="qlora")):
+        kinds = Step.of(shape, replace(other, graph=False)).peak(policies)
+        least = Step.of(shape, replace(other, graph=False)).process(policies, kinds)
+        assert plan(shape, other, gpu, least, asked=Plan.keep()).graph
+
+
 def test_what_the_allocator_can_not_use_is_left_free() -> None:
     shape = shape_of(skeleton(config_of("Llama-3.1-8B")))
     whole = [Policy.OFFLOAD] * (shape.layers - 1) + [Policy.RECOMPUTE_LAYER]

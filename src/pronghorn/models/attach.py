@@ -1,13 +1,14 @@
 """`attach`: the only place that changes a model, one instance at a time, and `Handle.detach`, which undoes it.
 
-All changes are outside the parameters (so `save_pretrained` gives byte for byte what an unattached model gives):
+Parameters keep their names and values (so `save_pretrained` gives byte for byte what an unattached model gives):
 
 1. The config's attention implementation becomes Pronghorn's (`attention.packed`).
 2. A forward pre-hook on the backbone finds the batch's `PackedBatch` and hands it to every layer (`models.metadata`).
 3. The causal LM's class becomes a subclass of the same name whose forward computes the loss of a packed batch from the
    labelled tokens' hidden states (`models.causal_lm`).
 4. On CUDA layers, attention and norms get classes that compute the same by fewer operations (`models.fast`), and the
-   backbone one that replays CUDA graphs (`models.graph`). Experts get another implementation (`models.experts`).
+   backbone one that replays CUDA graphs (`models.graph`). Frozen weights that are multiplied with together come to lie
+   in one storage, and stay so. Experts get another implementation (`models.experts`).
 5. Each layer gets its policy of the plan (`memory.checkpoint`).
 """
 
@@ -215,7 +216,8 @@ def attach(
         layers: `fused` computes norms, attention and MLP by `models.fast`, `stock` leaves them to transformers and
             PEFT; `auto` is fused on CUDA.
         graph: launch fused layers as CUDA graphs (`models.graph`): `on`, `off`, or `auto`, where the first steps show
-            that launching takes the host as long as computing takes the device.
+            that launching takes the host as long as computing takes the device. Never where the plan's budget has no
+            memory for them (`Plan.graph`).
         moe_routing: group the tokens of an experts' layer `once` (`models.experts`), or for ablations `loop`.
     Returns:
         The handle: `.report` tells every path taken, `.detach()` restores the model.

@@ -239,8 +239,9 @@ class TrunkGraphs:
         return _Captured(*static, out.detach(), d_out, flat, forward, backward, fast.parts_of(self._backbone))
 
     def _in_pool(self, device: torch.device) -> AbstractContextManager[None]:
-        """What is allocated goes into the memory of the graphs that there are: beside them it would take as much
-        again. Not before the first one: a pool that no graph has lives no longer than this."""
+        """What this thread allocates, a forward's activations, goes into the memory of the graphs there are: beside
+        them it would take as much again. (A backward's thread takes little.) Not before the first one: a pool that no
+        graph has lives no longer than this."""
         pool: Any = SimpleNamespace(id=self._pool)  # a MemPool, too, ends the process if a graph outlives it
         return torch.cuda.use_mem_pool(pool, device) if self._captured else nullcontext()
 
