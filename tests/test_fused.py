@@ -450,6 +450,17 @@ def test_frozen_weights_are_put_together_at_attach() -> None:
         assert (up.untyped_storage().data_ptr() == gate.untyped_storage().data_ptr()) is not trained
 
 
+def test_adapters_that_come_after_attach_are_put_together_too() -> None:
+    """By the trainer and `get_peft_model`, not by the first forward."""
+    model = tiny_model("llama", **WIDE)
+    handle = attach(model, layers="fused")
+    adapted = with_adapters(model)
+    handle.adopt_adapters()
+    before = {name: parameter.data_ptr() for name, parameter in adapted.named_parameters()}
+    adapted(**packed_row(LENGTHS, ROW))
+    assert {name: parameter.data_ptr() for name, parameter in adapted.named_parameters()} == before
+
+
 def test_nothing_is_put_together_for_layers_that_are_not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pronghorn.models.fast._turns", lambda model: False)  # the kernel, on CUDA, not every head
     model = with_adapters(tiny_model("llama"))

@@ -168,9 +168,12 @@ class Handle:
         return self
 
     def adopt_adapters(self) -> Handle:
-        """Compute adapters that PEFT has put on experts since `attach` beside the experts, too."""
+        """Compute adapters that PEFT has put on experts since `attach` beside the experts, too, and put together what
+        layers multiply with now, as `attach` does."""
         if self._experts is not None:
             self._experts.adopt()
+        if self.fuses:
+            fast.settle(self.model, self.options[0])
         return self
 
     def detach(self) -> None:
@@ -241,8 +244,6 @@ def attach(
     if current is not None:
         moved = current.fuses != fused  # to CUDA or from there since
         if current.options == options and plan in (None, current.plan) and not moved:
-            if fused:
-                fast.settle(base, attention)
             return current.adopt_adapters()
         plan = plan or current.plan
     whole = fused and not has_experts(base.config)
