@@ -107,8 +107,8 @@ def graph_bytes() -> int:
 def peak_bytes(device: torch.device) -> int:
     """GPU memory in use at most since torch's counts were reset, that of CUDA graphs included.
 
-    With graphs the least bound: what was allocated before they were captured is given back for them, so the most
-    allocated and what graphs hold may be more than there ever was, and the allocator never held less."""
+    What was allocated before graphs were captured may be given back for them, so the most allocated and what they hold
+    may sum to more than there ever was; the most that the allocator held is a bound, too."""
     import torch
 
     held = torch.cuda.max_memory_allocated(device) + graph_bytes()
