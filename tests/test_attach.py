@@ -356,6 +356,22 @@ def test_a_failed_second_attach_leaves_the_first() -> None:
     assert attached(model) is handle
 
 
+def test_memory_that_runs_out_in_attach_leaves_a_model_that_can_be_detached(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    before = trace(model)
+
+    def run_out(*_: Any) -> None:
+        raise torch.OutOfMemoryError("for merged weights")
+
+    monkeypatch.setattr("pronghorn.models.fast.settle", run_out)
+    with pytest.raises(torch.OutOfMemoryError):
+        attach(model, Plan.recompute(), layers="fused")
+    handle = attached(model)
+    assert handle is not None
+    handle.detach()
+    assert trace(model) == before
+
+
 def test_other_options_keep_the_plan() -> None:
     model = tiny_model("llama")
     attach(model, Plan.recompute())

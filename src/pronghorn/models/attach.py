@@ -259,7 +259,6 @@ def attach(
     base.__class__ = packed_class(previous_class)
     if fused:
         fast.enable(base, attention)
-        fast.settle(base, attention)
     graphs = None
     if fused and graph != "off" and next(base.parameters()).is_cuda:
         backbone: Any = base.base_model
@@ -277,6 +276,8 @@ def attach(
     installed = None if plan is None else install(base, base.base_model.layers, plan, whole)
     handle = Handle(base, plan, options, previous, previous_class, installed, hook, fused, graphs, expert_layers)
     base._pronghorn_handle = handle
+    if fused:
+        fast.settle(base, attention)  # last: where memory runs out the model can be detached
     return handle
 
 
