@@ -490,7 +490,7 @@ def test_weights_that_were_moved_are_merged_again() -> None:
 
 def test_weights_are_put_together_at_attach_and_all_of_a_layer_moved() -> None:
     """Before there are activations; again when adapters came that lie below a weight, else no weight is moved."""
-    model, batch = tiny_model("llama", **WIDE), packed_row(LENGTHS, ROW)
+    model, batch = tiny_model("llama", **WIDE).requires_grad_(False), packed_row(LENGTHS, ROW)
     whole = {name: weight.clone() for name, weight in model.named_parameters()}
 
     def places() -> dict[str, int]:

@@ -220,7 +220,9 @@ class CudaOnTheCPU:
         self.waits: list[tuple[str, str]] = []
 
     def _named(self, name: str) -> Any:
-        return SimpleNamespace(name=name, wait_stream=lambda other: self.waits.append((name, other.name)))
+        return SimpleNamespace(
+            name=name, device=torch.device("cpu"), wait_stream=lambda other: self.waits.append((name, other.name))
+        )
 
     def Stream(self, _: Any) -> Any:
         return self._named("aside")

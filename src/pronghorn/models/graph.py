@@ -208,8 +208,10 @@ class TrunkGraphs:
         return result
 
     def _capture(self, embeds: Tensor, position_ids: Tensor, packed: PackedBatch) -> _Captured:
-        if not self._captured:  # a pool ends with its graphs; its memory is used again on the stream that took it
-            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(embeds.device)
+        if not self._captured:  # a pool ends with its graphs
+            self._pool = torch.cuda.graph_pool_handle()
+        if self._stream is None or self._stream.device != embeds.device:
+            self._stream = torch.cuda.Stream(embeds.device)  # one: it has workspaces, and its memory only it uses again
         self.replays += 1  # from the second graph on warming up overwrites what a forward left
         static = embeds.detach().clone(), position_ids.clone(), packed.without_labels().clone()
         # Other threads may be pinning memory.
