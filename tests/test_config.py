@@ -68,7 +68,9 @@ def test_a_recipe_is_frozen(folder: Path) -> None:
 
 BAD: list[tuple[str, list[str], str]] = [
     ("", ["train.max_stps=3"], "unknown key train.max_stps: did you mean train.max_steps?"),
+    ("", ["train.max-steps=3"], "unknown key train.max-steps: did you mean train.max_steps?"),
     ("trian: {output: x}\n", [], "unknown key trian: did you mean train?"),
+    ("train-it: {output: x}\n", [], "unknown key train-it: did you mean train?"),
     ("", ["model.learning_rate=1"], "unknown key model.learning_rate: did you mean train.learning_rate?"),
     ("", ["data.zzz=1"], "unknown key data.zzz: known here: train, eval"),
     ("", ["model.max_seq_length=0"], "model.max_seq_length = 0: input should be greater than 0"),

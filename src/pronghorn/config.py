@@ -353,7 +353,7 @@ def _explain(error: ValidationError, source: str) -> ConfigError:
     # of a path or a mixture pydantic tells what is wrong with it as either: what lies deepest is what was meant
     first = max((each for each in errors if each["loc"][:2] == errors[0]["loc"][:2]), key=lambda each: len(each["loc"]))
     # `list[Source]` and `constrained-int` are pydantic's, no keys
-    path = [part for part in map(str, first["loc"]) if "[" not in part and "-" not in part]
+    path = [part for part in map(str, first["loc"]) if "[" not in part and not part.startswith("constrained-")]
     key, value = ".".join(path), first.get("input")
     if first["type"] == "extra_forbidden":
         if len(path) == 1:
