@@ -20,6 +20,7 @@ import pytest
 import torch
 import yaml
 from rich.console import Console
+from transformers.utils import logging
 
 from pronghorn.config import Recipe
 from pronghorn.errors import ConfigError, DataError, PronghornError, RunStopped
@@ -242,6 +243,25 @@ def test_a_changed_recipe(make: Make, unfinished: Path) -> None:
 def test_a_longer_run_when_allowed(make: Make, unfinished: Path) -> None:
     record = run(make("run", train={"max_steps": 14}), QUIET, allow=True)
     assert [step["step"] for step in record.steps] == list(range(1, 15))
+
+
+def test_going_on_warns_of_nothing(make: Make, unfinished: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """transformers compares arguments with the checkpoint's state, where a share of the run is a number of steps."""
+    logging.enable_propagation()
+    run(make("run"), QUIET)
+    logging.disable_propagation()
+    assert "do not match" not in caplog.text
+
+
+def test_what_is_free_to_change_changes(make: Make, unfinished: Path, tmp_path: Path) -> None:
+    """transformers goes on with the checkpoint's intervals."""
+    record = run(make("run", train={"save_steps": 3, "logging_steps": 4, "keep_checkpoints": 9}), QUIET)
+    assert [path.name for path in checkpoints(tmp_path / "run")][-3:] == [
+        "checkpoint-6",
+        "checkpoint-9",
+        "checkpoint-12",
+    ]
+    assert [step["step"] for step in record.steps] == [1, 2, 3, 4, 5, 6, 8, 9, 12]
 
 
 def test_a_longer_run_after_the_last_step(make: Make, tmp_path: Path, monkeypatch: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -149,7 +150,18 @@ def make_trainer(
         callbacks=callbacks,
     )
     trainer.remove_callback(PrinterCallback)
+    if isinstance(train.logging_steps, float):  # which transformers would compare with a checkpoint's number of steps
+        trainer.args.logging_steps = math.ceil(train.logging_steps * planned_steps(trainer))
     return trainer
+
+
+def planned_steps(trainer: SFTTrainer) -> int:
+    """Optimiser steps of the whole run, as the trainer counts them."""
+    args = trainer.args
+    if args.max_steps > 0:
+        return args.max_steps
+    each = max(-(-len(trainer.get_train_dataloader()) // args.gradient_accumulation_steps), 1)
+    return math.ceil(args.num_train_epochs * each)
 
 
 def autocast_dtype(recipe: Recipe) -> torch.dtype | None:

@@ -76,6 +76,7 @@ class RunControl(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._started = self._saved = time.monotonic()
         self.seconds_before = trained_seconds(state)
+        state.compute_steps(args, state.max_steps)  # a checkpoint's state has the intervals of its own recipe
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         now = time.monotonic()

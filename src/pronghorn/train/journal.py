@@ -39,6 +39,7 @@ FREE = (
     "train.save_minutes",
     "train.keep_checkpoints",
     "train.load_best",
+    "train.logging_steps",
     "train.report_to",
 )
 """Keys, or whole sections, that a resumed run may change: they change no step of the training."""

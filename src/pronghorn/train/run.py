@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -20,7 +19,7 @@ from pronghorn.device import device_name, peak_bytes, processes, versions
 from pronghorn.errors import RunStopped, TrainingError
 from pronghorn.export.folder import whole_folder
 from pronghorn.models.load import trainable_parameters
-from pronghorn.train.build import autocast_dtype, load, make_trainer
+from pronghorn.train.build import autocast_dtype, load, make_trainer, planned_steps
 from pronghorn.train.checkpoint import checkpoints, clear_leftovers, step_of
 from pronghorn.train.control import RunControl, trained_seconds
 from pronghorn.train.documents import find, prepare, tokenizer_for
@@ -159,15 +158,6 @@ def _train(recipe: Recipe, trainer: SFTTrainer, control: RunControl, journal: Jo
     if best is not None and recipe.train.load_best and step_of(Path(best)) != trainer.state.global_step:
         console.print(f"The lowest held-out loss was at step {step_of(Path(best))}: those weights are kept")
         trainer.load_weights(Path(best))
-
-
-def planned_steps(trainer: SFTTrainer) -> int:
-    """Optimiser steps of the whole run, as the trainer counts them."""
-    args = trainer.args
-    if args.max_steps > 0:
-        return args.max_steps
-    each = max(-(-len(trainer.get_train_dataloader()) // args.gradient_accumulation_steps), 1)
-    return math.ceil(args.num_train_epochs * each)
 
 
 def _note(journal: Journal, trainer: SFTTrainer) -> None:
