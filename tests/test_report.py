@@ -156,9 +156,7 @@ def test_duration(seconds: float, text: str) -> None:
 def test_progress_without_a_terminal_prints_some_ten_lines(logging_steps: int, lines: int) -> None:
     console = Console(file=io.StringIO(), width=200)
     callback = ProgressCallback(console)
-    state = SimpleNamespace(
-        is_world_process_zero=True, max_steps=100, global_step=0, log_history=[], logging_steps=logging_steps
-    )
+    state = SimpleNamespace(is_world_process_zero=True, max_steps=100, global_step=0, log_history=[])
     callback.on_train_begin(None, state, None)
     for state.global_step in range(1, 101):
         if state.global_step % logging_steps == 0:
@@ -170,10 +168,21 @@ def test_progress_without_a_terminal_prints_some_ten_lines(logging_steps: int, l
     assert "100/100 · loss 1.5000 · 1,234 tokens/s" in printed[-1] or logging_steps == 7
 
 
+def test_a_log_between_two_prints_no_line_twice() -> None:
+    """An evaluation logs at 10, between 9 and 12: the tenth of the run is told once."""
+    console = Console(file=io.StringIO(), width=200)
+    callback = ProgressCallback(console)
+    state = SimpleNamespace(is_world_process_zero=True, max_steps=100, global_step=0, log_history=[])
+    callback.on_train_begin(None, state, None)
+    for state.global_step in (3, 6, 9, 10, 12, 15, 18, 20, 21):
+        callback.on_log(None, state, None, logs={"loss": 1.5})
+    assert [line.split()[1] for line in console.file.getvalue().splitlines()] == ["10/100", "20/100"]  # type: ignore[attr-defined]
+
+
 def test_progress_on_a_terminal_leaves_a_bar_and_the_cursor() -> None:
     console = Console(file=io.StringIO(), width=120, force_terminal=True)
     callback = ProgressCallback(console)
-    state = SimpleNamespace(is_world_process_zero=True, max_steps=3, global_step=0, log_history=[], logging_steps=1)
+    state = SimpleNamespace(is_world_process_zero=True, max_steps=3, global_step=0, log_history=[])
     callback.on_train_begin(None, state, None)
     state.global_step = 3
     callback.on_log(None, state, None, logs={"loss": 0.25})

@@ -41,7 +41,7 @@ class ProgressCallback(TrainerCallback):
     def __init__(self, console: Console, max_minutes: float | None = None) -> None:
         self.console = console
         self._limit = math.inf if max_minutes is None else 60 * max_minutes
-        self._first = 0
+        self._first = self._told = 0
         self._progress: Progress | None = None
         self._task = TaskID(0)
         self._started = 0.0
@@ -50,7 +50,7 @@ class ProgressCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._started = time.perf_counter()
         self._limit -= trained_seconds(state)
-        self._first = state.global_step
+        self._first = self._told = state.global_step
         self._figures = ""
         if not state.is_world_process_zero or not self.console.is_terminal:
             return
@@ -67,7 +67,8 @@ class ProgressCallback(TrainerCallback):
             self._figures += f" · waits {logs['data_wait_share']:.0%} for data"
         self._show(state)
         every = max(1, state.max_steps // _LINES)
-        due = state.global_step // every > (state.global_step - state.logging_steps) // every
+        due = state.global_step // every > self._told // every
+        self._told = state.global_step
         if self._progress is None and state.is_world_process_zero and (due or state.global_step >= state.max_steps):
             self._print_line(state)
 
