@@ -427,6 +427,14 @@ def test_what_a_better_evaluation_saves_has_the_log_so_far(make: Make, tmp_path:
     )
 
 
+def test_no_run_is_quiet_for_long(make: Make, monkeypatch: Any) -> None:
+    """A hundredth of a long run may be many minutes, or all that `max_minutes` leaves of it."""
+    changes = {"save_steps": None, "logging_steps": 100}
+    assert [step["step"] for step in run(make("plain", train=changes), QUIET).steps] == [12]
+    monkeypatch.setattr("pronghorn.train.control.LOG_SECONDS", -1.0)
+    assert [step["step"] for step in run(make("slow", train=changes), QUIET).steps] == list(range(1, 13))
+
+
 def test_the_last_weights_when_the_best_are_not_asked_for(make: Make, tmp_path: Path, monkeypatch: Any) -> None:
     evaluations = iter([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
     monkeypatch.setattr("pronghorn.train.trainer.heldout_loss", lambda *args: next(evaluations))

@@ -203,7 +203,9 @@ class Train(Section):
     patience: int | None = Field(None, gt=0, description="stop after so many evaluations without a lower loss")
     load_best: bool = Field(True, description="with eval_steps, the result is the checkpoint of the lowest loss")
     logging_steps: Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, lt=1)] = Field(
-        0.01, description="log every so many steps, or each such share of the run; a step that logs waits for the GPU"
+        0.01,
+        description="log every so many steps, or each such share of the run, and every half a minute; a step that logs "
+        "waits for the GPU",
     )
     seed: int = Field(3407, ge=0, description="seeds data order, packing and dropout")
     deterministic: bool = Field(False, description="bit-equal repeats, slower")

@@ -25,11 +25,14 @@ from pronghorn.device import processes
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SAME_SIGNAL = 1.0
 """Seconds within which a second signal counts as the first: torchrun passes on a Ctrl-C that its processes got too."""
+LOG_SECONDS = 30.0
+"""Seconds since the last log after which a step logs, whatever its number."""
 
 
 class RunControl(TrainerCallback):
     """Saves every `save_minutes`; saves and stops at a signal, after `max_minutes` of training in all, or after
-    `patience` evaluations in a row without a lower loss. Every better evaluation is saved too.
+    `patience` evaluations in a row without a lower loss. Every better evaluation is saved too. What is saved is logged
+    first, and no run goes without a log for long.
 
     `stopped` says why training ended before its last step: a signal's name, "max_minutes", "patience", or None;
     `signal` is the number of the signal, or 0; `seconds_before` what training took before a resume.
@@ -41,7 +44,7 @@ class RunControl(TrainerCallback):
         self.signal = 0
         self._asked = 0
         self.seconds_before = 0.0
-        self._started = self._saved = 0.0
+        self._started = self._saved = self._logged = 0.0
         self._pending: tuple[Tensor, torch.cuda.Event] | None = None
 
     @contextmanager
@@ -74,7 +77,7 @@ class RunControl(TrainerCallback):
                 signal.signal(number, handler)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._started = self._saved = time.monotonic()
+        self._started = self._saved = self._logged = time.monotonic()
         self.seconds_before = trained_seconds(state)
         state.compute_steps(args, state.max_steps)  # a checkpoint's state has the intervals of its own recipe
 
@@ -82,8 +85,9 @@ class RunControl(TrainerCallback):
         now = time.monotonic()
         late = self.max_minutes is not None and self.seconds_before + now - self._started > 60 * self.max_minutes
         due = self.save_minutes is not None and now - self._saved > 60 * self.save_minutes
-        agreed = self._agree([self._asked, int(late), int(due)], args.device)
-        number, late, due = agreed[0], bool(agreed[1]), bool(agreed[2])
+        silent = now - self._logged > LOG_SECONDS
+        agreed = self._agree([self._asked, int(late), int(due), int(silent)], args.device)
+        number, late, due, silent = agreed[0], bool(agreed[1]), bool(agreed[2]), bool(agreed[3])
         if due:
             control.should_save = True
         if number or late:
@@ -91,8 +95,9 @@ class RunControl(TrainerCallback):
             self.signal = number
             if number or state.global_step < state.max_steps:
                 self.stopped = signal.Signals(number).name if number else "max_minutes"
-        if control.should_save or control.should_evaluate:  # a better evaluation is saved
-            control.should_log = True  # what is logged later would lack the steps before a resume
+        # what is logged after a save would lack the steps before a resume, and a better evaluation is saved
+        if silent or control.should_save or control.should_evaluate:
+            control.should_log = True
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if _evaluations_since_best(state) == 0:
@@ -104,6 +109,9 @@ class RunControl(TrainerCallback):
     def out_of_patience(self, state: Any) -> bool:
         """Whether the last `patience` evaluations were all no better than one before them."""
         return self.patience is not None and _evaluations_since_best(state) >= self.patience
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._logged = time.monotonic()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._saved = time.monotonic()

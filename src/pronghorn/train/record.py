@@ -51,7 +51,7 @@ class RunRecord:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Median over the steps of real tokens per second; the first step, which warms up, counts only if alone."""
+        """Median over `steps` of real tokens per second; the first entry, with the warm-up, counts only if alone."""
         rates = [step["tokens"] / step["seconds"] for step in self.steps if step["seconds"] > 0]
         return statistics.median(rates[1:] or rates) if rates else None
 

@@ -169,7 +169,7 @@ def _loss_chart(record: RunRecord) -> str:
 
 def _speed_chart(record: RunRecord) -> str:
     timed = [step for step in record.steps if step["seconds"] > 0]
-    timed = timed[1:] or timed  # the first warms up; the median leaves it out too
+    timed = timed[1:] or timed  # the first has the warm-up; the median leaves it out too
 
     def draw(axes: Axes) -> None:
         from matplotlib.ticker import FuncFormatter
