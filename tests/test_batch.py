@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from itertools import accumulate
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -134,3 +136,12 @@ def test_pinned_upload() -> None:
     assert packed.cu_seqlens.is_pinned() and packed.loss_rows.is_pinned()
     there = packed.to("cuda", non_blocking=True)
     assert there.cu_seqlens.is_cuda and there.cu_seqlens.tolist() == packed.cu_seqlens.tolist()
+
+
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
+def test_rows_of_any_sequence(kind: Any) -> None:
+    """Data sets give lists, arrays or tensors, as their format says."""
+    plain = {"input_ids": list(range(1, 11)), "labels": list(range(1, 11)), "lengths": [3, 4, 3]}
+    batch = Collator(12, 0)([{name: kind(values) for name, values in plain.items()}])
+    assert batch["labels"].tolist() == [[-100, 2, 3, -100, 5, 6, 7, -100, 9, 10, -100, -100]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 0, 1, 2, 0, 1]]

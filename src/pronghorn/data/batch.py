@@ -262,7 +262,7 @@ class Collator:
             tail = self.row_tokens - n
             input_ids += [*row["input_ids"], *[self.pad_token_id or 0] * tail]
             labels += [*row["labels"], *[IGNORE_INDEX] * tail]
-            lengths += [*row["lengths"], *([tail] if tail else [])]
+            lengths += [*map(int, row["lengths"]), *([tail] if tail else [])]
             padding += tail
         label_tensor = _tensor(labels)
         label_tensor[[0, *accumulate(lengths)][:-1]] = IGNORE_INDEX  # nothing before a document's first predicts it
