@@ -191,7 +191,7 @@ def test_chosen_on_hopper_only_and_said(monkeypatch: pytest.MonkeyPatch) -> None
 def test_graphs_leave_long_documents_out() -> None:
     backbone: Any = torch.nn.Linear(1, 1)
     backbone.layers, backbone.config = [], None
-    graphs = TrunkGraphs(backbone, lambda: None, True, lambda: None, lambda: 100)
+    graphs = TrunkGraphs(backbone, lambda: None, True, lambda: None, lambda: 100, lambda: None)
     captured: list[Any] = []
     graphs._capture = lambda *given: captured.append(given)  # type: ignore[method-assign]
     embeds = torch.zeros(1, 128, 4)
