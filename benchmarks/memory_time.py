@@ -125,6 +125,8 @@ def main() -> None:
         parser.error("give --model, or --draw and --plot")
     if given.draw:
         return draw(given.draw, given.plot)
+    if given.skip and not 0 < given.skip < given.limits:
+        parser.error(f"--skip {given.skip} of --limits {given.limits}: give fewer than there are")
     options = StepOptions(
         given.model, given.method, given.tokens, given.lengths, recompute="auto", repeats=given.repeats,
         checkpoints=given.checkpoints, commit=given.commit,

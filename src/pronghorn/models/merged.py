@@ -62,22 +62,23 @@ class LinearGroup:
 
     def is_settled(self, dtype: torch.dtype) -> bool:
         """Whether `read` would leave the weights where they are, or put one that has its A below where it was."""
-        bases = [base_of(linear) for linear in self.linears]
-        first, adapter = bases[0].weight, adapter_of(self.linears[0])
-        if is_4bit(bases[0]) or first.dtype is not dtype:
-            return True
-        if adapter is not None and self.stacks(bases[0], len(adapter.a), dtype):
-            return first.untyped_storage().nbytes() == first.nbytes + len(adapter.a) * first[0].nbytes
-        return all(_follows(base.weight, before.weight) for before, base in pairwise(bases))
+        weights, below = [base_of(linear).weight for linear in self.linears], self._rows_below(dtype)
+        if below:
+            return weights[0].untyped_storage().nbytes() == (len(weights[0]) + below) * weights[0][0].nbytes
+        return below is None or all(_follows(part, before) for before, part in pairwise(weights))
 
     def move(self, dtype: torch.dtype) -> None:
         """Put the weights together in other memory; not those that `read` moves anyway, or writes out or copies."""
-        bases = [base_of(linear) for linear in self.linears]
-        adapter = adapter_of(self.linears[0])
-        if is_4bit(bases[0]) or bases[0].weight.dtype is not dtype:
-            return
-        if adapter is None or not self.stacks(bases[0], len(adapter.a), dtype):
-            self._weight = _merge([base.weight for base in bases], anew=True)
+        if self._rows_below(dtype) == 0:
+            self._weight = _merge([base_of(linear).weight for linear in self.linears], anew=True)
+
+    def _rows_below(self, dtype: torch.dtype) -> int | None:
+        """Rows of A below the weight, often none; None where weights are written out or copied for each forward."""
+        base, adapter = base_of(self.linears[0]), adapter_of(self.linears[0])
+        if is_4bit(base) or base.weight.dtype is not dtype:
+            return None
+        rank = 0 if adapter is None else len(adapter.a)
+        return rank if rank and self.stacks(base, rank, dtype) else 0
 
     def stacks(self, base: Any, rank: int, dtype: torch.dtype) -> bool:
         """Whether A [rank, in] of the only linear lies below its weight, which is frozen, or written out."""
