@@ -50,8 +50,7 @@ FARTHEST = 20
 def predicted(shape: Shape, tokens: int, policy: Policy) -> int:
     """Bytes of the process. CUDA graphs are off: they are for short steps."""
     step = Step.of(shape, Work(tokens, accumulates=False))
-    policies = (policy,) * shape.layers
-    return step.process(policies, step.peak(policies))
+    return step.process(step.peak((policy,) * shape.layers))
 
 
 def longest(shape: Shape, policy: Policy, budget: int) -> int:

@@ -48,7 +48,7 @@ def limits(model: str, method: Method, tokens: int, count: int) -> list[int]:
     shape = auto_plan.shape_of(auto_plan.skeleton(config))
     step = Step.of(shape, Work(tokens, method, accumulates=False))
     ends = ((policy,) * shape.layers for policy in (Policy.OFFLOAD, Policy.KEEP))
-    least, most = (step.process(policies, step.peak(policies, 1)) for policies in ends)
+    least, most = (step.process(step.peak(policies, 1)) for policies in ends)
     return [round((least + (most - least) * i / max(count - 1, 1)) / 2**20 + 1) * 2**20 for i in range(count)]
 
 

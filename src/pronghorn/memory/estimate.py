@@ -26,11 +26,9 @@ LIBRARY_BYTES = 64 * 2**20
 POOL = 0.05
 """Share of the activations that CUDA graphs' own memory holds besides, which nothing else can use: fitted to 0.6B and
 1B in the README's table."""
-PIECES = 40 * 2**20
+PIECES = 28 * 2**20
 """Bytes a layer that the allocator holds in pieces too small for what comes. Growing segments come and go by pages of
-20 MiB, and of a free block those at its ends stay. On a H200 8B trained with 20 MiB a layer, 3B ran out with 32."""
-FEWER_PIECES = 28 * 2**20
-"""Where every layer is recomputed as a whole: so 8B trained, also with its inputs offloaded."""
+20 MiB, and of a free block those at its ends stay."""
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
 """Linears with the same input, computed as one product."""
@@ -289,8 +287,8 @@ class Step:
     buffer: int
     graph: int
     """Of the CUDA graphs, which there are where every layer keeps everything."""
-    pieces: tuple[int, int] = 0, 0
-    """What the allocator holds and can't use where every layer is recomputed as a whole, and else."""
+    pieces: int = 0
+    """What the allocator holds and can't use."""
     coming: int = 0
     """The layers' gradients, if they aren't there before the backward makes them, a share in each."""
     ends: tuple[int, int] = (0, 0)
@@ -308,7 +306,7 @@ class Step:
         coming = 0 if work.accumulates else resting.pop("gradients") - tables * table
         ends = table, (3 - tables) * table if work.accumulates else 2 * table
         gate_up = 2 * work.tokens * shape.intermediate * work.itemsize
-        pieces = shape.layers * min(FEWER_PIECES, gate_up), shape.layers * min(PIECES, gate_up)
+        pieces = shape.layers * min(PIECES, gate_up)
         read, buffer = read_bytes(shape, work), buffer_bytes(shape, work)
         return cls(resting, stored, read, working, head, buffer, graph, pieces, coming, ends)
 
@@ -336,7 +334,6 @@ class Step:
             found["CUDA graph"] = self.graph
         return {kind: size for kind, size in found.items() if size}
 
-    def process(self, policies: Sequence[Policy], kinds: Mapping[str, int]) -> int:
+    def process(self, kinds: Mapping[str, int]) -> int:
         """What the process takes when torch counts `kinds`: the allocator's pieces and CUDA's context besides."""
-        whole = set(policies) <= {Policy.RECOMPUTE_LAYER, Policy.OFFLOAD}
-        return sum(kinds.values()) + self.pieces[not whole] + CONTEXT_BYTES
+        return sum(kinds.values()) + self.pieces + CONTEXT_BYTES

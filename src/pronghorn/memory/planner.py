@@ -96,7 +96,7 @@ def _predicted(step: Step, times: StepTimes, policies: Sequence[Policy], buffers
     kinds = step.peak(policies, buffers)
     sums = {
         "peak": sum(kinds.values()),
-        "process": step.process(policies, kinds),
+        "process": step.process(kinds),
         "step_ms": times.step(policies, buffers),
     }
     return Plan(tuple(policies), buffers if Policy.OFFLOAD in policies else 2, predicted={**kinds, **sums})
