@@ -202,7 +202,7 @@ def test_predictions_meet_what_was_measured(result: dict[str, Any], work: Work) 
     policy = {"off": Policy.KEEP, "on": Policy.RECOMPUTE_LAYER, "offload": Policy.OFFLOAD}[result["extra"]["recompute"]]
     policies = [policy] * shape.layers
     step = Step.of(shape, work)
-    peak = sum(step.peak(policies).values())
+    peak = sum(step.peak(policies).values()) + min(0, step.graph)  # steps that are timed all run as graphs, or none
     measured = result["memory_bytes"]["peak"]
     assert 0.98 * measured <= peak <= 1.05 * measured, peak / measured
     milliseconds = step_times(shape, work, card("h200")).step(policies)
@@ -289,11 +289,13 @@ def test_everything_is_kept_where_it_fits_and_shared_memory_never_offloads() -> 
 
 
 def test_graphs_are_captured_where_the_budget_has_their_memory() -> None:
-    """Counted where they are likely; a method that has none is not refused them."""
-    shape, work, gpu = shape_of(skeleton(config_of("Llama-3.2-1B"))), Work(8192, graph=True), card("h200")
-    step, policies, slow = Step.of(shape, work), [Policy.KEEP] * shape.layers, step_times(shape, work, gpu)
+    """Counted where they are likely; a method that has none is not refused them. Of long rows they take less than
+    layers without, which keep their norms' results."""
+    shape, work, gpu = shape_of(skeleton(config_of("Llama-3.2-1B"))), Work(512, graph=True), card("h200")
+    step, policies, known = Step.of(shape, work), [Policy.KEEP] * shape.layers, step_times(shape, work, gpu)
     both = step.process(step.peak(policies))
-    for times, counted in ((slow, 0), (slow.scaled(1.0, 1.0, 1.0), step.graph)):
+    assert step.graph > 0 > Step.of(shape, replace(work, tokens=8192)).graph
+    for times, counted in ((known.scaled(2.0, 2.0, 1.0), 0), (known.scaled(1.0, 1.0, 1.0), step.graph)):
         for budget, graph in ((both, True), (both - 1, False)):
             made = plan(shape, work, gpu, budget, times)
             assert (set(made.policies), made.graph) == ({Policy.KEEP}, graph)

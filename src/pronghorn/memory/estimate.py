@@ -26,7 +26,7 @@ LIBRARY_BYTES = 64 * 2**20
 POOL = 0.05
 """Share of the activations that CUDA graphs' own memory holds besides, which nothing else can use: fitted to 0.6B and
 1B in the README's table."""
-PIECES = 28 * 2**20
+PIECES = 20 * 2**20
 """Bytes a layer that the allocator holds in pieces too small for what comes. Growing segments come and go by pages of
 20 MiB, and of a free block those at its ends stay."""
 
@@ -286,7 +286,7 @@ class Step:
     head: int
     buffer: int
     graph: int
-    """Of the CUDA graphs, which there are where every layer keeps everything."""
+    """What CUDA graphs take more than layers without, or less, where every layer keeps everything."""
     pieces: int = 0
     """What the allocator holds and can't use."""
     coming: int = 0
@@ -300,8 +300,10 @@ class Step:
         """The sizes for a model trained in this way."""
         resting, working = resting_bytes(shape, work), working_bytes(shape, work)
         stored, head = stored_bytes(shape, work), head_bytes(shape, work)
-        pool = int(POOL * shape.layers * stored[Policy.KEEP])
-        graph = working + resting["gradients"] + LIBRARY_BYTES + pool if work.graph else 0
+        kept = shape.layers * stored[Policy.KEEP]
+        graphed = shape.layers * stored.get(Policy.RECOMPUTE_CHEAP, stored[Policy.KEEP])  # no norms' results
+        more = int((1 + POOL) * graphed) - kept + working + resting["gradients"] + LIBRARY_BYTES
+        graph = more if work.graph else 0
         table, tables = 4 * shape.vocab * shape.hidden * (work.method == "full"), 1 if shape.tied else 2
         coming = 0 if work.accumulates else resting.pop("gradients") - tables * table
         ends = table, (3 - tables) * table if work.accumulates else 2 * table
@@ -331,7 +333,7 @@ class Step:
         found = {**self.resting, "activations": activations, "working": working, "buffers": ahead}
         found["gradients"] = found.get("gradients", 0) + made
         if set(policies) == {Policy.KEEP}:
-            found["CUDA graph"] = self.graph
+            found["CUDA graph"] = max(0, self.graph)  # the first steps run without
         return {kind: size for kind, size in found.items() if size}
 
     def process(self, kinds: Mapping[str, int]) -> int:
