@@ -15,9 +15,10 @@ import copy
 import functools
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -39,9 +40,9 @@ HOST_BOUND = 0.7
 """Share of a forward's time on the device that the host takes to launch it, from which on a graph is tried: the device
 also waits here and there where the host keeps up on the whole."""
 MEASURED_REPLAYS = 4
-"""Replays that are timed then, the first one left out."""
+"""Times from a replay to the next one that are taken then, the first one left out."""
 PAYS = 0.97
-"""Of a forward's time without a graph, the most that one with a graph may take: it holds memory of its own."""
+"""Of the time from a forward to the next one without a graph, the most that it may take with one."""
 MOST_GRAPHS = 4
 """Different numbers of documents (buckets) that are captured; rows of others run without a graph."""
 WARM_UPS = 2
@@ -99,10 +100,12 @@ class TrunkGraphs:
         self._refused: str | None = None
         self._host_share: float | None = None
         self._plain_ms = 0.0
-        """Median of the forwards that `_host_share` is from."""
-        self._timed_replays: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        """Median time from one of the forwards that `_host_share` is from to the next: the host launches a backward,
+        too."""
+        self._replayed: list[torch.cuda.Event] = []
+        """When replays began, with nothing else between them, until it is known what a graph gains."""
         self._gain: float | None = None
-        """A forward's time with a graph, where without one it is 1."""
+        """The time from a forward to the next one with a graph, where without one it is 1."""
         self.replays = 0
         """Forwards and backwards so far. All graphs share memory: each overwrites what a forward before it left."""
 
@@ -126,7 +129,7 @@ class TrunkGraphs:
             return "off", "the first steps measure whether it pays"
         why = f"launching takes the host {self._host_share:.0%} of a forward's time"
         if self._gain is not None:
-            why += f", a graph {self._gain:.0%} of the time without one"
+            why += f", from one to the next it takes {self._gain:.0%} of the time with a graph"
         return ("on", why + but) if self._wanted() else ("off", why)
 
     def _wanted(self) -> bool:
@@ -161,35 +164,27 @@ class TrunkGraphs:
             if _fingerprint(self._backbone) != fingerprint:
                 self._captured.clear()
             self._captured[key] = self._capture(embeds, position_ids, packed)
+            self._replayed.clear()
             self._fingerprint = _fingerprint(self._backbone)  # the first products put weights together
-        with self._timing():
-            return _Replay.apply(embeds, position_ids, packed, self, self._captured[key], *self._parameters)
-
-    @contextmanager
-    def _timing(self) -> Iterator[None]:
-        """Of a replay, until it is known what a graph gains."""
-        if self._always or self._gain is not None:
-            yield
-            return
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        yield
-        end.record()
-        self._timed_replays.append((start, end))
+        if not self._always and self._gain is None:
+            self._replayed.append(torch.cuda.Event(enable_timing=True))
+            self._replayed[-1].record()
+        return _Replay.apply(embeds, position_ids, packed, self, self._captured[key], *self._parameters)
 
     def _judge(self) -> None:
         """Once replays were timed: know what they gain, and give the graphs back if that is too little."""
-        done = [start.elapsed_time(end) for start, end in self._timed_replays if end.query()]
-        if len(done) < MEASURED_REPLAYS:
+        times = _between([event for event in self._replayed if event.query()])
+        if len(times) < MEASURED_REPLAYS:
             return
-        self._gain = statistics.median(done[1:]) / self._plain_ms
-        self._timed_replays.clear()
+        self._gain = statistics.median(times[1:]) / self._plain_ms
+        self._replayed.clear()
         if not self._wanted():
             self._captured.clear()
             torch.cuda.empty_cache()  # else nothing but graphs could use what was theirs
 
     def without(self, run: Callable[[], Any]) -> Any:
         """Run a training forward without a graph; the first ones are timed, without waiting for the device."""
+        self._replayed.clear()
         if self._always or self._host_share is not None or self._refused is not None:
             return run()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -199,11 +194,10 @@ class TrunkGraphs:
         host_ms = (time.perf_counter() - began) * 1e3
         end.record()
         self._timed.append((host_ms, start, end))
-        done = [(host, a.elapsed_time(b)) for host, a, b in self._timed if b.query()]
-        if len(done) >= MEASURED_FORWARDS:
-            del done[: MEASURED_FORWARDS // 3]
-            self._host_share = statistics.median(host / device for host, device in done)
-            self._plain_ms = statistics.median(device for _, device in done)
+        done = [each for each in self._timed if each[2].query()][MEASURED_FORWARDS // 3 :]
+        if len(done) >= MEASURED_FORWARDS - MEASURED_FORWARDS // 3:
+            self._host_share = statistics.median(host / begin.elapsed_time(end) for host, begin, end in done)
+            self._plain_ms = statistics.median(_between([begin for _, begin, _ in done]))
             self._timed.clear()
         return result
 
@@ -263,6 +257,11 @@ class TrunkGraphs:
             use_cache=False,
             return_dict=True,
         ).last_hidden_state
+
+
+def _between(events: Sequence[torch.cuda.Event]) -> list[float]:
+    """Milliseconds from each to the next one."""
+    return [one.elapsed_time(other) for one, other in pairwise(events)]
 
 
 class _Replay(torch.autograd.Function):
