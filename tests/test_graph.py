@@ -178,7 +178,7 @@ def test_auto_measures_first(captured: tuple[Any, Any]) -> None:
         torch.cuda.synchronize()
     path, why = graph_path(handle)  # three tiny layers: nothing but launching
     assert path == "on" and "of a forward's time" in why and "a graph" not in why
-    for seed in range(MEASURED_REPLAYS + 1):
+    for seed in range(MEASURED_REPLAYS + 2):
         model(**on_device(LENGTHS, seed)).loss.backward()
         torch.cuda.synchronize()
     assert graph_path(handle)[0] == "on" and "a graph" in graph_path(handle)[1]
@@ -404,39 +404,65 @@ def test_full_fine_tuning_is_not_captured() -> None:
     assert graph_path(handle) == ("off", "weights besides adapters are trained")
 
 
-class At:
-    """An event on a device's clock, in milliseconds."""
+class Clock:
+    """Of a device that does nothing but wait; its events."""
 
-    def __init__(self, ms: float = 0.0, done: bool = False, **_: Any) -> None:
-        self.ms, self.done = ms, done
+    def __init__(self) -> None:
+        self.now, self.done = 0.0, True
 
-    def record(self) -> None: ...
-
-    def query(self) -> bool:
-        return self.done
-
-    def elapsed_time(self, other: At) -> float:
-        return other.ms - self.ms
+    def Event(self, **_: Any) -> Any:
+        event = SimpleNamespace(query=lambda: self.done)
+        event.record = lambda: setattr(event, "ms", self.now)
+        event.elapsed_time = lambda other: other.ms - event.ms
+        return event
 
 
-def test_a_graph_is_judged_by_the_time_from_a_forward_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A backward is in it: it takes a host as long to launch. What runs without a graph in between begins it anew."""
-    monkeypatch.setattr(torch.cuda, "Event", At)
-    graphs: Any = TrunkGraphs(None, lambda: None, False, lambda: None, lambda: None, lambda: None)
-    begins = [0, 900, *range(1000, 1350, 70), 5000]  # the first two compile, one waited for data
-    graphs._timed = [(5.0, At(ms, True), At(ms + 6, ms < 5000)) for ms in begins]
-    graphs.without(lambda: None)
-    assert graphs._host_share is None  # the last one isn't over
-    graphs._timed[7][2].done = True
-    graphs.without(lambda: None)
-    assert graphs._host_share == 5 / 6 and graphs._plain_ms == 70 and graphs._wanted()
-    for gain, replayed in ((None, [0, 40, 80, 120]), (0.5, [0, 300, 335, 370, 405])):
-        graphs._replayed = [At(ms, True) for ms in replayed]
-        graphs._judge()
-        assert graphs._gain == gain and graphs._wanted()
-    graphs._replayed = [At()]
-    graphs.without(lambda: None)
-    assert not graphs._replayed
+@pytest.mark.parametrize(("with_graph", "wanted"), [(9.0, True), (12.0, False)])
+def test_a_graph_is_judged_by_forward_and_backward(
+    with_graph: float, wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A backward takes a host as long to launch, and a forward without one, as in an evaluation of one's own, tells
+    nothing. Here one takes 4 ms, and with its backward 10; with a graph as long as given."""
+    clock = Clock()
+    model = with_adapters(tiny_model("llama"))
+    with monkeypatch.context() as as_on_cuda:
+        as_on_cuda.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
+        graphs = attach(model, layers="fused", graph="auto")._graphs
+    assert graphs is not None
+    monkeypatch.setattr(graphs, "_refusal", lambda: None)
+    cuda: Any = CudaOnTheCPU()
+    cuda.Event = clock.Event
+    monkeypatch.setattr("pronghorn.models.graph.time.perf_counter", lambda: clock.now / 1e3)
+    leaf = torch.ones(1, requires_grad=True)
+
+    def plain() -> list[torch.Tensor]:
+        clock.now += 4
+        return [leaf * 2]
+
+    def forward(backward: bool) -> bool:
+        """Whether by a graph."""
+        row = packed_row(LENGTHS, ROW)
+        embeds = graphs._backbone.embed_tokens(row["input_ids"]).detach()
+        with monkeypatch.context() as faked:
+            faked.setattr(torch, "cuda", cuda)
+            hidden = graphs.forward(embeds, row["position_ids"], row["packed"])
+            [out] = graphs.without(plain) if hidden is None else [hidden]
+        if backward:
+            out.sum().backward()
+            clock.now += 6 if hidden is None else with_graph
+        return hidden is not None
+
+    alone = [False] * 3  # without their backwards
+    went = [forward(backward) for backward in [True, *alone, *[True] * (MEASURED_FORWARDS - 1)]]
+    clock.done = False  # the last one
+    went.append(forward(True))
+    assert not any(went) and graphs._host_share is None
+    clock.done = True
+    assert not forward(True) and graphs._host_share == pytest.approx(1) and graphs._plain_ms == 10
+    assert all(forward(backward) for backward in [True, *alone, *[True] * (MEASURED_REPLAYS + 1)])
+    assert graphs._gain is None
+    assert forward(True) is wanted and graphs._gain == with_graph / 10
+    assert len(graphs._captured) == wanted
 
 
 def test_what_is_decided_against_costs_nothing() -> None:

@@ -40,7 +40,7 @@ HOST_BOUND = 0.7
 """Share of a forward's time on the device that the host takes to launch it, from which on a graph is tried: the device
 also waits here and there where the host keeps up on the whole."""
 MEASURED_REPLAYS = 4
-"""Times from a replay to the next one that are taken then, the first one left out."""
+"""Times from a replayed forward to the next one that are taken then, the first one left out."""
 PAYS = 0.97
 """Of the time from a forward to the next one without a graph, the most that it may take with one."""
 MOST_GRAPHS = 4
@@ -64,6 +64,20 @@ class _Captured:
     parts: list[Any]
     """`fast.parts_of` the layers, whose copies of adapters are written to: by a replay, too, when layers that did
     something else in between have made others."""
+
+
+@dataclass
+class _Timed:
+    """A training forward without a graph."""
+
+    host_ms: float
+    begin: torch.cuda.Event
+    end: torch.cuda.Event
+    backward: bool = False
+    """Whether its backward has begun."""
+
+    def note(self, gradient: Tensor) -> None:
+        self.backward = True
 
 
 class TrunkGraphs:
@@ -96,14 +110,15 @@ class TrunkGraphs:
         self._fingerprint: list[Any] = []
         self._pool: Any = None
         self._stream: Any = None
-        self._timed: list[tuple[float, torch.cuda.Event, torch.cuda.Event]] = []
+        self._timed: list[_Timed] = []
         self._refused: str | None = None
         self._host_share: float | None = None
         self._plain_ms = 0.0
         """Median time from one of the forwards that `_host_share` is from to the next: the host launches a backward,
         too."""
-        self._replayed: list[torch.cuda.Event] = []
-        """When replays began, with nothing else between them, until it is known what a graph gains."""
+        self._replayed: list[tuple[int, torch.cuda.Event]] = []
+        """(`replays` then, when it began) of forwards with nothing but their backwards between them, until it is known
+        what a graph gains."""
         self._gain: float | None = None
         """The time from a forward to the next one with a graph, where without one it is 1."""
         self.replays = 0
@@ -164,16 +179,17 @@ class TrunkGraphs:
             if _fingerprint(self._backbone) != fingerprint:
                 self._captured.clear()
             self._captured[key] = self._capture(embeds, position_ids, packed)
-            self._replayed.clear()
             self._fingerprint = _fingerprint(self._backbone)  # the first products put weights together
         if not self._always and self._gain is None:
-            self._replayed.append(torch.cuda.Event(enable_timing=True))
-            self._replayed[-1].record()
+            if self._replayed and self._replayed[-1][0] != self.replays - 2:
+                self._replayed.clear()
+            self._replayed.append((self.replays, torch.cuda.Event(enable_timing=True)))
+            self._replayed[-1][1].record()
         return _Replay.apply(embeds, position_ids, packed, self, self._captured[key], *self._parameters)
 
     def _judge(self) -> None:
         """Once replays were timed: know what they gain, and give the graphs back if that is too little."""
-        times = _between([event for event in self._replayed if event.query()])
+        times = _between([begin for _, begin in self._replayed if begin.query()])
         if len(times) < MEASURED_REPLAYS:
             return
         self._gain = statistics.median(times[1:]) / self._plain_ms
@@ -183,21 +199,25 @@ class TrunkGraphs:
             torch.cuda.empty_cache()  # else nothing but graphs could use what was theirs
 
     def without(self, run: Callable[[], Any]) -> Any:
-        """Run a training forward without a graph; the first ones are timed, without waiting for the device."""
+        """Run a training forward without a graph; the first ones that have a backward each are timed, without waiting
+        for the device."""
         self._replayed.clear()
         if self._always or self._host_share is not None or self._refused is not None:
             return run()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
+        if self._timed and not self._timed[-1].backward:
+            self._timed.clear()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
         began = time.perf_counter()
         result = run()
-        host_ms = (time.perf_counter() - began) * 1e3
+        timed = _Timed((time.perf_counter() - began) * 1e3, begin, end)
         end.record()
-        self._timed.append((host_ms, start, end))
-        done = [each for each in self._timed if each[2].query()][MEASURED_FORWARDS // 3 :]
+        result[0].register_hook(timed.note)
+        self._timed.append(timed)
+        done = [each for each in self._timed if each.end.query()][MEASURED_FORWARDS // 3 :]
         if len(done) >= MEASURED_FORWARDS - MEASURED_FORWARDS // 3:
-            self._host_share = statistics.median(host / begin.elapsed_time(end) for host, begin, end in done)
-            self._plain_ms = statistics.median(_between([begin for _, begin, _ in done]))
+            self._host_share = statistics.median(each.host_ms / each.begin.elapsed_time(each.end) for each in done)
+            self._plain_ms = statistics.median(_between([each.begin for each in done]))
             self._timed.clear()
         return result
 
