@@ -26,10 +26,8 @@ FOLDER = Path(__file__).parents[1] / "benchmarks"
 EARLIER = {
     "ablations-llama-3.2-1b-graph": "ablations-llama-3.2-1b",
     "cards-3b-by-tokens": "cards-3b",
-    "longest-row-32gib-50-mib": "longest-row-32gib",
     "longest-row-32gib-first-rule": "longest-row-32gib",
     "longest-row-32gib-one-process": "longest-row-32gib",
-    "longest-row-48gib-50-mib": "longest-row-48gib",
     "longest-row-48gib-one-process": "longest-row-48gib",
     "packing-metadata-llama-3.2-1b": "ablations-llama-3.2-1b",
     "plan-calibrated": "plan",
@@ -37,8 +35,10 @@ EARLIER = {
     "step-llama-3.1-8b-qlora-written-out": "step-llama-3.1-8b-qlora",
     "step-llama-3.1-8b-once": "step-llama-3.1-8b",
     "step-llama-3.2-1b-busy-host": "step-llama-3.2-1b",
+    "step-llama-3.2-1b-graph-asked": "step-llama-3.2-1b with --ablate graph=on",
     "step-llama-3.2-1b-no-graph": "step-llama-3.2-1b",
     "step-qwen3-0.6b-faster-host": "step-qwen3-0.6b",
+    "step-qwen3-0.6b-once": "step-qwen3-0.6b",
     "step-qwen3-30b-a3b-graph": "step-qwen3-30b-a3b",
 }
 """Files beside the newest of a target, and what made them."""
