@@ -25,6 +25,7 @@ from pronghorn.models import auto_plan
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 EARLIER = {
     "ablations-llama-3.2-1b-graph": "ablations-llama-3.2-1b",
+    "cards-1b-judged-by-forwards": "cards-1b",
     "cards-3b-by-tokens": "cards-3b",
     "longest-row-32gib-first-rule": "longest-row-32gib",
     "longest-row-32gib-one-process": "longest-row-32gib",
@@ -36,6 +37,7 @@ EARLIER = {
     "step-llama-3.1-8b-once": "step-llama-3.1-8b",
     "step-llama-3.2-1b-busy-host": "step-llama-3.2-1b",
     "step-llama-3.2-1b-graph-asked": "step-llama-3.2-1b with --ablate graph=on",
+    "step-llama-3.2-1b-judged-by-steps": "step-llama-3.2-1b",
     "step-llama-3.2-1b-no-graph": "step-llama-3.2-1b",
     "step-qwen3-0.6b-faster-host": "step-qwen3-0.6b",
     "step-qwen3-0.6b-once": "step-qwen3-0.6b",

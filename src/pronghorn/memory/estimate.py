@@ -28,7 +28,7 @@ POOL = 0.05
 was measured."""
 PIECES = 20 * 2**20
 """Bytes a layer that the allocator holds in pieces too small for what comes. Growing segments come and go by pages of
-so much, and of a free block those at its ends stay; on a H200 8B trained with 4 to 7 MiB."""
+so much, and of a free block those at its ends stay. 8B needed 7 MiB or less where not all is recomputed."""
 PIECES_OF_FIXED = 72 * 2**20
 """Where segments don't grow: 16 to 67 MiB a layer were held when memory ran out."""
 
