@@ -465,6 +465,26 @@ def test_a_graph_is_judged_by_forward_and_backward(
     assert len(graphs._captured) == wanted
 
 
+def test_a_forward_that_needs_no_gradient_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with adapters merged, which still require theirs; nor does it tell how long a backward takes to launch."""
+    model = with_adapters(tiny_model("llama"))
+    cuda: Any = CudaOnTheCPU()
+    cuda.Event = Clock().Event
+    graphs = graphs_of(model, monkeypatch)
+    graphs._always = False
+    row = packed_row(LENGTHS, ROW)
+    embeds = graphs._backbone.embed_tokens(row["input_ids"]).detach()
+    given = {"inputs_embeds": embeds, "position_ids": row["position_ids"], "packed": row["packed"], "use_cache": False}
+    model.merge_adapter()
+    for _ in range(MEASURED_FORWARDS + 2):
+        with monkeypatch.context() as faked:
+            faked.setattr(torch, "cuda", cuda)
+            assert graphs.forward(embeds, row["position_ids"], row["packed"]) is None
+            out = graphs.without(lambda: graphs._plain(graphs._backbone, **given))[0]
+        assert out.isfinite().all() and not out.requires_grad
+    assert graphs._host_share is None
+
+
 def test_what_is_decided_against_costs_nothing() -> None:
     """Where graphs don't pay nobody looks after changes in every forward."""
     graphs = TrunkGraphs(None, lambda: None, False, lambda: None, lambda: None, lambda: None)
