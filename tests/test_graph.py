@@ -240,6 +240,9 @@ class CudaOnTheCPU:
     def empty_cache(self) -> None:
         pass
 
+    def synchronize(self, _: Any) -> None:
+        pass
+
     @contextmanager
     def use_mem_pool(self, *_: Any) -> Iterator[None]:
         yield
@@ -290,6 +293,37 @@ def test_a_loss_that_is_kept_keeps_no_graph(monkeypatch: pytest.MonkeyPatch) -> 
     assert captured() is not None
     graphs._captured.clear()
     assert captured() is None and loss.grad_fn is not None
+
+
+def test_replays_on_their_way_are_waited_for_before_graphs_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their memory may be unmapped then."""
+    cuda, model = CudaOnTheCPU(), with_adapters(tiny_model("llama"))
+    graphs, every, waited = graphs_of(model, monkeypatch), [], []
+    monkeypatch.setattr(cuda, "synchronize", lambda _: waited.append([*map(id, graphs._captured.values())]))
+    for change in (
+        lambda: None,
+        lambda: None,
+        lambda: graphs._backbone.layers[0].register_forward_hook(lambda *_: None),
+    ):
+        change()
+        forward_with(cuda, graphs, LENGTHS, monkeypatch)
+        every += graphs._captured.values()
+    first, same, second = ([id(each)] for each in every)
+    assert same == first != second and waited == [first]
+
+    graphs._always, graphs._host_share, graphs._plain_ms = False, 1.0, 1e-6
+    clock = Clock()
+    for number in range(MEASURED_REPLAYS + 1):
+        graphs._replayed.append((number, clock.Event()))
+        clock.now += 1
+        graphs._replayed[-1][1].record()
+    with monkeypatch.context() as faked:
+        faked.setattr(torch, "cuda", cuda)
+        graphs._judge()
+        assert waited == [first, second] and not graphs._captured
+        graphs._captured["another"] = every[0]
+        attached(model).detach()  # type: ignore[union-attr]
+    assert waited == [first, second, first] and not graphs._captured
 
 
 def test_captured_layers_keep_no_norms_results_and_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -376,12 +410,13 @@ def test_a_graph_that_gains_nothing_is_given_back(captured: tuple[Any, Any]) -> 
     graphs._host_share, graphs._plain_ms = 0.8, 1e-6
     gc.collect()
     torch.cuda.empty_cache()
-    others, losses = graph_bytes(), []  # graphs of tests before
+    others, losses, batch = graph_bytes(), [], on_device(LENGTHS, 0)  # graphs of tests before
     for number in range(MEASURED_REPLAYS + 2):
         assert (graph_bytes() > others) is (number > 0)
-        losses.append(model(**on_device(LENGTHS, 0)).loss)  # kept, as in a loop that tells the last one
-        losses[-1].backward()
+        losses.append(model(**batch).loss)  # kept, as in a loop that tells the last one
         torch.cuda.synchronize()
+        torch.cuda._sleep(2 * 10**8)  # type: ignore[no-untyped-call]  # the last replay is on its way when it is judged
+        losses[-1].backward()
     path, why = graph_path(handle)
     assert path == "off" and "of the time with a graph" in why
     assert not graphs._captured and len({loss.item() for loss in losses}) == 1

@@ -195,6 +195,8 @@ class Handle:
         _set_attention(self.model, self._previous_attention)
         if self._installed is not None:
             self._installed.uninstall()
+        if self._graphs is not None:
+            self._graphs.clear()
         restore(self.model)
 
 

@@ -161,7 +161,7 @@ class TrunkGraphs:
             return None
         fingerprint = _fingerprint(self._backbone)
         if fingerprint != self._fingerprint:  # weights were moved, adapters switched: what was captured reads others
-            self._captured.clear()
+            self.clear()
             self._refused = self._refusal()
             self._parameters = [p for p in self._backbone.parameters() if p.requires_grad]
             self._fingerprint = fingerprint
@@ -177,7 +177,7 @@ class TrunkGraphs:
                 return None
             self._settle()  # warming up would do so where the graphs before write
             if _fingerprint(self._backbone) != fingerprint:
-                self._captured.clear()
+                self.clear()
             self._captured[key] = self._capture(embeds, position_ids, packed)
             self._fingerprint = _fingerprint(self._backbone)  # the first products put weights together
         if not self._always and self._gain is None:
@@ -195,8 +195,15 @@ class TrunkGraphs:
         self._gain = statistics.median(times[1:]) / self._plain_ms
         self._replayed.clear()
         if not self._wanted():
-            self._captured.clear()
+            self.clear()
             torch.cuda.empty_cache()  # else nothing but graphs could use what was theirs
+
+    def clear(self) -> None:
+        """Give the graphs back, once replays that are on their way have run: before torch unmaps growing segments it
+        waits for the stream that they are of, the captures', and no other."""
+        if self._captured:
+            torch.cuda.synchronize(self._stream.device)
+            self._captured.clear()
 
     def without(self, run: Callable[[], Any]) -> Any:
         """Run a training forward without a graph; the first ones that have a backward each are timed, without waiting
