@@ -15,7 +15,7 @@ import copy
 import functools
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -116,9 +116,11 @@ class TrunkGraphs:
         self._plain_ms = 0.0
         """Median time from one of the forwards that `_host_share` is from to the next: the host launches a backward,
         too."""
-        self._replayed: list[tuple[int, torch.cuda.Event]] = []
-        """(`replays` then, when it began) of forwards with nothing but their backwards between them, until it is known
-        what a graph gains."""
+        self._last: tuple[int, torch.cuda.Event] | None = None
+        """(`replays` then, when it began) of the training forward before, if it was a replay, until it is known what a
+        graph gains."""
+        self._replayed: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        """When a replayed forward and the next one began, with nothing but a backward between them."""
         self._gain: float | None = None
         """The time from a forward to the next one with a graph, where without one it is 1."""
         self.replays = 0
@@ -181,15 +183,16 @@ class TrunkGraphs:
             self._captured[key] = self._capture(embeds, position_ids, packed)
             self._fingerprint = _fingerprint(self._backbone)  # the first products put weights together
         if not self._always and self._gain is None:
-            if self._replayed and self._replayed[-1][0] != self.replays - 2:
-                self._replayed.clear()
-            self._replayed.append((self.replays, torch.cuda.Event(enable_timing=True)))
-            self._replayed[-1][1].record()
+            begin = torch.cuda.Event(enable_timing=True)
+            begin.record()
+            if self._last is not None and self._last[0] == self.replays - 2:
+                self._replayed.append((self._last[1], begin))
+            self._last = self.replays, begin
         return _Replay.apply(embeds, position_ids, packed, self, self._captured[key], *self._parameters)
 
     def _judge(self) -> None:
         """Once replays were timed: know what they gain, and give the graphs back if that is too little."""
-        times = _between([begin for _, begin in self._replayed if begin.query()])
+        times = [one.elapsed_time(other) for one, other in self._replayed if other.query()]
         if len(times) < MEASURED_REPLAYS:
             return
         self._gain = statistics.median(times[1:]) / self._plain_ms
@@ -208,7 +211,7 @@ class TrunkGraphs:
     def without(self, run: Callable[[], Any]) -> Any:
         """Run a training forward without a graph; the first ones that have a backward each are timed, without waiting
         for the device."""
-        self._replayed.clear()
+        self._last = None
         if self._always or self._host_share is not None or self._refused is not None:
             return run()
         if self._timed and not self._timed[-1].backward:
@@ -225,7 +228,7 @@ class TrunkGraphs:
         done = [each for each in self._timed if each.end.query()][MEASURED_FORWARDS // 3 :]
         if len(done) >= MEASURED_FORWARDS - MEASURED_FORWARDS // 3:
             self._host_share = statistics.median(each.host_ms / each.begin.elapsed_time(each.end) for each in done)
-            self._plain_ms = statistics.median(_between([each.begin for each in done]))
+            self._plain_ms = statistics.median(one.begin.elapsed_time(other.begin) for one, other in pairwise(done))
             self._timed.clear()
         return result
 
@@ -285,11 +288,6 @@ class TrunkGraphs:
             use_cache=False,
             return_dict=True,
         ).last_hidden_state
-
-
-def _between(events: Sequence[torch.cuda.Event]) -> list[float]:
-    """Milliseconds from each to the next one."""
-    return [one.elapsed_time(other) for one, other in pairwise(events)]
 
 
 class _Replay(torch.autograd.Function):
