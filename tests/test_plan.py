@@ -622,7 +622,7 @@ def test_the_share_of_a_device_is_the_most(monkeypatch: pytest.MonkeyPatch) -> N
 )
 def test_segments_of_fixed_sizes_leave_more_free(
     backend: str,
-    parts: list[bool] | None,
+    parts: list[bool],
     grow: bool,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -645,6 +645,10 @@ def test_segments_of_fixed_sizes_leave_more_free(
         monkeypatch.setattr(auto_plan, "available", lambda device, budget=budget: budget)
         assert (set(plan_for(model, 8192).policies) == {Policy.KEEP}) is not tight
         assert ("expandable_segments:True" in caplog.text) is (tight and not grow)
+    monkeypatch.setattr(auto_plan, "available", lambda device: 2 * GIB)
+    with pytest.raises(PlanDoesNotFit) as refused:
+        plan_for(model, 8192)
+    assert ("expandable_segments:True" in str(refused.value)) is not grow
 
 
 @pytest.mark.parametrize("devices", [["meta"], ["meta", "cpu"]], ids=["one", "two"])
