@@ -349,6 +349,7 @@ def test_a_capture_that_fails_leaves_the_stream_as_it_was(monkeypatch: pytest.Mo
     with pytest.raises(RuntimeError, match="capture failed"):
         forward_with(cuda, graphs, LENGTHS, monkeypatch)
     assert cuda.current == "main"
+    assert not any(POLICY in layer.__dict__ for layer in graphs._backbone.layers)
     cuda.fails = False
     forward_with(cuda, graphs, LENGTHS, monkeypatch)
     cuda.waits.clear()
