@@ -377,7 +377,7 @@ def _aliased(backbone: nn.Module) -> Iterator[list[Tensor]]:
 @contextmanager
 def _without_norms(layers: Iterable[nn.Module]) -> Iterator[None]:
     """Layers keep no norms' results meanwhile, where they are fused as a whole: making them again takes a percent of a
-    step at 1B at most and frees more than graphs hold besides."""
+    step at 1B at most and, but of short rows, frees more than graphs hold besides."""
     kept = [(layer, POLICY in layer.__dict__) for layer in layers if layer.__dict__.get(POLICY) in (None, Policy.KEEP)]
     try:
         for layer, _ in kept:
