@@ -208,6 +208,10 @@ class TrunkGraphs:
             torch.cuda.synchronize(self._stream.device)
             self._captured.clear()
 
+    def holds(self, captured: _Captured) -> bool:
+        """Whether it wasn't given back."""
+        return any(each is captured for each in self._captured.values())
+
     def without(self, run: Callable[[], Any]) -> Any:
         """Run a training forward without a graph; the first ones that have a backward each are timed, without waiting
         for the device."""
@@ -320,7 +324,8 @@ class _Replay(torch.autograd.Function):
                 "attach with graph='off' for several forwards a backward, or several backwards a forward",
             )
         ctx.graphs.replays += 1
-        ctx.captured = None  # a loss that is kept doesn't keep the memory of graphs that are given back
+        if ctx.graphs.holds(captured):  # and waits for it: a loss that is kept then doesn't keep its memory
+            ctx.captured = None
         captured.d_out.copy_(d_out)
         captured.backward.replay()
         gradients = captured.gradients.clone().split([shape.numel() for shape in ctx.shapes])
