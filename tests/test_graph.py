@@ -517,6 +517,7 @@ def test_a_graph_is_judged_by_forward_and_backward(
 def test_a_forward_that_needs_no_gradient_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with adapters merged, which still require theirs; nor does it tell how long a backward takes to launch."""
     model = with_adapters(tiny_model("llama"))
+    assert "merged" not in str(_graph_refusal(model.base_model.model, "auto", None))
     cuda: Any = CudaOnTheCPU()
     cuda.Event = Clock().Event
     graphs = graphs_of(model, monkeypatch)
@@ -525,6 +526,7 @@ def test_a_forward_that_needs_no_gradient_is_no_error(monkeypatch: pytest.Monkey
     embeds = graphs._backbone.embed_tokens(row["input_ids"]).detach()
     given = {"inputs_embeds": embeds, "position_ids": row["position_ids"], "packed": row["packed"], "use_cache": False}
     model.merge_adapter()
+    assert "adapters are merged" in str(_graph_refusal(model.base_model.model, "auto", None))
     for _ in range(MEASURED_FORWARDS + 2):
         with monkeypatch.context() as faked:
             faked.setattr(torch, "cuda", cuda)

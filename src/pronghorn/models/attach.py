@@ -301,6 +301,8 @@ def _graph_refusal(model: Any, attention: Backend, plan: Plan | None) -> str | N
         return "weights besides adapters are trained"
     if not any(p.requires_grad for p in model.base_model.parameters()):
         return "nothing in the layers is trained"
+    if any("lora_A" in module._modules and module.merged for module in model.base_model.modules()):
+        return "adapters are merged, so that nothing is trained"
     if recomputes_layers(model):
         return "layers are recomputed"
     if plan is not None and not plan.graph:
