@@ -27,7 +27,6 @@ from pronghorn.bench.shapes import SHAPES, write_checkpoint
 from pronghorn.bench.shapes import shape_of as fields_of
 from pronghorn.cli.main import app
 from pronghorn.data.batch import PackedBatch
-from pronghorn.device import segments_grow
 from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.kernels import linear_cross_entropy
 from pronghorn.memory.devices import card, parse_bytes
@@ -35,7 +34,6 @@ from pronghorn.memory.estimate import (
     CONTEXT_BYTES,
     GIB,
     PIECES,
-    PIECES_OF_FIXED,
     Step,
     Work,
     resting_bytes,
@@ -614,41 +612,6 @@ def test_the_share_of_a_device_is_the_most(monkeypatch: pytest.MonkeyPatch) -> N
     for share, gib in ((1.0, 80), (0.1, 8.6)):
         monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device, share=share: share)
         assert auto_plan.available(torch.device("cuda", 1)) / GIB == pytest.approx(gib, abs=0.01)
-
-
-@pytest.mark.parametrize(
-    ("backend", "parts", "grow"),
-    [("native", [True], True), ("native", [False], False), ("native", [], False), ("cudaMallocAsync", [], False)],
-)
-def test_segments_of_fixed_sizes_leave_more_free(
-    backend: str,
-    parts: list[bool],
-    grow: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    shape, gpu = shape_of(skeleton(config_of("Llama-3.2-1B"))), card("rtx4090")
-    model = add_lora(tiny_model("llama"), r=RANK)
-    assert work_of(model, TOKENS).segments_grow  # on the CPU there are none
-    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: backend)
-    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [{"is_expandable": each} for each in parts])
-    work = Work(8192, segments_grow=segments_grow(torch.device("cuda")))
-    assert work.segments_grow is grow
-    kept = [step.process(step.peak([Policy.KEEP] * 16)) for step in (Step.of(shape, work), Step.of(shape, Work(8192)))]
-    assert kept[0] - kept[1] == 16 * (0 if grow else PIECES_OF_FIXED - PIECES)
-
-    monkeypatch.setattr(auto_plan, "shape_of", lambda model: shape)
-    monkeypatch.setattr(auto_plan, "work_of", lambda *_: work)
-    monkeypatch.setattr(auto_plan, "device_card", lambda device: gpu)
-    monkeypatch.setattr(auto_plan, "measured_times", lambda *_: step_times(shape, work, gpu))
-    for budget, tight in ((kept[0], False), (kept[0] - 1, True)):
-        monkeypatch.setattr(auto_plan, "available", lambda device, budget=budget: budget)
-        assert (set(plan_for(model, 8192).policies) == {Policy.KEEP}) is not tight
-        assert ("expandable_segments:True" in caplog.text) is (tight and not grow)
-    monkeypatch.setattr(auto_plan, "available", lambda device: 2 * GIB)
-    with pytest.raises(PlanDoesNotFit) as refused:
-        plan_for(model, 8192)
-    assert ("expandable_segments:True" in str(refused.value)) is not grow
 
 
 @pytest.mark.parametrize("devices", [["meta"], ["meta", "cpu"]], ids=["one", "two"])

@@ -96,17 +96,6 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def segments_grow(device: torch.device) -> bool:
-    """Whether torch's allocator grows its segments (`expandable_segments`) on a device where it has some; only CUDA's
-    come in fixed sizes."""
-    import torch
-
-    if device.type != "cuda":
-        return True
-    native = torch.cuda.get_allocator_backend() == "native"  # others don't tell
-    return native and any(part["is_expandable"] for part in torch.cuda.memory_snapshot())
-
-
 def graph_bytes() -> int:
     """GPU memory that CUDA graphs hold for their own tensors, which torch does not count as allocated."""
     import torch

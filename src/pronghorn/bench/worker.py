@@ -41,7 +41,7 @@ class ContenderProcess:
 
         from pronghorn.bench.contenders.base import LEARNING_RATE, set_adapters, trainable
         from pronghorn.bench.workload import read_rows
-        from pronghorn.device import segments_grow, versions
+        from pronghorn.device import versions
         from pronghorn.memory.estimate import CONTEXT_BYTES
 
         self._cuda = torch.cuda.is_available()
@@ -57,7 +57,7 @@ class ContenderProcess:
         self._optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
         self._synchronize()
         self._notes = notes = list(self._built.notes)
-        if not segments_grow(torch.device("cuda" if self._cuda else "cpu")):
+        if self._cuda and not any(part.get("is_expandable") for part in torch.cuda.memory_snapshot()):
             notes.append("the allocator's segments don't grow")
         if not self._cuda and self._spec.memory is not None:
             notes.append("no limit on memory: there is no GPU")

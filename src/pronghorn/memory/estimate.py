@@ -24,13 +24,11 @@ CONTEXT_BYTES = int(0.6 * GIB)
 LIBRARY_BYTES = 64 * 2**20
 """cuBLAS workspaces in torch's allocator: 32 MiB for the forward's thread and 32 for the backward's."""
 POOL = 0.05
-"""Share of the activations that CUDA graphs' own memory holds besides, which nothing else can use: of 0.6B and 1B less
-was measured."""
+"""Share of the activations that CUDA graphs' own memory holds besides, which nothing else can use, at most: 0.6B's and
+1B's hold less."""
 PIECES = 20 * 2**20
 """Bytes a layer that the allocator holds in pieces too small for what comes. Growing segments come and go by pages of
 so much, and of a free block those at its ends stay. 8B needed 7 MiB or less where not all is recomputed."""
-PIECES_OF_FIXED = 72 * 2**20
-"""Where segments don't grow: 16 to 67 MiB a layer were held when memory ran out."""
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
 """Linears with the same input, computed as one product."""
@@ -136,8 +134,6 @@ class Work:
     """Under DDP, whose buckets hold all gradients once more."""
     accumulates: bool = True
     """A step has several micro-batches, so that gradients are there all the time; else they come layer by layer."""
-    segments_grow: bool = True
-    """Of torch's allocator (`expandable_segments`); the commands see to it."""
     documents: int = 512
     """Mean tokens of a document, which attention's time depends on (memory doesn't)."""
 
@@ -312,7 +308,7 @@ class Step:
         coming = 0 if work.accumulates else resting.pop("gradients") - tables * table
         ends = table, (3 - tables) * table if work.accumulates else 2 * table
         gate_up = 2 * work.tokens * shape.intermediate * work.itemsize
-        pieces = shape.layers * min(PIECES if work.segments_grow else PIECES_OF_FIXED, gate_up)
+        pieces = shape.layers * min(PIECES, gate_up)
         read, buffer = read_bytes(shape, work), buffer_bytes(shape, work)
         return cls(resting, stored, read, working, head, buffer, graph, pieces, coming, ends)
 

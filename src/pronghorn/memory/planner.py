@@ -112,9 +112,6 @@ def _refusal(shape: Shape, work: Work, times: StepTimes, budget: int, least: Pla
         if work.method == "lora" and not shape.experts
         else None,
         f"adapter.r: {max(half.values(), default=0)}": replace(work, ranks=half) if half else None,
-        "PYTORCH_ALLOC_CONF=expandable_segments:True, set before torch starts with the GPU,": None
-        if work.segments_grow
-        else replace(work, segments_grow=True),
     }
     needs = {
         name: _smallest(Step.of(shape, other), times, shape.layers).predicted["process"] / GIB

@@ -15,10 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 from pronghorn.data.batch import PackedBatch
-from pronghorn.device import segments_grow
 from pronghorn.errors import UnsupportedError
 from pronghorn.memory.devices import Card, card
-from pronghorn.memory.estimate import CONTEXT_BYTES, PIECES, PIECES_OF_FIXED, Experts, Method, Shape, Work
+from pronghorn.memory.estimate import CONTEXT_BYTES, Experts, Method, Shape, Work
 from pronghorn.memory.pinned import PinnedPool
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.memory.planner import plan
@@ -132,7 +131,6 @@ def work_of(
         padded=padded,
         accumulates=accumulates or distributed,
         distributed=distributed,
-        segments_grow=segments_grow(base.device),
     )
 
 
@@ -164,12 +162,6 @@ def plan_for(
     card = device_card(device)
     budget = min(_everywhere(min(available(device), budget_bytes or sys.maxsize)))
     made = plan(shape, work, card, budget)
-    if not work.segments_grow and set(made.policies) != {Policy.KEEP}:
-        logging.getLogger(__name__).warning(
-            "torch's allocator has segments of fixed sizes, so the plan leaves %d MiB a layer free instead of %d: set "
-            "PYTORCH_ALLOC_CONF=expandable_segments:True before torch starts with the GPU to keep more",
-            PIECES_OF_FIXED // 2**20, PIECES // 2**20,
-        )  # fmt: skip
     if padded or set(made.policies) == {Policy.KEEP}:
         return made
     try:
