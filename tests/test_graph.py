@@ -20,15 +20,8 @@ from pronghorn.errors import ConfigError, TrainingError
 from pronghorn.memory.plan import POLICY, Plan, Policy
 from pronghorn.models.attach import _graph_refusal, attach, attached
 from pronghorn.models.fast import parts_of
-from pronghorn.models.graph import (
-    MEASURED_FORWARDS,
-    MEASURED_REPLAYS,
-    TrunkGraphs,
-    _Captured,
-    _fingerprint,
-    _Replay,
-    graphed_class,
-)
+from pronghorn.models.graph import TrunkGraphs, _Captured, _fingerprint, _Replay, graphed_class
+from pronghorn.models.graph_trial import MEASURED_FORWARDS, MEASURED_REPLAYS, GraphTrial
 from test_fused import BIASED, WIDE, with_adapters
 from test_fused_changes import CHANGES, adapted
 from test_parity import LENGTHS, ROW, gradients
@@ -316,16 +309,12 @@ def test_replays_on_their_way_are_waited_for_before_graphs_are_given_back(monkey
     first, same, second = ([id(each)] for each in every)
     assert same == first != second and waited == [first]
 
-    graphs._always, graphs._host_share, graphs._plain_ms = False, 1.0, 1e-6
-    clock = Clock()
-    for _ in range(MEASURED_REPLAYS):
-        graphs._replayed.append((clock.Event(), clock.Event()))
-        for event in graphs._replayed[-1]:
-            clock.now += 1
-            event.record()
+    graphs._trial = GraphTrial()
+    graphs._trial.host_share, graphs._trial.gain = 1.0, 2.0
     with monkeypatch.context() as faked:
         faked.setattr(torch, "cuda", cuda)
-        graphs._judge()
+        row = packed_row(LENGTHS, ROW)
+        assert graphs.forward(torch.zeros(1), row["position_ids"], row["packed"]) is None
         assert waited == [first, second] and not graphs._captured
         graphs._captured["another"] = every[0]
         attached(model).detach()  # type: ignore[union-attr]
@@ -414,7 +403,7 @@ def test_a_graph_that_gains_nothing_is_given_back(captured: tuple[Any, Any]) -> 
     model, _ = captured
     handle = attach(model, layers="fused", graph="auto")
     graphs = handle._graphs
-    graphs._host_share, graphs._plain_ms = 0.8, 1e-6
+    graphs._trial.host_share, graphs._trial.plain_ms = 0.8, 1e-6
     gc.collect()
     torch.cuda.empty_cache()
     others, losses, batch = graph_bytes(), [], on_device(LENGTHS, 0)  # graphs of tests before
@@ -471,12 +460,13 @@ def test_a_graph_is_judged_by_forward_and_backward(
     with monkeypatch.context() as as_on_cuda:
         as_on_cuda.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
         graphs = attach(model, layers="fused", graph="auto")._graphs
-    assert graphs is not None
+    assert graphs is not None and graphs._trial is not None
+    trial = graphs._trial
     monkeypatch.setattr(graphs, "_refusal", lambda: None)
     monkeypatch.setattr(graphs, "_longest", lambda: 90)
     cuda: Any = CudaOnTheCPU()
     cuda.Event = clock.Event
-    monkeypatch.setattr("pronghorn.models.graph.time.perf_counter", lambda: clock.now / 1e3)
+    monkeypatch.setattr("pronghorn.models.graph_trial.time.perf_counter", lambda: clock.now / 1e3)
     leaf = torch.ones(1, requires_grad=True)
 
     def plain() -> list[torch.Tensor]:
@@ -500,17 +490,17 @@ def test_a_graph_is_judged_by_forward_and_backward(
     went = [forward(backward) for backward in [True, *alone, *[True] * (MEASURED_FORWARDS - 1)]]
     clock.done = False  # the last one
     went.append(forward(True))
-    assert not any(went) and graphs._host_share is None
+    assert not any(went) and trial.host_share is None
     clock.done = True
-    assert not forward(True) and graphs._host_share == pytest.approx(1) and graphs._plain_ms == 10
+    assert not forward(True) and trial.host_share == pytest.approx(1) and trial.plain_ms == 10
     assert all(forward(backward) for backward in [True, *alone])
     for _ in range(MEASURED_REPLAYS - 1):  # the first one's time is known already
-        assert graphs._gain is None and not forward(True, [90]) and forward(True)
-        assert graphs._gain is None and forward(True)
+        assert trial.gain is None and not forward(True, [90]) and forward(True)
+        assert trial.gain is None and forward(True)
     clock.done = False
-    assert forward(True) and graphs._gain is None
+    assert forward(True) and trial.gain is None
     clock.done = True
-    assert forward(True) is wanted and graphs._gain == with_graph / 10
+    assert forward(True) is wanted and trial.gain == with_graph / 10
     assert len(graphs._captured) == wanted
 
 
@@ -521,7 +511,7 @@ def test_a_forward_that_needs_no_gradient_is_no_error(monkeypatch: pytest.Monkey
     cuda: Any = CudaOnTheCPU()
     cuda.Event = Clock().Event
     graphs = graphs_of(model, monkeypatch)
-    graphs._always = False
+    graphs._trial = trial = GraphTrial()
     row = packed_row(LENGTHS, ROW)
     embeds = graphs._backbone.embed_tokens(row["input_ids"]).detach()
     given = {"inputs_embeds": embeds, "position_ids": row["position_ids"], "packed": row["packed"], "use_cache": False}
@@ -533,7 +523,7 @@ def test_a_forward_that_needs_no_gradient_is_no_error(monkeypatch: pytest.Monkey
             assert graphs.forward(embeds, row["position_ids"], row["packed"]) is None
             out = graphs.without(lambda: graphs._plain(graphs._backbone, **given))[0]
         assert out.isfinite().all() and not out.requires_grad
-    assert graphs._host_share is None
+    assert trial.host_share is None
 
 
 def test_what_is_decided_against_costs_nothing() -> None:
@@ -542,7 +532,7 @@ def test_what_is_decided_against_costs_nothing() -> None:
     row = packed_row(LENGTHS, ROW)
     with pytest.raises(AttributeError):  # of the backbone that isn't there
         graphs.forward(torch.zeros(1), row["position_ids"], row["packed"])
-    graphs._host_share = 0.1
+    graphs._trial.host_share = 0.1  # type: ignore[union-attr]
     assert graphs.forward(torch.zeros(1), row["position_ids"], row["packed"]) is None
 
 

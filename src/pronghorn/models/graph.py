@@ -13,12 +13,9 @@ from __future__ import annotations
 
 import copy
 import functools
-import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -30,19 +27,11 @@ from pronghorn.data.batch import PackedBatch
 from pronghorn.errors import TrainingError
 from pronghorn.memory.plan import POLICY, Policy
 from pronghorn.models import fast
+from pronghorn.models.graph_trial import GraphTrial
 from pronghorn.models.subclass import subclass
 
 Graph = Literal["auto", "on", "off"]
 
-MEASURED_FORWARDS = 8
-"""Training forwards that are timed before `auto` decides, by the median of all but the first two: they compile."""
-HOST_BOUND = 0.7
-"""Share of a forward's time on the device that the host takes to launch it, from which on a graph is tried: the device
-also waits here and there where the host keeps up on the whole."""
-MEASURED_REPLAYS = 4
-"""Times from a replayed forward to the next one that are taken then, the first one left out."""
-PAYS = 0.97
-"""Of the time from a forward to the next one without a graph, the most that it may take with one."""
 MOST_GRAPHS = 4
 """Different numbers of documents (buckets) that are captured; rows of others run without a graph."""
 WARM_UPS = 2
@@ -64,20 +53,6 @@ class _Captured:
     parts: list[Any]
     """`fast.parts_of` the layers, whose copies of adapters are written to: by a replay, too, when layers that did
     something else in between have made others."""
-
-
-@dataclass
-class _Timed:
-    """A training forward without a graph."""
-
-    host_ms: float
-    begin: torch.cuda.Event
-    end: torch.cuda.Event
-    backward: bool = False
-    """Whether its backward has begun."""
-
-    def note(self, gradient: Tensor) -> None:
-        self.backward = True
 
 
 class TrunkGraphs:
@@ -103,26 +78,15 @@ class TrunkGraphs:
         longest: Callable[[], int | None],
         settle: Callable[[], None],
     ) -> None:
-        self._backbone, self._plain, self._always = backbone, plain, always
+        self._backbone, self._plain = backbone, plain
+        self._trial = None if always else GraphTrial()
         self._refusal, self._longest, self._settle = refusal, longest, settle
         self._parameters: list[nn.Parameter] = []
         self._captured: dict[Any, _Captured] = {}
         self._fingerprint: list[Any] = []
         self._pool: Any = None
         self._stream: Any = None
-        self._timed: list[_Timed] = []
         self._refused: str | None = None
-        self._host_share: float | None = None
-        self._plain_ms = 0.0
-        """Median time from one of the forwards that `_host_share` is from to the next: the host launches a backward,
-        too."""
-        self._last: tuple[int, torch.cuda.Event] | None = None
-        """(`replays` then, when it began) of the training forward before, if it was a replay, until it is known what a
-        graph gains."""
-        self._replayed: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        """When a replayed forward and the next one began, with nothing but a backward between them."""
-        self._gain: float | None = None
-        """The time from a forward to the next one with a graph, where without one it is 1."""
         self.replays = 0
         """Forwards and backwards so far. All graphs share memory: each overwrites what a forward before it left."""
 
@@ -130,7 +94,7 @@ class TrunkGraphs:
         """A copied model captures its own."""
         asked = self._refusal, self._longest, self._settle
         backbone, asked = copy.deepcopy((self._backbone, asked), memo)
-        return TrunkGraphs(backbone, self._plain, self._always, *asked)
+        return TrunkGraphs(backbone, self._plain, self._trial is None, *asked)
 
     @property
     def state(self) -> tuple[str, str]:
@@ -140,34 +104,26 @@ class TrunkGraphs:
             return "off", refused
         longest = self._longest()
         but = "" if longest is None else f"; not for rows with a document of {longest:,} tokens or more"
-        if self._always:
+        if self._trial is None:
             return "on", f"asked for{but}"
-        if self._host_share is None:
-            return "off", "the first steps measure whether it pays"
-        why = f"launching takes the host {self._host_share:.0%} of a forward's time"
-        if self._gain is not None:
-            why += f", from one to the next it takes {self._gain:.0%} of the time with a graph"
-        return ("on", why + but) if self._wanted() else ("off", why)
-
-    def _wanted(self) -> bool:
-        """Whether a graph pays, as far as is known."""
-        if self._always:
-            return True
-        return self._host_share is not None and self._host_share >= HOST_BOUND and (self._gain or 0.0) <= PAYS
+        return ("on", self._trial.why + but) if self._trial.wanted else ("off", self._trial.why)
 
     def forward(self, embeds: Tensor, position_ids: Tensor, packed: PackedBatch) -> Tensor | None:
         """The trunk's output [1, T, H] through a graph; None if this batch goes without one."""
-        if not self._always and self._gain is None:
-            self._judge()
-        if self._host_share is not None and not self._wanted():  # nothing is captured that a change could concern
-            return None
+        if self._trial is not None:
+            self._trial.judge()
+            if self._trial.lost:  # nothing stays captured that a change could concern
+                if self._captured:
+                    self.clear()
+                    torch.cuda.empty_cache()  # else nothing but graphs could use what was theirs
+                return None
         fingerprint = _fingerprint(self._backbone)
         if fingerprint != self._fingerprint:  # weights were moved, adapters switched: what was captured reads others
             self.clear()
             self._refused = self._refusal()
             self._parameters = [p for p in self._backbone.parameters() if p.requires_grad]
             self._fingerprint = fingerprint
-        if self._refused is not None or embeds.requires_grad or not self._wanted():
+        if self._refused is not None or embeds.requires_grad or not (self._trial is None or self._trial.wanted):
             return None
         longest = self._longest()
         if longest is not None and max(packed.lengths) >= longest:  # lengths are the host's there, not data
@@ -182,24 +138,9 @@ class TrunkGraphs:
                 self.clear()
             self._captured[key] = self._capture(embeds, position_ids, packed)
             self._fingerprint = _fingerprint(self._backbone)  # the first products put weights together
-        if not self._always and self._gain is None:
-            begin = torch.cuda.Event(enable_timing=True)
-            begin.record()
-            if self._last is not None and self._last[0] == self.replays - 2:
-                self._replayed.append((self._last[1], begin))
-            self._last = self.replays, begin
+        if self._trial is not None:
+            self._trial.replay_begins(self.replays)
         return _Replay.apply(embeds, position_ids, packed, self, self._captured[key], *self._parameters)
-
-    def _judge(self) -> None:
-        """Once replays were timed: know what they gain, and give the graphs back if that is too little."""
-        times = [one.elapsed_time(other) for one, other in self._replayed if other.query()]
-        if len(times) < MEASURED_REPLAYS:
-            return
-        self._gain = statistics.median(times[1:]) / self._plain_ms
-        self._replayed.clear()
-        if not self._wanted():
-            self.clear()
-            torch.cuda.empty_cache()  # else nothing but graphs could use what was theirs
 
     def clear(self) -> None:
         """Give the graphs back, once replays that are on their way have run: before torch unmaps growing segments it
@@ -213,28 +154,8 @@ class TrunkGraphs:
         return any(each is captured for each in self._captured.values())
 
     def without(self, run: Callable[[], Any]) -> Any:
-        """Run a training forward without a graph; the first ones that have a backward each are timed, without waiting
-        for the device."""
-        self._last = None
-        if self._always or self._host_share is not None or self._refused is not None:
-            return run()
-        if self._timed and not self._timed[-1].backward:
-            self._timed.clear()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        began = time.perf_counter()
-        result = run()
-        timed = _Timed((time.perf_counter() - began) * 1e3, begin, end)
-        end.record()
-        if result[0].requires_grad:  # not where adapters are merged
-            result[0].register_hook(timed.note)
-        self._timed.append(timed)
-        done = [each for each in self._timed if each.end.query()][MEASURED_FORWARDS // 3 :]
-        if len(done) >= MEASURED_FORWARDS - MEASURED_FORWARDS // 3:
-            self._host_share = statistics.median(each.host_ms / each.begin.elapsed_time(each.end) for each in done)
-            self._plain_ms = statistics.median(one.begin.elapsed_time(other.begin) for one, other in pairwise(done))
-            self._timed.clear()
-        return result
+        """The outputs of `run`, a training forward without a graph."""
+        return run() if self._trial is None or self._refused is not None else self._trial.plain(run)
 
     def _capture(self, embeds: Tensor, position_ids: Tensor, packed: PackedBatch) -> _Captured:
         if not self._captured:  # a pool ends with its graphs

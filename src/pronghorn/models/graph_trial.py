@@ -1,0 +1,123 @@
+"""Whether CUDA graphs of the trunk (`models.graph`) pay: the first training forwards are timed without them, and where
+the host takes long to launch these, some with them. Nothing here waits for the device.
+
+What counts is the time from one forward's start to the next one's, as the host launches backwards, too. Forwards that
+had no backward, as in an evaluation of one's own, tell nothing.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MEASURED_FORWARDS = 8
+"""Training forwards that are timed without a graph, the first two left out: they compile."""
+HOST_BOUND = 0.7
+"""Share of a forward's time on the device that the host takes to launch it, from which on a graph is tried: the device
+also waits here and there where the host keeps up on the whole."""
+MEASURED_REPLAYS = 4
+"""Times from a replayed forward to the next one that are taken then; their median passes over a slow first one."""
+PAYS = 0.97
+"""Of the time from a forward to the next one without a graph, the most that it may take with one."""
+
+
+@dataclass
+class _Timed:
+    """A training forward without a graph."""
+
+    host_ms: float
+    begin: torch.cuda.Event
+    end: torch.cuda.Event
+    backward: bool = False
+    """Whether its backward has begun."""
+
+    def note(self, gradient: Tensor) -> None:
+        self.backward = True
+
+
+class GraphTrial:
+    """What is known so far of one model. All figures are medians."""
+
+    def __init__(self) -> None:
+        self.host_share: float | None = None
+        """Of a forward's time on the device, what the host takes to launch it."""
+        self.plain_ms = 0.0
+        """From one of these forwards to the next."""
+        self.gain: float | None = None
+        """The time from a forward to the next one with a graph, where without one it is 1."""
+        self._timed: list[_Timed] = []
+        self._last: tuple[int, torch.cuda.Event] | None = None
+        """(number, begin) of the training forward before, if it was a replay."""
+        self._replayed: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        """When a replayed forward and the next one began, with nothing but a backward between them."""
+
+    @property
+    def wanted(self) -> bool:
+        """Whether a graph pays, as far as is known."""
+        return self.host_share is not None and self.host_share >= HOST_BOUND and (self.gain or 0.0) <= PAYS
+
+    @property
+    def lost(self) -> bool:
+        """Whether it is known that a graph doesn't pay."""
+        return self.host_share is not None and not self.wanted
+
+    @property
+    def why(self) -> str:
+        """What was found, in words."""
+        if self.host_share is None:
+            return "the first steps measure whether it pays"
+        words = f"launching takes the host {self.host_share:.0%} of a forward's time"
+        if self.gain is not None:
+            words += f", from one to the next it takes {self.gain:.0%} of the time with a graph"
+        return words
+
+    def plain(self, run: Callable[[], Any]) -> Any:
+        """The outputs of `run`, a training forward without a graph, which is timed if need be."""
+        self._last = None
+        if self.host_share is not None:
+            return run()
+        if self._timed and not self._timed[-1].backward:
+            self._timed.clear()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        began = time.perf_counter()
+        outputs = run()
+        timed = _Timed((time.perf_counter() - began) * 1e3, begin, end)
+        end.record()
+        if outputs[0].requires_grad:  # not where adapters are merged
+            outputs[0].register_hook(timed.note)
+        self._timed.append(timed)
+        done = [each for each in self._timed if each.end.query()][MEASURED_FORWARDS // 3 :]
+        if len(done) >= MEASURED_FORWARDS - MEASURED_FORWARDS // 3:
+            self.host_share = statistics.median(each.host_ms / each.begin.elapsed_time(each.end) for each in done)
+            self.plain_ms = statistics.median(one.begin.elapsed_time(other.begin) for one, other in pairwise(done))
+            self._timed.clear()
+        return outputs
+
+    def replay_begins(self, number: int) -> None:
+        """A training forward is about to be replayed.
+
+        Args:
+            number: of forwards and backwards before it: two more than at the last one if only its backward was between.
+        """
+        if self.gain is not None:
+            return
+        begin = torch.cuda.Event(enable_timing=True)
+        begin.record()
+        if self._last is not None and self._last[0] == number - 2:
+            self._replayed.append((self._last[1], begin))
+        self._last = number, begin
+
+    def judge(self) -> None:
+        """Know what graphs gain, once enough replays were timed."""
+        times = [one.elapsed_time(other) for one, other in self._replayed if other.query()]
+        if len(times) >= MEASURED_REPLAYS:
+            self.gain = statistics.median(times) / self.plain_ms
+            self._replayed.clear()
