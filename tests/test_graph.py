@@ -171,6 +171,7 @@ def test_auto_measures_first(captured: tuple[Any, Any]) -> None:
         torch.cuda.synchronize()
     path, why = graph_path(handle)  # three tiny layers: nothing but launching
     assert path == "on" and "of a forward's time" in why and "a graph" not in why
+    assert handle.report[-1].path == "keep; in the graph norms' results are made again"
     for seed in range(MEASURED_REPLAYS + 2):
         model(**on_device(LENGTHS, seed)).loss.backward()
         torch.cuda.synchronize()
@@ -576,6 +577,20 @@ def test_hooks_are_noticed() -> None:
     hook.remove()
     assert "per_document" in str(_graph_refusal(base, "auto", None))
     assert _graph_refusal(base, "auto", Plan(graph=False)) == "the plan's budget has no memory for one"
+
+
+def test_adapters_that_are_off_and_not_frozen_are_no_error() -> None:
+    """Which a loop of one's own may unfreeze: they get no gradient, and a graph's backward gives each one."""
+    model = with_adapters(tiny_model("llama"))
+    model.add_adapter("other", model.peft_config["default"])
+    base = model.get_base_model()
+    assert "per_document" in str(_graph_refusal(base, "auto", None))
+    for name, parameter in model.named_parameters():
+        if "lora_B.other" in name:
+            parameter.requires_grad_(True)
+    assert _graph_refusal(base, "auto", None) == "adapters that are off are not frozen"
+    model.set_adapter("other")
+    assert "per_document" in str(_graph_refusal(base, "auto", None))
 
 
 @pytest.mark.parametrize("change", CHANGES)

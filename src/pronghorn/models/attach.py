@@ -15,6 +15,7 @@ Parameters keep their names and values (so `save_pretrained` gives byte for byte
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -27,7 +28,7 @@ from pronghorn.attention.packed import NAME_PREFIX, Metadata, implementation
 from pronghorn.errors import ConfigError
 from pronghorn.memory.checkpoint import Installed, install, policies_of
 from pronghorn.memory.offload import OffloadEngine
-from pronghorn.memory.plan import Plan
+from pronghorn.memory.plan import Plan, Policy
 from pronghorn.models import experts, fast
 from pronghorn.models.causal_lm import has_own_loss, packed_class
 from pronghorn.models.families import base_causal_lm, check_config, has_experts, recomputes_layers
@@ -102,6 +103,9 @@ class Handle:
         loss = "labelled tokens only, in chunks", "the batch knows its labelled positions"
         if layers.path == FUSED and graph.path == "off" and not fast.output_is_seen(self.model.base_model):
             loss = f"{loss[0]}; the last layer's MLP, too", loss[1]
+        activations = self._activations_path(autocast)
+        if layers.path == FUSED and graph.path == "on" and Policy.KEEP in activations[0]:
+            activations = f"{activations[0]}; in the graph norms' results are made again", activations[1]
         if has_own_loss(self.model):
             loss = "the model's own loss_function, of all logits", "it is not transformers' cross-entropy"
         return [
@@ -112,7 +116,7 @@ class Handle:
             graph,
             PathTaken("loss", *loss),
             PathTaken("padded batches, generate()", unpacked, "they carry a mask or a cache"),
-            PathTaken("activations", *self._activations_path(autocast)),
+            PathTaken("activations", *activations),
         ]
 
     def _activations_path(self, autocast: torch.dtype | None) -> tuple[str, str]:
@@ -301,8 +305,11 @@ def _graph_refusal(model: Any, attention: Backend, plan: Plan | None) -> str | N
         return "weights besides adapters are trained"
     if not any(p.requires_grad for p in model.base_model.parameters()):
         return "nothing in the layers is trained"
-    if any("lora_A" in module._modules and module.merged for module in model.base_model.modules()):
+    linears = [module for module in model.base_model.modules() if "lora_A" in module._modules]
+    if any(linear.merged for linear in linears):
         return "adapters are merged, so that nothing is trained"
+    if any(p.requires_grad for linear in linears for p in _off(linear)):
+        return "adapters that are off are not frozen"  # and get no gradient, as a graph's backward gives
     if recomputes_layers(model):
         return "layers are recomputed"
     if plan is not None and not plan.graph:
@@ -317,6 +324,13 @@ def _graph_refusal(model: Any, attention: Backend, plan: Plan | None) -> str | N
         return "the loss needs the routers' logits"
     way, why = choose(attention, _query(model))
     return fast.refusal(model, None) or (None if way == "tiled" else f"attention goes {way}: {why}")
+
+
+def _off(linear: Any) -> Iterator[nn.Parameter]:
+    """The parameters of one linear's adapters that aren't active."""
+    for adapters in (linear.lora_A, linear.lora_B):
+        for name in adapters.keys() - linear.active_adapters:
+            yield from adapters[name].parameters()
 
 
 def _query(model: Any, autocast: torch.dtype | None = None) -> torch.Tensor:
