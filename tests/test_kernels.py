@@ -56,12 +56,12 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
     norm = {"x_ptr": x, "w_ptr": x, "y_ptr": x, "r_ptr": wide, "H": count, "eps": real, "offset": real}
     norm |= {"dy_ptr": x, "more_ptr": wide, "dx_ptr": x, "dw_ptr": wide, "T": count, "programs": count}
     add = {**dict.fromkeys(("y_ptr", "xa_ptr", "b_ptr"), x), "x_ptr": wide, "out_ptr": wide, "scale": real}
-    add |= dict.fromkeys(("T", "N", "rank"), count)
+    add |= dict.fromkeys(("T", "N"), count)
     sums = dict.fromkeys(("dya_parts_ptr", "db_parts_ptr", "db_ptr"), wide) | {"dya_ptr": x, "both_ptr": x}
-    sums |= dict.fromkeys(("T", "N", "ranks", "rank", "blocks", "chunks0", "chunks1", "chunks2"), count)
+    sums |= dict.fromkeys(("T", "N", "blocks", "chunks0", "chunks1", "chunks2"), count)
     sums |= {"scale": real}
     gate = {"gu_ptr": x, "a_ptr": x, "da_ptr": x, "dgu_ptr": x, "WIDTH": count}
-    gate |= {"xa_ptr": x, "b_ptr": x, "scale": real} | dict.fromkeys(("T", "ranks", "gate_rank", "up_rank"), count)
+    gate |= {"xa_ptr": x, "b_ptr": x, "scale": real} | {"T": count}
     turn = dict.fromkeys(("qkv_ptr", "q_ptr", "k_ptr", "cos_ptr", "sin_ptr", "qw_ptr", "kw_ptr"), x)
     turn |= {"dqkv_ptr": x, "dw_ptr": wide, "eps": real, "offset": real}
     turn |= dict.fromkeys(("T", "stride", "q_stride", "k_stride", "q_heads", "k_heads"), count)
@@ -106,7 +106,7 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
             f"residual, {kind}": (
                 residual_triton._add,
                 {**add, **dict.fromkeys(("xa_ptr", "b_ptr"), kind)},
-                low_rank(residual_triton.TILE, 128),
+                {"RANK": 128, **low_rank(residual_triton.TILE, 128)},
                 residual_triton.TILE[2],
             )
             for kind in (x, wide)
@@ -115,7 +115,7 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
         "adapters' gradients, sums": (
             adapter_gradients_triton._sums,
             sums,
-            {"BOTH": True, "TOGETHER": 16, "BLOCK": 512},
+            {"ADAPTERS": 3, "RANK": 32, "BOTH": True, "TOGETHER": 16, "BLOCK": 512},
             4,
         ),
         "glu": (glu_triton._forward, gate, {"GELU": True, "BLOCK": 1024}, 4),
@@ -123,7 +123,7 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
             f"glu, ranks {rank}, {kind}": (
                 glu_triton._forward_with_low_rank,
                 {**gate, **dict.fromkeys(("gu_ptr", "xa_ptr", "b_ptr", "a_ptr"), kind)},
-                {"GELU": True, **low_rank(glu_triton.tile(rank, bytes_), rank)},
+                {"GELU": True, "GATE": rank, "UP": rank, **low_rank(glu_triton.tile(rank, bytes_), rank)},
                 glu_triton.tile(rank, bytes_)[2],
             )
             for rank in (16, 32, 64, 128)
@@ -185,7 +185,7 @@ def parts_of_adapters_gradients(
         f"adapters' gradients, {cols} columns, {both}": (
             _parts,
             types,
-            {"R": rank, "BOTH": both, "TOKENS": 64, "COLS": cols, "STAGES": stages},
+            {"ADAPTERS": 3, "RANK": rank, "R": rank, "BOTH": both, "TOKENS": 64, "COLS": cols, "STAGES": stages},
             warps,
         )
         for cols, warps, stages, rank in tiles
@@ -220,10 +220,6 @@ ALIGNED = {
     "q_stride",
     "k_stride",
     "dy_row",
-    "ranks",
-    "rank",
-    "gate_rank",
-    "up_rank",
     "start0",
     "start1",
     "start2",

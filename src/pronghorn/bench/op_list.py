@@ -34,8 +34,12 @@ OPS: dict[str, tuple[Callable[..., Case], tuple[tuple[Any, ...], ...], tuple[tup
         ((64,), (63,)),
     ),
     "geglu": (functools.partial(dense.glu_case, activation="gelu_tanh"), ((6912,), (1025,)), ((64,),)),
-    "swiglu_lora": (dense.glu_lora_case, ((8192, 32), (14336, 32), (1025, 20)), ((64, 8), (63, 5))),
-    "residual_lora": (dense.residual_case, ((2048, 16), (4096, 16), (4096, 64), (1100, 5)), ((64, 8), (63, 5))),
+    "swiglu_lora": (dense.glu_lora_case, ((8192, 32), (14336, 32), (14336, 16), (1025, 20)), ((64, 8), (63, 5))),
+    "residual_lora": (
+        dense.residual_case,
+        ((2048, 16), (4096, 16), (4096, 8), (4096, 64), (1100, 5)),
+        ((64, 8), (63, 5)),
+    ),
     "adapter_gradients": (
         dense.adapters_case,
         (
@@ -43,6 +47,9 @@ OPS: dict[str, tuple[Callable[..., Case], tuple[tuple[Any, ...], ...], tuple[tup
             (16, 4096),
             (16, 14336, 14336),
             (32, 14336, 14336),
+            (24, 14336, 14336),
+            (8, 14336, 14336),
+            (8, 4096),
             (16, 2048, 512, 512),
             (16, 2048),
             (16, 8192, 8192),

@@ -36,9 +36,10 @@ def tile(width: int, rank: int) -> Tile:
     """The tile for dy [T, width] and a padded rank.
 
     Measured on an H200, one program a processor (rank 16, 8,192 tokens): with 512 columns 145 µs and with 256 169 for
-    N = 28,672, but 30 and 29 for 3,072.
+    N = 28,672, but 30 and 29 for 3,072. Of rank 32 a fourth stage takes 191 µs instead of 203 there, but no less for
+    16,384 and below.
     """
-    return Tile(512, 8, 3) if width >= 4096 and rank <= 16 else Tile(256, 4, 3)
+    return Tile(512, 8, 3) if width >= 4096 and rank <= 16 else Tile(256, 4, 4 if width > 16384 else 3)
 
 
 @triton.jit
@@ -57,39 +58,42 @@ def _chunk(chunk, start0, start1, start2, end0, end1, end2, COLS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["steps"])
 def _parts(
-    dy_ptr, b_ptr, xa_ptr, both_ptr, dya_ptr, db_ptr, T, N, dy_row, ranks, rank, steps,
+    dy_ptr, b_ptr, xa_ptr, both_ptr, dya_ptr, db_ptr, T, N, dy_row, steps,
     start0, start1, start2, end0, end1, end2,
-    R: tl.constexpr, BOTH: tl.constexpr, TOKENS: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
+    ADAPTERS: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr, BOTH: tl.constexpr,
+    TOKENS: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Parts of dya [chunks, T, rank] and of dB [blocks, N, rank], without s."""
+    # ranks are known when it is compiled: else rows of xa that aren't whole 32 bytes could not be loaded ahead
+    RANKS: tl.constexpr = ADAPTERS * RANK
     chunk, block = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     adapter, start, end = _chunk(tl.program_id(0), start0, start1, start2, end0, end1, end2, COLS)
     cols, tokens, k = start + tl.arange(0, COLS), tl.arange(0, TOKENS), tl.arange(0, R)
-    mine, known = (cols < end)[None, :], (k < rank)[None, :]
+    mine, known = (cols < end)[None, :], (k < RANK)[None, :]
     within = (cols < end)[:, None] & known
-    first = adapter * rank
-    b = tl.load(b_ptr + cols.to(tl.int64)[:, None] * ranks + first + k[None, :], mask=within, other=0.0)
+    first = adapter * RANK
+    b = tl.load(b_ptr + cols.to(tl.int64)[:, None] * RANKS + first + k[None, :], mask=within, other=0.0)
 
     begin = block * steps * TOKENS
     dy_ptr += begin * dy_row
-    both_ptr += begin * (N + ranks)
-    xa_ptr += begin * ranks + first
-    dya_ptr += (chunk * T + begin) * rank
+    both_ptr += begin * (N + RANKS)
+    xa_ptr += begin * RANKS + first
+    dya_ptr += (chunk * T + begin) * RANK
     db = tl.zeros((COLS, R), tl.float32)
     for step in tl.range(0, tl.minimum(steps, tl.cdiv(T - begin, TOKENS)).to(tl.int32), num_stages=STAGES):
         there = (begin + step * TOKENS + tokens < T)[:, None]
         dy = tl.load(dy_ptr + tokens[:, None] * dy_row + cols[None, :], mask=there & mine, other=0.0)
-        xa = tl.load(xa_ptr + tokens[:, None] * ranks + k[None, :], mask=there & known, other=0.0)
+        xa = tl.load(xa_ptr + tokens[:, None] * RANKS + k[None, :], mask=there & known, other=0.0)
         db = tl.dot(tl.trans(dy), xa, db, input_precision="ieee")
         dya = tl.dot(dy, b, input_precision="ieee")
-        tl.store(dya_ptr + tokens[:, None] * rank + k[None, :], dya, mask=there & known)
+        tl.store(dya_ptr + tokens[:, None] * RANK + k[None, :], dya, mask=there & known)
         if BOTH:
-            tl.store(both_ptr + tokens[:, None] * (N + ranks) + cols[None, :], dy, mask=there & mine)
+            tl.store(both_ptr + tokens[:, None] * (N + RANKS) + cols[None, :], dy, mask=there & mine)
         dy_ptr += TOKENS * dy_row
-        both_ptr += TOKENS * (N + ranks)
-        xa_ptr += TOKENS * ranks
-        dya_ptr += TOKENS * rank
-    tl.store(db_ptr + (block * N + cols)[:, None] * rank + k[None, :], db, mask=within)
+        both_ptr += TOKENS * (N + RANKS)
+        xa_ptr += TOKENS * RANKS
+        dya_ptr += TOKENS * RANK
+    tl.store(db_ptr + (block * N + cols)[:, None] * RANK + k[None, :], db, mask=within)
 
 
 @triton.jit
@@ -106,26 +110,27 @@ def _add_up(parts_ptr, at, size, first, end, TOGETHER: tl.constexpr, BLOCK: tl.c
 
 @triton.jit(do_not_specialize=["blocks", "chunks0", "chunks1", "chunks2"])
 def _sums(
-    dya_parts_ptr, db_parts_ptr, dya_ptr, db_ptr, both_ptr, T, N, ranks, rank, scale, blocks, chunks0, chunks1, chunks2,
-    BOTH: tl.constexpr, TOGETHER: tl.constexpr, BLOCK: tl.constexpr,
+    dya_parts_ptr, db_parts_ptr, dya_ptr, db_ptr, both_ptr, T, N, scale, blocks, chunks0, chunks1, chunks2,
+    ADAPTERS: tl.constexpr, RANK: tl.constexpr, BOTH: tl.constexpr, TOGETHER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A program adds up BLOCK elements of one adapter's dya or, after all of these, of dB."""
-    each = (T * rank + BLOCK - 1) // BLOCK
+    RANKS: tl.constexpr = ADAPTERS * RANK
+    each = (T * RANK + BLOCK - 1) // BLOCK
     adapter = tl.program_id(0) // each
     at = (tl.program_id(0) % each) * BLOCK + tl.arange(0, BLOCK)
-    if adapter < ranks // rank:
+    if adapter < ADAPTERS:
         end = chunks0 + tl.where(adapter > 0, chunks1, 0) + tl.where(adapter > 1, chunks2, 0)
         first = end - tl.where(adapter == 0, chunks0, tl.where(adapter == 1, chunks1, chunks2))
-        total = scale * _add_up(dya_parts_ptr, at, T * rank, first, end, TOGETHER, BLOCK)
-        token, k = (at // rank).to(tl.int64), adapter * rank + at % rank
+        total = scale * _add_up(dya_parts_ptr, at, T * RANK, first, end, TOGETHER, BLOCK)
+        token, k = (at // RANK).to(tl.int64), adapter * RANK + at % RANK
         dya = total.to(dya_ptr.dtype.element_ty)
-        tl.store(dya_ptr + token * ranks + k, dya, mask=at < T * rank)
+        tl.store(dya_ptr + token * RANKS + k, dya, mask=at < T * RANK)
         if BOTH:
-            tl.store(both_ptr + token * (N + ranks) + N + k, dya, mask=at < T * rank)
+            tl.store(both_ptr + token * (N + RANKS) + N + k, dya, mask=at < T * RANK)
     else:
-        at += (adapter - ranks // rank) * each * BLOCK
-        total = scale * _add_up(db_parts_ptr, at, N * rank, 0, blocks, TOGETHER, BLOCK)
-        tl.store(db_ptr + at, total.to(db_ptr.dtype.element_ty), mask=at < N * rank)
+        at += (adapter - ADAPTERS) * each * BLOCK
+        total = scale * _add_up(db_parts_ptr, at, N * RANK, 0, blocks, TOGETHER, BLOCK)
+        tl.store(db_ptr + at, total.to(db_ptr.dtype.element_ty), mask=at < N * RANK)
 
 
 def products(
@@ -149,16 +154,16 @@ def products(
     dya_parts = dy.new_empty(sum(chunks), tokens, rank, dtype=torch.float32)
     db_parts = dy.new_empty(blocks, width, rank, dtype=torch.float32)
     _parts[(sum(chunks), blocks)](
-        dy, b, xa, dy if both is None else both, dya_parts, db_parts, tokens, width, dy.stride(0), sum(ranks), rank,
-        steps, *starts, *ends, R=padded, BOTH=both is not None, TOKENS=TOKENS, COLS=shape.cols, STAGES=shape.stages,
-        num_warps=shape.warps,
+        dy, b, xa, dy if both is None else both, dya_parts, db_parts, tokens, width, dy.stride(0), steps,
+        *starts, *ends, ADAPTERS=len(columns), RANK=rank, R=padded, BOTH=both is not None, TOKENS=TOKENS,
+        COLS=shape.cols, STAGES=shape.stages, num_warps=shape.warps,
     )  # fmt: skip
     # rows of dB without an adapter are never written, nor given to anybody
     dya, db = dy.new_empty(tokens, sum(ranks)), dy.new_empty(width, rank, dtype=dtype)
     programs = len(columns) * triton.cdiv(tokens * rank, SUMMED) + triton.cdiv(width * rank, SUMMED)
     _sums[(programs,)](
-        dya_parts, db_parts, dya, db, dya if both is None else both, tokens, width, sum(ranks), rank, scale, blocks,
-        *chunks, BOTH=both is not None, TOGETHER=TOGETHER, BLOCK=SUMMED,
+        dya_parts, db_parts, dya, db, dya if both is None else both, tokens, width, scale, blocks, *chunks,
+        ADAPTERS=len(columns), RANK=rank, BOTH=both is not None, TOGETHER=TOGETHER, BLOCK=SUMMED,
     )  # fmt: skip
     return dya, [db[mine] for mine in columns]
 

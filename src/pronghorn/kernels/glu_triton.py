@@ -40,8 +40,8 @@ def _forward(gu_ptr, a_ptr, WIDTH, GELU: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T"])  # it differs from row to row, the instructions don't
 def _forward_with_low_rank(
-    gu_ptr, xa_ptr, b_ptr, a_ptr, T, WIDTH, ranks, gate_rank, up_rank, scale,
-    GELU: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    gu_ptr, xa_ptr, b_ptr, a_ptr, T, WIDTH, scale,
+    GELU: tl.constexpr, GATE: tl.constexpr, UP: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -51,12 +51,12 @@ def _forward_with_low_rank(
     # all loads before the first store, which none of them could be moved across
     g = tl.load(here, mask=there & known)
     u = tl.load(here + WIDTH, mask=there & known)
-    xa = xa_ptr + rows[:, None] * ranks + k[None, :]
-    b = b_ptr + cols[None, :].to(tl.int64) * ranks + k[:, None]
-    gate_xa = tl.load(xa, mask=there & (k < gate_rank)[None, :], other=0.0)
-    up_xa = tl.load(xa + gate_rank, mask=there & (k < up_rank)[None, :], other=0.0)
-    gate_b = tl.load(b, mask=(k < gate_rank)[:, None] & known, other=0.0)
-    up_b = tl.load(b + WIDTH * ranks + gate_rank, mask=(k < up_rank)[:, None] & known, other=0.0)
+    xa = xa_ptr + rows[:, None] * (GATE + UP) + k[None, :]
+    b = b_ptr + cols[None, :].to(tl.int64) * (GATE + UP) + k[:, None]
+    gate_xa = tl.load(xa, mask=there & (k < GATE)[None, :], other=0.0)
+    up_xa = tl.load(xa + GATE, mask=there & (k < UP)[None, :], other=0.0)
+    gate_b = tl.load(b, mask=(k < GATE)[:, None] & known, other=0.0)
+    up_b = tl.load(b + WIDTH * (GATE + UP) + GATE, mask=(k < UP)[:, None] & known, other=0.0)
     # g and u go to where the products will be before they are made: after it that takes barriers more
     g = (g.to(tl.float32) + scale * tl.dot(gate_xa, gate_b, input_precision="ieee")).to(gu_ptr.dtype.element_ty)
     u = (u.to(tl.float32) + scale * tl.dot(up_xa, up_b, input_precision="ieee")).to(gu_ptr.dtype.element_ty)
@@ -111,8 +111,8 @@ def forward_with_low_rank_(
     padded = max(16, triton.next_power_of_2(max(ranks)))
     rows, cols, warps = tile(padded, xa.element_size())
     _forward_with_low_rank[(triton.cdiv(width, cols), triton.cdiv(tokens, rows))](
-        gate_up, xa, b, a, tokens, width, xa.shape[1], *ranks, scale,
-        GELU=activation == "gelu_tanh", R=padded, ROWS=rows, COLS=cols, num_warps=warps,
+        gate_up, xa, b, a, tokens, width, scale, GELU=activation == "gelu_tanh",
+        GATE=ranks[0], UP=ranks[1], R=padded, ROWS=rows, COLS=cols, num_warps=warps,
     )  # fmt: skip
     return a
 

@@ -13,8 +13,9 @@ TILE = 64, 64, 4
 
 @triton.jit(do_not_specialize=["T"])  # it differs from row to row, the instructions don't
 def _add(
-    y_ptr, x_ptr, xa_ptr, b_ptr, out_ptr, T, N, rank, scale, R: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
-):
+    y_ptr, x_ptr, xa_ptr, b_ptr, out_ptr, T, N, scale,
+    RANK: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     k = tl.arange(0, R)
@@ -22,8 +23,8 @@ def _add(
     at = rows[:, None].to(tl.int64) * N + cols[None, :]
     y = tl.load(y_ptr + at, mask=inside)
     x = tl.load(x_ptr + at, mask=inside)
-    xa = tl.load(xa_ptr + rows[:, None] * rank + k[None, :], mask=(rows < T)[:, None] & (k < rank)[None, :], other=0.0)
-    b = tl.load(b_ptr + cols[None, :] * rank + k[:, None], mask=(k < rank)[:, None] & (cols < N)[None, :], other=0.0)
+    xa = tl.load(xa_ptr + rows[:, None] * RANK + k[None, :], mask=(rows < T)[:, None] & (k < RANK)[None, :], other=0.0)
+    b = tl.load(b_ptr + cols[None, :] * RANK + k[:, None], mask=(k < RANK)[:, None] & (cols < N)[None, :], other=0.0)
     # x and y go to where the product will be before it is made: after it that takes two barriers more
     out = x.to(tl.float32) + (y.to(tl.float32) + scale * tl.dot(xa, b, input_precision="ieee"))
     tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=inside)
@@ -35,7 +36,7 @@ def add_(y: Tensor, x: Tensor, xa: Tensor, b: Tensor, scale: float) -> Tensor:
     out = y if y.dtype is x.dtype else torch.empty_like(x)
     rows, cols, warps = TILE
     _add[(triton.cdiv(width, cols), triton.cdiv(tokens, rows))](
-        y, x, xa, b, out, tokens, width, rank, scale,
-        R=max(16, triton.next_power_of_2(rank)), ROWS=rows, COLS=cols, num_warps=warps,
+        y, x, xa, b, out, tokens, width, scale,
+        RANK=rank, R=max(16, triton.next_power_of_2(rank)), ROWS=rows, COLS=cols, num_warps=warps,
     )  # fmt: skip
     return out
