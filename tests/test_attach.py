@@ -466,8 +466,10 @@ def test_a_batch_of_another_row_is_refused() -> None:
     with pytest.raises(DataError, match="sum to 47"):
         bounds = torch.tensor([0, 20, 47], dtype=torch.int32)
         model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], cu_seq_lens_q=bounds)
-    with pytest.raises(DataError, match="without position_ids"):
+    with pytest.raises(DataError, match="packed batch came without position_ids"):
         model(input_ids=batch["input_ids"], packed=batch["packed"])
+    with pytest.raises(DataError, match="cu_seq_lens_q came without position_ids"):
+        model(input_ids=batch["input_ids"], cu_seq_lens_q=batch["packed"].cu_seqlens)
 
 
 def test_a_packed_batch_with_a_cache_is_refused() -> None:

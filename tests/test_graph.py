@@ -6,22 +6,26 @@ import copy
 import gc
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from pronghorn.device import graph_bytes
 from pronghorn.errors import ConfigError, TrainingError
 from pronghorn.memory.plan import POLICY, Plan, Policy
+from pronghorn.models import metadata
 from pronghorn.models.attach import _graph_refusal, attach, attached
 from pronghorn.models.fast import parts_of
-from pronghorn.models.graph import TrunkGraphs, _Captured, _fingerprint, _Replay, graphed_class
-from pronghorn.models.graph_trial import MEASURED_FORWARDS, MEASURED_REPLAYS, GraphTrial
+from pronghorn.models.graph import MOST_GRAPHS, TrunkGraphs, _Captured, _fingerprint, _Replay, graphed_class
+from pronghorn.models.graph_trial import LOOKED_AT, MEASURED_FORWARDS, MEASURED_REPLAYS, GraphTrial
 from test_fused import BIASED, WIDE, with_adapters
 from test_fused_changes import CHANGES, adapted
 from test_parity import LENGTHS, ROW, gradients
@@ -284,20 +288,39 @@ def forward_with(cuda: Any, graphs: TrunkGraphs, lengths: list[int], monkeypatch
     return hidden
 
 
-def test_a_loss_that_is_kept_keeps_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose memory the next forward needs, once graphs are given back; but one whose backward comes after that keeps
-    it, as nobody else waits until it has run."""
-    for backward_first in (True, False):
-        graphs = graphs_of(with_adapters(tiny_model("llama")), monkeypatch)
-        loss = forward_with(CudaOnTheCPU(), graphs, LENGTHS, monkeypatch).sum()
-        [captured] = map(weakref.ref, graphs._captured.values())
-        if backward_first:
-            loss.backward()
-            assert captured() is not None
+@pytest.mark.parametrize("given_back", [False, True])
+def test_a_loss_that_is_kept_keeps_no_graph_and_no_model(given_back: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next forward needs the memory once graphs are given back. A backward after that waits for its replay, as
+    nobody else keeps what it writes to."""
+    cuda, waited = CudaOnTheCPU(), []
+    graphs = graphs_of(with_adapters(tiny_model("llama")), monkeypatch)
+    loss = forward_with(cuda, graphs, LENGTHS, monkeypatch).sum()
+    [captured] = map(weakref.ref, graphs._captured.values())
+    layer = weakref.ref(graphs._backbone.layers[0])
+    if given_back:
         graphs._captured.clear()
-        if not backward_first:
-            loss.backward()
-        assert (captured() is None) is backward_first and loss.grad_fn is not None
+    stream = SimpleNamespace(synchronize=lambda: waited.append(captured() is not None))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
+    loss.backward()
+    assert waited == [True] * given_back and (captured() is None) is given_back
+    monkeypatch.undo()
+    graphs._captured.clear()
+    del graphs
+    gc.collect()
+    assert captured() is None and layer() is None and loss.grad_fn is not None
+
+
+def test_a_loss_that_is_kept_keeps_no_weights() -> None:
+    """As with stock layers: in a notebook it outlives the model that another is to take the place of."""
+    for layers in ("stock", "fused"):
+        model = with_adapters(tiny_model("llama"))
+        attach(model, layers=layers)  # type: ignore[arg-type]
+        linear = weakref.ref(model.get_base_model().model.layers[0].mlp.down_proj.base_layer)
+        loss = model(**packed_row(LENGTHS, ROW)).loss
+        loss.backward()
+        del model
+        gc.collect()
+        assert linear() is None and loss.grad_fn is not None, layers
 
 
 def test_replays_on_their_way_are_waited_for_before_graphs_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,18 +352,21 @@ def test_replays_on_their_way_are_waited_for_before_graphs_are_given_back(monkey
 
 
 def test_captured_layers_keep_no_norms_results_and_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    graphs = graphs_of(with_adapters(tiny_model("llama")), monkeypatch)
-    layers, seen, trunk = graphs._backbone.layers, set(), graphs._trunk
-    layers[0].__dict__[POLICY] = Policy.KEEP
+    """Those that keep everything, as planned or because recomputation was switched off; not those that keep less."""
+    graphs = graphs_of(with_adapters(tiny_model("llama", num_hidden_layers=4)), monkeypatch)
+    layers, seen, trunk = graphs._backbone.layers, [], graphs._trunk
+    policies = [None, Policy.KEEP, Policy.RECOMPUTE_LAYER, Policy.RECOMPUTE_MLP]
+    for layer, policy in zip(layers[1:], policies[1:], strict=True):
+        layer.__dict__[POLICY] = policy
 
     def noted(*static: Any) -> torch.Tensor:
-        seen.update(layer.__dict__[POLICY] for layer in layers)
+        seen[:] = [layer.__dict__[POLICY] for layer in layers]
         return trunk(*static)
 
     monkeypatch.setattr(graphs, "_trunk", noted)
     forward_with(CudaOnTheCPU(), graphs, LENGTHS, monkeypatch)
-    assert seen == {Policy.RECOMPUTE_CHEAP}
-    assert [layer.__dict__.get(POLICY) for layer in layers] == [Policy.KEEP, *[None] * (len(layers) - 1)]
+    assert seen == [Policy.RECOMPUTE_CHEAP] * 3 + [Policy.RECOMPUTE_MLP]
+    assert [layer.__dict__.get(POLICY) for layer in layers] == policies and POLICY not in layers[0].__dict__
 
 
 def test_a_capture_that_fails_leaves_the_stream_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -533,6 +559,235 @@ def test_a_forward_that_needs_no_gradient_is_no_error(monkeypatch: pytest.Monkey
     assert trial.host_share is None
 
 
+class OnCuda(torch.Tensor):
+    """A tensor that says so."""
+
+    is_cuda = True
+
+    @classmethod
+    def __torch_function__(cls, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+
+def asked_for(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What the model's forwards hand to graphs from now on, stand-ins that compute what the trunk would."""
+    backbone, asked = model.get_base_model().model, []
+    plain = type(backbone)
+    backbone.__class__ = graphed_class(plain)
+
+    def forward(embeds: Any, position_ids: Any, packed: Any) -> Any:
+        asked.append(embeds)
+        given = {"position_ids": position_ids, "packed": packed, "use_cache": False}
+        mask = packed.cu_seqlens.view(1, 1, 1, -1)
+        return plain.forward(backbone, inputs_embeds=embeds, attention_mask=mask, **given).last_hidden_state
+
+    graphs = SimpleNamespace(forward=forward, without=lambda run: run(), clear=lambda: asked.append("cleared"))
+    backbone.__dict__["_pronghorn_graphs"] = graphs
+    found = metadata._from_stock_arguments
+    monkeypatch.setattr(metadata, "_from_stock_arguments", lambda kwargs: on_cuda(found(kwargs)))
+    return asked
+
+
+def on_cuda(packed: Any) -> Any:
+    return replace(packed, cu_seqlens=packed.cu_seqlens.as_subclass(OnCuda))
+
+
+@pytest.mark.parametrize(
+    ("how", "by_graph"), [("packed", 1), ("labels only", 1), ("router_logits", 0), ("config", 0), ("as it says", 1)]
+)
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_forwards_of_models_with_experts_find_what_they_read(
+    family: str, how: str, by_graph: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers' own read the routers' logits of the backbone's output, which may be None."""
+    model = with_adapters(tiny_model(family), target_modules=["q_proj", "v_proj"])
+    attach(model, layers="fused")
+    asked, row = asked_for(model, monkeypatch), packed_row(LENGTHS, ROW)
+    more = {"router_logits": {"output_router_logits": True}, "as it says": {"output_router_logits": None}}.get(how, {})
+    if how == "labels only":
+        del row["packed"]
+    else:
+        row["packed"] = on_cuda(row["packed"])
+    model.get_base_model().config.output_router_logits = how == "config"
+    model(**row, **more).loss.backward()
+    assert len(asked) == by_graph
+
+
+@pytest.mark.parametrize(
+    ("how", "by_graph"), [("plain", 1), ("input_require_grads", 1), ("own hook", 1), ("offload", 0), ("checkpoint", 0)]
+)
+def test_who_gets_a_graph(how: str, by_graph: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not who moves what is saved, or computes it again; a gradient that only reentrant checkpointing reads is none."""
+    model = with_adapters(tiny_model("llama"))
+    attach(model, layers="fused")
+    asked, row = asked_for(model, monkeypatch), packed_row(LENGTHS, ROW)
+    row["packed"] = on_cuda(row["packed"])
+    if how == "input_require_grads":
+        model.enable_input_require_grads()
+    if how == "own hook":
+        model.get_input_embeddings().register_forward_hook(lambda module, given, out: out.requires_grad_())
+    if how == "checkpoint":
+        checkpoint(lambda: model(**row).loss, use_reentrant=False).backward()
+    else:
+        with torch.autograd.graph.save_on_cpu() if how == "offload" else nullcontext():
+            model(**row).loss.backward()
+    assert [embeds.requires_grad for embeds in asked] == [how == "own hook"] * by_graph
+
+
+def test_a_model_that_is_moved_lets_go_of_what_it_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = with_adapters(tiny_model("llama", **WIDE), r=8)
+    attach(model, layers="fused")
+    asked, kept = asked_for(model, monkeypatch), len(parts_of(model))
+    model.to(torch.float32)
+    assert len(parts_of(model)) == kept > 0 and not asked
+    weights = [weakref.ref(group._weight) for parts in parts_of(model) for group in parts.parts.groups]
+    model.to(torch.float64)
+    assert asked == ["cleared"] and not parts_of(model) and all(weight() is None for weight in weights)
+
+
+def trial_of(model: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> tuple[TrunkGraphs, GraphTrial, Any]:
+    """Graphs that are measured, by stand-ins for CUDA."""
+    with monkeypatch.context() as as_on_cuda:
+        as_on_cuda.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
+        graphs = attach(model, layers="fused", graph="auto")._graphs
+    assert graphs is not None and graphs._trial is not None
+    monkeypatch.setattr(graphs, "_refusal", lambda: None)
+    monkeypatch.setattr(graphs, "_longest", lambda: None)
+    cuda: Any = CudaOnTheCPU()
+    cuda.Event = clock.Event
+    monkeypatch.setattr("pronghorn.models.graph_trial.time.perf_counter", lambda: clock.now / 1e3)
+    return graphs, graphs._trial, cuda
+
+
+@pytest.mark.parametrize(("accumulated", "phase"), [(n, phase) for n in (1, 2, 3, 4) for phase in range(n)])
+def test_graphs_are_judged_alike_whenever_the_optimiser_steps(
+    accumulated: int, phase: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every n-th time from a forward to the next has an optimiser step of 6 ms in it."""
+    clock, row = Clock(), packed_row(LENGTHS, ROW)
+    graphs, trial, cuda = trial_of(with_adapters(tiny_model("llama")), clock, monkeypatch)
+    embeds, leaf = graphs._backbone.embed_tokens(row["input_ids"]).detach(), torch.ones(1, requires_grad=True)
+
+    def plain() -> list[torch.Tensor]:
+        clock.now += 8
+        return [leaf * 2]
+
+    for number in range(phase, 40):
+        with monkeypatch.context() as faked:
+            faked.setattr(torch, "cuda", cuda)
+            hidden = graphs.forward(embeds, row["position_ids"], row["packed"])
+            [out] = graphs.without(plain) if hidden is None else [hidden]
+        out.sum().backward()
+        clock.now += (12 if hidden is None else 17) + 6 * (number % accumulated == 0)
+    share = 1.0 if accumulated == 1 else 0.5 if accumulated == 2 else 0.0
+    assert trial.gain == pytest.approx((17 + 6 * share) / (20 + 6 * share)) and trial.wanted
+
+
+def test_graphs_that_are_hardly_replayed_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with rows of ever other lengths: four are captured, and the others go without."""
+    clock = Clock()
+    graphs, trial, cuda = trial_of(with_adapters(tiny_model("llama")), clock, monkeypatch)
+    trial.host_share = 1.0
+    for number in range(LOOKED_AT + 1):
+        row = packed_row([40, ROW + 8 * number - 40], ROW + 8 * number)
+        embeds = graphs._backbone.embed_tokens(row["input_ids"]).detach()
+        assert not trial.rare and len(graphs._captured) == min(number, MOST_GRAPHS)
+        with monkeypatch.context() as faked:
+            faked.setattr(torch, "cuda", cuda)
+            assert (graphs.forward(embeds, row["position_ids"], row["packed"]) is not None) == (number < MOST_GRAPHS)
+    assert trial.rare and not graphs._captured and "few forwards found one" in graphs.state[1]
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_where_memory_runs_out_in_a_capture_training_goes_on_without(
+    asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was there without a graph. Who asked for one is told; a capture that is broken off raises another error."""
+    graphs, trial, cuda = trial_of(with_adapters(tiny_model("llama")), Clock(), monkeypatch)
+    trial.host_share, row = 1.0, packed_row(LENGTHS, ROW)
+    embeds = graphs._backbone.embed_tokens(row["input_ids"]).detach()
+
+    def fail(*_: Any) -> None:
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    monkeypatch.setattr(graphs, "_trunk", fail)
+    if asked:
+        graphs._trial = None
+    with monkeypatch.context() as faked, pytest.raises(RuntimeError) if asked else nullcontext():
+        faked.setattr(torch, "cuda", cuda)
+        faked.setattr(cuda, "OutOfMemoryError", torch.OutOfMemoryError, raising=False)
+        assert graphs.forward(embeds, row["position_ids"], row["packed"]) is None
+    assert not graphs._captured and (asked or graphs.state == ("off", "there was no memory for one"))
+
+
+def test_a_graph_keeps_the_copies_of_adapters_that_were_off_in_some_linears(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers make others then, and a replay still writes to those that it was captured with."""
+    model = with_adapters(tiny_model("llama"), r=4)
+    graphs = graphs_of(model, monkeypatch)
+    forward_with(CudaOnTheCPU(), graphs, LENGTHS, monkeypatch)
+    before, copied = _fingerprint(graphs._backbone), parts_of(graphs._backbone)[0].parts.groups[0]._b
+    at = copied.data_ptr()
+    copied = weakref.ref(copied)
+    keys = [module for name, module in model.named_modules() if name.endswith("k_proj")]
+    for on in (False, True):
+        for key in keys:
+            key.enable_adapters(on)
+        with torch.no_grad():
+            model(**packed_row(LENGTHS, ROW))
+    gc.collect()
+    assert (
+        _fingerprint(graphs._backbone) == before and parts_of(graphs._backbone)[0].parts.groups[0]._b.data_ptr() != at
+    )
+    assert copied() is not None and len(graphs._captured) == 1
+
+
+def test_parameters_that_were_replaced_or_are_used_twice_get_their_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, cuda = with_adapters(tiny_model("llama")), CudaOnTheCPU()
+    first, second = (layer.self_attn.q_proj for layer in model.get_base_model().model.layers[:2])
+    second.lora_A.default.weight = first.lora_A.default.weight
+    graphs = graphs_of(model, monkeypatch)
+    forward_with(cuda, graphs, LENGTHS, monkeypatch).sum().backward()
+    assert first.lora_A.default.weight.grad is not None
+    first.lora_B.default.weight = torch.nn.Parameter(first.lora_B.default.weight.data)  # where it lay
+    forward_with(cuda, graphs, LENGTHS, monkeypatch).sum().backward()
+    assert first.lora_B.default.weight.grad is not None
+
+
+def test_rows_of_another_shape_are_captured_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs, row = graphs_of(with_adapters(tiny_model("llama")), monkeypatch), packed_row([48, 48], 96)
+    embeds = graphs._backbone.embed_tokens(row["input_ids"]).detach()
+    with monkeypatch.context() as faked:
+        faked.setattr(torch, "cuda", CudaOnTheCPU())
+        for shape in ((1, 96), (2, 48)):
+            positions = row["position_ids"].view(shape)
+            hidden = graphs.forward(embeds.view(*shape, -1), positions, row["packed"])
+            assert hidden is not None and hidden.shape[:2] == shape
+    assert len(graphs._captured) == 2
+
+
+def test_adapters_of_two_dtypes_are_not_captured() -> None:
+    """A graph's backward gives all gradients in one tensor: some would be rounded."""
+    model = with_adapters(tiny_model("llama"))
+    model.get_base_model().model.layers[0].self_attn.q_proj.to(torch.bfloat16)
+    assert _graph_refusal(model.get_base_model(), "auto", None) == "adapters differ in dtype"
+
+
+def test_adapters_of_the_embeddings_are_not_captured() -> None:
+    model = peft.get_peft_model(tiny_model("llama"), peft.LoraConfig(target_modules=["embed_tokens", "q_proj"]))
+    assert _graph_refusal(model.get_base_model(), "auto", None) == "weights besides adapters are trained"
+
+
+def test_a_model_that_came_to_cuda_gets_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = with_adapters(tiny_model("llama"))
+    assert attach(model, Plan.keep(), layers="fused", graph="on")._graphs is None
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
+    assert attach(model, layers="fused", graph="on")._graphs is not None
+
+
 def test_what_is_decided_against_costs_nothing() -> None:
     """Where graphs don't pay nobody looks after changes in every forward."""
     graphs = TrunkGraphs(None, lambda: None, False, lambda: None, lambda: None, lambda: None)
@@ -597,6 +852,12 @@ def test_adapters_that_are_off_and_not_frozen_are_no_error() -> None:
     assert _graph_refusal(base, "auto", None) == "adapters that are off are not frozen"
     model.set_adapter("other")
     assert "per_document" in str(_graph_refusal(base, "auto", None))
+    keys = [module for name, module in model.named_modules() if name.endswith("k_proj")]
+    for key in keys:
+        key.enable_adapters(False)
+    assert "per_document" in str(_graph_refusal(base, "auto", None))
+    keys[0].lora_A.requires_grad_(True)
+    assert _graph_refusal(base, "auto", None) == "adapters that are off are not frozen"
 
 
 @pytest.mark.parametrize("change", CHANGES)

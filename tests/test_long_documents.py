@@ -197,8 +197,7 @@ def test_graphs_leave_long_documents_out() -> None:
     embeds = torch.zeros(1, 128, 4)
     for lengths in ([100, 28], [128]):
         assert graphs.forward(embeds, embeds, PackedBatch.build(lengths, tokens=128)) is None and not captured
-    with pytest.raises(AttributeError):  # there is nothing to replay in what `captured` keeps
-        graphs.forward(embeds, embeds, PackedBatch.build([99, 29], tokens=128))
+    graphs.forward(embeds, embeds, PackedBatch.build([99, 29], tokens=128))
     assert len(captured) == 1
     assert graphs.state == ("on", "asked for; not for rows with a document of 100 tokens or more")
 

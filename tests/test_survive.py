@@ -23,13 +23,14 @@ from torch import Tensor
 
 from pronghorn.cli.summary import summary
 from pronghorn.config import Recipe
+from pronghorn.device import is_out_of_memory
 from pronghorn.errors import TrainingError
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.models import causal_lm
 from pronghorn.models.attach import attach, attached
 from pronghorn.train.record import RunRecord
 from pronghorn.train.run import run
-from pronghorn.train.survive import MemoryGuard, OutOfMemory, is_out_of_memory, tighten
+from pronghorn.train.survive import MemoryGuard, OutOfMemory, tighten
 from tiny import packed_row, tiny_model
 
 STEPS, WINDOW = 2, 3

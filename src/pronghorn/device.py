@@ -10,7 +10,7 @@ import platform
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pronghorn.errors import ConfigError
+from pronghorn.errors import ConfigError, PronghornError
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +23,8 @@ HOPPER = (9, 0)
 
 _FLASH_ARGUMENTS = {"cum_seq_q", "cum_seq_k", "max_q", "max_k", "is_causal", "scale", "window_size_left"}
 _CUDNN_ARGUMENTS = {"query", "attn_bias", "compute_log_sumexp", "is_causal", "return_debug_mask", "scale"}
+_OUT_OF_MEMORY = ("out of memory", "STATUS_ALLOC_FAILED", "can't allocate memory")
+"""What RuntimeErrors of the driver and pinned memory, of cuBLAS and cuDNN, and of the CPU's allocator say."""
 _PACKAGES = ("torch", "transformers", "peft", "trl", "accelerate", "bitsandbytes", "triton")
 
 
@@ -113,6 +115,18 @@ def peak_bytes(device: torch.device) -> int:
 
     held = torch.cuda.max_memory_allocated(device) + graph_bytes()
     return min(held, torch.cuda.max_memory_reserved(device))
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether memory ran out: by the error itself, or by one during whose handling it was raised (a CUDA graph's
+    capture that is broken off says only that it was)."""
+    import torch
+
+    while isinstance(error, RuntimeError) and not isinstance(error, PronghornError):
+        if isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in _OUT_OF_MEMORY):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def device_name() -> str:

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 STEPS_A_TURN = 4
-HEAD_START = 16
+HEAD_START = 20
 """Untimed steps before a contender's first turn: with the gate's more than Pronghorn needs to choose CUDA graphs."""
 WARM_STEPS = 2
 """Untimed steps at the start of a turn: memory was freed since the last one and must be had from the driver again."""

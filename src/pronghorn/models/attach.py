@@ -248,7 +248,8 @@ def attach(
     fused = layers == "fused" or (layers == "auto" and next(base.parameters()).is_cuda)
     fused = fused and attention != "masked" and packing_metadata == "once"
     if current is not None:
-        moved = current.fuses != fused  # to CUDA or from there since
+        graphed = fused and graph != "off" and next(base.parameters()).is_cuda
+        moved = current.fuses != fused or (current._graphs is not None) != graphed  # to CUDA or from there since
         if current.options == options and plan in (None, current.plan) and not moved:
             return current.adopt_adapters()
         plan = plan or current.plan
@@ -300,16 +301,18 @@ def _graph_refusal(model: Any, attention: Backend, plan: Plan | None) -> str | N
     outside = model.base_model, model.get_input_embeddings()  # which are called
     if fast.watched(module for module in model.base_model.modules() if module not in outside):
         return "modules inside carry hooks, which a graph doesn't call"
-    weights = [p for name, p in model.base_model.named_parameters() if p.requires_grad and ".lora_" not in name]
-    if weights:
+    trained = {name: p.dtype for name, p in model.base_model.named_parameters() if p.requires_grad}
+    if any(".lora_" not in name or ".lora_embedding_" in name for name in trained):
         return "weights besides adapters are trained"
-    if not any(p.requires_grad for p in model.base_model.parameters()):
+    if not trained:
         return "nothing in the layers is trained"
     linears = [module for module in model.base_model.modules() if "lora_A" in module._modules]
     if any(linear.merged for linear in linears):
         return "adapters are merged, so that nothing is trained"
     if any(p.requires_grad for linear in linears for p in _off(linear)):
         return "adapters that are off are not frozen"  # and get no gradient, as a graph's backward gives
+    if len(set(trained.values())) > 1:
+        return "adapters differ in dtype"  # and a graph's backward gives all gradients in one tensor
     if recomputes_layers(model):
         return "layers are recomputed"
     if plan is not None and not plan.graph:
@@ -329,7 +332,7 @@ def _graph_refusal(model: Any, attention: Backend, plan: Plan | None) -> str | N
 def _off(linear: Any) -> Iterator[nn.Parameter]:
     """The parameters of one linear's adapters that aren't active."""
     for adapters in (linear.lora_A, linear.lora_B):
-        for name in adapters.keys() - linear.active_adapters:
+        for name in adapters.keys() - (set() if linear.disable_adapters else set(linear.active_adapters)):
             yield from adapters[name].parameters()
 
 

@@ -8,7 +8,7 @@ plain LoRA. What somebody hooked, or gave a forward of its own, is called: modul
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -169,7 +169,7 @@ def _attention_class(original: Any, backend: Backend) -> type[nn.Module]:
             kwargs["packed"] = packed
         return plain(self, hidden_states, position_embeddings, attention_mask, *args, **kwargs)
 
-    return subclass(original, forward=forward)
+    return subclass(original, forward=forward, _apply=moving(original, _drop_parts))
 
 
 @functools.cache
@@ -195,7 +195,27 @@ def _layer_class(original: Any, backend: Backend) -> type[nn.Module]:
             y = fused.layer(x, cos, sin, packed, parts, dtype, policy, rows, wanted)
         return y.view_as(hidden_states) if rows is None else y[None]
 
-    return subclass(original, forward=forward, **{OUTPUT_NOT_WANTED: True})
+    return subclass(original, forward=forward, _apply=moving(original, _drop_parts), **{OUTPUT_NOT_WANTED: True})
+
+
+def moving(original: Any, moved: Callable[[Any], None]) -> Any:
+    """A module's `_apply` (of `.to` and the like), which calls `moved` where device or dtype are others then."""
+
+    def places(module: Any) -> set[Any]:
+        return {(parameter.device, parameter.dtype) for parameter in module.parameters()}
+
+    def _apply(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before, result = places(self), original._apply(self, *args, **kwargs)
+        if places(self) != before:
+            moved(self)
+        return result
+
+    return _apply
+
+
+def _drop_parts(module: Any) -> None:
+    """They hold the weights where they lay."""
+    module.__dict__.pop("_pronghorn_parts", None)
 
 
 def _is_foreign(hook: Any) -> bool:

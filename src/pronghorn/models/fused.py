@@ -157,6 +157,7 @@ class _Attention(torch.autograd.Function):
         linears, (x, cos, sin, *kept) = _linears(ctx)
         wanted = ctx.needs_input_grad[0]
         dx, gradients = _attention_backward(dy, x, cos, sin, kept, ctx.options, ctx.parts, linears, wanted)
+        _let_go(ctx)
         return dx, *(None,) * 5, *gradients
 
 
@@ -242,6 +243,7 @@ class _Layer(torch.autograd.Function):
         )
         if dx is not None:
             dx, d_norms[0] = norms[0].backward(dx, x, rstd, _spread(dh, rows, x))
+        _let_go(ctx)
         return dx, *(None,) * 8, *d_norms, *gradients, *mlp_grads
 
 
@@ -339,6 +341,12 @@ def _freed_after() -> bool:
     return retained is not None and not retained()
 
 
+def _let_go(ctx: Any) -> None:
+    """Of the weights, as autograd does of what is saved: a loss that is kept would keep the model."""
+    if _freed_after():
+        ctx.parts = ctx.linears = ctx.trained = None
+
+
 def _add(
     x: Tensor, y: Tensor, low_rank: LowRank | None, norm: Norm | None
 ) -> tuple[Tensor, tuple[Tensor | None, Tensor | None]]:
@@ -362,8 +370,8 @@ def _versions(ctx: Any, weights: tuple[Tensor | None, ...]) -> list[tuple[Tensor
     ]
 
 
-def _check_versions(trained: list[tuple[Tensor, int]]) -> None:
-    if any(weight._version != version for weight, version in trained):
+def _check_versions(trained: list[tuple[Tensor, int]] | None) -> None:
+    if trained and any(weight._version != version for weight, version in trained):
         raise TrainingError(
             "weights were updated between a forward and its backward",
             "step the optimiser after the backward of every forward before it",

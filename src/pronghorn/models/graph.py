@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from pronghorn.data.batch import PackedBatch
+from pronghorn.device import is_out_of_memory
 from pronghorn.errors import TrainingError
 from pronghorn.memory.plan import POLICY, Policy
 from pronghorn.models import fast
@@ -129,14 +130,19 @@ class TrunkGraphs:
         if longest is not None and max(packed.lengths) >= longest:  # lengths are the host's there, not data
             return None
         window = getattr(self._backbone.config, "sliding_window", None)
-        key = packed.tokens, packed.bucket, embeds.dtype, window is not None and packed.max_seqlen > window
+        key = embeds.shape, packed.bucket, embeds.dtype, window is not None and packed.max_seqlen > window
+        if self._trial is not None:
+            self._trial.wants(key in self._captured)
         if key not in self._captured:
             if len(self._captured) >= MOST_GRAPHS:
                 return None
             self._settle()  # warming up would do so where the graphs before write
             if _fingerprint(self._backbone) != fingerprint:
                 self.clear()
-            self._captured[key] = self._capture(embeds, position_ids, packed)
+            captured = self._capture_if_it_fits(embeds, position_ids, packed)
+            if captured is None:
+                return None
+            self._captured[key] = captured
             self._fingerprint = _fingerprint(self._backbone)  # the first products put weights together
         if self._trial is not None:
             self._trial.replay_begins(self.replays)
@@ -156,6 +162,18 @@ class TrunkGraphs:
     def without(self, run: Callable[[], Any]) -> Any:
         """The outputs of `run`, a training forward without a graph."""
         return run() if self._trial is None or self._refused is not None else self._trial.plain(run)
+
+    def _capture_if_it_fits(self, embeds: Tensor, position_ids: Tensor, packed: PackedBatch) -> _Captured | None:
+        """None where memory runs out, though it was there without a graph, and nobody asked for one."""
+        try:
+            return self._capture(embeds, position_ids, packed)
+        except RuntimeError as error:
+            if self._trial is None or not is_out_of_memory(error):
+                raise
+        self._trial.no_memory = True
+        self.clear()
+        torch.cuda.empty_cache()  # after the handler: until then the error holds what was made
+        return None
 
     def _capture(self, embeds: Tensor, position_ids: Tensor, packed: PackedBatch) -> _Captured:
         if not self._captured:  # a pool ends with its graphs
@@ -193,7 +211,7 @@ class TrunkGraphs:
             with torch.cuda.graph(backward, **options):
                 gradients = torch.autograd.grad(out, parameters, d_out)
                 torch._foreach_copy_(list(flat.split(sizes)), [gradient.flatten() for gradient in gradients])
-        return _Captured(*static, out.detach(), d_out, flat, forward, backward, fast.parts_of(self._backbone))
+        return _Captured(*static, out.detach(), d_out, flat, forward, backward, _kept(self._backbone))
 
     def _in_pool(self, device: torch.device) -> AbstractContextManager[None]:
         """What this thread allocates, a forward's activations, goes into the memory of the graphs there are: beside
@@ -239,17 +257,19 @@ class _Replay(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> Any:
         captured: _Captured = ctx.captured
-        if ctx.graphs.replays != ctx.replay:
+        graphs, ctx.graphs = ctx.graphs, None  # a loss that is kept keeps no model
+        if graphs is None or graphs.replays != ctx.replay:
             raise TrainingError(
                 "what this batch's backward needs was overwritten by another forward, or by a backward before",
                 "attach with graph='off' for several forwards a backward, or several backwards a forward",
             )
-        ctx.graphs.replays += 1
-        if ctx.graphs.holds(captured):  # and waits for it: a loss that is kept then doesn't keep its memory
-            ctx.captured = None
+        graphs.replays += 1
+        ctx.captured = None  # a loss that is kept doesn't keep its memory
         captured.d_out.copy_(d_out)
         captured.backward.replay()
         gradients = captured.gradients.clone().split([shape.numel() for shape in ctx.shapes])
+        if not graphs.holds(captured):  # else `clear` waits
+            torch.cuda.current_stream(d_out.device).synchronize()
         return *(None,) * 5, *(flat.view(shape) for flat, shape in zip(gradients, ctx.shapes, strict=True))
 
 
@@ -262,22 +282,48 @@ def graphed_class(original: Any) -> type[nn.Module]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         packed = kwargs.get("packed")
         training = self.training and torch.is_grad_enabled() and not torch.is_autocast_enabled("cuda")
-        names = "output_hidden_states", "output_attentions"
-        told = any(kwargs.get(name, getattr(self.config, name, False)) for name in names)
-        if packed is None or args or told or not training or not packed.cu_seqlens.is_cuda:
+        names = "output_hidden_states", "output_attentions", "output_router_logits"
+        asked = {name: kwargs.get(name) for name in names}  # None: as the configuration says
+        told = any(getattr(self.config, name, False) if value is None else value for name, value in asked.items())
+        if packed is None or args or told or not training or not packed.cu_seqlens.is_cuda or _hooks_saved_tensors():
             return plain(self, *args, **kwargs)
-        from transformers.modeling_outputs import BaseModelOutputWithPast
+        from transformers.modeling_outputs import MoeModelOutputWithPast  # with the fields of all families
 
         graphs: TrunkGraphs = self._pronghorn_graphs
-        embeds = kwargs.get("inputs_embeds")
+        embeds: Any = kwargs.get("inputs_embeds")
+        unread = False
         if embeds is None:
             embeds = self.get_input_embeddings()(kwargs["input_ids"])
-        hidden = graphs.forward(embeds, kwargs["position_ids"], packed)
+            unread = embeds.is_leaf and _for_checkpointing(self.get_input_embeddings())
+        hidden = graphs.forward(embeds.detach() if unread else embeds, kwargs["position_ids"], packed)
         if hidden is not None:
-            return BaseModelOutputWithPast(last_hidden_state=hidden)
+            return MoeModelOutputWithPast(last_hidden_state=hidden)
         return graphs.without(lambda: plain(self, **{**kwargs, "input_ids": None, "inputs_embeds": embeds}))
 
-    return subclass(original, forward=forward)
+    _apply = fast.moving(original, lambda self: self._pronghorn_graphs.clear())  # which hold weights where they lay
+    return subclass(original, forward=forward, _apply=_apply)
+
+
+def _kept(backbone: nn.Module) -> list[Any]:
+    """All that layers keep, and the copies of adapters themselves: a group makes others where only some of its
+    adapters were off for a forward."""
+    parts = fast.parts_of(backbone)
+    groups = [group for each in parts if each.parts is not None for group in each.parts.groups]
+    return [*parts, *((group._a, group._b) for group in groups)]
+
+
+def _for_checkpointing(embedding: nn.Module) -> bool:
+    """Whether nothing but hooks for reentrant checkpointing (`enable_input_require_grads`) make its output require a
+    gradient, which nobody reads then."""
+    names = {getattr(hook, "__name__", "") for hook in embedding._forward_hooks.values()}
+    return names <= {"make_inputs_require_grad", "make_inputs_require_grads"}  # PEFT's and transformers'
+
+
+def _hooks_saved_tensors() -> bool:
+    """Whether somebody moves what autograd saves elsewhere (TRL's activation offloading), or recomputes it: a capture
+    would be of that, and a replay saves nothing."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top is not None and top(True) is not None
 
 
 @contextmanager
@@ -290,11 +336,11 @@ def _aliased(backbone: nn.Module) -> Iterator[list[Tensor]]:
         for name, parameter in module._parameters.items()
         if parameter is not None and parameter.requires_grad
     ]
-    aliases: list[Tensor] = [nn.Parameter(parameter.detach()) for *_, parameter in places]
+    aliases = {parameter: nn.Parameter(parameter.detach()) for *_, parameter in places}  # one may have two places
     try:
-        for (module, name, _), alias in zip(places, aliases, strict=True):
-            module._parameters[name] = alias  # type: ignore[assignment]
-        yield aliases
+        for module, name, parameter in places:
+            module._parameters[name] = aliases[parameter]
+        yield [*aliases.values()]
     finally:
         for module, name, parameter in places:
             module._parameters[name] = parameter
@@ -304,15 +350,16 @@ def _aliased(backbone: nn.Module) -> Iterator[list[Tensor]]:
 def _without_norms(layers: Iterable[nn.Module]) -> Iterator[None]:
     """Layers keep no norms' results meanwhile, where they are fused as a whole: making them again takes a percent of a
     step at 1B at most and, but of short rows, frees more than graphs hold besides."""
-    kept = [(layer, POLICY in layer.__dict__) for layer in layers if layer.__dict__.get(POLICY) in (None, Policy.KEEP)]
+    policies = [(layer, layer.__dict__.get(POLICY)) for layer in layers]
+    kept = [(layer, policy) for layer, policy in policies if policy is not Policy.RECOMPUTE_MLP]  # which keep fewer
     try:
         for layer, _ in kept:
             layer.__dict__[POLICY] = Policy.RECOMPUTE_CHEAP
         yield
     finally:
-        for layer, told in kept:
-            layer.__dict__[POLICY] = Policy.KEEP
-            if not told:
+        for layer, policy in kept:
+            layer.__dict__[POLICY] = policy
+            if policy is None:
                 del layer.__dict__[POLICY]
 
 
@@ -327,7 +374,7 @@ def _fingerprint(backbone: Any) -> list[Any]:
         modules += filter(None, module._modules.values())  # without the empty lists that PEFT puts on every linear
         for each in module._parameters.values():
             if each is not None:
-                found += each.data_ptr(), each.requires_grad
+                found += each.data_ptr(), each.requires_grad and id(each)  # `_parameters` keeps those alive
         if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
             found += *module._forward_hooks, *module._forward_pre_hooks
             found += *module._backward_hooks, *module._backward_pre_hooks

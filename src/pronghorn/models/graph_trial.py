@@ -17,13 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MEASURED_FORWARDS = 8
-"""Training forwards that are timed without a graph, the first two left out: they compile."""
+MEASURED_FORWARDS = 10
+"""Training forwards that are timed without a graph, the first three left out: they compile. That leaves 6 times from
+one to the next, as many as of replays: where micro-batches are accumulated every n-th has an optimiser step in it,
+and the medians of 6 that follow each other then take the same ones, whatever n is."""
 HOST_BOUND = 0.7
 """Share of a forward's time on the device that the host takes to launch it, from which on a graph is tried: the device
 also waits here and there where the host keeps up on the whole."""
-MEASURED_REPLAYS = 4
+MEASURED_REPLAYS = 6
 """Times from a replayed forward to the next one that are taken then; their median passes over a slow first one."""
+LOOKED_AT = 32
+"""Training forwards, of which a quarter have to find a graph that is there."""
 PAYS = 0.97
 """Of the time from a forward to the next one without a graph, the most that it may take with one."""
 
@@ -52,6 +56,12 @@ class GraphTrial:
         """From one of these forwards to the next."""
         self.gain: float | None = None
         """The time from a forward to the next one with a graph, where without one it is 1."""
+        self.rare = False
+        """Whether few did: rows of ever other sizes, or adapters that are switched between steps."""
+        self.no_memory = False
+        """Whether a capture ran out of memory."""
+        self._found: list[bool] = []
+        """Whether each training forward found a graph there."""
         self._timed: list[_Timed] = []
         self._last: tuple[int, torch.cuda.Event] | None = None
         """(number, begin) of the training forward before, if it was a replay."""
@@ -61,7 +71,8 @@ class GraphTrial:
     @property
     def wanted(self) -> bool:
         """Whether a graph pays, as far as is known."""
-        return self.host_share is not None and self.host_share >= HOST_BOUND and (self.gain or 0.0) <= PAYS
+        pays = self.host_share is not None and self.host_share >= HOST_BOUND and (self.gain or 0.0) <= PAYS
+        return pays and not self.no_memory and not self.rare
 
     @property
     def lost(self) -> bool:
@@ -73,6 +84,10 @@ class GraphTrial:
         """What was found, in words."""
         if self.host_share is None:
             return "the first steps measure whether it pays"
+        if self.rare:
+            return "few forwards found one that was captured before: rows differ, or the model is changed in between"
+        if self.no_memory:
+            return "there was no memory for one"
         words = f"launching takes the host {self.host_share:.0%} of a forward's time"
         if self.gain is not None:
             words += f", from one to the next it takes {self.gain:.0%} of the time with a graph"
@@ -101,6 +116,10 @@ class GraphTrial:
             self._timed.clear()
         return outputs
 
+    def wants(self, there: bool) -> None:
+        """A training forward is to run by a graph, which is `there` or has to be captured."""
+        self._found.append(there)
+
     def replay_begins(self, number: int) -> None:
         """A training forward is about to be replayed.
 
@@ -116,7 +135,10 @@ class GraphTrial:
         self._last = number, begin
 
     def judge(self) -> None:
-        """Know what graphs gain, once enough replays were timed."""
+        """Know what graphs gain, once enough replays were timed, and whether they are replayed at all."""
+        if len(self._found) == LOOKED_AT:
+            self.rare = sum(self._found) < LOOKED_AT // 4
+            self._found.clear()
         times = [one.elapsed_time(other) for one, other in self._replayed if other.query()]
         if len(times) >= MEASURED_REPLAYS:
             self.gain = statistics.median(times) / self.plain_ms

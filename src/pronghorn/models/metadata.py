@@ -55,7 +55,11 @@ def _from_stock_arguments(kwargs: dict[str, Any]) -> PackedBatch | None:
     """
     position_ids, cu_seqlens = kwargs.get("position_ids"), kwargs.get("cu_seq_lens_q")
     mask = kwargs.get("attention_mask")
-    if kwargs.get("past_key_values") is not None or position_ids is None or position_ids.dim() != 2:
+    if kwargs.get("past_key_values") is not None:
+        return None
+    if position_ids is None and cu_seqlens is not None:
+        raise DataError("cu_seq_lens_q came without position_ids", "pass position_ids that restart in each document")
+    if position_ids is None or position_ids.dim() != 2:
         return None
     if mask is not None:
         if (

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pronghorn.device import processes
+from pronghorn.device import is_out_of_memory, processes
 from pronghorn.errors import ConfigError, PronghornError, TrainingError, UnsupportedError
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.models.attach import attached
@@ -28,8 +28,6 @@ from pronghorn.models.families import recomputes_layers
 
 MOST = 3
 """Out-of-memory errors of one training that are survived."""
-_MESSAGES = ("out of memory", "STATUS_ALLOC_FAILED", "can't allocate memory")
-"""What RuntimeErrors of the driver and pinned memory, of cuBLAS and cuDNN, and of the CPU's allocator say."""
 _KEY = "pronghorn: out of memory"
 
 
@@ -49,16 +47,6 @@ class OutOfMemory:
     def __str__(self) -> str:
         share = _share(self.used_bytes, self.total_bytes)
         return f"step {self.step} ran out of memory{share} and is repeated; layers from here on: {self.plan}"
-
-
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether memory ran out: by the error itself, or by one during whose handling it was raised (a CUDA graph's
-    capture that is broken off says only that it was)."""
-    while isinstance(error, RuntimeError) and not isinstance(error, PronghornError):
-        if isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in _MESSAGES):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 _TIGHTER = {
