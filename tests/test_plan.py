@@ -183,7 +183,7 @@ ANCHORS = [
         "step-llama-3.1-8b",
         "step-llama-3.1-8b-recompute",
         "reports/step-llama-3.2-1b-graph-asked:1",
-        "step-llama-3.2-1b-no-graph",
+        "step-llama-3.2-1b-once",
         "step-qwen3-0.6b-once",
         "step-qwen3-30b-a3b",
         "step-qwen3-30b-a3b-experts",
