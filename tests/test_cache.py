@@ -123,6 +123,25 @@ def test_whatever_decides_the_tokens_is_in_the_key(settings: Any, tokenizer: Any
     assert prepare(changed, tokenizer).key != first.key and len(entries(data)) == 2
 
 
+def test_a_file_that_changes_while_it_is_tokenised(settings: Any, tokenizer: Any) -> None:
+    """Its parts are of no one content: none is kept under the hash of the first."""
+    data = settings()
+    path = Path(str(data.train))
+    before = path.read_bytes()
+
+    def write(name: str, done: int, total: int | None) -> None:
+        if done == 0:
+            path.write_bytes(before.replace(b"It is", b"It was"))
+
+    with pytest.raises(DataError, match=r"train\.jsonl changed while it was tokenised: run again"):
+        prepare(data, tokenizer, progress=write)
+    path.write_bytes(before)
+    rows = read_rows(path)
+    assert [row["input_ids"] for row in prepare(data, tokenizer).dataset] == [
+        document.input_ids for document in label_rows(rows, tokenizer).documents
+    ]
+
+
 def test_what_does_not_decide_the_tokens_is_not(settings: Any, tokenizer: Any) -> None:
     """Row length and overflow rule come after the cache; a tokenizer's own truncation is not used."""
     prepare(settings(), tokenizer)

@@ -131,7 +131,7 @@ def test_prompts_and_completions(stories: Any, plain: Any) -> None:
 
 def test_texts_are_trained_whole_with_one_bos(plain: Any) -> None:
     bos, eos = plain.bos_token_id, plain.eos_token_id
-    for text in ("Once upon a time", "<s>Once upon a time"):
+    for text in ("Once upon a time", "<s>Once upon a time", "Once upon a time</s>", "<s>Once upon a time</s>"):
         document = one(TextDocument(text, **WHERE), plain)
         assert document.input_ids == [bos, *plain("Once upon a time", add_special_tokens=False)["input_ids"], eos]
         assert document.labels == [-100, *document.input_ids[1:]]

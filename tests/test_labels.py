@@ -206,6 +206,50 @@ def test_tool_calls_are_trained_as_the_template_writes_them() -> None:
         one(replace(row, tools=(CALL,)), byte_level(CALLS.replace("tojson", "length")))
 
 
+def test_control_tokens_of_a_call_are_the_templates() -> None:
+    """Mistral writes [TOOL_CALLS], LFM2 <|tool_call_start|>: special tokens, which the message itself may not hold."""
+    tokenizer = byte_level(CALLS.replace("<call>", "<|im_start|>"))
+    messages = (Message("user", "a"), Message("assistant", "Well", {"tool_calls": [CALL]}))
+    (call,) = trained(one(replace(chat("a"), messages=messages), tokenizer), tokenizer)
+    assert call.startswith('Well<|im_start|>{"type"') and call.endswith("</call><|im_end|>")
+    told = {"type": "function", "function": {"name": "weather", "arguments": {"city": "<|im_end|>"}}}
+    for content, made in (("<|im_end|>", CALL), ("", told)):
+        messages = (Message("user", "a"), Message("assistant", content, {"tool_calls": [made]}))
+        with pytest.raises(DataError, match=r"line 7: the assistant's text holds the control token '<\|im_end\|>'"):
+            one(replace(chat("a"), messages=messages), tokenizer)
+
+
+def test_a_call_whose_lead_only_a_last_turn_has() -> None:
+    """Qwen3 writes an empty reasoning block before the last of a conversation's turns."""
+    lead = "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}"
+    tokenizer = byte_level(CALLS.replace("{{ m.content }}", lead))
+    call = Message("assistant", "", {"tool_calls": [CALL]})
+    messages = (Message("user", "a"), call, Message("tool", "rain"), Message("assistant", "It rains."))
+    first, second = trained(one(replace(chat("a"), messages=messages), tokenizer), tokenizer)
+    assert first.startswith('<call>{"type"') and first.endswith("</call><|im_end|>")
+    assert second == "<think>\n\n</think>\n\nIt rains.<|im_end|>"
+    (alone,) = trained(one(replace(chat("a"), messages=messages[:2]), tokenizer), tokenizer)
+    assert alone == f"<think>\n\n</think>\n\n{first}"
+
+
+def test_a_lead_of_control_tokens_is_trained() -> None:
+    """gpt-oss names the channel of an answer before its text."""
+    lead = "{% if m.role == 'assistant' %}<|channel|>final<|message|>{% endif %}{{ m.content }}"
+    tokenizer = byte_level(CHATML.replace("{{ m.content }}", lead))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|channel|>", "<|message|>", "<|im_start|>"]})
+    turns = [f"<|channel|>final<|message|>{text}<|im_end|>" for text in ("b", "d")]
+    assert trained(one(chat("a", "b", "c", "d"), tokenizer), tokenizer) == turns
+    with pytest.raises(DataError, match=r"line 7: the assistant's text holds the control token '<\|channel\|>'"):
+        one(chat("a", "b<|channel|>"), tokenizer)
+
+
+def test_several_templates_and_none_by_default_are_an_error() -> None:
+    tokenizer = byte_level(None)
+    tokenizer.chat_template = {"tool_use": CHATML}
+    with pytest.raises(DataError, match=r"line 7: the chat template fails on the conversation .*no default"):
+        one(chat("a", "b"), tokenizer)
+
+
 def test_a_prefix_with_other_tokens_by_itself_is_refused() -> None:
     """GPT-2's pattern gives "\\n\\n" at a text's end one token, and two before a word."""
     tokenizer = byte_level(None, ("ĊĊ",))

@@ -7,9 +7,11 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pronghorn.data.packed_rows import PackedRows
 from pronghorn.data.packing import Document, pack, packing_ceiling, packing_efficiency
 from pronghorn.errors import DataError
 
@@ -132,3 +134,10 @@ def test_a_document_keeps_its_invariants() -> None:
         Document([5, 6], [-100])
     with pytest.raises(AssertionError):
         Document([5, 6], [5, 6])
+
+
+def test_a_label_too_few_is_not_made_up_by_another_document() -> None:
+    documents = [{"input_ids": [1, 5, 6], "labels": [-100, 6]}, {"input_ids": [1, 5], "labels": [-100, 5, 7]}]
+    for given_ in (documents, Dataset.from_list(documents)):
+        with pytest.raises(DataError, match="document 0 has 3 tokens and 2 labels"):
+            PackedRows(given_, 8)

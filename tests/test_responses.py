@@ -37,7 +37,7 @@ def trained_text(tokenizer: Any, ids: list[int], labels: list[int]) -> list[str]
 
 def markers(tokenizer: Any, user: str = USER, bot: str = BOT) -> list[Marker]:
     parts = ((user, "instruction", False), (bot, "response", True))
-    return [Marker(i, lead, begins) for p, n, begins in parts for i, lead in _spellings(p, tokenizer, n).items()]
+    return [Marker(i, *around, begins) for p, n, begins in parts for i, around in _spellings(p, tokenizer, n).items()]
 
 
 def stock(stories: Path, folder: Path, texts: list[str], kind: Any = trl.SFTTrainer, **changes: Any) -> Any:
@@ -63,6 +63,19 @@ def test_a_newline_of_the_part_may_be_in_the_token_before() -> None:
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     labels = response_labels(ids, markers(tokenizer, user, bot), tokenizer)
     assert trained_text(tokenizer, ids, labels) == ["b. User: c.", "e"]
+
+
+def test_a_newline_of_the_part_may_be_in_the_token_after() -> None:
+    tokenizer = byte_level(CHATML, ("ĊĊ",))
+    parts = markers(tokenizer, "<|im_start|>user\n", "<|im_start|>assistant\n")
+    document = one(chat("Hi", "Once", "\nmore", "The end."), tokenizer)  # and the user's words must not be trained
+    labels = response_labels(document.input_ids, parts, tokenizer)
+    assert trained_text(tokenizer, document.input_ids, labels) == ["Once<|im_end|>", "The end.<|im_end|>"]
+    text = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n\nOnce<|im_end|>"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert trained_text(tokenizer, ids, response_labels(ids, parts, tokenizer)) == ["Once<|im_end|>"]
+    ids = tokenizer(text.replace("\n\n", " of "), add_special_tokens=False)["input_ids"]  # another part
+    assert trained_text(tokenizer, ids, response_labels(ids, parts, tokenizer)) == []
 
 
 @pytest.mark.parametrize("packing", [False, True])

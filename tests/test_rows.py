@@ -85,6 +85,15 @@ BAD = {
     "nested": ("[" * 200_000, "line 1: JSON that can't be read"),
     "not an object": (f"{GOOD}\n[1]\n", "line 2: list instead of an object: write each row as"),
     "not utf-8": (f"{GOOD}\n".encode() + b'{"text": "caf\xe9"}\n', "line 2: byte 0xe9 is not UTF-8"),
+    "half a surrogate in a call": (
+        '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": '
+        '[{"name": "f", "arguments": {"q": "\\ud83d"}}]}]}',
+        "line 1 message 2 tool call 1: its JSON holds half a surrogate pair",
+    ),
+    "half a surrogate in a tool": (
+        '{"messages": [{"role": "user", "content": "a"}], "tools": [{"name": "f", "description": "\\ud83d"}]}',
+        "line 1 tool 1: its JSON holds half a surrogate pair",
+    ),
     "half a surrogate": ('{"text": "\\ud83d"}', "line 1: text holds half a surrogate pair"),
     "unknown keys": ('{"question": "a", "answer": "b"}', "line 1: keys 'question', 'answer' are no known format"),
     "no keys": ("{}", r"line 1: keys \(none\) are no known format"),
@@ -190,9 +199,11 @@ BAD_LISTS = {
     "empty": (" \n", "train.json: no rows in it"),
     "no items": ("[]", "train.json: no rows in it"),
     "an object": (GOOD, "train.json: dict instead of a list"),
+    "json lines": (f"{GOOD}\n{GOOD}\n", r"line 2: not valid JSON \(Extra data, column 1\): name the file \.jsonl"),
     "malformed": (f"[\n{GOOD},\n{GOOD}\n,]", r"line 4: not valid JSON \(.*, column 2\)"),
     "an item that is none": (f"[\n{GOOD},\n7]", "line 3: int instead of an object"),
     "not utf-8": (f"[\n{GOOD},\n".encode() + b'"\xff"]', "line 3: byte 0xff is not UTF-8"),
+    "not utf-8 after a mark": (b'\xef\xbb\xbf["\xff"]', "line 1: byte 0xff is not UTF-8"),
 }
 
 

@@ -119,6 +119,16 @@ def test_parquet_that_is_not_utf_8(tmp_path: Path) -> None:
         read_rows(tmp_path / "t.parquet")
 
 
+def test_parquet_with_a_column_twice(tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet as writer
+
+    texts = [pyarrow.array(["a"]), pyarrow.array(["b"])]
+    writer.write_table(pyarrow.table(texts, names=["text", "text"]), tmp_path / "t.parquet")
+    with pytest.raises(DataError, match=r"t\.parquet: the column 'text' twice"):
+        read_rows(tmp_path / "t.parquet")
+
+
 @pytest.mark.parametrize("name", ["t.jsonl", "t.csv"])
 def test_lines_over_the_limit(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert files.LINE_LIMIT == 100_000_000
@@ -165,6 +175,8 @@ def test_hub_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append((name, split))
         if name == "owner/script":
             raise RuntimeError("Dataset scripts are no longer supported, but found script.py")
+        if name == "owner/mixed":
+            raise datasets.exceptions.DatasetGenerationError("All the data files must have the same columns")
         if name != "owner/chats-v1.0":
             raise FileNotFoundError(f"Dataset '{name}' doesn't exist on the Hub")
         return datasets.Dataset.from_list([{"messages": TURNS}, {"messages": CALLS}])
@@ -175,11 +187,13 @@ def test_hub_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         read("owner/chat")
     with pytest.raises(DataError, match=r"owner/script: .*scripts are no longer supported"):
         read("owner/script")
-    assert asked == [("owner/chats-v1.0", "train"), ("owner/chat", "train"), ("owner/script", "train")]
+    with pytest.raises(DataError, match=r"owner/mixed: .*must have the same columns"):
+        read("owner/mixed")
+    assert asked == [(f"owner/{name}", "train") for name in ("chats-v1.0", "chat", "script", "mixed")]
     for name in ("chats", "owner/chats.jsonl", "/owner/chats"):  # nothing that a hub set can be called
         with pytest.raises(DataError, match="no such file"):
             read(name)
-    assert len(asked) == 3
+    assert len(asked) == 4
 
 
 @pytest.mark.parametrize(("file", "format", "columns"), [each[:3] for each in FILES if each[-1] is not Preference])

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from tokenizers import processors
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from pronghorn.cli.chat import converse
@@ -18,6 +20,7 @@ from pronghorn.cli.main import app
 from pronghorn.config import Recipe
 from pronghorn.errors import ConfigError, DataError
 from pronghorn.models.load import load_model
+from pronghorn.train import evaluate
 from pronghorn.train.run import run
 from pronghorn.train.talk import load_talk
 from tiny import tiny_model
@@ -234,6 +237,19 @@ class Spy:
     def __call__(self, text: str, **options: Any) -> Any:
         self.seen.append(text)
         return self.tokenizer(text, **options)
+
+
+def test_a_prompt_is_not_ended_before_its_answer(stories: Path) -> None:
+    """Some tokenizers write eos after every text; documents have none between prompt and completion."""
+    model = AutoModelForCausalLM.from_pretrained(stories)
+    tokenizer = AutoTokenizer.from_pretrained(stories)
+    turns = [{"role": "user", "content": "Once upon a time"}]
+    said = evaluate.answer(model, tokenizer, turns, 8)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    assert tokenizer("a")["input_ids"][-1] == tokenizer.eos_token_id
+    assert evaluate.answer(model, tokenizer, turns, 8) == said
 
 
 def test_answers_are_greedy_or_drawn(short_run: Path) -> None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SCHEMA = "pronghorn-tokens-v1"
-LABELLING = 1
+LABELLING = 2
 """Raised when the same data would get other tokens or labels than an earlier version gave them."""
 PART_ROWS = 20_000
 PART_CHARACTERS = 16_000_000
@@ -203,6 +203,10 @@ class _Cache:
             there[int(part.name[5:10])] = part
             done += part.rows + part.dropped
             self._progress(name, done, total)
+        if fingerprint(source) != made_of["files"]:
+            for number in there:
+                (folder / part_name(number)).unlink()
+            raise DataError(f"{name} changed while it was tokenised", "run again once nothing writes to it")
         meta = {
             "schema": SCHEMA,
             "made_of": made_of,

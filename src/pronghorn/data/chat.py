@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pronghorn.data.labels import Edges, Rendered, token_ranges, verify
 from pronghorn.data.packing import IGNORE_INDEX, Document
 from pronghorn.data.rows import Conversation, Message, OnBad, PromptCompletion, Row, in_chunks, unless_bad
-from pronghorn.data.template import turns, writer
+from pronghorn.data.template import Turn, turns, writer
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -87,7 +87,8 @@ def label_rows(
 
     Conversations go through the tokenizer's chat template, and so do prompt and completion, as a user's and an
     assistant's message, where there is one; else they are [bos] + prompt + completion + eos. Texts are [bos] + text +
-    eos. bos is there where the tokenizer adds it to plain text; a template writes its own.
+    eos. bos is there where the tokenizer adds it to plain text; a template writes its own. Neither is written twice: a
+    text may begin and end with its own.
 
     loss_on="completion" trains every assistant turn (or the completion) with its end-of-turn token, and texts whole;
     "last" only the last of a conversation's assistant turns; "all" trains every token. The first token is never
@@ -212,7 +213,7 @@ def _bare_or_chat(
         row = Conversation(messages, path=row.path, line=row.line)
     if isinstance(row, PromptCompletion):
         text = row.prompt + row.completion
-        spans = None if loss_on == "all" else [(len(row.prompt), len(text))]
+        spans = None if loss_on == "all" else [Turn(len(row.prompt), len(text), len(row.prompt))]
         return Rendered(text, spans, bare=True, source=row.source)
     if not isinstance(row, Conversation):
         return Rendered(row.text, None, bare=True, source=row.source)
@@ -259,6 +260,7 @@ def _document(
         if specials.eos is None:
             raise DataError(f"{rendered.source}: the tokenizer has no token to end it with", "set tokenizer.eos_token")
         bos = specials.bos if specials.bos != ids[:1] else []
-        ids, labels = [*bos, *ids, specials.eos], [*[IGNORE_INDEX] * len(bos), *labels, specials.eos]
+        eos = [specials.eos] if ids[-1:] != [specials.eos] else []
+        ids, labels = [*bos, *ids, *eos], [*[IGNORE_INDEX] * len(bos), *labels, *eos]
     labels[:1] = [IGNORE_INDEX] * len(labels[:1])
     return Document(ids, labels, rendered.source), ranges

@@ -127,9 +127,7 @@ def _csv(path: Path) -> Iterator[tuple[int, Any]]:
     read = csv.ReadOptions(block_size=LINE_LIMIT)  # a record must fit into a block
     try:
         names = csv.open_csv(io.BytesIO(raw), read, parse).schema.names
-        for at, name in enumerate(names):
-            if name and name in names[:at]:  # spreadsheets write columns without a name at the end
-                raise DataError(f"{path}: the column {name!r} twice", "rename or delete one of the two")
+        _check_names(names, path)
         as_text = csv.ConvertOptions(column_types={name: pyarrow.string() for name in names}, strings_can_be_null=False)
         with csv.open_csv(io.BytesIO(raw), read, parse, as_text) as batches:
             row = 0
@@ -139,6 +137,12 @@ def _csv(path: Path) -> Iterator[tuple[int, Any]]:
                     yield row, value
     except pyarrow.ArrowInvalid as error:
         raise DataError(f"{path}: not valid CSV ({error})", "mend that row; rows count from the header, 1") from error
+
+
+def _check_names(names: list[str], path: Path) -> None:
+    for at, name in enumerate(names):
+        if name and name in names[:at]:  # spreadsheets write columns without a name at the end
+            raise DataError(f"{path}: the column {name!r} twice", "rename or delete one of the two")
 
 
 def _records(batch: Any) -> Iterator[dict[str, Any]]:
@@ -157,6 +161,7 @@ def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
     row = 0
     try:
         with parquet.ParquetFile(path) as file:
+            _check_names(file.schema_arrow.names, path)
             for batch in file.iter_batches(batch_size=1000):
                 for value in _records(batch):
                     row += 1
@@ -176,9 +181,10 @@ def _decode(raw: bytes, path: Path, line: int) -> str:
     try:
         return raw.decode("utf-8-sig" if line == 1 else "utf-8")
     except UnicodeDecodeError as error:
-        line += raw.count(b"\n", 0, error.start)
+        line += error.object.count(b"\n", 0, error.start)  # of what follows a byte order mark
         raise DataError(
-            f"{path} line {line}: byte 0x{raw[error.start]:02x} is not UTF-8 ({error.reason})", "save the file as UTF-8"
+            f"{path} line {line}: byte 0x{error.object[error.start]:02x} is not UTF-8 ({error.reason})",
+            "save the file as UTF-8",
         ) from error
 
 
@@ -188,7 +194,9 @@ def _parse(text: str, path: Path, line: int) -> Any:
     except json.JSONDecodeError as error:
         raise DataError(
             f"{path} line {line + error.lineno - 1}: not valid JSON ({error.msg}, column {error.colno})",
-            "mend or delete that line",
+            "name the file .jsonl: it has an object a line, not a list"
+            if path.suffix == ".json" and text.lstrip().startswith("{")
+            else "mend or delete that line",
         ) from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, or thousands of nested brackets
         raise DataError(f"{path} line {line}: JSON that can't be read ({error})", "mend or delete it") from error

@@ -4,7 +4,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pronghorn.data.template import clip
+from pronghorn.data.template import Turn, clip
 from pronghorn.errors import DataError
 
 if TYPE_CHECKING:
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A row's text. `turns` are the character ranges [start, end) to train (None: all of it), each without the
-    end-of-turn token that the template writes. `bare` text has no template: it needs bos and eos around it."""
+    """A row's text and the turns to train (None: all of it). `bare` text has no template: it needs bos and eos around
+    it."""
 
     text: str
-    turns: list[tuple[int, int]] | None
+    turns: list[Turn] | None
     bare: bool
     source: str
 
@@ -64,11 +64,12 @@ def token_ranges(rendered: Rendered, ids: list[int], edges: Edges, control: froz
     text, source = rendered.text, rendered.source
     ranges = []
     at, count = 0, len(ids)
-    for start, end in rendered.turns or ():
+    for start, end, own in rendered.turns or ():
         first = edges.first_past(start, at)
         at = edges.first_past(end, first)
-        if not control.isdisjoint(ids[first:at]):
-            said = next(token for token in range(first, at) if ids[token] in control)
+        said = first if own == start else edges.first_past(own, first)
+        if not control.isdisjoint(ids[said:at]):
+            said = next(token for token in range(said, at) if ids[token] in control)
             token = clip(text[edges.begin(said) : edges.end(said)])
             raise DataError(f"{source}: the assistant's text holds the control token {token}", "delete it there")
         for edge, token_at in ((start, first), (end, at)):
@@ -105,7 +106,7 @@ def verify(
         raise DataError(
             f"{rendered.source}: the tokenizer's offsets do not follow the text", "use a tokenizer whose offsets do"
         )
-    edges_of = [edge for turn in rendered.turns or () for edge in turn]
+    edges_of = [edge for turn in rendered.turns or () for edge in (turn.start, turn.end)]
     texts = [rendered.text[:edge] for edge in edges_of]
     alone = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
     for number, (edge, found) in enumerate(zip(edges_of, alone, strict=True)):

@@ -4,6 +4,7 @@ Tool calls come out in the form that chat templates are written for: arguments a
 a string of JSON), tools as {"type": "function", "function": {...}} (some leave that wrapping out).
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -106,6 +107,7 @@ def tools(value: Any, at: str) -> tuple[Mapping[str, Any], ...]:
         function = item.get("function", item) if isinstance(item, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
             raise DataError(f"{at} tool {number}: {show(item)} has no name", 'write a tool as {"name": ..., ...}')
+        _encodable(function, f"{at} tool {number}")
         found.append({"type": "function", "function": function})
     return tuple(found)
 
@@ -125,9 +127,15 @@ def _tool_calls(calls: Any, at: str) -> list[dict[str, Any]]:
         arguments = parsed(function.get("arguments"), "arguments", here)
         if not isinstance(arguments, dict):
             raise DataError(f"{here}: arguments is {show(arguments)}", "give the arguments as an object, {} for none")
+        _encodable([name, arguments], here)
         identity = {"id": string(call["id"], "id", here)} if call.get("id") is not None else {}
         found.append({**identity, "type": "function", "function": {"name": name, "arguments": arguments}})
     return found
+
+
+def _encodable(value: Any, at: str) -> None:
+    """DataError where a string anywhere in `value` can't be encoded: templates write it out as JSON."""
+    string(json.dumps(value, ensure_ascii=False, default=str), "its JSON", at)
 
 
 def _content(value: Any, at: str) -> str:

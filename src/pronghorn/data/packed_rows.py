@@ -11,6 +11,7 @@ from typing import Any, cast
 from torch.utils.data import Dataset
 
 from pronghorn.data.packing import pack, packing_ceiling, packing_efficiency
+from pronghorn.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class PackedRows(Dataset):
         row_tokens: tokens a row holds at most; the collator pads it to exactly this.
         seed: of the packing.
     Raises:
-        DataError: a document is empty or longer than a row.
+        DataError: a document is empty, longer than a row, or has more or fewer labels than tokens.
     """
 
     column_names = ("input_ids", "labels", "lengths")
@@ -49,6 +50,13 @@ class PackedRows(Dataset):
         if _is_dataset(documents):
             self._columns = cast(Any, documents).with_format("arrow").select_columns(["input_ids", "labels"])
         lengths = lengths_of(documents)
+        labelled = lengths_of(documents, "labels")
+        for index, (tokens, labels) in enumerate(zip(lengths, labelled, strict=True)):
+            if tokens != labels:  # a row's could still sum up, and would be other documents' labels
+                raise DataError(
+                    f"document {index} has {tokens} tokens and {labels} labels",
+                    "give every token a label, -100 where it is not trained",
+                )
         self._rows = pack(lengths, row_tokens, seed)
         self.stats = PackingStats(
             documents=len(lengths),
@@ -97,11 +105,12 @@ def _is_dataset(documents: Any) -> bool:
     return hasattr(documents, "with_format")
 
 
-def lengths_of(documents: Any) -> list[int]:
-    """Tokens of each document; a `datasets.Dataset` is asked for its list lengths, without decoding a token."""
+def lengths_of(documents: Any, name: str = "input_ids") -> list[int]:
+    """Tokens (or what else `name` holds) of each document; a `datasets.Dataset` is asked for its list lengths, without
+    decoding a token."""
     if not _is_dataset(documents):
-        return [len(document["input_ids"]) for document in documents]
+        return [len(document[name]) for document in documents]
     import pyarrow.compute
 
-    tables = documents.select_columns("input_ids").with_format("arrow").iter(batch_size=10_000)
-    return [n for table in tables for n in pyarrow.compute.list_value_length(table["input_ids"]).to_pylist()]
+    tables = documents.select_columns(name).with_format("arrow").iter(batch_size=10_000)
+    return [n for table in tables for n in pyarrow.compute.list_value_length(table[name]).to_pylist()]

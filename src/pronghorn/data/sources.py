@@ -118,10 +118,12 @@ def _hub(name: str) -> Iterator[tuple[int, Any]]:
 def _hub_set(name: str) -> Any:
     """A hub set's split `train`, downloaded once by `datasets` and memory-mapped."""
     import datasets
+    from datasets.exceptions import DatasetsError
 
     try:
         return datasets.load_dataset(name, split="train")
-    except (OSError, ValueError, RuntimeError) as error:  # not found or reached, several configurations, a script
+    except (OSError, ValueError, RuntimeError, DatasetsError) as error:  # not found or reached, several configurations,
+        # a script, files that differ in their columns
         raise DataError(
             f"{name}: no such file or folder here, and the hub gives no split `train` of it ({error})",
             "mend the path or the name, or download the set and give its folder",

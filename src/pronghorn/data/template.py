@@ -5,12 +5,13 @@ stands, so that labels are exact (data.chat). They know messages of a system, a 
 else a conversation holds, tools among it; a model's own template serves those.
 """
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pronghorn.data.row_types import Conversation, Message
 from pronghorn.errors import ConfigError, DataError
@@ -18,9 +19,18 @@ from pronghorn.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-LEADS = ("", " ", "<think>\n\n</think>\n\n")
+LEADS = ("", " ", "<think>\n\n</think>\n\n", "<|channel|>final<|message|>")
 """What a template may write between its generation prompt and the assistant's text, for the model to generate: nothing
-(ChatML, Llama 3, Gemma), a space (Llama 2, Mistral), an empty reasoning block (Qwen3, last turn)."""
+(ChatML, Llama 3, Gemma), a space (Llama 2, Mistral), an empty reasoning block (Qwen3, last turn), gpt-oss's channel."""
+
+
+class Turn(NamedTuple):
+    """The characters [start, end) to train, without the end-of-turn token that the template writes. Up to `said` the
+    template wrote them, control tokens too; from there on they are the row's own, which may hold none."""
+
+    start: int
+    end: int
+    said: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +216,8 @@ def writer(tokenizer: "PreTrainedTokenizerBase") -> Write:
 
 def _in_one_context(tokenizer: "PreTrainedTokenizerBase") -> Callable[[Sequence[Message], bool], str] | None:
     """`apply_chat_template` without tools, less the making of a context for each call, which takes longer than most
-    templates; None where there is no template, a broken one or no way to it in this version of transformers."""
+    templates; None where there is no template, none of several by default, a broken one or no way to it in this version
+    of transformers."""
     from jinja2 import TemplateError
     from transformers.utils import chat_template_utils
 
@@ -215,7 +226,7 @@ def _in_one_context(tokenizer: "PreTrainedTokenizerBase") -> Callable[[Sequence[
         return None
     try:
         template = compiled(tokenizer.get_chat_template())
-    except TemplateError:
+    except (TemplateError, ValueError):  # ValueError: several templates and none of them the default
         return None
     known = {**template.globals, "tools": None, "documents": None, **tokenizer.special_tokens_map}
     context = template.new_context(known, shared=True)
@@ -233,7 +244,7 @@ def _in_one_context(tokenizer: "PreTrainedTokenizerBase") -> Callable[[Sequence[
 
 def turns(
     row: Conversation, text: str, write: Write, tokenizer: "PreTrainedTokenizerBase", last: bool = False
-) -> list[tuple[int, int]]:
+) -> list[Turn]:
     """The character ranges of `text` (`row` rendered) that the model generates in the assistant's turns, or only in the
     last of them; end-of-turn tokens excluded.
 
@@ -256,9 +267,11 @@ def turns(
                 "row so that each ends with the assistant turn to train (data.loss_on: last)",
             )
         if message.extra.get("tool_calls"):
-            ranges.append((len(prompt), _end_of_calls(row, index, len(prompt), text, tokenizer)))
+            end = _end_of_calls(row, index, len(prompt), text, tokenizer)
+            ranges.append(Turn(len(prompt), end, said=end))
         else:
-            ranges.append((len(prompt), _end_of_text(message.content, len(prompt), text, where)))
+            end = _end_of_text(message.content, len(prompt), text, where)
+            ranges.append(Turn(len(prompt), end, said=end - len(message.content)))
     return ranges
 
 
@@ -277,17 +290,28 @@ def _end_of_text(content: str, start: int, text: str, where: str) -> int:
 
 def _end_of_calls(row: Conversation, index: int, start: int, text: str, tokenizer: "PreTrainedTokenizerBase") -> int:
     """Where a turn with tool calls ends, which each template writes its own way: where the conversation up to this turn
-    ends, less its end-of-turn token."""
+    ends, less its end-of-turn token. A lead that only a last turn has (Qwen3's) may be missing in `text`.
+
+    Control tokens of this turn (Mistral's [TOOL_CALLS]) are the template's: the message itself may hold none.
+    """
     where, message = f"{row.source} message {index + 1}", row.messages[index]
     upto = render(row.messages[: index + 1], row.tools, tokenizer, row.source, answer=False).rstrip()
-    tokens = sorted((token for token in special_tokens(tokenizer) if upto.endswith(token)), key=len)
-    if len(upto) <= start or not text.startswith(upto) or not tokens:
+    special = special_tokens(tokenizer)
+    own = json.dumps([message.content, message.extra["tool_calls"]], ensure_ascii=False)
+    held = next((token for token in sorted(special) if token in own), None)
+    if held is not None:
+        raise DataError(f"{row.source}: the assistant's text holds the control token {clip(held)}", "delete it there")
+    tokens = sorted((token for token in special if upto.endswith(token)), key=len)
+    said = upto[start:] if upto.startswith(text[:start]) else ""
+    bare = [said.removeprefix(lead) for lead in LEADS if said.startswith(lead)]
+    said = next((turn for turn in bare if turn and text.startswith(turn, start)), "")
+    if not said or not tokens:
         raise DataError(
             f"{where}: the chat template ends this turn with tool calls otherwise when more follows, or without an "
             "end-of-turn token",
             "set data.chat_template to one that renders tool calls and ends each turn with a special token",
         )
-    end = len(upto) - len(tokens[-1])
+    end = start + len(said) - len(tokens[-1])
     needed = [call["function"]["name"] for call in message.extra["tool_calls"]]
     _has_all([*needed, message.content.strip()], text[start:end], f"{where}: the chat template leaves the tool call's")
     return end

@@ -42,8 +42,8 @@ def train_on_responses_only(trainer: Trainer, instruction_part: str, response_pa
             f"instruction_part {instruction_part!r} and response_part {response_part!r} have the same tokens",
             "give what begins a user's turn and what begins an assistant's",
         )
-    markers = [Marker(ids, lead, begins=False) for ids, lead in instruction.items()]
-    markers += [Marker(ids, lead, begins=True) for ids, lead in response.items()]
+    markers = [Marker(ids, *around, begins=False) for ids, around in instruction.items()]
+    markers += [Marker(ids, *around, begins=True) for ids, around in response.items()]
     done: dict[str, Any] = {}
     for name in ("train_dataset", "eval_dataset"):
         dataset = getattr(given, name, None)
@@ -58,18 +58,20 @@ def train_on_responses_only(trainer: Trainer, instruction_part: str, response_pa
 
 @dataclass(frozen=True, slots=True)
 class Marker:
-    """One spelling of a part: `ids` preceded by the white space `lead`, which may be in the token before. `begins` a
-    response, or ends one."""
+    """One spelling of a part: `ids` between the white space `lead`, which may be in the token before, and `tail`, which
+    may be in one token with what comes after. `begins` a response, or ends one."""
 
     ids: Ids
     lead: str
+    tail: str
     begins: bool
 
 
 def response_labels(ids: Sequence[int], markers: Iterable[Marker], tokenizer: Any) -> list[int]:
     """One document's labels: `ids` from after a response marker up to the next instruction marker, -100 elsewhere.
 
-    Where several markers match, the one of most tokens counts. The first token is never trained.
+    Where several markers match, the one of most tokens counts. The first token is never trained, nor one that a marker
+    shares with the text after it.
     """
     ordered = sorted(markers, key=lambda marker: -len(marker.ids))
     labels = [IGNORE_INDEX] * len(ids)
@@ -77,8 +79,10 @@ def response_labels(ids: Sequence[int], markers: Iterable[Marker], tokenizer: An
     while at < len(ids):
         for marker in ordered:
             if tuple(ids[at : at + len(marker.ids)]) == marker.ids and _after(marker.lead, ids[:at], tokenizer):
-                at, answering = at + len(marker.ids), marker.begins
-                break
+                end = _past(marker.tail, ids, at + len(marker.ids), tokenizer)
+                if end is not None:
+                    at, answering = end, marker.begins
+                    break
         else:
             if answering:
                 labels[at] = ids[at]
@@ -93,10 +97,22 @@ def _after(lead: str, before: Sequence[int], tokenizer: Any) -> bool:
     return str(tokenizer.decode(list(before[-1 - len(lead) :]))).endswith(lead)
 
 
-def _spellings(part: str, tokenizer: Any, name: str) -> dict[Ids, str]:
+def _past(tail: str, ids: Sequence[int], at: int, tokenizer: Any) -> int | None:
+    """Where the tokens from `at` on have said `tail`; None where they say something else."""
+    for end in range(at, min(at + len(tail), len(ids)) + 1):
+        said = str(tokenizer.decode(list(ids[at:end]))) if end > at else ""
+        if said.startswith(tail):
+            return end
+        if not tail.startswith(said):
+            return None
+    return None
+
+
+def _spellings(part: str, tokenizer: Any, name: str) -> dict[Ids, tuple[str, str]]:
     """The token ids of a marker at a text's beginning and after white space or text, which many tokenizers spell
     otherwise (SentencePiece has "▁###" after a space and "###" after a newline), each with the white space that must
-    come before: a newline that begins the part may be one token with what stands before it.
+    come before and after: a newline that begins the part may be one token with what stands before it, and one that ends
+    it with the newline that a turn begins with.
 
     A space that ends the part may be one token with the word that follows, so a spelling without it counts too.
     """
@@ -107,13 +123,23 @@ def _spellings(part: str, tokenizer: Any, name: str) -> dict[Ids, str]:
         return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     lead = part[: len(part) - len(part.lstrip())]
-    found: dict[Ids, str] = {}
-    for body, needed in ((part, ""), (part.rstrip(" "), ""), (part.lstrip(), lead), (part.strip(" ").lstrip(), lead)):
-        found.setdefault(ids(body), needed)
+    tail = part[len(part.rstrip()) :]
+    bodies = [
+        (part, "", ""),
+        (part.rstrip(" "), "", ""),
+        (part.lstrip(), lead, ""),
+        (part.strip(" ").lstrip(), lead, ""),
+    ]
+    if tail.strip(" "):
+        bodies += [(part.rstrip(), "", tail), (part.strip(), lead, tail)]
+    found: dict[Ids, tuple[str, str]] = {}
+    for body, *needed in bodies:
+        around = needed[0], needed[1]
+        found.setdefault(ids(body), around)
         for before in ("\n", " ", "a", "."):
             whole, alone = ids(before + body), ids(before)
             if whole[: len(alone)] == alone:
-                found.setdefault(whole[len(alone) :], needed)
+                found.setdefault(whole[len(alone) :], around)
     found.pop((), None)
     return found
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from pronghorn.data.batch import Collator
 from pronghorn.data.packed_rows import PackedRows
-from pronghorn.errors import ConfigError, TrainingError, UnsupportedError
+from pronghorn.errors import ConfigError, DataError, TrainingError, UnsupportedError
 from pronghorn.export.folder import disk_is_full
 from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import Handle, attach, attached
@@ -118,6 +118,11 @@ class SFTTrainer(trl.SFTTrainer):
         if packing and set(dataset.column_names or ()) == {"input_ids", "labels"}:
             return PackedRows(dataset, args.max_length, seed=args.seed)
         documents = super()._prepare_dataset(dataset, processing_class, args, False, formatting_func, dataset_name)
+        if packing and len(documents) == 0:  # TRL drops documents without a label within `max_length`
+            raise DataError(
+                f"no document of the {dataset_name} data set has a token to train among its first {args.max_length}",
+                "raise max_length, or shorten the prompts",
+            )
         return PackedRows(documents, args.max_length, seed=args.seed) if packing else documents
 
     def _set_signature_columns_if_needed(self) -> None:
