@@ -287,6 +287,22 @@ def test_bad_adapters(stories: Path) -> None:
     model, _ = load(stories)
     with pytest.raises(ConfigError, match=r"target module 'c_attn' is not in the model: .*q_proj"):
         FastLanguageModel.get_peft_model(model, target_modules=["c_attn"])
+    for wrong, message in (
+        (
+            ["k_proj", "layers.99.self_attn.q_proj"],
+            r"target module 'layers\.99\.self_attn\.q_proj' is not in the model",
+        ),
+        ("q_proj", r"'q_proj' matches no module: a string is a regular expression .*give a list, e\.g\. \['q_proj'\]"),
+        ("(", r"'\(' is no regular expression"),
+        ([], "names no module"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            FastLanguageModel.get_peft_model(model, target_modules=wrong)
+    for hidden in (["q_proj", "model.embed_tokens"], r".*(q_proj|lm_head)"):
+        with pytest.raises(UnsupportedError, match="is not supported: name it in modules_to_save"):
+            FastLanguageModel.get_peft_model(model, target_modules=hidden)
+    with pytest.raises(ConfigError, match=r"modules_to_save 'layers\.9\.norm' is not in the model"):
+        FastLanguageModel.get_peft_model(model, modules_to_save=["layers.9.norm"])
     with pytest.raises(ConfigError, match="rank r = 0 is below 1"):
         FastLanguageModel.get_peft_model(model, r=0)
     model = FastLanguageModel.get_peft_model(model, r=2, target_modules="all-linear")
@@ -330,6 +346,12 @@ def test_a_saved_adapter_loads_and_trains_on(stories: Path, tmp_path: Path) -> N
     assert train(again) == train(model)
 
 
+def test_a_saved_adapter_is_not_fine_tuned_in_full(stories: Path, tmp_path: Path) -> None:
+    FastLanguageModel.get_peft_model(load(stories)[0], r=4).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ConfigError, match=r"full_finetuning, but .*adapter is a saved adapter: merge it first"):
+        load(tmp_path / "adapter", full_finetuning=True)
+
+
 def test_a_saved_adapter_that_lost_weights_is_refused(stories: Path, tmp_path: Path) -> None:
     """PEFT would begin anew where they were."""
     FastLanguageModel.get_peft_model(load(stories)[0], r=4).save_pretrained(tmp_path / "adapter")
@@ -338,6 +360,66 @@ def test_a_saved_adapter_that_lost_weights_is_refused(stories: Path, tmp_path: P
     save_file({name: tensor for name, tensor in weights.items() if ".layers.1." not in name}, path)
     with pytest.raises(DataError, match=r"adapter lacks weights .*layers\.1\..*lora_A"):
         load(tmp_path / "adapter")
+
+
+def test_a_saved_adapter_that_the_base_has_no_place_for_is_refused(stories: Path, tmp_path: Path) -> None:
+    """PEFT would leave out what it doesn't find a layer for."""
+    FastLanguageModel.get_peft_model(load(stories)[0], r=4).save_pretrained(tmp_path / "adapter")
+    shutil.copytree(stories, tmp_path / "short", copy_function=shutil.copyfile)
+    table = json.loads((stories / "config.json").read_text())
+    (tmp_path / "short/config.json").write_text(json.dumps(table | {"num_hidden_layers": 3}))
+    path = tmp_path / "adapter/adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": str(tmp_path / "short")}))
+    with pytest.raises(DataError, match=r"holds 28 weights that its base model has no place for .*layers\.3"):
+        load(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("rows", [576, 500])
+def test_a_saved_adapter_brings_its_rows_of_embeddings(stories: Path, tmp_path: Path, rows: int) -> None:
+    """Other libraries pad embeddings to a multiple of 64, or cut rows that no token has."""
+    from peft import LoraConfig, get_peft_model
+
+    plain, tokenizer = load(stories, packing=False)
+    plain.resize_token_embeddings(rows)
+    model = perturb(get_peft_model(plain, LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")))
+    model.save_pretrained(tmp_path / "adapter")
+    tokenizer.save_pretrained(tmp_path / "adapter")
+    again, _ = load(tmp_path / "adapter")
+    assert again.get_input_embeddings().weight.shape[0] == rows
+    assert torch.equal(logits(again), logits(model))
+
+
+def test_a_saved_adapter_of_virtual_tokens_is_refused(stories: Path, tmp_path: Path) -> None:
+    from peft import PromptTuningConfig, get_peft_model
+
+    model = get_peft_model(load(stories, packing=False)[0], PromptTuningConfig("CAUSAL_LM", num_virtual_tokens=4))
+    model.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(UnsupportedError, match="is PROMPT_TUNING, tokens before the prompt"):
+        load(tmp_path / "adapter")
+
+
+def test_an_adapter_goes_on_the_revision_it_was_trained_on(
+    stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hub's cache with two revisions, whose norms differ."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    cache = tmp_path / "models--own--tiny"
+    (cache / "refs").mkdir(parents=True)
+    for name, commit, factor in (("main", "a" * 40, 1.0), ("v2", "b" * 40, 2.0)):
+        (cache / "refs" / name).write_text(commit)
+        folder = shutil.copytree(stories, cache / "snapshots" / commit, copy_function=shutil.copyfile)
+        weights = {key: value * factor for key, value in load_file(stories / "model.safetensors").items()}
+        (folder / "model.safetensors").unlink()
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    model, tokenizer = load("own/tiny", revision="v2")
+    model = perturb(FastLanguageModel.get_peft_model(model, r=4))
+    model.save_pretrained(tmp_path / "adapter")
+    tokenizer.save_pretrained(tmp_path / "adapter")
+    again, _ = load(tmp_path / "adapter")
+    assert torch.equal(logits(again), logits(model))
+    other, _ = load(tmp_path / "adapter", revision="main")  # who asks for another gets it
+    assert not torch.equal(logits(other), logits(model))
 
 
 @pytest.mark.parametrize("name", [None, ""])
@@ -505,6 +587,34 @@ def test_adapters_that_are_more_than_lora_are_not_merged(
     with pytest.raises(UnsupportedError, match=message):
         model.save_pretrained_merged(tmp_path / "merged", tokenizer)
     assert not (tmp_path / "merged").exists()
+
+
+def test_where_a_merged_checkpoint_goes(stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokenizer = load(stories)
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to("disk")
+    model.save_pretrained_merged(tmp_path / "link", tokenizer)
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "disk/model.safetensors").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "link"]
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(ConfigError, match="is the current folder"):
+        model.save_pretrained_merged(".", tokenizer)
+    monkeypatch.setattr("os.path.ismount", lambda path: Path(path).name == "volume")
+    with pytest.raises(ConfigError, match="volume is where a disk is mounted"):
+        model.save_pretrained_merged(tmp_path / "volume", tokenizer)
+
+
+def test_an_adapter_that_is_merged_already(stories: Path, tmp_path: Path) -> None:
+    model, tokenizer = load(stories)
+    model = perturb(FastLanguageModel.get_peft_model(model, r=4))
+    model.merge_adapter()
+    before = snapshot(model)
+    with pytest.raises(ConfigError, match=r"merged into the model's weights already: call model\.unmerge_adapter"):
+        model.save_pretrained_merged(tmp_path / "merged", tokenizer)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    model.unmerge_adapter()
+    model.save_pretrained_merged(tmp_path / "merged", tokenizer)
 
 
 def test_a_full_folder_and_other_methods_are_refused(stories: Path, tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +16,11 @@ import pytest
 from typer.testing import CliRunner
 
 from pronghorn import __version__
-from pronghorn.cli.main import app
+from pronghorn.cli.main import app, inspect_data, train
 from pronghorn.cli.options import grow_segments
+from pronghorn.cli.plan import plan
+from pronghorn.cli.profile import profile
+from pronghorn.cli.verify import verify
 from pronghorn.diagnose import doctor
 from pronghorn.diagnose.doctor import Finding
 from pronghorn.errors import TrainingError
@@ -78,6 +83,21 @@ def test_help_is_quick_and_loads_nothing_heavy() -> None:
     assert after.children_user + after.children_system - before.children_user - before.children_system < 1.0
     assert done.stderr.strip() == "[]"
     assert "Examples" in done.stdout and "train.max_steps=20" in done.stdout
+
+
+def test_overrides_in_the_help_are_right(recipe: Path) -> None:
+    from pronghorn.config import Recipe
+
+    examples = [
+        shlex.split(line)
+        for function in (train, inspect_data, plan, profile, verify)
+        for line in (function.__doc__ or "").splitlines()
+        if line.strip().startswith("pronghorn ")
+    ]
+    overrides = [word for words in examples for word in words if re.match(r"\w+\.\w+=", word)]
+    assert len(overrides) > 5
+    for override in overrides:
+        Recipe.load(recipe, [override])
 
 
 def test_module_is_the_command() -> None:

@@ -106,6 +106,8 @@ BAD: list[tuple[str, list[str], str]] = [
     ("", ["model.name=''"], "model.name = ''"),
     ("", ["train.output=''"], "train.output is the current folder"),
     ("", ["train.output=null"], "train.output = None"),
+    ("", ["memory.offload_buffers=true"], "memory.offload_buffers = True"),
+    ("", ["train.max_steps=!!timestamp x"], "override 'train.max_steps=!!timestamp x': not YAML"),
     ("", ["adapter.random_state=-1"], "adapter.random_state = -1"),
     ("", ["train.lr=1e-3"], "unknown key train.lr: did you mean train.learning_rate?"),
     ("", ["train.batch_size=2"], "did you mean packing.rows_per_step?"),

@@ -172,6 +172,17 @@ def test_stories260k_through_gguf_is_the_same_model(stories: Path, tmp_path: Pat
         torch.testing.assert_close(loaded.eval()(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-5)
 
 
+def test_an_adapter_beside_the_file_is_left_alone(tmp_path: Path) -> None:
+    """transformers would load the adapter's base instead, or put the adapter into the model."""
+    model = tiny().eval()
+    write_gguf(tmp_path / "m.gguf", model)
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "some/other"}')
+    loaded, _ = load_gguf(tmp_path / "m.gguf", torch.float32)
+    ids = torch.arange(20, 60)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(loaded.eval()(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-5)
+
+
 def test_special_tokens_and_template_are_the_metadata_s(tmp_path: Path) -> None:
     model, tokenizer = load_gguf(write_gguf(tmp_path / "m.gguf", tiny()), torch.float32)
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|im_end|>")  # no pad in the file: eos

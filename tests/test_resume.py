@@ -418,6 +418,21 @@ def test_checkpoints_by_minutes_count_and_best(make: Make, tmp_path: Path, monke
     assert Path(state["best_model_checkpoint"]) == tmp_path / "run/checkpoint-4"
 
 
+def test_killed_after_patience_ran_out(make: Make, tmp_path: Path, monkeypatch: Any) -> None:
+    """The record says why training ended although the journal was not told."""
+    evaluations = iter([1.0, 2.0])
+    monkeypatch.setattr("pronghorn.train.trainer.heldout_loss", lambda *args: next(evaluations))
+    recipe = make("run", train={"eval_steps": 2, "patience": 1})
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(RunRecord, "write", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        run(recipe, QUIET)
+    shutil.rmtree(tmp_path / "run/adapter")
+    journal = tmp_path / "run/journal.json"
+    journal.write_text(json.dumps(json.loads(journal.read_text()) | {"trained": None, "stopped": None}))
+    record = run(recipe, QUIET)
+    assert record.stopped == "patience" and [step["step"] for step in record.steps][-1] == 4
+
+
 def test_what_a_better_evaluation_saves_has_the_log_so_far(make: Make, tmp_path: Path) -> None:
     run(make("run", train={"save_steps": None, "eval_steps": 2, "logging_steps": 100, "keep_checkpoints": 9}), QUIET)
     state = json.loads((checkpoints(tmp_path / "run")[0] / "trainer_state.json").read_text())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import pickle
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -14,9 +15,10 @@ import pytest
 import torch
 import transformers
 import trl
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from peft import LoraConfig
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import TrainingArguments
@@ -28,6 +30,7 @@ from pronghorn.data.packed_rows import PackedRows
 from pronghorn.errors import ConfigError, DataError, TrainingError, UnsupportedError
 from pronghorn.models.attach import attach, attached
 from pronghorn.models.families import recomputes_layers
+from pronghorn.train.checkpoint import checkpoints
 from pronghorn.train.control import trained_seconds
 from pronghorn.train.gradients import GradientWatch, _Pending, gradient_flags, gradient_norms
 from pronghorn.train.trainer import _attached_on_its_device
@@ -321,6 +324,21 @@ def test_documents_given_to_evaluate_are_packed_too(stories: Path, documents: Da
         trainer.evaluate(documents.select([]))
 
 
+def test_several_held_out_sets(stories: Path, documents: Dataset, tmp_path: Path) -> None:
+    """A DatasetDict given to `evaluate`; and one called "train" is evaluated as `eval_packing` says."""
+    model, tokenizer = whole(stories)
+    held = DatasetDict({"train": documents.select(range(4)), "test": documents.select(range(4))})
+    args = config(tmp_path, max_length=512, eval_packing=False)
+    trainer = SFTTrainer(model, args, train_dataset=documents, eval_dataset=held, tokenizer=tokenizer,
+                         compute_metrics=lambda found: {"documents": len(found.predictions)})  # fmt: skip
+    assert isinstance(trainer.train_dataset, PackedRows)
+    for found in (trainer.evaluate(), trainer.evaluate(held)):
+        assert found["eval_train_documents"] == found["eval_test_documents"] == 4
+        assert found["eval_train_loss"] == found["eval_test_loss"]
+    packed = SFTTrainer(model, config(tmp_path, max_length=512), train_dataset=documents, tokenizer=tokenizer)
+    assert packed.evaluate(held)["eval_test_loss"] == pytest.approx(packed.evaluate(held["test"])["eval_loss"])
+
+
 def test_evaluation_before_training_computes_in_16_bits_too(stories: Path, documents: Dataset, tmp_path: Path) -> None:
     model, tokenizer = whole(stories)
     args = config(tmp_path, bf16=True, max_steps=1, learning_rate=1e-12)
@@ -547,8 +565,19 @@ def test_a_second_training_is_not_judged_by_the_first() -> None:
     run = _Watched(scaler=object())
     run(1.0, 1.0)
     run.watch._pending = _Pending(["weight"], torch.ones(2, 1), None, scaled=False, moves=True, step=2)
-    run.watch.on_train_begin(None, None, None)
+    run.watch.on_train_begin(None, SimpleNamespace(log_history=[]), None)
     run(1.0, 0.0)
+
+
+def test_skipped_steps_are_those_of_one_training() -> None:
+    """A training begun anew counts from zero, a resumed one goes on from its log."""
+    run = _Watched(scaler=object())
+    run(float("nan"), 0.0)
+    assert run.watch.skipped == 1
+    logged = [{"loss": 1.0, "skipped_steps": 2}, {"eval_loss": 1.0}]
+    for history, skipped in ((logged, 2), ([], 0)):
+        run.watch.on_train_begin(None, SimpleNamespace(log_history=history), None)
+        assert run.watch.skipped == skipped
 
 
 # ---- checkpoints ----
@@ -638,6 +667,53 @@ def test_an_earlier_checkpoint_of_the_same_name_survives_a_failed_save(
     assert folder.is_dir() and {p.name: p.read_bytes() for p in folder.iterdir()} == before
 
 
+@pytest.mark.parametrize("limit", [None, 0, -1])
+def test_no_limit_of_checkpoints_deletes_none(
+    stories: Path, documents: Dataset, tmp_path: Path, limit: int | None
+) -> None:
+    """transformers takes every limit below 1 for none."""
+    model, tokenizer = adapted(stories)
+    args = config(tmp_path / "run", max_steps=2, save_strategy="steps", save_steps=1, save_total_limit=limit)
+    SFTTrainer(model, args, train_dataset=documents, tokenizer=tokenizer).train()
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["checkpoint-1", "checkpoint-2"]
+
+
+def test_a_training_begun_anew_keeps_its_own_checkpoints(stories: Path, documents: Dataset, tmp_path: Path) -> None:
+    """In the folder of a longer one: what is kept is what was written last, not what has the most steps."""
+    for steps, every, kept in ((6, 3, [3, 6]), (2, 1, [1, 2])):
+        model, tokenizer = adapted(stories)
+        args = config(tmp_path / "run", max_steps=steps, save_strategy="steps", save_steps=every, save_total_limit=2)
+        SFTTrainer(model, args, train_dataset=documents, tokenizer=tokenizer).train()
+        assert [path.name for path in checkpoints(tmp_path / "run")] == [f"checkpoint-{step}" for step in kept]
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_the_best_checkpoint_stays_known(
+    stories: Path, documents: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moved: bool
+) -> None:
+    """Where a better step was not saved, and where the run goes on in another folder."""
+    evaluations = iter([3.0, 2.5, 2.6, 2.7] if moved else [3.0, 2.5, 2.4, 2.6])
+    monkeypatch.setattr("pronghorn.train.trainer.heldout_loss", lambda *args: next(evaluations))
+
+    def trainer(folder: str, steps: int) -> SFTTrainer:
+        model, tokenizer = adapted(stories)
+        args = config(tmp_path / folder, max_steps=steps, save_strategy="steps", save_steps=2, save_total_limit=1,
+                      eval_strategy="steps", eval_steps=1, load_best_model_at_end=True,
+                      metric_for_best_model="eval_loss", greater_is_better=False)  # fmt: skip
+        return SFTTrainer(model, args, train_dataset=documents, eval_dataset=documents, tokenizer=tokenizer)
+
+    best = tmp_path / "run" / "checkpoint-2"
+    last = trainer("run", 2 if moved else 4)
+    last.train()
+    if moved:
+        last = trainer("other", 4)
+        last.train(resume_from_checkpoint=str(best))
+    assert last.state.best_model_checkpoint == str(best) and best.is_dir()
+    saved = load_file(best / "adapter_model.safetensors")
+    ours = {name.replace(".default", ""): value for name, value in trained(last.model).items()}
+    assert_equal_weights(ours, saved, rel=0.0)
+
+
 def test_resuming_continues_the_trajectory(stories: Path, documents: Dataset, tmp_path: Path) -> None:
     straight, resumed = adapted(stories), adapted(stories, random_state=9)
     args = config(tmp_path / "run", save_strategy="steps", save_steps=2, lr_scheduler_type="cosine")
@@ -658,6 +734,7 @@ def test_resuming_continues_the_trajectory(stories: Path, documents: Dataset, tm
         ({"loss_type": "dft"}, {}, "loss_type = 'dft'"),
         ({"label_smoothing_factor": 0.1}, {}, "label_smoothing_factor = 0.1"),
         ({"padding_free": True}, {}, "padding_free = True"),
+        ({"auto_find_batch_size": True}, {}, "auto_find_batch_size = True"),
         ({}, {"data_collator": len}, "data_collator = "),
         ({}, {"compute_loss_func": len}, "compute_loss_func = "),
         ({}, {"compute_metrics": len}, "compute_metrics over packed rows, which have no logits: set eval_packing=Fal"),
@@ -711,6 +788,45 @@ def test_documents_without_a_label_within_the_row_are_told(stories: Path, tmp_pa
     rows = Dataset.from_list([{"prompt": "once " * 200, "completion": "b"}])
     with pytest.raises(DataError, match="no document of the train data set has a token to train among its first"):
         SFTTrainer(model, config(tmp_path), train_dataset=rows, processing_class=tokenizer)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_data_that_truncation_leaves_no_label_are_refused(stories: Path, tmp_path: Path, packing: bool) -> None:
+    """TRL drops them one by one: a training of no steps would end well."""
+    rows = [Dataset.from_list([{"prompt": "Once upon a time " * n, "completion": "there was."}] * 3) for n in (1, 90)]
+    model, tokenizer = adapted(stories)
+    args = config(tmp_path, packing=packing)
+    with pytest.raises(DataError, match="no document of the train data set has a token to train among"):
+        SFTTrainer(model, args, train_dataset=rows[1], tokenizer=tokenizer)
+    with pytest.raises(DataError, match="no document of the eval data set"):
+        SFTTrainer(model, args, train_dataset=rows[0], eval_dataset=rows[1], tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_what_collates_can_be_sent_to_another_process(
+    stories: Path, documents: Dataset, tmp_path: Path, packing: bool
+) -> None:
+    """As a loader's workers need where they aren't forked, by default from Python 3.14 on."""
+    model, tokenizer = adapted(stories)
+    trainer = SFTTrainer(model, config(tmp_path, packing=packing), train_dataset=documents, tokenizer=tokenizer)
+    rows = [trainer.train_dataset[0]]
+    ours, sent = trainer.data_collator(rows), pickle.loads(pickle.dumps(trainer.data_collator))(rows)
+    assert ours.keys() == sent.keys() and torch.equal(ours["labels"], sent["labels"])
+
+
+def test_without_arguments_rows_are_the_models(
+    stories: Path, documents: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TRL's own default, 1024, would be over what the model was loaded for."""
+
+    class OnTheCpu(SFTConfig):
+        def __init__(self, output_dir: str, packing: bool) -> None:
+            super().__init__(output_dir=str(tmp_path / output_dir), packing=packing, bf16=False, use_cpu=True)
+
+    monkeypatch.setattr(trl, "SFTConfig", OnTheCpu)
+    model, tokenizer = adapted(stories)
+    trainer = SFTTrainer(model, train_dataset=documents, tokenizer=tokenizer)
+    assert trainer.args.max_length == ROW
 
 
 def test_row_lengths(stories: Path, documents: Dataset, tmp_path: Path) -> None:
@@ -794,3 +910,8 @@ def test_whole_16_bit_models_are_not_trained(stories: Path, documents: Dataset, 
         SFTTrainer(model, config(tmp_path), train_dataset=documents, tokenizer=tokenizer)
     with pytest.raises(ConfigError, match="full_finetuning with dtype bf16"):
         FastLanguageModel.from_pretrained(str(stories), max_seq_length=ROW, dtype="bf16", full_finetuning=True)
+    for dtype in ("fp32", "float32", torch.float32, "auto", None):
+        model, _ = FastLanguageModel.from_pretrained(
+            str(stories), max_seq_length=ROW, dtype=dtype, full_finetuning=True
+        )
+        assert model.dtype is torch.float32

@@ -15,7 +15,7 @@ from pronghorn.memory.checkpoint import INSTALLED, install
 from pronghorn.memory.plan import Checkpointing, Plan
 from pronghorn.models.attach import attach, attached
 from pronghorn.models.families import LINEARS, base_causal_lm, recompute_layers
-from pronghorn.models.load import load_model
+from pronghorn.models.load import load_model, resolve_dtype
 from pronghorn.models.lora import add_lora
 
 
@@ -62,7 +62,7 @@ class FastLanguageModel:
         _refuse(unsupported, "from_pretrained")
         if full_finetuning and load_in_4bit:
             raise ConfigError("full_finetuning with load_in_4bit: 4-bit weights can't be trained", "choose one")
-        if full_finetuning and dtype not in (None, "auto", "float32", torch.float32):
+        if full_finetuning and resolve_dtype(dtype, torch.device("cpu")) is not torch.float32:  # None is float32 there
             raise ConfigError(
                 f"full_finetuning with dtype {dtype}: 16-bit weights hardly move at usual learning rates",
                 "leave dtype out (weights are kept in float32) and set bf16=True in SFTConfig to compute in 16 bits",
@@ -76,9 +76,15 @@ class FastLanguageModel:
             token=token,
             revision=revision,
         )
+        if full_finetuning and hasattr(model, "peft_config"):
+            raise ConfigError(
+                f"full_finetuning, but {model_name} is a saved adapter",
+                "merge it first (save_pretrained_merged), or leave full_finetuning out to train it on",
+            )
         if packing:
             attach(model, attention=attention, packing_metadata=packing_metadata, moe_routing=moe_routing)
         _set_recompute(model, use_gradient_checkpointing)
+        model.hub_revision = revision  # for the adapter's configuration
         return _finish(model, max_seq_length), tokenizer
 
     @staticmethod
@@ -118,6 +124,7 @@ class FastLanguageModel:
             use_rslora=use_rslora,
             modules_to_save=modules_to_save,
             random_state=random_state,
+            revision=getattr(model, "hub_revision", None),
         )
         handle = attached(adapted)
         if handle is not None:

@@ -79,7 +79,7 @@ def train(
 
       pronghorn train recipes/gpu-lora.yaml train.max_steps=20
 
-      pronghorn train my.yaml 'report.sample_prompts=[What is a mutex?]'
+      pronghorn train my.yaml 'report.sample_prompts=["What is a mutex?"]'
     """
     console = Console(quiet=not main_process())
     with plain_errors(debug):

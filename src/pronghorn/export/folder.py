@@ -22,6 +22,7 @@ def whole_folder(target: Path) -> Iterator[Path]:
     Raises:
         TrainingError: the disk is full.
     """
+    target = target.resolve()  # a link stays one: what it leads to is replaced, on its disk
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = target.with_name(f".{target.name}.writing")
     old = target.with_name(f".{target.name}.old")

@@ -8,6 +8,7 @@ merge that forgot the adapter, or put it in the wrong place, is an error and lea
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +41,23 @@ def save_merged(
     Returns:
         The folder.
     Raises:
-        ConfigError: something is there.
+        ConfigError: something is there, it is the current folder or a disk's, or PEFT's `merge_adapter` was called.
         UnsupportedError: an adapter that is not plain LoRA on linears and experts.
         TrainingError: the reloaded checkpoint's logits differ from the adapted model's, or the disk is full.
     """
     target = Path(folder)
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise ConfigError(f"{target} is there already", "choose another folder or delete it")
+    here, disk = target.resolve() == Path.cwd(), os.path.ismount(target.resolve())
+    if here or disk:  # no other folder can take its place
+        what = "the current folder" if here else "where a disk is mounted"
+        raise ConfigError(f"{target} is {what}", "give the merged model a folder of its own, in it")
     base = base_causal_lm(model)
+    if any(getattr(module, "merged", False) for module in base.modules()):
+        # it would be added once more, and comparing with the base model would take it out of the training model
+        raise ConfigError(
+            "the adapter is merged into the model's weights already", "call model.unmerge_adapter() first"
+        )
     own = base.get_input_embeddings().weight.dtype
     dtype = dtype or (own if own in (torch.float16, torch.bfloat16) else torch.bfloat16)
     with whole_folder(target) as writing:

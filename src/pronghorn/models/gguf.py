@@ -11,6 +11,7 @@ Source: the GGUF specification, https://github.com/ggml-org/ggml/blob/master/doc
 from __future__ import annotations
 
 import math
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,9 +138,14 @@ def _load_weights(header: GgufHeader, dtype: torch.dtype) -> Any:
     # only transformers that can keep blocks packed have GgufConfig; the others always unpack
     gguf_config = getattr(transformers, "GgufConfig", None)
     packed = {} if gguf_config is None else {"quantization_config": gguf_config(dequantize=True)}
-    model = whole_model(
-        path.parent, gguf_file=path.name, config=config, dtype=dtype, attn_implementation="sdpa", **packed
-    )
+    with tempfile.TemporaryDirectory(prefix="pronghorn-gguf-") as alone:
+        folder = path.parent
+        if (folder / "adapter_config.json").is_file():  # transformers would load its base, or put it into this model
+            folder = Path(alone)
+            (folder / path.name).symlink_to(path.absolute())
+        model = whole_model(
+            folder, gguf_file=path.name, config=config, dtype=dtype, attn_implementation="sdpa", **packed
+        )
     for name in ("hf_quantizer", "quantization_method", "is_quantized"):
         if name in vars(model):
             delattr(model, name)

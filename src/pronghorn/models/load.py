@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from dataclasses import dataclass
@@ -14,7 +15,14 @@ from torch import nn
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
 from pronghorn.models.families import check_config
 from pronghorn.models.new_tokens import grow_embeddings
-from pronghorn.models.weights import bitsandbytes_config, check_quantised, check_weights, json_value, whole_model
+from pronghorn.models.weights import (
+    bitsandbytes_config,
+    check_quantised,
+    check_weights,
+    json_value,
+    saved_embedding_rows,
+    whole_model,
+)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -103,8 +111,9 @@ class FoundModel:
         """The model with weights of `dtype` (those of a quantised base stay as stored) on `device`."""
         if self.base is not None:
             base, tokenizer = self.base.model(dtype, device), self.tokenizer()
-            if len(tokenizer) > len(self.base.tokenizer()):  # trained with new tokens
-                grow_embeddings(base, tokenizer)
+            rows = saved_embedding_rows(Path(self.name))  # others pad them to a multiple, or cut spare ones
+            if rows is not None or len(tokenizer) > len(self.base.tokenizer()):  # trained with new tokens
+                grow_embeddings(base, tokenizer, exactly=rows)
             return _with_adapter(base, self.name)
         if self.config is None:
             from pronghorn.models.gguf import load_gguf
@@ -127,15 +136,30 @@ class FoundModel:
 
 
 def _with_adapter(base: Any, folder: str | Path) -> Any:
-    """The base with a saved adapter, whole: PEFT warns of weights that the folder lacks, and begins anew there."""
-    from peft import PeftModel
+    """The base with a saved adapter, whole: PEFT warns of weights that the folder lacks, and begins anew there; those
+    that the model has no place for it drops without a word."""
+    from peft import PeftConfig, PeftModel
 
+    kind = PeftConfig.from_pretrained(str(folder))
+    if kind.is_prompt_learning:
+        raise UnsupportedError(
+            f"the adapter in {folder} is {str(kind.peft_type).rpartition('.')[2]}, tokens before the prompt",
+            "train a LoRA adapter; packed rows have no place for these",
+        )
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*missing adapter keys")
-            return PeftModel.from_pretrained(base, folder, is_trainable=True)
+            model: Any = PeftModel.from_pretrained(base, folder, is_trainable=True)
     except UserWarning as error:
         raise DataError(f"{folder} lacks weights of its adapter ({error})", "copy or save the adapter again") from error
+    again = model.load_adapter(folder, model.active_adapter, is_trainable=True)  # from_pretrained keeps this to itself
+    dropped = [key for key in again.unexpected_keys if "lora_" in key]
+    if dropped:
+        raise DataError(
+            f"{folder} holds {len(dropped)} weights that its base model has no place for ({dropped[0]} ...)",
+            "set base_model_name_or_path in its adapter_config.json to the model that it was trained on",
+        )
+    return model
 
 
 def find_model(
@@ -155,7 +179,7 @@ def find_model(
         max_seq_length: tokens of a packed row; at most what the model's positions allow.
         load_in_4bit: quantise the linears to NF4 through bitsandbytes while loading.
         trust_remote_code: run Python code that comes with the checkpoint.
-        token, revision: for the hub.
+        token, revision: for the hub; of a saved adapter's base the revision that it was trained on, if not given.
         weights: without, these and what reads them needn't be there.
     Raises:
         ConfigError: `max_seq_length` out of range, or options that contradict each other.
@@ -180,12 +204,15 @@ def find_model(
                 f"{path / 'adapter_config.json'} does not name the model that the adapter goes on",
                 "set base_model_name_or_path to its folder or hub name",
             )
+        trained_on = json.loads((path / "adapter_config.json").read_text(encoding="utf-8")).get("revision")
         base = find_model(
             base_name,
             max_seq_length=max_seq_length,
             load_in_4bit=load_in_4bit,
+            trust_remote_code=trust_remote_code,
+            token=token,
+            revision=revision or trained_on,
             weights=weights,
-            **hub,  # type: ignore[arg-type]
         )
         return FoundModel(path, None, base, max_seq_length, load_in_4bit, hub)
     found = path if path.exists() else name

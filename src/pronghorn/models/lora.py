@@ -5,6 +5,7 @@ y = W x + (alpha / r) · B A x        A ~ Kaiming uniform, B = 0        (Hu et a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ def add_lora(
     modules_to_save: Sequence[str] | None = None,
     trainable_token_indices: dict[str, list[int]] | None = None,
     random_state: int = 3407,
+    revision: str | None = None,
 ) -> Any:
     """Wrap a causal LM in a PEFT model with fresh LoRA adapters (float32 over a bf16 or 4-bit base).
 
@@ -36,6 +38,7 @@ def add_lora(
             trainable_token_indices: as in `peft.LoraConfig`. Embeddings that are tied to the head stay tied when they
             are trained. The default targets are those of `LINEARS` that the model has: with experts, attention's.
         random_state: seeds the adapters' initialisation, and nothing else: the global generators are left as they were.
+        revision: of the base on the hub, saved with the adapter so that it is loaded with the same weights.
     Raises:
         ConfigError: the model has an adapter already, or rank or targets make no sense.
         UnsupportedError: adapters on `lm_head` or the embeddings (`modules_to_save` trains them whole).
@@ -49,17 +52,13 @@ def add_lora(
     if r < 1:
         raise ConfigError(f"LoRA rank r = {r} is below 1", "use a rank from 1 to 256, 16 is common")
     targets = target_modules if isinstance(target_modules, str) else list(target_modules)
-    names = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules()}
+    names = [name for name, _ in model.named_modules()]
     if tuple(targets) == LINEARS and has_experts(base_causal_lm(model).config):
-        targets = [target for target in LINEARS if target in names]
-    for target in [targets] if isinstance(targets, str) and targets != "all-linear" else targets:
-        if target in ("lm_head", "embed_tokens"):
-            raise UnsupportedError(f"an adapter on {target} is not supported", "name it in modules_to_save instead")
-        if not isinstance(targets, str) and target.rsplit(".", 1)[-1] not in names:
-            raise ConfigError(f"target module {target!r} is not in the model", f"use some of {', '.join(LINEARS)}")
+        targets = [target for target in LINEARS if _named(target, names)]
+    _check_targets(targets, names, bool(target_parameters))
     _check_target_parameters(model, target_parameters or (), lora_dropout)
     for module in modules_to_save or ():
-        if module.rsplit(".", 1)[-1] not in names:
+        if not _named(module, names):
             raise ConfigError(f"modules_to_save {module!r} is not in the model", "name e.g. embed_tokens or lm_head")
     ends = bool({"embed_tokens", "lm_head"} & {name.rsplit(".", 1)[-1] for name in modules_to_save or ()})
     tied = bool(getattr(base_causal_lm(model).config, "tie_word_embeddings", False))
@@ -75,11 +74,46 @@ def add_lora(
         trainable_token_indices=trainable_token_indices,
         ensure_weight_tying=tied and ends,
         task_type="CAUSAL_LM",
+        revision=revision,
     )
     device = base_causal_lm(model).device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(random_state)
         return get_peft_model(model, config)
+
+
+def _named(wanted: str, names: Sequence[str]) -> list[str]:
+    """The modules that PEFT takes a name in a list for: their own names, or the ends of these after a dot."""
+    return [name for name in names if f".{name}".endswith(f".{wanted}")]
+
+
+def _check_targets(targets: str | list[str], names: Sequence[str], or_parameters: bool) -> None:
+    """PEFT passes over a name that matches nothing, if another does; a string it takes as a regular expression."""
+    some = f"use some of {', '.join(LINEARS)}"
+    if targets == "all-linear" or (not targets and or_parameters):
+        return
+    if not targets:
+        raise ConfigError("target_modules names no module", some)
+    for target in [targets] if isinstance(targets, str) else targets:
+        if target.rsplit(".", 1)[-1] in ("lm_head", "embed_tokens"):
+            found = [target]
+        elif isinstance(targets, str):
+            try:
+                found = [name for name in names if re.fullmatch(target, name)]
+            except re.error as error:
+                raise ConfigError(f"target_modules {target!r} is no regular expression ({error})", some) from error
+        else:
+            found = _named(target, names)
+        for name in found:
+            if (end := name.rsplit(".", 1)[-1]) in ("lm_head", "embed_tokens"):
+                raise UnsupportedError(f"an adapter on {end} is not supported", "name it in modules_to_save instead")
+        if not found and isinstance(targets, str):
+            raise ConfigError(
+                f"target_modules {target!r} matches no module: a string is a regular expression for whole names",
+                f"give a list, e.g. [{target!r}]" if _named(target, names) else some,
+            )
+        if not found:
+            raise ConfigError(f"target module {target!r} is not in the model", some)
 
 
 def _check_target_parameters(model: Any, targets: Sequence[str], dropout: float) -> None:

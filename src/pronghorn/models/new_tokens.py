@@ -29,18 +29,22 @@ def add_tokens(tokenizer: Any, tokens: Sequence[str]) -> None:
 
 
 @torch.no_grad()
-def grow_embeddings(model: Any, tokenizer: Any, tokens: Sequence[str] = (), random_state: int = 3407) -> None:
+def grow_embeddings(
+    model: Any, tokenizer: Any, tokens: Sequence[str] = (), random_state: int = 3407, exactly: int | None = None
+) -> None:
     """Give embeddings and head a row for every token. New rows are drawn around the mean of the old ones, the same each
     time. Models often have rows to spare, of zeros or noise: those that `tokens` take become the mean.
+    `exactly` is how many rows there shall be instead, more or fewer: as many as saved weights have.
 
     The global generators are left as they were.
     """
     base = base_causal_lm(model)
     rows = base.get_input_embeddings().weight.shape[0]
-    if len(tokenizer) > rows:
+    wanted = max(len(tokenizer), rows) if exactly is None else exactly
+    if wanted != rows:
         with torch.random.fork_rng(devices=[base.device] if base.device.type == "cuda" else []):
             torch.manual_seed(random_state)
-            base.resize_token_embeddings(len(tokenizer))
+            base.resize_token_embeddings(wanted)
     ids = [int(i) for i in tokenizer.convert_tokens_to_ids(list(tokens))]
     spare = [i for i in ids if i < rows]
     for layer in (base.get_input_embeddings(), base.get_output_embeddings()) if spare else ():

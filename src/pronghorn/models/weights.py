@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ import torch
 from torch import nn
 
 from pronghorn.errors import DataError, UnsupportedError
+
+_EMBEDDINGS = re.compile(r"\.(embed_tokens|lm_head)(\.base_layer)?\.weight$")
+"""Keys in a saved adapter of what PEFT saves whole: `modules_to_save`, and embeddings that were resized."""
 
 
 def check_weights(folder: Path) -> None:
@@ -38,6 +42,18 @@ def check_weights(folder: Path) -> None:
             f"{folder} holds no safetensors weights to load (found: {', '.join(found) or 'no weights at all'})",
             "pickled weights are never read: convert them to safetensors; a GGUF file is given by its own path",
         )
+
+
+def saved_embedding_rows(folder: Path) -> int | None:
+    """Rows of the embeddings or head that were saved whole with the adapter in `folder`, or None."""
+    from safetensors import safe_open
+
+    file = folder / "adapter_model.safetensors"
+    if not file.is_file():
+        return None
+    with safe_open(file, "pt") as weights:
+        ends = [key for key in weights.keys() if _EMBEDDINGS.search(key)]  # noqa: SIM118  # it is no mapping
+        return int(weights.get_slice(ends[0]).get_shape()[0]) if ends else None
 
 
 def json_value(path: Path, key: str) -> Any:

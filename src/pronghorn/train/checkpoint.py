@@ -114,9 +114,11 @@ def step_of(checkpoint: Path) -> int:
 
 
 def keep_newest(output: Path, count: int | None, best: Path | None) -> None:
-    """Delete all but the newest `count` checkpoints (None: delete none) and the `best`."""
-    found = checkpoints(output)
-    for path in [] if count is None else found[: max(len(found) - count, 0)]:
+    """Delete all but the last `count` checkpoints that were written (None, or below 1 as in transformers: delete none)
+    and the `best`."""
+    # not by step: a training begun anew in the folder of a longer one would lose each of its own at once
+    found = sorted(checkpoints(output), key=lambda path: path.stat().st_mtime_ns)
+    for path in [] if count is None or count < 1 else found[: max(len(found) - count, 0)]:
         if best is None or path.name != best.name:
             old = path.with_name(f".{path.name}.old")
             path.rename(old)  # a half-deleted checkpoint must not look like one

@@ -92,9 +92,12 @@ class GradientWatch(TrainerCallback):
         return total
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Other parameters may be trained now, and what a training before left unjudged was its own."""
+        """Other parameters may be trained now, and what a training before left unjudged, or counted, was its own; one
+        that is resumed goes on counting."""
         self._trained = self._observed = self._norms = self._pending = None
         self._moved = False
+        told = [entry["skipped_steps"] for entry in state.log_history if "skipped_steps" in entry]
+        self.skipped = told[-1] if told else 0
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Judge the last step, and keep the optimiser from applying gradients that aren't finite."""

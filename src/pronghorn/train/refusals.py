@@ -58,6 +58,7 @@ def refuse_unserved(args: Any, kwargs: dict[str, Any], packs_train: bool, packs_
         ("compute_loss_func", kwargs.get("compute_loss_func"), None),
         ("data_collator", kwargs.get("data_collator"), None),
         ("padding_free", getattr(args, "padding_free", False), False),
+        ("auto_find_batch_size", args.auto_find_batch_size, False),  # memory that runs out is survived in another way
     ]
     if packs_train or packs_eval:
         unserved.append(("packing_strategy", args.packing_strategy, "bfd"))

@@ -129,8 +129,10 @@ def _train(recipe: Recipe, trainer: SFTTrainer, control: RunControl, journal: Jo
     found = checkpoints(Path(recipe.train.output))
     if found:
         state = TrainerState.load_from_json(str(found[-1] / "trainer_state.json"))
-        if journal.trained is None and (state.global_step >= planned_steps(trainer) or control.out_of_patience(state)):
+        ended, impatient = state.global_step >= planned_steps(trainer), control.out_of_patience(state)
+        if journal.trained is None and (ended or impatient):
             journal.trained = state.global_step  # killed between the last checkpoint and this note
+            journal.stopped = "patience" if impatient else None
     else:
         journal.trained = None  # whoever deletes all checkpoints begins again
     if journal.trained is None:

@@ -16,7 +16,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,18 @@ from pronghorn.train.refusals import check_dataset, refuse_16_bit_weights, refus
 from pronghorn.train.survive import MemoryGuard, OutOfMemory
 
 
+@dataclass(frozen=True)
+class _Collators:
+    """Packed rows carry their documents' lengths; others are padded to the longest. Not the trainer's own method:
+    loaders' workers that aren't forked (Python 3.14's are not) are sent it, and no trainer can be."""
+
+    packed: Collator
+    padded: Any
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        return self.packed(rows) if "lengths" in rows[0] else self.padded(rows)
+
+
 class SFTTrainer(trl.SFTTrainer):
     """TRL's `SFTTrainer` on the packed path; takes the same arguments (and `tokenizer` for `processing_class`).
 
@@ -52,7 +64,10 @@ class SFTTrainer(trl.SFTTrainer):
     """
 
     def __init__(self, model: Any, args: Any = None, *, tokenizer: Any = None, **kwargs: Any) -> None:
-        args = args or trl.SFTConfig(output_dir="pronghorn-sft", packing=True)
+        if args is None:
+            args = trl.SFTConfig(output_dir="pronghorn-sft", packing=True)
+            if getattr(model, "max_seq_length", None) is not None:
+                args.max_length = None  # TRL's default is nothing that was asked for, and may be over the model's
         if not isinstance(args, trl.SFTConfig):
             raise ConfigError(f"args is a {type(args).__name__}", "give a trl.SFTConfig, which has the same fields")
         if tokenizer is not None:
@@ -76,6 +91,7 @@ class SFTTrainer(trl.SFTTrainer):
         trained = {parameter: parameter.data for parameter in model.parameters() if parameter.requires_grad}
         if not hasattr(model, "peft_config") and kwargs.get("peft_config") is None:
             refuse_16_bit_weights(data.dtype for data in trained.values())
+        self._train_is_prepared = False
         args.packing = args.eval_packing = False  # TRL must not pack, nor warn of attention it doesn't know
         try:
             super().__init__(model, args, **kwargs)
@@ -92,8 +108,8 @@ class SFTTrainer(trl.SFTTrainer):
             elif parameter.requires_grad and ".lora_" in name and getattr(model, "is_quantized", False):
                 parameter.data = parameter.data.float()  # its own, fresh ones
         stock: Any = self.data_collator
-        self._pad_collator, self._pack_collator = stock, Collator(args.max_length or 0, stock.pad_token_id)
-        self.data_collator = self._collate
+        self._pack_collator = Collator(args.max_length or 0, stock.pad_token_id)
+        self.data_collator = _Collators(self._pack_collator, stock)
         self._watch = GradientWatch()
         self.add_callback(self._watch)
         self._counted = StepCounters()
@@ -104,21 +120,20 @@ class SFTTrainer(trl.SFTTrainer):
         self._aside: Path | None = None
         self._operations: int | None = None
 
-    def _collate(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        """Packed rows carry their documents' lengths; others are padded to the longest."""
-        return self._pack_collator(rows) if "lengths" in rows[0] else self._pad_collator(rows)
-
     def _prepare_dataset(
         self, dataset: Any, processing_class: Any, args: Any, packing: bool, formatting_func: Any, dataset_name: str
     ) -> Any:
         """TRL's tokenising and truncation, then our packing; tokenised documents are packed as they are."""
-        packing = self._packs_train if dataset_name == "train" else self._packs_eval
+        trains = dataset_name == "train" and not self._train_is_prepared  # a held-out set may be called so, too
+        packing = self._packs_train if trains else self._packs_eval
+        self._train_is_prepared = True  # TRL begins with it
         if isinstance(dataset, PackedRows):
             return dataset
         if packing and set(dataset.column_names or ()) == {"input_ids", "labels"}:
             return PackedRows(dataset, args.max_length, seed=args.seed)
         documents = super()._prepare_dataset(dataset, processing_class, args, False, formatting_func, dataset_name)
-        if packing and len(documents) == 0:  # TRL drops documents without a label within `max_length`
+        # TRL drops documents without a label within `max_length`; streamed ones have no length
+        if hasattr(documents, "__len__") and len(documents) == 0:
             raise DataError(
                 f"no document of the {dataset_name} data set has a token to train among its first {args.max_length}",
                 "raise max_length, or shorten the prompts",
@@ -237,7 +252,7 @@ class SFTTrainer(trl.SFTTrainer):
             rows = self.eval_dataset if eval_dataset is None else eval_dataset
             if isinstance(rows, str) and isinstance(self.eval_dataset, dict):
                 rows = self.eval_dataset[rows]
-            raw = hasattr(rows, "column_names") and not isinstance(rows, PackedRows)
+            raw = hasattr(rows, "column_names") and not isinstance(rows, (PackedRows, dict))  # a DatasetDict has them
             if self._packs_eval and raw:  # given to this call
                 check_dataset("eval_dataset", rows, packing=True)
                 formatting = getattr(self, "_formatting_func", None)
@@ -289,10 +304,13 @@ class SFTTrainer(trl.SFTTrainer):
         self.accelerator.wait_for_everyone()
 
     def _name_best(self, output: Path, folder: Path) -> None:
-        """The state in `folder` names the best checkpoint by its final place, not the one aside."""
-        best = output / f"checkpoint-{self.state.best_global_step}"
-        there = self.state.best_global_step is not None and (best.is_dir() or best.name == folder.name)
-        self.state.best_model_checkpoint = str(best) if there else None
+        """The state in `folder` names the best checkpoint by its final place, not the one aside. Where the best step
+        was not saved, or elsewhere, it stays the one before, as long as that is there."""
+        best, before = output / f"checkpoint-{self.state.best_global_step}", self.state.best_model_checkpoint
+        if best.is_dir() or best.name == folder.name:
+            self.state.best_model_checkpoint = str(best)
+        elif before is not None and not Path(before).is_dir():
+            self.state.best_model_checkpoint = None
         self.state.save_to_json(str(folder / "trainer_state.json"))
 
 
