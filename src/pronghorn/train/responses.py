@@ -124,17 +124,12 @@ def _spellings(part: str, tokenizer: Any, name: str) -> dict[Ids, tuple[str, str
 
     lead = part[: len(part) - len(part.lstrip())]
     tail = part[len(part.rstrip()) :]
-    bodies = [
-        (part, "", ""),
-        (part.rstrip(" "), "", ""),
-        (part.lstrip(), lead, ""),
-        (part.strip(" ").lstrip(), lead, ""),
-    ]
+    bodies = [(part, ("", "")), (part.rstrip(" "), ("", ""))]
+    bodies += [(part.lstrip(), (lead, "")), (part.strip(" ").lstrip(), (lead, ""))]
     if tail.strip(" "):
-        bodies += [(part.rstrip(), "", tail), (part.strip(), lead, tail)]
+        bodies += [(part.rstrip(), ("", tail)), (part.strip(), (lead, tail))]
     found: dict[Ids, tuple[str, str]] = {}
-    for body, *needed in bodies:
-        around = needed[0], needed[1]
+    for body, around in bodies:
         found.setdefault(ids(body), around)
         for before in ("\n", " ", "a", "."):
             whole, alone = ids(before + body), ids(before)
