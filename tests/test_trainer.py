@@ -783,13 +783,6 @@ def test_empty_and_streamed_datasets_are_refused(stories: Path, documents: Datas
     assert trainer.evaluate()["eval_loss"] > 0
 
 
-def test_documents_without_a_label_within_the_row_are_told(stories: Path, tmp_path: Path) -> None:
-    model, tokenizer = adapted(stories)
-    rows = Dataset.from_list([{"prompt": "once " * 200, "completion": "b"}])
-    with pytest.raises(DataError, match="no document of the train data set has a token to train among its first"):
-        SFTTrainer(model, config(tmp_path), train_dataset=rows, processing_class=tokenizer)
-
-
 @pytest.mark.parametrize("packing", [True, False])
 def test_data_that_truncation_leaves_no_label_are_refused(stories: Path, tmp_path: Path, packing: bool) -> None:
     """TRL drops them one by one: a training of no steps would end well."""
