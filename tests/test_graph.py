@@ -633,6 +633,8 @@ def test_who_gets_a_graph(how: str, by_graph: int, monkeypatch: pytest.MonkeyPat
         with torch.autograd.graph.save_on_cpu() if how == "offload" else nullcontext():
             model(**row).loss.backward()
     assert [embeds.requires_grad for embeds in asked] == [how == "own hook"] * by_graph
+    graphs = model.get_base_model().model.__dict__["_pronghorn_graphs"]
+    assert graphs.hooked == (how in ("offload", "checkpoint"))
 
 
 def test_a_model_that_is_moved_lets_go_of_what_it_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -719,7 +721,6 @@ def test_where_memory_runs_out_in_a_capture_training_goes_on_without(
         graphs._trial = None
     with monkeypatch.context() as faked, pytest.raises(RuntimeError) if asked else nullcontext():
         faked.setattr(torch, "cuda", cuda)
-        faked.setattr(cuda, "OutOfMemoryError", torch.OutOfMemoryError, raising=False)
         assert graphs.forward(embeds, row["position_ids"], row["packed"]) is None
     assert not graphs._captured and (asked or graphs.state == ("off", "there was no memory for one"))
 
@@ -755,6 +756,13 @@ def test_parameters_that_were_replaced_or_are_used_twice_get_their_gradients(mon
     first.lora_B.default.weight = torch.nn.Parameter(first.lora_B.default.weight.data)  # where it lay
     forward_with(cuda, graphs, LENGTHS, monkeypatch).sum().backward()
     assert first.lora_B.default.weight.grad is not None
+
+
+def test_the_report_tells_of_hooks_on_saved_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = graphs_of(with_adapters(tiny_model("llama")), monkeypatch)
+    assert graphs.state[0] == "on"
+    graphs.hooked = True
+    assert graphs.state == ("off", "hooks move what is saved for the backward, or make it again")
 
 
 def test_rows_of_another_shape_are_captured_apart(monkeypatch: pytest.MonkeyPatch) -> None:

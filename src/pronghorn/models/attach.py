@@ -247,8 +247,8 @@ def attach(
     current: Handle | None = getattr(base, "_pronghorn_handle", None)
     fused = layers == "fused" or (layers == "auto" and next(base.parameters()).is_cuda)
     fused = fused and attention != "masked" and packing_metadata == "once"
+    graphed = fused and graph != "off" and next(base.parameters()).is_cuda
     if current is not None:
-        graphed = fused and graph != "off" and next(base.parameters()).is_cuda
         moved = current.fuses != fused or (current._graphs is not None) != graphed  # to CUDA or from there since
         if current.options == options and plan in (None, current.plan) and not moved:
             return current.adopt_adapters()
@@ -267,7 +267,7 @@ def attach(
     if fused:
         fast.enable(base, attention)
     graphs = None
-    if fused and graph != "off" and next(base.parameters()).is_cuda:
+    if graphed:
         backbone: Any = base.base_model
         plain: Any = type(backbone)
         graphs = TrunkGraphs(

@@ -8,7 +8,7 @@ plain LoRA. What somebody hooked, or gave a forward of its own, is called: modul
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +29,7 @@ from pronghorn.models.fused import AttentionParts, LayerParts, MLPParts, Norm
 from pronghorn.models.linears import base_of, state
 from pronghorn.models.linears import refusal as linears_refusal
 from pronghorn.models.merged import LinearGroup
-from pronghorn.models.subclass import subclass
+from pronghorn.models.subclass import moving, subclass
 
 NORM_OFFSETS = {"LlamaRMSNorm": 0.0, "MistralRMSNorm": 0.0, "Qwen2RMSNorm": 0.0, "Qwen3RMSNorm": 0.0}
 NORM_OFFSETS |= {"Qwen3MoeRMSNorm": 0.0, "MixtralRMSNorm": 0.0, "OlmoeRMSNorm": 0.0, "GptOssRMSNorm": 0.0}
@@ -196,21 +196,6 @@ def _layer_class(original: Any, backend: Backend) -> type[nn.Module]:
         return y.view_as(hidden_states) if rows is None else y[None]
 
     return subclass(original, forward=forward, _apply=moving(original, _drop_parts), **{OUTPUT_NOT_WANTED: True})
-
-
-def moving(original: Any, moved: Callable[[Any], None]) -> Any:
-    """A module's `_apply` (of `.to` and the like), which calls `moved` where device or dtype are others then."""
-
-    def places(module: Any) -> set[Any]:
-        return {(parameter.device, parameter.dtype) for parameter in module.parameters()}
-
-    def _apply(self: Any, *args: Any, **kwargs: Any) -> Any:
-        before, result = places(self), original._apply(self, *args, **kwargs)
-        if places(self) != before:
-            moved(self)
-        return result
-
-    return _apply
 
 
 def _drop_parts(module: Any) -> None:

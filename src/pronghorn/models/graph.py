@@ -29,7 +29,7 @@ from pronghorn.errors import TrainingError
 from pronghorn.memory.plan import POLICY, Policy
 from pronghorn.models import fast
 from pronghorn.models.graph_trial import GraphTrial
-from pronghorn.models.subclass import subclass
+from pronghorn.models.subclass import moving, subclass
 
 Graph = Literal["auto", "on", "off"]
 
@@ -88,6 +88,8 @@ class TrunkGraphs:
         self._pool: Any = None
         self._stream: Any = None
         self._refused: str | None = None
+        self.hooked = False
+        """Whether the last training forward ran under hooks on saved tensors."""
         self.replays = 0
         """Forwards and backwards so far. All graphs share memory: each overwrites what a forward before it left."""
 
@@ -103,6 +105,8 @@ class TrunkGraphs:
         refused = self._refusal()
         if refused is not None:
             return "off", refused
+        if self.hooked:
+            return "off", "hooks move what is saved for the backward, or make it again"
         longest = self._longest()
         but = "" if longest is None else f"; not for rows with a document of {longest:,} tokens or more"
         if self._trial is None:
@@ -132,7 +136,7 @@ class TrunkGraphs:
         window = getattr(self._backbone.config, "sliding_window", None)
         key = embeds.shape, packed.bucket, embeds.dtype, window is not None and packed.max_seqlen > window
         if self._trial is not None:
-            self._trial.wants(key in self._captured)
+            self._trial.looked_for(there=key in self._captured)
         if key not in self._captured:
             if len(self._captured) >= MOST_GRAPHS:
                 return None
@@ -285,11 +289,14 @@ def graphed_class(original: Any) -> type[nn.Module]:
         names = "output_hidden_states", "output_attentions", "output_router_logits"
         asked = {name: kwargs.get(name) for name in names}  # None: as the configuration says
         told = any(getattr(self.config, name, False) if value is None else value for name, value in asked.items())
-        if packed is None or args or told or not training or not packed.cu_seqlens.is_cuda or _hooks_saved_tensors():
+        if packed is None or args or told or not training or not packed.cu_seqlens.is_cuda:
             return plain(self, *args, **kwargs)
         from transformers.modeling_outputs import MoeModelOutputWithPast  # with the fields of all families
 
         graphs: TrunkGraphs = self._pronghorn_graphs
+        graphs.hooked = _hooks_saved_tensors()
+        if graphs.hooked:
+            return plain(self, *args, **kwargs)
         embeds: Any = kwargs.get("inputs_embeds")
         unread = False
         if embeds is None:
@@ -300,8 +307,8 @@ def graphed_class(original: Any) -> type[nn.Module]:
             return MoeModelOutputWithPast(last_hidden_state=hidden)
         return graphs.without(lambda: plain(self, **{**kwargs, "input_ids": None, "inputs_embeds": embeds}))
 
-    _apply = fast.moving(original, lambda self: self._pronghorn_graphs.clear())  # which hold weights where they lay
-    return subclass(original, forward=forward, _apply=_apply)
+    moved = moving(original, lambda self: self._pronghorn_graphs.clear())  # which hold weights where they lay
+    return subclass(original, forward=forward, _apply=moved)
 
 
 def _kept(backbone: nn.Module) -> list[Any]:
@@ -351,7 +358,7 @@ def _without_norms(layers: Iterable[nn.Module]) -> Iterator[None]:
     """Layers keep no norms' results meanwhile, where they are fused as a whole: making them again takes a percent of a
     step at 1B at most and, but of short rows, frees more than graphs hold besides."""
     policies = [(layer, layer.__dict__.get(POLICY)) for layer in layers]
-    kept = [(layer, policy) for layer, policy in policies if policy is not Policy.RECOMPUTE_MLP]  # which keep fewer
+    kept = [(layer, policy) for layer, policy in policies if policy is not Policy.RECOMPUTE_MLP]  # it keeps less
     try:
         for layer, _ in kept:
             layer.__dict__[POLICY] = Policy.RECOMPUTE_CHEAP

@@ -116,8 +116,8 @@ class GraphTrial:
             self._timed.clear()
         return outputs
 
-    def wants(self, there: bool) -> None:
-        """A training forward is to run by a graph, which is `there` or has to be captured."""
+    def looked_for(self, there: bool) -> None:
+        """A training forward looked for a graph: `there`, or none for such rows yet."""
         self._found.append(there)
 
     def replay_begins(self, number: int) -> None:

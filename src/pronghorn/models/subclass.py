@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -14,6 +15,21 @@ def subclass(own: Any, *mixins: type, **members: Any) -> type[nn.Module]:
     """A subclass with other members. transformers, TRL, saving and FSDP look classes up by their names."""
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
     return type(own.__name__, (*mixins, own), {**members, **names, _OWN: own})
+
+
+def moving(original: Any, moved: Callable[[Any], None]) -> Any:
+    """A module's `_apply` (of `.to` and the like), which calls `moved` where device or dtype are others then."""
+
+    def places(module: Any) -> set[Any]:
+        return {(parameter.device, parameter.dtype) for parameter in module.parameters()}
+
+    def _apply(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before, result = places(self), original._apply(self, *args, **kwargs)
+        if places(self) != before:
+            moved(self)
+        return result
+
+    return _apply
 
 
 def own_class(module: nn.Module) -> type[nn.Module] | None:
