@@ -34,7 +34,7 @@ def _on_or_off(value: object) -> object:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
-def _no_word(value: object) -> object:
+def _no_boolean(value: object) -> object:
     """A number; `true` equals 1, and would pass for it where only some numbers are allowed."""
     if isinstance(value, bool):
         raise ValueError("input should be a number")
@@ -228,7 +228,7 @@ class Memory(Section):
         description="recompute layers in the backward pass; offload or unsloth: keep their inputs in host memory "
         "meanwhile; auto: on CUDA keep what fits into the memory there is, elsewhere true",
     )
-    offload_buffers: Annotated[Literal[1, 2], BeforeValidator(_no_word)] = Field(
+    offload_buffers: Annotated[Literal[1, 2], BeforeValidator(_no_boolean)] = Field(
         2, description="inputs that come back at a time: 2 hides the copies, 1 is the ablation"
     )
     budget: str | None = Field(

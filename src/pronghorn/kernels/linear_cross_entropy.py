@@ -18,7 +18,7 @@ from pronghorn.kernels.cross_entropy import cross_entropy_
 CHUNK_BYTES = 256 * 2**20
 """The most that a chunk's logits take."""
 MOST_ROWS = 2048
-"""In a chunk: of small vocabularies more make the products no faster."""
+"""In a chunk: with more of them small vocabularies' logits are the peak of a step."""
 EVEN = 8
 """Elements: 16 bytes of 16 bits."""
 
