@@ -40,6 +40,7 @@ EARLIER = {
     "step-llama-3.2-1b-judged-by-steps": "step-llama-3.2-1b",
     "step-llama-3.2-1b-once": "step-llama-3.2-1b",
     "step-llama-3.2-1b-quiet-host": "step-llama-3.2-1b",
+    "step-mistral-7b-larger-chunks": "step-mistral-7b",
     "step-qwen3-0.6b-faster-host": "step-qwen3-0.6b",
     "step-qwen3-0.6b-once": "step-qwen3-0.6b",
     "step-qwen3-30b-a3b-graph": "step-qwen3-30b-a3b",
