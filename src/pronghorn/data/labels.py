@@ -64,13 +64,13 @@ def token_ranges(rendered: Rendered, ids: list[int], edges: Edges, control: froz
     text, source = rendered.text, rendered.source
     ranges = []
     at, count = 0, len(ids)
-    for start, end, own in rendered.turns or ():
+    for start, end, said in rendered.turns or ():
         first = edges.first_past(start, at)
         at = edges.first_past(end, first)
-        said = first if own == start else edges.first_past(own, first)
-        if not control.isdisjoint(ids[said:at]):
-            said = next(token for token in range(said, at) if ids[token] in control)
-            token = clip(text[edges.begin(said) : edges.end(said)])
+        own = first if said == start else edges.first_past(said, first)
+        if not control.isdisjoint(ids[own:at]):
+            held = next(token for token in range(own, at) if ids[token] in control)
+            token = clip(text[edges.begin(held) : edges.end(held)])
             raise DataError(f"{source}: the assistant's text holds the control token {token}", "delete it there")
         for edge, token_at in ((start, first), (end, at)):
             if token_at < count and edges.begin(token_at) < edge < edges.end(token_at):

@@ -122,8 +122,8 @@ def _hub_set(name: str) -> Any:
 
     try:
         return datasets.load_dataset(name, split="train")
-    except (OSError, ValueError, RuntimeError, DatasetsError) as error:  # not found or reached, several configurations,
-        # a script, files that differ in their columns
+    # not found or reached, several configurations, a script, files that differ in their columns
+    except (OSError, ValueError, RuntimeError, DatasetsError) as error:
         raise DataError(
             f"{name}: no such file or folder here, and the hub gives no split `train` of it ({error})",
             "mend the path or the name, or download the set and give its folder",
