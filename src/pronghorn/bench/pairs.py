@@ -246,6 +246,4 @@ def _refusal(spec: Spec, cuda: bool) -> str | None:
         return f"not installed: pip install {' '.join(dict.fromkeys(missing))}"
     if contender.needs_gpu and not cuda:
         return "needs an NVIDIA GPU: there is none here"
-    if spec.method not in contender.methods:
-        return f"{spec.method} is not set up for it: use {' or '.join(contender.methods)}"
     return None

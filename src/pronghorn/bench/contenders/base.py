@@ -121,7 +121,6 @@ class Contender:
     """Import the library as a user's script would."""
     build: Callable[[Spec], Built]
     needs_gpu: bool = False
-    methods: tuple[Method, ...] = ("lora", "qlora", "full")
 
 
 def set_adapters(model: Any, seed: int) -> None:
