@@ -111,8 +111,10 @@ def check_residual(device: str, dtype: torch.dtype) -> None:
         )
         for x_dtype in {dtype, torch.float32}:
             x = random(tokens, width, device=device, dtype=x_dtype, seed=5)
-            reference = on_a_copy(lambda *arguments: residual.add_(*arguments[:2], arguments[2:]))
-            compare(f"residual {width}", on_a_copy(residual_triton.add_), reference, y, x, xa, b, 0.5)
+            for low_rank in ((xa, b, 0.5), ()):
+                reference = on_a_copy(lambda y, x, *rest: residual.add_(y, x, rest or None))
+                launch = on_a_copy(lambda y, x, *rest: residual_triton.add_(y, x, rest or None))
+                compare(f"residual {width}, {len(low_rank)}", launch, reference, y, x, *low_rank)
 
 
 def check_adapter_gradients(device: str, dtype: torch.dtype) -> None:

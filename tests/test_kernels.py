@@ -111,6 +111,12 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
             )
             for kind in (x, wide)
         },
+        "residual, no adapter": (
+            residual_triton._add,
+            add,
+            {"RANK": 0, **low_rank(residual_triton.TILE, 16)},
+            residual_triton.TILE[2],
+        ),
         **parts_of_adapters_gradients([(256, 4, 2, 32)]),
         "adapters' gradients, sums": (
             adapter_gradients_triton._sums,

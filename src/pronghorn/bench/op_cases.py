@@ -151,6 +151,21 @@ def residual_case(draw: Draw, tokens: int, width: int, rank: int) -> Case:
     )  # fmt: skip
 
 
+def wide_residual_case(draw: Draw, tokens: int, width: int) -> Case:
+    """x + y; x: [T, H] in float32 (at the least), y: [T, H] as drawn: full fine-tuning under autocast."""
+
+    def pronghorn(case: Case) -> Way:
+        y, x = case.inputs
+        return Way(y.clone, lambda y: residual.add_(y, x, None), None, lambda out, _: {"out": out}, case.work)
+
+    y, x = draw(tokens, width), draw(tokens, width)
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    return Case(
+        "residual_wide", f"{tokens}x{width}", tokens, lambda y, x: (x + y,), (y, x), (), ("out",),
+        (y.nbytes + 2.0 * x.nbytes, 0.0), pronghorn, trained=0,
+    )  # fmt: skip
+
+
 # --- what adapters' gradients need of dy
 
 

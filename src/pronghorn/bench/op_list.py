@@ -40,6 +40,7 @@ OPS: dict[str, tuple[Callable[..., Case], tuple[tuple[Any, ...], ...], tuple[tup
         ((2048, 16), (4096, 16), (4096, 8), (4096, 64), (1100, 5)),
         ((64, 8), (63, 5)),
     ),
+    "residual_wide": (dense.wide_residual_case, ((2048,), (4096,), (1100,)), ((64,), (63,))),
     "adapter_gradients": (
         dense.adapters_case,
         (

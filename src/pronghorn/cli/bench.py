@@ -132,9 +132,9 @@ def ops(
         typer.Option(
             "--op",
             metavar="NAME",
-            help="rms_norm, rope, rope_qk_norm, swiglu, geglu, swiglu_lora, residual_lora, adapter_gradients, "
-            "attention, cross_entropy, linear_cross_entropy, and of experts moe_route, moe_gather, moe_combine, "
-            "moe_glu, grouped_gemm, grouped_lora; all if none is given. Can be repeated.",
+            help="rms_norm, rope, rope_qk_norm, swiglu, geglu, swiglu_lora, residual_lora, residual_wide, "
+            "adapter_gradients, attention, cross_entropy, linear_cross_entropy, and of experts moe_route, moe_gather, "
+            "moe_combine, moe_glu, grouped_gemm, grouped_lora; all if none is given. Can be repeated.",
         ),
     ] = None,
     tokens: Annotated[int | None, typer.Option(help="Rows; 8192, or 64 on the CPU, if not given.")] = None,

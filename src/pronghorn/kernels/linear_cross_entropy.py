@@ -60,7 +60,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         input_grad, weight_grad = (wanted and need for need in ctx.needs_input_grad[:2])
         wide = torch.promote_types(hidden.dtype, torch.float32)
         dh = torch.empty_like(hidden) if input_grad else None
-        dw = torch.zeros_like(weight, dtype=wide) if weight_grad else None
+        dw = (torch.empty_like if len(hidden) else torch.zeros_like)(weight, dtype=wide) if weight_grad else None
         ctx.weight_dtype, weight = weight.dtype, weight.to(hidden.dtype)
         total = torch.zeros((), dtype=wide, device=hidden.device)
         for start in range(0, len(hidden), rows_of_a_chunk(weight)):
@@ -74,7 +74,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     dh[rows].addmm_(logits[:, part], weight[part])
             if dw is not None:
                 for part in (whole, *rest):
-                    _add_product(dw[part], logits[:, part].t(), hidden[rows])
+                    _add_product(dw[part], logits[:, part].t(), hidden[rows], beta=min(start, 1))
             del logits  # before the next chunk is made
         ctx.save_for_backward(dh, dw)
         ctx.divisor = divisor
@@ -107,14 +107,17 @@ def _even(weight: Tensor) -> list[slice]:
     return [slice(*ends) for ends in ((0, most), (most, entries)) if ends[0] < ends[1]]
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a b, rounded once: in float32 also where a and b have 16 bits, which is CUDA's alone."""
+def _add_product(total: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
+    """total = beta · total + a b, rounded once: in float32 also where a and b have 16 bits, which is CUDA's alone. With
+    beta = 0 total may hold anything."""
     if total.dtype == a.dtype:
-        total.addmm_(a, b)
+        total.addmm_(a, b, beta=beta)
     elif total.is_cuda:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:
+        torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, out=total)
+    elif beta:
         total += a @ b
+    else:
+        total.copy_(a @ b)
 
 
 def rows_of_a_chunk(weight: Tensor) -> int:

@@ -21,11 +21,14 @@ def add_(y: Tensor, x: Tensor, low_rank: LowRank | None) -> Tensor:
     Args:
         y: [T, N], contiguous, not needed afterwards; x: [T, N], contiguous, of the same or a wider dtype.
     """
-    if low_rank is not None and y.is_cuda and low_rank[0].shape[1] <= MAX_RANK:
-        from pronghorn.kernels.residual_triton import add_ as launch
-
-        return launch(y, x, *low_rank)
-    if low_rank is not None:
+    if low_rank is not None and not (y.is_cuda and low_rank[0].shape[1] <= MAX_RANK):
         xa, b, scale = low_rank
         y.addmm_(xa, b.t(), alpha=scale)
-    return y.add_(x) if y.dtype is x.dtype else x + y
+        low_rank = None
+    if low_rank is None and y.dtype is x.dtype:
+        return y.add_(x)
+    if y.is_cuda:  # torch adds two dtypes at half the bandwidth
+        from pronghorn.kernels.residual_triton import add_ as launch
+
+        return launch(y, x, low_rank)
+    return x + y

@@ -49,7 +49,7 @@ def build(spec: Spec) -> Built:
         return {name: value.to(device()) for name, value in collator([vars(row)]).items()}
 
     def paths() -> list[str]:
-        return [f"{path.part}: {path.path} ({path.why})" for path in handle.report]
+        return [f"{path.part}: {path.path} ({path.why})" for path in handle.paths(autocast_dtype(spec.method))]
 
     return Built(model.train(), make_batch, paths=paths)
 
