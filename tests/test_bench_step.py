@@ -569,6 +569,18 @@ def test_a_folder_is_a_model_too(stories: Path, tmp_path: Path, monkeypatch: pyt
     assert read_results(out)[0].timings_ms == {}
 
 
+def test_what_ran_is_told_for_the_steps_own_autocast(stories: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Float32 weights' steps compute in bf16 on a GPU: attention goes another way than without autocast."""
+    from pronghorn.bench.contenders import pronghorn as contender
+    from pronghorn.models.attach import Handle
+
+    asked: list[Any] = []
+    monkeypatch.setattr(contender, "autocast_dtype", lambda method: method)
+    monkeypatch.setattr(Handle, "paths", lambda self, autocast: asked.append(autocast) or [])
+    contender.build(Spec("pronghorn", str(stories), "full", "off", 32, 32, 1, 0)).paths()
+    assert asked == ["full"]
+
+
 def test_unsloth_finds_the_argument_it_looks_for() -> None:
     from inspect import signature
 
