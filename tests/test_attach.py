@@ -20,6 +20,7 @@ from pronghorn.memory.plan import Plan, Policy
 from pronghorn.models import head
 from pronghorn.models.attach import attach, attached
 from pronghorn.models.families import recompute_layers, recomputes_layers
+from test_parity import compare
 from tiny import FAMILIES, VOCAB, packed_row, tiny_model
 
 LENGTHS = [1, 11, 1, 20, 9]
@@ -479,6 +480,23 @@ def test_a_packed_batch_with_a_cache_is_refused() -> None:
     attach(model)
     with pytest.raises(DataError, match="past_key_values"):
         model(**packed_row(LENGTHS, ROW), past_key_values=DynamicCache(config=model.config))
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_documents_that_would_change_the_others_rope_are_refused(kind: str) -> None:
+    """transformers chooses such frequencies by a batch's longest position: up to the original length all are alike."""
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 16}
+    model = tiny_model("llama", max_position_embeddings=64 if kind == "longrope" else 16, rope_parameters=rope)
+    compare(model, packed_row([16, 5], 24), "cpu", torch.float32)
+    attach(model)
+    with pytest.raises(UnsupportedError, match="tail of 17 tokens, and beyond 16") as refused:
+        model(**packed_row([17, 5], 22))
+    assert "rows of 16 tokens" in refused.value.remedy
+    with pytest.raises(UnsupportedError, match="tail of 17 tokens"):
+        model(**packed_row([5], 22))
+    assert model(**packed_row([17], 22)).loss.isfinite()  # changes no other document
 
 
 def test_packed_position_ids_isolate_rows_too() -> None:

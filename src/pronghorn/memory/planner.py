@@ -5,7 +5,9 @@ by layer whose peak fits. A model's layers count as alike. Then, for given count
 first: layer i's moment is Σ_{j<i} s_j + K_i + W, where what stores more reads at most as much more, so of two
 neighbours the one that stores less belongs before. It also keeps copies out of the way: what the last layers kept is
 used first and freed while the first layers' inputs come back. So only counts are left to choose, and a Pareto search
-does that exactly.
+does that exactly. Where gradients come with the backward (full fine-tuning, one micro-batch a step), the first layer's
+moment may be the peak, and no other policy is tried there for what it reads: the plan is the best for a budget smaller
+by the size of three layers' inputs at most.
 """
 
 from __future__ import annotations
@@ -134,7 +136,9 @@ def _candidates(
     only sums are kept that no other undercuts in bytes and time. With `offload` at least one input leaves, and at least
     one layer is recomputed from an input that stays: the engine's last (`plan.followed`).
     """
-    ascending = sorted((p for p in stored if offload or p is not Policy.OFFLOAD), key=lambda p: stored[p])
+    # of policies that store the same the one that is meant to store less comes first
+    served = [policy for policy in reversed(Policy) if policy in stored and (offload or policy is not Policy.OFFLOAD)]
+    ascending = sorted(served, key=lambda policy: stored[policy])
     found: list[tuple[int, int, tuple[int, ...]]] = []  # bytes, nanoseconds, how many layers have each policy
     for last, policy in enumerate(ascending):
         fixed = {policy, Policy.OFFLOAD, Policy.RECOMPUTE_LAYER} if offload else {policy}

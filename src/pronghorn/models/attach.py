@@ -31,7 +31,7 @@ from pronghorn.memory.offload import OffloadEngine
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.models import experts, fast
 from pronghorn.models.causal_lm import has_own_loss, packed_class
-from pronghorn.models.families import base_causal_lm, check_config, has_experts, recomputes_layers
+from pronghorn.models.families import base_causal_lm, check_config, has_experts, recomputes_layers, rope_limit
 from pronghorn.models.graph import Graph, TrunkGraphs, graphed_class
 from pronghorn.models.metadata import share_metadata
 from pronghorn.models.subclass import own_class, restore
@@ -321,7 +321,7 @@ def _graph_refusal(model: Any, attention: Backend, plan: Plan | None) -> str | N
         return "the weights are quantised"
     if has_experts(model.config) and not str(model.config._experts_implementation).startswith(NAME_PREFIX):
         return f"experts go transformers' way, {model.config._experts_implementation}, which may wait for the device"
-    if any(kind in str(getattr(model.config, "rope_parameters", "")) for kind in ("dynamic", "longrope")):
+    if rope_limit(model.config) is not None:
         return "RoPE's frequencies depend on the longest position"
     if getattr(model.config, "output_router_logits", False):
         return "the loss needs the routers' logits"

@@ -59,6 +59,19 @@ def has_experts(config: Any) -> bool:
     return bool(getattr(config, "num_local_experts", 0) or getattr(config, "num_experts", 0))
 
 
+def rope_limit(config: Any) -> int | None:
+    """The tokens up to which RoPE's frequencies are always the same; beyond them they depend on a batch's longest
+    position. None where they never do."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # some have one for each kind of layer
+    most = config.max_position_embeddings
+    limits = [most for kind in kinds if "dynamic" in str(kind.get("rope_type"))]
+    limits += [
+        kind.get("original_max_position_embeddings", most) for kind in kinds if kind.get("rope_type") == "longrope"
+    ]
+    return min(limits, default=None)
+
+
 def base_causal_lm(model: Any) -> Any:
     """The transformers causal LM inside a PEFT or data-parallel wrapper (or the model itself)."""
     if hasattr(model, "module") and not hasattr(model, "config"):

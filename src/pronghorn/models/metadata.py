@@ -11,6 +11,7 @@ from torch import Tensor
 from pronghorn.attention.packed import NAME_PREFIX
 from pronghorn.data.batch import PackedBatch
 from pronghorn.errors import DataError, UnsupportedError
+from pronghorn.models.families import rope_limit
 
 _STOCK_METADATA = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
@@ -41,11 +42,26 @@ def share_metadata(
         raise DataError("a packed batch came with past_key_values", "generate from unpacked prompts")
     if kwargs.get("position_ids") is None:
         raise DataError("a packed batch came without position_ids", "pass position_ids that restart in each document")
+    _check_rope(backbone.config, packed)
     kwargs = {name: value for name, value in kwargs.items() if name not in _STOCK_METADATA}
     # transformers returns a 4-D attention_mask as it is instead of building one (which would cost a synchronisation);
     # packed attention reads `packed` and never looks at this.
     placeholder = packed.cu_seqlens.view(1, 1, 1, -1)
     return args, {**kwargs, "packed": packed, "attention_mask": placeholder, "use_cache": False}
+
+
+def _check_rope(config: Any, packed: PackedBatch) -> None:
+    """Raise UnsupportedError where the longest document of a row, or its padded tail, would change the others' RoPE."""
+    most = rope_limit(config)
+    if most is None or max(packed.lengths) <= most:
+        return
+    documents = packed.lengths[:-1] if packed.padding else packed.lengths
+    if len(documents) > 1 or max(packed.lengths) > documents[0]:
+        raise UnsupportedError(
+            f"a packed row holds a document or a padded tail of {max(packed.lengths)} tokens, and beyond {most} this "
+            "model's RoPE depends on the longest one, for the others in the row, too",
+            f"train rows of {most} tokens at most, or without packing",
+        )
 
 
 def _from_stock_arguments(kwargs: dict[str, Any]) -> PackedBatch | None:
