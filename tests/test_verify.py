@@ -17,7 +17,9 @@ from typer.testing import CliRunner
 from pronghorn.cli.main import app
 from pronghorn.config import Recipe
 from pronghorn.data.batch import Collator, PackedBatch
+from pronghorn.diagnose import verify_checks as checks
 from pronghorn.diagnose.verify import Report, verify
+from pronghorn.diagnose.verify_checks import Passes
 from pronghorn.diagnose.verify_passes import Subject, perturb
 from pronghorn.diagnose.verify_subject import rows_of
 from pronghorn.diagnose.verify_subject import subject_of as of_recipe
@@ -26,6 +28,7 @@ from pronghorn.memory.plan import Plan, Policy
 from pronghorn.models.attach import attach
 from pronghorn.models.families import FAMILIES as FAMILY_FACTS
 from pronghorn.models.lora import add_lora
+from pronghorn.parity.distance import Luck
 from pronghorn.parity.parameters import trainable
 from tiny import FAMILIES, MOE_FAMILIES, VOCAB, tiny_model
 
@@ -342,6 +345,33 @@ def test_an_adapter_saved_wrong(subject_of: Any) -> None:
         model.save_pretrained = save
 
     only_cause(planted(subject_of("llama"), plant), f"saving or loading: tensors that differ: {NAME}")
+
+
+def test_a_reference_that_overflows_judges_nothing() -> None:
+    """What is allowed is made of plain's error: an infinite one would allow anything."""
+    exact, ours = torch.ones(8), torch.full((8,), 100.0)
+    plain = exact.index_fill(0, torch.tensor(0), torch.inf)
+    passes = {n: Passes(x.max().item(), [x], x, {"w": x}, []) for n, x in (("plain", plain), ("exact", exact))}
+    distances = checks.gradient_distances(
+        Passes(100.0, [], ours, {"w": ours}, []), **passes, luck=Luck({"w": 0.0}, 1.0)
+    )
+    assert not checks.logits(ours, **passes).ok and not checks.gradients(distances).ok
+    assert not checks.loss("loss", 100.0, **passes).ok and not checks.loss("loss", torch.inf, **passes).ok
+    assert not passes["plain"].finite and passes["exact"].finite
+
+
+def test_a_model_that_overflows_is_named(subject_of: Any) -> None:
+    subject = subject_of("llama")
+
+    def build() -> Any:
+        model = subject.build()
+        with torch.no_grad():
+            model.get_base_model().model.norm.weight.mul_(1e10)
+            model.get_output_embeddings().weight.mul_(1e30)
+        return model
+
+    report = verify(replace(subject, build=build))
+    assert not report.ok and "plain transformers and PEFT give infinities or NaN themselves" in report.causes[0]
 
 
 def test_nan_fails(subject_of: Any) -> None:
