@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import random
 import weakref
@@ -23,6 +24,7 @@ from pronghorn.diagnose.verify_checks import Passes
 from pronghorn.diagnose.verify_passes import Subject, perturb
 from pronghorn.diagnose.verify_subject import rows_of
 from pronghorn.diagnose.verify_subject import subject_of as of_recipe
+from pronghorn.errors import TrainingError
 from pronghorn.export import merge
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.models.attach import attach
@@ -345,6 +347,16 @@ def test_an_adapter_saved_wrong(subject_of: Any) -> None:
         model.save_pretrained = save
 
     only_cause(planted(subject_of("llama"), plant), f"saving or loading: tensors that differ: {NAME}")
+
+
+def test_a_full_disk_is_told(subject_of: Any) -> None:
+    """The copy of a large model that is saved and loaded again may have no room among temporary files."""
+
+    def full(folder: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(TrainingError, match=r"the disk of .* is full"):
+        planted(subject_of("llama"), lambda model: setattr(model, "save_pretrained", full))
 
 
 def test_a_reference_that_overflows_judges_nothing() -> None:

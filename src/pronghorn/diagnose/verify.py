@@ -72,6 +72,7 @@ def verify(subject: Subject, say: Callable[[str], None] = lambda text: None) -> 
     Raises:
         DataError: nothing is labelled.
         UnsupportedError: 4-bit weights in float32.
+        TrainingError: the disk of temporary files is full.
     """
     started = time.perf_counter()
     if not subject.n_labels:
