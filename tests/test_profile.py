@@ -7,6 +7,7 @@ import time
 from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
+from traceback import FrameSummary
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from pronghorn.diagnose.profile import account_for, profile
 from pronghorn.diagnose.profile_advice import advise, unfused
 from pronghorn.diagnose.profile_causes import ENGINE, Cause, cause, spans
 from pronghorn.diagnose.profile_record import Profile, read_profile
-from pronghorn.diagnose.profile_syncs import Place, find_sites
+from pronghorn.diagnose.profile_syncs import find_sites
 from pronghorn.diagnose.profile_terminal import headlines
 from pronghorn.errors import DataError, TrainingError
 from pronghorn.models.attach import attach
@@ -216,7 +217,7 @@ def test_synchronisations_have_their_line() -> None:
     made.nest((f"{ENGINE}: IndexBackward0", "aten::nonzero", "cudaStreamSynchronize"), 50, 60, 2)
     made.nest(("pronghorn:wait", "cudaDeviceSynchronize"), 90, 95)  # the profiler's own
     made.nest(("pronghorn/x.py(1): f", "cudaDeviceSynchronize"), 120, 130)  # after the step
-    found = find_sites(made.events, [Place("/lib/transformers/trainer.py", 93, "log")])
+    found = find_sites(made.events, [FrameSummary("/lib/transformers/trainer.py", 93, "log")])
     assert [(sync.call, sync.site, sync.count) for sync in found] == [  # the longest first
         ("aten::nonzero", "backward pass, in IndexBackward0", 1),
         ("aten::item", "transformers/trainer.py:93 in log", 1),

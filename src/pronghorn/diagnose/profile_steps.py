@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from traceback import FrameSummary
 from typing import Any
 from unittest.mock import patch
 
@@ -18,7 +19,7 @@ from transformers import TrainerCallback
 from pronghorn.attention import explicit
 from pronghorn.device import has_triton
 from pronghorn.diagnose.profile_causes import ADAPTERS, PREFIX, PRODUCTS, SCORES
-from pronghorn.diagnose.profile_syncs import Place, noticed
+from pronghorn.diagnose.profile_syncs import noticed
 from pronghorn.kernels import adapter_gradients
 from pronghorn.models import fast
 from pronghorn.models.attach import Handle
@@ -41,7 +42,7 @@ class Recorder(TrainerCallback):
         """Of `steps` steps."""
         self.stacks: Trace = []
         """Of one step with Python's stack (CUDA only)."""
-        self.places: list[Place] = []
+        self.places: list[FrameSummary] = []
         """Synchronisations noticed in that step."""
         self._script: Generator[None] | None = None
 
