@@ -98,7 +98,7 @@ def verify(subject: Subject, say: Callable[[str], None] = lambda text: None) -> 
         checks.loss("loss", own_loss, plain, exact),
         checks.loss("accumulated loss", ours.loss, plain, exact),
         checks.logits(packed, plain, exact),
-        checks.gradients(gradients),
+        checks.gradients(gradients, len(run.parameters)),
         checks.dead(ours.dead, exact.dead),
         *([] if ours.experts is None else [ours.experts]),
         checks.packed_or_alone(packed, alone, plain, exact),

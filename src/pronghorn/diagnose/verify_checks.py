@@ -81,11 +81,11 @@ def gradient_distances(ours: Passes, plain: Passes, exact: Passes, luck: Luck) -
     return sorted(found, key=lambda each: -each.excess)
 
 
-def gradients(found: list[Distance]) -> Check:
-    """Every trained tensor's gradient; `found` as `gradient_distances` returns it."""
+def gradients(found: list[Distance], trained: int) -> Check:
+    """The gradients of the tensors that are compared, of so many; `found` as `gradient_distances` returns it."""
     worst = found[0]
     wrong = [each.name for each in found if not each.excess <= 1]
-    detail = f"{len(found)} tensors; worst {worst.name}, relative L2 error {worst.relative:.1e}"
+    detail = f"{len(found)} of {trained} trained tensors; worst {worst.name}, relative L2 error {worst.relative:.1e}"
     return Check("gradients", not wrong, worst.excess, 1.0, f"off: {listed(wrong)}" if wrong else detail)
 
 

@@ -55,7 +55,7 @@ class Luck:
         kinds: dict[str, list[float]] = {}
         for each in found:
             if math.isfinite(each.relative):
-                kinds.setdefault(_kind(each.name), []).append(each.relative)
+                kinds.setdefault(kind_of(each.name), []).append(each.relative)
         crests = filter(math.isfinite, (ratio(each.maximum, each.rms) for each in found))
         typical = {kind: median(errors) for kind, errors in kinds.items()}
         return cls(typical, max(crests, default=1.0))
@@ -75,7 +75,7 @@ def distance(
     norm, largest, each = l2(right), right.abs().max().item(), math.sqrt(right.numel())
     errors = [l2(x - right) for x in (ours, plain)]
     maxima = [(x - right).abs().max().item() for x in (ours, plain)]
-    plain_error = max(errors[1], luck.typical.get(_kind(name), 0.0) * norm) if luck else errors[1]
+    plain_error = max(errors[1], luck.typical.get(kind_of(name), 0.0) * norm) if luck else errors[1]
     plain_maximum = max(maxima[1], luck.crest * plain_error / each) if luck else maxima[1]
     allowed = (4 * EPS + slack) * largest
     return Distance(
@@ -90,7 +90,8 @@ def distance(
     )
 
 
-def _kind(name: str) -> str:
+def kind_of(name: str) -> str:
+    """A tensor's name without its layer."""
     return re.sub(r"\.\d+\.", ".", name)
 
 
