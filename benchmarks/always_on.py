@@ -32,13 +32,14 @@ from datasets import Dataset
 from transformers import TrainerCallback
 from trl import SFTConfig
 
-from pronghorn.bench.record import check_writable, write_json
+from pronghorn.bench.record import write_json
 from pronghorn.bench.shapes import checkpoint_of
 from pronghorn.bench.timing import STEPS_A_TURN, CudaClock, HostClock
 from pronghorn.bench.workload import make_rows
 from pronghorn.device import device_name, versions
 from pronghorn.models.load import default_device, load_model
 from pronghorn.models.lora import add_lora
+from pronghorn.train.page import check_writable
 from pronghorn.train.trainer import SFTTrainer
 
 WARM_TURNS = 4

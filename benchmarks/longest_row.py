@@ -27,7 +27,7 @@ from rich.table import Table
 from transformers import AutoConfig
 
 from pronghorn.bench.contenders.base import lora_model
-from pronghorn.bench.record import check_writable, unfinished, write_json
+from pronghorn.bench.record import unfinished, write_json
 from pronghorn.bench.shapes import SHAPES, shape_of
 from pronghorn.cli.options import grow_segments
 from pronghorn.data.batch import Collator
@@ -37,6 +37,7 @@ from pronghorn.memory.estimate import CONTEXT_BYTES, GIB, Shape, Step, Work
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.models import auto_plan
 from pronghorn.models.attach import attach
+from pronghorn.train.page import check_writable
 
 POLICIES = dict(zip(("keep", "norms", "mlp", "layer", "offload"), Policy, strict=True))
 STEP = 64

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pronghorn.bench.contenders.base import set_adapters
-from pronghorn.bench.record import check_writable, unfinished, write_json
+from pronghorn.bench.record import unfinished, write_json
 from pronghorn.bench.shapes import checkpoint_of
 from pronghorn.bench.workload import make_rows
 from pronghorn.data.batch import Collator
@@ -35,6 +35,7 @@ from pronghorn.models.attach import attach
 from pronghorn.models.auto_plan import device_card, measured_times, shape_of, work_of
 from pronghorn.models.load import load_model
 from pronghorn.models.lora import add_lora
+from pronghorn.train.page import check_writable
 
 POLICIES = ("keep", "norms", "mlp", "layer", "offload")
 CASES = """

@@ -33,6 +33,21 @@ def invoke(*arguments: str) -> Any:
     return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200", "NO_COLOR": "1"})
 
 
+def test_memory_that_runs_out_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a GPU, or what the processor's allocator says; another error stays one."""
+
+    def run_out(*_: Any) -> Any:
+        raise RuntimeError(words)
+
+    monkeypatch.setattr("pronghorn.diagnose.verify.verify", run_out)
+    for words in ("CUDA out of memory. Tried to allocate 2.00 GiB.", "[enforce] not enough: you can't allocate memory"):
+        result = invoke("verify", "--model", "tiny", "--tokens", "32")
+        assert result.exit_code == 1 and f"memory ran out: {words}" in result.stderr and "remedy: " in result.stderr
+        assert isinstance(invoke("verify", "--model", "tiny", "--tokens", "32", "--debug").exception, RuntimeError)
+    words = "a defect"
+    assert str(invoke("verify", "--model", "tiny", "--tokens", "32").exception) == words
+
+
 def test_the_allocator_grows_its_segments_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     for given, wanted in ((None, "expandable_segments:True"), ("max_split_size_mb:64", "max_split_size_mb:64")):

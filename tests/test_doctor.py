@@ -21,6 +21,8 @@ from pronghorn.errors import ConfigError
 
 TORCH = Package("torch>=2.11,<2.15")
 EXTRA = Package("gguf>=0.19", without="no GGUF", extra="gguf")
+ARCHS = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
+"""Of torch's wheels for CUDA 13."""
 H200 = Device("NVIDIA H200", "cuda", 0, (9, 0), 139 * 2**30, True, True, 16, 128 * 2**30)
 
 
@@ -79,20 +81,38 @@ def test_torch_build(cuda: str | None, hip: str | None, driver: bool, available:
 
 
 def test_gpus() -> None:
-    assert {finding.status for finding in doctor.device_findings(H200)} == {"ok"}
+    assert {finding.status for finding in doctor.device_findings(H200, ARCHS)} == {"ok"}
     t4 = dataclasses.replace(H200, name="Tesla T4", capability=(7, 5), bf16=False, flash_varlen=False)
-    found = {finding.part: finding for finding in doctor.device_findings(t4)}
+    found = {finding.part: finding for finding in doctor.device_findings(t4, ARCHS)}
     assert found["GPU 0"].status == "ok" and "7.5" in found["GPU 0"].found
     assert found["GPU 0 bf16"].status == found["GPU 0 flash varlen"].status == "slow"
     assert "older than Ampere" in found["GPU 0 flash varlen"].effect
-    no_kernel = doctor.device_findings(dataclasses.replace(H200, flash_varlen=False))[-1]
+    no_kernel = doctor.device_findings(dataclasses.replace(H200, flash_varlen=False), ARCHS)[-1]
     assert "heads of unusual sizes" in no_kernel.effect and "lacks the kernel" in no_kernel.effect  # others take tiles
+
+
+@pytest.mark.parametrize(
+    ("capability", "archs", "runs"),
+    [
+        ((7, 0), ARCHS, False),  # V100
+        ((8, 9), ARCHS, True),
+        ((12, 1), ARCHS, True),
+        ((13, 0), ARCHS, True),  # by the driver's compiler
+        ((12, 0), ["sm_80", "sm_90a"], False),
+        ((9, 0), ["sm_80", "sm_90a"], True),
+    ],
+)
+def test_a_gpu_that_torch_has_no_kernels_for(capability: tuple[int, int], archs: list[str], runs: bool) -> None:
+    """torch says that it is available; its first kernel fails."""
+    found = doctor.device_findings(dataclasses.replace(H200, capability=capability), archs)
+    assert healthy(found) is runs and (runs or "sm_80" in found[0].effect)
 
 
 @pytest.mark.parametrize("there", [True, False])
 def test_a_gpu_needs_triton(monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ARCHS)
     monkeypatch.setattr(doctor, "probe", lambda index: dataclasses.replace(H200, index=index))
     monkeypatch.setattr(doctor, "has_triton", lambda: there)
     findings = doctor.diagnose()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import re
@@ -22,6 +23,7 @@ from pronghorn.diagnose.inspect_report import write_report
 from pronghorn.diagnose.inspect_terminal import show
 from pronghorn.errors import ConfigError
 from pronghorn.models.load import FoundModel
+from pronghorn.train.page import write_text
 from test_report import HOSTILE, Page
 
 TEMPLATE = (
@@ -245,3 +247,23 @@ def test_errors_are_those_of_training(recipe: Any, tmp_path: Path) -> None:
     found = inspect(Recipe.load(path, ["data.overflow=drop"]))
     with pytest.raises(ConfigError, match="can't be written"):
         write_report(found, tmp_path / "recipe.yaml" / "page.html")
+
+
+def test_a_page_is_not_written_over_another_file(recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slip of the keyboard would cost a recipe or a data set; a page that is there is replaced, whole."""
+    path, page = recipe([chat("Hi", "Hello")]), tmp_path / "page.html"
+    before = path.read_text()
+    result = invoke(str(path), "--html", str(path))
+    assert result.exit_code == 1 and "is no HTML page" in result.stderr and path.read_text() == before
+    assert "tokenised" not in result.output, "told before the work"
+    assert invoke(str(path), "--html", str(page)).exit_code == 0
+    assert invoke(str(path), "--html", str(page)).exit_code == 0
+    first = page.read_bytes()
+
+    def full(self: Path, target: Path) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(ConfigError, match="No space left"):
+        write_text(page, "half")
+    assert page.read_bytes() == first and not list(tmp_path.glob(".page*"))

@@ -7,6 +7,7 @@ import time
 from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
+from traceback import FrameSummary
 from typing import Any
 
 import pytest
@@ -19,11 +20,12 @@ from pronghorn.attention import explicit
 from pronghorn.cli.main import app
 from pronghorn.config import Recipe
 from pronghorn.data.batch import Collator
+from pronghorn.diagnose import profile_steps
 from pronghorn.diagnose.profile import account_for, profile
 from pronghorn.diagnose.profile_advice import advise, unfused
 from pronghorn.diagnose.profile_causes import ENGINE, Cause, cause, spans
 from pronghorn.diagnose.profile_record import Profile, read_profile
-from pronghorn.diagnose.profile_syncs import Place, find_sites
+from pronghorn.diagnose.profile_syncs import find_sites
 from pronghorn.diagnose.profile_terminal import headlines
 from pronghorn.errors import DataError, TrainingError
 from pronghorn.models.attach import attach
@@ -148,6 +150,9 @@ def test_a_processor_s_time_is_that_of_the_innermost_operation() -> None:
         (("pronghorn:attention", "aten::bmm"), [[8, 64, 8], [8, 8, 64]], Cause.ATTENTION),
         (("pronghorn:attention", "_Attention", "pronghorn:scores", "aten::empty"), [], Cause.ATTENTION),
         (("pronghorn:attention", "_Attention"), [], Cause.NORM),
+        (("pronghorn:mlp", "_Experts", "aten::_grouped_mm"), [[512, 64], [8, 64, 24]], Cause.GEMM),
+        (("pronghorn:mlp", "_Experts", "pronghorn:products", "aten::empty"), [], Cause.GEMM),
+        (("pronghorn:mlp", "_Experts", "pronghorn:adapters", "aten::empty"), [], Cause.LORA),
         (("pronghorn:attention", "aten::contiguous", "aten::copy_"), [[1, 8, 512, 8]], Cause.ON_DEVICE),
         (("pronghorn:norm", "aten::copy_"), [], Cause.NORM),
         (("aten::add",), [], Cause.ELEMENTWISE),
@@ -195,6 +200,7 @@ def test_attention_s_backward_in_a_fused_layer_is_no_recomputation() -> None:
         (40, ("aten::mm",), [[64, 512], [512, 64]], Cause.GEMM),
         (50, ("aten::mm",), [[4, 512], [512, 64]], Cause.LORA),
         (60, ("aten::empty_like",), [], Cause.NORM),
+        (70, ("pronghorn:products", "aten::empty"), [], Cause.GEMM),
     ):
         assert found_cause(made, made.nest(names, at, at + 5, 2, **{"Input Dims": dims})) == (expected, False)
 
@@ -211,7 +217,7 @@ def test_synchronisations_have_their_line() -> None:
     made.nest((f"{ENGINE}: IndexBackward0", "aten::nonzero", "cudaStreamSynchronize"), 50, 60, 2)
     made.nest(("pronghorn:wait", "cudaDeviceSynchronize"), 90, 95)  # the profiler's own
     made.nest(("pronghorn/x.py(1): f", "cudaDeviceSynchronize"), 120, 130)  # after the step
-    found = find_sites(made.events, [Place("/lib/transformers/trainer.py", 93, "log")])
+    found = find_sites(made.events, [FrameSummary("/lib/transformers/trainer.py", 93, "log")])
     assert [(sync.call, sync.site, sync.count) for sync in found] == [  # the longest first
         ("aten::nonzero", "backward pass, in IndexBackward0", 1),
         ("aten::item", "transformers/trainer.py:93 in log", 1),
@@ -268,11 +274,36 @@ def test_real_steps_are_explained_and_leave_nothing(recipe: Any, tmp_path: Path)
 @pytest.fixture
 def fusible(stories: Path, tmp_path: Path) -> dict[str, Any]:
     """The model section of a recipe: three Qwen3 layers whose head size the kernels serve."""
-    folder = tmp_path / "model"
+    return saved("qwen3", stories, tmp_path / "model")
+
+
+def saved(family: str, stories: Path, folder: Path) -> dict[str, Any]:
     tokenizer = AutoTokenizer.from_pretrained(stories)
-    tiny_model("qwen3", vocab_size=len(tokenizer)).save_pretrained(folder)
+    tiny_model(family, vocab_size=len(tokenizer)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return {"name": str(folder)}
+
+
+def test_products_of_experts_by_kernels_of_our_own_are_told_by_their_dimensions() -> None:
+    """On a GPU they are launched from Python, within no operation."""
+    run = profile_steps._of_experts(lambda x, y, scale: scale, frozenset({4}))
+    sizes = (((16, 64), (8, 64, 24)), ((16, 64), (8, 64, 4)), ((16, 4), (8, 4, 24)), ((16, 64), (16, 4)))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        assert [run(torch.empty(x), torch.empty(y), 2) for x, y in sizes] == [2] * 4
+    names = [event.name for event in profiler.events() if event.name.startswith("pronghorn:")]
+    assert names == ["pronghorn:products", *["pronghorn:adapters"] * 3]
+
+
+def test_experts_with_adapters(recipe: Any, stories: Path, tmp_path: Path) -> None:
+    """Their gate is no product, and only products with a rank are LoRA's."""
+    adapter = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], "lora_dropout": 0.0}
+    model = saved("qwen3_moe", stories, tmp_path / "model")
+    found = profile(Recipe.load(recipe(model=model, adapter=adapter)), QUIET, steps=1, warmup=1)
+    sums_are_right(found)
+    causes = {name: {k.cause for k in found.kernels if k.name == name} for name in ("aten::silu", "aten::mm")}
+    assert causes["aten::silu"] == {Cause.NORM} and causes["aten::mm"] >= {Cause.GEMM, Cause.LORA}
+    of_experts = [k for k in found.kernels if k.name == "aten::mm" and k.cause == Cause.LORA]
+    assert of_experts[0].count > 3 * 4 * 6, "those of attention's linears alone"
 
 
 def test_fused_layers(recipe: Any, fusible: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -427,6 +458,9 @@ def test_command(recipe: Any, tmp_path: Path) -> None:
         refused = invoke(option, str(second))
         assert refused.exit_code == 1 and "schema 'pronghorn-profile-v0'" in refused.stderr
     assert json.loads(second.read_text()) == {"schema": "pronghorn-profile-v0"}
+    for option, place, why in (("--json", page / "x.json", "be written"), ("--html", first, "is no HTML page")):
+        refused = invoke(option, str(place))
+        assert refused.exit_code == 1 and why in refused.stderr and "Profiling" not in refused.stderr
     with pytest.raises(DataError, match="is not JSON"):
         read_profile(page)
 

@@ -190,11 +190,23 @@ def test_a_terminal_goes_on_after_a_turn_that_can_not_be_served(
 ) -> None:
     talk = load_talk(short_run, max_new_tokens=4)
     console = Console(file=io.StringIO(), force_terminal=True, width=80, color_system=None)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     asked = iter(["A cat. " * 400, "/etc/hosts?", "/quit"])
     monkeypatch.setattr(console, "input", lambda _: next(asked))
     converse(talk, console)
     output = console.file.getvalue()  # type: ignore[attr-defined]
     assert "512 positions" in output and output.count("base:") == 1, "a path is a question, no command"
+
+
+def test_a_piped_question_that_can_not_be_served_fails_at_a_terminal_too(
+    short_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The README's `echo … | pronghorn chat`: what is written to is a terminal, what is read from isn't."""
+    console = Console(file=io.StringIO(), force_terminal=True, width=80, color_system=None)
+    monkeypatch.setattr("sys.stdin", io.StringIO("A cat. " * 400 + "\n"))
+    with pytest.raises(DataError, match="512 positions"):
+        converse(load_talk(short_run, max_new_tokens=4), console)
+    assert "you>" not in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_what_commands_a_terminal_is_not_shown(short_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

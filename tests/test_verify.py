@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import random
 import weakref
@@ -17,15 +18,19 @@ from typer.testing import CliRunner
 from pronghorn.cli.main import app
 from pronghorn.config import Recipe
 from pronghorn.data.batch import Collator, PackedBatch
+from pronghorn.diagnose import verify_checks as checks
 from pronghorn.diagnose.verify import Report, verify
+from pronghorn.diagnose.verify_checks import Passes
 from pronghorn.diagnose.verify_passes import Subject, perturb
 from pronghorn.diagnose.verify_subject import rows_of
 from pronghorn.diagnose.verify_subject import subject_of as of_recipe
+from pronghorn.errors import TrainingError
 from pronghorn.export import merge
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.models.attach import attach
 from pronghorn.models.families import FAMILIES as FAMILY_FACTS
 from pronghorn.models.lora import add_lora
+from pronghorn.parity.distance import Luck
 from pronghorn.parity.parameters import trainable
 from tiny import FAMILIES, MOE_FAMILIES, VOCAB, tiny_model
 
@@ -342,6 +347,59 @@ def test_an_adapter_saved_wrong(subject_of: Any) -> None:
         model.save_pretrained = save
 
     only_cause(planted(subject_of("llama"), plant), f"saving or loading: tensors that differ: {NAME}")
+
+
+def test_every_kind_of_weight_is_compared_where_not_all_have_room(
+    subject_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an 8B model's full fine-tuning not one gradient of the MLP was: smaller tensors of all layers came first."""
+    monkeypatch.setattr("pronghorn.parity.reference.KEPT_ELEMENTS", 40_000)
+
+    def plant(model: Any) -> None:
+        model.model.layers[0].mlp.down_proj.weight.register_hook(lambda gradient: gradient * 1.01)
+
+    subject = subject_of("llama", full=True)
+    report = verify(subject)
+    detail = next(check.detail for check in report.checks if check.name == "gradients")
+    assert report.ok and report.tensors < 30 and detail.startswith(f"{report.tensors} of 30 trained tensors; worst ")
+    only_cause(planted(subject, plant), "gradients are not: model.layers.0.mlp.down_proj.weight")
+
+
+def test_a_full_disk_is_told(subject_of: Any) -> None:
+    """The copy of a large model that is saved and loaded again may have no room among temporary files."""
+
+    def full(folder: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(TrainingError, match=r"the disk of .* is full"):
+        planted(subject_of("llama"), lambda model: setattr(model, "save_pretrained", full))
+
+
+def test_a_reference_that_overflows_judges_nothing() -> None:
+    """What is allowed is made of plain's error: an infinite one would allow anything."""
+    exact, ours = torch.ones(8), torch.full((8,), 100.0)
+    plain = exact.index_fill(0, torch.tensor(0), torch.inf)
+    passes = {n: Passes(x.max().item(), [x], x, {"w": x}, []) for n, x in (("plain", plain), ("exact", exact))}
+    distances = checks.gradient_distances(
+        Passes(100.0, [], ours, {"w": ours}, []), **passes, luck=Luck({"w": 0.0}, 1.0)
+    )
+    assert not checks.logits(ours, **passes).ok and not checks.gradients(distances, 1).ok
+    assert not checks.loss("loss", 100.0, **passes).ok and not checks.loss("loss", torch.inf, **passes).ok
+    assert not passes["plain"].finite and passes["exact"].finite
+
+
+def test_a_model_that_overflows_is_named(subject_of: Any) -> None:
+    subject = subject_of("llama")
+
+    def build() -> Any:
+        model = subject.build()
+        with torch.no_grad():
+            model.get_base_model().model.norm.weight.mul_(1e10)
+            model.get_output_embeddings().weight.mul_(1e30)
+        return model
+
+    report = verify(replace(subject, build=build))
+    assert not report.ok and "plain transformers and PEFT give infinities or NaN themselves" in report.causes[0]
 
 
 def test_nan_fails(subject_of: Any) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -17,7 +15,8 @@ import torch
 
 from pronghorn.bench.timing import CudaClock
 from pronghorn.device import device_name, versions
-from pronghorn.errors import ConfigError, DataError
+from pronghorn.errors import DataError
+from pronghorn.train.page import check_writable
 
 SCHEMA = "pronghorn-result-v1"
 
@@ -121,17 +120,6 @@ def check_out(path: Path | None) -> None:
     check_writable(path)
     if path.exists():
         read_results(path)
-
-
-def check_writable(path: Path) -> None:
-    """Refuse a folder, and a file in a folder where none can be made (ConfigError)."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=path.parent).close()
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, "it is a folder")
-    except OSError as error:
-        raise ConfigError(f"--out {path} can't be written: {error.strerror}", "name another file") from error
 
 
 def measure_ceilings() -> dict[str, float]:

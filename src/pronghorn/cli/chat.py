@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -25,12 +26,13 @@ def converse(talk: Talk, console: Console) -> None:
     Raises:
         DataError: such a turn where the input is a pipe.
     """
-    if console.is_terminal:
+    typed = console.is_terminal and sys.stdin.isatty()
+    if typed:
         told = ", ".join(f"[bold]{command}[/]: {what}" for command, what in COMMANDS.items())
         console.print(f"Ask what you like. {told}.")
     while True:
         try:
-            text = console.input("[bold]you>[/] " if console.is_terminal else "").strip()
+            text = console.input("[bold]you>[/] " if typed else "").strip()
         except (EOFError, KeyboardInterrupt):
             console.print()
             return
@@ -48,7 +50,7 @@ def converse(talk: Talk, console: Console) -> None:
             except KeyboardInterrupt:
                 console.print("Stopped; the question is forgotten.")
             except DataError as error:
-                if not console.is_terminal:
+                if not typed:
                     raise
                 console.print(Text(f"{error.problem}: {error.remedy}", style="yellow"))
 

@@ -18,7 +18,8 @@ INTERRUPTED = 130
 
 @contextmanager
 def plain_errors(debug: bool) -> Iterator[None]:
-    """Pronghorn's own errors as two lines and exit code 1; Ctrl-C as one line and 130. Others stay as they are.
+    """Pronghorn's own errors, and memory that ran out, as two lines and exit code 1; Ctrl-C as one line and 130. Others
+    stay as they are.
 
     Other libraries' notices to programmers (deprecations) are shown with --debug only.
     """
@@ -37,6 +38,16 @@ def plain_errors(debug: bool) -> Iterator[None]:
         console = _stderr()
         console.print(f"[bold red]error:[/] {escape(error.problem)}")
         console.print(f"[bold]remedy:[/] {escape(error.remedy)}")
+        raise typer.Exit(1) from None
+    except RuntimeError as error:
+        from pronghorn.device import is_out_of_memory
+
+        if debug or not is_out_of_memory(error):
+            raise
+        console = _stderr()
+        console.print(f"[bold red]error:[/] memory ran out: {escape(str(error))}")
+        less = "shorter rows (model.max_seq_length, --tokens), a quantised base, or nothing else on the device"
+        console.print(f"[bold]remedy:[/] {less}; pronghorn plan tells what fits")
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         if debug:

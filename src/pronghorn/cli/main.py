@@ -121,8 +121,10 @@ def inspect_data(
     console = Console()
     with plain_errors(debug):
         from pronghorn.config import Recipe
+        from pronghorn.train.page import check_page
 
         settings = Recipe.load(recipe, overrides or [])
+        check_page(html)
         from pronghorn.diagnose.inspect import inspect
         from pronghorn.diagnose.inspect_terminal import show
         from pronghorn.train.progress import RowsProgress

@@ -46,11 +46,15 @@ def profile(
     with plain_errors(debug):
         from pronghorn.config import Recipe
         from pronghorn.diagnose.profile_record import read_profile
+        from pronghorn.train.page import check_page, check_writable
 
         settings = Recipe.load(recipe, overrides or [])
         other = None if against is None else read_profile(against)
         if json is not None and json.exists():
             read_profile(json)  # what isn't ours is not written over
+        if json is not None:
+            check_writable(json)
+        check_page(html)
         from pronghorn.diagnose.profile import profile as look
         from pronghorn.diagnose.profile_terminal import show
 

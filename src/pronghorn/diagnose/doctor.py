@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -74,8 +75,9 @@ def diagnose() -> list[Finding]:
     if torch.cuda.is_available():
         findings.append(triton_finding(has_triton()))
     devices = [probe(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else [probe()]
+    archs = torch.cuda.get_arch_list() if torch.cuda.is_available() else []
     for device in devices:
-        findings += device_findings(device)
+        findings += device_findings(device, archs)
     return [*findings, *host_findings(devices[0])]
 
 
@@ -132,8 +134,8 @@ def triton_finding(there: bool) -> Finding:
     return Finding("Triton", "not installed", "missing", effect, "pip install triton")
 
 
-def device_findings(device: Device) -> list[Finding]:
-    """A GPU, its numbers and what its kernels need; or that there is none."""
+def device_findings(device: Device, archs: Sequence[str]) -> list[Finding]:
+    """A GPU, its numbers and what its kernels need; or that there is none. `archs`: what torch was built for."""
     if device.type != "cuda":
         return [Finding("GPU", "none", "slow", "training runs on the CPU: right, but for tiny models only")]
     part = f"GPU {device.index}"
@@ -142,6 +144,10 @@ def device_findings(device: Device) -> list[Finding]:
     old = f"{device.name} is older than Ampere"
     alone = "run document by document"
     flash = f"heads of unusual sizes {alone}: this build of torch lacks the kernel" if device.bf16 else ""
+    if not any(_runs(arch, major, minor) for arch in archs):
+        effect = f"this build of torch has kernels for {', '.join(archs)} only"
+        remedy = f"install a build for capability {major}.{minor} (https://pytorch.org/get-started)"
+        return [Finding(part, found, "missing", effect, remedy)]
     findings = [Finding(part, found, "ok")]
     for what, there, effect in (
         ("bf16", device.bf16, f"{old}: float16 with loss scaling is used"),
@@ -150,6 +156,14 @@ def device_findings(device: Device) -> list[Finding]:
         name = f"{part} {what}"
         findings.append(Finding(name, "yes", "ok") if there else Finding(name, "no", "slow", effect))
     return findings
+
+
+def _runs(arch: str, major: int, minor: int) -> bool:
+    """Whether a GPU of that capability runs what was built for `sm_86` (its generation's, no newer than it) or
+    `compute_90` (compiled again by the driver for any newer one)."""
+    kind, _, number = arch.partition("_")
+    built = divmod(int(number.rstrip("af")), 10)
+    return built <= (major, minor) and (kind == "compute" or built[0] == major)
 
 
 def host_findings(device: Device) -> list[Finding]:

@@ -20,7 +20,9 @@ STAGES = ("step", "backward", "wait")
 SCORES = "scores"
 """The range of packed attention proper."""
 ADAPTERS = "adapters"
-"""The range of adapters' gradients."""
+"""The range of adapters' gradients, and of products of experts with a rank."""
+PRODUCTS = "products"
+"""The range of other products of experts."""
 
 
 class Cause(StrEnum):
@@ -50,8 +52,8 @@ TRANSFERS = (Cause.TO_DEVICE, Cause.TO_HOST, Cause.COMMUNICATION)
 """What runs beside computing without slowing it."""
 
 _ATTENTION = ("flash_attention", "scaled_dot_product", "efficient_attention", "cudnn_attention")
-_PRODUCTS = {f"aten::{name}" for name in ("mm", "addmm", "addmm_", "bmm", "baddbmm", "matmul", "linear", "_scaled_mm")}
-_PRODUCTS |= {"bitsandbytes::gemv_4bit", "bitsandbytes::gemm_4bit"}
+_PRODUCTS = {f"aten::{name}" for name in ("mm", "addmm", "addmm_", "bmm", "baddbmm", "matmul", "linear")}
+_PRODUCTS |= {"aten::_grouped_mm", "aten::_scaled_mm", "bitsandbytes::gemv_4bit", "bitsandbytes::gemm_4bit"}
 _WHOLE = {"data": Cause.DATA, "logging": Cause.LOGGING, "optimiser": Cause.OPTIMISER}
 """Ranges all of whose time has one cause, Python's included."""
 
@@ -128,8 +130,8 @@ def cause(span: Span | None, ranks: frozenset[int]) -> tuple[Cause, bool]:
         return Cause.COMMUNICATION, again
     if SCORES in ranges or any(part in name for name in names for part in _ATTENTION):
         return Cause.ATTENTION, again
-    if ADAPTERS in ranges:
-        return Cause.LORA, again
+    if ADAPTERS in ranges or PRODUCTS in ranges:
+        return (Cause.LORA if ADAPTERS in ranges else Cause.GEMM), again
     if "model" in ranges and "backbone" not in ranges:
         return Cause.LOSS, again
     product = next((operation for operation in operations if operation.name in _PRODUCTS), None)
@@ -171,7 +173,7 @@ def _way_out(span: Span | None) -> tuple[list[Span], list[str], bool, bool]:
                 sums = sums or not (inside or crossed)
         elif span.range not in STAGES:
             ranges.append(span.range)
-            inside = inside or span.range not in (SCORES, ADAPTERS)  # which the backward pass has, too
+            inside = inside or span.range not in (SCORES, ADAPTERS, PRODUCTS)  # which the backward pass has, too
         if span.forward is not None and not inside:
             span, crossed = span.forward, True
         else:

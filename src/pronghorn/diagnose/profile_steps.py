@@ -7,20 +7,23 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from traceback import FrameSummary
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, record_function
 from transformers import TrainerCallback
 
 from pronghorn.attention import explicit
-from pronghorn.diagnose.profile_causes import ADAPTERS, PREFIX, SCORES
-from pronghorn.diagnose.profile_syncs import Place, noticed
+from pronghorn.device import has_triton
+from pronghorn.diagnose.profile_causes import ADAPTERS, PREFIX, PRODUCTS, SCORES
+from pronghorn.diagnose.profile_syncs import noticed
 from pronghorn.kernels import adapter_gradients
 from pronghorn.models import fast
 from pronghorn.models.attach import Handle
+from pronghorn.models.experts import wrappers
 from pronghorn.models.linears import adapter_of
 from pronghorn.train.trainer import SFTTrainer
 
@@ -39,7 +42,7 @@ class Recorder(TrainerCallback):
         """Of `steps` steps."""
         self.stacks: Trace = []
         """Of one step with Python's stack (CUDA only)."""
-        self.places: list[Place] = []
+        self.places: list[FrameSummary] = []
         """Synchronisations noticed in that step."""
         self._script: Generator[None] | None = None
 
@@ -129,6 +132,12 @@ def marked(trainer: SFTTrainer, handle: Handle) -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, kind in parts:
             stack.enter_context(patch.object(owner, name, _within(getattr(owner, name), kind)))
+        if has_triton():
+            from pronghorn.kernels import grouped_gemm_triton
+
+            for name in ("multiply", "outer"):
+                by_experts = _of_experts(getattr(grouped_gemm_triton, name), inner_dimensions(handle))
+                stack.enter_context(patch.object(grouped_gemm_triton, name, by_experts))
         modules = list(handle.model.modules())
         fused = {id(part) for each in modules if fast.is_fused(each) for part in each.modules() if part is not each}
         for name, module in handle.model.named_modules():
@@ -150,9 +159,11 @@ def part_of(name: str, module: nn.Module, model: Any) -> str | None:
         return "model"
     if module is model.base_model:
         return "backbone"
+    if hasattr(module, "parameter_name"):  # PEFT's wrapper of experts: what they do is more than products
+        return None
     if hasattr(module, "lora_A"):
         return "lora"
-    if last == "base_layer":
+    if last == "base_layer" and isinstance(module, nn.Linear):
         return "dense"
     if own.endswith(("Norm", "RotaryEmbedding")):
         return "norm"
@@ -165,7 +176,7 @@ def part_of(name: str, module: nn.Module, model: Any) -> str | None:
 
 def inner_dimensions(handle: Handle) -> frozenset[int]:
     """The ranks of a model's adapters, and their sums where adapters are computed as one product."""
-    found: set[int] = set()
+    found = {rank for wrapper in wrappers(handle.model) for rank in wrapper.r.values()}
     for layer in handle.model.base_model.layers:
         for module, groups in ((layer.self_attn, fast.ATTENTION), (layer.mlp, fast.MLP)):
             for names in groups:
@@ -179,6 +190,17 @@ def _within(function: Callable[..., Any], kind: str) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         with record_function(PREFIX + kind):
             return function(*args, **kwargs)
+
+    return call
+
+
+def _of_experts(function: Callable[..., Any], ranks: frozenset[int]) -> Callable[..., Any]:
+    """Around a kernel that no operation of torch's tells of: x [T, K] by a weight [E, K, N], or by y [T, N]."""
+
+    def call(x: Tensor, y: Tensor, *args: Any) -> Any:
+        thin = not ranks.isdisjoint((*x.shape[1:], *y.shape[1:]))
+        with record_function(PREFIX + (ADAPTERS if thin else PRODUCTS)):
+            return function(x, y, *args)
 
     return call
 

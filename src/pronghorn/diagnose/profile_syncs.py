@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import traceback
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from traceback import FrameSummary, extract_stack
 from typing import Any
 
 import torch
@@ -22,31 +21,22 @@ _PASSING = ("/torch/", "/accelerate/utils/", "/contextlib.py")
 """Libraries whose frames only pass a call on."""
 
 
-@dataclass(frozen=True)
-class Place:
-    """A line of Python."""
-
-    file: str
-    line: int
-    function: str
-
-    @property
-    def passing(self) -> bool:
-        return self.file.startswith("<") or any(part in f"/{self.file}" for part in _PASSING)
+def _passing(file: str) -> bool:
+    return file.startswith("<") or any(part in f"/{file}" for part in _PASSING)
 
 
 @contextmanager
-def noticed() -> Iterator[list[Place]]:
+def noticed() -> Iterator[list[FrameSummary]]:
     """The lines at which the host waited for the device, as torch's sync debug mode notices them.
 
     It doesn't notice all (an event's `synchronize`, what backward threads do), but knows the very line.
     """
-    places: list[Place] = []
+    places: list[FrameSummary] = []
 
     def notice(message: Warning | str, *_: Any, **__: Any) -> None:
         if "called a synchronizing CUDA operation" in str(message):
-            frames = [Place(f.filename, f.lineno or 0, f.name) for f in reversed(traceback.extract_stack()[:-1])]
-            places.extend([frame for frame in frames if not frame.passing and frame.file != warnings.__file__][:1])
+            frames = reversed(extract_stack()[:-1])
+            places.extend([f for f in frames if not _passing(f.filename) and f.filename != warnings.__file__][:1])
 
     earlier = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
@@ -59,7 +49,7 @@ def noticed() -> Iterator[list[Place]]:
             torch.cuda.set_sync_debug_mode(earlier)
 
 
-def find_sites(trace: list[dict[str, Any]], places: list[Place]) -> list[Sync]:
+def find_sites(trace: list[dict[str, Any]], places: list[FrameSummary]) -> list[Sync]:
     """The synchronisations of a step recorded with Python's stack, those that took longest first.
 
     Args:
@@ -87,15 +77,15 @@ def _call(span: Span) -> str:
     return call
 
 
-def _site(span: Span, places: list[Place]) -> str:
+def _site(span: Span, places: list[FrameSummary]) -> str:
     """file:line in function, of the first frame that doesn't just pass a call on."""
     at, backward = span.parent, ""
     while at is not None:
         frame = _FRAME.fullmatch(at.name) if at.category == "python_function" else None
         if frame is not None:
             file, begins, function = frame["file"], int(frame["line"]), frame["function"]
-            if not Place(file, begins, function).passing:
-                lines = {p.line for p in places if p.file.endswith(file) and p.function == function}
+            if not _passing(file):
+                lines = {p.lineno or 0 for p in places if p.filename.endswith(file) and p.name == function}
                 where = ", ".join(map(str, sorted(lines))) if lines else f"{begins} ff."
                 return f"{file}:{where} in {function}"
         elif at.name.startswith(ENGINE):

@@ -2,7 +2,7 @@
 
 The limits are three-way (`parity.distance`). A mean loss is one number, which plain may hit by luck: its error is
 taken as the root mean square over the documents' own mean losses, which the error of the mean can't exceed, and at
-least twice what independent labels would give. Comparisons are written so that NaN fails them.
+least twice what independent labels would give. What isn't finite fails, in a limit too.
 """
 
 from __future__ import annotations
@@ -41,6 +41,11 @@ class Passes:
     experts: Check | None = None
     """Whether every expert that saw tokens trains; None where the pass doesn't tell, or none is trained."""
 
+    @property
+    def finite(self) -> bool:
+        """Whether there is no infinity or NaN in all of it."""
+        return all(bool(x.isfinite().all()) for x in (*self.losses, self.logits, *self.gradients.values()))
+
 
 @dataclass(frozen=True)
 class Check:
@@ -61,7 +66,7 @@ def loss(name: str, value: float, plain: Passes, exact: Passes) -> Check:
     by_label = 2 * l2(torch.cat(errors)) / labels
     spread = max(by_document, by_label)
     error, limit = abs(value - exact.loss), 2 * spread + 4 * EPS * abs(exact.loss)
-    return Check(name, error <= limit, error, limit, f"{value:.6f}, exact is {exact.loss:.6f}")
+    return Check(name, ratio(error, limit) <= 1, error, limit, f"{value:.6f}, exact is {exact.loss:.6f}")
 
 
 def logits(packed: Tensor, plain: Passes, exact: Passes) -> Check:
@@ -76,11 +81,11 @@ def gradient_distances(ours: Passes, plain: Passes, exact: Passes, luck: Luck) -
     return sorted(found, key=lambda each: -each.excess)
 
 
-def gradients(found: list[Distance]) -> Check:
-    """Every trained tensor's gradient; `found` as `gradient_distances` returns it."""
+def gradients(found: list[Distance], trained: int) -> Check:
+    """The gradients of the tensors that are compared, of so many; `found` as `gradient_distances` returns it."""
     worst = found[0]
     wrong = [each.name for each in found if not each.excess <= 1]
-    detail = f"{len(found)} tensors; worst {worst.name}, relative L2 error {worst.relative:.1e}"
+    detail = f"{len(found)} of {trained} trained tensors; worst {worst.name}, relative L2 error {worst.relative:.1e}"
     return Check("gradients", not wrong, worst.excess, 1.0, f"off: {listed(wrong)}" if wrong else detail)
 
 

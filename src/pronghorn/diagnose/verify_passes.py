@@ -18,6 +18,7 @@ from pronghorn.data.packing import IGNORE_INDEX, Document
 from pronghorn.diagnose import verify_checks as checks
 from pronghorn.diagnose.verify_checks import Check, Passes
 from pronghorn.diagnose.verify_probe import NEIGHBOUR, Sight, probe_tokens, sight
+from pronghorn.export.folder import whole_folder
 from pronghorn.models.attach import PathTaken, attached
 from pronghorn.models.expert_gradients import count_tokens
 from pronghorn.models.families import base_causal_lm
@@ -222,13 +223,15 @@ class Run:
     def reloaded(self, plain: Passes, exact: Passes) -> Check:
         """Save as users do, let go of the model, load what was saved, compare tensors and logits."""
         trained = {name: p.detach().to("cpu", copy=True) for name, p in self.parameters.items()}
-        with tempfile.TemporaryDirectory(prefix="pronghorn-verify-") as folder:
-            self.model.save_pretrained(folder)
+        with tempfile.TemporaryDirectory(prefix="pronghorn-verify-") as scratch:
+            folder = Path(scratch) / "saved"
+            with whole_folder(folder) as writing:  # a full disk is told
+                self.model.save_pretrained(writing)
             self.model, self.parameters = None, {}
             gc.collect()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
-            again = self.subject.reload(Path(folder)).train()
+            again = self.subject.reload(folder).train()
         without_dropout(again)
         there = {canonical(name): p for name, p in again.named_parameters()}
         differ = [n for n, p in trained.items() if n not in there or not torch.equal(there[n].detach().cpu(), p)]

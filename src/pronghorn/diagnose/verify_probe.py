@@ -31,14 +31,9 @@ class Sight:
     """Whether another document sees it."""
 
 
-def window_of(config: Any) -> int:
-    """The longest sliding window of a model, 0 where it has none."""
-    return getattr(config, "sliding_window", None) or 0
-
-
 def probe_tokens(config: Any) -> int:
     """Tokens of a probed document that is longer than what any token of it sees."""
-    return max(window_of(config), NEIGHBOUR) + AT + NEIGHBOUR
+    return max(getattr(config, "sliding_window", None) or 0, NEIGHBOUR) + AT + NEIGHBOUR
 
 
 @torch.no_grad()

@@ -34,7 +34,7 @@ class Distance:
 
     @property
     def excess(self) -> float:
-        """The larger of both errors over its limit; infinite for NaN."""
+        """The larger of both errors over its limit; infinite where something isn't finite."""
         return max(ratio(self.rms, self.rms_limit), ratio(self.maximum, self.maximum_limit))
 
 
@@ -54,7 +54,8 @@ class Luck:
         found = [distance(name, plain[name], plain[name], right) for name, right in exact.items()]
         kinds: dict[str, list[float]] = {}
         for each in found:
-            kinds.setdefault(_kind(each.name), []).append(each.relative)
+            if math.isfinite(each.relative):
+                kinds.setdefault(kind_of(each.name), []).append(each.relative)
         crests = filter(math.isfinite, (ratio(each.maximum, each.rms) for each in found))
         typical = {kind: median(errors) for kind, errors in kinds.items()}
         return cls(typical, max(crests, default=1.0))
@@ -74,7 +75,7 @@ def distance(
     norm, largest, each = l2(right), right.abs().max().item(), math.sqrt(right.numel())
     errors = [l2(x - right) for x in (ours, plain)]
     maxima = [(x - right).abs().max().item() for x in (ours, plain)]
-    plain_error = max(errors[1], luck.typical[_kind(name)] * norm) if luck else errors[1]
+    plain_error = max(errors[1], luck.typical.get(kind_of(name), 0.0) * norm) if luck else errors[1]
     plain_maximum = max(maxima[1], luck.crest * plain_error / each) if luck else maxima[1]
     allowed = (4 * EPS + slack) * largest
     return Distance(
@@ -89,13 +90,15 @@ def distance(
     )
 
 
-def _kind(name: str) -> str:
+def kind_of(name: str) -> str:
+    """A tensor's name without its layer."""
     return re.sub(r"\.\d+\.", ".", name)
 
 
 def ratio(value: float, limit: float) -> float:
-    """How much of a limit a value takes; infinite for NaN, 0 for 0 of 0."""
-    if math.isnan(value) or math.isnan(limit):
+    """How much of a limit a value takes; 0 for 0 of 0, infinite where one of them isn't finite: a limit made of a
+    reference that overflows judges nothing."""
+    if not (math.isfinite(value) and math.isfinite(limit)):
         return math.inf
     return 0.0 if value == 0 else value / limit if limit else math.inf
 

@@ -8,6 +8,7 @@ much of a difference is rounding.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,10 +22,11 @@ from torch.utils.checkpoint import checkpoint
 
 from pronghorn.data.packing import IGNORE_INDEX, Document
 from pronghorn.models.families import has_experts
+from pronghorn.parity.distance import kind_of
 
 KEPT_ELEMENTS = 2**29
-"""Gradients are kept for comparison, smallest tensors first, up to so many elements (2 GiB): all of a LoRA's, and of
-full fine-tuning as many as make a comparison worth its time."""
+"""Gradients are kept for comparison up to so many elements (2 GiB): all of a LoRA's, and of full fine-tuning as many
+as make a comparison worth its time."""
 
 
 class WidenedPart(nn.Module):
@@ -143,11 +145,16 @@ def accumulate(
 
 
 def kept_gradients(parameters: dict[str, Tensor]) -> list[str]:
-    """The names of the tensors whose gradients are compared: the smallest, up to `KEPT_ELEMENTS`."""
-    kept, elements = [], 0
-    for name in sorted(parameters, key=lambda name: (parameters[name].numel(), name)):
-        elements += parameters[name].numel()
-        if elements > KEPT_ELEMENTS:
-            break
-        kept.append(name)
+    """The names of the tensors whose gradients are compared: the first layer's of every kind, smallest first, then the
+    second's, and so on, those that fit into `KEPT_ELEMENTS`; so no kind of weight goes unseen for its size."""
+    kinds: Counter[str] = Counter()
+    order = {}
+    for name, parameter in parameters.items():
+        order[name] = kinds[kind_of(name)], parameter.numel(), name
+        kinds[kind_of(name)] += 1
+    kept, room = [], KEPT_ELEMENTS
+    for name in sorted(parameters, key=order.__getitem__):
+        if parameters[name].numel() <= room:
+            room -= parameters[name].numel()
+            kept.append(name)
     return kept

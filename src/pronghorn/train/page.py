@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +29,36 @@ def write_page(path: Path, template: Path, **values: Any) -> Path:
 
 
 def write_text(path: Path, text: str) -> Path:
-    """Write a file and the folders around it, and return its path; ConfigError where none can be written."""
+    """Write the whole file or nothing, and the folders around it; ConfigError where none can be written."""
+    check_writable(path)
+    target = path.resolve()  # a link stays one
+    writing = target.with_name(f".{target.name}.writing")
+    try:
+        writing.write_text(text, encoding="utf-8", errors="replace")  # a file's name may be no text
+        writing.replace(target)
+    except OSError as error:
+        writing.unlink(missing_ok=True)
+        raise ConfigError(f"{path} can't be written ({error.strerror})", "free some space, or name another") from error
+    return path
+
+
+def check_page(path: Path | None) -> None:
+    """Refuse, before what takes its time, to write a page where nothing can be written, or over a file that is none."""
+    if path is None:
+        return
+    check_writable(path)
+    if path.exists():
+        with path.open("rb") as file:
+            if not file.read(15).lower() == b"<!doctype html>":
+                raise ConfigError(f"{path} is there already and is no HTML page", "name another file")
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a folder, and a file in a folder where none can be made (ConfigError)."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        tempfile.TemporaryFile(dir=path.parent).close()
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "it is a folder")
     except OSError as error:
         raise ConfigError(f"{path} can't be written ({error.strerror})", "give the path of a file") from error
-    return path
