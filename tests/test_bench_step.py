@@ -27,7 +27,7 @@ from pronghorn.bench.contenders.base import Spec
 from pronghorn.bench.gate import judge
 from pronghorn.bench.pairs import Outcome, Pairs
 from pronghorn.bench.process import OutOfMemory, Worker, WorkerError
-from pronghorn.bench.record import Result, Workload, keeper, read_results, write_results
+from pronghorn.bench.record import Result, Workload, command_line, keeper, read_results, write_results
 from pronghorn.bench.reference import Reference, compute_reference
 from pronghorn.bench.shapes import SHAPES, byte_tokenizer, checkpoint_of, matmul_parameters
 from pronghorn.bench.step import Prepared, StepOptions, recompute_label, result_of
@@ -78,6 +78,30 @@ def test_rows_to_judge_isolation_by() -> None:
     assert other.input_ids[end:] == row.input_ids[end:] and other.input_ids[start:end] != row.input_ids[start:end]
     one, rest = row.labelled_where(lambda d: d == 1), row.labelled_where(lambda d: d != 1)
     assert one.n_labels + rest.n_labels == row.n_labels and one.n_labels == end - start - 1
+
+
+def test_commands_in_results_tell_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = ["/home/me/pronghorn", "bench", "--model=/home/me/llama/", "--out", "/home/me/a.json", "--against=hf", "x="]
+    monkeypatch.setattr(sys, "argv", given)
+    assert command_line() == "python pronghorn bench --model=llama --out a.json --against=hf x="
+
+
+def test_pronghorn_is_imported_where_its_import_is_timed() -> None:
+    code = (
+        "import sys; from pronghorn.bench.contenders import CONTENDERS; CONTENDERS['pronghorn'].prepare()\n"
+        "assert {'pronghorn.models.attach', 'transformers', 'peft'} <= sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_documents_of_one_token_are_left_out(tmp_path: Path) -> None:
+    """A row of them would have nothing to learn."""
+    file = tmp_path / "lengths.json"
+    file.write_text("[1, 1, 1, 5]")
+    assert all(row.n_labels for row in make_rows(8, str(file), 1.0, 512, seed=0))
+    file.write_text("[1]")
+    with pytest.raises(DataError, match="none of 1 documents has 2 to 8 tokens"):
+        make_rows(8, str(file), 1.0, 512, seed=0)
 
 
 def test_lengths(tmp_path: Path) -> None:
