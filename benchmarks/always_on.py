@@ -85,7 +85,7 @@ class ByTurns(SFTTrainer, Stock):
 
     def __init__(self, *args: Any, clock: CudaClock | HostClock, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.clock, self.marks, self.outer, self.told_seconds, self.told = clock, [], 0.0, 0.0, True
+        self.clock, self.marks, self.outer, self.told = clock, [], 0.0, True
         judge = self._watch.on_pre_optimizer_step
         self._watch.on_pre_optimizer_step = lambda *a, **k: self._outside(judge, *a, **k) if self.told else None
 

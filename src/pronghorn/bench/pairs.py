@@ -160,7 +160,7 @@ class Pairs:
             list(by_label), self._repeats, lambda label, steps: self._turn(by_label[label], steps), a_turn
         )
         for label, outcome in by_label.items():
-            outcome.series = outcome.series.extended(series[label])
+            outcome.series.turns += series[label].turns
         return series
 
     def _turn(self, outcome: Outcome, steps: int) -> list[dict[str, float]]:

@@ -88,9 +88,9 @@ def unfinished(path: Path) -> Path:
     return path.with_name(f"{path.name}.unfinished")
 
 
-def keeper(path: Path | None) -> Callable[[Sequence[Result]], None]:
-    """What keeps the results so far of a run that will write `path`."""
-    return lambda results: write_results(results, None if path is None else unfinished(path))
+def keeper(path: Path | None, earlier: Sequence[Result] = ()) -> Callable[[Sequence[Result]], None]:
+    """What keeps the results so far of a run that will write `path`, after `earlier` ones."""
+    return lambda results: write_results([*earlier, *results], None if path is None else unfinished(path))
 
 
 def read_results(path: Path) -> list[Result]:
