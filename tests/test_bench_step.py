@@ -583,6 +583,16 @@ def table(results: list[Result]) -> dict[str, list[str]]:
 # --- the whole command
 
 
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_a_run_that_is_ended_leaves_no_checkpoint_behind(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pronghorn", "bench", "step", "--model", "tiny", "--tokens", "64"]
+    with subprocess.Popen(command, env=os.environ | {"TMPDIR": str(tmp_path)}, stderr=subprocess.DEVNULL) as run:
+        while not list(tmp_path.glob("pronghorn-bench-*/tiny-seed0")) and run.poll() is None:
+            time.sleep(0.1)
+        run.terminate()
+    assert run.returncode == 130 and not list(tmp_path.glob("pronghorn-bench-*"))
+
+
 @pytest.mark.slow
 def test_a_whole_run_on_the_cpu(tmp_path: Path) -> None:
     """The README's own command, with more contenders."""
