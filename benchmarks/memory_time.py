@@ -79,11 +79,8 @@ def outcome(asked: Asked, spec: Spec) -> Outcome:
 def draw(files: Sequence[Path], plot: Path) -> None:
     every = [each for file in files for each in read_results(file)]
     work, device = every[0].workload, every[0].device
-    shown = [
-        each
-        for each in every
-        if (each.workload, each.device) == (work, device) and each.timings_ms and each.memory_bytes
-    ]
+    alike = [each for each in every if (each.workload, each.device) == (work, device)]
+    shown = [each for each in alike if each.gate["green"] and each.timings_ms and each.memory_bytes]
     plot.write_bytes(memory_time(f"{work.shape}, {work.tokens:,} tokens, {device}", shown))
 
 
