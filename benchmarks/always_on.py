@@ -22,7 +22,7 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,7 @@ class ByTurns(SFTTrainer, Stock):
 
     def __init__(self, *args: Any, clock: CudaClock | HostClock, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.clock, self.marks, self.outer, self.told_seconds, self.told = clock, [], 0.0, 0.0, True
+        self.clock, self.marks, self.outer, self.told = clock, [], 0.0, True
         judge = self._watch.on_pre_optimizer_step
         self._watch.on_pre_optimizer_step = lambda *a, **k: self._outside(judge, *a, **k) if self.told else None
 
@@ -181,6 +181,15 @@ def build(arguments: argparse.Namespace, checkpoint: Path, folder: Path, most: f
     return trainer, turns
 
 
+def of_median_95(ordered: Sequence[float]) -> tuple[float, float]:
+    """Between which of some ordered values their median lies with 95 % at least, whatever their distribution: as many
+    of n lie below it as tosses of a coin. All of fewer than six are less than that."""
+    n = len(ordered)
+    left_out = [k for k in range(1, n) if 2 * sum(math.comb(n, i) for i in range(k)) <= 0.05 * 2**n]
+    least = max(left_out, default=1) - 1
+    return ordered[least], ordered[n - 1 - least]
+
+
 def measure(arguments: argparse.Namespace, checkpoint: Path, folder: Path, most: float) -> dict[str, Any]:
     gc.collect()  # a training before, whose memory and graphs shouldn't go in the midst of this one
     trainer, turns = build(arguments, checkpoint, folder, most)
@@ -193,8 +202,6 @@ def measure(arguments: argparse.Namespace, checkpoint: Path, folder: Path, most:
         for first in range(WARM_TURNS * STEPS_A_TURN, len(times), STEPS_A_TURN)
     ]
     costs = sorted(told / untold - 1 for told, untold in zip(medians[::2], medians[1::2], strict=True))
-    reach = 0.98 * math.sqrt(len(costs))  # 95 % of a median, by order
-    low, high = (costs[max(0, min(len(costs) - 1, round(len(costs) / 2 + side * reach)))] for side in (-1, 1))
     steps = STEPS_A_TURN * arguments.pairs
     # with them, gradients are clipped by norms that the watch has taken: that stock's own aren't counts, too
     ours, stock = (seconds * 1e3 / steps for seconds in (turns.outer_told - turns.inner_told, turns.stock_norms))
@@ -202,7 +209,7 @@ def measure(arguments: argparse.Namespace, checkpoint: Path, folder: Path, most:
     return {
         "step_ms": step,
         "by_turns": statistics.median(costs),
-        "by_turns_95": [low, high],
+        "by_turns_95": of_median_95(costs),
         "host_ms_a_step": ours - stock,
         "host_share": (ours - stock) / step,
         "host_ms_of_ours": ours,

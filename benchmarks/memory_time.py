@@ -16,7 +16,6 @@ import argparse
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -66,9 +65,9 @@ def groups(given: argparse.Namespace) -> list[list[Asked]]:
     if given.cards:
         sizes = [parse_bytes(size, "--cards") for size in names(given.cards)]
         return [[("pronghorn", "auto", size), *((*other, size) for other in others)] for size in sizes]
-    sizes = limits(given.model, given.method, given.tokens, given.limits)[given.skip :]
-    limited: list[Asked] = [("pronghorn", "auto", size) for size in sizes]
-    return [[("pronghorn", "auto", None), *limited, *((*other, None) for other in others)]]
+    sizes = limits(given.model, given.method, given.tokens, given.limits)
+    limited: list[Asked] = [("pronghorn", "auto", size) for size in (None, *sizes)]
+    return [[*limited, *((*other, None) for other in others)]]
 
 
 def outcome(asked: Asked, spec: Spec) -> Outcome:
@@ -80,16 +79,9 @@ def outcome(asked: Asked, spec: Spec) -> Outcome:
 def draw(files: Sequence[Path], plot: Path) -> None:
     every = [each for file in files for each in read_results(file)]
     work, device = every[0].workload, every[0].device
-    shown = [
-        each
-        for each in every
-        if (each.workload, each.device) == (work, device) and each.timings_ms and each.memory_bytes
-    ]
+    alike = [each for each in every if (each.workload, each.device) == (work, device)]
+    shown = [each for each in alike if each.gate["green"] and each.timings_ms and each.memory_bytes]
     plot.write_bytes(memory_time(f"{work.shape}, {work.tokens:,} tokens, {device}", shown))
-
-
-def keep_with(out: Path, earlier: Sequence[Result], found: Sequence[Result]) -> None:
-    keeper(out)([*earlier, *found])
 
 
 def table_of(results: Sequence[Result]) -> Table:
@@ -111,7 +103,6 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--lengths", default="lognormal")
     parser.add_argument("--limits", type=int, default=0, help="how many limits of memory for Pronghorn")
-    parser.add_argument("--skip", type=int, default=0, help="so many of them, from the least on: measured before")
     parser.add_argument("--cards", default="", help="limits for all, with commas")
     parser.add_argument("--against", default="", help="NAME:off|on|offload|auto, with commas")
     parser.add_argument("--repeats", type=int, default=12)
@@ -125,8 +116,6 @@ def main() -> None:
         parser.error("give --model, or --draw and --plot")
     if given.draw:
         return draw(given.draw, given.plot)
-    if given.skip and not 0 < given.skip < given.limits:
-        parser.error(f"--skip {given.skip} of --limits {given.limits}: give fewer than there are")
     options = StepOptions(
         given.model, given.method, given.tokens, given.lengths, recompute="auto", repeats=given.repeats,
         checkpoints=given.checkpoints, commit=given.commit,
@@ -143,7 +132,7 @@ def main() -> None:
         prepared = prepare(options, folder, environment(), say)
         for group in asked:
             outcomes = [outcome(each, prepared.spec) for each in group]
-            keep = partial(keep_with, given.out, tuple(results))
+            keep = keeper(given.out, earlier=tuple(results))
             results += measure(options, prepared, outcomes, folder, environment(), say, keep)
     write_results(results, given.out)
     Console().print(table_of(results))

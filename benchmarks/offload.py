@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -59,28 +59,23 @@ def gate(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
 
 
 @dataclass
-class Turn:
-    """Of a way's steps."""
+class Steps:
+    """Of a way, turn after turn."""
 
-    milliseconds: list[float]
-    megahertz: list[float]
+    milliseconds: list[float] = field(default_factory=list)
+    megahertz: list[float] = field(default_factory=list)
     """The mean clock of each; none on the CPU."""
-    peak: int
+    peak: int = 0
     """Bytes."""
 
-    def extended(self, other: Turn) -> Turn:
-        """Both, one after the other."""
-        both = self.milliseconds + other.milliseconds, self.megahertz + other.megahertz
-        return Turn(*both, max(self.peak, other.peak))
 
-
-def turn(model: Any, plan: Plan, rows: Sequence[dict[str, Any]], steps: int) -> tuple[Handle, Turn]:
-    """So many steps after warm ones."""
+def turn(model: Any, plan: Plan, rows: Sequence[dict[str, Any]], steps: int, found: Steps) -> Handle:
+    """So many steps after warm ones, added to those `found`."""
     cuda = torch.cuda.is_available()
     if cuda:
         from pronghorn.bench import sm_clock  # with Triton
     clock: Any = CudaClock() if cuda else HostClock()
-    handle, found = attach(model, plan, graph="off"), Turn([], [], 0)
+    handle = attach(model, plan, graph="off")
     for step in range(-WARM_STEPS, steps):
         if step == 0 and cuda:
             torch.cuda.reset_peak_memory_stats()
@@ -93,14 +88,13 @@ def turn(model: Any, plan: Plan, rows: Sequence[dict[str, Any]], steps: int) -> 
         if step >= 0:
             found.milliseconds += clock.milliseconds(marks)
             found.megahertz += [sm_clock.megahertz(*ticks)] if cuda else []
-    found.peak = torch.cuda.max_memory_allocated() if cuda else 0
-    return handle, found
+    found.peak = max(found.peak, torch.cuda.max_memory_allocated() if cuda else 0)
+    return handle
 
 
 def layer_timings(model: Any, plan: Plan, rows: Sequence[dict[str, Any]]) -> list[LayerTiming]:
     """Of one step after warm ones; none on the CPU."""
-    handle, _ = turn(model, plan, rows, 1)
-    engine = handle.offload_engine
+    engine = turn(model, plan, rows, 1, Steps()).offload_engine
     assert engine is not None
     engine.timed = True
     model(**rows[0]).loss.backward()
@@ -125,12 +119,10 @@ def main() -> None:
     rows = batches(model, arguments.tokens, arguments.seed)
     checked = gate(model, rows[0])
     resting = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
-    ways = {name: Turn([], [], 0) for name in WAYS}
+    ways = {name: Steps() for name in WAYS}
     states = {}
     for name, steps in schedule(list(WAYS), arguments.repeats):
-        handle, more = turn(model, WAYS[name], rows, steps)
-        ways[name] = ways[name].extended(more)
-        states[name] = handle.report[-1].why
+        states[name] = turn(model, WAYS[name], rows, steps, ways[name]).report[-1].why
     medians = {name: statistics.median(way.milliseconds) for name, way in ways.items()}
     clocks = {name: statistics.median(way.megahertz) for name, way in ways.items() if way.megahertz}
     table = Table("way", "step ms", "least", "greatest", "MHz", "peak GiB", title=f"{arguments.shape}, gate {checked}")

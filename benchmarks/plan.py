@@ -22,6 +22,7 @@ from rich.table import Table
 from pronghorn.bench.contenders.base import set_adapters
 from pronghorn.bench.record import unfinished, write_json
 from pronghorn.bench.shapes import checkpoint_of
+from pronghorn.bench.timing import CudaClock
 from pronghorn.bench.workload import make_rows
 from pronghorn.data.batch import Collator
 from pronghorn.device import graph_bytes, versions
@@ -65,21 +66,18 @@ def load(shape: str, method: str, folder: Path) -> Any:
 def measure(model: Any, batches: list[dict[str, Any]], autocast: bool) -> tuple[int, float]:
     """(peak bytes without those of graphs, median ms) of whole steps with AdamW."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-6, fused=True)
-    times = []
+    clock, times = CudaClock(), []
     for step in range(WARM + TIMED):
         if step == WARM:
             torch.cuda.reset_peak_memory_stats()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
-        start.record()
+        start = clock.mark()
         with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
             loss = model(**batches[step % len(batches)]).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
+        times += clock.milliseconds([start, clock.mark()])
         del loss
     return torch.cuda.max_memory_allocated(), statistics.median(times[WARM:])
 

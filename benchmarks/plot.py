@@ -16,7 +16,8 @@ FIGURE = ROOT / "docs" / "packed-vs-padded.svg"
 
 def draw(results: list[dict[str, Any]]) -> Figure:
     """Real tokens per second and peak memory of packed and padded batches; red gates are not drawn."""
-    names = [result["contender"].split(", ")[1] for result in results if result["gate"]["green"]]
+    results = [result for result in results if result["gate"]["green"]]
+    names = [result["contender"].split(", ")[1] for result in results]
     panels = (
         ("real tokens per second", [statistics.median(r["extra"]["real_tokens_per_s"]) for r in results], "{:,.0f}"),
         ("peak memory, GiB", [r["memory_bytes"]["peak"] / 2**30 for r in results], "{:.1f}"),

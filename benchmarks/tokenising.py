@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 import os
 import statistics
 import tempfile
@@ -26,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer
 
-from pronghorn.bench.record import Result, Workload, command_line, write_results
+from pronghorn.bench.record import Result, Workload, check_out, command_line, write_results
 from pronghorn.data.chat import _render
 from pronghorn.data.parts import Tokenising
 from pronghorn.data.rows import read_rows
@@ -77,6 +78,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--commit", default="unknown")
     arguments = parser.parse_args()
+    out = arguments.out / "tokenising.json"
+    check_out(out)
     tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
     table = Table(title=f"Tokens a second and core, {arguments.tokenizer.name}")
     for column in ("data", "tokens a row", "pronghorn", "tokenizer(texts)", "ratio", "encode_batch", "ratio"):
@@ -99,7 +102,8 @@ def main() -> None:
             )
             for contender, each in times.items()
         ]
-        ratios = [rates["pronghorn"] / rates[contender] for contender in ("tokenizer(texts)", "encode_batch")]
+        ours = rates["pronghorn"] if same else math.nan
+        ratios = [ours / rates[contender] for contender in ("tokenizer(texts)", "encode_batch")]
         table.add_row(
             name,
             f"{tokens / len(rows):.0f}",
@@ -109,7 +113,7 @@ def main() -> None:
             f"{rates['encode_batch']:,.0f}",
             f"{ratios[1]:.2f}",
         )
-    write_results(results, arguments.out / "tokenising.json")
+    write_results(results, out)
     Console(width=120).print(table)
 
 

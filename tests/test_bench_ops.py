@@ -155,6 +155,22 @@ def test_parts_are_timed_apart_and_inputs_are_not() -> None:
     assert watch.timed(replace(way, backward=None)) == pytest.approx({"forward": 3, "step": 3})
 
 
+def test_who_can_not_be_made_at_full_size_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On fewer rows it was judged, and green."""
+    case = a_case("swiglu")
+    case = replace(case, small=replace(case))
+
+    def make(some: Case) -> Way:
+        if some is case:
+            raise RuntimeError("no room")
+        return by_autograd(some, some.formula)
+
+    monkeypatch.setattr("pronghorn.bench.ops._other", lambda *_: Entrant("other", make))
+    ours, plain, other = measure(case, ("other",), 2, Stopwatch("cpu"), "cpu")
+    assert ours.timings and plain.timings and not other.timings
+    assert other.gate["reasons"] == ["RuntimeError: no room"]
+
+
 def test_who_raises_while_timed_loses_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     from pronghorn.kernels import glu
 

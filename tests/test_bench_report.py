@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from pronghorn.bench.record import Result, Workload, write_results
+from pronghorn.bench import report_plots
+from pronghorn.bench.record import Result, Workload, read_results, write_results
 from pronghorn.bench.report import collect
 from pronghorn.bench.report_tables import markdown, replaced
 from pronghorn.cli.main import app
@@ -191,6 +192,8 @@ def test_bad_results(tmp_path: Path) -> None:
     refused("has results of schema other")
     file.write_text(json.dumps([asdict(result()) | {"surprise": 1}]))
     refused("is damaged")
+    file.write_text(json.dumps([{name: x for name, x in asdict(result()).items() if name != "device"}]))
+    refused("is damaged .'device'.")  # it would be this machine's
     write_results([result(date="yesterday"), result(date="today")], file)
     refused("date 'yesterday' is none")
 
@@ -309,12 +312,31 @@ def test_the_figure_of_limits_is_what_the_results_say(tmp_path: Path) -> None:
 
     ways = ("memory-time-llama-3.1-8b", "step-llama-3.1-8b", "step-llama-3.1-8b-offload", "step-llama-3.1-8b-recompute")
     files = [ROOT / f"benchmarks/results/{name}.json" for name in ways]
-    for number, others in enumerate(([], [ROOT / "benchmarks/results/step-llama-3.1-8b-qlora.json"])):
+    red = replace(read_results(files[0])[1], gate={"green": False})
+    write_results([red], tmp_path / "red.json")
+    for number, others in enumerate(
+        ([], [ROOT / "benchmarks/results/step-llama-3.1-8b-qlora.json", tmp_path / "red.json"])
+    ):
         draw([*files, *others], tmp_path / f"{number}.svg")
     drawn = (tmp_path / "0.svg").read_bytes()
     assert drawn == (tmp_path / "1.svg").read_bytes() and b"pronghorn bench report" not in drawn
     if f"matplotlib=={matplotlib.__version__}" in (ROOT / "constraints.txt").read_text():
         assert drawn == (ROOT / "docs/plots/limits-llama-3.1-8b.svg").read_bytes()
+
+
+def test_switches_of_pronghorn_are_lines_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[Any] = []
+    monkeypatch.setattr(report_plots, "_memory_time", lambda title, found, colours: lines.append(found))
+    monkeypatch.setattr(report_plots, "_svg", lambda *_: b"")
+    pytest.importorskip("matplotlib")
+    extra = {"pronghorn": "on", "pronghorn, layers=stock": "on", "pronghorn, auto": "auto"}
+    extra |= {"pronghorn, auto, 8 GiB": "auto, 8 GiB", "unsloth, on": "on"}
+    results = [
+        result(contender=name, extra={"recompute": mode}, memory_bytes={"peak": 2**30}) for name, mode in extra.items()
+    ]
+    report_plots.memory_time("title", results)
+    names = [name for name, _ in lines[0]]
+    assert names == ["pronghorn", "pronghorn, layers=stock", "pronghorn, limited", "unsloth"]
 
 
 if __name__ == "__main__":

@@ -24,14 +24,16 @@ from typer.testing import CliRunner
 
 from pronghorn.bench import pairs
 from pronghorn.bench.contenders.base import Spec
+from pronghorn.bench.gate import judge
 from pronghorn.bench.pairs import Outcome, Pairs
 from pronghorn.bench.process import OutOfMemory, Worker, WorkerError
-from pronghorn.bench.record import Result, Workload, keeper, read_results, write_results
-from pronghorn.bench.reference import Reference
+from pronghorn.bench.record import Result, Workload, command_line, keeper, read_results, write_results
+from pronghorn.bench.reference import Reference, compute_reference
 from pronghorn.bench.shapes import SHAPES, byte_tokenizer, checkpoint_of, matmul_parameters
 from pronghorn.bench.step import Prepared, StepOptions, recompute_label, result_of
 from pronghorn.bench.tables import step_table
 from pronghorn.bench.timing import STEPS_A_TURN, Series
+from pronghorn.bench.worker import ContenderProcess
 from pronghorn.bench.workload import document_lengths, make_rows, read_rows, write_rows
 from pronghorn.cli.main import app
 from pronghorn.errors import DataError, PronghornError
@@ -76,6 +78,30 @@ def test_rows_to_judge_isolation_by() -> None:
     assert other.input_ids[end:] == row.input_ids[end:] and other.input_ids[start:end] != row.input_ids[start:end]
     one, rest = row.labelled_where(lambda d: d == 1), row.labelled_where(lambda d: d != 1)
     assert one.n_labels + rest.n_labels == row.n_labels and one.n_labels == end - start - 1
+
+
+def test_commands_in_results_tell_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = ["/home/me/pronghorn", "bench", "--model=/home/me/llama/", "--out", "/home/me/a.json", "--against=hf", "x="]
+    monkeypatch.setattr(sys, "argv", given)
+    assert command_line() == "python pronghorn bench --model=llama --out a.json --against=hf x="
+
+
+def test_pronghorn_is_imported_where_its_import_is_timed() -> None:
+    code = (
+        "import sys; from pronghorn.bench.contenders import CONTENDERS; CONTENDERS['pronghorn'].prepare()\n"
+        "assert {'pronghorn.models.attach', 'transformers', 'peft'} <= sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_documents_of_one_token_are_left_out(tmp_path: Path) -> None:
+    """A row of them would have nothing to learn."""
+    file = tmp_path / "lengths.json"
+    file.write_text("[1, 1, 1, 5]")
+    assert all(row.n_labels for row in make_rows(8, str(file), 1.0, 512, seed=0))
+    file.write_text("[1]")
+    with pytest.raises(DataError, match="none of 1 documents has 2 to 8 tokens"):
+        make_rows(8, str(file), 1.0, 512, seed=0)
 
 
 def test_lengths(tmp_path: Path) -> None:
@@ -251,14 +277,14 @@ def test_a_process_keeps_what_libraries_print_away_from_its_answers(tmp_path: Pa
         "class P:\n"
         "    def hello(self, name):\n"
         "        print('noise'); os.system('echo noise'); return {'name': name}\n"
-        "    def full(self): raise type('OutOfMemoryError', (RuntimeError,), {})('no room')\n"
+        "    def full(self): raise RuntimeError('CUDA error: out of memory')\n"  # the driver's, and no class of its own
         "worker.ContenderProcess = P; worker.main()"
     )
     lines = "".join(json.dumps(r) + "\n" for r in ({"command": "hello", "name": "a"}, {"command": "full"}))
     done = subprocess.run([sys.executable, "-c", code], input=lines, capture_output=True, text=True, check=True)
     assert [json.loads(line) for line in done.stdout.splitlines()] == [
         {"name": "a"},
-        {"error": "OutOfMemoryError: no room", "kind": "memory"},
+        {"error": "RuntimeError: CUDA error: out of memory", "kind": "memory"},
     ]
     assert done.stderr.count("noise") == 2 and "Traceback" in done.stderr
 
@@ -314,7 +340,8 @@ class FakeWorker:
         if does == f"crash at {command}":
             raise WorkerError("it crashed", "look")
         if command == "gate":
-            return GREEN | ({"loss": 3.0} if does == "red" else {})
+            again = self.asked.count(f"{self.name} gate") > 1
+            return GREEN | ({"loss": 3.0} if does == ("red again" if again else "red") else {})
         if command == "steps":
             count = arguments["count"]
             times = [{"forward": 1.0, "backward": 2.0, "optimizer": 0.5, "step": 3.5}] * count
@@ -435,7 +462,7 @@ def test_a_failure_withholds_what_was_measured() -> None:
     assert not outcome.series.turns and not (outcome.memory or outcome.counts or outcome.beside)
 
 
-@pytest.mark.parametrize("script", ["red", "crash at load", "crash at gate", "crash at steps", "nan"])
+@pytest.mark.parametrize("script", ["red", "red again", "crash at load", "crash at gate", "crash at steps", "nan"])
 def test_who_fails_is_withheld_and_the_others_are_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str
 ) -> None:
@@ -447,6 +474,37 @@ def test_who_fails_is_withheld_and_the_others_are_measured(
     if script == "red":
         assert not any(line.startswith("hf steps") for line in asked)  # the gate comes first
         assert hf.gate["reasons"][0].startswith("loss is off by 0.5")
+    if script == "red again":
+        assert hf.gate["reasons"][0].startswith("after its steps: loss is off by 0.5")
+
+
+def test_without_the_first_s_second_verdict_nobody_has_a_ratio(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    outcomes, _ = run_pairs(monkeypatch, tmp_path, pronghorn="red again")
+    assert not outcomes["pronghorn"].green and not outcomes["pronghorn"].series.turns
+    assert all(outcomes[name].green and not outcomes[name].beside for name in ("hf", "hf-sdpa"))
+
+
+def test_who_computes_something_else_after_the_gate_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a CUDA graph may, that is captured when a model has run for a while; adapters that moved are set back."""
+    monkeypatch.setattr("pronghorn.bench.contenders.base.LEARNING_RATE", 1e-2)
+    rows = make_rows(64, "lognormal", 1.0, SHAPES["tiny"]["vocab_size"], seed=0)
+    write_rows(rows, tmp_path / "rows.json")
+    checkpoint = str(checkpoint_of("tiny", tmp_path, seed=0))
+    spec = Spec("hf", checkpoint, "lora", "off", 64, 64, max(len(row.lengths) for row in rows), seed=0)
+    reference = compute_reference(spec, rows[0], tmp_path)
+    reference.write(tmp_path / "reference.json")
+    process = ContenderProcess()
+    process.load(asdict(spec), str(tmp_path / "rows.json"))
+
+    def verdict() -> dict[str, Any]:
+        return judge(process.gate(str(tmp_path / "reference.json")), reference)
+
+    assert verdict()["green"]
+    process.steps(count=4, warm=0)
+    assert verdict()["green"]
+    sound = process._built.make_batch
+    process._built.make_batch = lambda row: sound(row) | {"position_ids": sound(row)["position_ids"] * 2}
+    assert not verdict()["green"]
 
 
 def test_what_cannot_be_counted_is_still_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -521,6 +579,16 @@ def table(results: list[Result]) -> dict[str, list[str]]:
 
 
 # --- the whole command
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_a_run_that_is_ended_leaves_no_checkpoint_behind(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pronghorn", "bench", "step", "--model", "tiny", "--tokens", "64"]
+    with subprocess.Popen(command, env=os.environ | {"TMPDIR": str(tmp_path)}, stderr=subprocess.DEVNULL) as run:
+        while not list(tmp_path.glob("pronghorn-bench-*/tiny-seed0")) and run.poll() is None:
+            time.sleep(0.1)
+        run.terminate()
+    assert run.returncode == 130 and not list(tmp_path.glob("pronghorn-bench-*"))
 
 
 @pytest.mark.slow

@@ -66,7 +66,7 @@ def test_a_ratio_is_of_neighbouring_turns_by_their_medians() -> None:
 def test_spread_and_pooled_series() -> None:
     assert spread([3.0, 1.0, 2.0, 9.0]) == (2.5, 1.0, 9.0)
     step = {"forward": 1.0, "backward": 2.0, "optimizer": 0.5, "step": 3.5}
-    pooled = Series([[step]]).extended(Series([[step, step]]))
+    pooled = Series([[step], [step, step]])
     assert pooled.parts == {"forward": [1.0] * 3, "backward": [2.0] * 3, "optimizer": [0.5] * 3, "step": [3.5] * 3}
     assert Series().parts == {}
 

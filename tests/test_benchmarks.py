@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import math
 import re
 import shlex
 import subprocess
@@ -140,6 +142,29 @@ def test_offload_runs_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert [way.contender for way in ways] == [f"pronghorn, {name}" for name in offload.WAYS]
     assert all(way.gate["green"] and way.timings_ms["step"] for way in ways)
     assert not ways[0].extra["megahertz"] and "saved_cycles_share" not in ways[0].extra
+
+
+@pytest.mark.parametrize("n", [6, 8, 10, 12, 20, 21, 60])
+def test_the_interval_of_a_median_covers_it_in_95_of_100(n: int) -> None:
+    from benchmarks.always_on import of_median_95
+
+    def coverage(least: int, most: int) -> float:
+        """That of n tosses at least so many and at most so many less one fall below."""
+        return sum(math.comb(n, i) for i in range(least, most)) / 2**n
+
+    low, high = (int(value) for value in of_median_95([float(i) for i in range(n)]))
+    assert low + high == n - 1
+    assert coverage(low + 1, high + 1) >= 0.95 > coverage(low + 2, high)
+
+
+def test_a_red_gate_is_not_drawn() -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks.plot import draw
+
+    results = json.loads((FOLDER / "results/packed-vs-padded-smollm2.json").read_text())
+    results[1]["gate"]["green"] = False
+    for axes in draw(results).axes:
+        assert [text.get_text() for text in axes.get_yticklabels()] == ["packed"] and len(axes.patches) == 1
 
 
 def test_every_result_has_its_target() -> None:

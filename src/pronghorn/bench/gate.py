@@ -78,11 +78,12 @@ def measure(
     norms = {name: g.float().norm().item() for name, g in gradients.items() if g is not None}
     error, errors = gradient_errors(parameters, reference)
 
-    changed = (len(row.lengths) - 1) // 2
+    last = len(row.lengths) - 1
+    changed = last // 2
     others = row.labelled_where(lambda document: document != changed)
-    alone = [document for document in _some_documents(row) if reference.document_losses[document] is not None]
+    alone = [d for d in sorted({0, changed, last}) if reference.document_losses[d] is not None]
     isolation = None
-    if len(row.lengths) > 1 and others.n_labels:
+    if last and others.n_labels:
         isolation = [loss_of(others).item(), loss_of(others.with_other_tokens(changed)).item()]
     document_losses = {document: loss_of(row.labelled_where(document.__eq__)).item() for document in alone}
 
@@ -106,12 +107,6 @@ def measure(
         "unmoved": unmoved,
         "first_step_s": first_step_s,
     }
-
-
-def _some_documents(row: Row) -> list[int]:
-    """The first, the middle and the last document."""
-    last = len(row.lengths) - 1
-    return sorted({0, last // 2, last})
 
 
 def judge(found: Mapping[str, Any], reference: Reference) -> dict[str, Any]:

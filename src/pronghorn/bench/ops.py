@@ -162,17 +162,12 @@ def measure(case: Case, against: Sequence[str], repeats: int, watch: Stopwatch, 
     if device != "cuda":
         entrants[0].notes.append("the torch code that Pronghorn runs on a CPU; its Triton kernel needs a GPU")
     judge(case.small or case, [entrant for entrant in entrants if not entrant.gate])
-    ways = {}
-    for entrant in entrants:
-        if entrant.gate["green"]:
-            way = ways[entrant.name] = entrant.make(case)
-            work = dict(zip(("forward", "backward"), way.work, strict=True))
-            entrant.work = {part: amount for part, amount in work.items() if amount}
-            if case.work[1] and not way.work[1]:
-                entrant.notes.append("makes the gradients of cross-entropies in the forward")
+    ways: dict[str, Way] = {}
     for turn in range(WARM + repeats):
         for entrant in [entrant for entrant in entrants if entrant.gate["green"]]:
             try:
+                if entrant.name not in ways:
+                    ways[entrant.name] = entrant.make(case)
                 times = watch.timed(ways[entrant.name], case.calls)
             except Exception as error:  # whatever a library raises is for the table to tell
                 entrant.fail(told(error))
@@ -183,6 +178,11 @@ def measure(case: Case, against: Sequence[str], repeats: int, watch: Stopwatch, 
             for part, ms in times.items() if turn >= WARM else ():
                 entrant.timings.setdefault(part, []).append(ms)
     timed = [entrant for entrant in entrants if entrant.timings]
+    for entrant in timed:
+        work = ways[entrant.name].work
+        entrant.work = {part: amount for part, amount in zip(("forward", "backward"), work, strict=True) if amount}
+        if case.work[1] and not work[1]:
+            entrant.notes.append("makes the gradients of cross-entropies in the forward")
     try:
         _ceilings(case, timed, repeats, watch)
     except torch.OutOfMemoryError as error:

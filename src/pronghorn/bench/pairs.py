@@ -36,6 +36,8 @@ class Outcome:
     beside: dict[str, Any] = field(default_factory=dict)
     """The first contender's steps in the pair with this one, and how many times as long this one's take."""
     notes: list[str] = field(default_factory=list)
+    finished: bool = False
+    """Whether it was judged again after timed steps, and its launches counted."""
 
     @property
     def green(self) -> bool:
@@ -120,7 +122,7 @@ class Pairs:
         with self._recorded():
             if first.green and not first.series.turns:
                 self._alternate([first])
-            self._count(first)
+            self._finish(first)
 
     def _pair(self, first: Outcome, other: Outcome) -> None:
         if not other.green:
@@ -131,7 +133,7 @@ class Pairs:
             if first.green:
                 a, b = series[first.label], series[other.label]
                 other.beside = {"contender": first.label, "step_ms": a.parts["step"], "step_ratio": ratio(b, a)}
-            self._count(other)
+            self._finish(other)
 
     def _enter(self, outcome: Outcome) -> None:
         """Load a contender and judge it; a green one stays running, with a head start."""
@@ -158,7 +160,7 @@ class Pairs:
             list(by_label), self._repeats, lambda label, steps: self._turn(by_label[label], steps), a_turn
         )
         for label, outcome in by_label.items():
-            outcome.series = outcome.series.extended(series[label])
+            outcome.series.turns += series[label].turns
         return series
 
     def _turn(self, outcome: Outcome, steps: int) -> list[dict[str, float]]:
@@ -175,17 +177,39 @@ class Pairs:
         if self._device_bytes:
             outcome.memory = {"resting": rest["resting"], "peak": max(found["peak"], outcome.memory.get("peak", 0))}
         if not self._together:
-            self._count(outcome)
+            self._finish(outcome)
             self._stop(outcome)
         return found["steps"]
 
-    def _count(self, outcome: Outcome) -> None:
-        """Count launches and synchronisations, after the last timed step: a profiler leaves traces."""
-        if outcome.green and not outcome.counts and outcome.label in self._running:
-            try:
-                outcome.counts = self._running[outcome.label].ask("count")
-            except WorkerError as error:  # no reason to withhold what was timed
-                outcome.notes.append(f"launches and synchronisations could not be counted: {error.problem}")
+    def _finish(self, outcome: Outcome) -> None:
+        """After the last timed step: judge once more, since CUDA graphs are chosen after the gate, and count launches
+        and synchronisations; last, since a profiler leaves traces. Nothing is kept of one that is red now."""
+        if not outcome.green or outcome.finished or outcome.label not in self._running:
+            return
+        outcome.finished = True
+        if outcome.spec.method != "full":  # whose weights have moved, and can't be set back as adapters can
+            self._judge_again(outcome)
+        try:
+            outcome.counts = self._running[outcome.label].ask("count")
+        except WorkerError as error:  # no reason to withhold what was timed
+            outcome.notes.append(f"launches and synchronisations could not be counted: {error.problem}")
+
+    def _judge_again(self, outcome: Outcome) -> None:
+        try:
+            found = self._running[outcome.label].ask("gate", reference=str(self._reference_path))
+        except OutOfMemory as error:  # the steps had room for what they need
+            outcome.notes.append(f"not judged again after its steps: {error.problem}")
+            return
+        except WorkerError as error:
+            reasons = [error.problem]
+        else:
+            again = judge(found, self._reference)
+            outcome.gate["after_steps"], reasons = again, again["reasons"]
+        for reason in reasons:
+            outcome.fail(f"after its steps: {reason}")
+        if reasons:
+            self._stop(outcome)
+            raise _Failed(f"{outcome.label}: {outcome.gate['reasons'][0]}")
 
     def _ready(self, outcome: Outcome) -> None:
         """Have the contender's process run, loaded; alone, unless this pair fits together."""

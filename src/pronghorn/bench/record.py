@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,7 @@ class Result:
 
 def command_line() -> str:
     """How this program was called, folders by their names only: a result tells nothing of where it was measured."""
-    return " ".join(["python", *(Path(part).name if "/" in part else part for part in sys.argv)])
+    return " ".join(["python", *(re.sub(r"[^=]*/(?=.)", "", part.rstrip("/")) for part in sys.argv)])
 
 
 def write_results(results: Sequence[Result], path: Path | None) -> None:
@@ -86,9 +87,9 @@ def unfinished(path: Path) -> Path:
     return path.with_name(f"{path.name}.unfinished")
 
 
-def keeper(path: Path | None) -> Callable[[Sequence[Result]], None]:
-    """What keeps the results so far of a run that will write `path`."""
-    return lambda results: write_results(results, None if path is None else unfinished(path))
+def keeper(path: Path | None, earlier: Sequence[Result] = ()) -> Callable[[Sequence[Result]], None]:
+    """What keeps the results so far of a run that will write `path`, after `earlier` ones."""
+    return lambda results: write_results([*earlier, *results], None if path is None else unfinished(path))
 
 
 def read_results(path: Path) -> list[Result]:
@@ -106,7 +107,10 @@ def read_results(path: Path) -> list[Result]:
     if schemas - {SCHEMA}:
         found = ", ".join(sorted(map(str, schemas)))
         raise DataError(f"{path} has results of schema {found}, not {SCHEMA}", "measure again, or give another file")
+    names = {field.name for field in fields(Result)}
     try:
+        if wrong := next((row.keys() ^ names for row in rows if row.keys() != names), None):
+            raise KeyError(*sorted(wrong))  # a default's device and versions would be this machine's
         return [Result(**{**row, "workload": Workload(**row["workload"])}) for row in rows]
     except (KeyError, TypeError) as error:  # says the right schema, but isn't
         raise DataError(f"{path} is damaged ({error})", "measure again, or leave it out") from error

@@ -67,7 +67,7 @@ def memory_time(title: str, results: Sequence[Result]) -> bytes:
     for each in results:
         mode = each.extra["recompute"]
         limited = "," in mode
-        name = each.contender.partition(",")[0] + ", limited" * limited
+        name = each.contender.removesuffix(f", {mode}") + ", limited" * limited
         point = each.memory_bytes["peak"] / 2**30, each.median("step"), "" if limited else mode
         lines.setdefault((name, ""), []).append(point)
     lines = {key: sorted(line) for key, line in lines.items()}

@@ -64,7 +64,7 @@ def _columns(cases: Sequence[Case]) -> tuple[dict[str, list[str]], list[str]]:
     columns, common = {}, []
     for i, (field_name, value) in enumerate(_FIELDS[kind].items()):
         cells = [" and ".join(dict.fromkeys(map(value, case.by_contender.values()))) for case in cases]
-        if i < _LEADING[kind] or len(set(cells)) > 1:
+        if i < _LEADING or len(set(cells)) > 1:
             columns[field_name] = cells
         else:
             common.append(f"{field_name} {cells[0]}")
@@ -155,7 +155,7 @@ _FIELDS: dict[str, dict[str, Field]] = {
         **_RUN,
     },
 }
-_LEADING = {"step": 2, "ops": 2}
+_LEADING = 2
 """So many fields are columns in any case, the others where rows differ in them."""
 _FIGURES: dict[str, Callable[[Result], str]] = {
     "tokens/s": lambda result: f"{result.extra['tokens_per_s']['real']:,.0f}",

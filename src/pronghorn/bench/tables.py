@@ -10,10 +10,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from pronghorn.bench.record import Result
+from pronghorn.bench.report import MISSING
 from pronghorn.bench.timing import spread
 from pronghorn.parity.distance import listed
 
-WITHHELD = "–"
 Figure = Callable[[Result], str]
 
 
@@ -53,7 +53,7 @@ def _of_op(results: Sequence[Result]) -> Table:
             table.add_section()
         label = "" if shape == result.workload.shape else result.workload.shape
         shape = result.workload.shape
-        gate = "[green]green[/]" if result.gate["green"] else "[red]FAILED[/]" if "errors" in result.gate else WITHHELD
+        gate = "[green]green[/]" if result.gate["green"] else "[red]FAILED[/]" if "errors" in result.gate else MISSING
         table.add_row(escape(label), result.contender, gate, *(_cell(result, figure) for figure in _OPS))
     return table
 
@@ -82,11 +82,11 @@ def _case(result: Result) -> str:
 def _cell(result: Result, figure: Figure) -> str:
     """A figure, or a dash where it wasn't measured or is withheld."""
     if not result.gate["green"] or not result.timings_ms:
-        return WITHHELD
+        return MISSING
     try:
         return figure(result)
     except KeyError:
-        return WITHHELD
+        return MISSING
 
 
 def _milliseconds(part: str, form: str) -> Figure:

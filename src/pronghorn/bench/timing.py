@@ -82,10 +82,6 @@ class Series:
         steps = [step for turn in self.turns for step in turn]
         return {part: [step[part] for step in steps] for part in (*PARTS, "step") if steps}
 
-    def extended(self, other: Series) -> Series:
-        """Both, one after the other."""
-        return Series([*self.turns, *other.turns])
-
 
 def alternate(
     contenders: Sequence[str],

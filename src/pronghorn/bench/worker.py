@@ -22,10 +22,11 @@ from typing import IO, Any
 
 from pronghorn.bench.contenders import CONTENDERS, Built, Spec
 from pronghorn.bench.timing import CudaClock, HostClock, timed_step
+from pronghorn.device import is_out_of_memory
 
 
 class ContenderProcess:
-    """What a contender's process is asked, in this order: load, gate, steps and rest by turns, count."""
+    """What a contender's process is asked, in this order: load, gate, steps and rest by turns, gate, count."""
 
     _built: Built
     _optimizer: Any
@@ -69,10 +70,12 @@ class ContenderProcess:
         }
 
     def gate(self, reference: str) -> dict[str, Any]:
-        """What the gate needs to know (`gate.measure`)."""
+        """What the gate needs to know (`gate.measure`); steps that were taken have moved no adapter."""
+        from pronghorn.bench.contenders.base import set_adapters
         from pronghorn.bench.gate import measure
         from pronghorn.bench.reference import Reference
 
+        set_adapters(self._built.model, self._spec.seed)
         right = Reference.read(Path(reference))
         return measure(self._built, self._spec, self._rows[0], right, self._optimizer, self._synchronize)
 
@@ -210,7 +213,7 @@ def serve(process: Any, requests: IO[str], replies: IO[str]) -> None:
             reply = getattr(process, arguments.pop("command"))(**arguments)
         except Exception as error:  # whatever a library raises is for the parent to report
             traceback.print_exc()
-            kind = "memory" if type(error).__name__ == "OutOfMemoryError" else "failed"
+            kind = "memory" if is_out_of_memory(error) else "failed"
             reply = {"error": f"{type(error).__name__}: {error}", "kind": kind}
         replies.write(json.dumps(reply) + "\n")
         replies.flush()

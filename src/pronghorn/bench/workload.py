@@ -60,7 +60,7 @@ def document_lengths(lengths: str, tokens: int) -> Callable[[random.Random], int
 
     Raises:
         ConfigError: neither a known distribution nor a file.
-        DataError: the file holds no list of positive integers.
+        DataError: the file holds no list of positive integers, or none from 2 to `tokens`.
     """
     if lengths == "one":
         return lambda rng: tokens
@@ -77,9 +77,9 @@ def document_lengths(lengths: str, tokens: int) -> Callable[[random.Random], int
         raise DataError(f"{path} is not JSON ({error})", "give a JSON list of document lengths") from error
     if not isinstance(known, list) or not known or not all(type(n) is int and n > 0 for n in known):
         raise DataError(f"{path} is no list of positive integers", "give a JSON list of document lengths in tokens")
-    fitting = [n for n in known if n <= tokens]
+    fitting = [n for n in known if 1 < n <= tokens]  # of a single token nothing is learned, of a row of them neither
     if not fitting:
-        raise DataError(f"{path}: the shortest of {len(known)} documents has {min(known)} tokens", "raise --tokens")
+        raise DataError(f"{path}: none of {len(known)} documents has 2 to {tokens} tokens", "raise --tokens")
     return lambda rng: rng.choice(fitting)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -102,6 +103,7 @@ def step(
         from pronghorn.memory.devices import parse_bytes
 
         check_out(out)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, or a checkpoint of many GB stays behind
         options = StepOptions(
             model=model,
             method=method,

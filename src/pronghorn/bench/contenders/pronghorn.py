@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from pronghorn.bench.contenders import stock
 from pronghorn.bench.contenders.base import Built, Contender, Spec, autocast_dtype, device, weights_dtype
-from pronghorn.bench.contenders.stock import prepare
 from pronghorn.bench.workload import Row
 
 SWITCHES = {
@@ -17,6 +17,11 @@ SWITCHES = {
     "offload_buffers": ("2", "1"),
 }
 """Arguments of `attach`, and one of its plan, that an ablation may set."""
+
+
+def prepare() -> None:
+    stock.prepare()  # which Pronghorn imports on first use
+    from pronghorn import FastLanguageModel  # noqa: F401
 
 
 def build(spec: Spec) -> Built:

@@ -19,10 +19,8 @@ ATTENTION_NAME = "bench_varlen"
 
 
 def prepare() -> None:
-    import peft
+    import peft  # noqa: F401
     import transformers  # noqa: F401
-
-    del peft
 
 
 def prepare_liger() -> None:
