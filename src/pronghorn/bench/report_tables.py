@@ -177,7 +177,10 @@ def _remarks(cases: Sequence[Case], columns: Collection[str], common: Sequence[s
     lines = [f"All rows: {', '.join(common)}."] if common else []
     lines.append(_LEGEND[cases[0].kind])
     if _MFU in columns:
-        lines[-1] += " MFU counts 4 operations a weight and token, against a bf16 product measured in the same run."
+        lines[-1] += (
+            " MFU counts 4 operations a weight and token, the head's for tokens that aren't learned, too, "
+            "against a bf16 product measured in the same run."
+        )
     withheld: dict[str, list[str]] = {}
     for found in every:
         if not found.result.gate.get("green"):
