@@ -46,6 +46,7 @@ EARLIER = {
     "step-qwen3-0.6b-faster-host": "step-qwen3-0.6b",
     "step-qwen3-0.6b-once": "step-qwen3-0.6b",
     "step-qwen3-30b-a3b-graph": "step-qwen3-30b-a3b",
+    "step-qwen3-30b-a3b-once": "step-qwen3-30b-a3b",
 }
 """Files beside the newest of a target, and what made them."""
 
