@@ -100,6 +100,7 @@ def test_gpus() -> None:
         ((13, 0), ARCHS, True),  # by the driver's compiler
         ((12, 0), ["sm_80", "sm_90a"], False),
         ((9, 0), ["sm_80", "sm_90a"], True),
+        ((9, 0), ["gfx90a", "gfx942"], True),  # ROCm, which another line is about
     ],
 )
 def test_a_gpu_that_torch_has_no_kernels_for(capability: tuple[int, int], archs: list[str], runs: bool) -> None:

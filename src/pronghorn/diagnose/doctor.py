@@ -144,7 +144,8 @@ def device_findings(device: Device, archs: Sequence[str]) -> list[Finding]:
     old = f"{device.name} is older than Ampere"
     alone = "run document by document"
     flash = f"heads of unusual sizes {alone}: this build of torch lacks the kernel" if device.bf16 else ""
-    if not any(_runs(arch, major, minor) for arch in archs):
+    archs = [arch for arch in archs if arch.startswith(("sm_", "compute_"))]  # ROCm's are named otherwise
+    if archs and not any(_runs(arch, major, minor) for arch in archs):
         effect = f"this build of torch has kernels for {', '.join(archs)} only"
         remedy = f"install a build for capability {major}.{minor} (https://pytorch.org/get-started)"
         return [Finding(part, found, "missing", effect, remedy)]
