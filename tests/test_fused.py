@@ -275,6 +275,23 @@ def test_an_update_between_forward_and_backward_is_an_error(layers: Any, full: b
         first.backward()
 
 
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_an_update_of_any_weight_is_noticed(family: str, full: bool) -> None:
+    """Each alone, of layers that are fused as a whole and of attention that is."""
+    model, batch = tiny_model(family), packed_row(LENGTHS, ROW)
+    model = model if full else with_adapters(model)
+    attach(model, layers="fused")
+    weights = [p for name, p in model.named_parameters() if "layers.1." in name and p.requires_grad]
+    for weight in weights:
+        loss = model(**batch).loss
+        with torch.no_grad():
+            weight.mul_(1.5)
+        with pytest.raises(RuntimeError, match=r"updated between|modified by an inplace"):
+            loss.backward()
+    assert len(weights) > 7
+
+
 HOOKS = ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook", "forward"]
 
 
