@@ -6,6 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from pronghorn.errors import ConfigError, DataError, UnsupportedError
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.models import head
 from pronghorn.models.attach import attach, attached
-from pronghorn.models.families import recompute_layers, recomputes_layers
+from pronghorn.models.families import recompute_layers, recomputes_layers, rope_limit
 from test_parity import compare
 from tiny import FAMILIES, VOCAB, packed_row, tiny_model
 
@@ -497,6 +498,15 @@ def test_documents_that_would_change_the_others_rope_are_refused(kind: str) -> N
     with pytest.raises(UnsupportedError, match="tail of 17 tokens"):
         model(**packed_row([5], 22))
     assert model(**packed_row([17], 22)).loss.isfinite()  # changes no other document
+
+
+def test_the_shortest_limit_of_rope_counts() -> None:
+    """Where each kind of layer has parameters of its own."""
+    kinds = {"full": {"rope_type": "dynamic"}, "sliding": {"rope_type": "default"}}
+    config = SimpleNamespace(max_position_embeddings=64, rope_parameters=kinds)
+    assert rope_limit(config) == 64
+    kinds["sliding"] = {"rope_type": "longrope", "original_max_position_embeddings": 16}
+    assert rope_limit(config) == 16
 
 
 def test_packed_position_ids_isolate_rows_too() -> None:

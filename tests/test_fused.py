@@ -310,6 +310,7 @@ def test_hooks_on_what_a_layer_calls_run(where: str, kind: str) -> None:
         taken = getattr(module, kind)(lambda *_: called.append(1))
     loss, same = loss_and_gradients(model, batch)
     assert called and loss == pytest.approx(expected, rel=1e-6)
+    assert [is_fused(layer) for layer in model.get_base_model().model.layers] == [True, False, True]
     torch.testing.assert_close(same, grads)
     assert path_of_layers(handle)[1] == "modules inside the layers carry hooks, or a forward of their own"
     called.clear()

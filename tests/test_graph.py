@@ -370,7 +370,7 @@ def test_captured_layers_keep_no_norms_results_and_others_do(monkeypatch: pytest
 
 
 def test_a_capture_that_fails_leaves_the_stream_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what is replayed next waits for what was warmed up in the same memory."""
+    """And what is replayed next waits for what was warmed up in the same memory, which no forward before may read."""
     cuda, graphs = CudaOnTheCPU(), graphs_of(with_adapters(tiny_model("llama")), monkeypatch)
     cuda.fails = True
     with pytest.raises(RuntimeError, match="capture failed"):
@@ -378,7 +378,7 @@ def test_a_capture_that_fails_leaves_the_stream_as_it_was(monkeypatch: pytest.Mo
     assert cuda.current == "main"
     assert not any(POLICY in layer.__dict__ for layer in graphs._backbone.layers)
     cuda.fails = False
-    forward_with(cuda, graphs, LENGTHS, monkeypatch)
+    hidden = forward_with(cuda, graphs, LENGTHS, monkeypatch)
     cuda.waits.clear()
 
     def fail(*_: Any) -> None:
@@ -388,6 +388,8 @@ def test_a_capture_that_fails_leaves_the_stream_as_it_was(monkeypatch: pytest.Mo
     with pytest.raises(torch.OutOfMemoryError):
         forward_with(cuda, graphs, [2] * 40, monkeypatch)
     assert cuda.waits == [("aside", "main"), ("main", "aside")]
+    with pytest.raises(TrainingError, match="overwritten"):
+        hidden.sum().backward()
 
 
 @pytest.mark.parametrize(("rank", "graphs_left"), [(4, 2), (8, 1)])

@@ -54,3 +54,13 @@ def test_without_rows_the_head_has_no_gradient(nan_memory: None) -> None:
     loss = module.linear_cross_entropy(hidden, weight, torch.empty(0, dtype=torch.long), 1, IGNORED)
     loss.backward()
     assert loss.item() == 0 and weight.grad is not None and weight.grad.eq(0).all()
+
+
+def test_an_evaluation_makes_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head's would be as large as the head, in float32."""
+    hidden, weight = torch.randn(3, WIDTH, requires_grad=True), torch.randn(8, WIDTH, requires_grad=True)
+    targets = torch.tensor([1, 7, 0])
+    expected = ours(hidden, weight, targets)
+    monkeypatch.setattr(module, "_add_product", None)
+    with torch.no_grad():
+        assert torch.equal(ours(hidden, weight, targets), expected)

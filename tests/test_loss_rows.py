@@ -43,6 +43,16 @@ def test_every_family(family: str, nan_memory: None) -> None:
     compare(tiny_model(family, tie_word_embeddings=True), few_labels())
 
 
+def test_as_many_rows_as_tokens() -> None:
+    """Rounded up to the row's length, some repeated: the last layer's states are those of all tokens."""
+    ids = torch.arange(3, 3 + ROW)
+    labels = torch.where((ids > 5) & (ids < 9), -100, ids)
+    row = {"input_ids": ids.tolist(), "labels": labels.tolist(), "lengths": [ROW]}
+    batch = Collator(ROW, pad_token_id=0)([row])
+    assert len(batch["packed"].loss_rows) == ROW > batch["packed"].n_labels
+    compare(with_adapters(tiny_model("llama")), batch)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_on_a_gpu(family: str, nan_memory: None) -> None:

@@ -317,6 +317,20 @@ def test_graphs_are_captured_where_the_budget_has_their_memory() -> None:
         assert plan(shape, other, gpu, least, asked=Plan.keep()).graph
 
 
+def test_what_policies_cost() -> None:
+    """Copies hide behind a layer's forward, and with two buffers behind the backward of the layer after it, but for a
+    tenth. Measured times scale what wasn't measured."""
+    times = StepTimes(forward=2.0, backward=4.0, norms=0.125, gate_up=0.5, again=1.5, copy=10.0, rest=3.0)
+    quick = replace(times, copy=1.0)
+    costs = [each.extra(buffers)[Policy.OFFLOAD] for each in (times, quick) for buffers in (2, 1)]
+    assert costs == pytest.approx([1.5 + 8 + 4.5, 1.5 + 8 + 10, 1.5 + 0.1 + 0.1, 1.5 + 0.1 + 1])
+    assert times.extra(2)[Policy.RECOMPUTE_MLP] == 0.625 and times.extra(2)[Policy.RECOMPUTE_CHEAP] == 0.125
+    last_stays = [Policy.OFFLOAD, Policy.OFFLOAD, Policy.KEEP]
+    assert times.step(last_stays) == pytest.approx(3 * 6 + 3 + costs[0] + 1.5)
+    scaled = times.scaled(1.0, 8.0, 5.0)
+    assert scaled == StepTimes(1.0, 8.0, norms=0.1875, gate_up=0.75, again=0.75, copy=5.0, rest=4.5)
+
+
 def test_what_the_allocator_can_not_use_is_left_free() -> None:
     shape = shape_of(skeleton(config_of("Llama-3.1-8B")))
     for tokens, a_layer in ((8192, PIECES), (16, 16 * 2 * 14336 * 2)):  # of short rows no more than gate·up's bytes
