@@ -405,6 +405,15 @@ def test_chunks_of_a_head_with_dropout_are_recomputed_as_they_were(monkeypatch: 
     torch.testing.assert_close(*found)
 
 
+def test_the_head_s_product_is_in_autocast_s_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, seen = tiny_model("llama"), []
+    attach(model)
+    monkeypatch.setattr(head, "linear_cross_entropy", lambda h, *rest: seen.append(h.dtype) or h.sum())
+    with torch.autocast("cpu", torch.bfloat16):
+        model(**packed_row([40, 13], 64))
+    assert seen == [torch.bfloat16]
+
+
 def test_a_loss_function_of_one_s_own_is_called() -> None:
     """transformers lets a model have another than its cross-entropy; it is given all logits."""
     model, batch = tiny_model("llama"), packed_row(LENGTHS, ROW)

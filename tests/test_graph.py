@@ -779,6 +779,18 @@ def test_rows_of_another_shape_are_captured_apart(monkeypatch: pytest.MonkeyPatc
     assert len(graphs._captured) == 2
 
 
+def test_rows_longer_than_the_window_are_captured_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention without a window is what shorter ones are captured with; inputs that are trained have no graph."""
+    monkeypatch.setattr("pronghorn.data.batch.SEQLEN_BUCKET", 1)
+    cuda, graphs = CudaOnTheCPU(), graphs_of(with_adapters(tiny_model("mistral", sliding_window=16)), monkeypatch)
+    for lengths, captured in (([16] * 6, 1), ([12] * 8, 1), ([32] * 3, 2)):
+        forward_with(cuda, graphs, lengths, monkeypatch)
+        assert len(graphs._captured) == captured
+    row = packed_row([16] * 6, ROW)
+    embeds = graphs._backbone.embed_tokens(row["input_ids"]).detach().requires_grad_()
+    assert graphs.forward(embeds, row["position_ids"], row["packed"]) is None
+
+
 def test_adapters_of_two_dtypes_are_not_captured() -> None:
     """A graph's backward gives all gradients in one tensor: some would be rounded."""
     model = with_adapters(tiny_model("llama"))
