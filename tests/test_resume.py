@@ -459,6 +459,38 @@ def test_the_last_weights_when_the_best_are_not_asked_for(make: Make, tmp_path: 
     assert kept != (tmp_path / "run/checkpoint-4/adapter_model.safetensors").read_bytes()
 
 
+def test_clocks_of_saves_logs_and_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr("pronghorn.train.control.time", SimpleNamespace(monotonic=lambda: now))
+    control = RunControl(max_minutes=10, save_minutes=2, patience=None)
+    state = SimpleNamespace(
+        log_history=[{"step_seconds": 50.0, "eval_runtime": 10.0}],
+        global_step=5,
+        max_steps=9,
+        compute_steps=lambda *_: None,
+    )
+    args: Any = SimpleNamespace(device=torch.device("cpu"))
+
+    def step(seconds: float) -> str:
+        nonlocal now
+        now += seconds
+        asked = SimpleNamespace(should_save=False, should_log=False, should_evaluate=False, should_training_stop=False)
+        control.on_step_end(args, state, asked)
+        if asked.should_log:
+            control.on_log(args, state, asked)
+        if asked.should_save:
+            control.on_save(args, state, asked)
+        return " ".join(name.rpartition("_")[2] for name, wanted in vars(asked).items() if wanted)
+
+    for _ in range(2):
+        control.on_train_begin(args, state, None)
+        assert [step(seconds) for seconds in (29, 2, 29, 59, 2, 29)] == ["", "log", "", "log", "save log", ""]
+        assert step(389) == "save log" and control.stopped is None
+        assert step(2) == "save log stop"  # after 541 seconds, and 60 before
+        assert control.stopped == (None if state.global_step == 9 else "max_minutes") and control.signal == 0
+        state.global_step, control.stopped = 9, None  # it was the last step anyway
+
+
 def test_minutes_count_over_resumes(make: Make, tmp_path: Path, monkeypatch: Any) -> None:
     """The time limit is of the whole run, not of each process."""
     with monkeypatch.context() as patch:

@@ -24,7 +24,7 @@ from torch import Tensor
 from pronghorn.cli.summary import summary
 from pronghorn.config import Recipe
 from pronghorn.device import is_out_of_memory
-from pronghorn.errors import TrainingError
+from pronghorn.errors import ConfigError, TrainingError
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.models import causal_lm
 from pronghorn.models.attach import attach, attached
@@ -186,6 +186,16 @@ def test_where_no_plan_keeps_less_the_run_ends() -> None:
     with pytest.raises(TrainingError, match="step 1 ran out of memory: no plan keeps less: train with fewer") as raised:
         train(model, Failing("loss", 2, error=error))
     assert raised.value.__cause__ is error  # where it came from is told
+
+
+def test_a_model_that_can_not_follow_the_plan_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sharded(*_: Any) -> None:
+        raise ConfigError("the model is sharded", "choose the plan before")
+
+    model = build("full")
+    monkeypatch.setattr(type(attached(model)), "replan", sharded)
+    with pytest.raises(TrainingError, match=r"step 1 ran out of memory: start again, .* the plan 'recompute the MLP'"):
+        train(model, Failing("loss", 2))
 
 
 def test_other_errors_pass() -> None:

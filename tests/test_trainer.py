@@ -494,9 +494,10 @@ class _Watched:
 
     def __call__(self, weight: float, bias: float) -> None:
         self.model.weight.grad = torch.full((2, 2), weight)
-        self.model.bias.grad = torch.full((2,), bias)
+        self.model.bias.grad = torch.full((2,), bias) if self.model.bias.requires_grad else None
         state = SimpleNamespace(global_step=self.step)
         self.watch.on_pre_optimizer_step(None, state, None, model=self.model, optimizer=self.optimizer)
+        assert self.watch._norms is None, "gradients would be kept until the next step"
         self.step += 1
 
 
@@ -508,6 +509,15 @@ def test_an_overflow_of_scaled_float16_is_left_to_the_scaler() -> None:
     run(1.0, 1.0)
     assert run.watch.skipped == 2
     with pytest.raises(TrainingError, match=r"step 5: .*: bias"):
+        run(1.0, 0.0)
+
+
+def test_a_learning_rate_of_zero_excuses_no_step_after_movement() -> None:
+    run = _Watched(scaler=None)
+    run(1.0, 1.0)
+    run.optimizer.optimizer.param_groups[0]["lr"] = 0.0  # a schedule with restarts
+    run(1.0, 1.0)
+    with pytest.raises(TrainingError, match=r"step 3: .*: bias"):
         run(1.0, 0.0)
 
 
@@ -533,6 +543,12 @@ def test_the_watch_clips_as_torch_does(most: float) -> None:
         parameter.grad = whole[name]
     assert ours == torch.nn.utils.clip_grad_norm_(model.parameters(), most)
     assert all(torch.equal(clipped[name], parameter.grad) for name, parameter in model.named_parameters())
+    written = [parameter.grad._version for parameter in model.parameters()]
+    watch.observe(model)
+    assert watch.clip(float("inf"), model.parameters()) == torch.nn.utils.get_total_norm(
+        [parameter.grad for parameter in model.parameters()]
+    )
+    assert [parameter.grad._version for parameter in model.parameters()] == written, "scaled by one"
     watch.observe(model)
     assert watch.clip(most, list(model.parameters())[1:]) is None, "another set is trained than was observed"
     model[0].weight.grad.mul_(2)
@@ -564,9 +580,17 @@ def test_a_second_training_is_not_judged_by_the_first() -> None:
     """One that was interrupted leaves flags; and adapters put on since have the right to a first step."""
     run = _Watched(scaler=object())
     run(1.0, 1.0)
+    run.model.bias.requires_grad_(False)
+    run(1.0, 0.0)  # frozen since
     run.watch._pending = _Pending(["weight"], torch.ones(2, 1), None, scaled=False, moves=True, step=2)
-    run.watch.on_train_begin(None, SimpleNamespace(log_history=[]), None)
+    begin = SimpleNamespace(log_history=[])
+    run.watch.on_train_begin(None, begin, None)
     run(1.0, 0.0)
+    run.watch.on_train_begin(None, begin, None)
+    run.model.bias.requires_grad_(True)
+    run(1.0, 0.0)
+    with pytest.raises(TrainingError, match=r"step 5: .*: bias"):
+        run(1.0, 0.0)
 
 
 def test_skipped_steps_are_those_of_one_training() -> None:
@@ -574,7 +598,7 @@ def test_skipped_steps_are_those_of_one_training() -> None:
     run = _Watched(scaler=object())
     run(float("nan"), 0.0)
     assert run.watch.skipped == 1
-    logged = [{"loss": 1.0, "skipped_steps": 2}, {"eval_loss": 1.0}]
+    logged = [{"loss": 1.0, "skipped_steps": 1}, {"loss": 1.0, "skipped_steps": 2}, {"eval_loss": 1.0}]
     for history, skipped in ((logged, 2), ([], 0)):
         run.watch.on_train_begin(None, SimpleNamespace(log_history=history), None)
         assert run.watch.skipped == skipped
