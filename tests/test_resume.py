@@ -180,6 +180,14 @@ def test_a_second_signal_later_ends_the_program(monkeypatch: pytest.MonkeyPatch)
         signal.signal(signal.SIGINT, before)
 
 
+def test_the_first_signal_is_the_one_that_counts() -> None:
+    control = RunControl(None, None, None)
+    with control.signals():
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+    assert control._asked == signal.SIGTERM
+
+
 def test_the_command_line_says_how_to_go_on(make: Make, tmp_path: Path) -> None:
     recipe = make("run", train={"max_steps": 2000, "save_steps": 5})
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe.to_dict()))
@@ -400,6 +408,12 @@ def test_killed_after_the_last_step(make: Make, tmp_path: Path, monkeypatch: Any
     if not noted:
         journal = tmp_path / "run/journal.json"
         journal.write_text(journal.read_text().replace('"trained": 12', '"trained": null'))
+    weights = tmp_path / "run/checkpoint-12/adapter_model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-4])
+    with pytest.raises(DataError, match="the checkpoint is damaged"):
+        run(make("run"), QUIET)
+    weights.write_bytes(content)
     record = run(make("run"), QUIET)
     assert len(record.steps) == 12 and record.resumed_at == []
     same_run(tmp_path / "whole", tmp_path / "run")
@@ -518,8 +532,13 @@ def test_leftovers_of_a_killed_process(tmp_path: Path) -> None:
         (tmp_path / name / "weights").write_text("12345")
         seal(tmp_path / name, print_)
     (tmp_path / ".checkpoint-3.old" / "weights").unlink()
+    for name in ("checkpoint-4", ".checkpoint-4.old"):  # its successor had come already
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "which").write_text(name)
+        seal(tmp_path / name, print_)
     clear_leftovers(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-4"]
+    assert (tmp_path / "checkpoint-4/which").read_text() == "checkpoint-4"
 
 
 def test_ranks_agree(tmp_path: Path) -> None:

@@ -691,11 +691,11 @@ def test_an_earlier_checkpoint_of_the_same_name_survives_a_failed_save(
     assert folder.is_dir() and {p.name: p.read_bytes() for p in folder.iterdir()} == before
 
 
-@pytest.mark.parametrize("limit", [None, 0, -1])
+@pytest.mark.parametrize("limit", [None, 0, -1, 3])
 def test_no_limit_of_checkpoints_deletes_none(
     stories: Path, documents: Dataset, tmp_path: Path, limit: int | None
 ) -> None:
-    """transformers takes every limit below 1 for none."""
+    """transformers takes every limit below 1 for none; nor does one that isn't reached."""
     model, tokenizer = adapted(stories)
     args = config(tmp_path / "run", max_steps=2, save_strategy="steps", save_steps=1, save_total_limit=limit)
     SFTTrainer(model, args, train_dataset=documents, tokenizer=tokenizer).train()
@@ -736,6 +736,20 @@ def test_the_best_checkpoint_stays_known(
     saved = load_file(best / "adapter_model.safetensors")
     ours = {name.replace(".default", ""): value for name, value in trained(last.model).items()}
     assert_equal_weights(ours, saved, rel=0.0)
+
+
+def test_the_best_checkpoint_is_named_where_it_is(tmp_path: Path) -> None:
+    """In a run's folder that was moved; what is nowhere isn't named."""
+    state = SimpleNamespace(best_global_step=2, save_to_json=lambda path: None)
+    trainer: Any = SimpleNamespace(state=state)
+    for expected in (tmp_path / "checkpoint-2", None):
+        if expected is not None:
+            expected.mkdir()
+        state.best_model_checkpoint = str(tmp_path / "before" / "checkpoint-2")
+        SFTTrainer._name_best(trainer, tmp_path, tmp_path / ".unfinished" / "checkpoint-4")
+        assert state.best_model_checkpoint == (expected and str(expected))
+        if expected is not None:
+            expected.rmdir()
 
 
 def test_resuming_continues_the_trajectory(stories: Path, documents: Dataset, tmp_path: Path) -> None:
@@ -884,6 +898,12 @@ def test_a_model_is_attached_where_the_trainer_brings_it(before: bool, monkeypat
     assert handle is attached(model) and handle.fuses
     args.place_model_on_device = False
     assert _attached_on_its_device(model, args) is handle
+    args.place_model_on_device = None
+    monkeypatch.setattr(model, "to", lambda device: pytest.fail("moved"))
+    for place, name in ((args, "fsdp"), (args, "deepspeed"), (model, "hf_device_map"), (model, "is_quantized")):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, True, raising=False)
+            assert _attached_on_its_device(model, args) is handle
 
 
 def test_checkpointing_asked_of_the_model_is_kept(stories: Path, documents: Dataset, tmp_path: Path) -> None:
