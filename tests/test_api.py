@@ -292,6 +292,7 @@ def test_bad_adapters(stories: Path) -> None:
             ["k_proj", "layers.99.self_attn.q_proj"],
             r"target module 'layers\.99\.self_attn\.q_proj' is not in the model",
         ),
+        (["proj"], "target module 'proj' is not in the model"),
         ("q_proj", r"'q_proj' matches no module: a string is a regular expression .*give a list, e\.g\. \['q_proj'\]"),
         ("(", r"'\(' is no regular expression"),
         ([], "names no module"),
@@ -737,6 +738,8 @@ def test_a_prequantised_checkpoint_loads_as_it_is(base_folder: Path, tmp_path: P
 @needs_bitsandbytes
 def test_4bit_stories_train(stories: Path) -> None:
     """Sizes that are no multiple of 32."""
+    half = load(stories, load_in_4bit=True, dtype="bf16")[0].model.layers[0].mlp.up_proj
+    assert half.compute_dtype == torch.bfloat16
     model = FastLanguageModel.get_peft_model(load(stories, load_in_4bit=True)[0], r=4)
     losses = train(model, steps=3)
     assert losses[-1] < losses[0]

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from pronghorn.errors import DataError, UnsupportedError
+from pronghorn.errors import ConfigError, DataError, UnsupportedError
 from pronghorn.models.gguf import load_gguf
 from pronghorn.models.gguf_tokenizer import PRE_TOKENIZERS
+from pronghorn.models.load import load_model
 from tiny import tiny_model
 
 gguf = pytest.importorskip("gguf")
@@ -263,6 +264,15 @@ def no_merges(writer: Any) -> None:
     writer.add_eos_token_id(2)
 
 
+def test_rows_longer_than_the_positions_of_the_model(tmp_path: Path) -> None:
+    model = tiny()
+    path, limit = write_gguf(tmp_path / "m.gguf", model), model.config.max_position_embeddings
+    with pytest.raises(ConfigError, match=f"max_seq_length {limit + 1} > {limit}"):
+        load_model(path, max_seq_length=limit + 1, device=torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r"load_in_4bit with m\.gguf"):
+        load_model(path, max_seq_length=limit, load_in_4bit=True)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -272,7 +282,7 @@ def no_merges(writer: Any) -> None:
         ({"changes": {"llama.rope.scaling.type": ("add_string", "yarn")}}, UnsupportedError, "RoPE scaling 'yarn'"),
         ({"skip": "layers.1.mlp.up_proj"}, DataError, "lacks 1 of the model's weights"),
         ({"tokenizer": lambda w: add_byte_level(w, 300, eos=None)}, DataError, "names no stop token"),
-        ({"tokenizer": lambda w: add_byte_level(w, 300, eos=900)}, DataError, "token 900 is outside the vocabulary"),
+        ({"tokenizer": lambda w: add_byte_level(w, 300, eos=300)}, DataError, "token 300 is outside the vocabulary"),
         ({"tokenizer": lambda w: None}, DataError, "names no vocabulary"),
         ({"tokenizer": no_merges}, DataError, "holds no tokenizer.ggml.merges"),
     ],
@@ -304,8 +314,6 @@ class TestSmolLM2:
     """The demo's model, fetched (and, without a hub, converted) by the demo itself; `smollm2` is in conftest.py."""
 
     def test_it_predicts_english(self, smollm2: Path) -> None:
-        from pronghorn.models.load import load_model
-
         model, tokenizer = load_model(smollm2, max_seq_length=512, device=torch.device("cpu"))
         ids = tokenizer(PARAGRAPH, return_tensors="pt").input_ids
         with torch.no_grad():

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 from trl import SFTConfig
 
 from pronghorn import FastLanguageModel, SFTTrainer
@@ -478,8 +478,12 @@ def test_the_models_plan_decides_about_recompute(
     model = FastLanguageModel.get_peft_model(model, r=4, use_gradient_checkpointing=asked)  # the last one wins
     settings = config(tmp_path, max_steps=1, gradient_checkpointing=not asked)
     trainer = SFTTrainer(model, settings, train_dataset=documents, tokenizer=tokenizer)
+    during: list[bool] = []  # transformers switches off what it switched on
+    look = TrainerCallback()
+    look.on_step_end = lambda *_, **__: during.append(recomputes_layers(model))  # type: ignore[method-assign]
+    trainer.add_callback(look)
     trainer.train()
-    assert recomputes_layers(model) is asked
+    assert recomputes_layers(model) is asked and during == [asked]
 
 
 class _Watched:
