@@ -202,7 +202,7 @@ def test_generation_stops_at_the_end_of_a_turn_too(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", tiny(), tokenizer=lambda w: add_byte_level(w, 300, eos=0))
     model, tokenizer = load_gguf(path, torch.float32)
     assert tokenizer.eos_token == "<|endoftext|>"
-    assert model.generation_config.eos_token_id == [0, 2]
+    assert model.generation_config.eos_token_id == [0, 2] and model.config.eos_token_id == 0
 
 
 @pytest.mark.parametrize(("pre", "pieces"), [("gpt-2", ["12"]), ("smollm", ["1", "2"]), ("qwen2", ["1", "2"])])
@@ -253,9 +253,12 @@ def test_llama3_rope_factors_are_kept(tmp_path: Path) -> None:
     factors = llama3_factors(32.0, 8, 500000.0)
     loaded, _ = load_gguf(write_gguf(tmp_path / "m.gguf", model, extra={"rope_freqs.weight": factors}), torch.float32)
     torch.testing.assert_close(loaded.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
-    path = write_gguf(tmp_path / "n.gguf", model, extra={"rope_freqs.weight": factors[::-1].copy()})
-    with pytest.raises(UnsupportedError, match="frequency factors"):
-        load_gguf(path, torch.float32)
+    lower = factors.copy()
+    lower[1:-1] *= 0.99
+    for others in (factors[::-1].copy(), lower):
+        path = write_gguf(tmp_path / "n.gguf", model, extra={"rope_freqs.weight": others})
+        with pytest.raises(UnsupportedError, match="frequency factors"):
+            load_gguf(path, torch.float32)
 
 
 def no_merges(writer: Any) -> None:

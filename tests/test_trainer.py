@@ -32,6 +32,7 @@ from pronghorn.models.attach import attach, attached
 from pronghorn.models.families import recomputes_layers
 from pronghorn.train.checkpoint import checkpoints
 from pronghorn.train.control import trained_seconds
+from pronghorn.train.counters import StepCounters
 from pronghorn.train.gradients import GradientWatch, _Pending, gradient_flags, gradient_norms
 from pronghorn.train.trainer import _attached_on_its_device
 from tiny import stock_loss_on_cpu, tiny_model
@@ -252,6 +253,17 @@ def test_waiting_for_data_is_told(stories: Path, texts: list[str], tmp_path: Pat
         shares.append(entry["data_wait_share"])
         assert 0 < entry["packing_efficiency"] <= 1
     assert shares[0] < 0.3 and 0.5 < shares[1] <= 1
+
+
+def test_padding_and_first_tokens_are_not_counted() -> None:
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+    batch = {"input_ids": mask, "attention_mask": mask, "labels": mask.masked_fill(mask == 0, -100)}
+    counters = StepCounters()
+    counters.add(batch)
+    counters.add(batch)
+    counted = counters.take(torch.device("cpu"))
+    assert (counted["tokens"], counted["labelled_tokens"], counted["packing_efficiency"]) == (12, 8, 0.75)
+    assert counters.take(torch.device("cpu"))["tokens"] == 0
 
 
 # ---- gradient accumulation and normalisation ----
