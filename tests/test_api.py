@@ -526,11 +526,11 @@ def test_a_merge_that_forgets_new_tokens_is_caught(
     from pronghorn.export import merge
 
     def forgets(base: Any, dtype: torch.dtype) -> dict[str, Any]:
-        return right(base, dtype) | {name: row.to(dtype) for name in ("model.embed_tokens.weight", "lm_head.weight")}
+        return right(base, dtype) | {"model.embed_tokens.weight": rows.to(dtype)}
 
     plain, _ = load(stories, packing=False)
-    row, right = plain.lm_head.weight.detach().clone(), merge.merged_state
-    new = [len(row) - 2]
+    rows, right = plain.lm_head.weight.detach().clone(), merge.merged_state
+    new = [len(rows) - 2]
     model = get_peft_model(plain, LoraConfig(r=4, target_modules=["q_proj"], trainable_token_indices=new))
     for name, parameter in model.named_parameters():
         if "trainable_tokens_delta" in name:

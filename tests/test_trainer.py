@@ -601,6 +601,7 @@ def test_a_second_training_is_not_judged_by_the_first() -> None:
     run.watch._pending = _Pending(["weight"], torch.ones(2, 1), None, scaled=False, moves=True, step=2)
     begin = SimpleNamespace(log_history=[])
     run.watch.on_train_begin(None, begin, None)
+    run.watch._trained = [("weight", run.model.weight)]  # all that this training had
     run(1.0, 0.0)
     run.watch.on_train_begin(None, begin, None)
     run.model.bias.requires_grad_(True)
