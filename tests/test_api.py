@@ -292,6 +292,7 @@ def test_bad_adapters(stories: Path) -> None:
             ["k_proj", "layers.99.self_attn.q_proj"],
             r"target module 'layers\.99\.self_attn\.q_proj' is not in the model",
         ),
+        (["proj"], "target module 'proj' is not in the model"),
         ("q_proj", r"'q_proj' matches no module: a string is a regular expression .*give a list, e\.g\. \['q_proj'\]"),
         ("(", r"'\(' is no regular expression"),
         ([], "names no module"),
@@ -479,11 +480,13 @@ def test_a_merged_checkpoint_is_checked_where_there_is_room(tmp_path: Path, monk
     )
 
 
-def test_a_model_without_adapter_saves_as_it_is(stories: Path, tmp_path: Path) -> None:
-    model, tokenizer = load(stories, dtype="bf16")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_without_adapter_saves_as_it_is(stories: Path, tmp_path: Path, dtype: torch.dtype) -> None:
+    model, tokenizer = load(stories, dtype=dtype)
     model.save_pretrained_merged(tmp_path / "merged", tokenizer)
-    theirs = AutoModelForCausalLM.from_pretrained(stories, dtype=torch.bfloat16)
+    theirs = AutoModelForCausalLM.from_pretrained(stories, dtype=dtype)
     ours = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert ours.dtype == dtype
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
 
 
@@ -513,6 +516,30 @@ def test_a_merge_that_forgets_the_adapter_is_caught(
     with pytest.raises(TrainingError, match="merge"):
         model.save_pretrained_merged(tmp_path / "merged", tokenizer)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_merge_that_forgets_new_tokens_is_caught(
+    stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    from pronghorn.export import merge
+
+    def forgets(base: Any, dtype: torch.dtype) -> dict[str, Any]:
+        return right(base, dtype) | {"model.embed_tokens.weight": rows.to(dtype)}
+
+    plain, _ = load(stories, packing=False)
+    rows, right = plain.lm_head.weight.detach().clone(), merge.merged_state
+    new = [len(rows) - 2]
+    model = get_peft_model(plain, LoraConfig(r=4, target_modules=["q_proj"], trainable_token_indices=new))
+    for name, parameter in model.named_parameters():
+        if "trainable_tokens_delta" in name:
+            torch.nn.init.normal_(parameter)
+    monkeypatch.setattr(merge, "merged_state", forgets)
+    with pytest.raises(TrainingError, match="merge"):
+        FastLanguageModel.save_pretrained_merged(model, tmp_path / "merged")
+    monkeypatch.undo()
+    FastLanguageModel.save_pretrained_merged(model, tmp_path / "merged")
 
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, 2.0])
@@ -547,11 +574,13 @@ def _other_adapter(model: Any) -> None:
     model.set_adapter("other")
 
 
-@pytest.mark.parametrize("switch", [_other_adapter, lambda model: model.base_model.disable_adapter_layers()])
+@pytest.mark.parametrize(
+    "switch", [_other_adapter, lambda model: model.base_model.disable_adapter_layers(), lambda model: None]
+)
 @pytest.mark.parametrize(
     "options", [{"modules_to_save": ["lm_head"]}, {"trainable_token_indices": [5, 9]}], ids=["head", "tokens"]
 )
-def test_what_is_not_active_is_not_merged(stories: Path, tmp_path: Path, options: Any, switch: Any) -> None:
+def test_what_is_active_is_merged_and_nothing_else(stories: Path, tmp_path: Path, options: Any, switch: Any) -> None:
     """A head of its own and tokens belong to one adapter, as its matrices do."""
     from peft import LoraConfig, get_peft_model
 
@@ -709,6 +738,8 @@ def test_a_prequantised_checkpoint_loads_as_it_is(base_folder: Path, tmp_path: P
 @needs_bitsandbytes
 def test_4bit_stories_train(stories: Path) -> None:
     """Sizes that are no multiple of 32."""
+    half = load(stories, load_in_4bit=True, dtype="bf16")[0].model.layers[0].mlp.up_proj
+    assert half.compute_dtype == torch.bfloat16
     model = FastLanguageModel.get_peft_model(load(stories, load_in_4bit=True)[0], r=4)
     losses = train(model, steps=3)
     assert losses[-1] < losses[0]

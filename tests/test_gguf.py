@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from pronghorn.errors import DataError, UnsupportedError
+from pronghorn.errors import ConfigError, DataError, UnsupportedError
 from pronghorn.models.gguf import load_gguf
 from pronghorn.models.gguf_tokenizer import PRE_TOKENIZERS
+from pronghorn.models.load import load_model
 from tiny import tiny_model
 
 gguf = pytest.importorskip("gguf")
@@ -201,7 +202,7 @@ def test_generation_stops_at_the_end_of_a_turn_too(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", tiny(), tokenizer=lambda w: add_byte_level(w, 300, eos=0))
     model, tokenizer = load_gguf(path, torch.float32)
     assert tokenizer.eos_token == "<|endoftext|>"
-    assert model.generation_config.eos_token_id == [0, 2]
+    assert model.generation_config.eos_token_id == [0, 2] and model.config.eos_token_id == 0
 
 
 @pytest.mark.parametrize(("pre", "pieces"), [("gpt-2", ["12"]), ("smollm", ["1", "2"]), ("qwen2", ["1", "2"])])
@@ -252,15 +253,27 @@ def test_llama3_rope_factors_are_kept(tmp_path: Path) -> None:
     factors = llama3_factors(32.0, 8, 500000.0)
     loaded, _ = load_gguf(write_gguf(tmp_path / "m.gguf", model, extra={"rope_freqs.weight": factors}), torch.float32)
     torch.testing.assert_close(loaded.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
-    path = write_gguf(tmp_path / "n.gguf", model, extra={"rope_freqs.weight": factors[::-1].copy()})
-    with pytest.raises(UnsupportedError, match="frequency factors"):
-        load_gguf(path, torch.float32)
+    lower = factors.copy()
+    lower[1:-1] *= 0.99
+    for others in (factors[::-1].copy(), lower):
+        path = write_gguf(tmp_path / "n.gguf", model, extra={"rope_freqs.weight": others})
+        with pytest.raises(UnsupportedError, match="frequency factors"):
+            load_gguf(path, torch.float32)
 
 
 def no_merges(writer: Any) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(byte_level_tokens())
     writer.add_eos_token_id(2)
+
+
+def test_rows_longer_than_the_positions_of_the_model(tmp_path: Path) -> None:
+    model = tiny()
+    path, limit = write_gguf(tmp_path / "m.gguf", model), model.config.max_position_embeddings
+    with pytest.raises(ConfigError, match=f"max_seq_length {limit + 1} > {limit}"):
+        load_model(path, max_seq_length=limit + 1, device=torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r"load_in_4bit with m\.gguf"):
+        load_model(path, max_seq_length=limit, load_in_4bit=True)
 
 
 @pytest.mark.parametrize(
@@ -272,7 +285,7 @@ def no_merges(writer: Any) -> None:
         ({"changes": {"llama.rope.scaling.type": ("add_string", "yarn")}}, UnsupportedError, "RoPE scaling 'yarn'"),
         ({"skip": "layers.1.mlp.up_proj"}, DataError, "lacks 1 of the model's weights"),
         ({"tokenizer": lambda w: add_byte_level(w, 300, eos=None)}, DataError, "names no stop token"),
-        ({"tokenizer": lambda w: add_byte_level(w, 300, eos=900)}, DataError, "token 900 is outside the vocabulary"),
+        ({"tokenizer": lambda w: add_byte_level(w, 300, eos=300)}, DataError, "token 300 is outside the vocabulary"),
         ({"tokenizer": lambda w: None}, DataError, "names no vocabulary"),
         ({"tokenizer": no_merges}, DataError, "holds no tokenizer.ggml.merges"),
     ],
@@ -304,8 +317,6 @@ class TestSmolLM2:
     """The demo's model, fetched (and, without a hub, converted) by the demo itself; `smollm2` is in conftest.py."""
 
     def test_it_predicts_english(self, smollm2: Path) -> None:
-        from pronghorn.models.load import load_model
-
         model, tokenizer = load_model(smollm2, max_seq_length=512, device=torch.device("cpu"))
         ids = tokenizer(PARAGRAPH, return_tensors="pt").input_ids
         with torch.no_grad():

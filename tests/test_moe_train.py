@@ -150,6 +150,11 @@ def test_targets_that_make_no_sense(family: str, options: dict[str, Any], messag
         add_lora(tiny_model(family), **options)
 
 
+def test_targets_that_were_named_are_taken() -> None:
+    model = add_lora(tiny_model("mixtral"), target_modules=["k_proj"])
+    assert {name.split(".")[-4] for name, p in model.named_parameters() if p.requires_grad} == {"k_proj"}
+
+
 def folded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Calls that add an adapter to all weights of experts."""
     from peft.tuners.lora import layer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from pronghorn.errors import ConfigError
 from pronghorn.models.attach import attach
 from pronghorn.models.load import load_model
 from pronghorn.models.lora import add_lora
-from pronghorn.models.new_tokens import add_tokens, grow_embeddings
+from pronghorn.models.new_tokens import add_tokens, grow_embeddings, trainable_tokens
 from pronghorn.train.run import run
 from test_parity import LENGTHS, ROW, gradients, one_document_at_a_time
 from tiny import packed_row, tiny_model
@@ -108,14 +109,14 @@ def test_modules_to_save_through_a_recipe(stories: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize("rows", [512, 513, 520])
 @pytest.mark.parametrize("tied", [False, True])
 def test_rows_of_new_tokens_begin_at_the_mean_and_always_the_same(rows: int, tied: bool, stories: Path) -> None:
-    """Rows to spare may be zeros: they become the mean too, and neither draw touches the global generator."""
+    """Rows to spare may be zeros or noise: they become the mean too, and neither draw touches the global generator."""
     found = []
     for _ in range(2):
         _, tokenizer = load_model(stories, max_seq_length=256)
         model = tiny_model("llama", vocab_size=rows, tie_word_embeddings=tied)
         ends = [layer.weight.data for layer in (model.get_input_embeddings(), model.get_output_embeddings())]
         for weight in ends:
-            weight[512:] = 0
+            weight[512:] = 9 if rows == 520 else 0
         old = [weight[:512].clone() for weight in ends]
         add_tokens(tokenizer, ["<call>", "<end>"])
         state = torch.random.get_rng_state()
@@ -128,6 +129,24 @@ def test_rows_of_new_tokens_begin_at_the_mean_and_always_the_same(rows: int, tie
             assert (layer.weight[512:514] - mean).norm(dim=1).max() < mean.norm() / 10
         found.append(model.get_input_embeddings().weight.detach().clone())
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(
+    ("tied", "whole", "ends"),
+    [
+        (False, [], ["embed_tokens", "lm_head"]),
+        (False, ["lm_head"], ["embed_tokens"]),
+        (False, ["lm_head", "embed_tokens"], []),
+        (True, [], ["embed_tokens"]),
+        (True, ["lm_head"], []),
+        (True, ["embed_tokens"], []),
+    ],
+)
+def test_new_tokens_are_trained_where_nothing_else_trains_them(tied: bool, whole: list[str], ends: list[str]) -> None:
+    model = tiny_model("llama", tie_word_embeddings=tied)
+    tokenizer = SimpleNamespace(convert_tokens_to_ids=lambda tokens: [512 + i for i, _ in enumerate(tokens)])
+    found = trainable_tokens(model, tokenizer, ["<call>", "<end>"], whole)
+    assert found == ({end: [512, 513] for end in ends} or None)
 
 
 def test_a_step_may_have_none_of_the_new_tokens(stories: Path, tmp_path: Path) -> None:

@@ -641,15 +641,24 @@ def test_the_trainer_plans_for_its_batches_and_for_one_device(
     handle: Any = SimpleNamespace(
         model=model, plan=Plan.asked("auto", budget_bytes=7), replan=lambda plan: handle, fuses=True
     )
-    args = SimpleNamespace(per_device_train_batch_size=2, max_length=64, bf16=True, fp16=False, packing=packing)
+    args = SimpleNamespace(per_device_train_batch_size=2, max_length=64, bf16=packing, fp16=True, packing=packing)
     args.gradient_accumulation_steps = 1 + packing
     _decided(handle, args)
-    wanted = ((128, 7), {"autocast": torch.bfloat16, "padded": 0 if packing else 2, "accumulates": packing})
+    wanted = ((128, 7), {"autocast": torch.bfloat16, "padded": 0, "accumulates": True})
+    if not packing:
+        wanted = ((128, 7), {"autocast": torch.float16, "padded": 2, "accumulates": False})
     assert asked == ([wanted] if len(devices) == 1 else [])
     monkeypatch.setattr(auto_plan, "refusal", lambda model, fused: None if fused else "padded")
     asked.clear()
     _decided(handle, args)
     assert asked == ([wanted] if len(devices) == 1 and packing else [])  # padded rows of experts aren't counted
+    asked.clear()
+    for changed in ({"fsdp": "full_shard"}, {"max_length": None}):
+        assert _decided(handle, SimpleNamespace(**{**vars(args), **changed})) is handle.plan
+    handle.fuses = False
+    _decided(handle, args)
+    handle.fuses, handle.plan = True, Plan.keep()
+    assert _decided(handle, args) == Plan.keep() and asked == []
 
 
 def test_processes_make_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -180,6 +180,14 @@ def test_a_second_signal_later_ends_the_program(monkeypatch: pytest.MonkeyPatch)
         signal.signal(signal.SIGINT, before)
 
 
+def test_the_first_signal_is_the_one_that_counts() -> None:
+    control = RunControl(None, None, None)
+    with control.signals():
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+    assert control._asked == signal.SIGTERM
+
+
 def test_the_command_line_says_how_to_go_on(make: Make, tmp_path: Path) -> None:
     recipe = make("run", train={"max_steps": 2000, "save_steps": 5})
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe.to_dict()))
@@ -400,6 +408,12 @@ def test_killed_after_the_last_step(make: Make, tmp_path: Path, monkeypatch: Any
     if not noted:
         journal = tmp_path / "run/journal.json"
         journal.write_text(journal.read_text().replace('"trained": 12', '"trained": null'))
+    weights = tmp_path / "run/checkpoint-12/adapter_model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-4])
+    with pytest.raises(DataError, match="the checkpoint is damaged"):
+        run(make("run"), QUIET)
+    weights.write_bytes(content)
     record = run(make("run"), QUIET)
     assert len(record.steps) == 12 and record.resumed_at == []
     same_run(tmp_path / "whole", tmp_path / "run")
@@ -459,6 +473,38 @@ def test_the_last_weights_when_the_best_are_not_asked_for(make: Make, tmp_path: 
     assert kept != (tmp_path / "run/checkpoint-4/adapter_model.safetensors").read_bytes()
 
 
+def test_clocks_of_saves_logs_and_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr("pronghorn.train.control.time", SimpleNamespace(monotonic=lambda: now))
+    control = RunControl(max_minutes=10, save_minutes=2, patience=None)
+    state = SimpleNamespace(
+        log_history=[{"step_seconds": 50.0, "eval_runtime": 10.0}],
+        global_step=5,
+        max_steps=9,
+        compute_steps=lambda *_: None,
+    )
+    args: Any = SimpleNamespace(device=torch.device("cpu"))
+
+    def step(seconds: float) -> str:
+        nonlocal now
+        now += seconds
+        asked = SimpleNamespace(should_save=False, should_log=False, should_evaluate=False, should_training_stop=False)
+        control.on_step_end(args, state, asked)
+        if asked.should_log:
+            control.on_log(args, state, asked)
+        if asked.should_save:
+            control.on_save(args, state, asked)
+        return " ".join(name.rpartition("_")[2] for name, wanted in vars(asked).items() if wanted)
+
+    for _ in range(2):
+        control.on_train_begin(args, state, None)
+        assert [step(seconds) for seconds in (29, 2, 29, 59, 2, 29)] == ["", "log", "", "log", "save log", ""]
+        assert step(389) == "save log" and control.stopped is None
+        assert step(2) == "save log stop"  # after 541 seconds, and 60 before
+        assert control.stopped == (None if state.global_step == 9 else "max_minutes") and control.signal == 0
+        state.global_step, control.stopped = 9, None  # it was the last step anyway
+
+
 def test_minutes_count_over_resumes(make: Make, tmp_path: Path, monkeypatch: Any) -> None:
     """The time limit is of the whole run, not of each process."""
     with monkeypatch.context() as patch:
@@ -486,8 +532,13 @@ def test_leftovers_of_a_killed_process(tmp_path: Path) -> None:
         (tmp_path / name / "weights").write_text("12345")
         seal(tmp_path / name, print_)
     (tmp_path / ".checkpoint-3.old" / "weights").unlink()
+    for name in ("checkpoint-4", ".checkpoint-4.old"):  # its successor had come already
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "which").write_text(name)
+        seal(tmp_path / name, print_)
     clear_leftovers(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-4"]
+    assert (tmp_path / "checkpoint-4/which").read_text() == "checkpoint-4"
 
 
 def test_ranks_agree(tmp_path: Path) -> None:

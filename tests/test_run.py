@@ -18,8 +18,10 @@ from pronghorn.config import Recipe
 from pronghorn.errors import ConfigError, DataError, TrainingError
 from pronghorn.export.folder import disk_is_full, whole_folder
 from pronghorn.models.load import load_model
+from pronghorn.models.lora import add_lora
+from pronghorn.train.build import build
 from pronghorn.train.record import RunRecord
-from pronghorn.train.run import run
+from pronghorn.train.run import _must_have_improved, run
 
 
 @pytest.fixture
@@ -105,9 +107,30 @@ def test_other_recipes(recipe: Any, tmp_path: Path, changes: dict[str, Any]) -> 
     assert (tmp_path / "run" / ("model" if changes.get("adapter") else "adapter")).is_dir()
 
 
+def test_settings_of_a_recipe_arrive(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(
+        "pronghorn.train.build.add_lora", lambda model, **options: given.update(options) or add_lora(model, **options)
+    )
+    adapter = {"r": 3, "lora_alpha": 5, "lora_dropout": 0.05, "use_rslora": True, "bias": "lora_only",
+               "target_modules": ["q_proj"], "modules_to_save": ["norm"], "random_state": 8}  # fmt: skip
+    train = {"max_steps": 7, "learning_rate": 3e-4, "warmup_steps": 2, "lr_scheduler": "cosine", "weight_decay": 0.02,
+             "max_grad_norm": 0.3, "gradient_accumulation_steps": 3, "keep_checkpoints": 4, "logging_steps": 5,
+             "seed": 9}  # fmt: skip
+    names = {"lr_scheduler": "lr_scheduler_type", "keep_checkpoints": "save_total_limit"}
+    trainer, _ = build(recipe(adapter=adapter, train={**train, "save_steps": None}), QUIET, [])
+    lora = {name: getattr(trainer.model.peft_config["default"], name) for name in adapter if name != "random_state"}
+    assert {**lora, "target_modules": [*lora["target_modules"]], "random_state": given["random_state"]} == adapter
+    assert {name: getattr(trainer.args, names.get(name, name)) for name in train} == train
+    assert trainer.args.save_steps > 10**6 and not trainer.args.greater_is_better and not trainer.args.bf16
+    assert not trainer.args.logging_nan_inf_filter
+
+
 def test_a_loss_that_does_not_fall_fails_after_saving(recipe: Any, tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match=r"is not a fall of 9\.0 or more"):
         run(recipe(train={"min_improvement": 9.0, "max_steps": 1}), QUIET)
+    with pytest.raises(TrainingError, match="to nan, which"):
+        _must_have_improved(recipe(train={"min_improvement": 0.0}), 1.0, float("nan"))
     assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").is_file()
     assert (tmp_path / "run" / "run.json").is_file()
 
@@ -125,7 +148,9 @@ def test_rows_longer_than_the_positions_of_the_model(recipe: Any) -> None:
 @pytest.mark.parametrize(
     "error", [OSError(errno.ENOSPC, "full"), OSError("No space left on device"), KeyboardInterrupt(), ValueError("x")]
 )
-def test_a_folder_that_could_not_be_finished(tmp_path: Path, error: BaseException) -> None:
+def test_a_folder_that_could_not_be_finished(
+    tmp_path: Path, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = tmp_path / "adapter"
     with whole_folder(target) as folder:
         (folder / "weights").write_text("first")
@@ -133,6 +158,18 @@ def test_a_folder_that_could_not_be_finished(tmp_path: Path, error: BaseExceptio
     with pytest.raises(expected), whole_folder(target) as folder:
         (folder / "weights").write_text("half")
         raise error
+    assert (target / "weights").read_text() == "first"
+    assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
+    with monkeypatch.context() as patch, pytest.raises(expected), whole_folder(target) as folder:
+        (folder / "weights").write_text("never there")
+
+        def fails(self: Path, to: Path) -> Path:
+            if self == folder:
+                raise error
+            return rename(self, to)
+
+        rename = Path.rename
+        patch.setattr(Path, "rename", fails)
     assert (target / "weights").read_text() == "first"
     assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
     with whole_folder(target) as folder:

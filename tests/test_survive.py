@@ -24,13 +24,13 @@ from torch import Tensor
 from pronghorn.cli.summary import summary
 from pronghorn.config import Recipe
 from pronghorn.device import is_out_of_memory
-from pronghorn.errors import TrainingError
+from pronghorn.errors import ConfigError, TrainingError, UnsupportedError
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.models import causal_lm
 from pronghorn.models.attach import attach, attached
 from pronghorn.train.record import RunRecord
 from pronghorn.train.run import run
-from pronghorn.train.survive import MemoryGuard, OutOfMemory, tighten
+from pronghorn.train.survive import MemoryGuard, OutOfMemory, _forget, tighten
 from tiny import packed_row, tiny_model
 
 STEPS, WINDOW = 2, 3
@@ -160,6 +160,28 @@ def test_what_the_failed_forward_held_is_given_back() -> None:
     assert alive == [False, False] and all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.parametrize("chained", [True, False])
+def test_what_an_error_before_the_error_held_is_given_back(chained: bool) -> None:
+    held: list[Any] = []
+
+    def fails() -> None:
+        tensor = torch.ones(3)
+        held.append(weakref.ref(tensor))
+        raise ERROR
+
+    def ends() -> None:
+        try:
+            fails()
+        except RuntimeError as first:
+            raise RuntimeError("CUDA error: out of memory") from (first if chained else None)
+
+    with pytest.raises(RuntimeError) as raised:
+        ends()
+    assert held[0]() is not None
+    _forget(raised.value)
+    assert held[0]() is None
+
+
 def test_three_times_are_survived_and_the_fourth_names_a_plan() -> None:
     def other(plan: Plan) -> Plan:
         return Plan.recompute() if policies(model) == (Policy.KEEP,) else Plan.keep()
@@ -186,6 +208,29 @@ def test_where_no_plan_keeps_less_the_run_ends() -> None:
     with pytest.raises(TrainingError, match="step 1 ran out of memory: no plan keeps less: train with fewer") as raised:
         train(model, Failing("loss", 2, error=error))
     assert raised.value.__cause__ is error  # where it came from is told
+
+
+def test_a_model_that_can_not_follow_the_plan_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sharded(*_: Any) -> None:
+        raise ConfigError("the model is sharded", "choose the plan before")
+
+    model = build("full")
+    monkeypatch.setattr(type(attached(model)), "replan", sharded)
+    with pytest.raises(TrainingError, match=r"step 1 ran out of memory: start again, .* the plan 'recompute the MLP'"):
+        train(model, Failing("loss", 2))
+
+
+def test_a_plan_that_is_not_served_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    def replan(self: Any, plan: Plan) -> Any:
+        if plan.policies == (Policy.RECOMPUTE_MLP,):
+            raise UnsupportedError("not of this model", "another")
+        return plain(self, plan)
+
+    model = build("full")
+    plain = type(attached(model)).replan  # type: ignore[union-attr]
+    monkeypatch.setattr(type(attached(model)), "replan", replan)
+    assert train(model, Failing("loss", 2))[0] == undisturbed("full")[0]
+    assert policies(model) == (Policy.RECOMPUTE_LAYER,)
 
 
 def test_other_errors_pass() -> None:

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 from trl import SFTConfig
 
 from pronghorn import FastLanguageModel, SFTTrainer
@@ -32,6 +32,7 @@ from pronghorn.models.attach import attach, attached
 from pronghorn.models.families import recomputes_layers
 from pronghorn.train.checkpoint import checkpoints
 from pronghorn.train.control import trained_seconds
+from pronghorn.train.counters import StepCounters
 from pronghorn.train.gradients import GradientWatch, _Pending, gradient_flags, gradient_norms
 from pronghorn.train.trainer import _attached_on_its_device
 from tiny import stock_loss_on_cpu, tiny_model
@@ -252,6 +253,17 @@ def test_waiting_for_data_is_told(stories: Path, texts: list[str], tmp_path: Pat
         shares.append(entry["data_wait_share"])
         assert 0 < entry["packing_efficiency"] <= 1
     assert shares[0] < 0.3 and 0.5 < shares[1] <= 1
+
+
+def test_padding_and_first_tokens_are_not_counted() -> None:
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+    batch = {"input_ids": mask, "attention_mask": mask, "labels": mask.masked_fill(mask == 0, -100)}
+    counters = StepCounters()
+    counters.add(batch)
+    counters.add(batch)
+    counted = counters.take(torch.device("cpu"))
+    assert (counted["tokens"], counted["labelled_tokens"], counted["packing_efficiency"]) == (12, 8, 0.75)
+    assert counters.take(torch.device("cpu"))["tokens"] == 0
 
 
 # ---- gradient accumulation and normalisation ----
@@ -478,8 +490,12 @@ def test_the_models_plan_decides_about_recompute(
     model = FastLanguageModel.get_peft_model(model, r=4, use_gradient_checkpointing=asked)  # the last one wins
     settings = config(tmp_path, max_steps=1, gradient_checkpointing=not asked)
     trainer = SFTTrainer(model, settings, train_dataset=documents, tokenizer=tokenizer)
+    during: list[bool] = []  # transformers switches off what it switched on
+    look = TrainerCallback()
+    look.on_step_end = lambda *_, **__: during.append(recomputes_layers(model))  # type: ignore[method-assign]
+    trainer.add_callback(look)
     trainer.train()
-    assert recomputes_layers(model) is asked
+    assert recomputes_layers(model) is asked and during == [asked]
 
 
 class _Watched:
@@ -494,9 +510,10 @@ class _Watched:
 
     def __call__(self, weight: float, bias: float) -> None:
         self.model.weight.grad = torch.full((2, 2), weight)
-        self.model.bias.grad = torch.full((2,), bias)
+        self.model.bias.grad = torch.full((2,), bias) if self.model.bias.requires_grad else None
         state = SimpleNamespace(global_step=self.step)
         self.watch.on_pre_optimizer_step(None, state, None, model=self.model, optimizer=self.optimizer)
+        assert self.watch._norms is None, "gradients would be kept until the next step"
         self.step += 1
 
 
@@ -508,6 +525,15 @@ def test_an_overflow_of_scaled_float16_is_left_to_the_scaler() -> None:
     run(1.0, 1.0)
     assert run.watch.skipped == 2
     with pytest.raises(TrainingError, match=r"step 5: .*: bias"):
+        run(1.0, 0.0)
+
+
+def test_a_learning_rate_of_zero_excuses_no_step_after_movement() -> None:
+    run = _Watched(scaler=None)
+    run(1.0, 1.0)
+    run.optimizer.optimizer.param_groups[0]["lr"] = 0.0  # a schedule with restarts
+    run(1.0, 1.0)
+    with pytest.raises(TrainingError, match=r"step 3: .*: bias"):
         run(1.0, 0.0)
 
 
@@ -533,6 +559,12 @@ def test_the_watch_clips_as_torch_does(most: float) -> None:
         parameter.grad = whole[name]
     assert ours == torch.nn.utils.clip_grad_norm_(model.parameters(), most)
     assert all(torch.equal(clipped[name], parameter.grad) for name, parameter in model.named_parameters())
+    written = [parameter.grad._version for parameter in model.parameters()]
+    watch.observe(model)
+    assert watch.clip(float("inf"), model.parameters()) == torch.nn.utils.get_total_norm(
+        [parameter.grad for parameter in model.parameters()]
+    )
+    assert [parameter.grad._version for parameter in model.parameters()] == written, "scaled by one"
     watch.observe(model)
     assert watch.clip(most, list(model.parameters())[1:]) is None, "another set is trained than was observed"
     model[0].weight.grad.mul_(2)
@@ -564,9 +596,18 @@ def test_a_second_training_is_not_judged_by_the_first() -> None:
     """One that was interrupted leaves flags; and adapters put on since have the right to a first step."""
     run = _Watched(scaler=object())
     run(1.0, 1.0)
+    run.model.bias.requires_grad_(False)
+    run(1.0, 0.0)  # frozen since
     run.watch._pending = _Pending(["weight"], torch.ones(2, 1), None, scaled=False, moves=True, step=2)
-    run.watch.on_train_begin(None, SimpleNamespace(log_history=[]), None)
+    begin = SimpleNamespace(log_history=[])
+    run.watch.on_train_begin(None, begin, None)
+    run.watch._trained = [("weight", run.model.weight)]  # all that this training had
     run(1.0, 0.0)
+    run.watch.on_train_begin(None, begin, None)
+    run.model.bias.requires_grad_(True)
+    run(1.0, 0.0)
+    with pytest.raises(TrainingError, match=r"step 5: .*: bias"):
+        run(1.0, 0.0)
 
 
 def test_skipped_steps_are_those_of_one_training() -> None:
@@ -574,7 +615,7 @@ def test_skipped_steps_are_those_of_one_training() -> None:
     run = _Watched(scaler=object())
     run(float("nan"), 0.0)
     assert run.watch.skipped == 1
-    logged = [{"loss": 1.0, "skipped_steps": 2}, {"eval_loss": 1.0}]
+    logged = [{"loss": 1.0, "skipped_steps": 1}, {"loss": 1.0, "skipped_steps": 2}, {"eval_loss": 1.0}]
     for history, skipped in ((logged, 2), ([], 0)):
         run.watch.on_train_begin(None, SimpleNamespace(log_history=history), None)
         assert run.watch.skipped == skipped
@@ -667,11 +708,11 @@ def test_an_earlier_checkpoint_of_the_same_name_survives_a_failed_save(
     assert folder.is_dir() and {p.name: p.read_bytes() for p in folder.iterdir()} == before
 
 
-@pytest.mark.parametrize("limit", [None, 0, -1])
+@pytest.mark.parametrize("limit", [None, 0, -1, 3])
 def test_no_limit_of_checkpoints_deletes_none(
     stories: Path, documents: Dataset, tmp_path: Path, limit: int | None
 ) -> None:
-    """transformers takes every limit below 1 for none."""
+    """transformers takes every limit below 1 for none; nor does one that isn't reached."""
     model, tokenizer = adapted(stories)
     args = config(tmp_path / "run", max_steps=2, save_strategy="steps", save_steps=1, save_total_limit=limit)
     SFTTrainer(model, args, train_dataset=documents, tokenizer=tokenizer).train()
@@ -712,6 +753,20 @@ def test_the_best_checkpoint_stays_known(
     saved = load_file(best / "adapter_model.safetensors")
     ours = {name.replace(".default", ""): value for name, value in trained(last.model).items()}
     assert_equal_weights(ours, saved, rel=0.0)
+
+
+def test_the_best_checkpoint_is_named_where_it_is(tmp_path: Path) -> None:
+    """In a run's folder that was moved; what is nowhere isn't named."""
+    state = SimpleNamespace(best_global_step=2, save_to_json=lambda path: None)
+    trainer: Any = SimpleNamespace(state=state)
+    for expected in (tmp_path / "checkpoint-2", None):
+        if expected is not None:
+            expected.mkdir()
+        state.best_model_checkpoint = str(tmp_path / "before" / "checkpoint-2")
+        SFTTrainer._name_best(trainer, tmp_path, tmp_path / ".unfinished" / "checkpoint-4")
+        assert state.best_model_checkpoint == (expected and str(expected))
+        if expected is not None:
+            expected.rmdir()
 
 
 def test_resuming_continues_the_trajectory(stories: Path, documents: Dataset, tmp_path: Path) -> None:
@@ -860,6 +915,12 @@ def test_a_model_is_attached_where_the_trainer_brings_it(before: bool, monkeypat
     assert handle is attached(model) and handle.fuses
     args.place_model_on_device = False
     assert _attached_on_its_device(model, args) is handle
+    args.place_model_on_device = None
+    monkeypatch.setattr(model, "to", lambda device: pytest.fail("moved"))
+    for place, name in ((args, "fsdp"), (args, "deepspeed"), (model, "hf_device_map"), (model, "is_quantized")):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, True, raising=False)
+            assert _attached_on_its_device(model, args) is handle
 
 
 def test_checkpointing_asked_of_the_model_is_kept(stories: Path, documents: Dataset, tmp_path: Path) -> None:

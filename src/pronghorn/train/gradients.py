@@ -102,9 +102,9 @@ class GradientWatch(TrainerCallback):
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Judge the last step, and keep the optimiser from applying gradients that aren't finite."""
         self.judge()
-        self._norms = None  # which keeps the gradients
         if self._observed is None:  # a trainer that doesn't call `observe`
             self.observe(kwargs["model"])
+        self._norms = None  # which keeps the gradients
         assert self._observed is not None
         (names, flags), self._observed = self._observed, None
         optimizer: Any = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])
