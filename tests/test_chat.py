@@ -185,7 +185,12 @@ def test_what_would_give_wrong_labels_is_refused(template: str | None, row: Row,
 @pytest.mark.parametrize("trim_offsets", [False, True])
 @pytest.mark.parametrize(
     ("vocabulary", "prompt", "completion", "token"),
-    [(("ab",), "xa", "by", "'ab'"), (("Ġb",), "x ", "by", "' b'"), (("ĊĊ",), "x\n", "\ny", r"'\n\n'")],
+    [
+        (("ab",), "xa", "by", "'ab'"),
+        (("Ġb",), "x ", "by", "' b'"),
+        (("ĊĊ",), "x\n", "\ny", r"'\n\n'"),
+        (("©b",), "xé", "by", "'éb'"),  # of é the second byte
+    ],
 )
 def test_a_token_across_the_boundary_is_refused(
     vocabulary: tuple[str, ...], prompt: str, completion: str, token: str, trim_offsets: bool
@@ -201,6 +206,8 @@ def test_a_token_across_the_boundary_is_refused(
 def test_a_turn_across_the_templates_newline_is_refused() -> None:
     with pytest.raises(DataError, match=r"line 7: token '\\n\\n' lies on both sides"):
         label_rows([chat("a", "\nb")], byte_level(CHATML, ("ĊĊ",)))
+    with pytest.raises(DataError, match=r"line 7: token '\\n\\n' lies on both sides"):
+        label_rows([chat("a", "b\n")], byte_level(CHATML.replace("<|im_end|>", "\n<|im_end|>"), ("ĊĊ",)))
 
 
 def test_rows_without_labels_are_dropped_and_counted(stories: Any) -> None:

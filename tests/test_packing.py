@@ -157,4 +157,4 @@ def test_rows_of_a_set_are_its_packing() -> None:
                 assert row[name] == [value for i in indices for value in documents[i][name]]
         efficiency, ceiling = packing_efficiency(lengths, packing, 10), packing_ceiling(lengths, 10)
         assert rows.stats == PackingStats(6, 28, 4, 10, efficiency, ceiling) and efficiency < ceiling
-        assert len(rows.first(2)) == 2 and rows.first(2)[1] == rows[1] and len(rows.first(None)) == len(rows)
+        assert len(rows.first(2)) == 2 and rows.first(2)[1] == rows[1] and len(rows.first(None)) == len(rows) == 4

@@ -232,6 +232,10 @@ def test_mixtures_keep_their_shares(sources: list[tuple[int, float]], seed: int)
 
 def test_a_mixture_draws_by_its_seed(tmp_path: Path) -> None:
     assert mixture([100, 100], [1, 3], 1) != mixture([100, 100], [1, 3], 2)
+    first, second, _ = mixture([100, 100, 100], [1, 1, 4], 1)
+    assert first != second and first == sorted(first)
+    for lengths, weights, shares in (([1, 1, 1], [6, 3, 1], [2, 1, 0]), ([1, 2], [1, 1], [2, 1])):
+        assert [len(indices) for indices in mixture(lengths, weights, 0)] == shares
     (tmp_path / "a.jsonl").write_text(lines(*({"text": f"a{i}"} for i in range(6))))
     (tmp_path / "b.jsonl").write_text(lines({"question": "b", "answer": "c"}, {"question": "d", "answer": ""}))
     parts = [
