@@ -135,7 +135,11 @@ def test_texts_are_trained_whole_with_one_bos(plain: Any) -> None:
         document = one(TextDocument(text, **WHERE), plain)
         assert document.input_ids == [bos, *plain("Once upon a time", add_special_tokens=False)["input_ids"], eos]
         assert document.labels == [-100, *document.input_ids[1:]]
-    assert one(TextDocument("ab", **WHERE), byte_level(None)).labels[0] == -100  # a tokenizer without bos
+    tokenizer = byte_level(None)  # without bos
+    assert one(TextDocument("ab", **WHERE), tokenizer).labels[0] == -100
+    end = ("<|im_end|>", tokenizer.eos_token_id)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing("$A <|im_end|>", special_tokens=[end])
+    assert tokenizer.decode(one(TextDocument("ab", **WHERE), tokenizer).input_ids) == "ab<|im_end|>"
 
 
 def test_a_template_that_writes_bos_gets_no_second_one(plain: Any, shared: Path) -> None:

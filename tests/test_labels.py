@@ -287,10 +287,13 @@ def test_labels_that_are_off_by_a_token_are_refused(off: tuple[int, int], monkey
         one(chat("a", "bcd"), byte_level(CHATML))
 
 
-def test_an_end_of_turn_that_is_white_space() -> None:
+def test_an_end_of_turn_that_is_white_space_or_plain() -> None:
     tokenizer = byte_level(CHATML.replace("<|im_end|>", "\t"))
     tokenizer.add_special_tokens({"additional_special_tokens": ["\t"]})
     assert trained(one(chat("a", "b"), tokenizer), tokenizer) == ["b\t"]
+    tokenizer = byte_level(CHATML.replace("<|im_end|>", "~"))
+    tokenizer.eos_token = "~"  # a plain token of the vocabulary
+    assert trained(one(chat("a", "b"), tokenizer), tokenizer) == ["b~"]
 
 
 def test_edges_go_by_the_texts_order() -> None:
