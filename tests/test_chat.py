@@ -124,6 +124,8 @@ def test_prompts_and_completions(stories: Any, plain: Any) -> None:
     document = one(row, plain)
     assert document.input_ids == [*plain("Say: Once upon a time")["input_ids"], plain.eos_token_id]
     assert trained(document, plain) == ["Once upon a time</s>"]  # decoding drops a first space
+    with pytest.raises(DataError, match="line 7: the assistant's text holds the control token '</s>'"):
+        one(PromptCompletion("Say:", " Once</s> upon", **WHERE), plain)
     whole = one(row, plain, loss_on="all")
     assert whole.input_ids == document.input_ids
     assert whole.labels == [-100, *document.input_ids[1:]]
@@ -160,6 +162,7 @@ def test_reasoning_is_trained_where_the_template_keeps_it() -> None:
     assert trained(one(chat("a", reasoned), tokenizer), tokenizer) == [f"{reasoned}<|im_end|>"]
     with pytest.raises(DataError, match=r"chat\.jsonl line 7 message 2: .* writes 'second<\|im_end\|>"):
         label_rows([chat("a", reasoned, "b", "third")], tokenizer)
+    assert one(chat("a", reasoned, "b", "third"), tokenizer, loss_on="all").labelled
 
 
 REFUSED = {

@@ -44,7 +44,7 @@ def test_only_the_last_turn_is_trained() -> None:
     assert trained(one(row, tokenizer, loss_on="last"), tokenizer) == ["second<|im_end|>"]
     assert one(row, tokenizer, loss_on="last").input_ids == one(row, tokenizer).input_ids
     assert trained(one(chat("a", "first", "b"), tokenizer, loss_on="last"), tokenizer) == ["first<|im_end|>"]
-    for row_ in (PromptCompletion("a", " b", **WHERE), TextDocument("ab", **WHERE)):
+    for row_ in (PromptCompletion("ab", " b", **WHERE), TextDocument("ab", **WHERE)):
         assert one(row_, byte_level(None), loss_on="last") == one(row_, byte_level(None))
 
 
@@ -309,6 +309,9 @@ def test_edges_go_by_the_texts_order() -> None:
 def test_a_template_that_trains_only_its_scaffolding_is_refused() -> None:
     with pytest.raises(DataError, match="line 7: the chat template leaves the assistant's text out"):
         one(chat("a", "bcd"), byte_level(CHATML.replace("m.content", "''")), loss_on="all")
+    messages = (*chat("a").messages, Message("assistant", "", {"tool_calls": [CALL]}), Message("assistant", "bcd"))
+    with pytest.raises(DataError, match="line 7: the chat template leaves the assistant's text out"):
+        one(replace(chat("a"), messages=messages), byte_level(CHATML.replace("m.content", "''")), loss_on="all")
     with pytest.raises(DataError, match="message 2: the assistant's text is empty: nothing but the template's own"):
         one(chat("a", " "), byte_level(CHATML))
 

@@ -1,7 +1,6 @@
 """Reading rows: the three formats, and an error with file and line for everything else."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -232,6 +231,11 @@ def test_chunks_end_by_rows_or_characters() -> None:
     texts: list[Row] = [TextDocument(text, path="t.txt", line=line) for line, text in enumerate("abc", 1)]
     pair = PromptCompletion("ab", "cd", path="t.jsonl", line=4)
     said = Conversation((Message("user", "a"), Message("assistant", "bc")), path="t.jsonl", line=5)
-    rows = [*texts, pair, said, replace(texts[0], line=6), replace(texts[0], line=7)]
-    assert [[row.line for row in chunk] for chunk in in_chunks(rows, 3, 4)] == [[1, 2, 3], [4], [5, 6], [7]]
+    rows = [
+        *texts,
+        pair,
+        said,
+        *(TextDocument(text, path="t.txt", line=line) for line, text in ((6, "d"), (7, "efgh"), (8, "i"))),
+    ]
+    assert [[row.line for row in chunk] for chunk in in_chunks(rows, 3, 4)] == [[1, 2, 3], [4], [5, 6], [7], [8]]
     assert not list(in_chunks([], 3, 4))
