@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pronghorn.data.batch import DOCUMENT_BUCKET, LOSS_ROWS_BUCKET, SEQLEN_BUCKET, Collator, PackedBatch
+from pronghorn.data.batch import (
+    DOCUMENT_BUCKET,
+    LOSS_ROWS_BUCKET,
+    SEQLEN_BUCKET,
+    TILE_ROWS,
+    Collator,
+    PackedBatch,
+    round_up,
+)
 from pronghorn.errors import DataError
 
 documents = st.lists(st.integers(1, 40), min_size=1, max_size=12)
@@ -41,7 +49,11 @@ def test_metadata_of_any_rows(rows: list[list[int]], spare: int) -> None:
     assert packed.bucket % DOCUMENT_BUCKET == 0 and packed.cu_seqlens.dtype == torch.int32
     bounds = packed.cu_seqlens.tolist()
     assert bounds[: len(expected) + 1] == [0, *accumulate(expected)] and set(bounds[len(expected) :]) == {packed.tokens}
-    assert max(expected) <= packed.max_seqlen <= max(max(expected), min(packed.tokens, max(expected) + SEQLEN_BUCKET))
+    assert len(bounds) == packed.bucket + 1
+    full = [(first, start, end) for start, end in pairwise(bounds) for first in range(start, end, TILE_ROWS)]
+    empty = [(packed.tokens,) * 3] * (packed.tokens // TILE_ROWS + packed.bucket - len(full))
+    assert sorted(map(tuple, packed.tiles.tolist())) == full + empty
+    assert packed.max_seqlen == min(packed.tokens, round_up(max(expected), SEQLEN_BUCKET))
     starts = [0, *accumulate(expected)][:-1]
     assert batch["position_ids"][0].tolist() == [i for n in expected for i in range(n)]
     assert packed.document_ids.tolist() == [d for d, n in enumerate(expected) for _ in range(n)]
@@ -50,7 +62,7 @@ def test_metadata_of_any_rows(rows: list[list[int]], spare: int) -> None:
     predicting = [i for i in range(len(labels) - 1) if labels[i + 1] != -100]
     assert packed.n_labels == len(predicting)
     assert packed.loss_rows[: packed.n_labels].tolist() == predicting
-    assert len(packed.loss_rows) % LOSS_ROWS_BUCKET == 0
+    assert len(packed.loss_rows) == round_up(max(1, len(predicting)), LOSS_ROWS_BUCKET)
     assert set(packed.loss_rows[packed.n_labels :].tolist()) <= {packed.tokens - 1}
     for i in predicting:  # a prediction never crosses a document's end
         assert packed.document_ids[i] == packed.document_ids[i + 1] and labels[i + 1] == ids[i + 1]
@@ -99,7 +111,8 @@ def test_rows_that_do_not_fit(row: dict[str, list[int]]) -> None:
 
 
 def test_first_label_of_a_document_is_dropped_even_if_given() -> None:
-    batch = Collator(8, 0)([{"input_ids": [5, 6, 7, 8, 9], "labels": [5, 6, 7, 8, 9], "lengths": [2, 3]}])
+    batch = Collator(8, 3)([{"input_ids": [5, 6, 7, 8, 9], "labels": [5, 6, 7, 8, 9], "lengths": [2, 3]}])
+    assert batch["input_ids"][0].tolist() == [5, 6, 7, 8, 9, 3, 3, 3]
     assert batch["labels"][0].tolist() == [-100, 6, -100, 8, 9, -100, -100, -100]
     assert batch["packed"].n_labels == 3
 
@@ -114,12 +127,16 @@ def test_a_tokenizer_without_a_padding_token() -> None:
 def test_copy_into_a_static_batch() -> None:
     first, second = (collate([[3, 4]], 16)["packed"], collate([[5, 1, 2]], 16)["packed"])
     addresses = [t.data_ptr() for t in (second.cu_seqlens, second.document_ids, second.loss_rows)]
+    first.split(16)  # of its own tiles: nothing of it may stay
     merged = first.copy_into(second)
+    assert merged.split(16)[1].data_ptr() == second.tiles.data_ptr() and torch.equal(second.tiles, first.tiles)
     assert merged.lengths == first.lengths and merged.n_labels == first.n_labels
     assert [t.data_ptr() for t in (merged.cu_seqlens, merged.document_ids, merged.loss_rows)] == addresses
     assert torch.equal(second.cu_seqlens, first.cu_seqlens) and torch.equal(second.loss_rows, first.loss_rows)
     with pytest.raises(DataError, match="differ in shape"):
         first.copy_into(collate([[3]], 32)["packed"])
+    with pytest.raises(DataError, match="loss_rows of the batch"):
+        first.without_labels().copy_into(second)
 
 
 def test_moving_keeps_the_host_integers() -> None:

@@ -144,16 +144,20 @@ def test_a_file_that_changes_while_it_is_tokenised(settings: Any, tokenizer: Any
 
 def test_what_does_not_decide_the_tokens_is_not(settings: Any, tokenizer: Any) -> None:
     """Row length and overflow rule come after the cache; a tokenizer's own truncation is not used."""
-    prepare(settings(), tokenizer)
+    whole = prepare(settings(), tokenizer)
     tokenizer.backend_tokenizer.enable_truncation(4)
     short = prepare(settings(overflow="drop"), tokenizer, length=40)
+    other = [prepare(settings(overflow=rule), tokenizer, length=n) for rule, n in (("truncate", 40), ("drop", 41))]
+    other.append(documents(settings(), "train", tokenizer, 512, seed=1, part_rows=20))
     assert len(entries(settings())) == 1 and short.dropped > 0
+    assert len({prepared.key for prepared in (whole, short, *other)}) == 5
 
 
 @pytest.mark.parametrize("overflow", ["drop", "truncate", "split"])
 def test_the_overflow_rule_on_cached_documents(settings: Any, tokenizer: Any, overflow: Any) -> None:
     data = settings(overflow=overflow)
-    expected = fit(label_rows(read_rows(data.train), tokenizer).documents, 44, overflow)
+    whole = label_rows(read_rows(data.train), tokenizer).documents
+    expected = fit(whole, 44, overflow)
     prepared = prepare(data, tokenizer, length=44)
     assert sorted(content(prepared)) == sorted((d.input_ids, d.labels, d.source) for d in expected.documents)
     assert (prepared.dropped, prepared.truncated, prepared.split) == (
@@ -162,6 +166,8 @@ def test_the_overflow_rule_on_cached_documents(settings: Any, tokenizer: Any, ov
         expected.split,
     )
     assert prepared.dropped + prepared.truncated + prepared.split > 0
+    fitting = [(d.input_ids, d.labels, d.source) for d in whole if len(d) <= 44]
+    assert content(prepared)[: len(fitting)] == fitting  # what is cut stands at the end
     with pytest.raises(DataError, match=r"train\.jsonl line \d+ has \d+ tokens > max_seq_length 44"):
         prepare(settings(overflow="error"), tokenizer, length=44)
 
@@ -207,6 +213,9 @@ def test_killed_while_tokenising(settings: Any, tokenizer: Any, monkeypatch: pyt
     resumed = prepare(data, tokenizer, progress=lambda _, done, total: seen.append(done))
     assert made == [f"part-0000{i}.arrow" for i in (2, 3, 4)] and seen == [0, 20, 40, 60, 80, 100]
     assert content(resumed) == content(reference)
+    for name in ("meta.json", "part-00001.arrow"):  # as workers that were killed may leave it: a later part is there
+        (entries(data)[0] / name).unlink()
+    assert content(prepare(data, tokenizer)) == content(reference) and made[3:] == ["part-00001.arrow"]
     for part in entries(data)[0].glob("part-*"):
         assert part.read_bytes() == (next((data.cache.parent / "reference").iterdir()) / part.name).read_bytes()
 
@@ -346,6 +355,10 @@ def test_parts_of_long_rows_hold_fewer(settings: Any, tokenizer: Any, monkeypatc
     assert sum(rows) == 50 and 2 < max(rows) < 15
     monkeypatch.undo()
     assert content(prepare(data, tokenizer)) == content(long) and len(entries(data)) == 2
+    prepare(data, tokenizer, part_rows=10)
+    monkeypatch.setattr(cache_module, "LABELLING", 0)
+    prepare(data, tokenizer)
+    assert len(entries(data)) == 4
 
 
 @pytest.mark.slow

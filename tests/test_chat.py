@@ -124,6 +124,8 @@ def test_prompts_and_completions(stories: Any, plain: Any) -> None:
     document = one(row, plain)
     assert document.input_ids == [*plain("Say: Once upon a time")["input_ids"], plain.eos_token_id]
     assert trained(document, plain) == ["Once upon a time</s>"]  # decoding drops a first space
+    with pytest.raises(DataError, match="line 7: the assistant's text holds the control token '</s>'"):
+        one(PromptCompletion("Say:", " Once</s> upon", **WHERE), plain)
     whole = one(row, plain, loss_on="all")
     assert whole.input_ids == document.input_ids
     assert whole.labels == [-100, *document.input_ids[1:]]
@@ -135,7 +137,11 @@ def test_texts_are_trained_whole_with_one_bos(plain: Any) -> None:
         document = one(TextDocument(text, **WHERE), plain)
         assert document.input_ids == [bos, *plain("Once upon a time", add_special_tokens=False)["input_ids"], eos]
         assert document.labels == [-100, *document.input_ids[1:]]
-    assert one(TextDocument("ab", **WHERE), byte_level(None)).labels[0] == -100  # a tokenizer without bos
+    tokenizer = byte_level(None)  # without bos
+    assert one(TextDocument("ab", **WHERE), tokenizer).labels[0] == -100
+    end = ("<|im_end|>", tokenizer.eos_token_id)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing("$A <|im_end|>", special_tokens=[end])
+    assert tokenizer.decode(one(TextDocument("ab", **WHERE), tokenizer).input_ids) == "ab<|im_end|>"
 
 
 def test_a_template_that_writes_bos_gets_no_second_one(plain: Any, shared: Path) -> None:
@@ -156,6 +162,7 @@ def test_reasoning_is_trained_where_the_template_keeps_it() -> None:
     assert trained(one(chat("a", reasoned), tokenizer), tokenizer) == [f"{reasoned}<|im_end|>"]
     with pytest.raises(DataError, match=r"chat\.jsonl line 7 message 2: .* writes 'second<\|im_end\|>"):
         label_rows([chat("a", reasoned, "b", "third")], tokenizer)
+    assert one(chat("a", reasoned, "b", "third"), tokenizer, loss_on="all").labelled
 
 
 REFUSED = {
@@ -185,7 +192,12 @@ def test_what_would_give_wrong_labels_is_refused(template: str | None, row: Row,
 @pytest.mark.parametrize("trim_offsets", [False, True])
 @pytest.mark.parametrize(
     ("vocabulary", "prompt", "completion", "token"),
-    [(("ab",), "xa", "by", "'ab'"), (("Ġb",), "x ", "by", "' b'"), (("ĊĊ",), "x\n", "\ny", r"'\n\n'")],
+    [
+        (("ab",), "xa", "by", "'ab'"),
+        (("Ġb",), "x ", "by", "' b'"),
+        (("ĊĊ",), "x\n", "\ny", r"'\n\n'"),
+        (("©b",), "xé", "by", "'éb'"),  # of é the second byte
+    ],
 )
 def test_a_token_across_the_boundary_is_refused(
     vocabulary: tuple[str, ...], prompt: str, completion: str, token: str, trim_offsets: bool
@@ -201,6 +213,8 @@ def test_a_token_across_the_boundary_is_refused(
 def test_a_turn_across_the_templates_newline_is_refused() -> None:
     with pytest.raises(DataError, match=r"line 7: token '\\n\\n' lies on both sides"):
         label_rows([chat("a", "\nb")], byte_level(CHATML, ("ĊĊ",)))
+    with pytest.raises(DataError, match=r"line 7: token '\\n\\n' lies on both sides"):
+        label_rows([chat("a", "b\n")], byte_level(CHATML.replace("<|im_end|>", "\n<|im_end|>"), ("ĊĊ",)))
 
 
 def test_rows_without_labels_are_dropped_and_counted(stories: Any) -> None:

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from pronghorn.config import Recipe
 from pronghorn.data import chat as chat_module
 from pronghorn.data.chat import fit, label_rows
-from pronghorn.data.labels import token_ranges
+from pronghorn.data.labels import Edges, Rendered, token_ranges, verify
 from pronghorn.data.packing import Document
 from pronghorn.data.row_types import Conversation, Message, PromptCompletion, TextDocument
 from pronghorn.data.rows import read_rows
@@ -44,7 +44,7 @@ def test_only_the_last_turn_is_trained() -> None:
     assert trained(one(row, tokenizer, loss_on="last"), tokenizer) == ["second<|im_end|>"]
     assert one(row, tokenizer, loss_on="last").input_ids == one(row, tokenizer).input_ids
     assert trained(one(chat("a", "first", "b"), tokenizer, loss_on="last"), tokenizer) == ["first<|im_end|>"]
-    for row_ in (PromptCompletion("a", " b", **WHERE), TextDocument("ab", **WHERE)):
+    for row_ in (PromptCompletion("ab", " b", **WHERE), TextDocument("ab", **WHERE)):
         assert one(row_, byte_level(None), loss_on="last") == one(row_, byte_level(None))
 
 
@@ -149,8 +149,8 @@ def test_a_template_is_chosen_by_name_or_file(tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path / "saved")
     assert AutoTokenizer.from_pretrained(tmp_path / "saved").chat_template == chosen.text
 
-    (tmp_path / "own.jinja").write_text(CHATML)
-    own = find_template(str(tmp_path / "own.jinja"))
+    (tmp_path / "own.j2").write_text(CHATML)
+    own = find_template(str(tmp_path / "own.j2"))
     assert own is not None
     own.apply(tokenizer)
     assert trained(one(chat("a", "b"), tokenizer), tokenizer) == ["b<|im_end|>"]
@@ -202,6 +202,9 @@ def test_tool_calls_are_trained_as_the_template_writes_them() -> None:
     assert said == "It rains.<|im_end|>"
     with pytest.raises(DataError, match="line 7 message 2: the chat template leaves the tool call's 'weather' out"):
         one(row, byte_level(CHATML))
+    mute = byte_level(CALLS.replace("{{ m.content }}", "{{ m.content if not m.tool_calls }}"))
+    with pytest.raises(DataError, match="line 7 message 2: the chat template leaves the tool call's 'Well' out"):
+        one(replace(row, messages=(messages[0], replace(messages[1], content="Well"))), mute)
     with pytest.raises(DataError, match="line 7: the chat template leaves the tool 'weather' out"):
         one(replace(row, tools=(CALL,)), byte_level(CALLS.replace("tojson", "length")))
 
@@ -217,6 +220,16 @@ def test_control_tokens_of_a_call_are_the_templates() -> None:
         messages = (Message("user", "a"), Message("assistant", content, {"tool_calls": [made]}))
         with pytest.raises(DataError, match=r"line 7: the assistant's text holds the control token '<\|im_end\|>'"):
             one(replace(chat("a"), messages=messages), tokenizer)
+
+
+def test_added_tokens_that_control_nothing_may_be_said() -> None:
+    tokenizer, said = byte_level(CALLS), "<think><unk>b"
+    tokenizer.add_tokens(["<think>"])
+    tokenizer.add_special_tokens({"unk_token": "<unk>", "additional_special_tokens": ["<|im_start|>", "|>"]})
+    assert trained(one(chat("a", said), tokenizer), tokenizer) == [f"{said}<|im_end|>"]
+    messages = (Message("user", "a"), Message("assistant", said, {"tool_calls": [CALL]}))
+    (call,) = trained(one(replace(chat("a"), messages=messages), tokenizer), tokenizer)
+    assert call.startswith(f'{said}<call>{{"type"') and call.endswith("</call><|im_end|>")
 
 
 def test_a_call_whose_lead_only_a_last_turn_has() -> None:
@@ -264,18 +277,41 @@ def test_a_prefix_with_other_tokens_by_itself_is_refused() -> None:
     assert trained(good, tokenizer) == ["\n\nyes<|im_end|>"]
 
 
-def test_labels_that_are_off_by_a_token_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("off", [(1, 0), (-1, 0), (0, -2)])
+def test_labels_that_are_off_by_a_token_are_refused(off: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     def shifted(*args: Any) -> list[tuple[int, int]]:
-        return [(first + 1, end) for first, end in token_ranges(*args)]
+        return [(first + off[0], end + off[1]) for first, end in token_ranges(*args)]
 
     monkeypatch.setattr(chat_module, "token_ranges", shifted)
     with pytest.raises(DataError, match="has other tokens by itself"):
         one(chat("a", "bcd"), byte_level(CHATML))
 
 
+def test_an_end_of_turn_that_is_white_space_or_plain() -> None:
+    tokenizer = byte_level(CHATML.replace("<|im_end|>", "\t"))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["\t"]})
+    assert trained(one(chat("a", "b"), tokenizer), tokenizer) == ["b\t"]
+    tokenizer = byte_level(CHATML.replace("<|im_end|>", "~"))
+    tokenizer.eos_token = "~"  # a plain token of the vocabulary
+    assert trained(one(chat("a", "b"), tokenizer), tokenizer) == ["b~"]
+
+
+def test_edges_go_by_the_texts_order() -> None:
+    backend = byte_level(None, ("Ġb",), trim_offsets=True).backend_tokenizer
+    edges = Edges(backend.encode("a b", add_special_tokens=False))
+    asked = ((0, 0), (0, 1), (1, 0), (1, 2), (3, 0))  # no token covers the space
+    assert [edges.first_past(character, start) for character, start in asked] == [0, 1, 1, 2, 2]
+    pair = backend.encode("abc", "d", add_special_tokens=False)  # whose second part counts from 0 again
+    with pytest.raises(DataError, match="f line 1: the tokenizer's offsets do not follow the text"):
+        verify(Rendered("abcd", [], True, "f line 1"), pair.ids, [], Edges(pair), byte_level(None))
+
+
 def test_a_template_that_trains_only_its_scaffolding_is_refused() -> None:
     with pytest.raises(DataError, match="line 7: the chat template leaves the assistant's text out"):
         one(chat("a", "bcd"), byte_level(CHATML.replace("m.content", "''")), loss_on="all")
+    messages = (*chat("a").messages, Message("assistant", "", {"tool_calls": [CALL]}), Message("assistant", "bcd"))
+    with pytest.raises(DataError, match="line 7: the chat template leaves the assistant's text out"):
+        one(replace(chat("a"), messages=messages), byte_level(CHATML.replace("m.content", "''")), loss_on="all")
     with pytest.raises(DataError, match="message 2: the assistant's text is empty: nothing but the template's own"):
         one(chat("a", " "), byte_level(CHATML))
 
@@ -310,7 +346,9 @@ def test_a_run_saves_the_template_that_it_was_trained_with(shared: Path, tmp_pat
 
 
 @pytest.mark.parametrize("name", ["gsm8k/test.jsonl", "llamafactory/v1_sft_demo.jsonl"])
-def test_many_conversations_render_as_one_by_one(name: str, shared: Path, stories: Path) -> None:
+def test_many_conversations_render_as_one_by_one(
+    name: str, shared: Path, stories: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokenizer = AutoTokenizer.from_pretrained(stories)
     tokenizer.chat_template = BUILT_IN["mistral"].text
     columns = {"prompt": "question", "completion": "answer"} if "gsm8k" in name else {}
@@ -322,6 +360,7 @@ def test_many_conversations_render_as_one_by_one(name: str, shared: Path, storie
         assert isinstance(row, Conversation)
         rows.append(row)
     write = writer(tokenizer)
+    monkeypatch.setattr("pronghorn.data.template.render", lambda *args: pytest.fail("rendered one by one"))
     for row in rows:
         assert write(row, None) == render(row.messages, row.tools, tokenizer, row.source, answer=False)
         for index in range(1, len(row.messages), 2):
@@ -333,7 +372,7 @@ def test_conversations_do_not_see_what_the_template_set_before() -> None:
     state = (
         "{% if seen is defined %}SEEN{% endif %}{% if messages | length > 1 %}{% set seen = 1 %}"
         "{% macro twice(x) %}{{ x }}{{ x }}{% endmacro %}{% endif %}"
-        "{% if twice is defined %}{{ twice('=') }}{% endif %}"
+        "{% if twice is defined %}{{ twice('=') }}{% endif %}{{ tools is none }}{{ documents is none }}"
     )
     tokenizer = byte_level(state + CHATML)
     write = writer(tokenizer)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 from datasets import Dataset
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pronghorn.data.packed_rows import PackedRows
+from pronghorn.data.packed_rows import PackedRows, PackingStats
 from pronghorn.data.packing import Document, pack, packing_ceiling, packing_efficiency
 from pronghorn.errors import DataError
 
@@ -37,6 +37,7 @@ def test_every_document_once_and_no_row_overfull(problem: tuple[list[int], int],
 
 @settings(deadline=None)
 @given(problems())
+@example(([7, 6, 3, 2, 2], 10))  # the emptiest row with room would need a third row
 def test_rows_are_at_most_what_best_fit_decreasing_promises(problem: tuple[list[int], int]) -> None:
     lengths, capacity = problem
     rows = pack(lengths, capacity, 0)
@@ -141,3 +142,19 @@ def test_a_label_too_few_is_not_made_up_by_another_document() -> None:
     for given_ in (documents, Dataset.from_list(documents)):
         with pytest.raises(DataError, match="document 0 has 3 tokens and 2 labels"):
             PackedRows(given_, 8)
+
+
+def test_rows_of_a_set_are_its_packing() -> None:
+    lengths = [8, 5, 4, 4, 4, 3]  # four rows, where the ceiling knows of three
+    documents = [{"input_ids": [i] * n, "labels": [-100] + [i] * (n - 1)} for i, n in enumerate(lengths)]
+    packing = pack(lengths, 10, 3)
+    assert packing != pack(lengths, 10, 0)
+    for given_ in (documents, Dataset.from_list(documents)):
+        rows = PackedRows(given_, 10, seed=3)
+        for row, indices in zip(rows, packing, strict=True):
+            assert row["lengths"] == [lengths[i] for i in indices]
+            for name in ("input_ids", "labels"):
+                assert row[name] == [value for i in indices for value in documents[i][name]]
+        efficiency, ceiling = packing_efficiency(lengths, packing, 10), packing_ceiling(lengths, 10)
+        assert rows.stats == PackingStats(6, 28, 4, 10, efficiency, ceiling) and efficiency < ceiling
+        assert len(rows.first(2)) == 2 and rows.first(2)[1] == rows[1] and len(rows.first(None)) == len(rows) == 4

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pronghorn.data.rows import Conversation, Message, PromptCompletion, TextDocument, read_rows
+from pronghorn.data.rows import Conversation, Message, PromptCompletion, Row, TextDocument, in_chunks, read_rows
 from pronghorn.errors import DataError
 
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
@@ -225,3 +225,17 @@ def test_bad_paths_and_columns(tmp_path: Path) -> None:
         read_rows(path, {"question": "prompt"})
     with pytest.raises(DataError, match="line 1: no 'answer' among its keys 'prompt', 'completion': mend data"):
         read_rows(path, {"completion": "answer"})
+
+
+def test_chunks_end_by_rows_or_characters() -> None:
+    texts: list[Row] = [TextDocument(text, path="t.txt", line=line) for line, text in enumerate("abc", 1)]
+    pair = PromptCompletion("ab", "cd", path="t.jsonl", line=4)
+    said = Conversation((Message("user", "a"), Message("assistant", "bc")), path="t.jsonl", line=5)
+    rows = [
+        *texts,
+        pair,
+        said,
+        *(TextDocument(text, path="t.txt", line=line) for line, text in ((6, "d"), (7, "efgh"), (8, "i"))),
+    ]
+    assert [[row.line for row in chunk] for chunk in in_chunks(rows, 3, 4)] == [[1, 2, 3], [4], [5, 6], [7], [8]]
+    assert not list(in_chunks([], 3, 4))

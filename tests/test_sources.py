@@ -25,7 +25,7 @@ from pronghorn.data.rows import (
     TextDocument,
     read_rows,
 )
-from pronghorn.data.sources import SourceCount, mixture, read_source
+from pronghorn.data.sources import SourceCount, count_rows, mixture, read_source
 from pronghorn.data.template import render, writer
 from pronghorn.errors import ConfigError, DataError
 from test_chat import byte_level, trained
@@ -80,6 +80,7 @@ def test_txt(tmp_path: Path) -> None:
     path = tmp_path / "train.txt"
     path.write_text("one\n\ntwo <|endoftext|>\n")  # a separator stands on a line of its own
     assert read_rows(path) == [TextDocument("one\n\ntwo <|endoftext|>\n", path=str(path), line=1)]
+    assert read_rows(path)[0].source == f"{path} line 1"
     path.write_text("<|endoftext|>\none\n<|endoftext|>\r\n \n<|endoftext|>\ntwo\n")
     assert [(row.text, row.line) for row in read_rows(path) if isinstance(row, TextDocument)] == [
         ("one", 2),
@@ -150,6 +151,9 @@ def test_folders(tmp_path: Path) -> None:
     (tmp_path / "sub" / "more.csv").write_text("prompt,completion\n4,b\n")
     for name in ("README.md", "LICENSE", "LICENSE.txt", ".hidden.jsonl"):
         (tmp_path / name).write_text("not data")
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "state.json").write_text("not data")
+    assert count_rows(Source(path=tmp_path)) == 5  # lines of CSV, its header's too
     assert [row.prompt for row in read(tmp_path) if isinstance(row, PromptCompletion)] == ["1", "2", "3", "4"]
 
     (tmp_path / "part-3.jsonl").write_text(lines({"text": "x"}))
@@ -157,6 +161,9 @@ def test_folders(tmp_path: Path) -> None:
         DataError, match=r"part-3\.jsonl line 1: a row with 'text', but .*part-1\.json line 1 has 'prompt"
     ):
         read(tmp_path)
+    (tmp_path / "text.txt").write_text("x")
+    assert count_rows(Source(path=tmp_path)) is None
+    (tmp_path / "text.txt").unlink()
     (tmp_path / "part-3.jsonl").rename(tmp_path / "part-3.jsonl.gz")
     with pytest.raises(DataError, match=r"part-3\.jsonl\.gz: unknown file type \.gz"):
         read(tmp_path)
@@ -194,6 +201,7 @@ def test_hub_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(DataError, match="no such file"):
             read(name)
     assert len(asked) == 4
+    assert count_rows(Source(path=Path("owner/chats-v1.0"))) == 2
 
 
 @pytest.mark.parametrize(("file", "format", "columns"), [each[:3] for each in FILES if each[-1] is not Preference])
@@ -232,6 +240,10 @@ def test_mixtures_keep_their_shares(sources: list[tuple[int, float]], seed: int)
 
 def test_a_mixture_draws_by_its_seed(tmp_path: Path) -> None:
     assert mixture([100, 100], [1, 3], 1) != mixture([100, 100], [1, 3], 2)
+    first, second, _ = mixture([100, 100, 100], [1, 1, 4], 1)
+    assert first != second and first == sorted(first)
+    for lengths, weights, shares in (([1, 1, 1], [6, 3, 1], [2, 1, 0]), ([1, 2], [1, 1], [2, 1])):
+        assert [len(indices) for indices in mixture(lengths, weights, 0)] == shares
     (tmp_path / "a.jsonl").write_text(lines(*({"text": f"a{i}"} for i in range(6))))
     (tmp_path / "b.jsonl").write_text(lines({"question": "b", "answer": "c"}, {"question": "d", "answer": ""}))
     parts = [

@@ -222,11 +222,11 @@ def _in_one_context(tokenizer: "PreTrainedTokenizerBase") -> Callable[[Sequence[
     from transformers.utils import chat_template_utils
 
     compiled: Any = getattr(chat_template_utils, "_compile_jinja_template", None)
-    if compiled is None or not tokenizer.chat_template:
+    if compiled is None:
         return None
     try:
         template = compiled(tokenizer.get_chat_template())
-    except (TemplateError, ValueError):  # ValueError: several templates and none of them the default
+    except (TemplateError, ValueError):  # ValueError: no template, or several and none of them the default
         return None
     known = {**template.globals, "tools": None, "documents": None, **tokenizer.special_tokens_map}
     context = template.new_context(known, shared=True)
@@ -234,7 +234,6 @@ def _in_one_context(tokenizer: "PreTrainedTokenizerBase") -> Callable[[Sequence[
 
     def write(messages: Sequence[Message], answer: bool) -> str:
         context.vars.clear()  # what the template set for the conversation before
-        context.exported_vars.clear()
         known["messages"] = [message.as_dict() for message in messages]
         known["add_generation_prompt"] = answer
         return str(concat(root(context)))
@@ -304,7 +303,7 @@ def _end_of_calls(row: Conversation, index: int, start: int, text: str, tokenize
     tokens = sorted((token for token in special if upto.endswith(token)), key=len)
     said = upto[start:] if upto.startswith(text[:start]) else ""
     bare = [said.removeprefix(lead) for lead in LEADS if said.startswith(lead)]
-    said = next((turn for turn in bare if turn and text.startswith(turn, start)), "")
+    said = next((turn for turn in bare if text.startswith(turn, start)), "")
     if not said or not tokens:
         raise DataError(
             f"{where}: the chat template ends this turn with tool calls otherwise when more follows, or without an "
