@@ -190,7 +190,7 @@ class PackedBatch:
 
     def without_labels(self) -> PackedBatch:
         """The same batch for what comes before the loss."""
-        return replace(self, loss_rows=None, narrowed_in=None)
+        return replace(self, loss_rows=None, narrowed_in=None, _derived={})
 
     def copy_into(self, static: PackedBatch) -> PackedBatch:
         """Copy this batch's tensors into those of `static` (same shapes), for a captured graph that reads `static`.
