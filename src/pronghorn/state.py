@@ -1,0 +1,268 @@
+"""Files that outlive a process: written whole or not at all, versioned, locked, and checked before they are trusted.
+
+Everything that Pronghorn keeps on disk goes through here: `run.json`, journals, checkpoints, adapters, token caches,
+pages and results. Temporary names are random and created exclusively, so a planted link is never followed, and they end
+in `.tmp`, so `clear_leftovers` finds what a killed process left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import IO, Any
+
+from pronghorn.errors import ConfigError, DataError
+
+MANIFEST = "manifest.json"
+_TEMPORARY = re.compile(r"\.(?P<target>.+)\.[0-9a-f]{16}\.(?P<kind>tmp|old)")
+_CHUNK = 2**24
+"""Bytes that a digest reads at a time."""
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[IO[bytes]]:
+    """Open a temporary file beside `path`, flush it to the disk, and rename it to `path` when the block ends well.
+
+    A link at `path` stays a link: the file that it leads to is replaced. An exception removes the temporary file.
+
+    Yields:
+        The binary file to write.
+    Raises:
+        OSError: the file can't be made, written or renamed.
+    """
+    target = path.resolve()
+    temporary = _temporary(target, "tmp")
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+    descriptor = os.open(temporary, flags, 0o666)
+    try:
+        with os.fdopen(descriptor, "w+b") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(target)
+        flush(target.parent)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_text(path: Path, text: str) -> Path:
+    """Write a whole text file or nothing, and the folders around it. Characters that UTF-8 lacks become `?`.
+
+    Raises:
+        OSError: as `new_file`.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with new_file(path) as file:
+        file.write(text.encode("utf-8", errors="replace"))
+    return path
+
+
+def write_json(path: Path, schema: str, table: dict[str, Any]) -> Path:
+    """Write `table` with its schema's name as a whole JSON file or not at all.
+
+    Raises:
+        OSError: as `new_file`. ValueError: a NaN or an infinity, which JSON lacks.
+    """
+    text = json.dumps({**table, "schema": schema}, indent=1, ensure_ascii=False, allow_nan=False)
+    return write_text(path, text + "\n")
+
+
+def read_json(path: Path, schema: str, remedy: str) -> dict[str, Any]:
+    """Read a JSON file that `write_json` wrote under the same schema.
+
+    Raises:
+        DataError: the file is missing, unreadable, not JSON, or of another schema; it ends with `remedy`.
+    """
+    try:
+        table = json.loads(path.read_bytes())
+    except OSError as error:
+        raise DataError(f"{path} can't be read ({error.strerror})", remedy) from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: not valid JSON ({error})", remedy) from error
+    found = table.get("schema") if isinstance(table, dict) else type(table).__name__
+    if found != schema:
+        raise DataError(f"{path}: schema {found!r}, not {schema!r}", remedy)
+    return table
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """Make a temporary folder beside `target` and move it into `target`'s place when the block ends well.
+
+    An earlier `target` stays as it was until then, and after an exception. A link at `target` stays a link.
+
+    Yields:
+        The folder to write into.
+    Raises:
+        OSError: the folder can't be made or moved.
+    """
+    target = target.resolve()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    folder = _temporary(target, "tmp")
+    folder.mkdir()
+    try:
+        yield folder
+        for path in [*folder.rglob("*"), folder]:
+            flush(path)
+        move_into_place(folder, target)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def move_into_place(folder: Path, target: Path) -> None:
+    """Rename a finished folder to `target`; what had that name is put aside first and deleted last."""
+    old = _temporary(target, "old")
+    try:
+        if target.exists():
+            target.rename(old)
+        folder.rename(target)
+    except BaseException:
+        if old.exists() and not target.exists():
+            old.rename(target)
+        raise
+    flush(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def remove_folder(folder: Path) -> None:
+    """Delete a folder so that a half-deleted one never has its name."""
+    old = _temporary(folder, "old")
+    folder.rename(old)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def clear_leftovers(folder: Path, is_whole: Callable[[Path], bool] | None = None) -> None:
+    """Delete what killed processes left in `folder`; only the holder of the folder's lock may call this.
+
+    Args:
+        is_whole: says whether a folder that was put aside can be trusted. Such a folder comes back under its own name
+            if nothing took its place.
+    """
+    if not folder.is_dir():
+        return
+    for path in list(folder.iterdir()):
+        found = _TEMPORARY.fullmatch(path.name)
+        if found is None:
+            continue
+        target = path.with_name(found["target"])
+        if found["kind"] == "old" and is_whole is not None and not target.exists() and is_whole(path):
+            path.rename(target)
+        elif path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def is_temporary(path: Path) -> bool:
+    """Tell whether a path has the name of a file or folder that was being written or deleted."""
+    return _TEMPORARY.fullmatch(path.name) is not None
+
+
+def digest(path: Path) -> str:
+    """Compute the xxh3_128 of a file's bytes, in hexadecimal. Raises OSError."""
+    import xxhash
+
+    state = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(_CHUNK):
+            state.update(chunk)
+    return state.hexdigest()
+
+
+def write_manifest(folder: Path, schema: str, more: dict[str, Any] | None = None) -> None:
+    """Write `manifest.json` with the size and digest of every file in `folder`, and flush all of them to the disk.
+
+    Digests are taken right after the files were written, from the system's cache rather than the disk.
+    """
+    files = {
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "xxh3_128": digest(path)}
+        for path in _files(folder)
+    }
+    write_json(folder / MANIFEST, schema, {**(more or {}), "files": files})
+    for path in [*_files(folder), folder]:
+        flush(path)
+
+
+def check_manifest(folder: Path, schema: str, remedy: str, contents: bool = True) -> dict[str, Any]:
+    """Compare the files in `folder` with its manifest and return the manifest.
+
+    Args:
+        contents: compare digests; without it only names and sizes.
+    Raises:
+        DataError: no manifest, another schema, or a file that is missing, not a plain file, of another size or of other
+            contents. Names the file and ends with `remedy`.
+    """
+    path = folder / MANIFEST
+    table = read_json(path, schema, remedy)
+    files = table.get("files")
+    if not isinstance(files, dict):
+        raise DataError(f"{path}: 'files' is no table", remedy)
+    for name, known in files.items():
+        inside = not PurePosixPath(name).is_absolute() and ".." not in PurePosixPath(name).parts
+        if not inside or not isinstance(known, dict) or {"bytes", "xxh3_128"} - known.keys():
+            raise DataError(f"{path}: {name!r} is no entry of a manifest", remedy)
+        file = folder / name
+        size = file.stat().st_size if file.is_file() and not file.is_symlink() else None
+        if size != known["bytes"]:
+            what = "missing" if size is None else f"{size:,} bytes instead of {known['bytes']}"
+            raise DataError(f"{file}: {what}", remedy)
+        if contents and digest(file) != known["xxh3_128"]:
+            raise DataError(f"{file}: its contents changed since it was written (digest differs)", remedy)
+    return table
+
+
+@contextmanager
+def lock(path: Path, seconds: float, problem: str, remedy: str) -> Iterator[None]:
+    """Hold an exclusive lock on `path` while the block runs; a process that is killed lets go of it.
+
+    Args:
+        seconds: how long to wait for another holder; -1 waits for ever.
+    Raises:
+        ConfigError: `problem` and `remedy`, when another process held it all that time.
+        OSError: the lock's file can't be made.
+    """
+    from filelock import FileLock, Timeout
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    held = FileLock(path)
+    try:
+        held.acquire(timeout=seconds)
+    except Timeout:
+        raise ConfigError(problem, remedy) from None
+    try:
+        yield
+    finally:
+        held.release()
+
+
+def flush(path: Path) -> None:
+    """Flush a file or folder to the disk. Does nothing for a link."""
+    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0)
+    try:
+        descriptor = os.open(path, flags)
+    except OSError:
+        if path.is_symlink():
+            return
+        raise
+    try:
+        with contextlib.suppress(OSError) if path.is_dir() else contextlib.nullcontext():
+            os.fsync(descriptor)  # some file systems can't flush a folder
+    finally:
+        os.close(descriptor)
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
+
+
+def _temporary(target: Path, kind: str) -> Path:
+    return target.with_name(f".{target.name}.{secrets.token_hex(8)}.{kind}")
