@@ -365,7 +365,7 @@ def test_memory_that_runs_out_in_attach_leaves_a_model_that_can_be_detached(monk
     def run_out(*_: Any) -> None:
         raise torch.OutOfMemoryError("for merged weights")
 
-    monkeypatch.setattr("pronghorn.models.fast.settle", run_out)
+    monkeypatch.setattr("pronghorn.layers.decoder.FusedLayers.merge_weights", run_out)
     with pytest.raises(torch.OutOfMemoryError):
         attach(model, Plan.recompute(), layers="fused")
     handle = attached(model)

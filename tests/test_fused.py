@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from pronghorn.bench.shapes import byte_tokenizer
+from pronghorn.layers.build import LayerBuilder
+from pronghorn.layers.decoder import is_fused
 from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import attach
-from pronghorn.models.fast import is_fused
 from pronghorn.models.lora import add_lora
 from test_parity import DRAWS, LENGTHS, ROW, gradients, one_document_at_a_time
 from tiny import FAMILIES, packed_row, tiny_model
@@ -411,11 +412,11 @@ def test_detach_gives_the_modules_back() -> None:
     handle = attach(model, layers="fused")
     batch = packed_row(LENGTHS, ROW)
     loss_and_gradients(model, batch)
-    assert type(base.model.layers[0].self_attn) is not classes["model.layers.0.self_attn"]
-    assert type(base.model.layers[0].self_attn).__name__ == "Qwen3Attention"
+    assert type(base.model.layers[0]) is not classes["model.layers.0"]
+    assert type(base.model.layers[0]).__name__ == "Qwen3DecoderLayer"
     handle.detach()
     assert {name: type(module) for name, module in base.named_modules()} == classes
-    assert not [name for name, module in base.named_modules() if "_pronghorn_parts" in module.__dict__]
+    assert not [name for name, module in base.named_modules() if "_pronghorn_run" in module.__dict__]
     assert all(torch.equal(saved[name], tensor) for name, tensor in model.state_dict().items())
 
 
@@ -480,10 +481,12 @@ def test_adapters_that_come_after_attach_are_put_together_too() -> None:
 
 
 def test_nothing_is_put_together_for_layers_that_are_not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pronghorn.models.fast._turns", lambda model: False)  # the kernel, on CUDA, not every head
+    monkeypatch.setattr(LayerBuilder, "_reason", lambda *_: "head_dim 80 is no power of two")
     model = with_adapters(tiny_model("llama"))
     attach(model, layers="fused")
-    assert not any("_pronghorn_parts" in module.__dict__ for module in model.modules())
+    up, gate = (getattr(model.get_base_model().model.layers[0].mlp, name) for name in ("up_proj", "gate_proj"))
+    places = [each.base_layer.weight.untyped_storage().data_ptr() for each in (up, gate)]
+    assert len(set(places)) == 2
 
 
 def test_weights_that_were_moved_are_merged_again() -> None:

@@ -54,6 +54,7 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
 
     x, wide, count, real = "*bf16", "*fp32", "i32", "fp32"
     norm = {"x_ptr": x, "w_ptr": x, "y_ptr": x, "r_ptr": wide, "H": count, "eps": real, "offset": real}
+    norm |= dict.fromkeys(("x_stride", "y_stride", "dy_stride", "dx_stride"), count)
     norm |= {"dy_ptr": x, "more_ptr": wide, "dx_ptr": x, "dw_ptr": wide, "T": count, "programs": count}
     add = {**dict.fromkeys(("y_ptr", "xa_ptr", "b_ptr"), x), "x_ptr": wide, "out_ptr": wide, "scale": real}
     add |= dict.fromkeys(("T", "N"), count)

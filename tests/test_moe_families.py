@@ -69,15 +69,12 @@ def test_fused(family: str, nan_memory: None, monkeypatch: pytest.MonkeyPatch) -
     compare(model, [packed_row(LENGTHS, ROW)], "cpu", torch.float32, layers="fused")
     handle = attach(model, layers="fused")
     taken = {path.part: path for path in handle.report}["decoder layers"]
-    if family == "olmoe":
-        assert taken.path.startswith("norms by kernels") and taken.why == "q_norm is over all heads at once"
-    else:
-        assert taken.path == "attention and norms fused, experts apart"
+    assert taken.path == "attention and norms fused, experts apart"
     calls = []
     plain = explicit.forward
     monkeypatch.setattr(explicit, "forward", lambda *args: calls.append(args) or plain(*args))
     model(**packed_row(LENGTHS, ROW))
-    assert len(calls) == (0 if family == "olmoe" else len(model.model.layers))
+    assert len(calls) == len(model.model.layers)
 
 
 def test_sinks_change_the_answer() -> None:

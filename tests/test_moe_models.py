@@ -99,23 +99,12 @@ def test_losses_and_gradients_equal_eager_experts(family: str, trained: str) -> 
     assert_same(losses_and_gradients(other), losses_and_gradients(model))
 
 
-@pytest.fixture
-def families(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`attach` takes the families of this file, whether they are listed already or not."""
-    from pronghorn.models import families
-
-    listed = dict(families.FAMILIES)
-    for name in FAMILIES:
-        listed.setdefault(name, families.Family(name, name))
-    monkeypatch.setattr(families, "FAMILIES", listed)
-
-
 DOCUMENTS = [9, 1, 14, 6]
 ATTACHED = ["mixtral", "qwen3_moe", "olmoe"]
 
 
 @pytest.mark.parametrize("family", ATTACHED)
-def test_attached_routes_once_or_by_a_loop_and_detaches(family: str, families: None, tmp_path: Path) -> None:
+def test_attached_routes_once_or_by_a_loop_and_detaches(family: str, tmp_path: Path) -> None:
     plain, model = (with_expert_lora(tiny_moe(family)) for _ in range(2))
     batch = packed_row(DOCUMENTS, 40, vocab=61)
     found = {}
@@ -140,7 +129,7 @@ def test_attached_routes_once_or_by_a_loop_and_detaches(family: str, families: N
     assert "adapter_model.safetensors" in files
 
 
-def test_several_adapters_are_folded_by_peft_and_said_so(families: None) -> None:
+def test_several_adapters_are_folded_by_peft_and_said_so() -> None:
     from peft import LoraConfig
 
     model = with_expert_lora(tiny_moe("qwen3_moe"))
@@ -157,7 +146,7 @@ def test_several_adapters_are_folded_by_peft_and_said_so(families: None) -> None
     assert_same(losses_and_gradients(other), losses_and_gradients(model))
 
 
-def test_an_adapter_put_on_after_attach_and_a_disabled_one(families: None) -> None:
+def test_an_adapter_put_on_after_attach_and_a_disabled_one() -> None:
     model = tiny_moe("mixtral")
     attach(model)
     late = with_expert_lora(model)
@@ -173,7 +162,7 @@ def test_an_adapter_put_on_after_attach_and_a_disabled_one(families: None) -> No
 
 
 @pytest.mark.parametrize("family", ATTACHED)
-def test_the_auxiliary_loss_is_the_familys_without_the_padded_tail(family: str, families: None) -> None:
+def test_the_auxiliary_loss_is_the_familys_without_the_padded_tail(family: str) -> None:
     """Against transformers' own forward of one document with its own loss, which has no tail."""
     model = tiny_moe(family, output_router_logits=True, router_aux_loss_coef=0.5)
     other = copy.deepcopy(model)
@@ -191,14 +180,14 @@ def test_the_auxiliary_loss_is_the_familys_without_the_padded_tail(family: str, 
     torch.testing.assert_close(whole.loss * 2, out.loss)
 
 
-def test_a_loop_needs_experts_and_a_known_name(families: None) -> None:
+def test_a_loop_needs_experts_and_a_known_name() -> None:
     with pytest.raises(ConfigError, match="without experts"):
         attach(tiny_model("llama"), moe_routing="loop")
     with pytest.raises(ConfigError, match="unknown"):
         attach(tiny_moe("mixtral"), moe_routing="twice")  # type: ignore[arg-type]
 
 
-def test_experts_that_never_train_are_found_and_idle_ones_are_not_errors(families: None) -> None:
+def test_experts_that_never_train_are_found_and_idle_ones_are_not_errors() -> None:
     model = with_expert_lora(tiny_moe("mixtral", num_local_experts=16), target_parameters=TARGETS)
     attach(model)
     with count_tokens(model) as routed:
@@ -216,7 +205,7 @@ def test_experts_that_never_train_are_found_and_idle_ones_are_not_errors(familie
     assert {(name, expert) for name, expert, _ in routed.untrained()} == {(a, seen), (b, seen)}
 
 
-def test_expert_lora_learns_what_attention_lora_can_not(families: None) -> None:
+def test_expert_lora_learns_what_attention_lora_can_not() -> None:
     """A next token that depends on the current one alone, by a table: rank 2 on attention is left far behind, with
     twice the steps too."""
     follows = torch.randperm(58, generator=torch.Generator().manual_seed(6)) + 3

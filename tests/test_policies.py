@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pronghorn.api import FastLanguageModel
 from pronghorn.errors import ConfigError, UnsupportedError
-from pronghorn.memory.checkpoint import install
 from pronghorn.memory.plan import POLICY, Plan, Policy
+from pronghorn.memory.recompute import install
 from pronghorn.models.attach import attach, attached
 from pronghorn.models.families import base_causal_lm, recompute_layers, recomputes_layers
 from test_attach import trace

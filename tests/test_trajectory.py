@@ -64,9 +64,8 @@ def test_losses_follow_float64(stories: Path, shared: Path) -> None:
 
 def test_a_wrong_gradient_is_seen(stories: Path, shared: Path, monkeypatch: Any) -> None:
     """One adapter's gradient off by a percent leaves a plausible curve, which this comparison does not take."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     from pronghorn.models.merged import Operands
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(stories)
     model = with_adapters(AutoModelForCausalLM.from_pretrained(stories, attn_implementation="sdpa"))

@@ -26,9 +26,9 @@ from pronghorn.diagnose.verify_subject import rows_of
 from pronghorn.diagnose.verify_subject import subject_of as of_recipe
 from pronghorn.errors import TrainingError
 from pronghorn.export import merge
+from pronghorn.families.registry import FAMILIES as FAMILY_FACTS
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.models.attach import attach
-from pronghorn.models.families import FAMILIES as FAMILY_FACTS
 from pronghorn.models.lora import add_lora
 from pronghorn.parity.distance import Luck
 from pronghorn.parity.parameters import trainable
@@ -66,7 +66,7 @@ def subject_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Subjec
             tiny_model(family).save_pretrained(folders[family])
 
         def load(folder: Path) -> Any:
-            stock = FAMILY_FACTS[family].stock_attention
+            stock = FAMILY_FACTS[family].load_attention
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=stock)
             return model.to(device)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pronghorn.data.batch import Collator
-from pronghorn.models.families import FAMILIES as FAMILY_FACTS
+from pronghorn.families.registry import FAMILIES as FAMILY_FACTS
 
 stock_loss_on_cpu = pytest.mark.skipif(
     not hasattr(importlib.import_module("trl.kernels.chunked_logprob"), "_use_triton"),
@@ -66,7 +66,7 @@ def tiny_model(family: str, seed: int = 0, **changes: Any) -> Any:
     config = AutoConfig.for_model(family, **{**_COMMON, **(FAMILIES | MOE_FAMILIES)[family], **changes})
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        stock = FAMILY_FACTS[family].stock_attention
+        stock = FAMILY_FACTS[family].load_attention
         model = AutoModelForCausalLM.from_config(config, attn_implementation=stock)
         if family in MOE_FAMILIES:
             model.set_experts_implementation("eager")  # the others have no float64

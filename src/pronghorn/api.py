@@ -11,8 +11,8 @@ import torch
 
 from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.export.merge import save_merged
-from pronghorn.memory.checkpoint import INSTALLED, install
 from pronghorn.memory.plan import Checkpointing, Plan
+from pronghorn.memory.recompute import INSTALLED, install
 from pronghorn.models.attach import attach, attached
 from pronghorn.models.families import LINEARS, base_causal_lm, recompute_layers
 from pronghorn.models.load import load_model, resolve_dtype

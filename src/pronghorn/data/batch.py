@@ -70,8 +70,6 @@ class PackedBatch:
     loss_rows: Tensor | None
     """int64 [M_b], the positions whose next token is a label, padded to a multiple of 512 with T - 1, which predicts
     nothing. None where the batch was made without labels."""
-    narrowed_in: object = None
-    """The decoder layer, if any, of whose output nothing but `loss_rows` will be read: it leaves the other rows out."""
     _derived: dict[tuple[Any, ...], Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -190,7 +188,7 @@ class PackedBatch:
 
     def without_labels(self) -> PackedBatch:
         """The same batch for what comes before the loss."""
-        return replace(self, loss_rows=None, narrowed_in=None, _derived={})
+        return replace(self, loss_rows=None, _derived={})
 
     def copy_into(self, static: PackedBatch) -> PackedBatch:
         """Copy this batch's tensors into those of `static` (same shapes), for a captured graph that reads `static`.

@@ -20,11 +20,12 @@ from pronghorn.attention import explicit
 from pronghorn.device import has_triton
 from pronghorn.diagnose.profile_causes import ADAPTERS, PREFIX, PRODUCTS, SCORES
 from pronghorn.diagnose.profile_syncs import noticed
+from pronghorn.families.registry import family_of
 from pronghorn.kernels import adapter_gradients
-from pronghorn.models import fast
+from pronghorn.layers.decoder import is_fused
+from pronghorn.layers.linears import adapter_of
 from pronghorn.models.attach import Handle
 from pronghorn.models.experts import wrappers
-from pronghorn.models.linears import adapter_of
 from pronghorn.train.trainer import SFTTrainer
 
 Trace = list[dict[str, Any]]
@@ -139,7 +140,7 @@ def marked(trainer: SFTTrainer, handle: Handle) -> Iterator[None]:
                 by_experts = _of_experts(getattr(grouped_gemm_triton, name), inner_dimensions(handle))
                 stack.enter_context(patch.object(grouped_gemm_triton, name, by_experts))
         modules = list(handle.model.modules())
-        fused = {id(part) for each in modules if fast.is_fused(each) for part in each.modules() if part is not each}
+        fused = {id(part) for each in modules if is_fused(each) for part in each.modules() if part is not each}
         for name, module in handle.model.named_modules():
             if id(module) in fused:
                 continue  # not called; with a hook it would be
@@ -178,9 +179,9 @@ def inner_dimensions(handle: Handle) -> frozenset[int]:
     """The ranks of a model's adapters, and their sums where adapters are computed as one product."""
     found = {rank for wrapper in wrappers(handle.model) for rank in wrapper.r.values()}
     for layer in handle.model.base_model.layers:
-        for module, groups in ((layer.self_attn, fast.ATTENTION), (layer.mlp, fast.MLP)):
-            for names in groups:
-                adapters = [adapter_of(getattr(module, name)) for name in names if hasattr(module, name)]
+        for block in family_of(handle.model.config).blocks(layer):
+            for group in block.kind.linears:
+                adapters = [adapter_of(layer.get_submodule(f"{block.module}.{path}")) for path in group]
                 ranks = [adapter.a.shape[0] for adapter in adapters if adapter is not None]
                 found |= {*ranks, sum(ranks)} - {0}
     return frozenset(found)

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pronghorn.kernels.adapter_gradients import MAX_ADAPTERS
+from pronghorn.kernels.launch import launch
 
 TOKENS = 64
 """Rows of a tile."""
@@ -153,7 +154,8 @@ def products(
     blocks = triton.cdiv(tokens, steps * TOKENS)
     dya_parts = dy.new_empty(sum(chunks), tokens, rank, dtype=torch.float32)
     db_parts = dy.new_empty(blocks, width, rank, dtype=torch.float32)
-    _parts[(sum(chunks), blocks)](
+    launch(
+        _parts, (sum(chunks), blocks),
         dy, b, xa, dy if both is None else both, dya_parts, db_parts, tokens, width, dy.stride(0), steps,
         *starts, *ends, ADAPTERS=len(columns), RANK=rank, R=padded, BOTH=both is not None, TOKENS=TOKENS,
         COLS=shape.cols, STAGES=shape.stages, num_warps=shape.warps,
@@ -161,7 +163,8 @@ def products(
     # rows of dB without an adapter are never written, nor given to anybody
     dya, db = dy.new_empty(tokens, sum(ranks)), dy.new_empty(width, rank, dtype=dtype)
     programs = len(columns) * triton.cdiv(tokens * rank, SUMMED) + triton.cdiv(width * rank, SUMMED)
-    _sums[(programs,)](
+    launch(
+        _sums, (programs,),
         dya_parts, db_parts, dya, db, dya if both is None else both, tokens, width, scale, blocks, *chunks,
         ADAPTERS=len(columns), RANK=rank, BOTH=both is not None, TOGETHER=TOGETHER, BLOCK=SUMMED,
     )  # fmt: skip

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pronghorn.kernels.attention import LOG2_E
+from pronghorn.kernels.launch import launch
 
 NEVER: tl.constexpr = tl.constexpr(-1e30)
 """A score that isn't looked at: finite, so that a row's first block may be wholly outside its window. What is summed
@@ -165,7 +166,8 @@ def forward(
     tokens, heads, dim = q.shape
     out = q.new_empty(tokens, heads, dim)
     lse = torch.empty(heads, tokens, dtype=torch.float32, device=q.device)
-    _forward[(heads, len(tiles))](
+    launch(
+        _forward, (heads, len(tiles)),
         q, k, v, q if sinks is None else sinks, out, lse, tiles, tokens, *_strides(q, k, v), out.stride(0),
         heads // k.shape[1], scale * LOG2_E, window or 0,
         WINDOW=window is not None, SINK=sinks is not None, D=dim, ROWS=tile_rows, COLS=32, num_warps=4, num_stages=3,
@@ -193,11 +195,13 @@ def backward(
     delta = torch.empty_like(lse)
     strides = *_strides(q, k, v), out.stride(0), grads.stride(0)
     numbers = tokens, *strides, heads // kv_heads, scale * LOG2_E, scale, window or 0
-    _backward_queries[(heads, len(tiles))](
+    launch(
+        _backward_queries, (heads, len(tiles)),
         d_out, q, k, v, out, lse, delta, dq, tiles, *numbers,
         WINDOW=window is not None, D=dim, ROWS=tile_rows, COLS=32, num_warps=4, num_stages=3,
     )  # fmt: skip
-    _backward_keys[(kv_heads, len(tiles))](
+    launch(
+        _backward_keys, (kv_heads, len(tiles)),
         d_out, q, k, v, lse, delta, dk, dv, tiles, *numbers,
         WINDOW=window is not None, D=dim, ROWS=64, COLS=tile_rows, num_warps=4, num_stages=2,
     )  # fmt: skip

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pronghorn.kernels.launch import launch
 from pronghorn.kernels.tanh_triton import tanh
 
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
@@ -210,7 +211,8 @@ def cross_entropy_(logits: Tensor, targets: Tensor, ignore_index: int, softcap: 
     if parts > 1:
         scratch = torch.zeros(FIRST_WORD.value + rows * parts, dtype=torch.int64, device=logits.device)
     for phase in phases:
-        _kernel[(rows * parts,)](
+        launch(
+        _kernel, (rows * parts,),
             logits, targets, losses, scratch, vocab, logits.stride(0), ignore_index, softcap or 1.0, **constants,
             PACKED=COMPILED and logits.element_size() == 2, PHASE=phase.value, num_warps=WARPS, maxnreg=REGISTERS,
         )  # fmt: skip

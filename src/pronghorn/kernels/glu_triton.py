@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pronghorn.kernels.launch import launch
 from pronghorn.kernels.tanh_triton import tanh
 
 BLOCK = 1024
@@ -86,7 +87,9 @@ def forward(gate_up: Tensor, activation: str) -> Tensor:
     """As `glu.forward`."""
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     a = gate_up.new_empty(tokens, width)
-    _forward[(tokens, triton.cdiv(width, BLOCK))](gate_up, a, width, GELU=activation == "gelu_tanh", BLOCK=BLOCK)
+    launch(
+        _forward, (tokens, triton.cdiv(width, BLOCK)), gate_up, a, width, GELU=activation == "gelu_tanh", BLOCK=BLOCK
+    )
     return a
 
 
@@ -110,7 +113,8 @@ def forward_with_low_rank_(
     a = gate_up.new_empty(tokens, width)
     padded = max(16, triton.next_power_of_2(max(ranks)))
     rows, cols, warps = tile(padded, xa.element_size())
-    _forward_with_low_rank[(triton.cdiv(width, cols), triton.cdiv(tokens, rows))](
+    launch(
+        _forward_with_low_rank, (triton.cdiv(width, cols), triton.cdiv(tokens, rows)),
         gate_up, xa, b, a, tokens, width, scale, GELU=activation == "gelu_tanh",
         GATE=ranks[0], UP=ranks[1], R=padded, ROWS=rows, COLS=cols, num_warps=warps,
     )  # fmt: skip
@@ -122,5 +126,5 @@ def backward_(da: Tensor, gate_up: Tensor, activation: str, donated: bool = Fals
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     dgu = gate_up if donated else torch.empty_like(gate_up)
     grid = (tokens, triton.cdiv(width, BLOCK))
-    _backward[grid](da, gate_up, dgu, width, GELU=activation == "gelu_tanh", BLOCK=BLOCK)
+    launch(_backward, grid, da, gate_up, dgu, width, GELU=activation == "gelu_tanh", BLOCK=BLOCK)
     return dgu

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pronghorn.kernels.launch import launch
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -132,7 +134,8 @@ def multiply(
     y = x.new_empty(count, columns) if out is None else out
     tile = tile or multiply_tile(x.dtype, columns)
     grid = (triton.cdiv(count, tile.rows) + experts) * triton.cdiv(columns, tile.cols)
-    _multiply[(grid,)](
+    launch(
+        _multiply, (grid,),
         x, weight, y, offsets, offsets if rows is None else rows, columns, depth, *weight.stride(), scale,
         E=experts, EXPERTS=triton.next_power_of_2(experts), GATHER=rows is not None, ADD=out is not None,
         ROWS=tile.rows, COLS=tile.cols, DEPTH=tile.depth, num_warps=tile.warps, num_stages=tile.stages,
@@ -154,7 +157,8 @@ def outer(
     (m, n), experts = (x.shape[1], y.shape[1]), len(offsets)
     result = torch.empty(experts, m, n, dtype=dtype, device=x.device)
     tile = tile or outer_tile(x.dtype, m, n)
-    _outer[(triton.cdiv(m, tile.rows) * triton.cdiv(n, tile.cols), experts)](
+    launch(
+        _outer, (triton.cdiv(m, tile.rows) * triton.cdiv(n, tile.cols), experts),
         x, y, result, offsets, offsets if x_rows is None else x_rows, offsets if y_rows is None else y_rows, m, n,
         scale, X_GATHER=x_rows is not None, Y_GATHER=y_rows is not None,
         ROWS=tile.rows, COLS=tile.cols, DEPTH=tile.depth, num_warps=tile.warps, num_stages=tile.stages,

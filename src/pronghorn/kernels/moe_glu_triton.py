@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pronghorn.kernels.glu_triton import _activate
+from pronghorn.kernels.launch import launch
 from pronghorn.kernels.moe_glu import Gate
 
 BLOCK = 1024
@@ -99,7 +100,8 @@ def forward(h: Tensor, gate: Gate, bias: Tensor | None, experts: Tensor) -> Tens
     """As `moe_glu.forward`."""
     rows, width = h.shape[0], h.shape[1] // 2
     a = h.new_empty(rows, width)
-    _forward[(rows, triton.cdiv(width, BLOCK))](
+    launch(
+        _forward, (rows, triton.cdiv(width, BLOCK)),
         h, h if bias is None else bias.contiguous(), experts, a, width, gate.alpha, gate.limit,
         KIND=_KINDS[gate.kind], BIAS=bias is not None, BLOCK=BLOCK,
     )  # fmt: skip
@@ -113,7 +115,8 @@ def backward_(
     rows, width = d.shape
     weights = weights.contiguous()
     dh, dw = torch.empty_like(h), torch.empty_like(weights)
-    _backward[(rows,)](
+    launch(
+        _backward, (rows,),
         d, h, weights, slots, h if bias is None else bias.contiguous(), experts, dh, dw, width, gate.alpha, gate.limit,
         KIND=_KINDS[gate.kind], BIAS=bias is not None, BLOCK=min(BLOCK, triton.next_power_of_2(width)),
     )  # fmt: skip

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pronghorn.kernels.launch import launch
+
 BLOCK = 128
 
 
@@ -49,9 +51,9 @@ def route(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, ...]:
     blocks = max(triton.cdiv(size, BLOCK), 1)  # without tokens, too, somebody writes the offsets
     counts = torch.empty(num_experts * blocks, dtype=torch.int32, device=ids.device)
     options = {"EXPERTS": triton.next_power_of_2(num_experts), "E": num_experts, "BLOCK": BLOCK, "num_warps": 8}
-    _count[(blocks,)](ids, counts, size, blocks, **options)
+    launch(_count, (blocks,), ids, counts, size, blocks, **options)
     upto = torch.cumsum(counts, 0, dtype=torch.int32)  # expert by expert: what lies before a block's slots of one
     offsets = counts.new_empty(num_experts)
     slots, tokens, experts, inverse = (counts.new_empty(size) for _ in range(4))
-    _place[(blocks,)](ids, counts, upto, offsets, slots, tokens, experts, inverse, size, k, blocks, **options)
+    launch(_place, (blocks,), ids, counts, upto, offsets, slots, tokens, experts, inverse, size, k, blocks, **options)
     return offsets, slots, tokens, experts, inverse.view(top_k_index.shape)

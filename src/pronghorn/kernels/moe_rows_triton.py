@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pronghorn.kernels.launch import launch
+
 BLOCK = 1024
 WHOLE = 4096
 """The widest token that one program gathers."""
@@ -51,7 +53,7 @@ def gather(x: Tensor, places: Tensor) -> Tensor:
     y = x.new_empty(tokens * k, width)
     block = min(triton.next_power_of_2(width), WHOLE)
     warps = max(block // 256, 1)  # 8 elements a thread
-    _gather[(tokens, triton.cdiv(width, block))](x, places, y, width, K=k, BLOCK=block, num_warps=warps)
+    launch(_gather, (tokens, triton.cdiv(width, block)), x, places, y, width, K=k, BLOCK=block, num_warps=warps)
     return y
 
 
@@ -61,7 +63,8 @@ def combine(x: Tensor, rows: Tensor, weights: Tensor | None, bias: Tensor | None
     y = x.new_empty(tokens, width)
     weights = None if weights is None else weights.contiguous()
     bias = None if bias is None else bias.contiguous()
-    _combine[(tokens, triton.cdiv(width, BLOCK))](
+    launch(
+        _combine, (tokens, triton.cdiv(width, BLOCK)),
         x, rows, rows if weights is None else weights, x if bias is None else bias,
         rows if experts is None else experts.contiguous(), y, width,
         K=k, WEIGHT=weights is not None, BIAS=bias is not None, BLOCK=BLOCK,

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pronghorn.kernels.launch import launch
+
 BLOCK = 4096
 PART = 16 * BLOCK
 """Entries that a program reads at least, where a tensor has them."""
@@ -41,5 +43,5 @@ def norms(tensors: list[Tensor]) -> Tensor:
     parts = min(max(triton.cdiv(max(sizes), PART), 1), MOST_PARTS)
     sums = torch.empty(count, parts, device=first.device)
     with torch.cuda.device_of(first):
-        _sums[(count, parts)](table, sums, count, parts, TYPE=TYPES[first.dtype], BLOCK=BLOCK)
+        launch(_sums, (count, parts), table, sums, count, parts, TYPE=TYPES[first.dtype], BLOCK=BLOCK)
     return sums.sum(1).sqrt()

@@ -44,16 +44,22 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def forward(
-    x: Tensor, weight: Tensor, eps: float, offset: float, dtype: torch.dtype | None = None
+    x: Tensor, weight: Tensor, eps: float, offset: float, dtype: torch.dtype | None = None, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(y in `dtype`, or x's; r [..., 1] in float32 (float64))."""
+    """Return (y in `dtype`, or x's; r [..., 1] in float32 (float64)).
+
+    Args:
+        x: [..., H], contiguous; or [T, H] columns of a wider tensor.
+        out: [T, H], where y is written, columns of a wider tensor perhaps.
+    """
     if x.is_cuda:
         from pronghorn.kernels.rms_norm_triton import forward as launch
 
-        return launch(x, weight, eps, offset, dtype)
+        return launch(x, weight, eps, offset, dtype, out)
     wide = x.to(_wide(x))
     rstd = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
-    return (wide * rstd * (weight.to(wide.dtype) + offset)).to(dtype or x.dtype), rstd
+    y = (wide * rstd * (weight.to(wide.dtype) + offset)).to(dtype or x.dtype)
+    return (y if out is None else out.copy_(y)), rstd
 
 
 def backward(
@@ -64,20 +70,26 @@ def backward(
     offset: float,
     weight_grad: bool,
     residual_grad: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """(dx in x's dtype, dw in the weight's or None). `residual_grad` [..., H], of what x went on to besides, is added
-    to dx before it is rounded."""
+    """Return (dx in x's dtype, dw in the weight's or None).
+
+    Args:
+        dy, x: [..., H], contiguous; or [T, H] columns of wider tensors.
+        residual_grad: [..., H], of what x went on to besides, is added to dx before it is rounded.
+        out: [T, H], where dx is written; it may be dy.
+    """
     if x.is_cuda:
         from pronghorn.kernels.rms_norm_triton import backward as launch
 
-        return launch(dy, x, weight, rstd, offset, weight_grad, residual_grad)
+        return launch(dy, x, weight, rstd, offset, weight_grad, residual_grad, out)
     wide, grad = x.to(rstd.dtype), dy.to(rstd.dtype)
     scaled = grad * (weight.to(rstd.dtype) + offset)
     dx = rstd * (scaled - wide * rstd.square() * (scaled * wide).mean(-1, keepdim=True))
     if residual_grad is not None:
         dx = dx + residual_grad.to(dx.dtype)
     dw = (grad * wide * rstd).flatten(0, -2).sum(0).to(weight.dtype) if weight_grad else None
-    return dx.to(x.dtype), dw
+    return (dx.to(x.dtype) if out is None else out.copy_(dx)), dw
 
 
 def _wide(x: Tensor) -> torch.dtype:

@@ -8,7 +8,7 @@ The product of q, k and v leaves [T, (H + 2·H_kv)·D]; q and k are turned where
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -28,6 +28,16 @@ class Heads:
     key_norm: Tensor | None = None
     eps: float = 0.0
     offset: float = 0.0
+    value: int | None = None
+    """Heads of v; None for as many as of k."""
+
+    def without_values(self) -> Heads:
+        """Return the layout of q and k alone, without norms."""
+        return replace(self.without_norms(), value=0)
+
+    def without_norms(self) -> Heads:
+        """Return the same layout without norms."""
+        return replace(self, query_norm=None, key_norm=None)
 
     @property
     def turned(self) -> int:
@@ -37,7 +47,8 @@ class Heads:
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Views q [T, H, D], k and v [T, H_kv, D] of [T, (H + 2·H_kv)·D]."""
         heads = qkv.view(qkv.shape[0], -1, self.dim)
-        q, k, v = heads.split([self.query, self.key_value, self.key_value], 1)
+        values = self.key_value if self.value is None else self.value
+        q, k, v = heads.split([self.query, self.key_value, values], 1)
         return q, k, v
 
 

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pronghorn.kernels.launch import launch
 from pronghorn.kernels.rope import Heads
 
 HEADS = 8
@@ -124,7 +125,8 @@ def forward(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads) -> tuple[Tensor
     tokens = max(1, warps * COLUMNS // (HEADS * half))
     q_blocks, k_blocks = triton.cdiv(heads.query, HEADS), triton.cdiv(heads.key_value, HEADS)
     even = len(qkv) % tokens == heads.query % HEADS == heads.key_value % HEADS == 0
-    _forward[((q_blocks + k_blocks) * triton.cdiv(len(qkv), tokens),)](
+    launch(
+        _forward, ((q_blocks + k_blocks) * triton.cdiv(len(qkv), tokens),),
         qkv, to_q, to_k, cos, sin, heads.query_norm if norm else cos, heads.key_norm if norm else cos,
         len(qkv), qkv.stride(0), to_q.stride(0), to_k.stride(0), heads.query, heads.key_value, heads.eps, heads.offset,
         NORM=norm, EVEN=even, Q_BLOCKS=q_blocks, BLOCKS=q_blocks + k_blocks, TOKENS=tokens, HEADS=HEADS, HALF=half,
@@ -142,7 +144,8 @@ def backward_(
     weight_grad = norm and weight_grad
     dw = torch.empty(len(dqkv), 2, heads.dim, dtype=torch.float32, device=dqkv.device) if weight_grad else dqkv
     warps = 4 if norm or heads.query * heads.dim <= 2048 else 8
-    _backward[(len(dqkv),)](
+    launch(
+        _backward, (len(dqkv),),
         dqkv, qkv if norm else dqkv, cos, sin, query if norm else cos, key if norm else cos, dw,
         dqkv.stride(0), heads.query, heads.key_value, heads.eps, heads.offset,
         NORM=norm, WEIGHT=weight_grad, Q=triton.next_power_of_2(heads.query),

@@ -9,7 +9,7 @@ Parameters keep their names and values (so `save_pretrained` gives byte for byte
 4. On CUDA layers, attention and norms get classes that compute the same by fewer operations (`models.fast`), and the
    backbone one that replays CUDA graphs (`models.graph`). Frozen weights that are multiplied with together come to lie
    in one storage, and stay so. Experts get another implementation (`models.experts`).
-5. Each layer gets its policy of the plan (`memory.checkpoint`).
+5. Each layer gets its policy of the plan (`memory.recompute`).
 """
 
 from __future__ import annotations
@@ -26,15 +26,24 @@ from torch.utils.hooks import RemovableHandle
 from pronghorn.attention.backends import Backend, choose, long_from
 from pronghorn.attention.packed import NAME_PREFIX, Metadata, implementation
 from pronghorn.errors import ConfigError
-from pronghorn.memory.checkpoint import Installed, install, policies_of
+from pronghorn.layers.build import watched
+from pronghorn.layers.decoder import FusedLayers, output_is_seen
+from pronghorn.layers.subclass import own_class, restore
 from pronghorn.memory.offload import OffloadEngine
 from pronghorn.memory.plan import Plan, Policy
-from pronghorn.models import experts, fast
+from pronghorn.memory.recompute import Installed, install, policies_of
+from pronghorn.models import experts
 from pronghorn.models.causal_lm import has_own_loss, packed_class
-from pronghorn.models.families import base_causal_lm, check_config, has_experts, recomputes_layers, rope_limit
+from pronghorn.models.families import (
+    base_causal_lm,
+    check_config,
+    has_experts,
+    head_dim,
+    recomputes_layers,
+    rope_limit,
+)
 from pronghorn.models.graph import Graph, TrunkGraphs, graphed_class
-from pronghorn.models.metadata import share_metadata
-from pronghorn.models.subclass import own_class, restore
+from pronghorn.models.metadata import LAYERS, share_metadata
 
 Layers = Literal["auto", "fused", "stock"]
 FUSED = "fused"
@@ -63,12 +72,17 @@ class Handle:
     _installed: Installed | None
     """The plan on the layers; None where there was no plan."""
     _hook: RemovableHandle
-    fuses: bool
-    """Whether layers have their fused classes; `paths` tells whether these serve the model as it is."""
+    layers: FusedLayers | None
+    """The fused layers, if there are some; `paths` tells whether these serve the model as it is."""
     _graphs: TrunkGraphs | None
     """The trunk's CUDA graphs, where layers are fused on CUDA."""
     _experts: experts.ExpertLayers | None
     """The experts of a mixture-of-experts model."""
+
+    @property
+    def fuses(self) -> bool:
+        """Whether layers have their fused classes."""
+        return self.layers is not None
 
     @property
     def report(self) -> list[PathTaken]:
@@ -97,11 +111,11 @@ class Handle:
         }
         if metadata == "per_layer_mask":
             path, why = "masked", "ablation"
-        sinks = check_config(config).stock_attention == "eager"
+        sinks = check_config(config).load_attention == "eager"
         unpacked = "the softmax written out, for the sinks" if sinks else "transformers' SDPA"
         layers, graph = self._layers_path(autocast), self._graph_path(autocast)
         loss = "labelled tokens only, in chunks", "the batch knows its labelled positions"
-        if layers.path == FUSED and graph.path == "off" and not fast.output_is_seen(self.model.base_model):
+        if layers.path == FUSED and graph.path == "off" and not output_is_seen(self.model.base_model):
             loss = f"{loss[0]}; the last layer's MLP, too", loss[1]
         activations = self._activations_path(autocast)
         if layers.path == FUSED and graph.path == "on" and Policy.KEEP in activations[0]:
@@ -121,22 +135,22 @@ class Handle:
 
     def _activations_path(self, autocast: torch.dtype | None) -> tuple[str, str]:
         if self._installed is not None:
-            return self._installed.path(fast.refusal(self.model, autocast) if self.fuses else None)
+            return self._installed.path(None if self.layers is None else self.layers.reason(autocast))
         on = recomputes_layers(self.model)
         return (
             ("recompute the layer", "gradient checkpointing is on") if on else ("keep", "gradient checkpointing is off")
         )
 
     def _layers_path(self, autocast: torch.dtype | None) -> PathTaken:
-        if not self.fuses:
+        if self.layers is None:
             device = next(self.model.parameters()).device.type
             why = "asked for" if self.options[2] == "stock" else f"the fused ones are for CUDA, this is {device}"
             if self.options[0] == "masked" or self.options[1] != "once":
                 why = "the fused ones have no dense mask, and metadata made once only"
             return PathTaken("decoder layers", "transformers and PEFT", why)
-        reason = fast.refusal(self.model, autocast)
+        reason = self.layers.reason(autocast)
         if reason is not None:
-            return PathTaken("decoder layers", "norms by kernels, the rest by transformers and PEFT", reason)
+            return PathTaken("decoder layers", "fused where they can be, the rest by transformers and PEFT", reason)
         if has_experts(self.model.config):
             path, why = "attention and norms fused, experts apart", "merged products, kernels"
         else:
@@ -176,8 +190,8 @@ class Handle:
         layers multiply with now, as `attach` does."""
         if self._experts is not None:
             self._experts.adopt()
-        if self.fuses:
-            fast.settle(self.model, self.options[0])
+        if self.layers is not None:
+            self.layers.merge_weights()
         return self
 
     def detach(self) -> None:
@@ -201,6 +215,8 @@ class Handle:
             self._installed.uninstall()
         if self._graphs is not None:
             self._graphs.clear()
+        if self.layers is not None:
+            self.layers.forget()
         restore(self.model)
 
 
@@ -235,7 +251,7 @@ def attach(
         ConfigError: unknown options, or a plan for another number of layers.
     """
     base = base_causal_lm(model)
-    check_config(base.config)
+    family = check_config(base.config)
     names = {"layers": (layers, Layers), "graph": (graph, Graph), "moe_routing": (moe_routing, experts.Routing)}
     for name, (value, known) in names.items():
         if value not in get_args(known):
@@ -264,8 +280,10 @@ def attach(
     hook = base.base_model.register_forward_pre_hook(share_metadata, with_kwargs=True)
     previous_class: Any = type(base)
     base.__class__ = packed_class(previous_class)
-    if fused:
-        fast.enable(base, attention)
+    fused_layers = FusedLayers(base.base_model, family, attention) if fused else None
+    if fused_layers is not None:
+        fused_layers.install()
+        base.base_model.__dict__[LAYERS] = fused_layers
     graphs = None
     if graphed:
         backbone: Any = base.base_model
@@ -276,15 +294,15 @@ def attach(
             graph == "on",
             functools.partial(_graph_refusal, base, attention, plan),
             functools.partial(_longest, base, attention),
-            functools.partial(fast.settle, base, attention),
+            functools.partial(_merge_weights, backbone),
         )
         backbone.__class__ = graphed_class(plain)
         backbone.__dict__["_pronghorn_graphs"] = graphs
     installed = None if plan is None else install(base, base.base_model.layers, plan, whole)
-    handle = Handle(base, plan, options, previous, previous_class, installed, hook, fused, graphs, expert_layers)
+    handle = Handle(base, plan, options, previous, previous_class, installed, hook, fused_layers, graphs, expert_layers)
     base._pronghorn_handle = handle
-    if fused:
-        fast.settle(base, attention)  # last: where memory runs out the model can be detached
+    if fused_layers is not None:
+        fused_layers.merge_weights()  # last: where memory runs out the model can be detached
     return handle
 
 
@@ -295,11 +313,15 @@ def _set_attention(model: Any, name: str) -> None:
             module.config._attn_implementation = name
 
 
+def _merge_weights(backbone: Any) -> None:
+    backbone.__dict__[LAYERS].merge_weights()
+
+
 def _graph_refusal(model: Any, attention: Backend, plan: Plan | None) -> str | None:
     """Why a model's layers can't be captured as they are now, or None. Only attention by tiles takes nothing about
     documents from the host, which a graph would keep for ever."""
     outside = model.base_model, model.get_input_embeddings()  # which are called
-    if fast.watched(module for module in model.base_model.modules() if module not in outside):
+    if watched(module for module in model.base_model.modules() if module not in outside):
         return "modules inside carry hooks, which a graph doesn't call"
     trained = {name: p.dtype for name, p in model.base_model.named_parameters() if p.requires_grad}
     if any(".lora_" not in name or ".lora_embedding_" in name for name in trained):
@@ -326,7 +348,8 @@ def _graph_refusal(model: Any, attention: Backend, plan: Plan | None) -> str | N
     if getattr(model.config, "output_router_logits", False):
         return "the loss needs the routers' logits"
     way, why = choose(attention, _query(model))
-    return fast.refusal(model, None) or (None if way == "tiled" else f"attention goes {way}: {why}")
+    layers = FusedLayers(model.base_model, check_config(model.config), attention)
+    return layers.reason(None) or (None if way == "tiled" else f"attention goes {way}: {why}")
 
 
 def _off(linear: Any) -> Iterator[nn.Parameter]:
@@ -340,12 +363,12 @@ def _query(model: Any, autocast: torch.dtype | None = None) -> torch.Tensor:
     """[0, D], like a layer's queries; with 4-bit weights they are bfloat16."""
     of_weights = next(model.parameters()).dtype
     dtype = autocast or (of_weights if of_weights.is_floating_point else torch.bfloat16)
-    return torch.empty(0, fast.head_dim(model.config), dtype=dtype, device=model.device)
+    return torch.empty(0, head_dim(model.config), dtype=dtype, device=model.device)
 
 
 def _longest(model: Any, attention: Backend, autocast: torch.dtype | None = None) -> int | None:
     """`backends.long_from` for a model's queries, but that cuDNN has no sinks."""
-    sinks = check_config(model.config).stock_attention == "eager"
+    sinks = check_config(model.config).load_attention == "eager"
     return None if sinks else long_from(attention, _query(model, autocast))
 
 

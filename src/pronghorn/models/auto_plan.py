@@ -16,16 +16,17 @@ from torch import nn
 
 from pronghorn.data.batch import PackedBatch
 from pronghorn.errors import UnsupportedError
+from pronghorn.layers.decoder import FusedLayers
+from pronghorn.layers.linears import adapter_of, base_of
 from pronghorn.memory.devices import Card, card
 from pronghorn.memory.estimate import CONTEXT_BYTES, Experts, Method, Shape, Work
 from pronghorn.memory.pinned import PinnedPool
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.memory.planner import plan
 from pronghorn.memory.step_time import StepTimes, step_times
-from pronghorn.models import experts, fast
+from pronghorn.models import experts
 from pronghorn.models.attach import attach, attached
-from pronghorn.models.families import LINEARS, base_causal_lm, check_config, has_experts
-from pronghorn.models.linears import adapter_of, base_of
+from pronghorn.models.families import LINEARS, base_causal_lm, check_config, has_experts, head_dim
 
 T = TypeVar("T")
 SECONDS = 0.3
@@ -52,12 +53,12 @@ def shape_of(model: Any) -> Shape:
     if routed is not None:  # and its router
         small += sum(p.numel() for name, p in others if p.dim() > 1 and ".mlp." in name)
     parameters = len(layers) * sum(rows * columns for rows, columns in sizes.values()) + ends + small
-    head_dim = fast.head_dim(config)
+    dim = head_dim(config)
     return Shape(
         layers=len(layers),
         linears=sizes,
-        heads=sizes["q_proj"][0] // head_dim,
-        kv_heads=sizes["k_proj"][0] // head_dim,
+        heads=sizes["q_proj"][0] // dim,
+        kv_heads=sizes["k_proj"][0] // dim,
         vocab=config.vocab_size,
         norms=sum(type(module).__name__.endswith("RMSNorm") for module in first.children()),
         qk_norm=hasattr(first.self_attn, "q_norm"),
@@ -79,8 +80,13 @@ def refusal(model: Any, fused: bool = True) -> str | None:
     layers, routed = base.base_model.layers, list(experts.expert_modules(base))
     if len(routed) != len(layers):
         return f"{len(layers) - len(routed)} of {len(layers)} layers have no experts"
-    reasons = (fast.refusal(base, None), *map(experts.refusal, routed))
+    reasons = (unfused_reason(base, None), *map(experts.refusal, routed))
     return next((reason for reason in reasons if reason is not None), None)
+
+
+def unfused_reason(model: Any, autocast: torch.dtype | None) -> str | None:
+    """Say why a causal LM's layers would not be fused as they are now, or None."""
+    return FusedLayers(model.base_model, check_config(model.config), "auto").reason(autocast)
 
 
 def _experts(module: Any, config: Any) -> Experts:
@@ -125,7 +131,7 @@ def work_of(
         ranks=ranks,
         expert_rank=max((max(wrapper.r.values()) for wrapper in experts.wrappers(base)), default=0),
         itemsize=(autocast or embeddings.dtype).itemsize,
-        fused=fuses and fast.refusal(base, autocast) is None,
+        fused=fuses and unfused_reason(base, autocast) is None,
         trained_whole=0 if method == "full" else sum(whole.values()),
         graph=fuses and autocast is None and (handle is None or handle.options[3] != "off"),
         padded=padded,

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import functools
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pronghorn.data.batch import PackedBatch
-from pronghorn.models import experts, fast
+from pronghorn.layers.decoder import output_is_seen
+from pronghorn.layers.subclass import subclass
+from pronghorn.models import experts
 from pronghorn.models.head import labelled_cross_entropy
-from pronghorn.models.subclass import subclass
+from pronghorn.models.metadata import LOSS_ROWS_ONLY
 
 
 class PackedCausalLM:
@@ -38,9 +39,9 @@ class PackedCausalLM:
             kwargs["output_router_logits"] = True
         told = kwargs.get("output_hidden_states", getattr(self.config, "output_hidden_states", False))
         fewer = packed.loss_rows is not None and len(packed.loss_rows) < packed.tokens
-        if fewer and not told and not fast.output_is_seen(self.base_model):
-            packed = replace(packed, narrowed_in=self.base_model.layers[-1])
         kwargs |= {"packed": packed, "use_cache": False, "return_dict": True}
+        if fewer and not told and not balanced and not output_is_seen(self.base_model):
+            kwargs[LOSS_ROWS_ONLY] = True
         outputs = self.base_model(*args, **kwargs)
         loss = labelled_cross_entropy(
             outputs.last_hidden_state,

@@ -23,10 +23,10 @@ from torch.nn.utils.parametrize import is_parametrized
 from pronghorn.data.batch import PackedBatch
 from pronghorn.data.packing import IGNORE_INDEX
 from pronghorn.errors import UnsupportedError
+from pronghorn.families.spec import ACTIVATIONS
 from pronghorn.kernels.grouped_gemm import choose
 from pronghorn.kernels.moe_glu import Gate
-from pronghorn.models.families import ACTIVATIONS
-from pronghorn.models.subclass import own_class, subclass
+from pronghorn.layers.subclass import own_class, subclass
 from pronghorn.moe.experts import Experts, LowRank, experts
 from pronghorn.moe.route import route
 

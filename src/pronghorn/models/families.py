@@ -6,52 +6,16 @@ A family is listed once its packed forward and gradients are shown to equal one 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from pronghorn.errors import UnsupportedError
-from pronghorn.kernels.glu import Activation
+from pronghorn.families.registry import family_of as check_config
 from pronghorn.memory.plan import POLICY, Policy
 
+__all__ = ["LINEARS", "base_causal_lm", "check_config", "has_experts", "head_dim", "recomputes_layers", "rope_limit"]
+
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
-ACTIVATIONS: dict[str, Activation] = {
-    "SiLUActivation": "silu",
-    "SiLU": "silu",
-    "GELUTanh": "gelu_tanh",
-    "PytorchGELUTanh": "gelu_tanh",
-}
-"""The activations that kernels gate with, by transformers' and torch's classes of `act_fn`."""
-
-
-@dataclass(frozen=True)
-class Family:
-    """What Pronghorn needs to know of a family of decoder models."""
-
-    model_type: str
-    """`config.model_type` of transformers."""
-    members: str
-    """Models of the family, for people."""
-    stock_attention: str = "sdpa"
-    """transformers' attention to load with; SDPA has no attention sinks."""
-
-
-FAMILIES = {
-    family.model_type: family
-    for family in (
-        Family("llama", "Llama 2 and 3, CodeLlama, SmolLM"),
-        Family("mistral", "Mistral"),
-        Family("qwen2", "Qwen2 and Qwen2.5"),
-        Family("qwen3", "Qwen3"),
-        Family("gemma3_text", "Gemma 3 text"),
-        Family("gpt_oss", "gpt-oss 20b and 120b", stock_attention="eager"),
-        Family("qwen3_moe", "Qwen3 with experts"),
-        Family("mixtral", "Mixtral"),
-        Family("olmoe", "OLMoE"),
-    )
-}
 
 
 def has_experts(config: Any) -> bool:
@@ -79,30 +43,9 @@ def base_causal_lm(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
 
 
-def check_config(config: Any) -> Family:
-    """The family of a model's config.
-
-    Raises:
-        UnsupportedError: the family has no adapter, or the config asks for something packed attention can't isolate.
-    """
-    family = FAMILIES.get(config.model_type)
-    if family is None:
-        known = "; ".join(f"{f.model_type} ({f.members})" for f in FAMILIES.values())
-        raise UnsupportedError(
-            f"model family {config.model_type!r} has no adapter", f"train one of: {known}, or use TRL without Pronghorn"
-        )
-    for name, allowed in (
-        ("attention_dropout", (0, None)),
-        ("use_bidirectional_attention", (False, None)),
-        ("attn_logit_softcapping", (None,)),
-    ):
-        value = getattr(config, name, None)
-        if value not in allowed:
-            raise UnsupportedError(
-                f"config.{name} = {value!r} is not served by packed attention",
-                f"set config.{name} to {allowed[0]!r} if the model allows it",
-            )
-    return family
+def head_dim(config: Any) -> int:
+    """Return D, which some configurations leave to be computed."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def recomputes_layers(model: nn.Module) -> bool:

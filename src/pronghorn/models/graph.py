@@ -26,10 +26,11 @@ from torch.autograd.function import once_differentiable
 from pronghorn.data.batch import PackedBatch
 from pronghorn.device import is_out_of_memory
 from pronghorn.errors import TrainingError
+from pronghorn.layers.decoder import RUN, STEP, FusedLayers, Step
+from pronghorn.layers.subclass import moving, subclass
 from pronghorn.memory.plan import POLICY, Policy
-from pronghorn.models import fast
 from pronghorn.models.graph_trial import GraphTrial
-from pronghorn.models.subclass import moving, subclass
+from pronghorn.models.metadata import LAYERS
 
 Graph = Literal["auto", "on", "off"]
 
@@ -51,9 +52,9 @@ class _Captured:
     """All parameters' gradients, one after the other."""
     forward: torch.cuda.CUDAGraph
     backward: torch.cuda.CUDAGraph
-    parts: list[Any]
-    """`fast.parts_of` the layers, whose copies of adapters are written to: by a replay, too, when layers that did
-    something else in between have made others."""
+    runs: list[Any]
+    """Of the layers, whose copies of adapters are written to: by a replay, too, when layers that did something else in
+    between have made others."""
 
 
 class TrunkGraphs:
@@ -65,7 +66,7 @@ class TrunkGraphs:
         always: capture at once instead of measuring whether it pays.
         refusal: why the model as it is now can't be captured, or None.
         longest: tokens from which on documents leave the batch's tiles (`attention.long_documents`), or None.
-        settle: makes what layers keep for every forward (`fast.settle`).
+        settle: merges what layers multiply with (`FusedLayers.merge_weights`).
 
     The last three are copied with the model: closures over it would ask the one that it was copied from.
     """
@@ -197,25 +198,27 @@ class TrunkGraphs:
             torch.enable_grad(),
             _without_norms(self._backbone.layers),
             _aliased(self._backbone) as parameters,
+            self._backbone.__dict__[LAYERS].apart(embeds.dtype) as step_of,
         ):
             self._stream.wait_stream(here)
             try:
                 with torch.cuda.stream(self._stream), self._in_pool(embeds.device):
                     for _ in range(WARM_UPS):
-                        out = self._trunk(*static)
+                        out = self._trunk(*static, step_of)
                         torch.autograd.grad(out, parameters, torch.zeros_like(out))
                     del out
             finally:  # where memory ran out, too: a replay of another graph writes to the same
                 here.wait_stream(self._stream)
             with torch.cuda.graph(forward, **options):
-                out = self._trunk(*static)
+                out = self._trunk(*static, step_of)
             d_out = torch.empty_like(out)
             sizes = [parameter.numel() for parameter in parameters]
             flat = torch.empty(sum(sizes), dtype=parameters[0].dtype, device=embeds.device)
             with torch.cuda.graph(backward, **options):
                 gradients = torch.autograd.grad(out, parameters, d_out)
                 torch._foreach_copy_(list(flat.split(sizes)), [gradient.flatten() for gradient in gradients])
-        return _Captured(*static, out.detach(), d_out, flat, forward, backward, _kept(self._backbone))
+            runs = runs_of(self._backbone)
+        return _Captured(*static, out.detach(), d_out, flat, forward, backward, runs)
 
     def _in_pool(self, device: torch.device) -> AbstractContextManager[None]:
         """What this thread allocates, a forward's activations, goes into the memory of the graphs there are: beside
@@ -224,7 +227,9 @@ class TrunkGraphs:
         pool: Any = SimpleNamespace(id=self._pool)  # a MemPool, too, ends the process if a graph outlives it
         return torch.cuda.use_mem_pool(pool, device) if self._captured else nullcontext()
 
-    def _trunk(self, embeds: Tensor, position_ids: Tensor, packed: PackedBatch) -> Tensor:
+    def _trunk(
+        self, embeds: Tensor, position_ids: Tensor, packed: PackedBatch, step_of: Callable[[PackedBatch], Step]
+    ) -> Tensor:
         mask = packed.cu_seqlens.view(1, 1, 1, -1)  # a placeholder, as in `models.attach`
         return self._plain(
             self._backbone,
@@ -234,6 +239,7 @@ class TrunkGraphs:
             packed=packed,
             use_cache=False,
             return_dict=True,
+            **{STEP: step_of(packed)},
         ).last_hidden_state
 
 
@@ -289,7 +295,8 @@ def graphed_class(original: Any) -> type[nn.Module]:
         names = "output_hidden_states", "output_attentions", "output_router_logits"
         asked = {name: kwargs.get(name) for name in names}  # None: as the configuration says
         told = any(getattr(self.config, name, False) if value is None else value for name, value in asked.items())
-        if packed is None or args or told or not training or not packed.cu_seqlens.is_cuda:
+        looked = STEP in kwargs  # by the pre-hook, without which nobody knows whether layers changed
+        if packed is None or args or told or not (training and looked) or not packed.cu_seqlens.is_cuda:
             return plain(self, *args, **kwargs)
         from transformers.modeling_outputs import MoeModelOutputWithPast  # with the fields of all families
 
@@ -311,12 +318,9 @@ def graphed_class(original: Any) -> type[nn.Module]:
     return subclass(original, forward=forward, _apply=moved)
 
 
-def _kept(backbone: nn.Module) -> list[Any]:
-    """All that layers keep, and the copies of adapters themselves: a group makes others where only some of its
-    adapters were off for a forward."""
-    parts = fast.parts_of(backbone)
-    groups = [group for each in parts if each.parts is not None for group in each.parts.groups]
-    return [*parts, *((group._a, group._b) for group in groups)]
+def runs_of(backbone: Any) -> list[Any]:
+    """List what layers were built into: blocks, merged weights and copies of adapters."""
+    return [layer.__dict__[RUN] for layer in backbone.layers if layer.__dict__.get(RUN) is not None]
 
 
 def _for_checkpointing(embedding: nn.Module) -> bool:
@@ -371,22 +375,17 @@ def _without_norms(layers: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def _fingerprint(backbone: Any) -> list[Any]:
-    """What captured graphs rely on: where every weight lies, what is trained and kept, which adapters and hooks are
-    on, and all else that fused layers look at in a forward, which a replay doesn't make."""
-    found: list[Any] = []  # flat: thousands of tuples would set off the garbage collector
+    """List what captured graphs rely on: the layers as they were built (`FusedLayers.begin` looked a moment ago), what
+    their policies are, and the modules beside them."""
+    layers: FusedLayers = backbone.__dict__[LAYERS]
+    found: list[Any] = [layers.generation]
     for layer in backbone.layers:
-        found += *fast.state_of(layer), getattr(layer, "gradient_checkpointing", False), layer.__dict__.get(POLICY)
-    modules = [backbone]
-    for module in modules:  # by `modules()`, which makes up names, it would take twice as long
-        modules += filter(None, module._modules.values())  # without the empty lists that PEFT puts on every linear
+        found += getattr(layer, "gradient_checkpointing", False), layer.__dict__.get(POLICY)
+    others = [module for module in backbone._modules.values() if module is not None and module is not backbone.layers]
+    for module in (backbone, *others):
         for each in module._parameters.values():
             if each is not None:
                 found += each.data_ptr(), each.requires_grad and id(each)  # `_parameters` keeps those alive
-        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
-            found += *module._forward_hooks, *module._forward_pre_hooks
-            found += *module._backward_hooks, *module._backward_pre_hooks
-        if "forward" in module.__dict__:
-            found.append(module.__dict__["forward"])
-        if "lora_A" in module._modules:
-            found += *module.active_adapters, *module.scaling.values(), module.disable_adapters, module.merged
+        found += *module._forward_hooks, *module._forward_pre_hooks, *module._backward_hooks
+        found.append(module.__dict__.get("forward"))
     return found

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from pronghorn.data.batch import PackedBatch
 from pronghorn.data.packing import IGNORE_INDEX
 from pronghorn.kernels.linear_cross_entropy import linear_cross_entropy
-from pronghorn.models.fast import watched
+from pronghorn.layers.build import watched
 
 CHUNK_BYTES = 256 * 2**20
 

@@ -128,7 +128,7 @@ class FoundModel:
             config=self.config,
             dtype=dtype,
             use_safetensors=True,
-            attn_implementation=check_config(self.config).stock_attention,
+            attn_implementation=check_config(self.config).load_attention,
             device_map={"": device},
             **self.hub,
             **({"quantization_config": quantization} if quantization is not None else {}),

@@ -11,8 +11,13 @@ from torch import Tensor
 from pronghorn.attention.packed import NAME_PREFIX
 from pronghorn.data.batch import PackedBatch
 from pronghorn.errors import DataError, UnsupportedError
+from pronghorn.layers.decoder import STEP, FusedLayers
 from pronghorn.models.families import rope_limit
 
+LAYERS = "_pronghorn_layers"
+"""The attribute of an attached backbone that holds its `FusedLayers`, where it has some."""
+LOSS_ROWS_ONLY = "pronghorn_loss_rows_only"
+"""The keyword that says that nothing but the rows that predict a label is read of the last hidden states."""
 _STOCK_METADATA = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
@@ -20,6 +25,7 @@ def share_metadata(
     backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Forward pre-hook of the backbone: one PackedBatch for all layers, and no mask built."""
+    narrow = kwargs.pop(LOSS_ROWS_ONLY, False)
     packed = kwargs.get("packed")
     ids = kwargs.get("input_ids", args[0] if args else None)
     tokens: Any = ids if ids is not None else kwargs.get("inputs_embeds")
@@ -47,6 +53,11 @@ def share_metadata(
     # transformers returns a 4-D attention_mask as it is instead of building one (which would cost a synchronisation);
     # packed attention reads `packed` and never looks at this.
     placeholder = packed.cu_seqlens.view(1, 1, 1, -1)
+    layers: FusedLayers | None = backbone.__dict__.get(LAYERS)
+    if layers is not None:
+        embeds = kwargs.get("inputs_embeds")
+        stream = backbone.get_input_embeddings().weight if embeds is None else embeds
+        kwargs[STEP] = layers.begin(packed, stream.dtype, narrow)
     return args, {**kwargs, "packed": packed, "attention_mask": placeholder, "use_cache": False}
 
 

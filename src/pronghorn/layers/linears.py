@@ -22,9 +22,9 @@ class Adapter:
 
 
 def adapter_of(linear: nn.Module) -> Adapter | None:
-    """The one active adapter of PEFT's LoRA linear; None where there is none, or it is disabled or merged."""
+    """Return the one active adapter of PEFT's LoRA linear; None where there is none, or it is disabled or merged."""
     module: Any = linear
-    active = _active(module)
+    active = active_adapters(module)
     if not active or module.disable_adapters or module.merged:
         return None
     name = active[0]
@@ -32,16 +32,16 @@ def adapter_of(linear: nn.Module) -> Adapter | None:
 
 
 def base_of(linear: Any) -> Any:
-    """The linear under PEFT's wrapper, or the linear itself."""
+    """Return the linear under PEFT's wrapper, or the linear itself."""
     return getattr(linear, "base_layer", linear)
 
 
-def refusal(linears: list[nn.Module], dtype: torch.dtype) -> str | None:
-    """Why these linears can't be computed as one product in `dtype`, or None."""
+def unfused_reason(linears: list[nn.Module], dtype: torch.dtype) -> str | None:
+    """Say why these linears can't be computed as one product in `dtype`, or None."""
     bases, scales = [base_of(linear) for linear in linears], set()
     for module, base in zip(linears, bases, strict=True):
         linear: Any = module
-        active = _active(linear)
+        active = active_adapters(linear)
         if type(base) is not nn.Linear and not is_4bit(base):
             return f"{type(base).__name__} is not a plain linear"
         if base.__dict__.get(_BY_FSDP):
@@ -68,35 +68,19 @@ def refusal(linears: list[nn.Module], dtype: torch.dtype) -> str | None:
     return "the linears' LoRA scales differ" if len(scales) > 1 else None
 
 
-def state(linears: list[nn.Module]) -> list[Any]:
-    """All that `refusal` depends on: compare it to know when to ask again."""
-    found: list[Any] = []
-    for module in linears:
-        linear: Any = module
-        parts = linear._modules
-        base = parts.get("base_layer", linear)
-        found += linear, base, type(base), base.__dict__.get(_BY_FSDP)
-        for name in ("weight", "bias"):
-            tensor = base._parameters.get(name)
-            found.append(None if tensor is None else (type(tensor), tensor.dtype, tensor.requires_grad))
-        for name in _active(linear):
-            found += name, linear.scaling[name], parts["lora_A"][name], parts["lora_dropout"][name]
-    return found
-
-
-def _active(linear: Any) -> list[str]:
-    """Names of the active adapters of PEFT's LoRA linear, disabled ones too; another linear has none."""
+def active_adapters(linear: Any) -> list[str]:
+    """List the active adapters of PEFT's LoRA linear, disabled ones too; another linear has none."""
     adapters = linear._modules.get("lora_A")
     return [] if adapters is None else [name for name in linear.active_adapters if name in adapters]
 
 
 def is_4bit(base: Any) -> bool:
-    """Whether it is bitsandbytes' 4-bit linear (told by name: the package needn't be there)."""
+    """Tell whether it is bitsandbytes' 4-bit linear (by name: the package needn't be there)."""
     return type(base).__name__ == "Linear4bit" and getattr(base.weight, "quant_state", None) is not None
 
 
-def take_out(linear: Any) -> None:
-    """What was merged and is disabled: PEFT's own forward subtracts it from the weight."""
+def unmerge_disabled(linear: Any) -> None:
+    """Take an adapter that was merged and then disabled out of the weight, as PEFT's own forward does."""
     if getattr(linear, "merged_adapters", None) and linear.disable_adapters:
         linear.unmerge()
 

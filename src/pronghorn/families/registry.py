@@ -1,0 +1,64 @@
+"""Find a model's family, and take families from outside the package."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pronghorn.errors import ConfigError, UnsupportedError
+from pronghorn.families.gemma3 import GEMMA3
+from pronghorn.families.gpt_oss import GPT_OSS
+from pronghorn.families.llama import LLAMA
+from pronghorn.families.mistral import MISTRAL
+from pronghorn.families.mixtral import MIXTRAL
+from pronghorn.families.olmoe import OLMOE
+from pronghorn.families.qwen2 import QWEN2
+from pronghorn.families.qwen3 import QWEN3
+from pronghorn.families.qwen3_moe import QWEN3_MOE
+from pronghorn.families.spec import FamilySpec
+
+FAMILIES: dict[str, FamilySpec] = {
+    spec.model_type: spec for spec in (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA3, GPT_OSS, QWEN3_MOE, MIXTRAL, OLMOE)
+}
+
+
+def register_family(spec: FamilySpec) -> None:
+    """Serve models of another family from now on, in this process.
+
+    Raises:
+        ConfigError: another spec has this model type already.
+    """
+    if FAMILIES.get(spec.model_type, spec) != spec:
+        raise ConfigError(
+            f"model type {spec.model_type!r} is registered already ({FAMILIES[spec.model_type].members})",
+            "give the family a model_type of its own",
+        )
+    FAMILIES[spec.model_type] = spec
+
+
+def family_of(config: Any) -> FamilySpec:
+    """Find the family of a model's configuration.
+
+    Raises:
+        UnsupportedError: no family has its model type, or it asks for something that packed attention can't isolate.
+    """
+    spec = FAMILIES.get(config.model_type)
+    if spec is None:
+        known = "; ".join(f"{each.model_type} ({each.members})" for each in FAMILIES.values())
+        raise UnsupportedError(
+            f"Pronghorn does not support the model type {config.model_type!r} yet",
+            f"train one of: {known}; or use TRL without Pronghorn",
+        )
+    served = {
+        "attention_dropout": (0, None),
+        "use_bidirectional_attention": (False, None),
+        "attn_logit_softcapping": (None,),
+        **spec.refused_options,
+    }
+    for name, values in served.items():
+        value = getattr(config, name, None)
+        if value not in values:
+            raise UnsupportedError(
+                f"config.{name} = {value!r} is not served by packed attention",
+                f"set config.{name} to {values[0]!r} if the model allows it",
+            )
+    return spec

@@ -1,0 +1,44 @@
+"""Launch a Triton kernel without Triton's own look at every argument, which takes the host as long as some kernels run.
+
+Triton finds the compiled form of a kernel by binding and specialising all arguments in each call. Here it is found by
+what can change that form: dtypes and alignment of tensors, values of numbers, compile-time values. The first call of a
+kind goes through Triton, which compiles it and returns the compiled kernel; later ones launch that.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_ALIGNMENT = 16
+"""Bytes that Triton specialises the addresses of tensors by."""
+_MOST = 4096
+"""Kinds of calls that are remembered; beyond that all are forgotten, and found again."""
+_compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+"""By kind of call: the compiled kernel, and the compile-time values that follow its arguments."""
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    """Do what `kernel[grid](*args, **options)` does, on the current device and stream.
+
+    Args:
+        kernel: a function under `triton.jit`; its compile-time parameters come last.
+        args: tensors and numbers, in order.
+        options: compile-time values, and Triton's own (num_warps, num_stages).
+    """
+    shown = [(a.dtype, a.data_ptr() % _ALIGNMENT) if isinstance(a, Tensor) else a for a in args]
+    key = (kernel, torch.cuda.current_device() if torch.cuda.is_initialized() else -1, *shown, *options.values())
+    known = _compiled.get(key)
+    if known is not None:
+        compiled, more = known
+        compiled[(*grid, 1, 1)[:3]](*args, *more)
+        return
+    compiled = kernel[grid](*args, **options)
+    if hasattr(compiled, "packed_metadata"):  # not in the interpreter
+        if len(_compiled) >= _MOST:
+            _compiled.clear()
+        names = kernel.arg_names[len(args) :]
+        if all(name in options for name in names):
+            _compiled[key] = compiled, tuple(options[name] for name in names)

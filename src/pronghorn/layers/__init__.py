@@ -1,0 +1,1 @@
+"""What runs in a step: decoder layers as residual blocks, each one autograd function."""

@@ -1,0 +1,148 @@
+"""The attention block: x → x + after(o(attention(rope(qkv(before(x)))))), one autograd function.
+
+Kept for the backward: x with its norm's result, q·k·v, attention's output and log-sum-exp. Where only some rows of the
+layer's output are read, all that follows attention is computed for these alone: the others' gradients are zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from pronghorn.attention import explicit
+from pronghorn.attention.backends import Backend
+from pronghorn.data.batch import PackedBatch
+from pronghorn.layers.block import Block, Call, Gradients, Norm, Result, add, pick, spread
+from pronghorn.layers.fused_linear import FusedLinear
+from pronghorn.layers.heads import QKV
+from pronghorn.precision.source import Activation
+
+
+class AttentionSaved(NamedTuple):
+    """What the backward of an attention block needs."""
+
+    x: Tensor
+    """[T, H]."""
+    rstd: Tensor
+    normed: Tensor | None
+    """before(x); None where it is computed again."""
+    qkv: Tensor
+    """[T, (H + 2·H_kv)·D]: rotated, or as the product left it where norms are computed again."""
+    mixed: Tensor
+    """[T, H, D], attention's output."""
+    xa: Tensor | None
+    """[T, R], of q·k·v's adapters."""
+    mixed_a: Tensor | None
+    """[M, R], of o's adapter."""
+    y: Tensor | None
+    """What the norm after was given."""
+    y_rstd: Tensor | None
+
+
+class AttentionBlock(Block):
+    """Softmax attention with grouped heads and RoPE.
+
+    Args:
+        qkv, out: the merged products.
+        heads: how q, k and v are laid out, normed and rotated.
+        scale: of the scores.
+        window: tokens that a query sees, itself included; None for no limit.
+        backend: of packed attention.
+        before, after: the block's norms.
+        sinks: [H], scores that have no value (gpt-oss).
+    """
+
+    Saved = AttentionSaved
+
+    def __init__(
+        self,
+        qkv: FusedLinear,
+        out: FusedLinear,
+        heads: QKV,
+        scale: float,
+        window: int | None,
+        backend: Backend,
+        before: Norm,
+        after: Norm | None,
+        sinks: Tensor | None,
+    ) -> None:
+        self.linears = qkv, out
+        self.heads, self.scale, self.window, self.backend = heads, scale, window, backend
+        self.before, self.after, self.sinks = before, after, sinks
+        norms = before.weight, None if after is None else after.weight, *heads.norm_weights
+        self.trained = [*norms, sinks, *qkv.trained, *out.trained]
+
+    def options(self, query: Tensor, packed: PackedBatch) -> explicit.Options:
+        """Choose how packed attention goes for queries like this [..., D]."""
+        return explicit.Options.choose(self.backend, query, packed, self.scale, self.window)
+
+    def compute(self, x: Tensor, inputs: Sequence[Tensor], linears: Sequence[FusedLinear], call: Call) -> Result:
+        qkv_linear, out_linear = linears
+        normed, rstd = self.before.forward(x, qkv_linear.dtype)
+        qkv, xa = qkv_linear.forward(Activation(normed))
+        q, k, v, _ = self.heads.forward(qkv, call.cos, call.sin)
+        assert call.attention is not None
+        mixed, state = explicit.forward(q, k, v, call.attention, self.sinks)
+        y, low_rank = out_linear.parts(Activation(pick(mixed.flatten(1), call.rows)))
+        h, after_y, after_rstd = add(pick(x, call.rows), y, low_rank, self.after)
+        saved = AttentionSaved(
+            x=x,
+            rstd=rstd,
+            normed=normed if call.keeps_norms else None,
+            qkv=qkv,
+            mixed=mixed,
+            xa=xa,
+            mixed_a=None if low_rank is None else low_rank[0],
+            y=after_y,
+            y_rstd=after_rstd,
+        )
+        return Result(h, (), saved, state)
+
+    def gradients(
+        self,
+        dx: Tensor,
+        d_outputs: Sequence[Tensor | None],
+        saved: Any,
+        state: Sequence[Tensor],
+        linears: Sequence[FusedLinear],
+        call: Call,
+        wanted: bool,
+    ) -> Gradients:
+        qkv_linear, out_linear = linears
+        dh, rows, mixed = dx, call.rows, saved.mixed
+
+        # back through the norm after, and the product of o
+        dy, d_after = dh, None
+        if self.after is not None:
+            dy, d_after = self.after.backward(dh, saved.y, saved.y_rstd)
+        dy = dy.to(out_linear.dtype)
+        d_mixed, given = out_linear.input_grad(dy, saved.mixed_a)
+        out_grads = out_linear.gradients(dy, given, pick(mixed.flatten(1), rows))
+        d_mixed = spread(d_mixed, rows, mixed)
+
+        # back through attention, RoPE and the heads' norms
+        if self.heads.reads_raw:
+            (q, k, v, rstd), raw = self.heads.forward(saved.qkv, call.cos, call.sin), saved.qkv
+        else:
+            (q, k, v), rstd, raw = self.heads.heads.split(saved.qkv), [], None
+        assert call.attention is not None
+        d_qkv, d_sinks = explicit.backward(
+            d_mixed.view_as(mixed), q, k, v, mixed, list(state), call.attention, self.sinks
+        )
+        del d_mixed
+        d_qkv, d_query_norm, d_key_norm = self.heads.backward_(d_qkv, call.cos, call.sin, raw, rstd)
+
+        # back through the product of q, k and v, and the norm before
+        normed = saved.normed
+        if normed is None:
+            normed = self.before.forward(saved.x, qkv_linear.dtype)[0]
+        needed = wanted or self.before.weight.requires_grad
+        d_normed, given = qkv_linear.input_grad(d_qkv, saved.xa, needed)
+        qkv_grads = qkv_linear.gradients(d_qkv, given, normed)
+        d_before = None
+        if needed:
+            dx, d_before = self.before.backward(d_normed, saved.x, saved.rstd, spread(dh, rows, saved.x))
+        trained = [d_before, d_after, d_query_norm, d_key_norm, d_sinks, *qkv_grads, *out_grads]
+        return Gradients(dx if wanted else None, (), trained)

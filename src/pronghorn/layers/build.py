@@ -1,0 +1,174 @@
+"""From a decoder layer's modules to the blocks that compute it, by the family's description."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from pronghorn.attention.backends import Backend
+from pronghorn.families.spec import ACTIVATIONS, Attention, Experts, FamilySpec, GatedMLP, ResidualBlock
+from pronghorn.kernels.rope import Heads
+from pronghorn.layers.attention import AttentionBlock
+from pronghorn.layers.block import Block, Norm
+from pronghorn.layers.fused_linear import FusedLinear
+from pronghorn.layers.heads import QKV, HeadNorms
+from pronghorn.layers.linears import unfused_reason
+from pronghorn.layers.mlp import GatedMLPBlock
+from pronghorn.layers.stock import StockBlock
+from pronghorn.layers.watch import HOOKS
+from pronghorn.layers.weight_layout import GroupStorage
+from pronghorn.memory.recompute import has_own_forward
+
+STORAGE = "_pronghorn_storage"
+"""The attribute of a layer that holds its `GroupStorage`s while it is attached."""
+_RECORDER = "transformers.utils"
+"""Where transformers' hooks for output_hidden_states and output_attentions are from: once asked for they stay, on every
+layer and attention; packed attention has nothing for them."""
+
+
+@dataclass(frozen=True)
+class LayerBuilder:
+    """Makes the blocks of one model's layers.
+
+    Args:
+        backend: of packed attention.
+    """
+
+    family: FamilySpec
+    backend: Backend
+
+    def blocks(self, layer: Any, dtype: torch.dtype) -> list[Block | StockBlock]:
+        """Make the blocks of a layer, with products in `dtype`, merging weights that don't lie together yet."""
+        return [self._block(layer, block, dtype) for block in self.family.blocks(layer)]
+
+    def reason(self, layer: Any, dtype: torch.dtype) -> str | None:
+        """Say why a block of the layer, experts aside, would be called instead of computed; None if none would."""
+        blocks = (block for block in self.family.blocks(layer) if not isinstance(block.kind, Experts))
+        return next((reason for block in blocks if (reason := self._reason(layer, block, dtype)) is not None), None)
+
+    def storages(self, layer: Any, dtype: torch.dtype) -> list[GroupStorage]:
+        """List the storages of the layer's blocks that are computed here, in the order of the forward."""
+        return [
+            self._storage(layer, block, group)
+            for block in self.family.blocks(layer)
+            if not isinstance(block.kind, Experts) and self._reason(layer, block, dtype) is None
+            for group in block.kind.linears
+        ]
+
+    def is_own(self, module: Any) -> bool:
+        """Tell whether a module computes what the family's source says: it isn't wrapped, nor is its forward."""
+        return str(type(module).forward.__module__).startswith(self.family.source)
+
+    def _block(self, layer: Any, block: ResidualBlock, dtype: torch.dtype) -> Block | StockBlock:
+        build = getattr(block.kind, "build", None)
+        if build is not None and not isinstance(made := build(self, layer, block, dtype), str):
+            return made
+        reason = None if isinstance(block.kind, Experts) else self._reason(layer, block, dtype)
+        if reason is not None or isinstance(block.kind, Experts):
+            after = None if block.after is None else layer.get_submodule(block.after)
+            mixes = not isinstance(block.kind, GatedMLP | Experts)
+            before = layer.get_submodule(block.before)
+            return StockBlock(layer.get_submodule(block.module), before, after, mixes, reason)
+        linears = [FusedLinear(self._storage(layer, block, group), dtype) for group in block.kind.linears]
+        before = self.norm(layer.get_submodule(block.before))
+        after = None if block.after is None else self.norm(layer.get_submodule(block.after))
+        module: Any = layer.get_submodule(block.module)
+        if isinstance(block.kind, GatedMLP):
+            return GatedMLPBlock(linears[0], linears[1], _activation(module, block.kind), before, after)
+        assert isinstance(block.kind, Attention)
+        kind = block.kind
+        return AttentionBlock(
+            linears[0],
+            linears[1],
+            self._heads(module, kind, linears[1]),
+            module.scaling,
+            kind.window(module),
+            self.backend,
+            before,
+            after,
+            None if kind.sinks is None else getattr(module, kind.sinks),
+        )
+
+    def _heads(self, attention: Any, kind: Attention, out: FusedLinear) -> QKV:
+        norms: list[Norm] = []
+        if kind.query_norm is not None and kind.key_norm is not None:
+            norms = [self.norm(attention.get_submodule(path)) for path in (kind.query_norm, kind.key_norm)]
+        query = out.bases[0].in_features // attention.head_dim
+        key_value = query // attention.num_key_value_groups
+        if kind.norms_span == "all heads" and norms:
+            return QKV(Heads(query, key_value, attention.head_dim), HeadNorms(*norms))
+        if not norms:
+            return QKV(Heads(query, key_value, attention.head_dim))
+        of_query, of_key = norms
+        return QKV(
+            Heads(query, key_value, attention.head_dim, of_query.weight, of_key.weight, of_query.eps, of_query.offset)
+        )
+
+    def norm(self, module: Any) -> Norm:
+        """Read an RMSNorm's weight and numbers from its module."""
+        return Norm(module.weight, _eps(module), self.family.norm_offset)
+
+    def _reason(self, layer: Any, block: ResidualBlock, dtype: torch.dtype) -> str | None:
+        """Say why a block can't be computed here as its modules are now, or None."""
+        module: Any = layer.get_submodule(block.module)
+        build = getattr(block.kind, "build", None)
+        if build is not None:
+            made = build(self, layer, block, dtype)
+            return made if isinstance(made, str) else None
+        if not self.is_own(module):
+            return f"{type(module).__name__} has another forward than transformers'"
+        if isinstance(block.kind, GatedMLP) and _activation(module, block.kind) is None:
+            return f"activation {type(module.get_submodule(block.kind.activation)).__name__} has no kernel"
+        norms = [layer.get_submodule(path) for path in (block.before, block.after) if path is not None]
+        if isinstance(block.kind, Attention):
+            kind = block.kind
+            norms += [module.get_submodule(path) for path in (kind.query_norm, kind.key_norm) if path is not None]
+            dim = module.head_dim
+            if next(layer.parameters()).is_cuda and (dim < 16 or dim & (dim - 1)):
+                return f"head_dim {dim} is no power of two"
+        elif not isinstance(block.kind, GatedMLP):
+            return f"{type(block.kind).__name__} has no fused form"
+        for norm in norms:
+            if not (self.is_own(norm) and type(norm).__name__.endswith("RMSNorm")):
+                return f"{type(norm).__name__} has no kernel"
+        for group in block.kind.linears:
+            reason = unfused_reason([module.get_submodule(path) for path in group], dtype)
+            if reason is not None:
+                return reason
+        if watched([*module.modules(), *(each for norm in norms for each in norm.modules())]):
+            return "modules inside the layers carry hooks, or a forward of their own"
+        return None
+
+    def _storage(self, layer: Any, block: ResidualBlock, group: tuple[str, ...]) -> GroupStorage:
+        """Return the storage of a group of linears, the same one as long as these are the same modules."""
+        kept: dict[str, GroupStorage] = layer.__dict__.setdefault(STORAGE, {})
+        name = ",".join(f"{block.module}.{path}" for path in group)
+        linears = [layer.get_submodule(f"{block.module}.{path}") for path in group]
+        if name not in kept or any(a is not b for a, b in zip(kept[name].linears, linears, strict=True)):
+            kept[name] = GroupStorage(linears)
+        return kept[name]
+
+
+def watched(modules: Iterable[Any]) -> bool:
+    """Tell whether somebody hooked one of the modules or gave it a forward of its own, so that it has to be called."""
+    return any(
+        has_own_forward(module) or any(is_foreign(hook) for name in HOOKS for hook in getattr(module, name).values())
+        for module in modules
+    )
+
+
+def is_foreign(hook: Any) -> bool:
+    """Tell whether a hook is somebody's, and not transformers' recorder."""
+    return not str(getattr(hook, "__module__", None)).startswith(_RECORDER)
+
+
+def _activation(mlp: nn.Module, kind: GatedMLP) -> Any:
+    return ACTIVATIONS.get(type(mlp.get_submodule(kind.activation)).__name__)
+
+
+def _eps(norm: Any) -> float:
+    return norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps

@@ -1,0 +1,339 @@
+"""The fused layers of one attached model: built from its family's description, checked once a model forward, run.
+
+`FusedLayers.install` gives decoder layers and norms classes that compute the same by fewer, larger kernels. Parameters
+are not moved out of the model or renamed. Before each forward of the backbone `begin` looks whether anything changed
+since the blocks were built (`layers.watch`), brings the adapters' copies up to date, and returns the `Step` that layers
+receive as a keyword. A layer without one, as in padded batches, runs transformers' own forward.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pronghorn.attention import explicit
+from pronghorn.attention.backends import Backend
+from pronghorn.data.batch import PackedBatch
+from pronghorn.families.spec import FamilySpec
+from pronghorn.kernels.rms_norm import rms_norm
+from pronghorn.layers.attention import AttentionBlock
+from pronghorn.layers.block import Block, Call
+from pronghorn.layers.build import STORAGE, LayerBuilder, is_foreign
+from pronghorn.layers.linears import base_of
+from pronghorn.layers.stock import StockBlock
+from pronghorn.layers.subclass import moving, subclass
+from pronghorn.layers.watch import Watch
+from pronghorn.layers.weight_layout import merge_weights
+from pronghorn.memory.plan import POLICY, Policy
+from pronghorn.memory.recompute import OUTPUT_NOT_WANTED, WHOLE_LAYER, has_own_forward
+
+RUN = "_pronghorn_run"
+"""The attribute of a layer that holds its `LayerRun`."""
+OWNER = "_pronghorn_owner"
+"""The attribute of a layer that refers to its `FusedLayers`, weakly: a copied layer builds nothing."""
+BUILDS = 3
+"""Builds that are kept: with adapters on, off, and one more."""
+STEP = "pronghorn_step"
+"""The keyword by which a layer receives the `Step`."""
+
+
+@dataclass(frozen=True)
+class LayerRun:
+    """The blocks of one layer as the model is now."""
+
+    family: FamilySpec
+    blocks: list[Block | StockBlock]
+    last: bool
+    """Of the last layer only the rows that predict a label may be wanted."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None  # a copied layer has modules of its own, and builds anew
+
+    @property
+    def fused(self) -> bool:
+        """Whether every block is computed here, experts aside."""
+        return all(isinstance(block, Block) or block.reason is None for block in self.blocks)
+
+
+@dataclass(eq=False)
+class Step:
+    """What one model forward tells all of its layers."""
+
+    packed: PackedBatch
+    stream: torch.dtype
+    """Of the residual stream."""
+    products: torch.dtype
+    halved_rotary: bool
+    narrow: bool
+    """Nothing but the rows that predict a label is read of the last layer's output."""
+    autocast: bool
+    copies: tuple[list[Tensor], list[Tensor]] | None
+    """(targets, sources) of the adapters' copies; None once they are up to date."""
+    _tables: dict[int, tuple[Any, Tensor, Tensor]] = field(default_factory=dict)
+    _attention: dict[Any, explicit.Options] = field(default_factory=dict)
+
+    def update_copies(self) -> None:
+        """Copy all adapters in the products' dtype, in one launch; by the first layer, and not again."""
+        (targets, sources), self.copies = self.copies or ([], []), None
+        if targets:
+            with torch.inference_mode(False), torch.no_grad():
+                torch._foreach_copy_(targets, sources)
+
+    def rotary(self, tables: tuple[Tensor, Tensor], tokens: int) -> tuple[Tensor, Tensor]:
+        """Return RoPE's cos and sin as [T, D_r]; computed once a forward for each pair of tables."""
+        found = self._tables.get(id(tables[0]))
+        if found is None:
+            cos, sin = (x.reshape(-1, x.shape[-1]).expand(tokens, -1) for x in tables)
+            if self.halved_rotary:
+                cos, sin = torch.cat([cos, cos], 1), torch.cat([sin, sin], 1)
+            found = self._tables[id(tables[0])] = (tables, cos, sin)
+        return found[1], found[2]
+
+    def attention(self, block: AttentionBlock, device: torch.device) -> explicit.Options:
+        """Choose how packed attention goes for a block; once a forward for each kind of block."""
+        key = block.window, block.scale, block.heads.heads.dim, block.backend
+        if key not in self._attention:
+            query = torch.empty(0, block.heads.heads.dim, dtype=self.products, device=device)
+            self._attention[key] = block.options(query, self.packed)
+        return self._attention[key]
+
+
+@dataclass(frozen=True)
+class _Build:
+    """The blocks of all layers as the model was at one time."""
+
+    dtype: torch.dtype
+    runs: list[tuple[Any, LayerRun]]
+    """Each layer with its blocks."""
+    targets: list[Tensor]
+    """Copies of adapters in the products' dtype."""
+    sources: list[Tensor]
+    """The adapters, in the same order."""
+    watch: Watch
+    generation: int
+
+
+class FusedLayers:
+    """The layers of one model, from `attach` to `detach`.
+
+    Args:
+        backbone: what holds embeddings, layers and the last norm.
+        backend: of packed attention.
+    """
+
+    def __init__(self, backbone: Any, family: FamilySpec, backend: Backend) -> None:
+        self.backbone, self.builder = backbone, LayerBuilder(family, backend)
+        self._builds: list[_Build] = []
+        """The last one used comes first; adapters that are switched off and on find the one before again."""
+        self._count = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FusedLayers:
+        """Return fused layers for the copied model, which builds its own blocks."""
+        backbone = copy.deepcopy(self.backbone, memo)
+        return FusedLayers(backbone, self.builder.family, self.builder.backend)
+
+    @property
+    def generation(self) -> int:
+        """The number of the build in use: what was captured of another one reads other tensors."""
+        return self._builds[0].generation if self._builds else 0
+
+    def install(self) -> None:
+        """Give layers and norms their fused classes."""
+        for layer in self.backbone.layers:
+            layer.__dict__[OWNER] = weakref.ref(self)
+        for module in self.backbone.modules():
+            own: Any = type(module)
+            if module in set(self.backbone.layers) and self.builder.is_own(module):
+                module.__class__ = _layer_class(own)
+            elif own.__name__.endswith("RMSNorm") and self.builder.is_own(module) and hasattr(module, "weight"):
+                module.__class__ = _norm_class(own, self.builder.family.norm_offset)
+
+    def merge_weights(self) -> None:
+        """Merge what layers multiply with, before there are activations (`weight_layout.merge_weights`). Weights that
+        are trained stay where they are: under autocast every forward copies them, and saving would copy each slice."""
+        weight = self.backbone.get_input_embeddings().weight
+        if weight.is_meta:
+            return
+        dtype = _products_dtype(weight)
+        for layer in self._own_layers():
+            storages = self.builder.storages(layer, dtype)
+            frozen = [each for each in storages if not base_of(each.linears[0]).weight.requires_grad]
+            with torch.inference_mode(False):
+                merge_weights(frozen, dtype)
+
+    def reason(self, autocast: torch.dtype | None) -> str | None:
+        """Say why some block, experts aside, would not be computed here now (under autocast in that dtype), or None."""
+        dtype = autocast or self.backbone.get_input_embeddings().weight.dtype
+        for layer in self.backbone.layers:
+            if not self.builder.is_own(layer):
+                return f"{type(layer).__name__} has another forward than transformers'"
+            if (reason := self.builder.reason(layer, dtype)) is not None:
+                return reason
+        return None
+
+    @torch.inference_mode(False)
+    def begin(self, packed: PackedBatch, stream: torch.dtype, narrow: bool) -> Step:
+        """Return the step of one forward of the backbone, whose hidden states have dtype `stream`.
+
+        Tensors that are kept for other forwards are ordinary ones, also where this one is in inference mode.
+        """
+        kind = packed.cu_seqlens.device.type
+        autocast = torch.is_autocast_enabled(kind)
+        dtype = torch.get_autocast_dtype(kind) if autocast else stream
+        if not (self._builds and self._builds[0].dtype is dtype and self._builds[0].watch.same()):
+            self._choose(dtype)
+        return self._step(self._builds[0], packed, stream, narrow, autocast)
+
+    @contextmanager
+    @torch.inference_mode(False)
+    def apart(self, dtype: torch.dtype) -> Iterator[Callable[[PackedBatch], Step]]:
+        """Build the layers apart from all other builds while the block runs: for a capture, of parameters' aliases.
+
+        Yields:
+            What makes the step of a forward in `dtype`, without looking whether anything changed.
+        """
+        before = [(layer, layer.__dict__.get(RUN)) for layer in self.backbone.layers]
+        build = self._build(dtype)
+        for layer, run in build.runs:
+            layer.__dict__[RUN] = run
+        try:
+            yield lambda packed: self._step(build, packed, dtype, narrow=False, autocast=False)
+        finally:
+            for layer, earlier in before:
+                if earlier is not None:
+                    layer.__dict__[RUN] = earlier
+
+    def _step(self, build: _Build, packed: PackedBatch, stream: torch.dtype, narrow: bool, autocast: bool) -> Step:
+        halved, copies = self.builder.family.halved_rotary, (build.targets, build.sources)
+        return Step(packed, stream, build.dtype, halved, narrow, autocast, copies)
+
+    def forget(self) -> None:
+        """Drop what was built: it holds weights where they lay."""
+        self._builds = []
+        for layer in self.backbone.layers:
+            layer.__dict__.pop(RUN, None)
+            layer.__dict__.pop(STORAGE, None)
+
+    def _own_layers(self) -> Iterator[Any]:
+        return (layer for layer in self.backbone.layers if hasattr(type(layer), OUTPUT_NOT_WANTED))
+
+    def _choose(self, dtype: torch.dtype) -> None:
+        """Put a build of the model as it is now first: an earlier one, or a new one."""
+        found = next((each for each in self._builds[1:] if each.dtype is dtype and each.watch.same()), None)
+        if found is None:
+            found = self._build(dtype)
+        self._builds = [found, *(each for each in self._builds if each is not found)][:BUILDS]
+        for layer in self.backbone.layers:
+            layer.__dict__.pop(RUN, None)
+        for layer, run in found.runs:
+            layer.__dict__[RUN] = run
+
+    def _build(self, dtype: torch.dtype) -> _Build:
+        self._count += 1
+        layers, targets, sources = list(self.backbone.layers), [], []
+        runs: list[tuple[Any, LayerRun]] = []
+        for index, layer in enumerate(layers):
+            if not hasattr(type(layer), OUTPUT_NOT_WANTED):
+                continue
+            run = LayerRun(self.builder.family, self.builder.blocks(layer, dtype), index == len(layers) - 1)
+            runs.append((layer, run))
+            linears = [linear for block in run.blocks if isinstance(block, Block) for linear in block.linears]
+            targets += [target for linear in linears for target, _ in linear.copies]
+            sources += [source for linear in linears for _, source in linear.copies]
+        return _Build(dtype, runs, targets, sources, Watch(layers), self._count)
+
+
+def is_fused(layer: nn.Module) -> bool:
+    """Tell whether a decoder layer computes packed batches without calling its modules, experts aside."""
+    run = layer.__dict__.get(RUN)
+    return run is not None and run.fused
+
+
+def output_is_seen(backbone: Any) -> bool:
+    """Tell whether somebody may look at what the last layer or the last norm gives, so that all its rows are wanted."""
+    modules = backbone, backbone.layers[-1], backbone.norm
+    names = "_forward_hooks", "_backward_hooks", "_backward_pre_hooks"
+    hooks = [hook for module in modules for name in names for hook in getattr(module, name).values()]
+    hooks += backbone.norm._forward_pre_hooks.values()
+    return any(map(has_own_forward, modules)) or any(is_foreign(hook) and not _is_ours(hook) for hook in hooks)
+
+
+@functools.cache
+def _norm_class(original: Any, offset: float) -> type[nn.Module]:
+    @functools.wraps(original.forward)
+    def forward(self: Any, x: Tensor) -> Tensor:
+        eps = self.variance_epsilon if hasattr(self, "variance_epsilon") else self.eps
+        return rms_norm(x.contiguous(), self.weight, eps, offset)
+
+    return subclass(original, forward=forward)
+
+
+@functools.cache
+def _layer_class(original: Any) -> type[nn.Module]:
+    plain: Any = original.forward
+
+    @functools.wraps(plain)
+    def forward(self: Any, hidden_states: Tensor, *args: Any, output_wanted: bool = True, **kwargs: Any) -> Any:
+        step: Step | None = kwargs.pop(STEP, None)
+        run: LayerRun | None = self.__dict__.get(RUN)
+        tables = kwargs.get("position_embeddings")
+        known = run is not None and (run.family.bind is not None or not args)
+        if step is None or run is None or not known or tables is None or hidden_states.dtype is not step.stream:
+            return plain(self, hidden_states, *args, **kwargs)
+        policy = self.__dict__.get(POLICY, Policy.KEEP)
+        if policy in WHOLE_LAYER and not self.gradient_checkpointing:  # which is switched off
+            policy = Policy.KEEP
+        if step.copies is not None:
+            step.update_copies()
+        first, shape = run.blocks[0], hidden_states.shape
+        cos, sin = step.rotary(tables, shape[0] * shape[1])
+        narrow = step.narrow and run.last and isinstance(first, Block)
+        rows = step.packed.loss_rows if narrow else None
+        # a forward of its own calls this one, and may compute with what it gives
+        wanted = output_wanted or has_own_forward(self) or not all(map(_is_ours, self._forward_hooks.values()))
+        mixer = next((block for block in run.blocks if isinstance(block, AttentionBlock)), None)
+        attention = None if mixer is None else step.attention(mixer, hidden_states.device)
+        call = Call(step.packed, cos, sin, policy, rows, wanted, attention)
+        x = hidden_states.flatten(0, 1).contiguous()
+        named = {} if run.family.bind is None else run.family.bind(args, kwargs)
+        shape = shape if rows is None else torch.Size((1, len(rows), shape[2]))
+        for block in run.blocks:
+            if isinstance(block, StockBlock):
+                x = block(x, shape, kwargs)
+                continue
+            # fused functions choose every dtype themselves
+            with torch.autocast(x.device.type, enabled=False) if step.autocast else nullcontext():
+                x = block(x, named, call)
+        if run.family.emit is not None and output_wanted:  # a recomputation gives nothing to later layers again
+            run.family.emit(named, kwargs)
+        return x.view(shape)
+
+    return subclass(original, forward=forward, _apply=moving(original, _drop), **{OUTPUT_NOT_WANTED: True})
+
+
+def _drop(layer: Any) -> None:
+    """Drop what holds weights where they lay: a layer was moved."""
+    layer.__dict__.pop(RUN, None)
+    layer.__dict__.pop(STORAGE, None)
+    owner = layer.__dict__[OWNER]()
+    if owner is not None:
+        owner.forget()
+
+
+def _is_ours(hook: Any) -> bool:
+    """Tell whether a hook is profile's: it takes the time and doesn't look at what a module gives."""
+    return str(getattr(hook, "__module__", None)).startswith("pronghorn.")
+
+
+def _products_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype that products of x are computed in: autocast's where it is on."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype

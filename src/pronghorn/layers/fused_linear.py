@@ -1,0 +1,163 @@
+"""Several linears of one input as one product, with their LoRA adapters.
+
+    y = x Wᵀ + b + s · (x Aᵀ) Bᵀ        W: the weights of the linears, one below the other
+                                        A: their A one below the other, B: their B along the diagonal
+
+Built once, from the model as it is, and built again only when the model changed (`layers.watch`). W multiplies through
+its `WeightSource`; A and B are copied in the products' dtype once a model forward (`copies`).
+"""
+
+from __future__ import annotations
+
+import copy
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pronghorn.kernels import adapter_gradients
+from pronghorn.kernels.adapter_gradients import matmul
+from pronghorn.kernels.residual import LowRank
+from pronghorn.layers.linears import Adapter, adapter_of, base_of, is_4bit, unmerge_disabled
+from pronghorn.layers.weight_layout import GroupStorage
+from pronghorn.precision.source import Activation, CopiedSource, DenseSource, LowRankGrad, NF4Source, WeightSource
+
+LowRankGrads = tuple[Tensor, list[Tensor]]
+"""(s · dy B [T, R], each adapter's dB [N_i, r])."""
+
+
+class FusedLinear:
+    """One merged product, ready to multiply in `dtype`.
+
+    Args:
+        storage: of linears that `linears.unfused_reason` doesn't refuse.
+    """
+
+    def __init__(self, storage: GroupStorage, dtype: torch.dtype) -> None:
+        for linear in storage.linears:
+            unmerge_disabled(linear)
+        self.bases = [base_of(linear) for linear in storage.linears]
+        self.dtype, first = dtype, self.bases[0]
+        self.widths = [base.out_features for base in self.bases]
+        ends = list(accumulate(self.widths))
+        self.adapters: list[tuple[slice, Adapter]] = []
+        self.ranks = [0] * len(self.bases)
+        for index, (linear, width, end) in enumerate(zip(storage.linears, self.widths, ends, strict=True)):
+            adapter = adapter_of(linear)
+            if adapter is not None:
+                self.adapters.append((slice(end - width, end), adapter))
+                self.ranks[index] = len(adapter.a)
+        self.full: bool = first.weight.requires_grad
+        below = storage.rank_below(dtype)
+        self.source = self._source(storage, below)
+        self.scale = self.adapters[0][1].scale if self.adapters else 1.0
+        self.columns = [columns for columns, _ in self.adapters]
+        self.adapter_ranks = [len(adapter.a) for _, adapter in self.adapters]
+        self.a: Tensor | None = None
+        self.b: Tensor | None = None
+        self.copies: list[tuple[Tensor, Tensor]] = []
+        """(target, source) pairs that bring A and B up to date."""
+        if self.adapters:
+            self._place_adapters(ends[-1], below)
+        self._a_transposed = None if self.a is None else self.a.t()
+        self._b_transposed = None if self.b is None else self.b.t()
+        self._biased = first.bias is not None
+        self._static_bias = self._bias(storage)
+        self.trained = self._trained()
+
+    def _source(self, storage: GroupStorage, below: int) -> WeightSource:
+        weights = [base.weight for base in self.bases]
+        if is_4bit(self.bases[0]):
+            return NF4Source(weights, self.dtype, below)
+        if weights[0].dtype is not self.dtype:
+            return CopiedSource(weights, self.dtype)
+        return DenseSource(storage.weight(self.dtype), sum(self.widths))
+
+    def _place_adapters(self, rows: int, below: int) -> None:
+        """Make A [R, K] (below W, if there is room) and B [N, R], zero outside the adapters' blocks."""
+        example, total = self.adapters[0][1].a, sum(self.adapter_ranks)
+        a = self.source.storage[rows:] if below and isinstance(self.source, DenseSource) else None
+        self.a = example.new_zeros(total, self.bases[0].in_features, dtype=self.dtype) if a is None else a
+        self.b = example.new_zeros(rows, total, dtype=self.dtype)
+        rank = 0
+        for columns, adapter in self.adapters:
+            r = len(adapter.a)
+            self.copies.append((self.a[rank : rank + r], adapter.a.detach()))
+            self.copies.append((self.b[columns, rank : rank + r], adapter.b.detach()))
+            rank += r
+
+    def _bias(self, storage: GroupStorage) -> Tensor | None:
+        first = self.bases[0].bias
+        merges = first is not None and first.dtype is self.dtype and not is_4bit(self.bases[0])
+        return storage.bias() if merges else None
+
+    def _trained(self) -> list[Tensor]:
+        found = [base.weight for base in self.bases if self.full]
+        found += [base.bias for base in self.bases if self.full and base.bias is not None]
+        return found + [tensor for _, adapter in self.adapters for tensor in (adapter.a, adapter.b)]
+
+    def begin(self) -> tuple[FusedLinear, Tensor | None]:
+        """Return this linear for one forward and its backward, and a tensor that must live as long (or None)."""
+        source, saved = self.source.begin()
+        return self._with(source), saved
+
+    def resume(self, saved: Tensor | None) -> FusedLinear:
+        """Return this linear for a backward, from the tensor that `begin` gave for its forward."""
+        return self._with(self.source.resume(saved))
+
+    def _with(self, source: WeightSource) -> FusedLinear:
+        if source is self.source:
+            return self
+        other = copy.copy(self)
+        other.source = source
+        return other
+
+    @property
+    def bias(self) -> Tensor | None:
+        """b [N] in the products' dtype, or None."""
+        if not self._biased or self._static_bias is not None:
+            return self._static_bias
+        return torch.cat([base.bias.detach().to(self.dtype) for base in self.bases])
+
+    def forward(self, x: Activation) -> tuple[Tensor, Tensor | None]:
+        """Return (y [T, N], x Aᵀ [T, R] or None without adapters) of x [T, K]."""
+        y, low_rank = self.parts(x)
+        if low_rank is None or self._b_transposed is None:
+            return y, None
+        return y.addmm_(low_rank[0], self._b_transposed, alpha=self.scale), low_rank[0]
+
+    def parts(self, x: Activation) -> tuple[Tensor, LowRank | None]:
+        """Return x Wᵀ + b, and (x Aᵀ, B, s) of the s · (x Aᵀ) Bᵀ that is still to be added (None without adapters)."""
+        y = self.source.forward(x, self.bias)
+        if self.b is None or self._a_transposed is None:
+            return y, None
+        return y, (x.dense @ self._a_transposed, self.b, self.scale)
+
+    def inner(self, x: Activation) -> Tensor | None:
+        """Return x Aᵀ [T, R], or None without adapters."""
+        return None if self._a_transposed is None else x.dense @ self._a_transposed
+
+    def input_grad(self, dy: Tensor, xa: Tensor | None, wanted: bool = True) -> tuple[Any, LowRankGrads | None]:
+        """Return (dx [T, K] if wanted, what adapters' gradients need of dy or None) of dy [T, N] and x Aᵀ."""
+        if self.b is None or self.a is None or xa is None:
+            return (self.source.input_grad(Activation(dy), None) if wanted else None), None
+        both = dy.new_empty(len(dy), sum(self.b.shape)) if wanted and self.source.side_by_side else None
+        dtype = self.adapters[0][1].b.dtype
+        given = adapter_gradients.products(dy, self.b, xa, self.columns, self.adapter_ranks, self.scale, dtype, both)
+        if not wanted:
+            return None, given
+        return self.source.input_grad(Activation(dy), LowRankGrad(given[0], self.a, both)), given
+
+    def gradients(self, dy: Tensor, given: LowRankGrads | None, x: Tensor) -> list[Tensor]:
+        """Return the gradients of `trained`, from dy [T, N], what `input_grad` gave, and x [T, K]."""
+        grads: list[Tensor] = []
+        if self.full:
+            grads += matmul(dy.t(), x, self.bases[0].weight.dtype).split(self.widths)
+            if self.bases[0].bias is not None:
+                grads += dy.sum(0, dtype=self.bases[0].bias.dtype).split(self.widths)
+        if given is None:
+            return grads
+        dya, dbs = given
+        das = matmul(dya.t(), x, self.adapters[0][1].a.dtype).split(self.adapter_ranks)
+        return grads + [grad for pair in zip(das, dbs, strict=True) for grad in pair]

@@ -1,0 +1,134 @@
+"""The gated MLP's block: x → x + after(down(activation(gate(n)) ∘ up(n))), n = before(x), one autograd function.
+
+Kept for the backward: x with its norm's result, and gate·up. The activation is computed again; so are, as the layer's
+policy says, the norm's result and gate·up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from pronghorn.kernels import glu
+from pronghorn.layers.block import Block, Call, Gradients, Norm, Result, add, freed_after
+from pronghorn.layers.fused_linear import FusedLinear
+from pronghorn.memory.plan import Policy
+from pronghorn.precision.source import Activation
+
+
+class MLPSaved(NamedTuple):
+    """What the backward of an MLP's block needs."""
+
+    x: Tensor
+    """[T, H]."""
+    rstd: Tensor
+    normed: Tensor | None
+    """before(x); None where it is computed again."""
+    gate_up: Tensor | None
+    """[T, 2·I], gate in the first I columns; None where it is computed again."""
+    xa: Tensor | None
+    """[T, R], of gate's and up's adapters."""
+    a_a: Tensor | None
+    """[T, R], of down's adapter."""
+    y: Tensor | None
+    """What the norm after was given."""
+    y_rstd: Tensor | None
+
+
+class GatedMLPBlock(Block):
+    """A gated MLP.
+
+    Args:
+        gate_up, down: the merged products.
+        activation: what gate goes through.
+        before, after: the block's norms.
+    """
+
+    Saved = MLPSaved
+
+    def __init__(
+        self, gate_up: FusedLinear, down: FusedLinear, activation: glu.Activation, before: Norm, after: Norm | None
+    ) -> None:
+        self.linears = gate_up, down
+        self.activation, self.before, self.after = activation, before, after
+        after_weight = None if after is None else after.weight
+        self.trained = [before.weight, after_weight, *gate_up.trained, *down.trained]
+
+    def compute(self, x: Tensor, inputs: Sequence[Tensor], linears: Sequence[FusedLinear], call: Call) -> Result:
+        gate_up_linear, down = linears
+        normed, rstd = self.before.forward(x, gate_up_linear.dtype)
+        a, gate_up, xa = self._gate_up(normed, gate_up_linear)
+        y: Tensor | None
+        if call.output_wanted or self.after is not None:  # whose backward needs y
+            y, low_rank = down.parts(Activation(a))
+            a_a = None if low_rank is None else low_rank[0]
+            del a
+            out, y, y_rstd = add(x, y, low_rank, self.after)
+        else:  # the product of down, a quarter of a layer's operations, is left out
+            a_a, out, y, y_rstd = down.inner(Activation(a)), x.new_empty(()).expand_as(x), None, None
+        saved = MLPSaved(
+            x=x,
+            rstd=rstd,
+            normed=normed if call.keeps_norms else None,
+            gate_up=None if call.policy is Policy.RECOMPUTE_MLP else gate_up,
+            xa=xa,
+            a_a=a_a,
+            y=y,
+            y_rstd=y_rstd,
+        )
+        return Result(out, (), saved)
+
+    def gradients(
+        self,
+        dx: Tensor,
+        d_outputs: Sequence[Tensor | None],
+        saved: Any,
+        state: Sequence[Tensor],
+        linears: Sequence[FusedLinear],
+        call: Call,
+        wanted: bool,
+    ) -> Gradients:
+        gate_up_linear, down = linears
+        dtype, d_out = gate_up_linear.dtype, dx
+        x, rstd, normed, gate_up = saved.x, saved.rstd, saved.normed, saved.gate_up
+
+        # back through the norm after
+        dy, d_after = d_out, None
+        if self.after is not None:
+            dy, d_after = self.after.backward(d_out, saved.y, saved.y_rstd)
+
+        # back through down and the activation; a buffer that nobody reads afterwards is overwritten
+        donated = gate_up is None or freed_after()
+        if gate_up is None:
+            normed = self.before.forward(x, dtype)[0]
+            gate_up = self._gate_up(normed, gate_up_linear)[1]
+        a_a, xa = saved.a_a, saved.xa
+        del saved
+        dy = dy.to(dtype)
+        da, given = down.input_grad(dy, a_a)
+        d_gate_up = glu.backward_(da, gate_up, self.activation, donated)
+        down_grads = down.gradients(dy, given, da)  # da holds the activation now
+        del da, gate_up
+
+        # back through gate and up, and the norm before
+        if normed is None:  # not before: the peak of memory is behind
+            normed = self.before.forward(x, dtype)[0]
+        d_normed, given = gate_up_linear.input_grad(d_gate_up, xa)
+        gate_up_grads = gate_up_linear.gradients(d_gate_up, given, normed)
+        del d_gate_up, normed
+        dx, d_before = self.before.backward(d_normed, x, rstd, d_out)
+        return Gradients(dx, (), [d_before, d_after, *gate_up_grads, *down_grads])
+
+    def _gate_up(self, x: Tensor, linear: FusedLinear) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return (the activation [T, I], gate·up [T, 2·I], x Aᵀ) of x [T, H]."""
+        gate_up, low_rank = linear.parts(Activation(x))
+        if low_rank is None:
+            return glu.forward(gate_up, self.activation), gate_up, None
+        ranks = (linear.ranks[0], sum(linear.ranks[1:]))
+        if len(linear.ranks) == 1:  # gate and up are one linear, whose adapter adds to both
+            xa, b, scale = low_rank
+            gate_up = gate_up.addmm_(xa, b.t(), alpha=scale)
+            return glu.forward(gate_up, self.activation), gate_up, xa
+        return glu.forward_with_low_rank_(gate_up, *low_rank, self.activation, ranks), gate_up, low_rank[0]

