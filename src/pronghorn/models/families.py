@@ -83,13 +83,14 @@ def check_config(config: Any) -> Family:
     """The family of a model's config.
 
     Raises:
-        UnsupportedError: the family has no adapter, or the config asks for something packed attention can't isolate.
+        UnsupportedError: the family is not supported, or the config asks for something packed attention can't isolate.
     """
     family = FAMILIES.get(config.model_type)
     if family is None:
         known = "; ".join(f"{f.model_type} ({f.members})" for f in FAMILIES.values())
         raise UnsupportedError(
-            f"model family {config.model_type!r} has no adapter", f"train one of: {known}, or use TRL without Pronghorn"
+            f"Pronghorn does not support the model type {config.model_type!r} yet. Supported: {known}",
+            "train one of these, or use TRL without Pronghorn",
         )
     for name, allowed in (
         ("attention_dropout", (0, None)),
