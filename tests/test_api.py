@@ -652,9 +652,21 @@ def test_a_full_folder_and_other_methods_are_refused(stories: Path, tmp_path: Pa
         model.save_pretrained_merged(tmp_path, tokenizer)
     with pytest.raises(NotImplementedError, match="save_method 'merged_4bit'"):
         model.save_pretrained_merged(tmp_path / "new", tokenizer, save_method="merged_4bit")
+    with pytest.raises(NotImplementedError, match="save_pretrained_merged does not support push_to_hub, token yet"):
+        model.save_pretrained_merged(tmp_path / "new", tokenizer, push_to_hub=True, token="secret")
+    with pytest.raises(ConfigError, match="save_method 'lora' for a model without an adapter"):
+        model.save_pretrained_merged(tmp_path / "new", tokenizer, save_method="lora")
     with pytest.raises(ConfigError, match="note is there already"):
         model.save_pretrained_merged(tmp_path / "note", tokenizer)
     assert [p.name for p in tmp_path.iterdir()] == ["note"]
+
+
+def test_the_adapter_alone_is_saved_by_its_method(stories: Path, tmp_path: Path) -> None:
+    model, tokenizer = load(stories)
+    model = perturb(FastLanguageModel.get_peft_model(model, r=2))
+    saved = model.save_pretrained_merged(tmp_path / "adapter", tokenizer, save_method="lora")
+    assert not (saved / "model.safetensors").exists()
+    assert torch.equal(logits(load(saved)[0]), logits(model))
 
 
 def test_full_finetuning_trains_every_weight(stories: Path, tmp_path: Path) -> None:
