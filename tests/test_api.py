@@ -273,7 +273,7 @@ def test_other_quantisations_are_refused(stories: Path, tmp_path: Path, method: 
 def test_families_without_an_adapter_are_refused_before_their_weights_load(stories: Path, tmp_path: Path) -> None:
     shutil.copytree(stories, tmp_path / "model")
     (tmp_path / "model" / "config.json").write_text('{"model_type": "olmo2"}')
-    with pytest.raises(UnsupportedError, match="'olmo2' has no adapter"):
+    with pytest.raises(UnsupportedError, match=r"does not support the model type 'olmo2' yet\. Supported: llama"):
         load(tmp_path / "model")
 
 
@@ -367,8 +367,7 @@ def test_a_saved_adapter_that_the_base_has_no_place_for_is_refused(stories: Path
     """PEFT would leave out what it doesn't find a layer for."""
     FastLanguageModel.get_peft_model(load(stories)[0], r=4).save_pretrained(tmp_path / "adapter")
     shutil.copytree(stories, tmp_path / "short", copy_function=shutil.copyfile)
-    table = json.loads((stories / "config.json").read_text())
-    (tmp_path / "short/config.json").write_text(json.dumps(table | {"num_hidden_layers": 3}))
+    AutoModelForCausalLM.from_pretrained(stories, num_hidden_layers=3).save_pretrained(tmp_path / "short")
     path = tmp_path / "adapter/adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": str(tmp_path / "short")}))
     with pytest.raises(DataError, match=r"holds 28 weights that its base model has no place for .*layers\.3"):
@@ -653,9 +652,21 @@ def test_a_full_folder_and_other_methods_are_refused(stories: Path, tmp_path: Pa
         model.save_pretrained_merged(tmp_path, tokenizer)
     with pytest.raises(NotImplementedError, match="save_method 'merged_4bit'"):
         model.save_pretrained_merged(tmp_path / "new", tokenizer, save_method="merged_4bit")
+    with pytest.raises(NotImplementedError, match="save_pretrained_merged does not support push_to_hub, token yet"):
+        model.save_pretrained_merged(tmp_path / "new", tokenizer, push_to_hub=True, token="secret")
+    with pytest.raises(ConfigError, match="save_method 'lora' for a model without an adapter"):
+        model.save_pretrained_merged(tmp_path / "new", tokenizer, save_method="lora")
     with pytest.raises(ConfigError, match="note is there already"):
         model.save_pretrained_merged(tmp_path / "note", tokenizer)
     assert [p.name for p in tmp_path.iterdir()] == ["note"]
+
+
+def test_the_adapter_alone_is_saved_by_its_method(stories: Path, tmp_path: Path) -> None:
+    model, tokenizer = load(stories)
+    model = perturb(FastLanguageModel.get_peft_model(model, r=2))
+    saved = model.save_pretrained_merged(tmp_path / "adapter", tokenizer, save_method="lora")
+    assert not (saved / "model.safetensors").exists()
+    assert torch.equal(logits(load(saved)[0]), logits(model))
 
 
 def test_full_finetuning_trains_every_weight(stories: Path, tmp_path: Path) -> None:

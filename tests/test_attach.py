@@ -652,3 +652,38 @@ def test_the_report_tells_every_path() -> None:
     assert report["packing metadata"][0] == "once"
     assert report["activations"][0] == "recompute the layer"
     assert all(path and why for path, why in report.values())
+
+
+@pytest.mark.parametrize("kind", ["AutoModelForSequenceClassification", "AutoModelForTokenClassification", "AutoModel"])
+def test_only_causal_language_models_are_attached(kind: str) -> None:
+    """Packed rows would give a classifier one answer for all documents."""
+    import transformers
+
+    other = getattr(transformers, kind).from_config(tiny_model("llama").config)
+    with pytest.raises(UnsupportedError, match="is no causal language model"):
+        attach(other)
+
+
+def test_mixed_adapters_are_refused() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    mixed = get_peft_model(tiny_model("llama"), LoraConfig(r=2, target_modules=["q_proj"]), mixed=True)
+    with pytest.raises(UnsupportedError, match="PeftMixedModel is not supported"):
+        attach(mixed)
+
+
+def test_an_attached_model_is_copied_but_not_pickled(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    handle = attach(model)
+    assert type(copy.deepcopy(model)) is type(model) is type(copy.copy(model))
+    with pytest.raises(UnsupportedError, match=r"can't be pickled .*detach it first"):
+        torch.save(model, tmp_path / "model.pt")
+    handle.detach()
+    torch.save(model, tmp_path / "model.pt")
+
+
+def test_compiled_experts_are_refused_with_the_true_reason() -> None:
+    model = tiny_model("qwen3_moe")
+    attach(model)
+    with pytest.raises(UnsupportedError, match=r"torch\.compile can't trace Pronghorn's experts"):
+        torch.compile(model, backend="eager")(**packed_row([20, 12], 32))

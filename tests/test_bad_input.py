@@ -260,7 +260,7 @@ CASES: dict[str, Case] = {
     "a tokenizer that is none": model(lambda folder: (folder / "tokenizer.json").write_text("{}"), "tokenizer"),
     "layers without weights": model(
         lambda folder: configure(folder, num_hidden_layers=6),
-        "lacks 9 of the model's weights",
+        "num_hidden_layers 6, but the weights hold 5 layers",
         "model.layers.5.",
     ),
     "weights of other shapes": model(

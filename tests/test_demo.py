@@ -158,6 +158,19 @@ def test_without_a_hub_the_package_is_converted(tmp_path: Path, monkeypatch: pyt
     assert model.is_complete(model.fetch_smollm2(tmp_path, Console(quiet=True)))
 
 
+def test_the_hub_is_asked_for_one_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def download(name: str, *, revision: str, local_dir: Path, **_: Any) -> None:
+        asked.append(revision)
+        complete(local_dir)
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, revision, **__: asked.append(revision))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert model._from_hub(tmp_path / model.NAME, Console(quiet=True))
+    assert asked == [model.REVISION] * 2 and len(model.REVISION) == 40
+
+
 def test_of_two_at_once_one_fetches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fetched = []
 

@@ -283,6 +283,13 @@ def test_rows_longer_than_the_positions_of_the_model(tmp_path: Path) -> None:
         ({"pre": "exotic"}, UnsupportedError, "tokenizer.ggml.pre 'exotic': put the model's tokenizer.json beside"),
         ({"changes": {"llama.expert_count": ("add_uint32", 8)}}, UnsupportedError, "mixture of 8 experts"),
         ({"changes": {"llama.rope.scaling.type": ("add_string", "yarn")}}, UnsupportedError, "RoPE scaling 'yarn'"),
+        (
+            {"changes": {"llama.block_count": ("add_uint32", 10**6)}},
+            DataError,
+            "block_count 1,000,000, but .* 2 layers",
+        ),
+        ({"changes": {"llama.block_count": ("add_uint32", 1)}}, DataError, "layers 1 to 1 would be left out"),
+        ({"changes": {"llama.embedding_length": ("add_uint32", 10**6)}}, DataError, "embedding_length 1,000,000, but"),
         ({"skip": "layers.1.mlp.up_proj"}, DataError, "lacks 1 of the model's weights"),
         ({"tokenizer": lambda w: add_byte_level(w, 300, eos=None)}, DataError, "names no stop token"),
         ({"tokenizer": lambda w: add_byte_level(w, 300, eos=300)}, DataError, "token 300 is outside the vocabulary"),
@@ -295,6 +302,23 @@ def test_what_would_train_wrong_is_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         load_gguf(write_gguf(tmp_path / "m.gguf", tiny(), **options), torch.float32)
+
+
+def test_code_beside_the_file_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a word about it transformers asks on the terminal, and "y" runs the code."""
+    path = write_gguf(tmp_path / "m.gguf", tiny())
+    load_gguf(path, torch.float32)[1].save_pretrained(tmp_path)
+    table = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    table |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(table))
+    (tmp_path / "own.py").write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w')\nfrom transformers import PreTrainedTokenizerFast as Own\n"
+    )
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda question="": asked.append(question) or "y")
+    with pytest.raises(DataError, match="tokenizer_config"):
+        load_gguf(path, torch.float32)
+    assert not asked and not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3])

@@ -145,17 +145,31 @@ class FastLanguageModel:
 
     @staticmethod
     def save_pretrained_merged(
-        model: Any, save_directory: str | Path, tokenizer: Any = None, save_method: str = "merged_16bit"
+        model: Any,
+        save_directory: str | Path,
+        tokenizer: Any = None,
+        save_method: str = "merged_16bit",
+        **unsupported: Any,
     ) -> Path:
         """Merge the adapter into 16-bit weights and save a plain checkpoint; its reloaded logits are checked.
 
+        `save_method="lora"` saves the adapter alone, and the tokenizer, as `save_pretrained` does.
+
         Raises:
-            NotImplementedError: a `save_method` other than "merged_16bit" ("lora" is `model.save_pretrained`).
+            NotImplementedError: another `save_method`, or an argument that isn't supported (`push_to_hub`, `token`).
         """
+        _refuse(unsupported, "save_pretrained_merged")
+        if save_method == "lora":
+            if not hasattr(model, "peft_config"):
+                raise ConfigError("save_method 'lora' for a model without an adapter", "use 'merged_16bit'")
+            model.save_pretrained(save_directory)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(save_directory)
+            return Path(save_directory)
         if save_method != "merged_16bit":
             raise UnsupportedError(
                 f"save_method {save_method!r} is not supported",
-                "use 'merged_16bit', or save_pretrained for the adapter",
+                "use 'merged_16bit', or 'lora' for the adapter",
             )
         return save_merged(model, tokenizer, save_directory)
 

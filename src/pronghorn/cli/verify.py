@@ -109,7 +109,7 @@ def _without_recipe(
             "precision": {"dtype": dtype},
         }
     )
-    vocab = AutoConfig.from_pretrained(path).vocab_size
+    vocab = AutoConfig.from_pretrained(path, trust_remote_code=False).vocab_size
     documents = [
         {"input_ids": row.input_ids[start:end], "labels": row.labels[start:end]}
         for row in make_rows(tokens, "lognormal", 0.7, vocab, seed)

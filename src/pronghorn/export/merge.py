@@ -210,7 +210,9 @@ def _check(model: Any, folder: Path, dtype: torch.dtype) -> None:
     finally:
         model.train(was_training)
     place = _place_beside(base.device, folder)
-    reloaded = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map={"": place}).eval()
+    reloaded = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, device_map={"": place}, trust_remote_code=False
+    ).eval()
     merged = reloaded(input_ids=tokens.to(place)).logits.to(adapted)
     rows = adapted.norm(dim=-1)
     by_token = ((merged - adapted).norm(dim=-1) / rows).median().item()

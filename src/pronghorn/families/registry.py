@@ -45,8 +45,8 @@ def family_of(config: Any) -> FamilySpec:
     if spec is None:
         known = "; ".join(f"{each.model_type} ({each.members})" for each in FAMILIES.values())
         raise UnsupportedError(
-            f"Pronghorn does not support the model type {config.model_type!r} yet",
-            f"train one of: {known}; or use TRL without Pronghorn",
+            f"Pronghorn does not support the model type {config.model_type!r} yet. Supported: {known}",
+            "train one of these, or use TRL without Pronghorn",
         )
     served = {
         "attention_dropout": (0, None),

@@ -44,6 +44,7 @@ from pronghorn.models.families import (
 )
 from pronghorn.models.graph import Graph, TrunkGraphs, graphed_class
 from pronghorn.models.metadata import LAYERS, share_metadata
+from pronghorn.models.subject import check_subject
 
 Layers = Literal["auto", "fused", "stock"]
 FUSED = "fused"
@@ -247,9 +248,10 @@ def attach(
     Returns:
         The handle: `.report` tells every path taken, `.detach()` restores the model.
     Raises:
-        UnsupportedError: a family without an adapter, or a plan that these layers can't follow.
+        UnsupportedError: no causal LM, a family that is not supported, or a plan that these layers can't follow.
         ConfigError: unknown options, or a plan for another number of layers.
     """
+    check_subject(model)
     base = base_causal_lm(model)
     family = check_config(base.config)
     names = {"layers": (layers, Layers), "graph": (graph, Graph), "moe_routing": (moe_routing, experts.Routing)}

@@ -100,7 +100,7 @@ def skeleton(config: Any) -> Any:
 
     check_config(config)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
 
 def work_of(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pronghorn.data.batch import PackedBatch
+from pronghorn.errors import UnsupportedError
 from pronghorn.layers.decoder import output_is_seen
 from pronghorn.layers.subclass import subclass
 from pronghorn.models import experts
@@ -17,8 +18,25 @@ from pronghorn.models.head import labelled_cross_entropy
 from pronghorn.models.metadata import LOSS_ROWS_ONLY
 
 
+class _NewModel:
+    """Make an instance for `copy`, which only calls this; `pickle`, which writes it out, is refused."""
+
+    def __call__(self, kind: type, *args: Any) -> Any:
+        return kind.__new__(kind, *args)
+
+    def __reduce__(self) -> Any:
+        raise UnsupportedError(
+            "an attached model can't be pickled (torch.save, multiprocessing)",
+            "save it with save_pretrained or torch.save(model.state_dict()), or detach it first",
+        )
+
+
 class PackedCausalLM:
     """Mixed into the class of an attached causal LM; marks it, and computes the loss of packed batches."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _, *rest = super().__reduce_ex__(max(int(protocol), 2))
+        return _NewModel(), *rest
 
     def packed_forward(
         self: Any,

@@ -145,6 +145,10 @@ def refusal(module: Any) -> str | None:
 
 def _forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """What transformers calls: hidden [T, H], indices and weights [T, K]; returns [T, H]."""
+    if torch.compiler.is_compiling():
+        raise UnsupportedError(
+            "torch.compile can't trace Pronghorn's experts", "leave torch.compile out, or detach the model first"
+        )
     reason = refusal(module)
     if reason is not None:
         raise UnsupportedError(f"since attach, {reason}", "detach, change the model, then attach again")

@@ -11,6 +11,7 @@ Source: the GGUF specification, https://github.com/ggml-org/ggml/blob/master/doc
 from __future__ import annotations
 
 import math
+import re
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +21,13 @@ import torch
 
 from pronghorn.errors import DataError, UnsupportedError
 from pronghorn.models.gguf_tokenizer import load_tokenizer
+from pronghorn.models.limits import check_layers, check_sizes, check_values
 from pronghorn.models.weights import whole_model
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
 """`general.architecture` of dense families; Mistral's files mostly call themselves llama."""
 
+_BLOCK = re.compile(r"^blk\.(\d+)\.")
 _ARRAYS = ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type", "tokenizer.ggml.scores", "tokenizer.ggml.merges")
 
 
@@ -35,6 +38,8 @@ class GgufHeader:
     path: Path
     metadata: dict[str, Any]
     """Every key with its value as Python objects; arrays other than the tokenizer's and short ones are left out."""
+    tensors: dict[str, list[int]]
+    """Every tensor's shape, the fastest dimension first."""
     rope_factors: list[float] | None
     """By what each RoPE frequency is divided ([head_dim / 2], Llama 3.1 and later), or None."""
 
@@ -99,7 +104,8 @@ def read_header(path: Path) -> GgufHeader:
     except (ValueError, IndexError, KeyError, OverflowError) as error:
         raise DataError(f"{path} is no readable GGUF file ({error})", "download it again") from error
     factors = tensors.get("rope_freqs.weight")
-    return GgufHeader(path, metadata, None if factors is None else [float(factor) for factor in factors.data])
+    shapes = {name: [int(size) for size in tensor.shape] for name, tensor in tensors.items()}
+    return GgufHeader(path, metadata, shapes, None if factors is None else [float(factor) for factor in factors.data])
 
 
 def _check(header: GgufHeader) -> None:
@@ -107,6 +113,16 @@ def _check(header: GgufHeader) -> None:
         raise UnsupportedError(
             f"{header.path.name}: GGUF architecture {header.architecture!r} is not served",
             f"use one of {', '.join(ARCHITECTURES)}, or the model's safetensors checkpoint",
+        )
+    count, width = header.of_model("block_count"), header.of_model("embedding_length")
+    if not isinstance(count, int) or not isinstance(width, int):
+        raise DataError(f"{header.path.name} doesn't say how many layers it has, or how wide", "download it again")
+    check_layers(header.path.name, "block_count", count, header.tensors, _BLOCK)
+    embedding = header.tensors.get("token_embd.weight")
+    if embedding is not None and embedding[0] != width:
+        raise DataError(
+            f"{header.path.name}: embedding_length {width:,}, but its embeddings are {embedding[0]:,} wide",
+            "download it again",
         )
     if header.of_model("expert_count"):
         raise UnsupportedError(
@@ -126,7 +142,9 @@ def _load_weights(header: GgufHeader, dtype: torch.dtype) -> Any:
     import transformers
 
     path = header.path
-    config = transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    config = transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
+    check_sizes(path, config.to_dict())
+    check_values(path, config)
     head_dim = header.of_model("attention.key_length")
     if head_dim is not None:
         config.head_dim = int(head_dim)
@@ -144,7 +162,13 @@ def _load_weights(header: GgufHeader, dtype: torch.dtype) -> Any:
             folder = Path(alone)
             (folder / path.name).symlink_to(path.absolute())
         model = whole_model(
-            folder, gguf_file=path.name, config=config, dtype=dtype, attn_implementation="sdpa", **packed
+            folder,
+            gguf_file=path.name,
+            config=config,
+            trust_remote_code=False,
+            dtype=dtype,
+            attn_implementation="sdpa",
+            **packed,
         )
     for name in ("hf_quantizer", "quantization_method", "is_quantized"):
         if name in vars(model):

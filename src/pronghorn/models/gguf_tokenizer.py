@@ -56,7 +56,13 @@ def load_tokenizer(path: Path, metadata: dict[str, Any]) -> Any:
     special = {f"{role}_token": tokens[index] for role, index in ids.items() if index is not None}
     beside = path.with_name("tokenizer.json")
     if beside.is_file() and beside.with_name("tokenizer_config.json").is_file():
-        tokenizer = AutoTokenizer.from_pretrained(path.parent)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(path.parent, trust_remote_code=False)
+        except Exception as error:  # tokenizers, in Rust, has no class for what it can't read
+            raise DataError(
+                f"the tokenizer_config.json and tokenizer.json beside {path.name} don't load ({error})",
+                "put the model's own there, without code, or take them away",
+            ) from error
         tokenizer.add_special_tokens(special)
     elif beside.is_file():
         tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(beside), **special)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import warnings
 from dataclasses import dataclass
@@ -12,15 +11,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from pronghorn.errors import ConfigError, DataError, UnsupportedError
+from pronghorn.errors import ConfigError, DataError, PronghornError, UnsupportedError
+from pronghorn.models.adapter_files import CONFIG, check_adapter_config, check_adapter_weights, check_embeddings
 from pronghorn.models.families import check_config
+from pronghorn.models.limits import check_sizes, check_values, check_weights_fit
+from pronghorn.models.lora import check_whole_modules
 from pronghorn.models.new_tokens import grow_embeddings
 from pronghorn.models.weights import (
     bitsandbytes_config,
     check_quantised,
     check_weights,
     json_value,
-    saved_embedding_rows,
     whole_model,
 )
 
@@ -111,7 +112,9 @@ class FoundModel:
         """The model with weights of `dtype` (those of a quantised base stay as stored) on `device`."""
         if self.base is not None:
             base, tokenizer = self.base.model(dtype, device), self.tokenizer()
-            rows = saved_embedding_rows(Path(self.name))  # others pad them to a multiple, or cut spare ones
+            rows = check_embeddings(
+                Path(self.name), base.get_input_embeddings().weight.shape[0]
+            )  # others pad or cut them
             if rows is not None or len(tokenizer) > len(self.base.tokenizer()):  # trained with new tokens
                 grow_embeddings(base, tokenizer, exactly=rows)
             return _with_adapter(base, self.name)
@@ -140,18 +143,21 @@ def _with_adapter(base: Any, folder: str | Path) -> Any:
     that the model has no place for it drops without a word."""
     from peft import PeftConfig, PeftModel
 
-    kind = PeftConfig.from_pretrained(str(folder))
-    if kind.is_prompt_learning:
-        raise UnsupportedError(
-            f"the adapter in {folder} is {str(kind.peft_type).rpartition('.')[2]}, tokens before the prompt",
-            "train a LoRA adapter; packed rows have no place for these",
-        )
+    try:
+        config = PeftConfig.from_pretrained(str(folder))
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{folder}: its {CONFIG} can't be used ({error})", "save the adapter again") from error
+    check_whole_modules(base, getattr(config, "modules_to_save", None) or ())
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*missing adapter keys")
             model: Any = PeftModel.from_pretrained(base, folder, is_trainable=True)
     except UserWarning as error:
         raise DataError(f"{folder} lacks weights of its adapter ({error})", "copy or save the adapter again") from error
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"the adapter in {folder} doesn't fit its base model ({error})", f"mend or save again its {CONFIG}"
+        ) from error
     again = model.load_adapter(folder, model.active_adapter, is_trainable=True)  # from_pretrained keeps this to itself
     dropped = [key for key in again.unexpected_keys if "lora_" in key]
     if dropped:
@@ -195,31 +201,43 @@ def find_model(
         return FoundModel(path, None, None, max_seq_length, load_in_4bit, hub)
     if not path.exists() and (path.is_absolute() or str(name).startswith((".", "~")) or str(name).count("/") > 1):
         raise DataError(f"model folder {name} does not exist", "check the path, or give a hub name like owner/model")
-    if path.is_dir() and weights:
-        check_weights(path)
-    if (path / "adapter_config.json").is_file():
-        base_name = json_value(path / "adapter_config.json", "base_model_name_or_path")
-        if not base_name:
+    if (path / "run.json").is_file() and not (path / "config.json").is_file():
+        inside = next((part for part in ("adapter", "model") if (path / part).is_dir()), "adapter")
+        raise DataError(f"{path} is a run, not a model", f"give {path / inside}")
+    files = check_weights(path) if path.is_dir() and weights else []
+    if (path / CONFIG).is_file():
+        base_name = json_value(path / CONFIG, "base_model_name_or_path")
+        if not base_name or not isinstance(base_name, str):
             raise DataError(
-                f"{path / 'adapter_config.json'} does not name the model that the adapter goes on",
+                f"{path / CONFIG} does not name the model that the adapter goes on",
                 "set base_model_name_or_path to its folder or hub name",
             )
-        trained_on = json.loads((path / "adapter_config.json").read_text(encoding="utf-8")).get("revision")
+        if (Path(os.path.expanduser(base_name)) / CONFIG).is_file():
+            raise DataError(
+                f"{path / CONFIG} names {base_name} as its base model, which is an adapter itself",
+                "set base_model_name_or_path to a whole model; save_pretrained_merged makes one of an adapter",
+            )
+        table = check_adapter_config(path / CONFIG)
+        if weights:
+            check_adapter_weights(path, table)
         base = find_model(
             base_name,
             max_seq_length=max_seq_length,
             load_in_4bit=load_in_4bit,
             trust_remote_code=trust_remote_code,
             token=token,
-            revision=revision or trained_on,
+            revision=revision or table.get("revision"),
             weights=weights,
         )
         return FoundModel(path, None, base, max_seq_length, load_in_4bit, hub)
     found = path if path.exists() else name
     config = _config(found, hub)
     check_config(config)
+    check_values(found, config)
     check_max_seq_length(config, max_seq_length)
     check_quantised(config)
+    if files:
+        check_weights_fit(path, files, config)
     if weights:
         bitsandbytes_config(config, load_in_4bit, torch.float32)
     return FoundModel(found, config, None, max_seq_length, load_in_4bit, hub)
@@ -227,11 +245,15 @@ def find_model(
 
 def _config(name: str | Path, hub: dict[str, Any]) -> Any:
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
+    from transformers import AutoConfig, PretrainedConfig
 
     try:
+        table, _ = PretrainedConfig.get_config_dict(name, **hub)
+        check_sizes(name, table)  # before transformers makes lists as long as they say
         return AutoConfig.from_pretrained(name, **hub)
-    except (OSError, ValueError, StrictDataclassError) as error:
+    except PronghornError:
+        raise
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
         reason = " ".join(str(error).split("\n\n")[0].split())
         if isinstance(error, OSError) and not isinstance(name, Path):
             raise DataError(

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from pronghorn.errors import ConfigError, UnsupportedError
+from pronghorn.models.adapter_files import check_pattern
 from pronghorn.models.experts import weight_names
 from pronghorn.models.families import LINEARS, base_causal_lm, has_experts
 
@@ -57,9 +58,7 @@ def add_lora(
         targets = [target for target in LINEARS if _named(target, names)]
     _check_targets(targets, names, bool(target_parameters))
     _check_target_parameters(model, target_parameters or (), lora_dropout)
-    for module in modules_to_save or ():
-        if not _named(module, names):
-            raise ConfigError(f"modules_to_save {module!r} is not in the model", "name e.g. embed_tokens or lm_head")
+    check_whole_modules(model, modules_to_save or ())
     ends = bool({"embed_tokens", "lm_head"} & {name.rsplit(".", 1)[-1] for name in modules_to_save or ()})
     tied = bool(getattr(base_causal_lm(model).config, "tie_word_embeddings", False))
     config = LoraConfig(
@@ -84,7 +83,26 @@ def add_lora(
 
 def _named(wanted: str, names: Sequence[str]) -> list[str]:
     """The modules that PEFT takes a name in a list for: their own names, or the ends of these after a dot."""
-    return [name for name in names if f".{name}".endswith(f".{wanted}")]
+    return [name for name in names if wanted and f".{name}".endswith(f".{wanted}")]
+
+
+def check_whole_modules(model: Any, wanted: Sequence[str]) -> None:
+    """Refuse names in `modules_to_save` that the model lacks, or that hold its decoder layers: PEFT would copy them.
+
+    Raises:
+        ConfigError: names the module.
+    """
+    names = [name for name, _ in model.named_modules()]
+    layers = {name for name in names if name.rsplit(".", 1)[-1] == "layers"}
+    for module in wanted:
+        found = _named(module, names)
+        if not found:
+            raise ConfigError(f"modules_to_save {module!r} is not in the model", "name e.g. embed_tokens or lm_head")
+        if any(f"{inner}.".startswith(f"{name}.") for name in found for inner in layers):
+            raise ConfigError(
+                f"modules_to_save {module!r} holds the model's layers",
+                "name modules beside or inside layers, e.g. lm_head; full_finetuning=True trains every weight",
+            )
 
 
 def _check_targets(targets: str | list[str], names: Sequence[str], or_parameters: bool) -> None:
@@ -98,10 +116,8 @@ def _check_targets(targets: str | list[str], names: Sequence[str], or_parameters
         if target.rsplit(".", 1)[-1] in ("lm_head", "embed_tokens"):
             found = [target]
         elif isinstance(targets, str):
-            try:
-                found = [name for name in names if re.fullmatch(target, name)]
-            except re.error as error:
-                raise ConfigError(f"target_modules {target!r} is no regular expression ({error})", some) from error
+            check_pattern(target)
+            found = [name for name in names if re.fullmatch(target, name)]
         else:
             found = _named(target, names)
         for name in found:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +12,27 @@ from torch import nn
 
 from pronghorn.errors import DataError, UnsupportedError
 
-_EMBEDDINGS = re.compile(r"\.(embed_tokens|lm_head)(\.base_layer)?\.weight$")
-"""Keys in a saved adapter of what PEFT saves whole: `modules_to_save`, and embeddings that were resized."""
 
+def check_weights(folder: Path) -> list[Path]:
+    """Return the safetensors files that loading reads: a whole model's, else its parts. Others in the folder may be
+    anything (Mistral's own beside transformers', old parts).
 
-def check_weights(folder: Path) -> None:
-    """Refuse a folder without safetensors, and files of them that are damaged, cut short or gone: those that loading
-    reads, a whole model's before its parts. Others (Mistral's own beside transformers', old parts) may be anything."""
+    Raises:
+        DataError: there are none, or one is damaged, cut short, gone, or outside the folder.
+    """
     from safetensors import SafetensorError, safe_open
 
     name = "adapter_model" if (folder / "adapter_config.json").is_file() else "model"
     whole, index = folder / f"{name}.safetensors", folder / f"{name}.safetensors.index.json"
     files = [whole] if whole.is_file() else []
     if not files and index.is_file():
-        files = [folder / name for name in sorted({*json_value(index, "weight_map").values()})]
+        parts = json_value(index, "weight_map")
+        if not isinstance(parts, dict) or not all(isinstance(part, str) for part in parts.values()):
+            raise DataError(f"{index}: its weight_map names no files", "copy, download or save it again")
+        outside = [part for part in parts.values() if Path(part).is_absolute() or ".." in Path(part).parts]
+        if outside:
+            raise DataError(f"{index} names a file outside its folder ({outside[0]})", "download it again")
+        files = [folder / part for part in sorted(set(parts.values()))]
     for file in files:
         if not file.is_file():
             raise DataError(f"{index} names {file.name}, which is not there", "copy or download it")
@@ -42,25 +48,14 @@ def check_weights(folder: Path) -> None:
             f"{folder} holds no safetensors weights to load (found: {', '.join(found) or 'no weights at all'})",
             "pickled weights are never read: convert them to safetensors; a GGUF file is given by its own path",
         )
-
-
-def saved_embedding_rows(folder: Path) -> int | None:
-    """Rows of the embeddings or head that were saved whole with the adapter in `folder`, or None."""
-    from safetensors import safe_open
-
-    file = folder / "adapter_model.safetensors"
-    if not file.is_file():
-        return None
-    with safe_open(file, "pt") as weights:
-        ends = [key for key in weights.keys() if _EMBEDDINGS.search(key)]  # noqa: SIM118  # it is no mapping
-        return int(weights.get_slice(ends[0]).get_shape()[0]) if ends else None
+    return files
 
 
 def json_value(path: Path, key: str) -> Any:
     """What the JSON file holds under the key."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))[key]
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"{path}: no {key} to be read ({error!r})", "copy, download or save it again") from error
 
 

@@ -1,0 +1,96 @@
+"""What a model's configuration says, checked before a model is built from it: a stranger's numbers must not hang, and
+configuration and weights must be of one model."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from pronghorn.errors import DataError
+from pronghorn.models.adapter_files import tensor_shapes
+
+LIMITS = {
+    "num_hidden_layers": 1_000,
+    "num_attention_heads": 10_000,
+    "num_key_value_heads": 10_000,
+    "num_experts": 10_000,
+    "num_local_experts": 10_000,
+    "head_dim": 10_000,
+    "hidden_size": 1_000_000,
+    "intermediate_size": 10_000_000,
+    "moe_intermediate_size": 10_000_000,
+    "vocab_size": 10_000_000,
+}
+"""Sizes far beyond any model's: more is a damaged or hostile file."""
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_REMEDY = "copy or download the model again: configuration and weights must be of one model"
+
+
+def check_sizes(name: str | Path, table: dict[str, Any]) -> None:
+    """Refuse sizes in a config.json, as it is stored, that are no positive integers or absurd.
+
+    Raises:
+        DataError: names the size, its value and the limit.
+    """
+    for size, most in LIMITS.items():
+        value = table.get(size)
+        if value is not None and (not isinstance(value, int) or not 0 <= value <= most):
+            raise DataError(f"{name}: {size} {str(value)[:40]} is not an integer from 0 to {most:,}", _REMEDY)
+
+
+def check_values(name: str | Path, config: Any) -> None:
+    """Refuse values in a configuration that transformers would only stumble over in building the model, or ignore.
+
+    Raises:
+        DataError: an unknown activation or kind of RoPE, or a stop token outside the vocabulary.
+    """
+    from transformers.activations import ACT2FN
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    for field in ("hidden_act", "hidden_activation"):
+        act = getattr(config, field, None)
+        if act is not None and act not in ACT2FN:
+            raise DataError(f"{name}: {field} {act!r} is no activation that transformers knows", "mend config.json")
+    rope = getattr(config, "rope_parameters", None) or {}
+    for kind in (rope, *(part for part in rope.values() if isinstance(part, dict))):
+        found = kind.get("rope_type", "default")
+        if found not in ("default", *ROPE_INIT_FUNCTIONS):
+            raise DataError(
+                f"{name}: rope_type {found!r} is unknown",
+                f"mend config.json: transformers has default, {', '.join(ROPE_INIT_FUNCTIONS)}",
+            )
+    stops = config.eos_token_id
+    for stop in stops if isinstance(stops, list) else [stops]:
+        if stop is not None and not 0 <= stop < config.vocab_size:
+            raise DataError(
+                f"{name}: the stop token {stop} (eos_token_id) is outside the vocabulary of {config.vocab_size:,}",
+                "mend config.json",
+            )
+
+
+def check_weights_fit(folder: Path, files: list[Path], config: Any) -> None:
+    """Compare a configuration with the shapes in the headers of its weights, before a model is built from it.
+
+    Raises:
+        DataError: another number of layers than the weights have, or another vocabulary or width.
+    """
+    shapes = {key: shape for file in files for key, shape in tensor_shapes(file).items()}
+    check_layers(folder, "num_hidden_layers", config.num_hidden_layers, shapes, _LAYER)
+    expected = [config.vocab_size, config.hidden_size]
+    for key, shape in shapes.items():
+        if key.endswith("embed_tokens.weight") and shape != expected:
+            raise DataError(f"{folder}: config.json says {expected} for {key}, the weights hold {shape}", _REMEDY)
+
+
+def check_layers(where: str | Path, key: str, said: int, tensors: Any, layer: re.Pattern[str]) -> None:
+    """Refuse another number of layers than the names of the tensors show.
+
+    Raises:
+        DataError: names both numbers, and the layers that would be left out.
+    """
+    found = {int(match[1]) for match in map(layer.search, tensors) if match}
+    if found and max(found) + 1 != said:
+        extra = sorted(index for index in found if index >= said)
+        left = f": layers {extra[0]} to {extra[-1]} would be left out" if extra else ""
+        raise DataError(f"{where}: {key} {said:,}, but the weights hold {max(found) + 1} layers{left}", _REMEDY)
