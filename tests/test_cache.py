@@ -114,6 +114,7 @@ CHANGES: dict[str, Any] = {
     "a system prompt": (None, {"system_prompt": "Be kind."}),
     "bad rows dropped": (None, {"bad_rows": "drop"}),
     "a format named": (None, {"format": "prompt_completion"}),
+    "control tokens": (None, {"control_tokens": "allow"}),
     "columns": (None, {"columns": {"prompt": "completion", "completion": "prompt"}}),
 }
 

@@ -302,7 +302,7 @@ def test_edges_go_by_the_texts_order() -> None:
     assert [edges.first_past(character, start) for character, start in asked] == [0, 1, 1, 2, 2]
     pair = backend.encode("abc", "d", add_special_tokens=False)  # whose second part counts from 0 again
     with pytest.raises(DataError, match="f line 1: the tokenizer's offsets do not follow the text"):
-        verify(Rendered("abcd", [], True, "f line 1"), pair.ids, [], Edges(pair), byte_level(None))
+        verify(Rendered("abcd", [], True, "f line 1"), pair.ids, [], Edges(pair), lambda texts: [])
 
 
 def test_a_template_that_trains_only_its_scaffolding_is_refused() -> None:

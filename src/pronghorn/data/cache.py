@@ -40,7 +40,7 @@ from pronghorn.state import MANIFEST, check_manifest, clear_leftovers, lock, wri
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-LABELLING = 2
+LABELLING = 3
 """Raised when the same data would get other tokens or labels than an earlier version gave them."""
 PART_ROWS = 20_000
 PART_CHARACTERS = 16_000_000
@@ -64,6 +64,8 @@ class Prepared:
     truncated: int
     split: int
     dropped_pieces: int
+    control_rows: int
+    """Rows that hold control tokens in what the assistant doesn't say (data.control_tokens)."""
     key: str
     """Hash of the data and all that decided the documents."""
 
@@ -128,6 +130,7 @@ def documents(
         truncated=fitted.truncated,
         split=fitted.split,
         dropped_pieces=fitted.dropped_pieces,
+        control_rows=sum(entry.control_rows for entry in entries),
         key=_hash([[entry.key for entry in entries], weights, seed, max_seq_length, data.overflow]),
     )
 
@@ -146,6 +149,7 @@ class _Entry:
     unlabelled: int
     documents: int
     conversations: int
+    control_rows: int
 
 
 class _Cache:
@@ -155,7 +159,9 @@ class _Cache:
         from huggingface_hub.constants import HF_HOME
 
         self._data, self._part_rows, self._progress = data, part_rows, progress
-        self._how = Tokenising(tokenizer, data.loss_on, data.system_prompt, data.bad_rows == "drop")
+        self._how = Tokenising(
+            tokenizer, data.loss_on, data.system_prompt, data.control_tokens, data.bad_rows == "drop"
+        )
         self._identity = tokenizer_identity(tokenizer)
         self._root = data.cache or Path(HF_HOME) / "pronghorn"
 
@@ -172,6 +178,7 @@ class _Cache:
             "bad_rows": self._data.bad_rows,
             "loss_on": self._data.loss_on,
             "system_prompt": self._data.system_prompt,
+            "control_tokens": self._data.control_tokens,
             "tokenizer": self._identity,
         }
         key = _hash(made_of)
@@ -240,7 +247,7 @@ def _open(folder: Path, key: str) -> _Entry:
     try:
         parts = [PartInfo(**part) for part in manifest["files"].values()]
         errors = sorted([*manifest["errors"], *(error for part in parts for error in part.errors)], key=_place)
-        counted = ("rows", "dropped", "unlabelled", "documents", "conversations")
+        counted = ("rows", "dropped", "unlabelled", "documents", "conversations", "control_rows")
         totals = {name: sum(getattr(part, name) for part in parts) for name in counted}
         totals["dropped"] += manifest["dropped"]
         entry = _Entry(key, folder, manifest["format"], errors, parts, **totals)

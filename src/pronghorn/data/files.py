@@ -14,6 +14,7 @@ JSON lines and Parquet are streamed, so they may be larger than memory; the othe
 import io
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
                     "end each row's line with \\n, and split rows that are this long",
                 )
             if text := _decode(raw, path, line).rstrip():  # with its end, an error would name the next line
-                yield line, _parsed(lambda text=text: load_json(text), path, line)
+                yield line, _parsed(partial(load_json, text), path, line)
 
 
 def _json_list(path: Path) -> Iterator[tuple[int, Any]]:
@@ -92,7 +93,7 @@ def _json_list(path: Path) -> Iterator[tuple[int, Any]]:
     text = _decode(path.read_bytes(), path, 1)
     if not text.strip():
         return
-    values = _parsed(lambda: json.loads(text), path, 1)  # first: a malformed tail is found before any row is used
+    values = _parsed(partial(json.loads, text), path, 1)  # first: a malformed tail is found before any row is used
     if isinstance(values, DataError):
         raise values
     if not isinstance(values, list):
@@ -105,7 +106,11 @@ def _json_list(path: Path) -> Iterator[tuple[int, Any]]:
         line += text.count("\n", counted, position)
         counted = position
         start, position = position, skip(text, position)[1]
-        yield line, _parsed(lambda start=start: scan_json(text, start)[0], path, line)
+        yield line, _parsed(partial(_item, text, start), path, line)
+
+
+def _item(text: str, start: int) -> Any:
+    return scan_json(text, start)[0]
 
 
 def _texts(path: Path) -> Iterator[tuple[int, Any]]:

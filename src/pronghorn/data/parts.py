@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pronghorn.data.chat import VERIFIED_ROWS, LossOn, label_rows
+from pronghorn.data.control_tokens import Rule
 from pronghorn.data.packing import Document
 from pronghorn.data.rows import Row
 from pronghorn.errors import DataError, PronghornError, TrainingError
@@ -49,6 +50,8 @@ class PartInfo:
     """Rows that went through the chat template."""
     bytes: int
     xxh3_128: str
+    control_rows: int
+    """Rows that hold control tokens in what the assistant doesn't say."""
     dropped: int = 0
     """Rows beside `rows` that can't be labelled."""
     errors: tuple[str, ...] = ()
@@ -62,6 +65,7 @@ class Tokenising:
     tokenizer: PreTrainedTokenizerBase
     loss_on: LossOn
     system_prompt: str | None
+    control_tokens: Rule
     drop: bool = False
     """Whether rows that can't be labelled are left out and counted; else they are errors."""
 
@@ -75,6 +79,7 @@ class Tokenising:
             self.system_prompt,
             verify_rows=VERIFIED_ROWS if verify else 0,
             on_bad=bad.append if self.drop else None,
+            control_tokens=self.control_tokens,
         )
         _write(path, labelled.documents)
         info = PartInfo(
@@ -83,6 +88,7 @@ class Tokenising:
             documents=len(labelled.documents),
             unlabelled=labelled.dropped_unlabelled,
             conversations=labelled.conversations,
+            control_rows=labelled.control_rows,
             bytes=path.stat().st_size,
             xxh3_128=digest(path),
             dropped=len(bad),
