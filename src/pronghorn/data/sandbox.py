@@ -6,7 +6,6 @@ too: each round of a loop and each call is counted, and what could make a huge v
 
 from __future__ import annotations
 
-import operator
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence, Sized
@@ -54,9 +53,11 @@ class _Limits:
 
     def measured(self, value: Any) -> Any:
         """Count a value that the template made, and return it."""
-        if isinstance(value, str | list | tuple | dict):
-            self._made += len(value)
-            self.fits(len(value))
+        if isinstance(value, (str, list, tuple, dict)):
+            size = len(value)
+            self._made += size
+            if size > MOST_CHARACTERS:
+                self.fits(size)
             if self._made > MOST_MADE:
                 raise LimitError(f"makes more than {MOST_MADE:,} characters")
         elif isinstance(value, int) and value.bit_length() > MOST_BITS:
@@ -88,7 +89,7 @@ class _Limits:
         return self.measured(left % right)
 
     def plus(self, left: Any, right: Any) -> Any:
-        return self.measured(operator.add(left, right))
+        return self.measured(left + right)
 
     def filter(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         skip = 1 if hasattr(function, "jinja_pass_arg") else 0  # the environment or context before the value
@@ -134,7 +135,7 @@ class _Limits:
 @lru_cache(maxsize=8)
 def _compiled(text: str) -> tuple[Any, _Limits]:
     """The template, compiled with its limits; raises what jinja does for one that is none."""
-    from jinja2 import nodes
+    from jinja2 import nodes, pass_context
     from jinja2.visitor import NodeTransformer
     from transformers import __version__
     from transformers.utils import chat_template_utils
@@ -150,27 +151,36 @@ def _compiled(text: str) -> tuple[Any, _Limits]:
     environment.globals = {name: each for name, each in environment.globals.items() if name != "lipsum"}
     environment.filters = {name: limits.filter(name, each) for name, each in environment.filters.items()}
     environment.call = limits.call(environment.call)
-    environment.intercepted_binops = frozenset(["+", "*", "**", "%"])
-    own = {"+": limits.plus, "*": limits.times, "**": limits.power, "%": limits.remainder}
-    environment.binop_table = {**environment.binop_table, **own}
-    environment.pronghorn_step, environment.pronghorn_join = limits.step, limits.join
-
-    def call(name: str, arguments: list[nodes.Expr]) -> nodes.Call:
-        return nodes.Call(nodes.EnvironmentAttribute(name), arguments, [], None, None)
+    operators = {
+        nodes.Add: limits.plus,
+        nodes.Mul: limits.times,
+        nodes.Pow: limits.power,
+        nodes.Mod: limits.remainder,
+        nodes.Concat: limits.join,
+    }
+    environment.filters.update({f"pronghorn {kind.__name__}": limit for kind, limit in operators.items()})
+    environment.filters["pronghorn step"] = pass_context(lambda *_: limits.step())  # never folded into a constant
 
     class Counted(NodeTransformer):
-        """Counts each round of a loop and each call of a macro, and measures what `~` makes."""
+        """Puts filters, which compiled templates call directly, into loops and macros and in the place of operators."""
 
-        def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        def visit_Add(self, node: Any) -> nodes.Node:
             self.generic_visit(node)
-            return call("pronghorn_join", node.nodes).set_lineno(node.lineno)
+            first, *others = node.nodes if isinstance(node, nodes.Concat) else (node.left, node.right)
+            return filtered(f"pronghorn {type(node).__name__}", first, others).set_lineno(node.lineno)
+
+        visit_Mul = visit_Pow = visit_Mod = visit_Concat = visit_Add
 
         def visit_For(self, node: Any) -> nodes.Node:
             self.generic_visit(node)
-            node.body.insert(0, nodes.ExprStmt(call("pronghorn_step", [])).set_lineno(node.lineno))
+            step = nodes.ExprStmt(filtered("pronghorn step", nodes.Const(None), []))
+            node.body.insert(0, step.set_lineno(node.lineno))
             return node
 
         visit_Macro = visit_CallBlock = visit_For
+
+    def filtered(name: str, on: nodes.Expr, others: list[nodes.Expr]) -> nodes.Filter:
+        return nodes.Filter(on, name, others, [], None, None)
 
     tree = Counted().visit(environment.parse(text)).set_environment(environment)
     return environment.from_string(tree), limits
