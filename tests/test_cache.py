@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
+import struct
 import time
 import traceback
 from collections.abc import Callable
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pyarrow
 import pytest
 from transformers import AutoTokenizer
 
@@ -23,6 +26,7 @@ from pronghorn.data.packed_rows import PackedRows
 from pronghorn.data.parts import Tokenising
 from pronghorn.data.rows import read_rows
 from pronghorn.errors import ConfigError, DataError
+from pronghorn.state import digest
 
 TEMPLATE = (
     "{% for m in messages %}{{ '[' + m.role + ']' + m.content + '</s>' }}{% endfor %}"
@@ -71,7 +75,9 @@ def test_the_same_documents_as_without_a_cache(settings: Any, tokenizer: Any) ->
     assert content(prepared) == [(d.input_ids, d.labels, d.source) for d in expected]
     assert [count.rows for count in prepared.counts] == [50] and prepared.counts[0].used == 50
     assert seen == [(str(data.train), done, 50) for done in (0, 20, 40, 50)]
-    assert [part.name for part in sorted(entries(data)[0].glob("part*"))] == [f"part-0000{i}.arrow" for i in range(3)]
+    assert [part.name for part in sorted(entries(data)[0].glob("part*.arrow"))] == [
+        f"part-0000{i}.arrow" for i in range(3)
+    ]
 
 
 def test_a_second_time_nothing_is_tokenised(settings: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,6 +114,7 @@ CHANGES: dict[str, Any] = {
     "a system prompt": (None, {"system_prompt": "Be kind."}),
     "bad rows dropped": (None, {"bad_rows": "drop"}),
     "a format named": (None, {"format": "prompt_completion"}),
+    "control tokens": (None, {"control_tokens": "allow"}),
     "columns": (None, {"columns": {"prompt": "completion", "completion": "prompt"}}),
 }
 
@@ -201,19 +208,22 @@ def test_killed_while_tokenising(settings: Any, tokenizer: Any, monkeypatch: pyt
         finally:
             os._exit(0)
     deadline = time.monotonic() + 60
-    while not list(Path(str(data.cache)).glob("*/part-00001.arrow")):
+    while not list(Path(str(data.cache)).glob("*/part-00001.json")):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     os.kill(process, signal.SIGKILL)
     os.waitpid(process, 0)
-    assert not (entries(data)[0] / "meta.json").exists()
+    assert not (entries(data)[0] / "manifest.json").exists()
     made: list[str] = []
     monkeypatch.setattr(Tokenising, "write", lambda self, path, *a: (made.append(path.name), write(self, path, *a))[1])
     seen: list[int] = []
     resumed = prepare(data, tokenizer, progress=lambda _, done, total: seen.append(done))
     assert made == [f"part-0000{i}.arrow" for i in (2, 3, 4)] and seen == [0, 20, 40, 60, 80, 100]
     assert content(resumed) == content(reference)
-    for name in ("meta.json", "part-00001.arrow"):  # as workers that were killed may leave it: a later part is there
+    for name in (
+        "manifest.json",
+        "part-00001.arrow",
+    ):  # as workers that were killed may leave it: a later part is there
         (entries(data)[0] / name).unlink()
     assert content(prepare(data, tokenizer)) == content(reference) and made[3:] == ["part-00001.arrow"]
     for part in entries(data)[0].glob("part-*"):
@@ -225,26 +235,83 @@ def _cut(folder: Path) -> None:
     part.write_bytes(part.read_bytes()[:-40])
 
 
-def _schema(folder: Path) -> None:
-    meta = json.loads((folder / "meta.json").read_text())
-    (folder / "meta.json").write_text(json.dumps({**meta, "schema": "pronghorn-tokens-v9"}))
+def _flip(folder: Path) -> None:
+    """One bit of a token, which Arrow can't notice."""
+    part = folder / "part-00001.arrow"
+    with pyarrow.memory_map(str(part)) as file, pyarrow.ipc.open_stream(file) as stream:
+        tokens = stream.read_next_batch()["input_ids"].flatten().buffers()[1].to_pybytes()
+    content = bytearray(part.read_bytes())
+    content[content.index(tokens) + 8] ^= 1
+    part.write_bytes(content)
 
 
-def _cut_unfinished(folder: Path) -> None:
-    _cut(folder)
-    (folder / "meta.json").unlink()
+def _edit(name: str, **changes: Any) -> Callable[[Path], Any]:
+    def edit(folder: Path) -> None:
+        table = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps({**table, **changes}))
+
+    return edit
+
+
+def _far_offsets(folder: Path) -> None:
+    """A part that matches its digest, with a document that begins far outside of the file."""
+    part = folder / "part-00001.arrow"
+    with pyarrow.memory_map(str(part)) as file, pyarrow.ipc.open_stream(file) as stream:
+        offsets = stream.read_next_batch()["labels"].offsets.to_numpy().tobytes()
+    content = part.read_bytes()
+    assert offsets in content
+    part.write_bytes(content.replace(offsets, struct.pack("i", 2**30) * (len(offsets) // 4)))
+    _believed(part)
+
+
+def _other_columns(folder: Path) -> None:
+    part = folder / "part-00001.arrow"
+    table = pyarrow.table({"input_ids": ["a"] * 20})
+    with part.open("wb") as file, pyarrow.ipc.new_stream(file, table.schema) as stream:
+        stream.write_table(table)
+    _believed(part)
+
+
+def _believed(part: Path) -> None:
+    path = part.with_name("manifest.json")
+    table = json.loads(path.read_text())
+    table["files"][part.name] |= {"bytes": part.stat().st_size, "xxh3_128": digest(part)}
+    path.write_text(json.dumps(table))
+
+
+def _unfinished(damage: Callable[[Path], Any]) -> Callable[[Path], Any]:
+    def spoil(folder: Path) -> None:
+        damage(folder)
+        (folder / "manifest.json").unlink()
+
+    return spoil
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "a part cut short": (_cut, r"part-00001\.arrow: [\d,]+ bytes instead of [\d,]+: the token cache is damaged"),
-    "a part gone": (lambda f: (f / "part-00000.arrow").unlink(), r"part-00000\.arrow: missing: the token cache"),
-    "another version": (_schema, "schema 'pronghorn-tokens-v9', not 'pronghorn-tokens-v1': delete"),
-    "meta.json cut short": (lambda f: (f / "meta.json").write_text('{"schema'), r"meta\.json: not valid JSON"),
-    "meta.json without its parts": (
-        lambda f: (f / "meta.json").write_text('{"schema": "pronghorn-tokens-v1"}'),
-        r"meta\.json: not whole \('parts'\)",
+    "a part cut short": (_cut, r"part-00001\.arrow: [\d,]+ bytes instead of [\d,]+: delete"),
+    "a flipped bit": (_flip, r"part-00001\.arrow: its contents changed since it was written"),
+    "offsets outside of the file": (_far_offsets, r"part-00001\.arrow: not a whole part of a token cache .*ffset"),
+    "other columns": (_other_columns, r"part-00001\.arrow: other columns than a token cache has"),
+    "a part gone": (lambda f: (f / "part-00000.arrow").unlink(), r"part-00000\.arrow: missing: delete"),
+    "another version": (
+        _edit("manifest.json", schema="pronghorn-tokens-v9"),
+        "schema 'pronghorn-tokens-v9', not 'pronghorn-tokens-v2': delete",
     ),
-    "a part cut short before the end": (_cut_unfinished, r"part-00001\.arrow: not a whole part of a token cache"),
+    "the manifest cut short": (
+        lambda f: (f / "manifest.json").write_text('{"schema'),
+        r"manifest\.json: not valid JSON",
+    ),
+    "a manifest without counts": (_edit("manifest.json", dropped=None), r"manifest\.json: not whole"),
+    "a part cut short before the end": (_unfinished(_cut), r"part-00001\.arrow: [\d,]+ bytes instead of"),
+    "a flipped bit before the end": (_unfinished(_flip), r"part-00001\.arrow: its contents changed"),
+    "fewer documents than told before the end": (
+        _unfinished(_edit("part-00001.json", documents=21)),
+        r"part-00001\.arrow: 20 documents instead of 21",
+    ),
+    "a part's table without names": (
+        lambda f: (_edit("part-00001.json", more=1)(f), (f / "manifest.json").unlink()),
+        r"part-00001\.json: not whole .*more",
+    ),
 }
 
 
@@ -256,6 +323,45 @@ def test_a_damaged_cache(settings: Any, tokenizer: Any, damage: str) -> None:
     with pytest.raises(DataError, match=message) as refused:
         prepare(settings(), tokenizer)
     assert f"delete {entries(settings())[0]}" in refused.value.remedy
+
+
+def test_planted_links_are_not_followed(settings: Any, tokenizer: Any, tmp_path: Path) -> None:
+    """An earlier version wrote through `.part-00000.arrow.<process id>` and `.meta.json`."""
+    prepare(settings(), tokenizer)
+    (folder,) = entries(settings())
+    (folder / "manifest.json").unlink()
+    for part in folder.glob("part-*"):
+        part.unlink()
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    for name in (f".part-00000.arrow.{os.getpid()}", ".meta.json", ".manifest.json"):
+        (folder / name).symlink_to(mine)
+    prepare(settings(), tokenizer)
+    assert mine.read_text() == "mine"
+
+
+def _no_room(bytes_: int) -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_, bytes_))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_full_disk_is_told_and_what_is_whole_is_used_again(settings: Any, tokenizer: Any, workers: int) -> None:
+    data = settings(workers=workers)
+    process = os.fork()
+    if not process:
+        status = 9
+        try:
+            _no_room(8000)  # a part has more
+            prepare(data, tokenizer)
+        except ConfigError as error:
+            status = 0 if "can't be written (File too large)" in str(error) and "make room" in str(error) else 1
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    assert os.waitpid(process, 0)[1] == 0
+    assert not list(entries(data)[0].glob(".*tmp")) and len(prepare(data, tokenizer).dataset) == 50
 
 
 def test_two_processes_at_once(settings: Any, tokenizer: Any, tmp_path: Path) -> None:
@@ -305,7 +411,7 @@ def test_workers_end_with_a_killed_run(settings: Any, tokenizer: Any, tmp_path: 
     while any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in workers):
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    (entries(data)[0] / ".part-00009.arrow.1").write_bytes(b"begun")
+    (entries(data)[0] / ".part-00009.arrow.0123456789abcdef.tmp").write_bytes(b"begun")
     assert len(prepare(data, tokenizer, part_rows=1).dataset) == 400
     assert not list(entries(data)[0].glob(".part*"))
 
@@ -329,7 +435,7 @@ def test_a_row_refused_before_a_line_that_cannot_be_read(settings: Any, tokenize
     (tmp_path / "train.jsonl").write_text("\n".join(lines))
     with pytest.raises(DataError, match=r"train\.jsonl line 31: not valid JSON"):
         prepare(settings(), tokenizer)
-    assert [part.name for part in entries(settings())[0].glob("part-*")] == ["part-00000.arrow"]
+    assert [part.name for part in entries(settings())[0].glob("part-*.arrow")] == ["part-00000.arrow"]
     lines[5] = '{"prompt": "a", "completion": "b </s> c"}'
     (tmp_path / "train.jsonl").write_text("\n".join(lines))
     with pytest.raises(DataError, match=r"train\.jsonl line 6: the assistant's text holds the control token"):
@@ -351,7 +457,7 @@ def test_parts_of_long_rows_hold_fewer(settings: Any, tokenizer: Any, monkeypatc
     data = settings()
     long = prepare(data, tokenizer)
     [folder] = entries(data)
-    rows = [part["rows"] for part in json.loads((folder / "meta.json").read_text())["parts"]]
+    rows = [part["rows"] for part in json.loads((folder / "manifest.json").read_text())["files"].values()]
     assert sum(rows) == 50 and 2 < max(rows) < 15
     monkeypatch.undo()
     assert content(prepare(data, tokenizer)) == content(long) and len(entries(data)) == 2
@@ -372,7 +478,7 @@ def test_worker_processes(settings: Any, tokenizer: Any, tmp_path: Path) -> None
     with pytest.raises(DataError, match=r"train\.jsonl line 71: the assistant's text holds the control token"):
         prepare(settings(workers=2, cache=tmp_path / "bad"), tokenizer)
     [folder] = (tmp_path / "bad").iterdir()
-    assert not (folder / "meta.json").exists() and {p.name for p in folder.glob("*")} >= {"part-00000.arrow"}
+    assert not (folder / "manifest.json").exists() and {p.name for p in folder.glob("*")} >= {"part-00000.arrow"}
     assert not list(folder.glob(".part*"))
 
 

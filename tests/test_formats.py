@@ -238,6 +238,12 @@ def test_bad_rows_are_dropped_and_told_where_asked(tmp_path: Path) -> None:
     path, dropped = write(tmp_path / "train.jsonl", good, good | {"completion": ""}, good), list[DataError]()
     assert [row.line for row in read_rows(path, on_bad=dropped.append)] == [1, 3]
     assert [error.problem for error in dropped] == [f"{path} line 2: an empty completion"]
+    path.write_text('{"text": "a"}\n{"text": "b", "text": "c"}\n{"text": ' + "[" * 3000 + '\n{"text": "d"}\n')
+    assert [row.line for row in read_rows(path, on_bad=dropped.append)] == [1, 4]
+    assert "key 'text' twice" in dropped[1].problem and "100 brackets" in dropped[2].problem
+    as_list = path.with_suffix(".json")
+    as_list.write_text('[{"text": "a"},\n{"text": "b", "text": "c"},\n{"text": "d"}]')
+    assert [row.line for row in read_rows(as_list, on_bad=dropped.append)] == [1, 3] and len(dropped) == 4
     with pytest.raises(DataError, match="line 2: a row with 'text'"):  # what isn't of the format is never a dropped row
         read_rows(write(path, good, {"text": "x"}), on_bad=dropped.append)
     with pytest.raises(DataError, match="each of its rows was dropped"):

@@ -19,8 +19,7 @@ from pronghorn.data import chat as chat_module
 from pronghorn.data.chat import fit, label_rows
 from pronghorn.data.labels import Edges, Rendered, token_ranges, verify
 from pronghorn.data.packing import Document
-from pronghorn.data.row_types import Conversation, Message, PromptCompletion, TextDocument
-from pronghorn.data.rows import read_rows
+from pronghorn.data.row_types import Message, PromptCompletion, TextDocument
 from pronghorn.data.template import BUILT_IN, find_template, render, writer
 from pronghorn.errors import ConfigError, DataError
 from pronghorn.train.run import run
@@ -303,7 +302,7 @@ def test_edges_go_by_the_texts_order() -> None:
     assert [edges.first_past(character, start) for character, start in asked] == [0, 1, 1, 2, 2]
     pair = backend.encode("abc", "d", add_special_tokens=False)  # whose second part counts from 0 again
     with pytest.raises(DataError, match="f line 1: the tokenizer's offsets do not follow the text"):
-        verify(Rendered("abcd", [], True, "f line 1"), pair.ids, [], Edges(pair), byte_level(None))
+        verify(Rendered("abcd", [], True, "f line 1"), pair.ids, [], Edges(pair), lambda texts: [])
 
 
 def test_a_template_that_trains_only_its_scaffolding_is_refused() -> None:
@@ -343,28 +342,6 @@ def test_a_run_saves_the_template_that_it_was_trained_with(shared: Path, tmp_pat
     table["train"]["output"] = tmp_path / "other"
     with pytest.raises(ConfigError, match=r"data\.chat_template is 'llama'"):
         run(Recipe.model_validate(table), Console(quiet=True))
-
-
-@pytest.mark.parametrize("name", ["gsm8k/test.jsonl", "llamafactory/v1_sft_demo.jsonl"])
-def test_many_conversations_render_as_one_by_one(
-    name: str, shared: Path, stories: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(stories)
-    tokenizer.chat_template = BUILT_IN["mistral"].text
-    columns = {"prompt": "question", "completion": "answer"} if "gsm8k" in name else {}
-    rows = []
-    for row in read_rows(shared / "data" / name, columns)[:200]:
-        if isinstance(row, PromptCompletion):
-            messages = (Message("user", row.prompt), Message("assistant", row.completion))
-            row = Conversation(messages, path=row.path, line=row.line)
-        assert isinstance(row, Conversation)
-        rows.append(row)
-    write = writer(tokenizer)
-    monkeypatch.setattr("pronghorn.data.template.render", lambda *args: pytest.fail("rendered one by one"))
-    for row in rows:
-        assert write(row, None) == render(row.messages, row.tools, tokenizer, row.source, answer=False)
-        for index in range(1, len(row.messages), 2):
-            assert write(row, index) == render(row.messages[:index], row.tools, tokenizer, row.source, answer=True)
 
 
 def test_conversations_do_not_see_what_the_template_set_before() -> None:

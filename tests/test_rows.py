@@ -82,7 +82,27 @@ BAD = {
     "malformed": (f"{GOOD}\n{{'prompt': 1}}\n", r"line 2: not valid JSON \(Expecting property name.*, column 2\)"),
     "cut short": (f'{GOOD}\n{GOOD}\n{{"prompt": "a', r"line 3: not valid JSON \(Unterminated string"),
     "huge number": ('{"text": ' + "1" * 5000 + "}", "line 1: JSON that can't be read"),
-    "nested": ("[" * 200_000, "line 1: JSON that can't be read"),
+    "nested": ("[" * 200_000, "line 1: JSON that can't be read: more than 100 brackets open at a time"),
+    "nested in a key aside": (
+        '{"text": "a", "id": ' + "[" * 101 + "]" * 101 + "}",
+        "line 1: .* more than 100 brackets",
+    ),
+    "nested in JSON in a string": (
+        row(messages=TURNS, tools="[" * 3000 + "]" * 3000),
+        "line 1: tools str .* is not valid JSON .more than 100 brackets",
+    ),
+    "a key twice": (
+        '{"text": "a"}\n{"text": "a", "text": "b"}',
+        "line 2: JSON that can't be read: the key 'text' twice in one object",
+    ),
+    "a key of a message twice": (
+        '{"messages": [{"role": "user", "content": "a", "role": "assistant"}]}',
+        "line 1: JSON that can't be read: the key 'role' twice",
+    ),
+    "a key of arguments twice": (
+        calls({"name": "add", "arguments": '{"a": 1, "a": 2}'}),
+        "line 1 message 2 tool call 1: arguments .*the key 'a' twice",
+    ),
     "not an object": (f"{GOOD}\n[1]\n", "line 2: list instead of an object: write each row as"),
     "not utf-8": (f"{GOOD}\n".encode() + b'{"text": "caf\xe9"}\n', "line 2: byte 0xe9 is not UTF-8"),
     "half a surrogate in a call": (
@@ -202,6 +222,9 @@ BAD_LISTS = {
     "json lines": (f"{GOOD}\n{GOOD}\n", r"line 2: not valid JSON \(Extra data, column 1\): name the file \.jsonl"),
     "malformed": (f"[\n{GOOD},\n{GOOD}\n,]", r"line 4: not valid JSON \(.*, column 2\)"),
     "an item that is none": (f"[\n{GOOD},\n7]", "line 3: int instead of an object"),
+    "a key twice": (f'[\n{GOOD},\n{{"text": "a", "text": "b"}}]', "line 3: .* the key 'text' twice in one object"),
+    "nested": ("[" * 200_000, "line 1: JSON that can't be read"),
+    "an item nested": (f"[{GOOD},\n" + "[" * 200 + "]" * 201, "line 2: .*more than 100 brackets open at a time"),
     "not utf-8": (f"[\n{GOOD},\n".encode() + b'"\xff"]', "line 3: byte 0xff is not UTF-8"),
     "not utf-8 after a mark": (b'\xef\xbb\xbf["\xff"]', "line 1: byte 0xff is not UTF-8"),
 }
@@ -223,8 +246,16 @@ def test_bad_paths_and_columns(tmp_path: Path) -> None:
     path = write(tmp_path, GOOD)
     with pytest.raises(DataError, match=r"data\.columns renames 'question', which belong to no one format"):
         read_rows(path, {"question": "prompt"})
+    with pytest.raises(DataError, match=r"data\.columns renames 'promt', which is no key: did you mean 'prompt'\?"):
+        read_rows(path, {"promt": "question"})
     with pytest.raises(DataError, match="line 1: no 'answer' among its keys 'prompt', 'completion': mend data"):
         read_rows(path, {"completion": "answer"})
+
+
+def test_long_numbers_and_many_brackets_side_by_side_are_fine(tmp_path: Path) -> None:
+    tool = {"name": "f", "parameters": [{"n": 10**400}] * 300}
+    (read,) = read_rows(write(tmp_path, row(messages=TURNS, tools=[tool])))
+    assert isinstance(read, Conversation) and read.tools[0]["function"] == tool
 
 
 def test_chunks_end_by_rows_or_characters() -> None:

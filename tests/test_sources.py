@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import tracemalloc
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +28,7 @@ from pronghorn.data.rows import (
     TextDocument,
     read_rows,
 )
-from pronghorn.data.sources import SourceCount, count_rows, mixture, read_source
+from pronghorn.data.sources import SourceCount, count_rows, fingerprint, mixture, read_source
 from pronghorn.data.template import render, writer
 from pronghorn.errors import ConfigError, DataError
 from test_chat import byte_level, trained
@@ -99,6 +102,9 @@ BAD_FILES: dict[str, tuple[str, bytes, str]] = {
     "parquet empty": ("t.parquet", b"", "t.parquet: not a whole Parquet file"),
     "txt not utf-8": ("t.txt", b"one\n\xff", "t.txt line 2: byte 0xff is not UTF-8"),
     "txt of separators": ("t.txt", b"<|endoftext|>\n\n<|endoftext|>\n", "t.txt: no rows in it"),
+    "csv by semicolons": ("t.csv", b"prompt;completion\na;b\n", "t.csv: a header without a comma, .* by ';': save"),
+    "csv by semicolons, with commas": ("t.csv", b'\xef\xbb\xbf"prompt";"completion"\na, b;c\n', "delimited by ';'"),
+    "csv by tabs": ("t.csv", b"prompt\tcompletion\na, b\tc\n", r"delimited by '\\t'"),
     "unknown": ("t.arrow", b"x", "t.arrow: unknown file type .arrow: give a"),
 }
 
@@ -132,7 +138,7 @@ def test_parquet_with_a_column_twice(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["t.jsonl", "t.csv"])
 def test_lines_over_the_limit(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert files.LINE_LIMIT == 100_000_000
+    assert files.LINE_LIMIT == 64 * 2**20
     monkeypatch.setattr(files, "LINE_LIMIT", 60)
     row = {"text": "x" * 40}
     rows = [row, row, {"text": "x" * 200}]
@@ -142,6 +148,59 @@ def test_lines_over_the_limit(name: str, tmp_path: Path, monkeypatch: pytest.Mon
         read_rows(tmp_path / name)
     (tmp_path / name).write_text(text[: text.rindex("\n", 0, -1) + 1])
     assert len(read_rows(tmp_path / name)) == 2
+
+
+def test_a_line_over_the_limit_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "LINE_LIMIT", 2**20)
+    path = tmp_path / "t.jsonl"
+    with path.open("wb") as file:
+        file.truncate(2**36)  # a hole of 64 GiB without a line's end
+    tracemalloc.start()
+    with pytest.raises(
+        DataError, match=r"t\.jsonl line 1: a line of more than 1,048,576 bytes .*: end each row's line"
+    ):
+        read_rows(path)
+    assert tracemalloc.get_traced_memory()[1] < 2**23
+    tracemalloc.stop()
+
+
+def _pipe(folder: Path) -> Path:
+    os.mkfifo(folder / "a.jsonl")
+    return folder
+
+
+def _loop(folder: Path) -> Path:
+    (folder / "a.jsonl").symlink_to(folder / "a.jsonl")
+    return folder
+
+
+def _not_utf_8(folder: Path) -> Path:
+    (folder / os.fsdecode(b"caf\xe9.jsonl")).write_text(lines(PAIR))
+    return folder
+
+
+def _disk_error(folder: Path) -> Path:
+    return Path("/proc/self/mem")  # opens, and gives an input/output error
+
+
+UNREADABLE: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "a name too long": (lambda folder: folder / ("x" * 5000 + ".jsonl"), "…? can't be read .File name too long"),
+    "a name with a NUL": (lambda folder: folder / "a\0.jsonl", "no such file"),
+    "a link to itself": (_loop, r"a\.jsonl: no file that can be read: a pipe, or a link that leads nowhere"),
+    "a pipe": (_pipe, r"a\.jsonl: no file that can be read"),
+    "a name that is not UTF-8": (_not_utf_8, r"caf\\udce9\.jsonl: a file name that is not UTF-8: rename it"),
+    "an error of the disk": (_disk_error, r"/proc/self/mem can't be read \(Input/output error\)"),
+}
+
+
+@pytest.mark.parametrize("case", UNREADABLE)
+def test_files_that_can_not_be_read_are_errors_by_name(case: str, tmp_path: Path) -> None:
+    make, error = UNREADABLE[case]
+    source = Source(path=make(tmp_path))
+    with pytest.raises(DataError, match=error) as caught:
+        fingerprint(source)
+        read(source.path)
+    assert len(str(caught.value)) < 600 and str(caught.value).encode()
 
 
 def test_folders(tmp_path: Path) -> None:

@@ -136,6 +136,11 @@ class Data(Section):
         description="chatml, llama-3, qwen-2.5, gemma, mistral or a .jinja file; null is the tokenizer's own",
     )
     system_prompt: str | None = Field(None, min_length=1, description="begins conversations without a system message")
+    control_tokens: Literal["escape", "error", "allow"] = Field(
+        "escape",
+        description="control tokens like <|im_end|> in what others than the assistant say: make them ordinary text, "
+        "refuse the row, or let them end turns",
+    )
     loss_on: Literal["completion", "last", "all"] = Field(
         "completion", description="train the assistant's turns, only the last of them, or all tokens"
     )

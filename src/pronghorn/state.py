@@ -210,14 +210,22 @@ def check_manifest(folder: Path, schema: str, remedy: str, contents: bool = True
         inside = not PurePosixPath(name).is_absolute() and ".." not in PurePosixPath(name).parts
         if not inside or not isinstance(known, dict) or {"bytes", "xxh3_128"} - known.keys():
             raise DataError(f"{path}: {name!r} is no entry of a manifest", remedy)
-        file = folder / name
-        size = file.stat().st_size if file.is_file() and not file.is_symlink() else None
-        if size != known["bytes"]:
-            what = "missing" if size is None else f"{size:,} bytes instead of {known['bytes']}"
-            raise DataError(f"{file}: {what}", remedy)
-        if contents and digest(file) != known["xxh3_128"]:
-            raise DataError(f"{file}: its contents changed since it was written (digest differs)", remedy)
+        check_file(folder / name, known, remedy, contents)
     return table
+
+
+def check_file(file: Path, known: dict[str, Any], remedy: str, contents: bool = True) -> None:
+    """Compare a file with the `bytes` and `xxh3_128` that are known of it.
+
+    Raises:
+        DataError: as `check_manifest`.
+    """
+    size = file.stat().st_size if file.is_file() and not file.is_symlink() else None
+    if size != known["bytes"]:
+        what = "missing" if size is None else f"{size:,} bytes instead of {known['bytes']}"
+        raise DataError(f"{file}: {what}", remedy)
+    if contents and digest(file) != known["xxh3_128"]:
+        raise DataError(f"{file}: its contents changed since it was written (digest differs)", remedy)
 
 
 @contextmanager

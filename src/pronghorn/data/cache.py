@@ -1,9 +1,10 @@
 """Tokenising once: what data, tokenizer, template and options make is kept on disk under a hash of all of them.
 
-    cache / <hash of one source and everything that decides its tokens> / part-00000.arrow … and, last, meta.json
+    cache / <hash of one source and everything that decides its tokens> / part-00000.arrow … and, last, manifest.json
 
 A source that was tokenised before is opened memory-mapped: only lengths are ever in memory, so a set may be larger than
-it. A folder without meta.json is one that was being filled: it is filled on, from the first part that isn't there.
+it. Its contents are compared with their digests each time. A folder without manifest.json is one that was being filled:
+it is filled on, from the first part that isn't there.
 """
 
 from __future__ import annotations
@@ -20,16 +21,26 @@ from typing import TYPE_CHECKING, Any, Literal
 from pronghorn.config import Data, Source
 from pronghorn.data.chat import Fitted, fit
 from pronghorn.data.packing import Document
-from pronghorn.data.parts import ERRORS, PartInfo, Tokenising, clear_leftovers, part_name, read_info, write_parts
+from pronghorn.data.parts import (
+    ERRORS,
+    SCHEMA,
+    PartInfo,
+    Tokenising,
+    check_documents,
+    info_file,
+    part_name,
+    read_info,
+    write_parts,
+)
 from pronghorn.data.rows import Row, RowReader, in_chunks
 from pronghorn.data.sources import SourceCount, count_rows, fingerprint, mixture, read_source
 from pronghorn.errors import ConfigError, DataError
+from pronghorn.state import MANIFEST, check_manifest, clear_leftovers, lock, write_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SCHEMA = "pronghorn-tokens-v1"
-LABELLING = 2
+LABELLING = 3
 """Raised when the same data would get other tokens or labels than an earlier version gave them."""
 PART_ROWS = 20_000
 PART_CHARACTERS = 16_000_000
@@ -53,6 +64,8 @@ class Prepared:
     truncated: int
     split: int
     dropped_pieces: int
+    control_rows: int
+    """Rows that hold control tokens in what the assistant doesn't say (data.control_tokens)."""
     key: str
     """Hash of the data and all that decided the documents."""
 
@@ -117,6 +130,7 @@ def documents(
         truncated=fitted.truncated,
         split=fitted.split,
         dropped_pieces=fitted.dropped_pieces,
+        control_rows=sum(entry.control_rows for entry in entries),
         key=_hash([[entry.key for entry in entries], weights, seed, max_seq_length, data.overflow]),
     )
 
@@ -135,6 +149,7 @@ class _Entry:
     unlabelled: int
     documents: int
     conversations: int
+    control_rows: int
 
 
 class _Cache:
@@ -144,15 +159,16 @@ class _Cache:
         from huggingface_hub.constants import HF_HOME
 
         self._data, self._part_rows, self._progress = data, part_rows, progress
-        self._how = Tokenising(tokenizer, data.loss_on, data.system_prompt, data.bad_rows == "drop")
+        self._how = Tokenising(
+            tokenizer, data.loss_on, data.system_prompt, data.control_tokens, data.bad_rows == "drop"
+        )
         self._identity = tokenizer_identity(tokenizer)
         self._root = data.cache or Path(HF_HOME) / "pronghorn"
 
     def entry(self, source: Source) -> _Entry:
         """The source's entry, made if need be; other processes that want the same one wait for it."""
-        from filelock import FileLock
-
         made_of = {
+            "schema": SCHEMA,
             "labelling": LABELLING,
             "part_rows": self._part_rows,
             "part_characters": PART_CHARACTERS,
@@ -162,21 +178,21 @@ class _Cache:
             "bad_rows": self._data.bad_rows,
             "loss_on": self._data.loss_on,
             "system_prompt": self._data.system_prompt,
+            "control_tokens": self._data.control_tokens,
             "tokenizer": self._identity,
         }
         key = _hash(made_of)
         folder = self._root / key
-        if not (folder / "meta.json").exists():
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                held = FileLock(folder / ".lock").acquire()
-            except OSError as error:
-                raise ConfigError(
-                    f"{folder} can't be written ({error.strerror})", "set data.cache to a folder of your own"
-                ) from error
-            with held:
-                if not (folder / "meta.json").exists():
-                    self._fill(source, folder, made_of)
+        try:
+            if not (folder / MANIFEST).exists():
+                with lock(folder / ".lock", -1, f"{folder} is locked", "wait for the process that holds it"):
+                    if not (folder / MANIFEST).exists():
+                        self._fill(source, folder, made_of)
+        except OSError as error:  # of writing: what reading raises is a DataError
+            raise ConfigError(
+                f"{folder} can't be written ({error.strerror or error})",
+                "make room there, or set data.cache to a folder of your own; what is whole there is used again",
+            ) from error
         return _open(folder, key)
 
     def _fill(self, source: Source, folder: Path, made_of: dict[str, Any]) -> None:
@@ -191,7 +207,7 @@ class _Cache:
             rows = read_source(source, reader)
             for number, chunk in enumerate(in_chunks(rows, self._part_rows, PART_CHARACTERS)):
                 path = folder / part_name(number)
-                if path.exists():
+                if path.exists() and info_file(path).exists():
                     there[number] = read_info(path)
                     done += len(chunk)
                     self._progress(name, done, total)
@@ -205,19 +221,16 @@ class _Cache:
             self._progress(name, done, total)
         if fingerprint(source) != made_of["files"]:
             for number in there:
-                (folder / part_name(number)).unlink()
+                info_file(folder / part_name(number)).unlink()  # a part without it is made anew
             raise DataError(f"{name} changed while it was tokenised", "run again once nothing writes to it")
-        meta = {
-            "schema": SCHEMA,
+        manifest = {
             "made_of": made_of,
             "format": reader.shape.name if reader.shape is not None else "",
             "dropped": len(errors),
             "errors": [str(error) for error in errors[:ERRORS]],
-            "parts": [asdict(there[number]) for number in sorted(there)],
+            "files": {there[number].name: asdict(there[number]) for number in sorted(there)},
         }
-        unfinished = folder / ".meta.json"
-        unfinished.write_text(json.dumps(meta, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        unfinished.replace(folder / "meta.json")
+        write_json(folder / MANIFEST, SCHEMA, manifest)
 
 
 def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -229,32 +242,19 @@ def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _open(folder: Path, key: str) -> _Entry:
-    path = folder / "meta.json"
+    remedy = f"delete {folder}"
+    manifest = check_manifest(folder, SCHEMA, remedy)
     try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DataError(f"{path}: not valid JSON ({error})", f"delete {folder}") from error
-    found = meta.get("schema") if isinstance(meta, dict) else type(meta).__name__
-    if found != SCHEMA:
-        raise DataError(
-            f"{path}: a token cache of schema {found!r}, not {SCHEMA!r}",
-            f"delete {folder}, or set data.cache to another folder",
-        )
-    try:
-        parts = [PartInfo(**part) for part in meta["parts"]]
-        errors = sorted([*meta["errors"], *(error for part in parts for error in part.errors)], key=_place)
-        counted = ("rows", "dropped", "unlabelled", "documents", "conversations")
+        parts = [PartInfo(**part) for part in manifest["files"].values()]
+        errors = sorted([*manifest["errors"], *(error for part in parts for error in part.errors)], key=_place)
+        counted = ("rows", "dropped", "unlabelled", "documents", "conversations", "control_rows")
         totals = {name: sum(getattr(part, name) for part in parts) for name in counted}
-        totals["dropped"] += meta["dropped"]
-        entry = _Entry(key, folder, meta["format"], errors, parts, **totals)
+        totals["dropped"] += manifest["dropped"]
+        entry = _Entry(key, folder, manifest["format"], errors, parts, **totals)
     except (KeyError, TypeError) as error:
-        raise DataError(f"{path}: not whole ({error}): the token cache is damaged", f"delete {folder}") from error
+        raise DataError(f"{folder / MANIFEST}: not whole ({error})", remedy) from error
     for part in parts:
-        file = folder / part.name
-        size = file.stat().st_size if file.is_file() else None
-        if size != part.bytes:
-            what = "missing" if size is None else f"{size:,} bytes instead of {part.bytes:,}"
-            raise DataError(f"{file}: {what}: the token cache is damaged", f"delete {folder}")
+        check_documents(folder / part.name, part.documents)
     return entry
 
 

@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from pronghorn.data.control_tokens import ControlTokens, Pieces, Rule
 from pronghorn.data.labels import Edges, Rendered, token_ranges, verify
 from pronghorn.data.packing import IGNORE_INDEX, Document
 from pronghorn.data.rows import Conversation, Message, OnBad, PromptCompletion, Row, in_chunks, unless_bad
-from pronghorn.data.template import Turn, turns, writer
+from pronghorn.data.template import Turn, clip, turns, writer
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -39,11 +40,13 @@ VERIFIED_ROWS = 50
 @dataclass(frozen=True, slots=True)
 class Tokenised:
     """Documents in the order of their rows; `dropped_unlabelled` counts the rows left out for having no label,
-    `conversations` those that went through the chat template."""
+    `conversations` those that went through the chat template, `control_rows` those that hold control tokens in what the
+    assistant doesn't say."""
 
     documents: list[Document]
     dropped_unlabelled: int
     conversations: int
+    control_rows: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,7 @@ def label_rows(
     system_prompt: str | None = None,
     verify_rows: int = VERIFIED_ROWS,
     on_bad: OnBad | None = None,
+    control_tokens: Rule = "escape",
 ) -> Tokenised:
     """Tokenises some rows of a set and labels them.
 
@@ -98,27 +102,38 @@ def label_rows(
     message. In the first `verify_rows` rows every trained range is checked against the tokens of the text before it and
     of the text up to its end, tokenised by themselves.
 
+    `control_tokens` says what becomes of control tokens (special ones, and other added tokens that the template writes)
+    in what others than the assistant say and in tools: "escape" tokenises them as ordinary text, "error" refuses the
+    row, "allow" lets them end turns. The assistant's own text may never hold special tokens; only a bare completion may
+    end with eos.
+
     Raises DataError, naming file and line, for a template or a boundary that would give wrong labels (see above) and
     for control tokens inside an assistant's text; where `on_bad` is given it is called with the error instead, and the
     row left out. What the check finds is always raised: rows that aren't checked have it, too. ConfigError for another
-    `loss_on`; UnsupportedError for a tokenizer without offsets.
+    `loss_on` or `control_tokens`; UnsupportedError for a tokenizer without offsets.
     """
     if loss_on not in ("completion", "last", "all"):
         raise ConfigError(f"data.loss_on is {loss_on!r}", "set it to completion, last or all")
+    if control_tokens not in ("escape", "error", "allow"):
+        raise ConfigError(f"data.control_tokens is {control_tokens!r}", "set it to escape, error or allow")
     if not tokenizer.is_fast:
         raise UnsupportedError(f"{type(tokenizer).__name__} gives no character offsets", "use a fast tokenizer")
-    specials = _Specials.of(tokenizer)
+    specials, control = _Specials.of(tokenizer), ControlTokens(tokenizer)
     documents: list[Document] = []
+    held = 0
     for some in in_chunks(rows, ROWS_PER_CALL, CHARACTERS_PER_CALL):
-        rendered = _render(some, tokenizer, loss_on, system_prompt, on_bad)
-        for each, encoding in zip(rendered, _encode([each.text for each in rendered], tokenizer), strict=True):
-            for document, ranges in unless_bad(partial(_document, each, encoding, specials), on_bad):
+        rendered = _render(some, tokenizer, loss_on, system_prompt, on_bad, control, control_tokens)
+        whole = iter(_encode([each.text for each in rendered if not each.escaped], tokenizer))
+        for each in rendered:
+            encoding = None if each.escaped else next(whole)
+            for document, ranges, found in unless_bad(partial(_document, each, encoding, specials, control), on_bad):
                 if each.turns is not None and len(documents) < verify_rows:
-                    verify(each, encoding.ids, ranges, Edges(encoding), tokenizer)
+                    verify(each, found.ids, ranges, Edges(found), partial(_ids, each, tokenizer, control))
                 documents.append(document)
+                held += each.control
     labelled = [document for document in documents if any(label != IGNORE_INDEX for label in reversed(document.labels))]
     spoken = sum(map(_speaks, rows)) if tokenizer.chat_template else 0
-    return Tokenised(labelled, len(documents) - len(labelled), spoken)
+    return Tokenised(labelled, len(documents) - len(labelled), spoken, held)
 
 
 def fit(documents: Iterable[Document], max_seq_length: int, overflow: Overflow = "error", others: int = 0) -> Fitted:
@@ -184,8 +199,10 @@ def _render(
     rows: Sequence[Row],
     tokenizer: "PreTrainedTokenizerBase",
     loss_on: LossOn,
-    system_prompt: str | None = None,
-    on_bad: OnBad | None = None,
+    system_prompt: str | None,
+    on_bad: OnBad | None,
+    control: ControlTokens,
+    rule: Rule,
 ) -> list[Rendered]:
     """The rows' texts and the ranges of their characters to train."""
     write = writer(tokenizer)
@@ -194,12 +211,21 @@ def _render(
         row = _bare_or_chat(given, tokenizer, loss_on, system_prompt)
         if isinstance(row, Rendered):
             return row
+        held = control.held(row)
+        if held is not None and rule == "error":
+            raise DataError(
+                f"{row.source} {held[0]} holds the control token {clip(held[1])}",
+                "delete it there, or set data.control_tokens to escape, which makes it ordinary text",
+            )
+        escaped = held is not None and rule == "escape"
+        if escaped:
+            row = control.escape(row)
         text, ranges = write(row, None), None
         if loss_on == "all":
             _check_said(row, text)
         else:
             ranges = turns(row, text, write, tokenizer, last=loss_on == "last")
-        return Rendered(text, ranges, bare=False, source=row.source)
+        return Rendered(text, ranges, bare=False, source=row.source, control=held is not None, escaped=escaped)
 
     return [text for row in rows for text in unless_bad(partial(rendered, row), on_bad)]
 
@@ -244,16 +270,27 @@ def _encode(texts: list[str], tokenizer: "PreTrainedTokenizerBase") -> "list[Enc
     return backend.encode_batch(texts, add_special_tokens=False)
 
 
+def _ids(
+    rendered: Rendered, tokenizer: "PreTrainedTokenizerBase", control: ControlTokens, texts: list[str]
+) -> list[list[int]]:
+    """The tokens of parts of the row's text, by themselves."""
+    if rendered.escaped:
+        return [control.encode(text, rendered.source).ids for text in texts]
+    return [encoding.ids for encoding in _encode(texts, tokenizer)]
+
+
 def _document(
-    rendered: Rendered, encoding: "Encoding", specials: "_Specials"
-) -> tuple[Document, list[tuple[int, int]]]:
-    """The row's tokens and labels, and the token ranges of its turns before bos."""
+    rendered: Rendered, whole: "Encoding | None", specials: "_Specials", control: ControlTokens
+) -> tuple[Document, list[tuple[int, int]], "Encoding | Pieces"]:
+    """The row's tokens and labels, the token ranges of its turns before bos, and its encoding: the `whole` text's, or
+    that of its pieces."""
+    encoding = control.encode(rendered.text, rendered.source) if whole is None else whole
     ids, ranges = encoding.ids, list[tuple[int, int]]()
     if rendered.turns is None:
         labels = list(ids)
     else:
         labels = [IGNORE_INDEX] * len(ids)
-        ranges = token_ranges(rendered, ids, Edges(encoding), specials.control)
+        ranges = token_ranges(rendered, ids, Edges(encoding), specials.control, specials.eos)
         for first, end in ranges:
             labels[first:end] = ids[first:end]
     if rendered.bare:
@@ -263,4 +300,4 @@ def _document(
         eos = [specials.eos] if ids[-1:] != [specials.eos] else []
         ids, labels = [*bos, *ids, *eos], [*[IGNORE_INDEX] * len(bos), *labels, *eos]
     labels[:1] = [IGNORE_INDEX] * len(labels[:1])
-    return Document(ids, labels, rendered.source), ranges
+    return Document(ids, labels, rendered.source), ranges, encoding

@@ -13,14 +13,16 @@ JSON lines and Parquet are streamed, so they may be larger than memory; the othe
 
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pronghorn.data.row_types import where
+from pronghorn.data.values import RefusedJSON, load_json, reading, scan_json
 from pronghorn.errors import DataError
 
-LINE_LIMIT = 100_000_000
+LINE_LIMIT = 2**26
 """Bytes of a line (of a record, in CSV): a longer one is a file with its line ends lost, not a row to train on."""
 
 SEPARATOR = "<|endoftext|>"
@@ -29,14 +31,17 @@ SEPARATOR = "<|endoftext|>"
 def objects(path: Path) -> Iterator[tuple[int, Any]]:
     """Yields (line or row from 1, value) for each row of the file; blank lines and blank texts are skipped.
 
+    A row of JSON that is refused (RefusedJSON) comes as the DataError to raise, since other rows can be read.
+
     Raises DataError, naming file and line, for bytes that aren't UTF-8, text that isn't JSON (or CSV, or Parquet), a
-    line over LINE_LIMIT, and another kind of file.
+    line over LINE_LIMIT, another kind of file, and one that the system can't read.
     """
     if path.suffix not in READERS:
         raise DataError(
             f"{path}: unknown file type {path.suffix or '(no suffix)'}", f"give a {', '.join(READERS)} file"
         )
-    yield from READERS[path.suffix](path)
+    with reading(path):
+        yield from READERS[path.suffix](path)
 
 
 def count(path: Path) -> int | None:
@@ -57,7 +62,7 @@ def count(path: Path) -> int | None:
 
         try:
             return parquet.read_metadata(path).num_rows
-        except (pyarrow.ArrowInvalid, OSError):
+        except (pyarrow.ArrowException, OSError):
             return None
     return None
 
@@ -76,11 +81,11 @@ def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
             line += 1
             if len(raw) > LINE_LIMIT:
                 raise DataError(
-                    f"{path} line {line}: a line of more than {LINE_LIMIT:,} bytes",
+                    f"{path} line {line}: a line of more than {LINE_LIMIT:,} bytes (tokenising takes 100 times that)",
                     "end each row's line with \\n, and split rows that are this long",
                 )
             if text := _decode(raw, path, line).rstrip():  # with its end, an error would name the next line
-                yield line, _parse(text, path, line)
+                yield line, _parsed(partial(load_json, text), path, line)
 
 
 def _json_list(path: Path) -> Iterator[tuple[int, Any]]:
@@ -88,18 +93,24 @@ def _json_list(path: Path) -> Iterator[tuple[int, Any]]:
     text = _decode(path.read_bytes(), path, 1)
     if not text.strip():
         return
-    values = _parse(text, path, 1)  # the whole text first: a malformed tail is found before any row is used
+    values = _parsed(partial(json.loads, text), path, 1)  # first: a malformed tail is found before any row is used
+    if isinstance(values, DataError):
+        raise values
     if not isinstance(values, list):
         raise DataError(f"{path}: {type(values).__name__} instead of a list", "write a list of rows")
-    scan = json.JSONDecoder().raw_decode
     position, counted, line = text.index("[") + 1, 0, 1
+    skip = json.JSONDecoder().raw_decode
     for _ in values:
         while text[position] in " \t\r\n,":
             position += 1
         line += text.count("\n", counted, position)
         counted = position
-        value, position = scan(text, position)
-        yield line, value
+        start, position = position, skip(text, position)[1]
+        yield line, _parsed(partial(_item, text, start), path, line)
+
+
+def _item(text: str, start: int) -> Any:
+    return scan_json(text, start)[0]
 
 
 def _texts(path: Path) -> Iterator[tuple[int, Any]]:
@@ -121,8 +132,15 @@ def _csv(path: Path) -> Iterator[tuple[int, Any]]:
     from pyarrow import csv
 
     raw = path.read_bytes()
-    if not _decode(raw, path, 1).strip():
+    header = _decode(raw, path, 1).lstrip().partition("\n")[0]
+    if not header:
         return
+    delimiter = next((each for each in (";", "\t", "|") if "," not in header and each in header), None)
+    if delimiter is not None:
+        raise DataError(
+            f"{path}: a header without a comma, whose names seem to be delimited by {delimiter!r}",
+            "save it with commas between the values",
+        )
     parse = csv.ParseOptions(newlines_in_values=True)
     read = csv.ReadOptions(block_size=LINE_LIMIT)  # a record must fit into a block
     try:
@@ -135,7 +153,7 @@ def _csv(path: Path) -> Iterator[tuple[int, Any]]:
                 for value in batch.to_pylist():
                     row += 1
                     yield row, value
-    except pyarrow.ArrowInvalid as error:
+    except pyarrow.ArrowException as error:
         raise DataError(f"{path}: not valid CSV ({error})", "mend that row; rows count from the header, 1") from error
 
 
@@ -170,7 +188,7 @@ def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
         raise DataError(
             f"{where(path, row + 1)}: bytes that are not UTF-8 ({error})", "write strings as UTF-8"
         ) from error
-    except (pyarrow.ArrowInvalid, OSError) as error:
+    except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path}: not a whole Parquet file ({error})", "write the file anew") from error
 
 
@@ -188,15 +206,19 @@ def _decode(raw: bytes, path: Path, line: int) -> str:
         ) from error
 
 
-def _parse(text: str, path: Path, line: int) -> Any:
+def _parsed(parse: Callable[[], Any], path: Path, line: int) -> Any:
+    """What `parse` gives; the DataError of JSON that a row may not hold, and any other raised."""
     try:
-        return json.loads(text)
+        return parse()
     except json.JSONDecodeError as error:
         raise DataError(
             f"{path} line {line + error.lineno - 1}: not valid JSON ({error.msg}, column {error.colno})",
             "name the file .jsonl: it has an object a line, not a list"
-            if path.suffix == ".json" and text.lstrip().startswith("{")
+            if path.suffix == ".json" and error.doc.lstrip().startswith("{")
             else "mend or delete that line",
         ) from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or thousands of nested brackets
-        raise DataError(f"{path} line {line}: JSON that can't be read ({error})", "mend or delete it") from error
+    except (ValueError, RecursionError) as error:
+        refused = DataError(f"{path} line {line}: JSON that can't be read: {error}", "mend or delete that row")
+        if not isinstance(error, RefusedJSON):
+            raise refused from error
+        return refused

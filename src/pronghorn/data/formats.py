@@ -12,6 +12,7 @@ A new format is one more line in `FORMATS` and its reader in `READERS`.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from pronghorn.data.messages import in_order, openai_message, sharegpt_message, tools
@@ -59,6 +60,11 @@ class Shape:
             needed, optional = FORMATS[name]
             if set(columns) <= {*needed, *optional}:
                 return cls(name, columns, given=True)
+        all_names = {name for needed, optional in FORMATS.values() for name in (*needed, *optional)}
+        names = all_names if format == "auto" else {*FORMATS[format][0], *FORMATS[format][1]}
+        for name in columns:
+            if name not in names and (near := get_close_matches(name, sorted(names), n=1)):
+                raise DataError(f"data.columns renames {name!r}, which is no key", f"did you mean {near[0]!r}?")
         what = "belong to no one format" if format == "auto" else f"are not all keys of data.format {format}"
         known = "" if format == "auto" else f" ({keys((*FORMATS[format][0], *FORMATS[format][1]))})"
         raise DataError(f"data.columns renames {keys(columns)}, which {what}", f"rename keys of one format{known}")

@@ -1,6 +1,7 @@
 """Characters to tokens: which tokens are the text of an assistant's turn, by the tokenizer's offsets, and the proof."""
 
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -9,18 +10,21 @@ from pronghorn.errors import DataError
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
-    from transformers import PreTrainedTokenizerBase
+
+    from pronghorn.data.control_tokens import Pieces
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
     """A row's text and the turns to train (None: all of it). `bare` text has no template: it needs bos and eos around
-    it."""
+    it. `control`: the row holds control tokens in what the assistant doesn't say; `escaped`: they are marked."""
 
     text: str
     turns: list[Turn] | None
     bare: bool
     source: str
+    control: bool = False
+    escaped: bool = False
 
 
 class Edges:
@@ -32,7 +36,7 @@ class Edges:
     would cost a tenth of the tokenizing.
     """
 
-    def __init__(self, encoding: "Encoding") -> None:
+    def __init__(self, encoding: "Encoding | Pieces") -> None:
         self._encoding = encoding
         self._span: Any = encoding.token_to_chars
         self._tokens = range(len(encoding))
@@ -59,8 +63,11 @@ class Edges:
         return ends == sorted(ends)
 
 
-def token_ranges(rendered: Rendered, ids: list[int], edges: Edges, control: frozenset[int]) -> list[tuple[int, int]]:
-    """The token ranges [first, end) of the turns, end-of-turn tokens included (bare text has none yet)."""
+def token_ranges(
+    rendered: Rendered, ids: list[int], edges: Edges, control: frozenset[int], eos: int | None = None
+) -> list[tuple[int, int]]:
+    """The token ranges [first, end) of the turns, end-of-turn tokens included; bare text has none yet, unless it ends
+    with its own `eos`."""
     text, source = rendered.text, rendered.source
     ranges = []
     at, count = 0, len(ids)
@@ -68,7 +75,8 @@ def token_ranges(rendered: Rendered, ids: list[int], edges: Edges, control: froz
         first = edges.first_past(start, at)
         at = edges.first_past(end, first)
         own = first if said == start else edges.first_past(said, first)
-        if not control.isdisjoint(ids[own:at]):
+        end_of_own = at - 1 if rendered.bare and at == count and ids[-1:] == [eos] else at
+        if not control.isdisjoint(ids[own:end_of_own]):
             held = next(token for token in range(own, at) if ids[token] in control)
             token = clip(text[edges.begin(held) : edges.end(held)])
             raise DataError(f"{source}: the assistant's text holds the control token {token}", "delete it there")
@@ -98,17 +106,18 @@ def verify(
     ids: list[int],
     ranges: list[tuple[int, int]],
     edges: Edges,
-    tokenizer: "PreTrainedTokenizerBase",
+    encode: Callable[[list[str]], list[list[int]]],
 ) -> None:
-    """Tokenises the text before each turn, and the text up to the turn's end, by themselves: they must give the tokens
-    that the whole text has there, or the model is trained after other tokens than it sees when it answers."""
+    """Tokenises the text before each turn, and the text up to the turn's end, by themselves with `encode`: they must
+    give the tokens that the whole text has there, or the model is trained after other tokens than it sees when it
+    answers."""
     if not edges.in_order:
         raise DataError(
             f"{rendered.source}: the tokenizer's offsets do not follow the text", "use a tokenizer whose offsets do"
         )
     edges_of = [edge for turn in rendered.turns or () for edge in (turn.start, turn.end)]
     texts = [rendered.text[:edge] for edge in edges_of]
-    alone = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+    alone = encode(texts) if texts else []
     for number, (edge, found) in enumerate(zip(edges_of, alone, strict=True)):
         first, last = ranges[number // 2]
         if found != (ids[:last][: len(found)] if number % 2 else ids[:first]):

@@ -1,14 +1,13 @@
 """Tokenised documents on disk: Arrow files of so many rows each, written by worker processes, read memory-mapped.
 
 A part appears whole or not at all, and rows keep their parts, so a killed run goes on with the first part that isn't
-there. Workers tokenise a part each, single-threaded; a set of one part is tokenised in this process, whose tokenizer
-uses every core by itself.
+there. Beside each part lies a JSON file with what it holds and its digest, written after it. Workers tokenise a part
+each, single-threaded; a set of one part is tokenised in this process, whose tokenizer uses every core by itself.
 """
 
 from __future__ import annotations
 
 import gc
-import json
 import os
 import signal
 import threading
@@ -17,21 +16,23 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pronghorn.data.chat import VERIFIED_ROWS, LossOn, label_rows
+from pronghorn.data.control_tokens import Rule
 from pronghorn.data.packing import Document
 from pronghorn.data.rows import Row
 from pronghorn.errors import DataError, PronghornError, TrainingError
+from pronghorn.state import check_file, digest, new_file, read_json, write_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_INFO = b"pronghorn"
+SCHEMA = "pronghorn-tokens-v2"
 ERRORS = 3
 """So many errors of dropped rows are kept."""
 
@@ -48,6 +49,9 @@ class PartInfo:
     conversations: int
     """Rows that went through the chat template."""
     bytes: int
+    xxh3_128: str
+    control_rows: int
+    """Rows that hold control tokens in what the assistant doesn't say."""
     dropped: int = 0
     """Rows beside `rows` that can't be labelled."""
     errors: tuple[str, ...] = ()
@@ -61,6 +65,7 @@ class Tokenising:
     tokenizer: PreTrainedTokenizerBase
     loss_on: LossOn
     system_prompt: str | None
+    control_tokens: Rule
     drop: bool = False
     """Whether rows that can't be labelled are left out and counted; else they are errors."""
 
@@ -74,17 +79,23 @@ class Tokenising:
             self.system_prompt,
             verify_rows=VERIFIED_ROWS if verify else 0,
             on_bad=bad.append if self.drop else None,
+            control_tokens=self.control_tokens,
         )
-        counts = {
-            "rows": len(rows) - len(bad),
-            "documents": len(labelled.documents),
-            "unlabelled": labelled.dropped_unlabelled,
-            "conversations": labelled.conversations,
-            "dropped": len(bad),
-            "errors": [str(error) for error in bad[:ERRORS]],
-        }
-        _write(path, labelled.documents, counts)
-        return read_info(path)
+        _write(path, labelled.documents)
+        info = PartInfo(
+            name=path.name,
+            rows=len(rows) - len(bad),
+            documents=len(labelled.documents),
+            unlabelled=labelled.dropped_unlabelled,
+            conversations=labelled.conversations,
+            control_rows=labelled.control_rows,
+            bytes=path.stat().st_size,
+            xxh3_128=digest(path),
+            dropped=len(bad),
+            errors=tuple(str(error) for error in bad[:ERRORS]),
+        )
+        write_json(info_file(path), SCHEMA, asdict(info))
+        return info
 
 
 def write_parts(jobs: Iterable[tuple[Path, Sequence[Row]]], how: Tokenising, workers: int) -> Iterator[PartInfo]:
@@ -132,21 +143,52 @@ def _in_processes(jobs: Iterable[tuple[Path, Sequence[Row]]], how: Tokenising, w
 
 
 def read_info(path: Path) -> PartInfo:
-    """What the part says of itself. Raises DataError for a file that isn't a whole part."""
+    """Read what the part holds, and compare its contents with that.
+
+    Raises:
+        DataError: a part that isn't as it was written.
+    """
+    remedy = f"delete {path.parent}"
+    known = read_json(info_file(path), SCHEMA, remedy)
+    try:
+        info = PartInfo(**{name: value for name, value in known.items() if name != "schema"})
+    except TypeError as error:
+        raise DataError(f"{info_file(path)}: not whole ({error})", remedy) from error
+    check_file(path, known, remedy)
+    check_documents(path, info.documents)
+    return info
+
+
+def check_documents(path: Path, documents: int) -> None:
+    """Check every offset and text of a part, so that no reader can leave its memory, and how many documents it has.
+
+    Raises:
+        DataError: a file that isn't a whole part.
+    """
     import pyarrow
 
+    remedy, found = f"delete {path.parent}", 0
     try:
         with pyarrow.memory_map(str(path)) as file, pyarrow.ipc.open_stream(file) as stream:
-            counts = json.loads((stream.schema.metadata or {})[_INFO])
-            read = sum(batch.num_rows for batch in stream)
-    except (pyarrow.ArrowInvalid, OSError, KeyError, ValueError) as error:
-        raise DataError(f"{path}: not a whole part of a token cache ({error})", f"delete {path.parent}") from error
-    if read != counts["documents"]:
-        raise DataError(f"{path}: {read} documents instead of {counts['documents']}", f"delete {path.parent}")
-    return PartInfo(name=path.name, bytes=path.stat().st_size, **counts)
+            if not stream.schema.equals(_schema()):
+                raise DataError(f"{path}: other columns than a token cache has", remedy)
+            for batch in stream:
+                batch.validate(full=True)
+                found += batch.num_rows
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path}: not a whole part of a token cache ({error})", remedy) from error
+    if found != documents:
+        raise DataError(f"{path}: {found} documents instead of {documents}", remedy)
 
 
-def _write(path: Path, documents: Sequence[Document], counts: dict[str, Any]) -> None:
+def _schema() -> Any:
+    import pyarrow
+
+    lists = pyarrow.list_(pyarrow.int32())
+    return pyarrow.schema({"input_ids": lists, "labels": lists, "source": pyarrow.string()})
+
+
+def _write(path: Path, documents: Sequence[Document]) -> None:
     import pyarrow
 
     def lists(values: Iterable[list[int]]) -> Any:
@@ -159,26 +201,19 @@ def _write(path: Path, documents: Sequence[Document], counts: dict[str, Any]) ->
         ]
         return pyarrow.ListArray.from_arrays(*parts)
 
-    table = pyarrow.table(
-        {
-            "input_ids": lists(document.input_ids for document in documents),
-            "labels": lists(document.labels for document in documents),
-            "source": pyarrow.array([document.source for document in documents], pyarrow.string()),
-        }
-    ).replace_schema_metadata({_INFO: json.dumps(counts)})
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    with unfinished.open("wb") as file:
-        with pyarrow.ipc.new_stream(file, table.schema) as stream:
-            stream.write_table(table, max_chunksize=1000)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
+    columns = [
+        lists(document.input_ids for document in documents),
+        lists(document.labels for document in documents),
+        pyarrow.array([document.source for document in documents], pyarrow.string()),
+    ]
+    table = pyarrow.table(columns, schema=_schema())
+    with new_file(path) as file, pyarrow.ipc.new_stream(file, table.schema) as stream:
+        stream.write_table(table, max_chunksize=1000)
 
 
-def clear_leftovers(folder: Path) -> None:
-    """Delete what a killed process had begun to write."""
-    for unfinished in folder.glob(".part-*"):
-        unfinished.unlink()
+def info_file(part: Path) -> Path:
+    """The file that tells what a part holds."""
+    return part.with_suffix(".json")
 
 
 def _is_first(path: Path) -> bool:

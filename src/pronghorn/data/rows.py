@@ -16,7 +16,7 @@ from pronghorn.config import Format
 from pronghorn.data.files import objects
 from pronghorn.data.formats import ACCEPTED, Shape, read_row, recognise
 from pronghorn.data.row_types import Conversation, Message, Preference, PromptCompletion, Row, TextDocument, where
-from pronghorn.data.values import keys
+from pronghorn.data.values import keys, reading
 from pronghorn.errors import DataError
 
 __all__ = ["Conversation", "Message", "Preference", "PromptCompletion", "Row", "TextDocument"]
@@ -41,7 +41,7 @@ class RowReader:
     """Turns values into rows, all of one format: the one that is named, or the first row's.
 
     `on_bad` is called with the error of each row that its format refuses, which is then left out; None raises it. Rows
-    of another format, and rows that can't be parsed at all, are raised always.
+    of another format, and lines that aren't JSON, are raised always.
     """
 
     def __init__(self, format: Format = "auto", columns: Mapping[str, str] | None = None, on_bad: OnBad | None = None):
@@ -54,6 +54,11 @@ class RowReader:
         found_any = kept_any = False
         for line, value in values:
             found_any = True
+            if isinstance(value, DataError):
+                if self._on_bad is None:
+                    raise value
+                self._on_bad(value)
+                continue
             shape = self._shape_of(value, path, line)
             for row in unless_bad(partial(read_row, shape, value, path, line), self._on_bad):
                 kept_any = True
@@ -96,7 +101,9 @@ def read_rows(
     isn't a string, and nothing to learn (an empty completion, assistant message or text).
     """
     path = Path(path)
-    if not path.is_file():
+    with reading(path):
+        found = path.is_file()
+    if not found:
         raise DataError(f"{path}: no such file", "mend data.train or data.eval; paths start at the current directory")
     return list(for_sft(RowReader(format, columns, on_bad).stream(str(path), objects(path))))
 

@@ -15,6 +15,7 @@ from typing import Any
 from pronghorn.config import Source
 from pronghorn.data.files import READERS, count, objects, without_nulls
 from pronghorn.data.rows import Row, RowReader, for_sft
+from pronghorn.data.values import reading
 from pronghorn.errors import DataError
 
 NO_DATA = ("", ".md")
@@ -58,8 +59,11 @@ def read_source(source: Source, reader: RowReader) -> Iterator[Row]:
 
 
 def fingerprint(source: Source) -> list[tuple[str, str]]:
-    """(name, hash of its content) of each file of a source; of a hub set the hash that `datasets` gives it."""
-    if source.path.exists():
+    """(name, hash of its content) of each file of a source; of a hub set the hash that `datasets` gives it.
+
+    Raises DataError for a file or folder that can't be read.
+    """
+    if _exists(source.path):
         return [(str(file), _hash(file)) for file in _files(source.path)]
     if source.is_hub_name:
         return [(source.path.as_posix(), _hub_set(source.path.as_posix())._fingerprint)]
@@ -68,7 +72,7 @@ def fingerprint(source: Source) -> list[tuple[str, str]]:
 
 def count_rows(source: Source) -> int | None:
     """About how many rows a source has, for the progress bar; None where counting would be reading."""
-    if source.path.exists():
+    if _exists(source.path):
         counts = [count(file) for file in _files(source.path)]
         known = [n for n in counts if n is not None]
         return sum(known) if len(known) == len(counts) else None
@@ -76,14 +80,14 @@ def count_rows(source: Source) -> int | None:
 
 
 def _hash(file: Path) -> str:
-    with file.open("rb") as content:
+    with reading(file), file.open("rb") as content:
         return hashlib.file_digest(content, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def _open(source: Source) -> Iterator[tuple[str, Iterator[tuple[int, Any]]]]:
     """(name, values with their lines) of each file of a source."""
     path = source.path
-    if path.exists():
+    if _exists(path):
         files = _files(path)
         if not files:
             raise DataError(f"{path}: no data in this folder", f"put {', '.join(READERS)} files there")
@@ -95,17 +99,28 @@ def _open(source: Source) -> Iterator[tuple[str, Iterator[tuple[int, Any]]]]:
         raise DataError(f"{path}: no such file", "mend data.train or data.eval; paths start at the current directory")
 
 
+def _exists(path: Path) -> bool:
+    with reading(path):
+        return path.exists()
+
+
 def _files(path: Path) -> list[Path]:
     """The file, or a folder's files at any depth, sorted; hidden ones, read-mes and licences aside. An unknown kind is
-    an error when it is read."""
-    if path.is_file():
-        return [path]
-    found = []
-    for file in sorted(path.rglob("*")):
+    an error when it is read; DataError for links that lead nowhere, pipes and names that aren't UTF-8."""
+    with reading(path):
+        inside = sorted(path.rglob("*")) if path.is_dir() else []
+    found = [] if path.is_dir() else [path]
+    for file in inside:
         hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
         aside = hidden or file.suffix in NO_DATA or file.stem.upper() in ("LICENSE", "README")
-        if file.is_file() and not aside:
+        if not aside and not file.is_dir():
             found.append(file)
+    for file in found:
+        name = str(file).encode("utf-8", "backslashreplace").decode()
+        if name != str(file):
+            raise DataError(f"{name}: a file name that is not UTF-8", "rename it")
+        if not file.is_file():
+            raise DataError(f"{file}: no file that can be read: a pipe, or a link that leads nowhere", "take it away")
     return found
 
 

@@ -8,13 +8,13 @@ else a conversation holds, tools among it; a model's own template serves those.
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pronghorn.data.row_types import Conversation, Message
-from pronghorn.errors import ConfigError, DataError
+from pronghorn.data.sandbox import ChatTemplate, LimitError
+from pronghorn.errors import ConfigError, DataError, PronghornError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -149,15 +149,33 @@ def find_template(choice: str | None) -> Template | None:
         raise ConfigError(
             f"data.chat_template is {choice!r}", f"set it to {', '.join(BUILT_IN)} or the path of a .jinja file"
         )
-    if not path.is_file():
-        raise ConfigError(f"data.chat_template: {path} does not exist", "mend the path of the .jinja file")
     try:
+        if not path.is_file():
+            raise ConfigError(f"data.chat_template: {path} does not exist", "mend the path of the .jinja file")
         text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"data.chat_template: {_short(Exception(path))} can't be read ({error.strerror})", "mend the path"
+        ) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"data.chat_template: {path} is not UTF-8 ({error})", "save the file as UTF-8") from error
     if not text.strip():
         raise ConfigError(f"data.chat_template: {path} is empty", "write a template that renders `messages`")
     return Template(str(path), text)
+
+
+Write = Callable[[Conversation, int | None], str]
+"""Renders a conversation whole (None), or what the model sees before it writes the message of that index."""
+
+
+def writer(tokenizer: "PreTrainedTokenizerBase") -> Write:
+    """Make the function that renders conversations with the tokenizer's chat template. It raises as `render`."""
+    made: dict[bool, ChatTemplate] = {}
+
+    def write(row: Conversation, before: int | None) -> str:
+        return _rendered(made, row.messages[:before], row.tools, tokenizer, row.source, before is not None)
+
+    return write
 
 
 def render(
@@ -170,75 +188,53 @@ def render(
     """The conversation as the tokenizer's chat template writes it; `answer` adds the generation prompt.
 
     Raises DataError, naming `source`, where the template refuses the conversation, fails on it or leaves its tools out;
-    ConfigError for one that is no template.
+    ConfigError for one that is no template, or that takes more time or memory than `sandbox` allows.
     """
+    return _rendered({}, messages, tools, tokenizer, source, answer)
+
+
+def _rendered(
+    made: dict[bool, ChatTemplate],
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]],
+    tokenizer: "PreTrainedTokenizerBase",
+    source: str,
+    answer: bool,
+) -> str:
+    """`render` with the templates that it `made` before, for conversations with tools and for those without."""
     from jinja2 import TemplateError, TemplateSyntaxError
 
     chat, functions = [message.as_dict() for message in messages], [dict(tool) for tool in tools] or None
     try:
-        text = str(
-            tokenizer.apply_chat_template(chat, tools=functions, tokenize=False, add_generation_prompt=answer)  # type: ignore[arg-type]
-        )
+        if bool(tools) not in made:
+            text = tokenizer.get_chat_template(None, functions)
+            made[bool(tools)] = ChatTemplate(text, tokenizer.special_tokens_map)
+        text = made[bool(tools)].render(chat, functions, answer)
     except TemplateSyntaxError as error:
         raise ConfigError(f"the chat template's line {error.lineno}: {error.message}", "mend the template") from error
+    except LimitError as error:
+        raise ConfigError(
+            f"{source}: the chat template {error}", "set data.chat_template to one that you trust and that ends"
+        ) from error
     except TemplateError as error:
         raise DataError(
-            f"{source}: the chat template refuses the conversation ({error})", "mend the row's roles or the template"
+            f"{source}: the chat template refuses the conversation ({_short(error)})",
+            "mend the row's roles or the template",
         ) from error
-    except (TypeError, ValueError) as error:  # e.g. one that joins a call's arguments, an object, to a text
+    except PronghornError:
+        raise
+    except Exception as error:  # a template is a program: it may divide by zero, recurse, join an object to a text
         raise DataError(
-            f"{source}: the chat template fails on the conversation ({error})",
+            f"{source}: the chat template fails on the conversation ({type(error).__name__}: {_short(error)})",
             "set data.chat_template to one that renders such conversations",
         ) from error
     _has_all([tool["function"]["name"] for tool in tools], text, f"{source}: the chat template leaves the tool")
     return text
 
 
-Write = Callable[[Conversation, int | None], str]
-"""Renders a conversation whole (None), or what the model sees before it writes the message of that index."""
-
-
-def writer(tokenizer: "PreTrainedTokenizerBase") -> Write:
-    """`render` for many conversations, several times faster than one by one: they share one template context."""
-    from jinja2 import TemplateError
-
-    shared = _in_one_context(tokenizer)
-
-    def write(row: Conversation, before: int | None) -> str:
-        messages, answer = row.messages[:before], before is not None
-        if shared is not None and not row.tools:
-            with suppress(TemplateError, TypeError, ValueError):  # `render` tells which row and why
-                return shared(messages, answer)
-        return render(messages, row.tools, tokenizer, row.source, answer)
-
-    return write
-
-
-def _in_one_context(tokenizer: "PreTrainedTokenizerBase") -> Callable[[Sequence[Message], bool], str] | None:
-    """`apply_chat_template` without tools, less the making of a context for each call, which takes longer than most
-    templates; None where there is no template, none of several by default, a broken one or no way to it in this version
-    of transformers."""
-    from jinja2 import TemplateError
-    from transformers.utils import chat_template_utils
-
-    compiled: Any = getattr(chat_template_utils, "_compile_jinja_template", None)
-    if compiled is None:
-        return None
-    try:
-        template = compiled(tokenizer.get_chat_template())
-    except (TemplateError, ValueError):  # ValueError: no template, or several and none of them the default
-        return None
-    known = {**template.globals, "tools": None, "documents": None, **tokenizer.special_tokens_map}
-    context = template.new_context(known, shared=True)
-    concat, root = template.environment.concat, template.root_render_func
-
-    def write(messages: Sequence[Message], answer: bool) -> str:
-        context.vars.clear()  # what the template set for the conversation before
-        known["messages"] = [message.as_dict() for message in messages]
-        known["add_generation_prompt"] = answer
-        return str(concat(root(context)))
-
-    return write
+def _short(error: Exception) -> str:
+    text = str(error)
+    return text if len(text) <= 300 else f"{text[:300]}…"
 
 
 def turns(

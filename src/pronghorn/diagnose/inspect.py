@@ -157,6 +157,7 @@ def figures(inspection: Inspection) -> list[tuple[str, str]]:
     optional = {
         "Refused, dropped": inspection.refused,
         f"{inspection.why_left_out.capitalize()}, dropped": inspection.left_out,
+        f"Control tokens in a prompt, {inspection.recipe.data.control_tokens}": prepared.control_rows,
         "Truncated": prepared.truncated,
         "Split": prepared.split,
         "Pieces without a label, dropped": prepared.dropped_pieces,

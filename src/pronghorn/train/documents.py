@@ -51,6 +51,12 @@ def prepare(recipe: Recipe, split: Literal["train", "eval"], tokenizer: Any, con
         )
     if prepared.errors:
         console.print(f"The first dropped row: {prepared.errors[0]}", markup=False)
+    if prepared.control_rows:
+        done = {"escape": "tokenised as ordinary text", "allow": "they end or begin turns there"}
+        console.print(
+            f"data.{split}: {prepared.control_rows:,} rows hold control tokens in what the assistant doesn't say: "
+            f"{done[recipe.data.control_tokens]} (data.control_tokens: {recipe.data.control_tokens})"
+        )
     if prepared.split:
         console.print(
             f"{prepared.split} documents split; {prepared.dropped_pieces} pieces had no label and were dropped"
