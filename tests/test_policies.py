@@ -11,7 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from pronghorn.api import FastLanguageModel
-from pronghorn.errors import ConfigError, UnsupportedError
+from pronghorn.errors import ConfigError, TrainingError, UnsupportedError
 from pronghorn.memory.plan import POLICY, Plan, Policy
 from pronghorn.memory.recompute import install
 from pronghorn.models.attach import attach, attached
@@ -311,3 +311,28 @@ def test_a_planned_step_never_synchronises(name: str) -> None:
         model(**batch).loss.backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("layers", ["stock", "fused"])
+@pytest.mark.parametrize("policy", [Policy.KEEP, Policy.RECOMPUTE_MLP, Policy.RECOMPUTE_LAYER, Policy.OFFLOAD])
+def test_adapters_that_are_switched_before_the_backward_give_their_own_gradients_or_an_error(
+    policy: Policy, layers: Any
+) -> None:
+    """Never the gradients of something that was not computed."""
+    model, batch = with_adapters(tiny_model("llama")), packed_row(LENGTHS, ROW)
+    model.add_adapter("second", model.peft_config["default"])
+    trained = [p for name, p in model.named_parameters() if "lora_B.default" in name]
+    attach(model, Plan(policies=(policy,)), layers=layers)
+    expected = torch.autograd.grad(model(**batch).loss, trained)
+    loss = model(**batch).loss
+    model.set_adapter("second")
+    with torch.no_grad():
+        model(**batch)
+    for parameter in trained:
+        parameter.requires_grad_(True)  # PEFT freezes what is off
+    try:
+        found = torch.autograd.grad(loss, trained)
+    except TrainingError as error:
+        assert policy is not Policy.KEEP and "switched" in str(error)
+    else:
+        torch.testing.assert_close(found, expected)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from pronghorn.attention import explicit
 from pronghorn.attention.backends import Backend
 from pronghorn.data.batch import PackedBatch
+from pronghorn.errors import TrainingError
 from pronghorn.families.spec import FamilySpec
 from pronghorn.kernels.rms_norm import rms_norm
 from pronghorn.layers.attention import AttentionBlock
@@ -53,6 +54,8 @@ class LayerRun:
     blocks: list[Block | StockBlock]
     last: bool
     """Of the last layer only the rows that predict a label may be wanted."""
+    build: int
+    """The number of the build that it belongs to."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None  # a copied layer has modules of its own, and builds anew
@@ -71,6 +74,8 @@ class Step:
     stream: torch.dtype
     """Of the residual stream."""
     products: torch.dtype
+    build: int
+    """The number of the build that the layers run."""
     halved_rotary: bool
     narrow: bool
     """Nothing but the rows that predict a label is read of the last layer's output."""
@@ -118,7 +123,7 @@ class _Build:
     sources: list[Tensor]
     """The adapters, in the same order."""
     watch: Watch
-    generation: int
+    number: int
 
 
 class FusedLayers:
@@ -143,7 +148,7 @@ class FusedLayers:
     @property
     def generation(self) -> int:
         """The number of the build in use: what was captured of another one reads other tensors."""
-        return self._builds[0].generation if self._builds else 0
+        return self._builds[0].number if self._builds else 0
 
     def install(self) -> None:
         """Give layers and norms their fused classes."""
@@ -213,7 +218,7 @@ class FusedLayers:
 
     def _step(self, build: _Build, packed: PackedBatch, stream: torch.dtype, narrow: bool, autocast: bool) -> Step:
         halved, copies = self.builder.family.halved_rotary, (build.targets, build.sources)
-        return Step(packed, stream, build.dtype, halved, narrow, autocast, copies)
+        return Step(packed, stream, build.dtype, build.number, halved, narrow, autocast, copies)
 
     def forget(self) -> None:
         """Drop what was built: it holds weights where they lay."""
@@ -243,7 +248,7 @@ class FusedLayers:
         for index, layer in enumerate(layers):
             if not hasattr(type(layer), OUTPUT_NOT_WANTED):
                 continue
-            run = LayerRun(self.builder.family, self.builder.blocks(layer, dtype), index == len(layers) - 1)
+            run = LayerRun(self.builder.family, self.builder.blocks(layer, dtype), index == len(layers) - 1, self._count)
             runs.append((layer, run))
             linears = [linear for block in run.blocks if isinstance(block, Block) for linear in block.linears]
             targets += [target for linear in linears for target, _ in linear.copies]
@@ -285,6 +290,11 @@ def _layer_class(original: Any) -> type[nn.Module]:
         step: Step | None = kwargs.pop(STEP, None)
         run: LayerRun | None = self.__dict__.get(RUN)
         tables = kwargs.get("position_embeddings")
+        if step is not None and run is not None and run.build != step.build:
+            raise TrainingError(
+                "adapters were switched, or the model was changed, between a forward and its backward",
+                "run the backward of every forward before the change: layers are computed again as they are then",
+            )
         known = run is not None and (run.family.bind is not None or not args)
         if step is None or run is None or not known or tables is None or hidden_states.dtype is not step.stream:
             return plain(self, hidden_states, *args, **kwargs)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pronghorn.errors import UnsupportedError
+from pronghorn.errors import TrainingError, UnsupportedError
 from pronghorn.memory.offload import OffloadEngine
 from pronghorn.memory.plan import POLICY, Plan, Policy
 
@@ -134,9 +134,9 @@ def install(model: nn.Module, layers: Iterable[nn.Module], plan: Plan, fused: bo
         installed.put(layer, POLICY, policy)
         if policy is Policy.OFFLOAD:
             assert engine is not None
-            installed.put(
-                layer, "_gradient_checkpointing_func", functools.partial(engine.checkpoint, index, _again(layer))
-            )
+            run = functools.partial(engine.checkpoint, index, _again(layer))
+            guarded = functools.partial(_with_the_same_adapters, layer, run)
+            installed.put(layer, "_gradient_checkpointing_func", guarded)
         elif policy is Policy.RECOMPUTE_MLP:
             mlp: Any = layer.mlp  # which a fused layer doesn't call, unless it goes transformers' way
             installed.put(mlp, "forward", types.MethodType(_checkpointed_forward, mlp))
@@ -159,7 +159,38 @@ def _again(layer: Any) -> dict[str, Any]:
 def _recomputing(module: Any) -> Callable[..., Any]:
     """What runs a module's forward in training, so that all it leaves for the backward pass is its input."""
     again = _again(module)
-    return functools.partial(_recomputed, again) if again else functools.partial(checkpoint, use_reentrant=False)
+    run: Any = functools.partial(_recomputed, again) if again else functools.partial(checkpoint, use_reentrant=False)
+    return functools.partial(_with_the_same_adapters, module, run)
+
+
+def _with_the_same_adapters(
+    module: Any, run: Callable[..., Any], forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Do `run(forward, …)`; refuse to compute the forward again with other adapters than the first time."""
+    return run(_SameAdapters(module, forward), *args, **kwargs)
+
+
+class _SameAdapters:
+    """A forward that is run twice: PEFT would use the adapters that are on then, and gradients would be wrong."""
+
+    def __init__(self, module: Any, forward: Callable[..., Any]) -> None:
+        self._module, self._forward = module, forward
+        self._first: list[Any] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        now = [
+            (each.active_adapters, each.disable_adapters, each.merged)
+            for each in self._module.modules()
+            if "lora_A" in each._modules
+        ]
+        if self._first is None:
+            self._first = now
+        elif self._first != now:
+            raise TrainingError(
+                "adapters were switched between a forward and its backward, which computes layers again",
+                "run the backward of every forward before adapters are switched",
+            )
+        return self._forward(*args, **kwargs)
 
 
 def _recomputed(again: dict[str, Any], forward: Callable[..., Any], *args: Any) -> Any:
@@ -180,7 +211,7 @@ def _checkpointed_forward(mlp: Any, *args: Any, **kwargs: Any) -> Any:
     forward = functools.partial(type(mlp).forward, mlp)
     if not (mlp.training and torch.is_grad_enabled()):
         return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    return checkpoint(_SameAdapters(mlp, forward), *args, use_reentrant=False, **kwargs)
 
 
 def _switched(model: Any, enable: bool = True, **_: Any) -> None:

@@ -35,8 +35,8 @@ class PackedCausalLM:
     """Mixed into the class of an attached causal LM; marks it, and computes the loss of packed batches."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        _, *rest = super().__reduce_ex__(max(int(protocol), 2))
-        return _NewModel(), *rest
+        reduced: Any = super().__reduce_ex__(max(int(protocol), 2))
+        return _NewModel(), *reduced[1:]
 
     def packed_forward(
         self: Any,
