@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import warnings
 from collections.abc import Iterator
@@ -22,6 +23,8 @@ INTERRUPTED = 130
 LONGEST = 800
 """Characters of a problem or a remedy; of longer ones the middle is left out."""
 MEMORY, THREADS = "memory", "threads"
+_NO_ROOM = "failed to map segment"
+"""What the loader says of a library for which no memory is left."""
 _NUMBERS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
@@ -45,7 +48,7 @@ def plain_errors(debug: bool) -> Iterator[None]:
         if debug:
             raise
         _tell(error.problem, error.remedy)
-    except (RuntimeError, MemoryError) as error:
+    except (RuntimeError, MemoryError, ImportError, OSError) as error:
         short_of = _short_of(error)
         if debug or short_of is None:
             raise
@@ -74,14 +77,15 @@ def _check_environment() -> None:
 def _short_of(error: BaseException | None) -> str | None:
     """Return what the machine had too little of, if that raised the error or one before it."""
     while error is not None:
-        if isinstance(error, MemoryError):
-            return MEMORY
         if "can't start new thread" in str(error):
             return THREADS
-        from pronghorn.device import is_out_of_memory
-
-        if is_out_of_memory(error):
+        if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM or _NO_ROOM in str(error):
             return MEMORY
+        if isinstance(error, RuntimeError):
+            from pronghorn.device import is_out_of_memory
+
+            if is_out_of_memory(error):
+                return MEMORY
         error = error.__cause__ or error.__context__
     return None
 
