@@ -179,7 +179,8 @@ def _packing(recipe: Recipe, trainer: SFTTrainer, documents: Any, console: Conso
         f"{packing.row_tokens:,} they {'are' if recipe.packing.enabled else 'would be'} {packing.efficiency:.1%} full "
         f"(at most {packing.ceiling:.1%} is possible)"
     )
-    micro_batches = math.ceil(len(trainer.train_dataset) / recipe.packing.rows_per_step / processes())
+    rows = packing.rows if recipe.packing.enabled else packing.documents
+    micro_batches = math.ceil(rows / recipe.packing.rows_per_step / processes())
     if (accumulated := recipe.train.gradient_accumulation_steps) > micro_batches:
         less = f"more than the {micro_batches:,} micro-batches of an epoch: each step is a whole epoch"
         console.print(f"[yellow]train.gradient_accumulation_steps {accumulated:,} is {less}[/]")
