@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -120,10 +121,76 @@ def test_module_is_the_command() -> None:
     assert done.stdout.strip() == f"pronghorn {__version__}"
 
 
-@pytest.mark.parametrize("arguments", [(), ("train",)])
-def test_no_arguments_show_the_help(arguments: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("arguments", "code"), [((), 0), (("train",), 2)])
+def test_no_arguments_show_the_help(arguments: tuple[str, ...], code: int) -> None:
+    """Alone the command is a question; without its recipe, `train` is a mistake."""
     result = invoke(*arguments)
-    assert result.exit_code == 2 and "Usage" in result.output
+    assert result.exit_code == code and "Usage" in result.output
+
+
+def test_commands_are_listed_as_people_need_them() -> None:
+    lines = [line.strip("│ ").split(" ")[0] for line in invoke("--help").stdout.splitlines()]
+    places = [lines.index(name) for name in ("train", "data", "chat", "plan", "verify", "profile", "doctor")]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "RANK", "LOCAL_RANK"])
+@pytest.mark.parametrize("value", ["abc", "", "-1", "²"])
+def test_a_launcher_variable_that_is_no_number(
+    recipe: Path, name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    result = invoke("train", str(recipe))
+    assert result.exit_code == 1 and isinstance(result.exception, SystemExit)
+    assert result.stderr.startswith(f"error: the environment's {name}={value!r} is no number\nremedy: unset {name}")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
+def test_a_limited_shell_gets_no_traceback(recipe: Path, stories: Path) -> None:
+    """Under ulimit -v memory and threads run out on the way. (With a little more OpenBLAS ends the process itself.)"""
+    limited = f"ulimit -v 1200000; exec {sys.executable} -m pronghorn train {recipe} model.name={stories}"
+    done = subprocess.run(["bash", "-c", limited], capture_output=True, text=True)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert " ran out: " in done.stderr and "remedy: " in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("cause", "what"),
+    [
+        (RuntimeError("can't start new thread"), "threads"),
+        (MemoryError(), "memory"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "memory"),
+        (ImportError("libtorch.so: failed to map segment from shared object"), "memory"),
+    ],
+)
+def test_what_the_system_refuses_is_no_traceback(recipe: Path, fake_run: Any, cause: Exception, what: str) -> None:
+    def refuse(*_: Any) -> None:
+        try:
+            raise cause
+        except type(cause) as error:
+            raise RuntimeError("Failed to import something") from error
+
+    fake_run(refuse)
+    result = invoke("train", str(recipe))
+    assert result.exit_code == 1 and f"error: {what} ran out: Failed to import" in result.stderr
+    assert ("ulimit -u" in result.stderr) == (what == "threads")
+    assert isinstance(invoke("train", str(recipe), "--debug").exception, RuntimeError)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "a defect"), ImportError("a defect")])
+def test_other_errors_of_the_system_keep_their_traceback(recipe: Path, fake_run: Any, error: Exception) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    fake_run(fail)
+    assert invoke("train", str(recipe)).exception is error
+
+
+@pytest.mark.parametrize("seed", ["-1", str(2**32)])
+def test_seeds_that_numpy_refuses(seed: str) -> None:
+    result = invoke("verify", "--model", "tiny", "--tokens", "32", "--seed", seed)
+    assert result.exit_code == 2 and "Invalid value for '--seed'" in result.stderr
 
 
 def test_missing_recipe() -> None:

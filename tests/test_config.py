@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -99,18 +100,43 @@ BAD: list[tuple[str, list[str], str]] = [
     ("", ["train.output"], "is not section.key=value"),
     ("", ["train.output={"], "override 'train.output={' line 1: not YAML"),
     ("", ["train.max_steps=3: 4: 5"], "not YAML"),
-    ("", ["train.seed=2026-13-40"], "not YAML (month must be in 1..12"),
+    ("", ["train.seed=2026-13-40"], "train.seed = '2026-13-40': input should be a valid integer"),
     ("", ["train.max_steps=true"], "train.max_steps = True: input should be a valid integer"),
     ("", ["train.max_steps='3'"], "train.max_steps = '3': input should be a valid integer"),
     ("", ["train.learning_rate=.inf"], "train.learning_rate = inf: input should be a finite number"),
     ("", ["model.name=''"], "model.name = ''"),
-    ("", ["train.output=''"], "train.output is the current folder"),
+    ("", ["train.output=''"], "train.output = '': an empty path"),
+    ("", ["train.output=."], "train.output is the current folder"),
     ("", ["train.output=null"], "train.output = None"),
     ("", ["memory.offload_buffers=true"], "memory.offload_buffers = True"),
     ("", ["train.max_steps=!!timestamp x"], "override 'train.max_steps=!!timestamp x': not YAML"),
     ("", ["adapter.random_state=-1"], "adapter.random_state = -1"),
     ("", ["train.lr=1e-3"], "unknown key train.lr: did you mean train.learning_rate?"),
     ("", ["train.batch_size=2"], "did you mean packing.rows_per_step?"),
+    ("", ["data.train=''"], "data.train = '': an empty path"),
+    ("", ["data.train=' '"], "data.train = ' ': an empty path"),
+    ("", ["data.train=['']"], "data.train.0 = '': input should be a valid table like {path: …}"),
+    ("", ["data.train=[{path: ''}]"], "data.train.0.path = '': an empty path"),
+    ("", ["data.train=null"], "data.train = None: input is not a valid path: set data.train"),
+    ("", [f"data.train={'a' * 5000}"], "no path (File name too long)"),
+    ("", [f"data.eval={'a' * 300}"], "no path (File name too long)"),
+    ("", [f"model.name={'a' * 300}"], "no path (File name too long)"),
+    ("", ['data.train="a\\0b"'], "data.train = 'a\\x00b': no path (embedded null byte)"),
+    ("", ['model.name="a\\0b"'], "no path (embedded null byte)"),
+    ("", ['data.chat_template="a\\0b"'], "no path (embedded null byte)"),
+    ("", ['data.cache="a\\0b"'], "no path (embedded null byte)"),
+    ("", [f"train.seed={2**32}"], "train.seed = 4294967296: input should be less than 4294967296"),
+    ("", [f"adapter.random_state={2**32}"], "adapter.random_state = 4294967296"),
+    ("", [f"train.max_steps={'9' * 400}"], "has more than 64 bits"),
+    ("", [f"train.learning_rate=0x{'f' * 100_000}"], "has more than 64 bits"),
+    ("", ["train.max_steps=010"], "'010' is a number of base 8 in YAML: write it in base 10"),
+    ("", ["train.max_steps=-0_7"], "base 8"),
+    ("", ["train.max_steps=1:00"], "'1:00' is a number of base 60 (hours and minutes) in YAML"),
+    ("", ["train.epochs=1:30.5"], "base 60"),
+    ("", ["train.max_steps=!!int ''"], "not YAML"),
+    ("", ["adapter.method=qlora"], "set adapter.method: lora and model.load_in_4bit: true"),
+    ("", ["data.truncation=true"], "did you mean data.overflow?"),
+    ("", ["data.train=[{path: train.jsonl, wieght: 1}]"], "unknown key data.train.0.wieght: did you mean data.train.w"),
     ("? [a]\n: b\n", [], "as a key: write keys as plain words"),
 ]
 
@@ -133,6 +159,19 @@ def test_bad_recipes(folder: Path, extra: str, overrides: list[str], says: str) 
         (GOOD.replace("output: out,", "output: out, output: out2,"), "line 4: key 'output' is set twice"),
         (GOOD.replace("name: m, ", ""), "model.name is missing"),
         (GOOD.replace("train: {output: out, learning_rate: 1e-3}", ""), "train is missing"),
+        (GOOD.replace("train: {", "trian: {"), "unknown key trian: did you mean train?"),
+        (
+            "model:\n\tname: m\n",
+            "line 2: not YAML (found character '\\t' that cannot start any token): indent with spaces",
+        ),
+        (
+            "base_model: m\nsequence_len: 8\n",
+            "of Axolotl (base_model): write a recipe: base_model is model.name, sequence",
+        ),
+        (
+            "model_name_or_path: m\nlora_rank: 8\n",
+            "LLaMA-Factory or TRL (model_name_or_path): write a recipe: model_name",
+        ),
     ],
 )
 def test_bad_files(folder: Path, text: str, says: str) -> None:
@@ -146,6 +185,71 @@ def test_files_that_are_not_text(folder: Path) -> None:
         (folder / "recipe.yaml").write_bytes(content)
         with pytest.raises(ConfigError, match=says):
             Recipe.load(folder / "recipe.yaml")
+
+
+LAUGHS = "a0: &a0 [x,x,x,x,x,x,x,x,x]\n" + "".join(
+    f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 10)
+)
+BOMBS = {
+    "aliases of aliases": (LAUGHS, "holds 4.4e+09 values, with aliases (*name) written out; at most 20,000"),
+    "merges of merges": (
+        LAUGHS.replace("[x,x,x,x,x,x,x,x,x]", "{k: 1}").replace("[*", "{<<: [*").replace("]\n", "]}\n"),
+        "holds 1.5e+09 values",
+    ),
+    "a list in itself": ("a: &a [*a]\n", "nested too deeply, or hold themselves"),
+    "a key that is its table": ("&a {*a : 1}\n", "nested too deeply, or hold themselves"),
+    "lists in lists": ("[" * 100_000, "nested too deeply"),
+    "tables in tables": ("{a: " * 30_000, "nested too deeply"),
+    "items in items": ("- " * 60_000, "nested too deeply"),
+    "many values": ("[" + "a," * 30_000 + "]", "holds 3e+04 values"),
+    "a file of data": ("a: " + "x" * 400_000, "has more than 131,072 characters"),
+}
+
+
+@pytest.mark.parametrize("text,says", BOMBS.values(), ids=BOMBS)
+@pytest.mark.timeout(60)
+def test_a_recipe_that_grows_without_bounds_is_refused(folder: Path, text: str, says: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(folder, text)
+    assert says in str(error.value) and len(str(error.value)) < 500
+    with pytest.raises(ConfigError) as error:
+        load(folder, GOOD, f"model.name={text}")
+    assert len(str(error.value)) < 500
+
+
+def test_a_long_value_is_shown_short(folder: Path) -> None:
+    for value in ("x" * 100_000, [["y"] * 100] * 100, {str(i): i for i in range(2_000)}):
+        with pytest.raises(ConfigError) as error:
+            load(folder, GOOD, f"train.max_steps={json.dumps(value)}")
+        assert "train.max_steps = " in str(error.value) and len(str(error.value)) < 500
+
+
+def test_a_recipe_that_is_a_folder(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="is a folder: give the path of a YAML file"):
+        Recipe.load(folder)
+    with pytest.raises(ConfigError, match=r"can't be read \(File name too long\)"):
+        Recipe.load(folder / ("a" * 300))
+
+
+def test_one_text_stands_for_a_list_of_it(folder: Path) -> None:
+    recipe = load(folder, GOOD, "adapter.target_modules=q_proj, v_proj", "report.sample_prompts=Who?")
+    assert recipe.adapter.target_modules == ["q_proj", "v_proj"] and recipe.report.sample_prompts == ["Who?"]
+    assert len(load(folder, GOOD, "adapter.target_modules=all-linear").adapter.target_modules) == 7
+    with pytest.raises(ConfigError, match=r"report_to\.0 = 'wandbb': input should be 'tensorboard'"):
+        load(folder, GOOD, "train.report_to=wandbb")
+
+
+def test_dtypes_by_their_short_names(folder: Path) -> None:
+    names = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "bfloat16": "bfloat16"}
+    assert {name: load(folder, GOOD, f"precision.dtype={name}").precision.dtype for name in names} == names
+
+
+def test_numbers_are_what_they_look_like(folder: Path) -> None:
+    recipe = load(
+        folder, GOOD, "train.max_steps=1_000", "train.output=2026-11-22", "train.epochs=0.50", "model.name='1:00'"
+    )
+    assert recipe.train.max_steps == 1000 and recipe.train.output == Path("2026-11-22") and recipe.model.name == "1:00"
+    assert load(folder, GOOD, f"train.seed={2**32 - 1}", "packing.enabled=no").train.seed == 2**32 - 1
 
 
 def test_merge_keys_and_empty_sections(folder: Path) -> None:

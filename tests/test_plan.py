@@ -358,6 +358,8 @@ def test_gradients_come_with_the_backward_unless_they_accumulate(tied: bool) -> 
 
 def test_devices() -> None:
     assert card("RTX4090").memory_bytes == card("rtx4090").memory_bytes
+    for name in ("RTX 4090", "NVIDIA GeForce RTX 4090", "rtx_4090"):
+        assert card(name).memory_bytes == card("rtx4090").memory_bytes and "estimate, with" not in card(name).source
     assert card("24GiB").memory_bytes == 24 * GIB and "rtx4090" in card("24GiB").source
     assert card("NVIDIA H200", 150 * 10**9).matmul == card("h200").matmul
     assert card("NVIDIA A100-SXM4-40GB", 42 * 10**9).bandwidth == card("a100-40").bandwidth

@@ -192,6 +192,21 @@ def test_progress_on_a_terminal_leaves_a_bar_and_the_cursor() -> None:
     assert "3/3" in text and "loss 0.2500" in text and text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
 
 
+def test_slow_steps_have_a_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """rich alone forgets steps that are older than half a minute."""
+    callback = ProgressCallback(Console(file=io.StringIO(), width=120, force_terminal=True))
+    state = SimpleNamespace(is_world_process_zero=True, max_steps=10, global_step=0, log_history=[])
+    callback.on_train_begin(None, state, None)
+    bar, now = callback._progress, 0.0
+    assert bar is not None
+    monkeypatch.setattr(bar, "get_time", lambda: now)
+    for state.global_step in (1, 2, 3):
+        now += 120.0
+        callback.on_step_end(None, state, None)
+    callback.close()
+    assert bar.tasks[0].time_remaining == 7 * 120
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 @pytest.mark.parametrize("total", [3, None])
 def test_track_yields_everything(terminal: bool, total: int | None) -> None:

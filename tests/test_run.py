@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import subprocess
 import sys
@@ -79,6 +80,15 @@ def test_documents_are_written_once(recipe: Any, tmp_path: Path, packed: bool) -
     assert record.steps[0]["tokens"] > 100 and len(record.evaluations) == 1
     assert {path.suffix for path in (tmp_path / "cache").rglob("*.*")} >= {".arrow"}
     assert not list((tmp_path / "cache").rglob("cache-*"))
+
+
+@pytest.mark.parametrize("accumulated", [2, 500])
+def test_accumulation_beyond_the_data_is_told(recipe: Any, accumulated: int) -> None:
+    console = Console(file=io.StringIO(), width=300)
+    changes = {"gradient_accumulation_steps": accumulated, "max_steps": 1}
+    run(recipe(train=changes, report={"sample_prompts": [], "html": False}), console)
+    told = console.file.getvalue()  # type: ignore[attr-defined]
+    assert ("train.gradient_accumulation_steps 500 is more than the " in told) == (accumulated == 500)
 
 
 def test_the_same_recipe_gives_the_same_run(recipe: Any, tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ this table for people, made from these classes (tests/test_config.py keeps them 
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
+import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -15,50 +15,24 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from pronghorn.errors import ConfigError
-from pronghorn.recipe_yaml import override_key, parse
-
-
-def _at_home(path: Path) -> Path:
-    """The path with `~` as a shell would read it."""
-    try:
-        return path.expanduser()
-    except RuntimeError as error:
-        raise ValueError(f"no such home folder ({error})") from None
-
-
-def _on_or_off(value: object) -> object:
-    """`on` and `off` as people write them, which YAML 1.1 reads as true and false."""
-    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
-
-
-def _no_boolean(value: object) -> object:
-    """A number; `true` equals 1, and would pass for it where only some numbers are allowed."""
-    if isinstance(value, bool):
-        raise ValueError("input should be a number")
-    return value
-
-
-# strict otherwise: `true` is no number of steps, "3" neither
-File = Annotated[Path, Field(strict=False), AfterValidator(_at_home)]
-
-_ALIASES = {
-    "lr": "train.learning_rate",
-    "batch_size": "packing.rows_per_step",
-    "per_device_train_batch_size": "packing.rows_per_step",
-    "max_length": "model.max_seq_length",
-    "sequence_len": "model.max_seq_length",
-    "num_train_epochs": "train.epochs",
-    "output_dir": "train.output",
-    "lr_scheduler_type": "train.lr_scheduler",
-    "lora_r": "adapter.r",
-    "use_gradient_checkpointing": "memory.gradient_checkpointing",
-    "bf16": "precision.dtype",
-    "fp16": "precision.dtype",
-}
-"""What other libraries call a key."""
+from pronghorn.recipe_errors import explain, refuse_others
+from pronghorn.recipe_values import (
+    LINEARS,
+    File,
+    FileOrName,
+    Seed,
+    Texts,
+    dtype_name,
+    listed,
+    modules,
+    no_boolean,
+    on_or_off,
+)
+from pronghorn.recipe_yaml import LARGEST_FILE, override_key, parse
+from pronghorn.text import short
 
 
 class Section(BaseModel):
@@ -70,7 +44,7 @@ class Section(BaseModel):
 class Model(Section):
     """What is trained."""
 
-    name: str = Field(min_length=1, description="local folder, saved adapter, .gguf file or hub name")
+    name: FileOrName = Field(min_length=1, description="local folder, saved adapter, .gguf file or hub name")
     max_seq_length: int = Field(gt=0, description="tokens of a packed row, and the most a document may have")
     load_in_4bit: bool = Field(False, description="NF4 base weights through bitsandbytes (QLoRA)")
     trust_remote_code: bool = Field(False, description="run Python code that comes with the checkpoint")
@@ -83,19 +57,17 @@ class Adapter(Section):
     r: int = Field(16, ge=1, description="LoRA rank")
     lora_alpha: int = Field(16, ge=1, description="LoRA's scale is lora_alpha / r")
     lora_dropout: float = Field(0.0, ge=0, lt=1, description="dropout before the adapters")
-    target_modules: list[str] = Field(
-        ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
-        min_length=1,
-        description="the linears that get adapters",
+    target_modules: Annotated[list[str], BeforeValidator(modules)] = Field(
+        LINEARS, min_length=1, description="the linears that get adapters; all-linear is this default"
     )
-    target_parameters: list[str] = Field(
+    target_parameters: Texts = Field(
         [], description="weights of experts that get adapters: mlp.experts.gate_up_proj, mlp.experts.down_proj"
     )
     bias: Literal["none", "all", "lora_only"] = Field("none", description="which biases are trained")
     use_rslora: bool = Field(False, description="scale by lora_alpha / sqrt(r)")
-    random_state: int = Field(3407, ge=0, description="seeds the adapters' initialisation")
-    modules_to_save: list[str] = Field([], description="modules trained whole and saved with the adapter, e.g. lm_head")
-    new_tokens: list[str] = Field([], description="tokens to add, e.g. <think>; their embeddings are trained")
+    random_state: Seed = Field(3407, description="seeds the adapters' initialisation")
+    modules_to_save: Texts = Field([], description="modules trained whole and saved with the adapter, e.g. lm_head")
+    new_tokens: Texts = Field([], description="tokens to add, e.g. <think>; their embeddings are trained")
 
 
 DATA_FILES = (".jsonl", ".json", ".parquet", ".csv", ".txt")
@@ -131,7 +103,7 @@ class Data(Section):
     bad_rows: Literal["error", "drop"] = Field(
         "error", description="rows that can't be trained on: stop, or count them"
     )
-    chat_template: str | None = Field(
+    chat_template: FileOrName | None = Field(
         None,
         description="chatml, llama-3, qwen-2.5, gemma, mistral or a .jinja file; null is the tokenizer's own",
     )
@@ -185,7 +157,7 @@ class Packing(Section):
     attention: Literal["auto", "tiled", "flash", "per_document", "masked"] = Field(
         "auto", description="attention backend"
     )
-    graph: Annotated[Literal["auto", "on", "off"], BeforeValidator(_on_or_off)] = Field(
+    graph: Annotated[Literal["auto", "on", "off"], BeforeValidator(on_or_off)] = Field(
         "auto", description="launch layers as one CUDA graph; auto: where that is measured to pay"
     )
     moe_routing: Literal["once", "loop"] = Field(
@@ -219,10 +191,12 @@ class Train(Section):
         description="log every so many steps, or each such share of the run, and every half a minute; a step that logs "
         "waits for the GPU",
     )
-    seed: int = Field(3407, ge=0, description="seeds data order, packing and dropout")
+    seed: Seed = Field(3407, description="seeds data order, packing and dropout")
     deterministic: bool = Field(False, description="bit-equal repeats, slower")
     min_improvement: float | None = Field(None, description="fail unless the held-out loss falls by this much")
-    report_to: list[Literal["tensorboard", "wandb", "trackio"]] = Field([], description="where else figures go")
+    report_to: Annotated[list[Literal["tensorboard", "wandb", "trackio"]], BeforeValidator(listed)] = Field(
+        [], description="where else figures go"
+    )
 
 
 class Memory(Section):
@@ -233,7 +207,7 @@ class Memory(Section):
         description="recompute layers in the backward pass; offload or unsloth: keep their inputs in host memory "
         "meanwhile; auto: on CUDA keep what fits into the memory there is, elsewhere true",
     )
-    offload_buffers: Annotated[Literal[1, 2], BeforeValidator(_no_boolean)] = Field(
+    offload_buffers: Annotated[Literal[1, 2], BeforeValidator(no_boolean)] = Field(
         2, description="inputs that come back at a time: 2 hides the copies, 1 is the ablation"
     )
     budget: str | None = Field(
@@ -246,8 +220,9 @@ class Memory(Section):
 class Precision(Section):
     """In what numbers."""
 
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="auto: bfloat16 on a GPU, float16 on one before Ampere, float32 on the CPU"
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], BeforeValidator(dtype_name)] = Field(
+        "auto",
+        description="or fp32, bf16, fp16; auto: bfloat16 on a GPU, float16 on one before Ampere, float32 on the CPU",
     )
 
 
@@ -255,7 +230,7 @@ class Report(Section):
     """What is shown afterwards."""
 
     html: bool = Field(True, description="write report.html")
-    sample_prompts: list[str] = Field([], description="prompts answered before and after training")
+    sample_prompts: Texts = Field([], description="prompts answered before and after training")
     sample_tokens: int = Field(64, gt=0, description="length of those answers")
 
 
@@ -280,29 +255,23 @@ class Recipe(Section):
                 override without "=", data files that don't exist, settings that contradict each other.
         """
         path = Path(path)
-        if not path.is_file():
-            raise ConfigError(
-                f"recipe {path} does not exist", "give the path of a YAML file, e.g. recipes/demo-cpu.yaml"
-            )
-        try:
-            table = parse(path.read_text(encoding="utf-8"), str(path))
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{path} is not UTF-8 ({error.reason})", "save it as UTF-8 text") from None
+        table = parse(_read(path), str(path))
         if not isinstance(table, dict):
             known = ", ".join(Recipe.model_fields)
             raise ConfigError(f"{path}: a recipe is a table of sections", f"begin with {known}")
+        refuse_others(path, table)
         for override in overrides:
             override_key(table, override)
         table = {section: {} if value is None else value for section, value in table.items()}
         try:
             recipe = cls.model_validate(table)
         except ValidationError as error:
-            raise _explain(error, str(path)) from None
+            raise explain(error, str(path), _about()) from None
         recipe._check()
         return recipe
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as YAML or JSON can hold them."""
+        """Return plain values, as YAML or JSON can hold them."""
         return self.model_dump(mode="json")
 
     def _check(self) -> None:
@@ -311,7 +280,7 @@ class Recipe(Section):
         kinds = ", ".join(DATA_FILES)
         for split in ("train", "eval"):
             for source in self.data.sources(split):
-                if not source.path.exists() and not source.is_hub_name:
+                if not os.path.exists(source.path) and not source.is_hub_name:  # of an unreadable one Path's raises
                     raise ConfigError(
                         f"data.{split}: {source.path} does not exist",
                         f"give the path of a {kinds} file or folder, or a hub name",
@@ -338,6 +307,22 @@ class Recipe(Section):
             )
 
 
+def _read(path: Path) -> str:
+    """Return the text of a file, which may be no recipe."""
+    remedy = "give the path of a YAML file, e.g. recipes/demo-cpu.yaml"
+    try:
+        if path.is_dir():
+            raise ConfigError(f"recipe {path} is a folder", remedy)
+        if not path.is_file():
+            raise ConfigError(f"recipe {path} does not exist", remedy)
+        with path.open(encoding="utf-8") as file:
+            return file.read(LARGEST_FILE + 1)
+    except OSError as error:
+        raise ConfigError(f"recipe {short(str(path))} can't be read ({error.strerror})", remedy) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 ({error.reason})", "save it as UTF-8 text") from None
+
+
 def fields() -> Iterator[tuple[str, str, str, str]]:
     """Every key of the recipe as (key, type, default, description), for help texts and docs."""
     for name, section in Recipe.model_fields.items():
@@ -361,34 +346,9 @@ def _type_name(kind: Any) -> str:
     return "null" if kind is type(None) else kind.__name__
 
 
-def _explain(error: ValidationError, source: str) -> ConfigError:
-    """The first of pydantic's errors in our form, with the nearest known key for an unknown one."""
-    errors = error.errors()
-    # of a path or a mixture pydantic tells what is wrong with it as either: what lies deepest is what was meant
-    first = max((each for each in errors if each["loc"][:2] == errors[0]["loc"][:2]), key=lambda each: len(each["loc"]))
-    # `list[Source]` and `constrained-int` are pydantic's, no keys
-    path = [part for part in map(str, first["loc"]) if "[" not in part and not part.startswith("constrained-")]
-    key, value = ".".join(path), first.get("input")
-    if first["type"] == "extra_forbidden":
-        if len(path) == 1:
-            known = list(Recipe.model_fields)
-        else:
-            section = Recipe.model_fields[path[0]].annotation if len(path) == 2 else Source
-            known = list(section.model_fields)  # type: ignore[union-attr]
-        near = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.5)
-        everywhere = [name for name, *_ in fields() if name.endswith(f".{path[-1]}")]
-        prefix = "".join(f"{part}." for part in path[:-1])
-        if path[-1] in _ALIASES:
-            remedy = f"did you mean {_ALIASES[path[-1]]}?"
-        elif near:
-            remedy = f"did you mean {prefix}{near[0]}?"
-        elif everywhere:
-            remedy = f"did you mean {everywhere[0]}?"
-        else:
-            remedy = f"known here: {', '.join(known)}"
-        return ConfigError(f"{source}: unknown key {key}", remedy)
-    if first["type"] == "missing":
-        return ConfigError(f"{source}: {key} is missing", "it has no default: set it")
-    message = (first["msg"][0].lower() + first["msg"][1:]).replace("instance of <class 'pathlib.Path'>", "path")
-    about = {name: description for name, _, _, description in fields()}.get(".".join(path[:2]))
-    return ConfigError(f"{source}: {key} = {value!r}: {message}", f"set {'.'.join(path[:2])} ({about or 'a section'})")
+def _about() -> dict[str, str]:
+    """Return what every key means, those of sources among them."""
+    about = {key: description for key, _, _, description in fields()}
+    for name, field in Source.model_fields.items():
+        about |= {f"data.{split}.{name}": field.description or "" for split in ("train", "eval")}
+    return about

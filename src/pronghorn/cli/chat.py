@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from pronghorn.cli.console import Console
 from pronghorn.errors import DataError
+from pronghorn.text import visible
 
 if TYPE_CHECKING:
     from pronghorn.train.talk import Talk
@@ -58,17 +59,12 @@ def converse(talk: Talk, console: Console) -> None:
 def _show(talk: Talk, text: str, console: Console) -> None:
     if not console.is_terminal or console.width < WIDE:
         for side, answer in talk.answers(text):
-            console.print(f"[bold]{side}:[/] {escape(_plain(answer))}", highlight=False, soft_wrap=True)
+            console.print(f"[bold]{side}:[/] {escape(answer)}", highlight=False, soft_wrap=True)
         return
     with console.status("both are answering"):
         answers = dict(talk.answers(text))
     table = Table.grid(expand=True, padding=(0, 1))
     for _ in answers:
         table.add_column(ratio=1)
-    table.add_row(*(Panel(Text(_plain(answer)), title=side, title_align="left") for side, answer in answers.items()))
+    table.add_row(*(Panel(Text(visible(answer)), title=side, title_align="left") for side, answer in answers.items()))
     console.print(table)
-
-
-def _plain(answer: str) -> str:
-    """The answer without characters that command a terminal: a model may say anything."""
-    return "".join(character for character in answer if character.isprintable() or character in "\n\t")

@@ -2,32 +2,44 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
-from pronghorn.errors import PronghornError, RunStopped
+from pronghorn.cli.console import Console
+from pronghorn.errors import ConfigError, PronghornError, RunStopped
+from pronghorn.text import clip
 
 INTERRUPTED = 130
 """The exit code of a program ended by Ctrl-C (128 + SIGINT)."""
 
 
+LONGEST = 800
+"""Characters of a problem or a remedy; of longer ones the middle is left out."""
+MEMORY, THREADS = "memory", "threads"
+_NO_ROOM = "failed to map segment"
+"""What the loader says of a library for which no memory is left."""
+_NUMBERS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
 @contextmanager
 def plain_errors(debug: bool) -> Iterator[None]:
-    """Pronghorn's own errors, and memory that ran out, as two lines and exit code 1; Ctrl-C as one line and 130. Others
-    stay as they are.
+    """Show Pronghorn's own errors, and memory that ran out, as two lines with exit code 1, and Ctrl-C as one with 130.
 
-    Other libraries' notices to programmers (deprecations) are shown with --debug only.
+    Other errors stay as they are. Other libraries' notices to programmers (deprecations) are shown with --debug only.
     """
     try:
         with warnings.catch_warnings():
             if not debug:
                 warnings.simplefilter("ignore", FutureWarning)
                 warnings.simplefilter("ignore", DeprecationWarning)
+            _check_environment()
             yield
     except RunStopped as stop:
         _stderr().print(f"{escape(stop.problem)}; {escape(stop.remedy)}.")
@@ -35,25 +47,54 @@ def plain_errors(debug: bool) -> Iterator[None]:
     except PronghornError as error:
         if debug:
             raise
-        console = _stderr()
-        console.print(f"[bold red]error:[/] {escape(error.problem)}")
-        console.print(f"[bold]remedy:[/] {escape(error.remedy)}")
-        raise typer.Exit(1) from None
-    except RuntimeError as error:
-        from pronghorn.device import is_out_of_memory
-
-        if debug or not is_out_of_memory(error):
+        _tell(error.problem, error.remedy)
+    except (RuntimeError, MemoryError, ImportError, OSError) as error:
+        short_of = _short_of(error)
+        if debug or short_of is None:
             raise
-        console = _stderr()
-        console.print(f"[bold red]error:[/] memory ran out: {escape(str(error))}")
         less = "shorter rows (model.max_seq_length, --tokens), a quantised base, or nothing else on the device"
-        console.print(f"[bold]remedy:[/] {less}; pronghorn plan tells what fits")
-        raise typer.Exit(1) from None
+        if short_of == THREADS:
+            less = "raise the shell's limits (ulimit -v for memory, ulimit -u for threads)"
+        _tell(
+            f"{short_of} ran out: {' '.join(str(error).split()) or type(error).__name__}",
+            f"{less}; pronghorn plan tells what fits",
+        )
     except KeyboardInterrupt:
         if debug:
             raise
         _stderr().print("Interrupted. What is in the output folder is whole; what was being written is not there.")
         raise typer.Exit(INTERRUPTED) from None
+
+
+def _check_environment() -> None:
+    """Refuse variables of torch.distributed that are no numbers, which torch would read while training is built."""
+    for name in _NUMBERS:
+        value = os.environ.get(name, "0")
+        if not (value.isascii() and value.isdigit()):
+            raise ConfigError(f"the environment's {name}={value!r} is no number", f"unset {name}, or start by torchrun")
+
+
+def _short_of(error: BaseException | None) -> str | None:
+    """Return what the machine had too little of, if that raised the error or one before it."""
+    while error is not None:
+        if "can't start new thread" in str(error):
+            return THREADS
+        if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM or _NO_ROOM in str(error):
+            return MEMORY
+        if isinstance(error, RuntimeError):
+            from pronghorn.device import is_out_of_memory
+
+            if is_out_of_memory(error):
+                return MEMORY
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _tell(problem: str, remedy: str) -> NoReturn:
+    console = _stderr()
+    console.print(f"[bold red]error:[/] {escape(clip(problem, LONGEST))}")
+    console.print(f"[bold]remedy:[/] {escape(clip(remedy, LONGEST))}")
+    raise typer.Exit(1) from None
 
 
 def _stderr() -> Console:

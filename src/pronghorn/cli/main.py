@@ -6,25 +6,38 @@ import json
 import logging
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
-from rich.console import Console
+from typer.core import TyperGroup
 
 from pronghorn import __version__
 from pronghorn.cli.bench import bench
 from pronghorn.cli.bench_report import report
+from pronghorn.cli.console import Console
 from pronghorn.cli.errors import plain_errors
-from pronghorn.cli.options import Debug, Overrides, RecipeFile, grow_segments, main_process
+from pronghorn.cli.options import Debug, Overrides, RecipeFile, grow_segments, main_process, stay_quiet
 from pronghorn.cli.plan import plan
 from pronghorn.cli.profile import profile
 from pronghorn.cli.verify import verify
 
+ORDER = ("train", "data", "chat", "plan", "verify", "profile", "doctor")
+
+
+class _InOrder(TyperGroup):
+    """The commands in the order that people need them."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names as `--help` lists them."""
+        return sorted(super().list_commands(ctx), key=lambda name: (*ORDER, name).index(name))
+
+
 app = typer.Typer(
     name="pronghorn",
+    cls=_InOrder,
+    invoke_without_command=True,
     help="Fine-tune large language models: packed rows, a recipe in one YAML file, and a report of what happened.",
     epilog="Start with: pronghorn doctor",
-    no_args_is_help=True,
     rich_markup_mode="rich",
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -47,11 +60,16 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and leave.")
     ] = False,
 ) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit
     grow_segments()
+    stay_quiet()
     # on some CPUs it tells everybody who imports it to install a package that nothing here uses
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 

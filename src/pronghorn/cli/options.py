@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from rich.console import Console
+
+from pronghorn.cli.console import Console
 
 RecipeFile = Annotated[
     Path, typer.Argument(metavar="RECIPE", help="YAML file that says what to train, on what, and where it goes.")
@@ -22,7 +23,7 @@ Method = Annotated[
     Literal["lora", "qlora", "full"],
     typer.Option(help="LoRA (rank 16, all linears), the same on NF4 weights, or every weight."),
 ]
-Seed = Annotated[int, typer.Option(help="Of random weights, adapters and tokens.")]
+Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of random weights, adapters and tokens.")]
 Checkpoints = Annotated[
     Path | None,
     typer.Option(metavar="DIR", help="Keep written checkpoints here, and use those there.", file_okay=False),
@@ -49,6 +50,12 @@ def grow_segments() -> None:
     full it then holds about half as much in pieces that nothing fits into."""
     if not any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
+def stay_quiet() -> None:
+    """Turn off what libraries tell the Hugging Face Hub of a run: TRL's telemetry, and huggingface_hub's list of coding
+    agents, which it fetches to name one. `HF_HUB_DISABLE_TELEMETRY=0` in the environment leaves both on."""
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 
 def main_process() -> bool:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -64,6 +65,7 @@ def diagnose() -> list[Finding]:
     """Look at everything; imports torch and asks the devices, changes nothing."""
     findings = [Finding("Python", platform.python_version(), "ok")]
     findings += [package_finding(package, installed(package.name)) for package in PACKAGES]
+    findings += network_findings(os.environ)
     if installed("torch") is None:
         return findings
     try:
@@ -176,6 +178,22 @@ def host_findings(device: Device) -> list[Finding]:
     if 0 < ram < 8 * 2**30:
         memory = replace(memory, status="slow", effect="loading a model of some billion parameters will not fit")
     return [cores, memory]
+
+
+def network_findings(environment: Mapping[str, str]) -> list[Finding]:
+    """Return what a run would contact: nothing, or the Hub for names that are no local path, and for telemetry."""
+
+    def on(*names: str) -> bool:
+        return any(environment.get(name, "").upper() in ("1", "ON", "YES", "TRUE") for name in names)
+
+    if on("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        return [Finding("Network", "offline by HF_HUB_OFFLINE: nothing is contacted", "ok")]
+    hub = environment.get("HF_ENDPOINT", "https://huggingface.co")
+    told = "off" if on("HF_HUB_DISABLE_TELEMETRY", "DISABLE_TELEMETRY", "DO_NOT_TRACK") else f"on: sent to {hub}"
+    return [
+        Finding("Network", f"{hub}, for models and data that are no local path", "ok"),
+        Finding("TRL's telemetry", f"{told} (HF_HUB_DISABLE_TELEMETRY)", "ok"),
+    ]
 
 
 def _gib(size: int) -> str:

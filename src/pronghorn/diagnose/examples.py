@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from pronghorn.data.packing import IGNORE_INDEX, Document
+from pronghorn.text import visible as text_visible
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_SHAPING = "\u200c\u200d"  # joiners: letters and emoji are drawn wrong without them
 _PER_CHARACTER = 4  # bytes of UTF-8, so the most tokens that spell one character
 
 
@@ -92,17 +91,5 @@ def clip(example: Example, tokens: int) -> Clipped:
 
 
 def visible(text: str) -> str:
-    """The text with a glyph before each line's end and for what has no shape of its own: tabs, control characters
-    (which would also command a terminal), direction marks and other invisible ones."""
-    return "".join(_glyph(character) for character in text)
-
-
-def _glyph(character: str) -> str:
-    if character == "\n":
-        return "↵\n"
-    if character == "\t":
-        return "⇥\t"
-    category = unicodedata.category(character)
-    if category in ("Cc", "Cf", "Zl", "Zp", "Cs", "Co") and character not in _SHAPING:
-        return f"‹U+{ord(character):04X}›"
-    return character
+    """Return the text with a glyph before each line's end and each tab, and unseen characters written out."""
+    return text_visible(text).replace("\n", "↵\n").replace("\t", "⇥\t")

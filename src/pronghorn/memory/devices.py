@@ -54,7 +54,8 @@ def card(name: str, memory_bytes: int | None = None) -> Card:
     Raises:
         ConfigError: neither a known name nor an amount of memory; the known names are listed.
     """
-    known = name.lower() if name.lower() in _TABLE else None
+    plain = re.sub(r"nvidia|geforce|[\s_]", "", name.lower())
+    known = plain if plain in _TABLE else None
     if memory_bytes is not None:
         known = _as_driver_tells(name, memory_bytes)
     elif known is None and re.match(r"\d", name):

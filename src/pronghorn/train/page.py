@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pronghorn.errors import ConfigError
+from pronghorn.text import visible
 
 
 def write_page(path: Path, template: Path, **values: Any) -> Path:
@@ -22,6 +23,7 @@ def write_page(path: Path, template: Path, **values: Any) -> Path:
         loader=jinja2.FileSystemLoader([template.parent, Path(__file__).parent]),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
+        finalize=lambda value: visible(value) if type(value) is str else value,  # but our own markup
         trim_blocks=True,
         lstrip_blocks=True,
     )

@@ -165,4 +165,5 @@ def _bar(console: Console, transient: bool = False) -> Progress:
         disable=not console.is_terminal,
         transient=transient,
         expand=True,
+        speed_estimate_period=math.inf,  # rich forgets steps older than 30 s, so slow ones never had a time left
     )

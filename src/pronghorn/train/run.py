@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -178,6 +179,11 @@ def _packing(recipe: Recipe, trainer: SFTTrainer, documents: Any, console: Conso
         f"{packing.row_tokens:,} they {'are' if recipe.packing.enabled else 'would be'} {packing.efficiency:.1%} full "
         f"(at most {packing.ceiling:.1%} is possible)"
     )
+    rows = packing.rows if recipe.packing.enabled else packing.documents
+    micro_batches = math.ceil(rows / recipe.packing.rows_per_step / processes())
+    if (accumulated := recipe.train.gradient_accumulation_steps) > micro_batches:
+        less = f"more than the {micro_batches:,} micro-batches of an epoch: each step is a whole epoch"
+        console.print(f"[yellow]train.gradient_accumulation_steps {accumulated:,} is {less}[/]")
     return packing
 
 

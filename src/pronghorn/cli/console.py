@@ -1,0 +1,31 @@
+"""The console that every command prints with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import rich.console
+from rich.segment import Segment
+from rich.text import Text
+
+from pronghorn.text import visible
+
+
+class Console(rich.console.Console):
+    """A console on which text never commands the terminal, whoever wrote it: file names, rows, templates, answers.
+
+    Everything that is printed passes `render`. Colours and cursor movements of our own are no part of the text there.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"emoji": False, **options})  # `:cat:` in a file's name stays as it is
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Make the text visible before its width is measured."""
+        return super().render_str(visible(text), **options)
+
+    def render(self, *arguments: Any, **options: Any) -> Iterable[Segment]:
+        """Make visible what was no string when it was printed."""
+        for segment in super().render(*arguments, **options):
+            yield segment if segment.control else segment._replace(text=visible(segment.text))

@@ -1,0 +1,102 @@
+"""What is wrong with a recipe, in our form of error, with the key that was meant."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from pronghorn.errors import ConfigError
+from pronghorn.text import short
+
+_ALIASES = {
+    "lr": "train.learning_rate",
+    "batch_size": "packing.rows_per_step",
+    "micro_batch_size": "packing.rows_per_step",
+    "per_device_train_batch_size": "packing.rows_per_step",
+    "base_model": "model.name",
+    "model_name_or_path": "model.name",
+    "max_length": "model.max_seq_length",
+    "sequence_len": "model.max_seq_length",
+    "cutoff_len": "model.max_seq_length",
+    "quantization_bit": "model.load_in_4bit",
+    "datasets": "data.train",
+    "dataset": "data.train",
+    "template": "data.chat_template",
+    "truncation": "data.overflow",
+    "sample_packing": "packing.enabled",
+    "num_epochs": "train.epochs",
+    "num_train_epochs": "train.epochs",
+    "output_dir": "train.output",
+    "lr_scheduler_type": "train.lr_scheduler",
+    "finetuning_type": "adapter.method",
+    "lora_r": "adapter.r",
+    "lora_rank": "adapter.r",
+    "lora_target": "adapter.target_modules",
+    "lora_target_modules": "adapter.target_modules",
+    "use_gradient_checkpointing": "memory.gradient_checkpointing",
+    "bf16": "precision.dtype",
+    "fp16": "precision.dtype",
+}
+"""What other libraries call a key."""
+_PLAIN = {
+    "instance of <class 'pathlib.Path'>": "path",
+    " for <class 'pathlib.Path'>": "",
+    "dictionary or instance of Source": "table like {path: …}",
+}
+"""What pydantic calls the types of values, and we."""
+_OTHERS = {"base_model": "Axolotl", "model_name_or_path": "LLaMA-Factory or TRL"}
+"""Top-level keys that tell whose file it is."""
+
+
+def refuse_others(path: Path, table: dict[Any, Any]) -> None:
+    """Refuse another tool's configuration, and tell what its keys are called here."""
+    for key, tool in _OTHERS.items():
+        if key in table:
+            names = [f"{name} is {_ALIASES[name]}" for name in table if name in _ALIASES]
+            raise ConfigError(
+                f"{path} is a configuration of {tool} ({key})",
+                f"write a recipe: {', '.join(names)}; docs/recipe.md has every key",
+            )
+
+
+def explain(error: ValidationError, source: str, about: dict[str, str]) -> ConfigError:
+    """Return the first of pydantic's errors in our form, with the nearest known key for an unknown one.
+
+    Args:
+        about: what every known key means, by its name with dots; those of sources as `data.train.path`.
+    """
+    errors = sorted(error.errors(), key=lambda each: each["type"] != "extra_forbidden")  # `trian` before no `train`
+    # of a path or a mixture pydantic tells what is wrong with it as either: what lies deepest is what was meant
+    first = max((each for each in errors if each["loc"][:2] == errors[0]["loc"][:2]), key=lambda each: len(each["loc"]))
+    # `list[Source]` and `constrained-int` are pydantic's, no keys
+    path = [part for part in map(str, first["loc"]) if "[" not in part and not part.startswith("constrained-")]
+    key, value = ".".join(path), first.get("input")
+    if first["type"] == "extra_forbidden":
+        return ConfigError(f"{source}: unknown key {key}", _meant(path, about))
+    if first["type"] == "missing":
+        return ConfigError(f"{source}: {key} is missing", "it has no default: set it")
+    message = first["msg"].removeprefix("Value error, ")
+    for pydantic_name, plain in _PLAIN.items():
+        message = message.replace(pydantic_name, plain)
+    setting = ".".join(path[:2])
+    remedy = f"set {setting} ({about.get(setting, 'a section')})"
+    if key == "adapter.method" and value == "qlora":
+        remedy = "set adapter.method: lora and model.load_in_4bit: true"
+    return ConfigError(f"{source}: {key} = {short(value)}: {message[0].lower()}{message[1:]}", remedy)
+
+
+def _meant(path: list[str], about: dict[str, str]) -> str:
+    """Return what to write instead of an unknown key."""
+    *outer, key = (part for part in path if not part.isdigit())
+    prefix = "".join(f"{part}." for part in outer)
+    known = list(dict.fromkeys(name.removeprefix(prefix).split(".")[0] for name in about if name.startswith(prefix)))
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    everywhere = [name for name in about if name.endswith(f".{key}")]
+    if key in _ALIASES:
+        return f"did you mean {_ALIASES[key]}?"
+    if near:
+        return f"did you mean {prefix}{near[0]}?"
+    return f"did you mean {everywhere[0]}?" if everywhere else f"known here: {', '.join(known)}"

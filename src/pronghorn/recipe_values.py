@@ -1,0 +1,80 @@
+"""Types of a recipe's values beyond pydantic's own: paths, seeds, and words that stand for others."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+_Path = TypeVar("_Path", str, Path)
+
+
+def _at_home(path: Path) -> Path:
+    """Return the path with `~` as a shell would read it."""
+    try:
+        return path.expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"no such home folder ({error})") from None
+
+
+def _possible(path: _Path) -> _Path:
+    """Refuse what the system can't look up: a path that is too long, or holds a NUL character."""
+    try:
+        os.stat(path)
+    except ValueError as error:
+        raise ValueError(f"no path ({error})") from None
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise ValueError(f"no path ({error.strerror})") from None
+    return path
+
+
+def _no_empty_path(value: object) -> object:
+    """Refuse an empty path, which would mean the current folder."""
+    if isinstance(value, str) and not value.strip():
+        raise ValueError("an empty path")
+    return value
+
+
+def listed(value: object) -> object:
+    """Return a list, also for one text that stands for it."""
+    return [value] if isinstance(value, str) else value
+
+
+def modules(value: object) -> object:
+    """Return names of linears, given as a list or between commas; all-linear (LLaMA-Factory: all) is the default."""
+    if value in ("all-linear", "all"):
+        return LINEARS
+    return [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+
+
+def dtype_name(value: object) -> object:
+    """Return a dtype's whole name."""
+    short_names = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+    return short_names.get(value, value) if isinstance(value, str) else value
+
+
+def on_or_off(value: object) -> object:
+    """Return `on` and `off` as people write them, which YAML 1.1 reads as true and false."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
+def no_boolean(value: object) -> object:
+    """Refuse `true`, which equals 1 and would pass for it where only some numbers are allowed."""
+    if isinstance(value, bool):
+        raise ValueError("input should be a number")
+    return value
+
+
+# strict otherwise: `true` is no number of steps, "3" neither
+File = Annotated[
+    Path, Field(strict=False), BeforeValidator(_no_empty_path), AfterValidator(_at_home), AfterValidator(_possible)
+]
+FileOrName = Annotated[str, AfterValidator(_possible)]
+Texts = Annotated[list[str], BeforeValidator(listed)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]  # what numpy takes
+
+LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

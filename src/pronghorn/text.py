@@ -1,0 +1,44 @@
+"""Text from outside made safe and short enough to show: no character that commands a terminal or hides itself."""
+
+from __future__ import annotations
+
+import reprlib
+import unicodedata
+from typing import Any
+
+_JOINERS = "\u200c\u200d"
+"""Letters and emoji are drawn wrong without them."""
+_UNSEEN = ("Cc", "Cf", "Zl", "Zp", "Cs", "Co")
+"""Unicode's categories of control, format (direction marks among them), separator, surrogate and private characters."""
+
+
+def visible(text: str) -> str:
+    """Return the text with control, direction and other unseen characters written as in Python: `\\x1b`, `\\u202e`.
+
+    Line ends and tabs stay.
+    """
+    if text.isprintable():
+        return text
+    return "".join(_written(character) for character in text)
+
+
+def short(value: Any) -> str:
+    """Return `repr(value)` without the middle of what is long."""
+    return _REPR.repr(value)
+
+
+def clip(text: str, most: int) -> str:
+    """Return the text, or its beginning and end where it has more than `most` characters."""
+    if len(text) <= most:
+        return text
+    head, tail = 2 * most // 3, most // 3
+    return f"{text[:head]} … ({len(text) - head - tail:,} characters left out) … {text[-tail:]}"
+
+
+def _written(character: str) -> str:
+    unseen = unicodedata.category(character) in _UNSEEN and character not in _JOINERS and character not in "\n\t"
+    return character.encode("unicode_escape").decode() if unseen else character
+
+
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = 100
