@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -23,6 +24,8 @@ from pronghorn.recipe_yaml import override_key, parse
 
 def _at_home(path: Path) -> Path:
     """The path with `~` as a shell would read it."""
+    if "\0" in str(path):
+        raise ValueError("a path can't hold a NUL character")
     try:
         return path.expanduser()
     except RuntimeError as error:
@@ -301,7 +304,7 @@ class Recipe(Section):
         return self.model_dump(mode="json")
 
     def _check(self) -> None:
-        if self.train.output.resolve() == Path.cwd():
+        if os.path.realpath(self.train.output) == os.getcwd():  # `resolve` raises at a loop of links
             raise ConfigError("train.output is the current folder", "give the run a folder of its own")
         kinds = ", ".join(DATA_FILES)
         for split in ("train", "eval"):
