@@ -403,7 +403,7 @@ def test_one_process_that_sees_two_gpus_trains_on_the_first_and_says_so(
     assert "torchrun --nproc-per-node 2 -m pronghorn train" in console.export_text()
 
 
-def test_a_script_that_sees_two_gpus_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_only_several_gpus_are_told_of() -> None:
     args: Any = SimpleNamespace(n_gpu=2)
     assert "torchrun --nproc-per-node 2 SCRIPT.py" in (use_one_gpu(args, "SCRIPT.py") or "") and args._n_gpu == 1
     assert use_one_gpu(SimpleNamespace(n_gpu=1), "") is None and use_one_gpu(SimpleNamespace(n_gpu=0), "") is None
