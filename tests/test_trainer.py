@@ -737,6 +737,26 @@ def test_an_earlier_checkpoint_of_the_same_name_survives_a_failed_save(
     assert folder.is_dir() and {p.name: p.read_bytes() for p in folder.iterdir()} == before
 
 
+def test_a_script_resumes_from_what_its_manifest_says_or_from_a_stock_checkpoint_without_one(
+    stories: Path, documents: Dataset, tmp_path: Path
+) -> None:
+    args = config(tmp_path, max_steps=2, save_strategy="steps", save_steps=1)
+    model, tokenizer = adapted(stories)
+    SFTTrainer(model, args, train_dataset=documents, tokenizer=tokenizer).train()
+    folder = tmp_path / "checkpoint-1"
+    content = bytearray((folder / "optimizer.pt").read_bytes())
+    content[len(content) // 2] ^= 1
+    again = SFTTrainer(adapted(stories)[0], args, train_dataset=documents, tokenizer=tokenizer)
+    whole = (folder / "optimizer.pt").read_bytes()
+    (folder / "optimizer.pt").write_bytes(content)
+    with pytest.raises(DataError, match=r"optimizer\.pt: its contents changed"):
+        again.train(resume_from_checkpoint=str(folder))
+    (folder / "optimizer.pt").write_bytes(whole)
+    (folder / "manifest.json").unlink()
+    again.train(resume_from_checkpoint=str(folder))
+    assert again.state.global_step == 2
+
+
 @pytest.mark.parametrize("limit", [None, 0, -1, 3])
 def test_no_limit_of_checkpoints_deletes_none(
     stories: Path, documents: Dataset, tmp_path: Path, limit: int | None
