@@ -18,6 +18,7 @@ import io
 import json
 import random
 import re
+import secrets
 import sys
 import warnings
 from collections.abc import Iterator
@@ -85,8 +86,9 @@ def write_dataset(folder: Path, seed: int = 3407) -> tuple[int, int]:
     folder.mkdir(parents=True, exist_ok=True)
     for name, entries in (("train.jsonl", training), ("eval.jsonl", held_out)):
         lines = [json.dumps(_row(entry, rng), ensure_ascii=False) + "\n" for entry in entries]
-        writing = folder / f".{name}.writing"
-        writing.write_text("".join(lines), encoding="utf-8")
+        writing = folder / f".{name}.{secrets.token_hex(8)}.tmp"
+        with writing.open("x", encoding="utf-8") as file:  # x follows no link
+            file.writelines(lines)
         writing.replace(folder / name)
     return len(training), len(held_out)
 

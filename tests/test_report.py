@@ -77,7 +77,9 @@ def test_record_survives_its_file(tmp_path: Path) -> None:
     assert [file.name for file in path.parent.iterdir()] == ["run.json"]
 
 
-@pytest.mark.parametrize(("text", "problem"), [("{", "not valid JSON"), ("[]", "not a pronghorn-run"), (None, "exist")])
+@pytest.mark.parametrize(
+    ("text", "problem"), [("{", "not valid JSON"), ("[]", "not 'pronghorn-run-v1'"), (None, "exist")]
+)
 def test_record_refuses_what_is_none(tmp_path: Path, text: str | None, problem: str) -> None:
     if text is not None:
         (tmp_path / "run.json").write_text(text)

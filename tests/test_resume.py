@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from rich.console import Console
 from transformers.utils import logging
 
+from pronghorn import state
 from pronghorn.config import Recipe
 from pronghorn.errors import ConfigError, DataError, PronghornError, RunStopped
 from pronghorn.train.checkpoint import Fingerprint, checkpoints, clear_leftovers, seal
@@ -29,47 +29,9 @@ from pronghorn.train.control import RunControl, trained_seconds
 from pronghorn.train.journal import open_journal, sole_run
 from pronghorn.train.record import RunRecord
 from pronghorn.train.run import run
+from runs import QUIET, Make, finish, start, stop_at
 
-QUIET = Console(quiet=True)
 STATE = ("optimizer.pt", "scheduler.pt", "rng_state.pth")
-
-Make = Callable[..., Recipe]
-
-
-@pytest.fixture
-def make(stories: Path, shared: Path, tmp_path: Path) -> Make:
-    """Recipes of a run in `tmp_path / name`; every one is deterministic and has dropout."""
-    rows = (shared / "data/gsm8k/test.jsonl").read_text().splitlines()
-    (tmp_path / "train.jsonl").write_text("\n".join(rows[:60]))
-    (tmp_path / "eval.jsonl").write_text("\n".join(rows[60:90]))
-
-    def recipe(name: str, **changes: dict[str, Any]) -> Recipe:
-        table: dict[str, dict[str, Any]] = {
-            "model": {"name": str(stories), "max_seq_length": 512},
-            "adapter": {"r": 4, "lora_dropout": 0.1},
-            "data": {
-                "train": tmp_path / "train.jsonl",
-                "eval": tmp_path / "eval.jsonl",
-                "columns": {"prompt": "question", "completion": "answer"},
-                "overflow": "drop",
-                "eval_rows": 2,
-            },
-            "train": {
-                "output": tmp_path / name,
-                "max_steps": 12,
-                "learning_rate": 1e-2,
-                "warmup_steps": 1,
-                "save_steps": 2,
-                "deterministic": True,
-            },
-            "memory": {"gradient_checkpointing": False},
-            "report": {"html": False},
-        }
-        return Recipe.model_validate(
-            {key: {**table.get(key, {}), **changes.get(key, {})} for key in {*table, *changes}}
-        )
-
-    return recipe
 
 
 @pytest.fixture(autouse=True)
@@ -82,25 +44,6 @@ def indeterministic_again() -> Iterator[None]:
     backend.deterministic, backend.benchmark = before
 
 
-def start(recipe: Recipe) -> int:
-    """Run in a forked process, which spares it the imports; its exit status is 0, or 9 after an exception."""
-    process = os.fork()
-    if process:
-        return process
-    status = 9
-    try:
-        run(recipe, QUIET)
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(status)
-
-
-def finish(process: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-
-
 def same_run(one: Path, other: Path) -> None:
     """Losses, weights, optimiser, scheduler and random state are equal bit for bit."""
     first, second = RunRecord.read(one), RunRecord.read(other)
@@ -108,7 +51,7 @@ def same_run(one: Path, other: Path) -> None:
     assert first.heldout == second.heldout and first.evaluations == second.evaluations
     weights = [path.relative_to(one) for path in one.glob("*/*.safetensors")]
     last = checkpoints(one)[-1].name
-    for name in [*weights, *(Path(last) / state for state in STATE)]:
+    for name in [*weights, *(Path(last) / file for file in STATE)]:
         assert (one / name).read_bytes() == (other / name).read_bytes(), name
 
 
@@ -204,16 +147,6 @@ def test_the_command_line_says_how_to_go_on(make: Make, tmp_path: Path) -> None:
     assert "stopped by SIGTERM after step" in errors and "run the same command to go on" in errors
 
 
-@pytest.fixture
-def unfinished(make: Make, tmp_path: Path, monkeypatch: Any) -> Path:
-    """The folder of a run that was stopped after step 5 of 12."""
-    with monkeypatch.context() as patch:
-        patch.setattr(RunControl, "on_step_begin", lambda self, args, state, *rest, **_: stop_at(self, state, 5))
-        with pytest.raises(RunStopped):
-            run(make("run"), QUIET)
-    return tmp_path / "run"
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("method", ["lora", "full"])
@@ -231,11 +164,6 @@ def test_on_a_gpu(make: Make, tmp_path: Path, monkeypatch: Any, dtype: str, meth
     if dtype == "float16":
         scalers = [torch.load(tmp_path / name / "checkpoint-12/scaler.pt") for name in ("whole", "run")]
         assert scalers[0] == scalers[1]
-
-
-def stop_at(control: RunControl, state: Any, step: int) -> None:
-    if state.global_step == step - 1:
-        control._asked = signal.SIGTERM
 
 
 def test_a_changed_recipe(make: Make, unfinished: Path) -> None:
@@ -322,8 +250,8 @@ def test_killed_before_the_journal(make: Make, tmp_path: Path) -> None:
 
 
 def test_opening_a_run_moves_nothing(make: Make, unfinished: Path) -> None:
-    """Every process opens it: two that brought back the same checkpoint would fall over each other."""
-    put_aside = checkpoints(unfinished)[-1].rename(unfinished / ".checkpoint-5.old")
+    """Whoever holds the lock clears up, before."""
+    put_aside = checkpoints(unfinished)[-1].rename(unfinished / f".checkpoint-5.{16 * '0'}.old")
     open_journal(unfinished, make("run"), allow=False)
     assert put_aside.is_dir()
     assert run(make("run"), QUIET).resumed_at == [5]
@@ -344,7 +272,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "truncated manifest": (lambda f: _truncate(f, "manifest.json"), r"manifest\.json: not valid JSON"),
     "another schema": (
         lambda f: (f / "manifest.json").write_text('{"schema": "pronghorn-checkpoint-v9"}'),
-        "schema 'pronghorn-checkpoint-v9', not 'pronghorn-checkpoint-v1'",
+        "schema 'pronghorn-checkpoint-v9', not 'pronghorn-checkpoint-v2'",
     ),
 }
 
@@ -411,7 +339,7 @@ def test_killed_after_the_last_step(make: Make, tmp_path: Path, monkeypatch: Any
     weights = tmp_path / "run/checkpoint-12/adapter_model.safetensors"
     content = weights.read_bytes()
     weights.write_bytes(content[:-4])
-    with pytest.raises(DataError, match="the checkpoint is damaged"):
+    with pytest.raises(DataError, match="bytes instead of"):
         run(make("run"), QUIET)
     weights.write_bytes(content)
     record = run(make("run"), QUIET)
@@ -511,31 +439,25 @@ def test_minutes_count_over_resumes(make: Make, tmp_path: Path, monkeypatch: Any
         patch.setattr(RunControl, "on_step_begin", lambda self, args, state, *rest, **_: stop_at(self, state, 5))
         with pytest.raises(RunStopped):
             run(make("run"), QUIET)
-    state = tmp_path / "run/checkpoint-5/trainer_state.json"
-    table = json.loads(state.read_text())
+    path = tmp_path / "run/checkpoint-5/trainer_state.json"
+    table = json.loads(path.read_text())
     table["log_history"][0]["step_seconds"] = 3600.0
-    content = json.dumps(table)
-    state.write_text(content)
-    manifest = state.with_name("manifest.json")
-    sizes = json.loads(manifest.read_text())
-    sizes["files"]["trainer_state.json"] = len(content.encode())
-    manifest.write_text(json.dumps(sizes))
+    path.write_text(json.dumps(table))
+    manifest = json.loads((path.parent / state.MANIFEST).read_text())
+    seal(path.parent, Fingerprint(**manifest["model"]), manifest["recipe"])
     record = run(make("run", train={"max_minutes": 59}), QUIET)
     assert record.stopped == "max_minutes" and len(record.steps) == 6 and record.seconds > 3600
 
 
 def test_leftovers_of_a_killed_process(tmp_path: Path) -> None:
     """What was being written goes; a whole checkpoint that had been put aside for its successor comes back."""
-    print_ = Fingerprint("a", "b")
-    for name in (".unfinished/checkpoint-4", ".checkpoint-2.old", ".checkpoint-3.old"):
-        (tmp_path / name).mkdir(parents=True)
-        (tmp_path / name / "weights").write_text("12345")
-        seal(tmp_path / name, print_)
-    (tmp_path / ".checkpoint-3.old" / "weights").unlink()
-    for name in ("checkpoint-4", ".checkpoint-4.old"):  # its successor had come already
+    old, tail = ".checkpoint-{}." + 16 * "0" + ".old", f".{16 * '0'}.tmp"
+    names = [f".checkpoint-4{tail}", *(old.format(step) for step in (2, 3, 4)), "checkpoint-4"]
+    for name in names:
         (tmp_path / name).mkdir()
         (tmp_path / name / "which").write_text(name)
-        seal(tmp_path / name, print_)
+        seal(tmp_path / name, Fingerprint("a", "b"), None)
+    (tmp_path / old.format(3) / "which").unlink()
     clear_leftovers(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-4"]
     assert (tmp_path / "checkpoint-4/which").read_text() == "checkpoint-4"

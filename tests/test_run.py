@@ -140,7 +140,7 @@ def test_a_loss_that_does_not_fall_fails_after_saving(recipe: Any, tmp_path: Pat
     with pytest.raises(TrainingError, match=r"is not a fall of 9\.0 or more"):
         run(recipe(train={"min_improvement": 9.0, "max_steps": 1}), QUIET)
     with pytest.raises(TrainingError, match="to nan, which"):
-        _must_have_improved(recipe(train={"min_improvement": 0.0}), 1.0, float("nan"))
+        _must_have_improved(recipe(train={"min_improvement": 0.0}), {"before": 1.0, "after": float("nan")})
     assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").is_file()
     assert (tmp_path / "run" / "run.json").is_file()
 

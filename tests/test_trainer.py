@@ -621,6 +621,35 @@ def test_skipped_steps_are_those_of_one_training() -> None:
         assert run.watch.skipped == skipped
 
 
+# ---- several GPUs ----
+
+
+def test_one_process_with_two_gpus_trains_on_the_first_and_is_told(
+    stories: Path, documents: Dataset, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, tokenizer = adapted(stories)
+    args = config(tmp_path, max_steps=1)
+    args._n_gpu = 2
+    trainer = SFTTrainer(model, args, train_dataset=documents, tokenizer=tokenizer)
+    trainer.train()
+    assert trainer.state.global_step == 1 and "sees 2 GPUs and trains on the first" in caplog.text
+    assert "torchrun --nproc-per-node 2 SCRIPT.py" in caplog.text
+
+
+@pytest.mark.parametrize("way", ["arguments", "environment"])
+def test_sharded_training_is_refused(
+    stories: Path, documents: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    model, tokenizer = adapted(stories)
+    args = config(tmp_path)
+    if way == "arguments":
+        args.fsdp = True
+    else:
+        monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(UnsupportedError, match="FSDP is switched on"):
+        SFTTrainer(model, args, train_dataset=documents, tokenizer=tokenizer)
+
+
 # ---- checkpoints ----
 
 
@@ -701,11 +730,31 @@ def test_an_earlier_checkpoint_of_the_same_name_survives_a_failed_save(
             assert "adapter_model.safetensors" in before
             continue
         monkeypatch.setattr(torch, "save", full_disk)
-        with pytest.raises(TrainingError, match="disk is full"):
+        with pytest.raises(TrainingError, match="checkpoint-1 is full"):
             trainer.train()
         monkeypatch.undo()
     folder = tmp_path / "run" / "checkpoint-1"
     assert folder.is_dir() and {p.name: p.read_bytes() for p in folder.iterdir()} == before
+
+
+def test_a_script_resumes_from_what_its_manifest_says_or_from_a_stock_checkpoint_without_one(
+    stories: Path, documents: Dataset, tmp_path: Path
+) -> None:
+    args = config(tmp_path, max_steps=2, save_strategy="steps", save_steps=1)
+    model, tokenizer = adapted(stories)
+    SFTTrainer(model, args, train_dataset=documents, tokenizer=tokenizer).train()
+    folder = tmp_path / "checkpoint-1"
+    content = bytearray((folder / "optimizer.pt").read_bytes())
+    content[len(content) // 2] ^= 1
+    again = SFTTrainer(adapted(stories)[0], args, train_dataset=documents, tokenizer=tokenizer)
+    whole = (folder / "optimizer.pt").read_bytes()
+    (folder / "optimizer.pt").write_bytes(content)
+    with pytest.raises(DataError, match=r"optimizer\.pt: its contents changed"):
+        again.train(resume_from_checkpoint=str(folder))
+    (folder / "optimizer.pt").write_bytes(whole)
+    (folder / "manifest.json").unlink()
+    again.train(resume_from_checkpoint=str(folder))
+    assert again.state.global_step == 2
 
 
 @pytest.mark.parametrize("limit", [None, 0, -1, 3])
@@ -763,7 +812,7 @@ def test_the_best_checkpoint_is_named_where_it_is(tmp_path: Path) -> None:
         if expected is not None:
             expected.mkdir()
         state.best_model_checkpoint = str(tmp_path / "before" / "checkpoint-2")
-        SFTTrainer._name_best(trainer, tmp_path, tmp_path / ".unfinished" / "checkpoint-4")
+        SFTTrainer._name_best(trainer, tmp_path, tmp_path / "aside" / "checkpoint-4")
         assert state.best_model_checkpoint == (expected and str(expected))
         if expected is not None:
             expected.rmdir()
@@ -917,7 +966,7 @@ def test_a_model_is_attached_where_the_trainer_brings_it(before: bool, monkeypat
     assert _attached_on_its_device(model, args) is handle
     args.place_model_on_device = None
     monkeypatch.setattr(model, "to", lambda device: pytest.fail("moved"))
-    for place, name in ((args, "fsdp"), (args, "deepspeed"), (model, "hf_device_map"), (model, "is_quantized")):
+    for place, name in ((args, "deepspeed"), (model, "hf_device_map"), (model, "is_quantized")):
         with monkeypatch.context() as patch:
             patch.setattr(place, name, True, raising=False)
             assert _attached_on_its_device(model, args) is handle

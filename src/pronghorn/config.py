@@ -275,7 +275,7 @@ class Recipe(Section):
         return self.model_dump(mode="json")
 
     def _check(self) -> None:
-        if self.train.output.resolve() == Path.cwd():
+        if os.path.realpath(self.train.output) == os.getcwd():  # `resolve` raises at a loop of links
             raise ConfigError("train.output is the current folder", "give the run a folder of its own")
         kinds = ", ".join(DATA_FILES)
         for split in ("train", "eval"):

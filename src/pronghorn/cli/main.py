@@ -19,6 +19,7 @@ from pronghorn.cli.errors import plain_errors
 from pronghorn.cli.options import Debug, Overrides, RecipeFile, grow_segments, main_process, stay_quiet
 from pronghorn.cli.plan import plan
 from pronghorn.cli.profile import profile
+from pronghorn.cli.report import report as run_report
 from pronghorn.cli.verify import verify
 
 ORDER = ("train", "data", "chat", "plan", "verify", "profile", "doctor")
@@ -50,6 +51,7 @@ bench.command("report")(report)
 app.command("verify", no_args_is_help=True)(verify)
 app.command("plan", no_args_is_help=True)(plan)
 app.command("profile", no_args_is_help=True)(profile)
+app.command("report", no_args_is_help=True)(run_report)
 
 
 def _version(wanted: bool) -> None:
@@ -84,12 +86,17 @@ def train(
             "--allow", help="Go on with an unfinished run although its recipe, data or number of processes changed."
         ),
     ] = False,
+    allow_older: Annotated[
+        bool,
+        typer.Option("--allow-older", help="Where the newest checkpoint is damaged, go on from the one before."),
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Train what RECIPE says, and leave the adapter (or model), run.json and report.html in its output folder.
 
-    The held-out loss is measured before and after, so the run says itself whether it helped. Ctrl-C and SIGTERM save a
-    checkpoint and leave; the same command goes on from there, and after a crash from the newest checkpoint.
+    The held-out loss is measured before and after, so the run says itself whether it helped. Ctrl-C, SIGTERM and a
+    dropped connection save a checkpoint and leave; the same command goes on from there, and after a crash from the
+    newest checkpoint.
 
     [bold]Examples[/]
 
@@ -107,7 +114,7 @@ def train(
         from pronghorn.cli.summary import summary
         from pronghorn.train.run import run
 
-        record = run(settings, console, allow)
+        record = run(settings, console, allow, allow_older)
         console.print()
         console.print(summary(record, Path(settings.train.output)))
 

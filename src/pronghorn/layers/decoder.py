@@ -248,7 +248,9 @@ class FusedLayers:
         for index, layer in enumerate(layers):
             if not hasattr(type(layer), OUTPUT_NOT_WANTED):
                 continue
-            run = LayerRun(self.builder.family, self.builder.blocks(layer, dtype), index == len(layers) - 1, self._count)
+            run = LayerRun(
+                self.builder.family, self.builder.blocks(layer, dtype), index == len(layers) - 1, self._count
+            )
             runs.append((layer, run))
             linears = [linear for block in run.blocks if isinstance(block, Block) for linear in block.linears]
             targets += [target for linear in linears for target, _ in linear.copies]

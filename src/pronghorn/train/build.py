@@ -97,17 +97,10 @@ def attach_options(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def make_trainer(
-    recipe: Recipe,
-    model: Any,
-    tokenizer: Any,
-    documents: Any,
-    heldout: PackedRows | None,
-    callbacks: list[TrainerCallback],
-) -> SFTTrainer:
-    """The trainer of a loaded model, with the recipe's settings."""
+def training_arguments(recipe: Recipe) -> SFTConfig:
+    """The trainer's arguments of a recipe. Making them joins the processes that torchrun started."""
     train, device, autocast = recipe.train, default_device(), autocast_dtype(recipe)
-    config = SFTConfig(
+    return SFTConfig(
         output_dir=str(train.output),
         packing=recipe.packing.enabled,
         max_length=recipe.model.max_seq_length,
@@ -141,9 +134,22 @@ def make_trainer(
         disable_tqdm=True,
         accelerator_config={"dispatch_batches": False, "non_blocking": device.type == "cuda"},
     )
+
+
+def make_trainer(
+    recipe: Recipe,
+    model: Any,
+    tokenizer: Any,
+    documents: Any,
+    heldout: PackedRows | None,
+    callbacks: list[TrainerCallback],
+    args: SFTConfig | None = None,
+) -> SFTTrainer:
+    """The trainer of a loaded model, with the recipe's settings (`args` if they are made already)."""
+    train = recipe.train
     trainer = SFTTrainer(
         model,
-        config,
+        args or training_arguments(recipe),
         train_dataset=documents.select_columns(["input_ids", "labels"]),
         eval_dataset=heldout if train.eval_steps else None,
         tokenizer=tokenizer,

@@ -1,29 +1,24 @@
-"""Checkpoints that are whole or not there, and that know which model they are of.
+"""Checkpoints that are whole or not there, and that know which model and recipe they are of.
 
-A checkpoint is written into a folder aside, with a manifest of its files as the last of them, flushed to the disk and
-renamed to `checkpoint-N`: a process killed at any moment leaves earlier ones as they were. Before one is loaded, its
-manifest is compared with its files (sizes: what a full disk or an interrupted copy cuts short) and with the model.
+A checkpoint is written into a temporary folder, with a manifest of its files' digests as the last of them, flushed to
+the disk and renamed to `checkpoint-N`: a process killed at any moment leaves earlier ones as they were. Before one is
+loaded, its manifest is compared with its files, with the model and, by `pronghorn train`, with the recipe.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import re
-import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from pronghorn import state
 from pronghorn.errors import DataError
 
-MANIFEST = "manifest.json"
-SCHEMA = "pronghorn-checkpoint-v1"
-ASIDE = ".unfinished"
-"""The folder, beside the checkpoints, that one is written into."""
+SCHEMA = "pronghorn-checkpoint-v2"
 
 
 @dataclass(frozen=True)
@@ -50,51 +45,22 @@ class Fingerprint:
         return cls(_digest("\n".join(trainable).encode()), _digest("\n".join(frozen).encode() + sample))
 
 
-def seal(folder: Path, fingerprint: Fingerprint) -> None:
-    """Write the manifest of a finished folder and flush every file to the disk."""
-    sizes = {str(file.relative_to(folder)): file.stat().st_size for file in _files(folder)}
-    table = {"schema": SCHEMA, "model": asdict(fingerprint), "files": sizes}
-    (folder / MANIFEST).write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
-    for path in [*_files(folder), folder]:
-        _flush(path)
+def seal(folder: Path, fingerprint: Fingerprint, recipe: str | None) -> None:
+    """Write the manifest of a finished folder, with the recipe's hash if a recipe made it, and flush every file."""
+    state.write_manifest(folder, SCHEMA, {"model": asdict(fingerprint), "recipe": recipe})
 
 
-def publish(aside: Path, target: Path) -> None:
-    """Move a sealed folder to its place; one of the same name is there until the new one is."""
-    old = target.with_name(f".{target.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
-        target.rename(old)
-    aside.rename(target)
-    _flush(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
+def verify(folder: Path, contents: bool = True) -> dict[str, Any]:
+    """Return the manifest of a checkpoint; DataError if that is missing or doesn't describe the files there."""
+    remedy = f"delete {folder.name} and run again: training goes on from the checkpoint before it, or from the start"
+    return state.check_manifest(folder, SCHEMA, remedy, contents)
 
 
-def verify(folder: Path, fingerprint: Fingerprint) -> None:
-    """Refuse a checkpoint that is damaged or of another model; one without a manifest (stock TRL's) passes.
-
-    Raises:
-        DataError: naming the file, its size and what it should be, or which weights differ.
-    """
-    manifest = folder / MANIFEST
-    if not manifest.exists():
-        return
-    try:
-        table = json.loads(manifest.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise _damaged(manifest, f"not valid JSON ({error})") from error
-    if not isinstance(table, dict) or table.get("schema") != SCHEMA:
-        found = table.get("schema") if isinstance(table, dict) else type(table).__name__
-        raise DataError(
-            f"{manifest}: schema {found!r}, not {SCHEMA!r}", "resume with the version that wrote it, or start anew"
-        )
-    for name, size in table["files"].items():
-        file = folder / name
-        found = file.stat().st_size if file.is_file() else None
-        if found != size:
-            raise _damaged(file, "missing" if found is None else f"{found:,} bytes instead of {size:,}")
+def check_model(folder: Path, manifest: dict[str, Any], fingerprint: Fingerprint) -> None:
+    """Refuse the checkpoint of another model (DataError, naming which weights differ)."""
+    made_with = manifest.get("model")
     for part, ours in asdict(fingerprint).items():
-        if table["model"][part] != ours:
+        if not isinstance(made_with, dict) or made_with.get(part) != ours:
             raise DataError(
                 f"{folder} is a checkpoint of another model: its {part} weights have other names, shapes"
                 + (" or dtypes" if part == "trainable" else ", dtypes or values"),
@@ -120,42 +86,20 @@ def keep_newest(output: Path, count: int | None, best: Path | None) -> None:
     found = sorted(checkpoints(output), key=lambda path: path.stat().st_mtime_ns)
     for path in [] if count is None or count < 1 else found[: max(len(found) - count, 0)]:
         if best is None or path.name != best.name:
-            old = path.with_name(f".{path.name}.old")
-            path.rename(old)  # a half-deleted checkpoint must not look like one
-            shutil.rmtree(old, ignore_errors=True)
+            state.remove_folder(path)
 
 
 def clear_leftovers(output: Path) -> None:
     """Remove what a killed process was writing or deleting, and bring back what it had put aside."""
-    shutil.rmtree(output / ASIDE, ignore_errors=True)
-    for old in output.glob(".checkpoint-*.old"):
-        target = old.with_name(old.name.removeprefix(".").removesuffix(".old"))
-        whole = not target.exists() and (old / MANIFEST).exists() and _is_whole(old)
-        old.rename(target) if whole else shutil.rmtree(old, ignore_errors=True)
+    state.clear_leftovers(output, _is_whole)
 
 
 def _is_whole(folder: Path) -> bool:
-    sizes = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
-    return all((folder / name).is_file() and (folder / name).stat().st_size == size for name, size in sizes.items())
-
-
-def _damaged(file: Path, what: str) -> DataError:
-    return DataError(
-        f"{file}: {what}: the checkpoint is damaged",
-        f"delete {file.parent.name} and run again: training goes on from the checkpoint before it, or from the start",
-    )
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        verify(folder, contents=False)
+    except DataError:
+        return False
+    return True
 
 
 def _digest(content: bytes) -> str:

@@ -10,7 +10,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -22,7 +22,9 @@ from transformers import TrainerCallback
 
 from pronghorn.device import processes
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+HANGUP = getattr(signal, "SIGHUP", None)
+"""The terminal is gone, or the connection to it."""
+SIGNALS = tuple(number for number in (signal.SIGINT, signal.SIGTERM, HANGUP) if number is not None)
 SAME_SIGNAL = 1.0
 """Seconds within which a second signal counts as the first: torchrun passes on a Ctrl-C that its processes got too."""
 LOG_SECONDS = 30.0
@@ -35,11 +37,13 @@ class RunControl(TrainerCallback):
     first, and no run goes without a log for long.
 
     `stopped` says why training ended before its last step: a signal's name, "max_minutes", "patience", or None;
-    `signal` is the number of the signal, or 0; `seconds_before` what training took before a resume.
+    `signal` is the number of the signal, or 0; `seconds_before` what training took before a resume; `hang_up` is called
+    when the terminal is gone, where every write fails.
     """
 
     def __init__(self, max_minutes: float | None, save_minutes: float | None, patience: int | None) -> None:
         self.max_minutes, self.save_minutes, self.patience = max_minutes, save_minutes, patience
+        self.hang_up: Callable[[], None] = lambda: None
         self.stopped: str | None = None
         self.signal = 0
         self._asked = 0
@@ -49,26 +53,32 @@ class RunControl(TrainerCallback):
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """Within it SIGINT and SIGTERM ask for a stop after the step; a second one, later, ends the program as usual.
+        """Within it SIGINT, SIGTERM and SIGHUP ask for a stop after the step; a second one, later, ends the program as
+        usual, unless it is SIGHUP again, which both a terminal and its shell send.
 
-        Does nothing outside the main thread, where Python allows no signal handlers.
+        A SIGHUP that is ignored (`nohup`) stays so. Does nothing outside the main thread, where Python allows no signal
+        handlers.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         earlier = {number: signal.getsignal(number) for number in SIGNALS}
+        if earlier.get(HANGUP) == signal.SIG_IGN:
+            del earlier[HANGUP]
         first = math.inf
 
         def ask(number: int, frame: FrameType | None) -> None:
             nonlocal first
-            if time.monotonic() - first > SAME_SIGNAL:
+            if number == HANGUP:
+                self.hang_up()
+            elif time.monotonic() - first > SAME_SIGNAL:
                 for each, handler in earlier.items():
                     signal.signal(each, handler)
                 signal.raise_signal(number)
-            elif not self._asked:
+            if not self._asked:
                 self._asked, first = number, time.monotonic()
 
-        for number in SIGNALS:
+        for number in earlier:
             signal.signal(number, ask)
         try:
             yield

@@ -6,20 +6,23 @@ training has ended, each time whole. `run.json` is there when everything is.
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
+import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
+from pronghorn import state
 from pronghorn.config import Recipe
 from pronghorn.device import versions
-from pronghorn.errors import ConfigError, DataError
+from pronghorn.errors import ConfigError
 from pronghorn.train.record import FILE_NAME as RECORD
+from pronghorn.train.record import read_table, write_table
 
 FILE_NAME = "journal.json"
 SCHEMA = "pronghorn-journal-v1"
@@ -49,7 +52,7 @@ FREE = (
 class Journal:
     """The state of an unfinished run."""
 
-    recipe: dict[str, Any]
+    recipe: dict[str, dict[str, Any]]
     data: dict[str, str] = field(default_factory=dict)
     """Hashes of the tokenised data, by split."""
     before: float | None = None
@@ -59,7 +62,7 @@ class Journal:
     judged: bool = False
     """`before` and `answers` are there."""
     trained: int | None = None
-    """The last step, once training has ended."""
+    """The last step, once training has ended; it holds as long as that step's checkpoint is the newest."""
     stopped: str | None = None
     """Why it ended before the last planned step, if it did."""
     processes: int | None = None
@@ -70,32 +73,25 @@ class Journal:
     schema: str = SCHEMA
 
     def write(self, output: Path) -> None:
-        """Write `journal.json` into the run's folder; it appears whole or not at all."""
-        output.mkdir(parents=True, exist_ok=True)
-        unfinished = output / f".{FILE_NAME}.unfinished"
-        unfinished.write_text(json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        unfinished.replace(output / FILE_NAME)
+        """Write `journal.json` into the run's folder; TrainingError if it can't be written."""
+        write_table(output / FILE_NAME, SCHEMA, asdict(self))
 
 
 def open_journal(output: Path, recipe: Recipe, allow: bool) -> Journal:
-    """The journal of the unfinished run in `output`, or a new one where the folder is empty or missing.
+    """Return the journal of the unfinished run in `output`, or a new one where nothing was begun.
+
+    Only the holder of the folder's lock may call this.
 
     Raises:
-        ConfigError: a finished run, a folder of something else or that can't be written, or (unless `allow`) another
-            recipe.
+        ConfigError: a folder of something else or, unless `allow`, of another recipe.
         DataError: a journal that can't be read.
     """
     path = output / FILE_NAME
-    there = next(folder for folder in (output, *output.absolute().parents) if folder.exists())
-    if not (there.is_dir() and os.access(there, os.W_OK)):
-        raise ConfigError(f"train.output: {there} is no folder that can be written to", "choose another train.output")
-    if (output / RECORD).exists():
-        raise ConfigError(f"{output} already holds a finished run", "choose another train.output or delete the folder")
+    _refuse_other_folders(output)
     if not path.exists():
-        if output.exists() and any(path.name != LOCK for path in output.iterdir()):
-            raise ConfigError(f"{output} is not empty, and no run was begun there", "choose another train.output")
         return Journal(recipe.to_dict())
-    journal = _read(path)
+    remedy = "restore the file, go on with the version that began the run, or choose another train.output"
+    journal = read_table(path, SCHEMA, Journal, remedy)
     changed = changes(journal.recipe, recipe.to_dict())
     if changed and not allow:
         listed = "; ".join(f"{key} was {old!r}, is {new!r}" for key, old, new in changed)
@@ -105,20 +101,30 @@ def open_journal(output: Path, recipe: Recipe, allow: bool) -> Journal:
         )
     if changed:
         journal.trained = journal.stopped = None  # there may be more to train now
+    if journal.recipe.get("report") != recipe.to_dict()["report"]:
+        journal.judged = False  # the loaded model, before a checkpoint's weights, answers the prompts of now
+    if journal.judged and journal.before is None and recipe.data.eval is not None:
+        journal.before = math.nan  # which JSON lacks
     journal.recipe = recipe.to_dict()
     return journal
 
 
 def changes(earlier: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    """(key, earlier value, value now) of every recipe key that differs and isn't free to."""
-    found = []
-    for section in [*earlier, *(section for section in now if section not in earlier)]:
-        old, new = earlier.get(section, {}), now.get(section, {})
-        for key in [*old, *(key for key in new if key not in old)]:
-            name = f"{section}.{key}"
-            if old.get(key) != new.get(key) and section not in FREE and name not in FREE:
-                found.append((name, old.get(key), new.get(key)))
-    return found
+    """Return (key, earlier value, value now) of every recipe key that differs and isn't free to."""
+    old, new = _bound(earlier), _bound(now)
+    return [(key, old.get(key), new.get(key)) for key in {**old, **new} if old.get(key) != new.get(key)]
+
+
+def recipe_hash(recipe: Recipe) -> str:
+    """Hash the keys of a recipe that aren't free to change: checkpoints name the recipe that trained them by it."""
+    bound = {key: value for key, value in _bound(recipe.to_dict()).items() if value is not None}
+    return hashlib.blake2b(json.dumps(bound, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _bound(recipe: dict[str, Any]) -> dict[str, Any]:
+    """The keys, as section.key, that a resumed run may not change."""
+    flat = {f"{section}.{key}": value for section, keys in recipe.items() for key, value in keys.items()}
+    return {key: value for key, value in flat.items() if key not in FREE and key.partition(".")[0] not in FREE}
 
 
 def check_data(journal: Journal, split: str, key: str, allow: bool) -> None:
@@ -132,26 +138,50 @@ def check_data(journal: Journal, split: str, key: str, allow: bool) -> None:
     journal.data[split] = key
 
 
+def check_output(output: Path) -> None:
+    """Make the run's folder, which may be there; ConfigError where no folder can be, or is one of something else."""
+    try:
+        if output.resolve() == Path.cwd():
+            raise ConfigError("train.output is the current folder", "give the run a folder of its own")
+        output.mkdir(parents=True, exist_ok=True)
+        if not os.access(output, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except ConfigError:
+        raise
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a NUL character
+        raise _unwritable(output, error) from error
+    _refuse_other_folders(output)
+
+
 @contextmanager
 def sole_run(output: Path) -> Iterator[None]:
-    """Within it no other run writes into `output`; one that is killed lets go of it.
+    """Hold the lock of a run's folder: within it no other run reads or writes there; one that is killed lets go of it.
 
     Raises:
         ConfigError: another one does.
     """
-    output.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(output / LOCK)
-    try:
-        lock.acquire(timeout=PATIENCE)
-    except Timeout:
-        raise ConfigError(
-            f"another process trains the run in {output}",
-            "wait for it, or end it first: torchrun's processes go on when torchrun itself was killed",
-        ) from None
-    try:
+    problem = f"another process trains the run in {output}"
+    remedy = "wait for it, or end it first: torchrun's processes go on when torchrun itself was killed"
+    with ExitStack() as held:
+        try:
+            held.enter_context(state.lock(output / LOCK, PATIENCE, problem, remedy))
+        except OSError as error:
+            raise _unwritable(output, error) from error
         yield
-    finally:
-        lock.release()
+
+
+def _unwritable(output: Path, error: Exception) -> ConfigError:
+    reason = getattr(error, "strerror", None) or error
+    return ConfigError(
+        f"train.output: {output} is no folder that can be written to ({reason})", "choose another train.output"
+    )
+
+
+def _refuse_other_folders(output: Path) -> None:
+    """Refuse a folder with files in it but no run (ConfigError)."""
+    ours = any((output / name).exists() for name in (FILE_NAME, RECORD))
+    if not ours and any(path.name != LOCK and not state.is_temporary(path) for path in output.iterdir()):
+        raise ConfigError(f"{output} is not empty, and no run was begun there", "choose another train.output")
 
 
 def check_processes(journal: Journal, count: int, allow: bool) -> None:
@@ -162,16 +192,3 @@ def check_processes(journal: Journal, count: int, allow: bool) -> None:
             "start as many, choose another train.output, or give --allow to go on with these",
         )
     journal.processes = count
-
-
-def _read(path: Path) -> Journal:
-    try:
-        table = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DataError(f"{path}: not valid JSON ({error})", "choose another train.output") from error
-    if not isinstance(table, dict) or table.get("schema") != SCHEMA:
-        found = table.get("schema") if isinstance(table, dict) else type(table).__name__
-        raise DataError(
-            f"{path}: schema {found!r}, not {SCHEMA!r}", "go on with the version that began the run, or start another"
-        )
-    return Journal(**table)

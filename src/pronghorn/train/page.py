@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from pronghorn import state
 from pronghorn.errors import ConfigError
 from pronghorn.text import visible
 
@@ -33,15 +34,10 @@ def write_page(path: Path, template: Path, **values: Any) -> Path:
 def write_text(path: Path, text: str) -> Path:
     """Write the whole file or nothing, and the folders around it; ConfigError where none can be written."""
     check_writable(path)
-    target = path.resolve()  # a link stays one
-    writing = target.with_name(f".{target.name}.writing")
     try:
-        writing.write_text(text, encoding="utf-8", errors="replace")  # a file's name may be no text
-        writing.replace(target)
+        return state.write_text(path, text)
     except OSError as error:
-        writing.unlink(missing_ok=True)
         raise ConfigError(f"{path} can't be written ({error.strerror})", "free some space, or name another") from error
-    return path
 
 
 def check_page(path: Path | None) -> None:

@@ -131,9 +131,11 @@ class RowsProgress:
     def __enter__(self) -> RowsProgress:
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: Any) -> None:
         if self._tasks:
             self._bar.stop()
+        if error is not None:  # whose own message says what happened
+            return
         for source, task in zip(self._tasks, self._bar.tasks, strict=True):
             self.console.print(f"{source}: {_done(task, ' rows tokenised')}", markup=False)
 

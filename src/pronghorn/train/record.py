@@ -5,21 +5,28 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
-from pronghorn.errors import DataError
+from pydantic import BeforeValidator, TypeAdapter, ValidationError
+
+from pronghorn import state
+from pronghorn.errors import DataError, TrainingError
+
+T = TypeVar("T")
 
 SCHEMA = "pronghorn-run-v1"
 FILE_NAME = "run.json"
+Number = Annotated[int | float, BeforeValidator(lambda value: math.nan if value is None else value)]
+"""A number of a file, where null is NaN."""
 
 
 @dataclass
 class RunRecord:
     """One run, in plain values."""
 
-    recipe: dict[str, Any]
+    recipe: dict[str, dict[str, Any]]
     model: str
     device: str
     versions: dict[str, str]
@@ -27,21 +34,21 @@ class RunRecord:
     """documents, tokens, rows, row_tokens, efficiency, ceiling (the last two are shares of 1), dropped, truncated."""
     paths: list[dict[str, str]]
     """Each {part, path, why}: which way a part of the step went."""
-    steps: list[dict[str, float]]
+    steps: list[dict[str, Number]]
     """Each {step, loss, learning_rate, grad_norm, tokens (real ones, of all processes), labelled, seconds (without
     evaluations), packing_efficiency and data_wait_share (shares of 1)}, since the entry before; and skipped, the steps
     without an update so far."""
-    heldout: dict[str, Any]
+    heldout: dict[str, int | float | None]
     """{before, after} in nats per labelled token (None: no held-out data), rows."""
     samples: list[dict[str, str]]
     """Each {prompt, before, after}."""
-    trainable: dict[str, float]
+    trainable: dict[str, Number]
     """{tensors, parameters, share}."""
     seconds: float
     stopped: str
     """max_steps, epochs, max_minutes or patience."""
     peak_memory_bytes: int | None
-    evaluations: list[dict[str, float]] = field(default_factory=list)
+    evaluations: list[dict[str, Number]] = field(default_factory=list)
     """Each {step, loss}: held-out loss during training."""
     resumed_at: list[int] = field(default_factory=list)
     """Steps at which the run was taken up again after it was killed or stopped."""
@@ -55,19 +62,14 @@ class RunRecord:
         rates = [step["tokens"] / step["seconds"] for step in self.steps if step["seconds"] > 0]
         return statistics.median(rates[1:] or rates) if rates else None
 
-    def to_json(self) -> str:
-        """The record as JSON text, `tokens_per_second` included for readers that aren't Python."""
-        values = {**asdict(self), "tokens_per_second": self.tokens_per_second}
-        return json.dumps(_finite(values), indent=1, ensure_ascii=False, allow_nan=False)
-
     def write(self, folder: str | Path) -> Path:
-        """Write `run.json` into `folder` (made if missing); the file appears whole or not at all."""
-        path = Path(folder) / FILE_NAME
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f".{FILE_NAME}.unfinished")
-        unfinished.write_text(self.to_json() + "\n", encoding="utf-8")
-        unfinished.replace(path)
-        return path
+        """Write `run.json` into `folder` (made if missing), with `tokens_per_second` for readers that aren't Python.
+
+        Raises:
+            TrainingError: it can't be written.
+        """
+        table = {**asdict(self), "tokens_per_second": self.tokens_per_second}
+        return write_table(Path(folder) / FILE_NAME, SCHEMA, table)
 
     @classmethod
     def read(cls, path: str | Path) -> RunRecord:
@@ -80,21 +82,38 @@ class RunRecord:
         path = path / FILE_NAME if path.is_dir() else path
         if not path.is_file():
             raise DataError(f"{path} does not exist", "give the output folder of a finished run")
-        try:
-            table = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise DataError(f"{path}: not valid JSON ({error})", "restore the file or run again") from None
-        if not isinstance(table, dict) or table.get("schema") != SCHEMA:
-            raise DataError(f"{path} is not a {SCHEMA} record", "give the run.json of a finished run")
-        given = {each.name: table[each.name] for each in fields(cls) if each.name in table}
-        try:
-            return cls(**given)  # what has a default came later: older records lack it
-        except TypeError as error:
-            raise DataError(f"{path} is not whole ({error})", "restore the file or run again") from None
+        record = read_table(path, SCHEMA, cls, "give the run.json of a finished run, or restore the file")
+        if record.heldout.get("rows"):  # there were held-out data: null is NaN
+            record.heldout.update({key: math.nan for key, value in record.heldout.items() if value is None})
+        return record
+
+
+def write_table(path: Path, schema: str, table: dict[str, Any]) -> Path:
+    """Write a JSON file of the run's folder, whole or not at all; TrainingError if it can't be written."""
+    try:
+        return state.write_json(path, schema, _finite(table))
+    except OSError as error:
+        raise TrainingError(
+            f"{path} can't be written ({error.strerror})", "free some space and run the same command again"
+        ) from error
+
+
+def read_table(path: Path, schema: str, kind: type[T], remedy: str) -> T:
+    """Read a JSON file as a dataclass; DataError, which ends with `remedy`, if it isn't one or a field's type differs.
+
+    Fields with a default may be missing: they came later than older files.
+    """
+    table = state.read_json(path, schema, remedy)
+    try:
+        return TypeAdapter(kind).validate_json(json.dumps(table), strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"]))
+        raise DataError(f"{path} is not whole: {name}: {first['msg']}", remedy) from error
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity: they become null."""
+    """The same with null for NaN and infinity, which JSON lacks."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from accelerate.utils import parse_flag_from_env
 
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
 
@@ -47,8 +48,34 @@ def refuse_16_bit_weights(dtypes: Iterable[torch.dtype]) -> None:
             )
 
 
+def refuse_fsdp(args: Any) -> None:
+    """Refuse sharded training, after which nothing could be saved: by TrainingArguments, or by accelerate's launcher or
+    plugin, which both leave it in the environment."""
+    if getattr(args, "fsdp", None) or parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        raise UnsupportedError(
+            "FSDP is switched on (TrainingArguments' fsdp, or accelerate's configuration), which isn't served yet",
+            "switch it off; DDP is served: torchrun --nproc-per-node N",
+        )
+
+
+def use_one_gpu(args: Any, command: str) -> str | None:
+    """Train on the first of several GPUs that this one process sees: transformers' `nn.DataParallel` can't go on with
+    packed rows. Return what to tell about it, or None where there was nothing to do.
+
+    Args:
+        command: what torchrun starts.
+    """
+    count = args.n_gpu
+    if count <= 1:
+        return None
+    args._n_gpu = 1  # as transformers itself does for a model on several devices
+    use_all = f"torchrun --nproc-per-node {count} {command}"
+    return f"one process sees {count} GPUs and trains on the first; to use all: {use_all}"
+
+
 def refuse_unserved(args: Any, kwargs: dict[str, Any], packs_train: bool, packs_eval: bool) -> None:
     """Refuse arguments of SFTConfig and SFTTrainer that the packed loss or the collator would pass over."""
+    refuse_fsdp(args)
     if packs_eval and kwargs.get("compute_metrics") is not None:
         raise UnsupportedError("compute_metrics over packed rows, which have no logits", "set eval_packing=False")
     unserved = [

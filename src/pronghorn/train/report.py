@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pronghorn.errors import UnsupportedError
+from jinja2 import UndefinedError
+
+from pronghorn.errors import DataError, PronghornError, UnsupportedError
 from pronghorn.train.page import write_page
 from pronghorn.train.progress import duration
 from pronghorn.train.record import RunRecord
@@ -70,6 +72,24 @@ def write_report(record: RunRecord, folder: str | Path) -> Path:
         packing=_packing_table(record.packing),
         recipe=yaml.safe_dump(record.recipe, sort_keys=False, allow_unicode=True),
     )
+
+
+def rewrite_report(path: Path) -> Path:
+    """Render the `run.json` at `path`, a file or the folder that holds it, into `report.html` beside it.
+
+    Returns:
+        The report's path.
+    Raises:
+        DataError: no such file, or no whole record. UnsupportedError: matplotlib is missing.
+    """
+    record = RunRecord.read(path)
+    folder = path if path.is_dir() else path.parent
+    try:
+        return write_report(record, folder)
+    except PronghornError:
+        raise
+    except (AttributeError, LookupError, TypeError, ValueError, UndefinedError) as error:
+        raise DataError(f"the record in {folder} is not whole ({error!r})", "restore run.json or run again") from error
 
 
 def headlines(record: RunRecord) -> list[tuple[str, str, str]]:

@@ -13,22 +13,23 @@ from __future__ import annotations
 
 import logging
 import math
-import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import trl
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, broadcast_object_list
 from torch import Tensor
 
+from pronghorn import state
 from pronghorn.data.batch import Collator
 from pronghorn.data.packed_rows import PackedRows
-from pronghorn.errors import ConfigError, DataError, TrainingError, UnsupportedError
-from pronghorn.export.folder import disk_is_full
+from pronghorn.errors import ConfigError, DataError, UnsupportedError
+from pronghorn.export.folder import whole_folder
 from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import Handle, attach, attached
 from pronghorn.train import checkpoint
@@ -36,7 +37,7 @@ from pronghorn.train.counters import StepCounters
 from pronghorn.train.decide import decided
 from pronghorn.train.evaluate import heldout_loss
 from pronghorn.train.gradients import GradientWatch
-from pronghorn.train.refusals import check_dataset, refuse_16_bit_weights, refuse_unserved, row_length
+from pronghorn.train.refusals import check_dataset, refuse_16_bit_weights, refuse_unserved, row_length, use_one_gpu
 from pronghorn.train.survive import MemoryGuard, OutOfMemory
 
 
@@ -75,6 +76,7 @@ class SFTTrainer(trl.SFTTrainer):
         asked = args.packing, args.eval_packing
         self._packs_train, self._packs_eval = asked[0], asked[0] if asked[1] is None else asked[1]
         refuse_unserved(args, kwargs, self._packs_train, self._packs_eval)
+        one_gpu = use_one_gpu(args, "SCRIPT.py")
         for name, packs in (("train_dataset", self._packs_train), ("eval_dataset", self._packs_eval)):
             check_dataset(name, kwargs.get(name), packs)
         if isinstance(model, str):
@@ -116,6 +118,12 @@ class SFTTrainer(trl.SFTTrainer):
         self._memory = MemoryGuard(self._ran_out)
         self.note: Callable[[str], None] = logging.getLogger(__name__).warning
         """Where a word to the user goes."""
+        if one_gpu is not None:
+            self.note(one_gpu)
+        self.recipe: str | None = None
+        """The hash of the recipe that this training is of, for its checkpoints' manifests."""
+        self.checked: Path | None = None
+        """A checkpoint whose contents were compared with its manifest already."""
         self._fingerprint = checkpoint.Fingerprint.of(self.model)
         self._aside: Path | None = None
         self._operations: int | None = None
@@ -227,7 +235,7 @@ class SFTTrainer(trl.SFTTrainer):
                 )
             resume_from_checkpoint = str(found[-1]) if found else None
         if resume_from_checkpoint is not None:
-            checkpoint.verify(Path(resume_from_checkpoint), self._fingerprint)
+            self._check(Path(resume_from_checkpoint))
         self._memory.begin()
         self._counted = StepCounters()
         try:
@@ -240,8 +248,15 @@ class SFTTrainer(trl.SFTTrainer):
 
     def load_weights(self, folder: Path) -> None:
         """Put a checkpoint's trained weights into the model (DataError: damaged, or of another model)."""
-        checkpoint.verify(folder, self._fingerprint)
+        self._check(folder)
         self._load_from_checkpoint(str(folder))
+
+    def _check(self, folder: Path) -> None:
+        """Refuse a checkpoint that is damaged or of another model; one without a manifest (stock TRL's) passes."""
+        if (folder / state.MANIFEST).exists():
+            # of several processes one reads everything
+            manifest = checkpoint.verify(folder, contents=self.args.should_save and folder != self.checked)
+            checkpoint.check_model(folder, manifest, self._fingerprint)
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -274,34 +289,32 @@ class SFTTrainer(trl.SFTTrainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """As stock, but whole or not there: earlier checkpoints stay until the new one is complete."""
-        output = Path(self._get_output_dir(trial))
-        aside, name = output / checkpoint.ASIDE, f"checkpoint-{self.state.global_step}"
-        if self.args.should_save:
-            shutil.rmtree(aside, ignore_errors=True)
-        self.accelerator.wait_for_everyone()  # no rank writes before the folder is empty
-        self._aside = aside
-        try:
-            super()._save_checkpoint(model, trial)
+        output, name = Path(self._get_output_dir(trial)), f"checkpoint-{self.state.global_step}"
+        with self._shared_folder(output / name) as folder:
+            self._aside = folder
+            try:
+                super()._save_checkpoint(model, trial)
+            finally:
+                self._aside = None
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
-                self._name_best(output, aside / name)
-                checkpoint.seal(aside / name, self._fingerprint)
-                checkpoint.publish(aside / name, output / name)
-        except Exception as error:
-            if not disk_is_full(error, output):
-                raise
-            raise TrainingError(
-                f"the disk is full: {name} could not be saved",
-                f"free some space; earlier checkpoints in {output} are whole",
-            ) from error
-        finally:
-            self._aside = None
-            if self.args.should_save:
-                shutil.rmtree(aside, ignore_errors=True)
+                self._name_best(output, folder / name)
+                for path in (folder / name).iterdir():  # stock makes a folder of that name in the one it is given
+                    path.rename(folder / path.name)
+                (folder / name).rmdir()
+                checkpoint.seal(folder, self._fingerprint, self.recipe)
         if self.args.should_save:
             best = self.state.best_model_checkpoint
             checkpoint.keep_newest(output, self.args.save_total_limit, Path(best) if best else None)
         self.accelerator.wait_for_everyone()
+
+    @contextmanager
+    def _shared_folder(self, target: Path) -> Iterator[Path]:
+        """Yield `whole_folder(target)`, which the main process makes, to every process."""
+        with whole_folder(target) if self.args.should_save else nullcontext() as folder:
+            told: list[Any] = [folder]
+            broadcast_object_list(told)
+            yield told[0] if folder is None else folder
 
     def _name_best(self, output: Path, folder: Path) -> None:
         """The state in `folder` names the best checkpoint by its final place, not the one aside. Where the best step
@@ -316,7 +329,7 @@ class SFTTrainer(trl.SFTTrainer):
 
 def _attached_on_its_device(model: Any, args: Any) -> Handle:
     """The model's handle, made after the trainer's device has it: attach looks where it is."""
-    stays = args.place_model_on_device is False or getattr(args, "fsdp", None) or getattr(args, "deepspeed", None)
+    stays = args.place_model_on_device is False or getattr(args, "deepspeed", None)
     stays = stays or getattr(model, "hf_device_map", None) or getattr(model, "is_quantized", False)
     handle = attached(model)
     if not stays and args.device.type == "cuda" and model.device.type == "cpu":
@@ -326,14 +339,11 @@ def _attached_on_its_device(model: Any, args: Any) -> Handle:
 
 
 def _decided(handle: Handle, args: Any) -> Plan | None:
-    """The attached model's plan, made now where `auto` waited for these arguments. Sharded models, which no plan is
-    made for, recompute their layers.
+    """The attached model's plan, made now where `auto` waited for these arguments.
 
     Raises:
         PlanDoesNotFit: with what would.
     """
-    if getattr(args, "fsdp", None):
-        return handle.plan
     return decided(
         handle,
         args.per_device_train_batch_size,
