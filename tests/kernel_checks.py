@@ -20,6 +20,8 @@ from pronghorn.kernels import (
     adapter_gradients_triton,
     attention,
     attention_triton,
+    cast_copies,
+    cast_copies_triton,
     cross_entropy,
     cross_entropy_triton,
     glu,
@@ -98,9 +100,27 @@ def check_rms_norm(device: str, dtype: torch.dtype) -> None:
             more = random(tokens, width, device=device, dtype=torch.float32, seed=4)
             arguments = dy, x, weight, rstd.to(device), offset, False, more
             compare("rms_norm backward, sum", rms_norm_triton.backward, rms_norm.backward, *arguments)
+            columns = of_columns(rms_norm_triton), of_columns(rms_norm)
+            compare("rms_norm of columns", *columns, dy, x, weight, offset)
             wide = x.float(), weight.float(), 1e-5, offset
             other = dtype if device == "cuda" else torch.float16
             compare("rms_norm, to another type", narrow(rms_norm_triton, other), narrow(rms_norm, other), *wide)
+
+
+def of_columns(module: Any) -> Callable[..., Any]:
+    """The norm of some columns of a wider tensor, written to columns, and its backward in the place of dy."""
+
+    def run(dy: Tensor, x: Tensor, weight: Tensor, offset: float) -> tuple[Tensor, ...]:
+        wide = [each.new_full((len(each), each.shape[1] + 9), float("nan")) for each in (x, x, x)]
+        of_x, of_y, of_dy = (each[:, 4:-5] for each in wide)
+        of_x.copy_(x)
+        of_dy.copy_(dy)
+        y, rstd = module.forward(of_x, weight, 1e-5, offset, out=of_y)
+        dx, dw = module.backward(of_dy, of_x, weight, rstd, offset, True, out=of_dy)
+        assert all(each[:, :4].isnan().all() and each[:, -5:].isnan().all() for each in wide)
+        return y.clone(), rstd, dx.clone(), dw
+
+    return run
 
 
 def narrow(module: Any, dtype: torch.dtype) -> Callable[..., Any]:
@@ -297,6 +317,20 @@ def both_ways(module: Any) -> Callable[..., Tensor]:
     return run
 
 
+def check_cast_copies(device: str, dtype: torch.dtype) -> None:
+    """Whole targets and columns of wider ones, whose other columns stay as they are; every entry is exact."""
+    shapes = (1, 1), (8, 63), (16, 1000), (3000, 16), (5, 4097)
+    sources = [random(*shape, device=device, dtype=torch.float32, seed=i) for i, shape in enumerate(shapes)]
+    wide = [torch.full((rows, columns + 7), float("nan"), device=device, dtype=dtype) for rows, columns in shapes]
+    targets = [each[:, 3 : 3 + columns] for each, (_, columns) in zip(wide, shapes, strict=True)]
+    largest = max(each.numel() for each in sources)
+    table = cast_copies.table(targets, sources).to(device)
+    cast_copies_triton.copy(table, len(sources), largest, torch.float32, dtype)
+    for whole, target, source in zip(wide, targets, sources, strict=True):
+        assert torch.equal(target, source.to(dtype))
+        assert whole[:, :3].isnan().all() and whole[:, 3 + source.shape[1] :].isnan().all()
+
+
 def check_norms(device: str, dtype: torch.dtype) -> None:
     sizes = (1, 5, 63, 0, 4097, norms_triton.PART + 1, 2 * norms_triton.PART + 3)
     some = [random(size, device=device, dtype=dtype, seed=seed) for seed, size in enumerate(sizes)]
@@ -325,6 +359,7 @@ CHECKS = {
     "cross_entropy": check_cross_entropy,
     "attention": check_attention,
     "norms": check_norms,
+    "cast_copies": check_cast_copies,
 }
 
 if __name__ == "__main__":

@@ -13,7 +13,17 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
-NAMES = ("rms_norm", "residual", "adapter_gradients", "glu", "rope", "cross_entropy", "attention", "norms")
+NAMES = (
+    "rms_norm",
+    "residual",
+    "adapter_gradients",
+    "glu",
+    "rope",
+    "cross_entropy",
+    "attention",
+    "norms",
+    "cast_copies",
+)
 
 
 @pytest.mark.gpu
@@ -44,6 +54,7 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
     from pronghorn.kernels import (
         adapter_gradients_triton,
         attention_triton,
+        cast_copies_triton,
         cross_entropy_triton,
         glu_triton,
         norms_triton,
@@ -85,6 +96,16 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
     tile = {"WINDOW": True, "D": 128, "ROWS": 64}
     heads = {"NORM": True, "Q": 64, "K": 8, "HALF": 64}
     return {
+        "cast copies": (
+            cast_copies_triton._copy,
+            {"table_ptr": "*i64", "N": count, "parts": count},
+            {
+                "SOURCE": cast_copies_triton.TYPES[torch.float32],
+                "TARGET": cast_copies_triton.TYPES[torch.bfloat16],
+                "BLOCK": cast_copies_triton.BLOCK,
+            },
+            4,
+        ),
         "rms_norm": (rms_norm_triton._forward, norm, {"BLOCK": 8192}, 16),
         "rms_norm, sums": (
             rms_norm_triton._sum,

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pronghorn.kernels.adapter_gradients import MAX_ADAPTERS
-from pronghorn.kernels.launch import launch
+from pronghorn.kernels.launch import cdiv, launch, next_power_of_2
 
 TOKENS = 64
 """Rows of a tile."""
@@ -145,13 +145,13 @@ def products(
     both: Tensor | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
     """As `adapter_gradients.products`."""
-    (tokens, width), rank, padded = dy.shape, ranks[0], max(16, triton.next_power_of_2(ranks[0]))
+    (tokens, width), rank, padded = dy.shape, ranks[0], max(16, next_power_of_2(ranks[0]))
     shape = tile(width, padded)
     missing = [0] * (MAX_ADAPTERS - len(columns))
     starts, ends = [mine.start for mine in columns] + missing, [mine.stop for mine in columns] + missing
-    chunks = [triton.cdiv(end - start, shape.cols) for start, end in zip(starts, ends, strict=True)]
-    steps = triton.cdiv(triton.cdiv(tokens, TOKENS), max(1, _processors(dy.device) // sum(chunks)))
-    blocks = triton.cdiv(tokens, steps * TOKENS)
+    chunks = [cdiv(end - start, shape.cols) for start, end in zip(starts, ends, strict=True)]
+    steps = cdiv(cdiv(tokens, TOKENS), max(1, _processors(dy.device) // sum(chunks)))
+    blocks = cdiv(tokens, steps * TOKENS)
     dya_parts = dy.new_empty(sum(chunks), tokens, rank, dtype=torch.float32)
     db_parts = dy.new_empty(blocks, width, rank, dtype=torch.float32)
     launch(
@@ -162,7 +162,7 @@ def products(
     )  # fmt: skip
     # rows of dB without an adapter are never written, nor given to anybody
     dya, db = dy.new_empty(tokens, sum(ranks)), dy.new_empty(width, rank, dtype=dtype)
-    programs = len(columns) * triton.cdiv(tokens * rank, SUMMED) + triton.cdiv(width * rank, SUMMED)
+    programs = len(columns) * cdiv(tokens * rank, SUMMED) + cdiv(width * rank, SUMMED)
     launch(
         _sums, (programs,),
         dya_parts, db_parts, dya, db, dya if both is None else both, tokens, width, scale, blocks, *chunks,

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pronghorn.kernels.launch import launch
+from pronghorn.kernels.launch import cdiv, launch, next_power_of_2
 from pronghorn.kernels.tanh_triton import tanh
 
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
@@ -224,10 +224,10 @@ def form(vocab: int, stride: int, bytes_: int, aligned: bool, capped: bool) -> d
     is `aligned` to 16 bytes."""
     lanes, lane = WARPS * 32, LANE.value
     ahead = lane - 1 if stride % lane else 0  # of a row, in the memory that its first LANE begins with
-    tiles = triton.cdiv(vocab + ahead, lanes * lane)
-    parts = triton.cdiv(tiles, KEPT // (lane * bytes_) // (1 + capped))
-    each = triton.cdiv(tiles, parts)
-    parts = triton.cdiv(tiles, each)
+    tiles = cdiv(vocab + ahead, lanes * lane)
+    parts = cdiv(tiles, KEPT // (lane * bytes_) // (1 + capped))
+    each = cdiv(tiles, parts)
+    parts = cdiv(tiles, each)
     return {
         "CAP": capped,
         "RAGGED": vocab % lane != 0 or stride % lane != 0 or not aligned,
@@ -235,7 +235,7 @@ def form(vocab: int, stride: int, bytes_: int, aligned: bool, capped: bool) -> d
         "LANES": lanes,
         "TILES": each,
         "PARTS": parts,
-        "PLACES": max(lanes, triton.next_power_of_2(parts)),
+        "PLACES": max(lanes, next_power_of_2(parts)),
     }
 
 

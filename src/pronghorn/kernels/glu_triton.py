@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pronghorn.kernels.launch import launch
+from pronghorn.kernels.launch import cdiv, launch, next_power_of_2
 from pronghorn.kernels.tanh_triton import tanh
 
 BLOCK = 1024
@@ -87,9 +87,7 @@ def forward(gate_up: Tensor, activation: str) -> Tensor:
     """As `glu.forward`."""
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     a = gate_up.new_empty(tokens, width)
-    launch(
-        _forward, (tokens, triton.cdiv(width, BLOCK)), gate_up, a, width, GELU=activation == "gelu_tanh", BLOCK=BLOCK
-    )
+    launch(_forward, (tokens, cdiv(width, BLOCK)), gate_up, a, width, GELU=activation == "gelu_tanh", BLOCK=BLOCK)
     return a
 
 
@@ -111,10 +109,10 @@ def forward_with_low_rank_(
     """As `glu.forward_with_low_rank_`."""
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     a = gate_up.new_empty(tokens, width)
-    padded = max(16, triton.next_power_of_2(max(ranks)))
+    padded = max(16, next_power_of_2(max(ranks)))
     rows, cols, warps = tile(padded, xa.element_size())
     launch(
-        _forward_with_low_rank, (triton.cdiv(width, cols), triton.cdiv(tokens, rows)),
+        _forward_with_low_rank, (cdiv(width, cols), cdiv(tokens, rows)),
         gate_up, xa, b, a, tokens, width, scale, GELU=activation == "gelu_tanh",
         GATE=ranks[0], UP=ranks[1], R=padded, ROWS=rows, COLS=cols, num_warps=warps,
     )  # fmt: skip
@@ -125,6 +123,6 @@ def backward_(da: Tensor, gate_up: Tensor, activation: str, donated: bool = Fals
     """As `glu.backward_`."""
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     dgu = gate_up if donated else torch.empty_like(gate_up)
-    grid = (tokens, triton.cdiv(width, BLOCK))
+    grid = (tokens, cdiv(width, BLOCK))
     launch(_backward, grid, da, gate_up, dgu, width, GELU=activation == "gelu_tanh", BLOCK=BLOCK)
     return dgu

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pronghorn.kernels.launch import launch
+from pronghorn.kernels.launch import cdiv, launch, next_power_of_2
 
 
 @dataclass(frozen=True)
@@ -133,11 +133,11 @@ def multiply(
     count = len(x) if rows is None else len(rows)
     y = x.new_empty(count, columns) if out is None else out
     tile = tile or multiply_tile(x.dtype, columns)
-    grid = (triton.cdiv(count, tile.rows) + experts) * triton.cdiv(columns, tile.cols)
+    grid = (cdiv(count, tile.rows) + experts) * cdiv(columns, tile.cols)
     launch(
         _multiply, (grid,),
         x, weight, y, offsets, offsets if rows is None else rows, columns, depth, *weight.stride(), scale,
-        E=experts, EXPERTS=triton.next_power_of_2(experts), GATHER=rows is not None, ADD=out is not None,
+        E=experts, EXPERTS=next_power_of_2(experts), GATHER=rows is not None, ADD=out is not None,
         ROWS=tile.rows, COLS=tile.cols, DEPTH=tile.depth, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return y
@@ -158,7 +158,7 @@ def outer(
     result = torch.empty(experts, m, n, dtype=dtype, device=x.device)
     tile = tile or outer_tile(x.dtype, m, n)
     launch(
-        _outer, (triton.cdiv(m, tile.rows) * triton.cdiv(n, tile.cols), experts),
+        _outer, (cdiv(m, tile.rows) * cdiv(n, tile.cols), experts),
         x, y, result, offsets, offsets if x_rows is None else x_rows, offsets if y_rows is None else y_rows, m, n,
         scale, X_GATHER=x_rows is not None, Y_GATHER=y_rows is not None,
         ROWS=tile.rows, COLS=tile.cols, DEPTH=tile.depth, num_warps=tile.warps, num_stages=tile.stages,

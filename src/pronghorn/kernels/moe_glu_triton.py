@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pronghorn.kernels.glu_triton import _activate
-from pronghorn.kernels.launch import launch
+from pronghorn.kernels.launch import cdiv, launch, next_power_of_2
 from pronghorn.kernels.moe_glu import Gate
 
 BLOCK = 1024
@@ -101,7 +101,7 @@ def forward(h: Tensor, gate: Gate, bias: Tensor | None, experts: Tensor) -> Tens
     rows, width = h.shape[0], h.shape[1] // 2
     a = h.new_empty(rows, width)
     launch(
-        _forward, (rows, triton.cdiv(width, BLOCK)),
+        _forward, (rows, cdiv(width, BLOCK)),
         h, h if bias is None else bias.contiguous(), experts, a, width, gate.alpha, gate.limit,
         KIND=_KINDS[gate.kind], BIAS=bias is not None, BLOCK=BLOCK,
     )  # fmt: skip
@@ -118,6 +118,6 @@ def backward_(
     launch(
         _backward, (rows,),
         d, h, weights, slots, h if bias is None else bias.contiguous(), experts, dh, dw, width, gate.alpha, gate.limit,
-        KIND=_KINDS[gate.kind], BIAS=bias is not None, BLOCK=min(BLOCK, triton.next_power_of_2(width)),
+        KIND=_KINDS[gate.kind], BIAS=bias is not None, BLOCK=min(BLOCK, next_power_of_2(width)),
     )  # fmt: skip
     return dh, dw

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pronghorn.kernels.launch import launch
+from pronghorn.kernels.launch import cdiv, launch, next_power_of_2
 
 BLOCK = 128
 
@@ -48,9 +48,9 @@ def route(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, ...]:
     """As `moe.route.route_by_sort`."""
     ids = top_k_index.contiguous()
     size, k = ids.numel(), ids.shape[1]
-    blocks = max(triton.cdiv(size, BLOCK), 1)  # without tokens, too, somebody writes the offsets
+    blocks = max(cdiv(size, BLOCK), 1)  # without tokens, too, somebody writes the offsets
     counts = torch.empty(num_experts * blocks, dtype=torch.int32, device=ids.device)
-    options = {"EXPERTS": triton.next_power_of_2(num_experts), "E": num_experts, "BLOCK": BLOCK, "num_warps": 8}
+    options = {"EXPERTS": next_power_of_2(num_experts), "E": num_experts, "BLOCK": BLOCK, "num_warps": 8}
     launch(_count, (blocks,), ids, counts, size, blocks, **options)
     upto = torch.cumsum(counts, 0, dtype=torch.int32)  # expert by expert: what lies before a block's slots of one
     offsets = counts.new_empty(num_experts)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pronghorn.kernels.launch import launch
+from pronghorn.kernels.launch import cdiv, launch, next_power_of_2
 
 BLOCK = 1024
 WHOLE = 4096
@@ -51,9 +51,9 @@ def gather(x: Tensor, places: Tensor) -> Tensor:
     """As `moe_rows.gather`; places: [T, K]."""
     (tokens, k), width = places.shape, x.shape[1]
     y = x.new_empty(tokens * k, width)
-    block = min(triton.next_power_of_2(width), WHOLE)
+    block = min(next_power_of_2(width), WHOLE)
     warps = max(block // 256, 1)  # 8 elements a thread
-    launch(_gather, (tokens, triton.cdiv(width, block)), x, places, y, width, K=k, BLOCK=block, num_warps=warps)
+    launch(_gather, (tokens, cdiv(width, block)), x, places, y, width, K=k, BLOCK=block, num_warps=warps)
     return y
 
 
@@ -64,7 +64,7 @@ def combine(x: Tensor, rows: Tensor, weights: Tensor | None, bias: Tensor | None
     weights = None if weights is None else weights.contiguous()
     bias = None if bias is None else bias.contiguous()
     launch(
-        _combine, (tokens, triton.cdiv(width, BLOCK)),
+        _combine, (tokens, cdiv(width, BLOCK)),
         x, rows, rows if weights is None else weights, x if bias is None else bias,
         rows if experts is None else experts.contiguous(), y, width,
         K=k, WEIGHT=weights is not None, BIAS=bias is not None, BLOCK=BLOCK,

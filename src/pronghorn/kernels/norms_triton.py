@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pronghorn.kernels.launch import launch
+from pronghorn.kernels.launch import cdiv, launch
 
 BLOCK = 4096
 PART = 16 * BLOCK
@@ -40,7 +40,7 @@ def norms(tensors: list[Tensor]) -> Tensor:
     table = torch.frombuffer(array("q", [*map(Tensor.data_ptr, tensors), *sizes]), dtype=torch.int64)
     if first.is_cuda:
         table = table.pin_memory().to(first.device, non_blocking=True)
-    parts = min(max(triton.cdiv(max(sizes), PART), 1), MOST_PARTS)
+    parts = min(max(cdiv(max(sizes), PART), 1), MOST_PARTS)
     sums = torch.empty(count, parts, device=first.device)
     with torch.cuda.device_of(first):
         launch(_sums, (count, parts), table, sums, count, parts, TYPE=TYPES[first.dtype], BLOCK=BLOCK)

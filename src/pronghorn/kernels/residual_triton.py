@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pronghorn.kernels.launch import launch
+from pronghorn.kernels.launch import cdiv, launch, next_power_of_2
 from pronghorn.kernels.residual import LowRank
 
 TILE = 64, 64, 4
@@ -45,8 +45,8 @@ def add_(y: Tensor, x: Tensor, low_rank: LowRank | None) -> Tensor:
     out = y if y.dtype is x.dtype else torch.empty_like(x)
     rows, cols, warps = TILE
     launch(
-        _add, (triton.cdiv(width, cols), triton.cdiv(tokens, rows)),
+        _add, (cdiv(width, cols), cdiv(tokens, rows)),
         y, x, xa, b, out, tokens, width, scale,
-        RANK=rank, R=max(16, triton.next_power_of_2(rank)), ROWS=rows, COLS=cols, num_warps=warps,
+        RANK=rank, R=max(16, next_power_of_2(rank)), ROWS=rows, COLS=cols, num_warps=warps,
     )  # fmt: skip
     return out

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pronghorn.kernels.launch import launch
+from pronghorn.kernels.launch import cdiv, launch, next_power_of_2
 
 _PROGRAMS = 264
 """That sum dw: two a multiprocessor of a H200, the best of seven numbers there."""
@@ -69,7 +69,7 @@ def forward(
     size = x.shape[-1]
     y = torch.empty_like(x, dtype=dtype or x.dtype, memory_format=torch.contiguous_format) if out is None else out
     rstd = torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device=x.device)
-    block = triton.next_power_of_2(size)
+    block = next_power_of_2(size)
     launch(
         _forward,
         (rstd.numel(),),
@@ -103,7 +103,7 @@ def backward(
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
     programs = min(count, _PROGRAMS) if weight_grad else count
     parts = torch.empty(programs, size, dtype=torch.float32, device=x.device) if weight_grad else rstd
-    block, read = triton.next_power_of_2(size), [x, dy] + ([] if residual_grad is None else [residual_grad])
+    block, read = next_power_of_2(size), [x, dy] + ([] if residual_grad is None else [residual_grad])
     ahead = stages(block, sum(each.element_size() for each in read)) if weight_grad else 1
     launch(
         _backward, (programs,),
@@ -115,7 +115,7 @@ def backward(
     if not weight_grad:
         return dx, None
     dw = torch.empty_like(weight)
-    launch(_sum, (triton.cdiv(size, SUM_COLS),), parts, dw, programs, size, ROWS=SUM_ROWS, COLS=SUM_COLS)
+    launch(_sum, (cdiv(size, SUM_COLS),), parts, dw, programs, size, ROWS=SUM_ROWS, COLS=SUM_COLS)
     return dx, dw
 
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pronghorn.kernels.launch import launch
+from pronghorn.kernels.launch import cdiv, launch, next_power_of_2
 from pronghorn.kernels.rope import Heads
 
 HEADS = 8
@@ -123,10 +123,10 @@ def forward(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads) -> tuple[Tensor
     to_q, to_k = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k)) if norm else (q, k)
     half, warps = heads.dim // 2, 2 if norm else 4
     tokens = max(1, warps * COLUMNS // (HEADS * half))
-    q_blocks, k_blocks = triton.cdiv(heads.query, HEADS), triton.cdiv(heads.key_value, HEADS)
+    q_blocks, k_blocks = cdiv(heads.query, HEADS), cdiv(heads.key_value, HEADS)
     even = len(qkv) % tokens == heads.query % HEADS == heads.key_value % HEADS == 0
     launch(
-        _forward, ((q_blocks + k_blocks) * triton.cdiv(len(qkv), tokens),),
+        _forward, ((q_blocks + k_blocks) * cdiv(len(qkv), tokens),),
         qkv, to_q, to_k, cos, sin, heads.query_norm if norm else cos, heads.key_norm if norm else cos,
         len(qkv), qkv.stride(0), to_q.stride(0), to_k.stride(0), heads.query, heads.key_value, heads.eps, heads.offset,
         NORM=norm, EVEN=even, Q_BLOCKS=q_blocks, BLOCKS=q_blocks + k_blocks, TOKENS=tokens, HEADS=HEADS, HALF=half,
@@ -148,8 +148,8 @@ def backward_(
         _backward, (len(dqkv),),
         dqkv, qkv if norm else dqkv, cos, sin, query if norm else cos, key if norm else cos, dw,
         dqkv.stride(0), heads.query, heads.key_value, heads.eps, heads.offset,
-        NORM=norm, WEIGHT=weight_grad, Q=triton.next_power_of_2(heads.query),
-        K=triton.next_power_of_2(heads.key_value), HALF=heads.dim // 2, num_warps=warps,
+        NORM=norm, WEIGHT=weight_grad, Q=next_power_of_2(heads.query),
+        K=next_power_of_2(heads.key_value), HALF=heads.dim // 2, num_warps=warps,
     )  # fmt: skip
     if not weight_grad or query is None or key is None:
         return dqkv.flatten(1), None, None

@@ -24,6 +24,7 @@ from pronghorn.attention.backends import Backend
 from pronghorn.data.batch import PackedBatch
 from pronghorn.errors import TrainingError
 from pronghorn.families.spec import FamilySpec
+from pronghorn.kernels.cast_copies import CastCopies
 from pronghorn.kernels.rms_norm import rms_norm
 from pronghorn.layers.attention import AttentionBlock
 from pronghorn.layers.block import Block, Call
@@ -80,17 +81,17 @@ class Step:
     narrow: bool
     """Nothing but the rows that predict a label is read of the last layer's output."""
     autocast: bool
-    copies: tuple[list[Tensor], list[Tensor]] | None
-    """(targets, sources) of the adapters' copies; None once they are up to date."""
+    copies: CastCopies | None
+    """The adapters' copies in the products' dtype; None once they are up to date."""
     _tables: dict[int, tuple[Any, Tensor, Tensor]] = field(default_factory=dict)
     _attention: dict[Any, explicit.Options] = field(default_factory=dict)
 
     def update_copies(self) -> None:
-        """Copy all adapters in the products' dtype, in one launch; by the first layer, and not again."""
-        (targets, sources), self.copies = self.copies or ([], []), None
-        if targets:
+        """Copy all adapters in the products' dtype; by the first layer, and not again."""
+        copies, self.copies = self.copies, None
+        if copies is not None:
             with torch.inference_mode(False), torch.no_grad():
-                torch._foreach_copy_(targets, sources)
+                copies.run()
 
     def rotary(self, tables: tuple[Tensor, Tensor], tokens: int) -> tuple[Tensor, Tensor]:
         """Return RoPE's cos and sin as [T, D_r]; computed once a forward for each pair of tables."""
@@ -118,10 +119,8 @@ class _Build:
     dtype: torch.dtype
     runs: list[tuple[Any, LayerRun]]
     """Each layer with its blocks."""
-    targets: list[Tensor]
-    """Copies of adapters in the products' dtype."""
-    sources: list[Tensor]
-    """The adapters, in the same order."""
+    copies: CastCopies
+    """Of adapters in the products' dtype."""
     watch: Watch
     number: int
 
@@ -217,8 +216,8 @@ class FusedLayers:
                     layer.__dict__[RUN] = earlier
 
     def _step(self, build: _Build, packed: PackedBatch, stream: torch.dtype, narrow: bool, autocast: bool) -> Step:
-        halved, copies = self.builder.family.halved_rotary, (build.targets, build.sources)
-        return Step(packed, stream, build.dtype, build.number, halved, narrow, autocast, copies)
+        halved = self.builder.family.halved_rotary
+        return Step(packed, stream, build.dtype, build.number, halved, narrow, autocast, build.copies)
 
     def forget(self) -> None:
         """Drop what was built: it holds weights where they lay."""
@@ -255,7 +254,7 @@ class FusedLayers:
             linears = [linear for block in run.blocks if isinstance(block, Block) for linear in block.linears]
             targets += [target for linear in linears for target, _ in linear.copies]
             sources += [source for linear in linears for _, source in linear.copies]
-        return _Build(dtype, runs, targets, sources, Watch(layers), self._count)
+        return _Build(dtype, runs, CastCopies(targets, sources), Watch(layers), self._count)
 
 
 def is_fused(layer: nn.Module) -> bool:
