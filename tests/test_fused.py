@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from pronghorn.bench.shapes import byte_tokenizer
+from pronghorn.diagnose.shapes import byte_tokenizer
 from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import attach
 from pronghorn.models.fast import is_fused

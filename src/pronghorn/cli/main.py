@@ -13,7 +13,6 @@ from rich.console import Console
 
 from pronghorn import __version__
 from pronghorn.cli.bench import bench
-from pronghorn.cli.bench_report import report
 from pronghorn.cli.errors import plain_errors
 from pronghorn.cli.options import Debug, Overrides, RecipeFile, grow_segments, main_process
 from pronghorn.cli.plan import plan
@@ -32,11 +31,10 @@ app = typer.Typer(
 
 data = typer.Typer(help="Look at what a recipe trains on.", no_args_is_help=True)
 app.add_typer(data, name="data")
-app.add_typer(bench, name="bench")
-bench.command("report")(report)
 app.command("verify", no_args_is_help=True)(verify)
 app.command("plan", no_args_is_help=True)(plan)
 app.command("profile", no_args_is_help=True)(profile)
+app.command("bench", no_args_is_help=True)(bench)
 
 
 def _version(wanted: bool) -> None:
