@@ -1,4 +1,4 @@
-"""An op to measure and the ways to compute it, as values: what goes in, what must come out, what must be moved."""
+"""Describe an op to measure and the ways to compute it: what goes in, what must come out, what must be moved."""
 
 from __future__ import annotations
 
@@ -87,8 +87,46 @@ def by_autograd(case: Case, function: Callable[..., Any], work: Work | None = No
     return Way(start, forward, backward if case.trained else None, results, work or case.work)
 
 
+def by_kernel(
+    case: Case,
+    forward: Callable[..., tuple[Any, ...]],
+    backward: Callable[..., tuple[Any, ...]] | None = None,
+    *,
+    owned: tuple[int, ...] = (),
+    again: str | None = None,
+    more: int = 0,
+) -> Way:
+    """Return the way of kernels without autograd.
+
+    Args:
+        forward: from the inputs to the outputs, in the order of `case.names`; what follows them is for `backward`.
+        backward: from the forward's outputs, then the inputs, then the outputs' gradients, to the other names.
+        owned: inputs that the kernels overwrite, by number; gradients always may be.
+        again: a name that the backward computes once more, as its last result.
+        more: bytes that this moves in the backward.
+    """
+
+    def start() -> Any:
+        return [x.clone() if i in owned else x for i, x in enumerate(case.inputs)], [x.clone() for x in case.grads]
+
+    def forwards(state: Any) -> Any:
+        return forward(*state[0]), *state
+
+    def backwards(state: Any) -> Any:
+        assert backward is not None
+        outputs, inputs, grads = state
+        return backward(outputs, *inputs, *grads)
+
+    def results(state: Any, found: Any) -> dict[str, Tensor]:
+        names = case.names + ((f"{again} again",) if again else ())
+        outputs = state[0][: len(names) - len(found)]
+        return dict(zip(names, (*outputs, *found), strict=True))
+
+    return Way(start, forwards, backwards if backward else None, results, (case.work[0], case.work[1] + more))
+
+
 class Draw:
-    """Random tensors, N(0, 1), the same in every run on the same device."""
+    """Draw random tensors, N(0, 1), the same in every run on the same device."""
 
     def __init__(self, device: str, dtype: torch.dtype, seed: int = 0) -> None:
         self.device, self.dtype = device, dtype

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.op_case import IGNORED, LORA_SCALE, Case, Draw, Way, Work, by_autograd
+from benchmarks.op_case import IGNORED, LORA_SCALE, Case, Draw, Way, Work, by_autograd, by_kernel
 from pronghorn.attention import explicit
 from pronghorn.data.batch import PackedBatch
 from pronghorn.kernels import adapter_gradients, cross_entropy, glu, linear_cross_entropy, residual, rms_norm, rope
@@ -62,15 +62,16 @@ def glu_case(draw: Draw, tokens: int, width: int, activation: glu.Activation) ->
         return (act * up,)
 
     def pronghorn(case: Case) -> Way:
-        def backward(state: Any) -> Any:
-            return glu.backward_(state[2], state[1], activation), state[2]
-
-        return Way(
-            lambda: (case.inputs[0].clone(), case.grads[0].clone()),
-            lambda state: (glu.forward(state[0], activation), *state),
-            backward,
-            lambda state, grads: {"a": state[0], "d gate_up": grads[0], "a again": grads[1]},
-            (case.work[0], case.work[1] + case.grads[0].nbytes),  # computes a again, for LoRA's gradients
+        return by_kernel(
+            case,
+            lambda gate_up: (glu.forward(gate_up, activation),),
+            lambda _, gate_up, da: (
+                glu.backward_(da, gate_up, activation),
+                da,
+            ),  # a in da's place, for LoRA's gradients
+            owned=(0,),
+            again="a",
+            more=case.grads[0].nbytes,
         )
 
     def liger(case: Case) -> Way:
@@ -103,15 +104,8 @@ def glu_lora_case(draw: Draw, tokens: int, width: int, rank: int) -> Case:
         gate, up = whole.chunk(2, -1)
         return functional.silu(gate) * up, whole
 
-    def pronghorn(case: Case) -> Way:
-        h, xa, b = case.inputs
-        return Way(
-            h.clone,
-            lambda h: (glu.forward_with_low_rank_(h, xa, b, LORA_SCALE, "silu", ranks), h),
-            None,
-            lambda state, _: dict(zip(case.names, state, strict=True)),
-            case.work,
-        )
+    def forward(h: Tensor, xa: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        return glu.forward_with_low_rank_(h, xa, b, LORA_SCALE, "silu", ranks), h
 
     ranks = rank - rank // 2, rank // 2
     inputs = draw(tokens, 2 * width), draw(tokens, rank), draw(2 * width, rank)
@@ -120,7 +114,7 @@ def glu_lora_case(draw: Draw, tokens: int, width: int, rank: int) -> Case:
     moved = 2.5 * inputs[0].nbytes + inputs[1].nbytes + width * rank * inputs[2].element_size()
     return Case(
         "swiglu_lora", f"{tokens}x{width}, rank {rank}", tokens, formula, inputs, (), ("a", "gate_up"), (moved, 0.0),
-        pronghorn, trained=0,
+        lambda case: by_kernel(case, forward, owned=(0,)), trained=0,
     )  # fmt: skip
 
 
@@ -133,36 +127,26 @@ def residual_case(draw: Draw, tokens: int, width: int, rank: int) -> Case:
     def formula(y: Tensor, x: Tensor, xa: Tensor, b: Tensor) -> tuple[Tensor, ...]:
         return (x + (y + LORA_SCALE * (xa @ b.t())),)
 
-    def pronghorn(case: Case) -> Way:
-        y, x, xa, b = case.inputs
-        return Way(
-            y.clone,
-            lambda y: residual.add_(y, x, (xa, b, LORA_SCALE)),
-            None,
-            lambda out, _: {"out": out},
-            case.work,
-        )
+    def forward(y: Tensor, x: Tensor, xa: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        return (residual.add_(y, x, (xa, b, LORA_SCALE)),)
 
     inputs = draw(tokens, width), draw(tokens, width), draw(tokens, rank), draw(width, rank)
     moved = 3.0 * inputs[0].nbytes + inputs[2].nbytes + inputs[3].nbytes
     return Case(
         "residual_lora", f"{tokens}x{width}, rank {rank}", tokens, formula, inputs, (), ("out",), (moved, 0.0),
-        pronghorn, trained=0,
+        lambda case: by_kernel(case, forward, owned=(0,)), trained=0,
     )  # fmt: skip
 
 
 def wide_residual_case(draw: Draw, tokens: int, width: int) -> Case:
     """x + y; x: [T, H] in float32 (at the least), y: [T, H] as drawn: full fine-tuning under autocast."""
 
-    def pronghorn(case: Case) -> Way:
-        y, x = case.inputs
-        return Way(y.clone, lambda y: residual.add_(y, x, None), None, lambda out, _: {"out": out}, case.work)
-
     y, x = draw(tokens, width), draw(tokens, width)
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     return Case(
         "residual_wide", f"{tokens}x{width}", tokens, lambda y, x: (x + y,), (y, x), (), ("out",),
-        (y.nbytes + 2.0 * x.nbytes, 0.0), pronghorn, trained=0,
+        (y.nbytes + 2.0 * x.nbytes, 0.0),
+        lambda case: by_kernel(case, lambda y, x: (residual.add_(y, x, None),), owned=(0,)), trained=0,
     )  # fmt: skip
 
 
@@ -182,14 +166,8 @@ def adapters_case(draw: Draw, tokens: int, rank: int, *widths: int) -> Case:
         return LORA_SCALE * (dy @ b), LORA_SCALE * db.to(torch.promote_types(db.dtype, wide))
 
     def pronghorn(case: Case) -> Way:
-        dy, b, xa = case.inputs
-        return Way(
-            lambda: dy,
-            lambda dy: adapter_gradients.products(dy, b, xa, columns, ranks, LORA_SCALE, wide),
-            None,
-            lambda found, _: {"dya": found[0], "db": torch.cat(found[1])},
-            case.work,
-        )
+        way = by_kernel(case, lambda dy, b, xa: adapter_gradients.products(dy, b, xa, columns, ranks, LORA_SCALE, wide))
+        return replace(way, results=lambda state, _: {"dya": state[0][0], "db": torch.cat(state[0][1])})
 
     dy, xa = draw(tokens, sum(widths)), draw(tokens, sum(ranks))
     b = torch.block_diag(*(draw(width, rank) for width in widths))
@@ -222,21 +200,13 @@ def rope_case(draw: Draw, tokens: int, query: int, key_value: int, dim: int, nor
 
     def pronghorn(case: Case) -> Way:
         _, cos, sin, *norms = case.inputs
-        mine = replace(heads, query_norm=norms[0], key_norm=norms[1], eps=EPS) if norms else heads
+        own = replace(heads, query_norm=norms[0], key_norm=norms[1], eps=EPS) if norms else heads
+        side_by_side = replace(case, grads=(torch.cat(case.grads, 1),))  # as flash writes its gradients
 
-        def start() -> Any:
-            return case.inputs[0].clone(), torch.cat(case.grads, 1)  # flash writes its gradients side by side
+        def backward(_: Any, qkv: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+            return (rope.backward_(others[-1], cos, sin, own, qkv if norms else None)[0],)
 
-        def backward(state: Any) -> Any:
-            return rope.backward_(state[4], cos, sin, mine, state[3] if norms else None)[0]
-
-        return Way(
-            start,
-            lambda state: (*rope.forward(state[0], cos, sin, mine), *state),
-            backward,
-            lambda state, dqkv: {"q": state[0], "k": state[1], "v": state[2], "d qkv": dqkv},
-            case.work,
-        )
+        return by_kernel(side_by_side, lambda qkv, *_: rope.forward(qkv, cos, sin, own), backward, owned=(0,))
 
     def liger(case: Case) -> Way:
         from liger_kernel.ops.rope import LigerRopeFunction
@@ -279,14 +249,11 @@ def loss_case(draw: Draw, tokens: int, vocab: int) -> Case:
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return (functional.cross_entropy(wide, targets, ignore_index=IGNORED, reduction="sum"),)
 
+    def forward(logits: Tensor) -> tuple[Tensor, ...]:
+        return cross_entropy.cross_entropy_(logits, targets, IGNORED, None).sum(), logits  # the gradient in their place
+
     def pronghorn(case: Case) -> Way:
-        return Way(
-            lambda: case.inputs[0].clone(),
-            lambda logits: (cross_entropy.cross_entropy_(logits, targets, IGNORED, None).sum(), logits),
-            None,
-            lambda state, _: {"loss": state[0], "d logits": state[1]},
-            (2 * case.inputs[0].nbytes, 0.0),
-        )
+        return replace(by_kernel(case, forward, owned=(0,)), work=(2 * case.inputs[0].nbytes, 0.0))
 
     def liger(case: Case) -> Way:
         from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction

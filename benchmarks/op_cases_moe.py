@@ -6,13 +6,14 @@ transformers' loop has, and in a form that compiles.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.op_case import LORA_SCALE, Case, Draw, Way, by_autograd
+from benchmarks.op_case import LORA_SCALE, Case, Draw, Way, by_autograd, by_kernel
 from pronghorn.kernels import grouped_gemm, moe_glu, moe_rows
 from pronghorn.moe.route import Routing, route, route_by_sort
 
@@ -52,14 +53,8 @@ def gather_case(draw: Draw, tokens: int, experts: int, k: int, width: int) -> Ca
     rows, inverse = routed.routing.rows, routed.routing.inverse
 
     def pronghorn(case: Case) -> Way:
-        x, dy = *case.inputs, *case.grads
-        return Way(
-            lambda: None,
-            lambda _: moe_rows.gather(x, rows),
-            lambda y: (y, moe_rows.combine(dy, inverse)),
-            lambda _, found: dict(zip(case.names, found, strict=True)),
-            case.work,
-        )
+        back = lambda _, x, dy: (moe_rows.combine(dy, inverse),)  # noqa: E731
+        return by_kernel(case, lambda x: (moe_rows.gather(x, rows),), back)
 
     x, dy = draw(tokens, width), draw(tokens * k, width)
     moved = float(x.nbytes + dy.nbytes + rows.tokens.nbytes)
@@ -111,25 +106,21 @@ def glu_case(draw: Draw, tokens: int, experts: int, k: int, width: int, clamped:
         return (w.flatten()[slots].unsqueeze(-1) * a,)
 
     def pronghorn(case: Case) -> Way:
-        h, w, *bias = case.inputs
-        of_expert = bias[0] if bias else None
+        def forward(h: Tensor, w: Tensor, bias: Tensor | None = None) -> tuple[Tensor, ...]:
+            return (moe_glu.forward(h, gate, bias, owners),)
 
-        def backward(state: Any) -> Any:
-            a, d = state
-            return a, d, *moe_glu.backward_(d, h, w, slots, gate, of_expert, owners)
+        def backward(outputs: Any, h: Tensor, w: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+            bias, d = (others[0] if len(others) == 2 else None), others[-1]
+            return d, *moe_glu.backward_(d, h, w, slots, gate, bias, owners)
 
-        def results(_: Any, found: Any) -> dict[str, Tensor]:
-            a, weighted, dh, dw = found
-            w_rows = w.flatten()[slots].unsqueeze(-1)
-            return {"w a": weighted, "dh": dh, "dw": dw, "w a again": (w_rows.float() * a).to(a.dtype)}
+        def results(state: Any, found: Any) -> dict[str, Tensor]:
+            (a,), (_, w, *_), _ = state
+            weighted, dh, dw = found
+            again = (w.flatten()[slots].unsqueeze(-1).float() * a).to(a.dtype)
+            return {"w a": weighted, "dh": dh, "dw": dw, "w a again": again}
 
-        return Way(
-            case.grads[0].clone,
-            lambda d: (moe_glu.forward(h, gate, of_expert, owners), d),
-            backward,
-            results,
-            (case.work[0], case.work[1] + case.grads[0].nbytes),  # leaves w·a, for the gradients of down's LoRA
-        )
+        # leaves w·a, for the gradients of down's LoRA
+        return replace(by_kernel(case, forward, backward, more=case.grads[0].nbytes), results=results)
 
     h, d, bias = draw(tokens * k, 2 * width), draw(tokens * k, width), [draw(experts, 2 * width)] * clamped
     small = 2.0 * routed.weights.nbytes + sum(b.nbytes for b in bias)
@@ -155,15 +146,11 @@ def gemm_case(
     weight = (draw(experts, inner, width) if by_rows else draw(experts, width, inner).mT) / inner**0.5
     best, _ = grouped_gemm.choose(x.device, x.dtype, (inner, width))
 
+    def multiply(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        return (grouped_gemm.multiply(x, weight, offsets, way or best),)
+
     def pronghorn(case: Case) -> Way:
-        x, weight = case.inputs
-        return Way(
-            lambda: None,
-            lambda _: grouped_gemm.multiply(x, weight, offsets, way or best),
-            lambda y: (y, grouped_gemm.multiply(case.grads[0], weight.mT, offsets, way or best)),
-            lambda _, found: dict(zip(case.names, found, strict=True)),
-            case.work,
-        )
+        return by_kernel(case, multiply, lambda _, x, weight, dy: multiply(dy, weight.mT))
 
     operations = 2.0 * tokens * k * inner * width
     label = f"{routed.label}, {inner} to {width}" + ", weights by rows" * by_rows + (f", {way}" if way else "")
@@ -183,27 +170,20 @@ def lora_case(draw: Draw, tokens: int, experts: int, k: int, inner: int, width: 
     def formula(a: Tensor, b: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         return (y + LORA_SCALE * routed.products(routed.products(x[rows.tokens], a.mT), b.mT),)
 
-    def pronghorn(case: Case) -> Way:
-        a, b, x, y = case.inputs
-        (dy,) = case.grads
+    def forward(a: Tensor, b: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        xa = grouped_gemm.multiply(x, a.mT, offsets, way, rows=rows)
+        return grouped_gemm.multiply(xa, b.mT, offsets, way, out=y, scale=LORA_SCALE), xa
 
-        def forward(y: Tensor) -> Any:
-            xa = grouped_gemm.multiply(x, a.mT, offsets, way, rows=rows)
-            return grouped_gemm.multiply(xa, b.mT, offsets, way, out=y, scale=LORA_SCALE), xa
-
-        def backward(state: Any) -> Any:
-            y, xa = state
-            dyb = grouped_gemm.multiply(dy, b, offsets, way)
-            da = grouped_gemm.outer(dyb, x, offsets, way, dtype=a.dtype, y_rows=rows, scale=LORA_SCALE)
-            return y, da, grouped_gemm.outer(dy, xa, offsets, way, dtype=b.dtype, scale=LORA_SCALE)
-
-        return Way(y.clone, forward, backward, lambda _, found: dict(zip(case.names, found, strict=True)), case.work)
+    def backward(outputs: Any, a: Tensor, b: Tensor, x: Tensor, y: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
+        dyb = grouped_gemm.multiply(dy, b, offsets, way)
+        da = grouped_gemm.outer(dyb, x, offsets, way, dtype=a.dtype, y_rows=rows, scale=LORA_SCALE)
+        return da, grouped_gemm.outer(dy, outputs[1], offsets, way, dtype=b.dtype, scale=LORA_SCALE)
 
     a, b = draw(experts, rank, inner) / inner**0.5, draw(experts, width, rank)
     x, y, dy = draw(tokens, inner), draw(tokens * k, width), draw(tokens * k, width)
     adapter = float(a.nbytes + b.nbytes)
     return Case(
         "grouped_lora", f"{routed.label}, {inner} to {width}, rank {rank}", tokens, formula, (a, b, x, y), (dy,),
-        ("y", "da", "db"), (x.nbytes + 2 * y.nbytes + adapter, x.nbytes + dy.nbytes + 2 * adapter), pronghorn,
-        trained=2, calls=6 * experts,
+        ("y", "da", "db"), (x.nbytes + 2 * y.nbytes + adapter, x.nbytes + dy.nbytes + 2 * adapter),
+        lambda case: by_kernel(case, forward, backward, owned=(3,)), trained=2, calls=6 * experts,
     )  # fmt: skip
