@@ -45,7 +45,7 @@ Batches = list[tuple[dict[str, Any], int]]  # a model's arguments, and how many 
 
 @dataclass(frozen=True)
 class Run:
-    """One candidate's training from one seed, in nats a labelled token; held out before, halfway and at the end."""
+    """One candidate's training from one seed, in nats a supervised token; held out before, halfway and at the end."""
 
     losses: list[float]
     heldout: list[float]

@@ -28,7 +28,7 @@ DEVICE, PARAMETERS = "NVIDIA Test", {"small": 10**9, "large": 8 * 10**9}
 def result(
     candidate: str = "pronghorn", step: float = 100.0, shape: str = "small", recompute: str = "off", **changes: Any
 ) -> Result:
-    """A green result of bench step on a GPU; steps of `step` - 1, `step` and `step` + 1 ms."""
+    """Return a green result of benchmarks.step on a GPU; steps of `step` - 1, `step` and `step` + 1 ms."""
     paired_with = {} if candidate == "pronghorn" else {"step_ratio": [step / 100, step / 100 - 0.01, step / 100 + 0.01]}
     values: dict[str, Any] = {
         "command": "python -m benchmarks.step --model small",
