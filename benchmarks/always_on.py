@@ -10,7 +10,7 @@ Without, a step is TRL's over the same rows, model and loss. Two measurements:
 
 Both are taken of a training that clips gradients, and then of one that doesn't (`max_grad_norm: 0`).
 
-    python benchmarks/always_on.py --model Llama-3.2-1B --tokens 8192 --pairs 20
+    python -m benchmarks.always_on --model Llama-3.2-1B --tokens 8192 --pairs 20
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from datasets import Dataset
 from transformers import TrainerCallback
 from trl import SFTConfig
 
-from pronghorn.bench.record import write_json
-from pronghorn.bench.shapes import checkpoint_of
-from pronghorn.bench.timing import STEPS_A_TURN, CudaClock, HostClock
-from pronghorn.bench.workload import make_rows
+from benchmarks.record import write_json
+from benchmarks.timing import STEPS_A_TURN, CudaClock, HostClock
+from benchmarks.workload import make_rows
 from pronghorn.device import device_name, versions
+from pronghorn.diagnose.shapes import checkpoint_of
 from pronghorn.models.load import default_device, load_model
 from pronghorn.models.lora import add_lora
 from pronghorn.train.page import check_writable

@@ -280,10 +280,9 @@ class Measured:
 def shape(name: str) -> dict[str, Any]:
     """The fields of a known shape."""
     try:
+        from pronghorn.diagnose.shapes import shape_of
+    except ImportError:  # trees before the benchmarks left the package
         from pronghorn.bench.shapes import shape_of
-    except ImportError:
-        sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-        from benchmarks.shapes import shape_of
     found = shape_of(name)
     assert found is not None, name
     return found

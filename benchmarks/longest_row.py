@@ -1,6 +1,6 @@
 """The longest packed row that trains within a GPU's memory under each policy: as predicted, and as met.
 
-    python benchmarks/longest_row.py --shape Llama-3.1-8B --memory 80GiB --out longest-row.json
+    python -m benchmarks.longest_row --shape Llama-3.1-8B --memory 80GiB --out longest-row.json
 
 For each policy the longest row is computed from bytes alone (`memory.estimate`). Then steps run on a row of that
 length and on one 5 % longer: the prediction is met if the first trains and the second does not. If not, the search
@@ -26,12 +26,12 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig
 
-from pronghorn.bench.contenders.base import lora_model
-from pronghorn.bench.record import unfinished, write_json
-from pronghorn.bench.shapes import SHAPES, shape_of
+from benchmarks.candidates.base import lora_model
+from benchmarks.record import unfinished, write_json
 from pronghorn.cli.options import grow_segments
 from pronghorn.data.batch import Collator
 from pronghorn.device import device_name, versions
+from pronghorn.diagnose.shapes import SHAPES, shape_of
 from pronghorn.memory.devices import parse_bytes
 from pronghorn.memory.estimate import CONTEXT_BYTES, GIB, Shape, Step, Work
 from pronghorn.memory.plan import Plan, Policy

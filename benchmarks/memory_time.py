@@ -1,13 +1,13 @@
 """What memory costs in time: Pronghorn's `auto` within several limits, against other ways and others' modes.
 
-    python benchmarks/memory_time.py --model Llama-3.1-8B --limits 8 --against unsloth:off,unsloth:auto,hf:on
-    python benchmarks/memory_time.py --model Llama-3.2-1B --cards 8GiB,12GiB,16GiB,24GiB --against unsloth:auto
-    python benchmarks/memory_time.py --draw A.json B.json --plot memory-time.svg
+    python -m benchmarks.memory_time --model Llama-3.1-8B --limits 8 --against unsloth:off,unsloth:auto,hf:on
+    python -m benchmarks.memory_time --model Llama-3.2-1B --cards 8GiB,12GiB,16GiB,24GiB --against unsloth:auto
+    python -m benchmarks.memory_time --draw A.json B.json --plot memory-time.svg
 
 `--limits 8` gives as many, evenly from the least that the model trains in to what keeping everything takes; each is the
 limit of Pronghorn's own process, and all alternate with Pronghorn without a limit. `--cards` gives the same limit to
-all, each card by itself. A contender is measured as by `pronghorn bench step`: gate first, in a process of its own.
-`--draw` only draws results of this program and of `bench step`: those of the first one's workload.
+all, each card by itself. A candidate is measured as by `benchmarks.step`: gate first, in a process of its own.
+`--draw` only draws results of this program and of `benchmarks.step`: those of the first one's workload.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from typing import Any, get_args
 from rich.console import Console
 from rich.table import Table
 
-from pronghorn.bench.contenders import CONTENDERS, Spec
-from pronghorn.bench.contenders.base import Recompute
-from pronghorn.bench.pairs import Outcome
-from pronghorn.bench.record import Result, check_out, keeper, read_results, write_results
-from pronghorn.bench.report_plots import memory_time
-from pronghorn.bench.shapes import shape_of
-from pronghorn.bench.step import StepOptions, check_options, measure, prepare, recompute_label
-from pronghorn.cli.bench import environment
-from pronghorn.cli.options import grow_segments, names, progress
+from benchmarks.candidates import CANDIDATES, Spec
+from benchmarks.candidates.base import Recompute
+from benchmarks.options import names
+from benchmarks.pairs import CandidateResult
+from benchmarks.plots import memory_time
+from benchmarks.record import Result, check_out, keeper, read_results, write_results
+from benchmarks.step import StepOptions, check_options, measure, prepare, recompute_label
+from pronghorn.cli.options import grow_segments, progress
+from pronghorn.diagnose.shapes import shape_of
 from pronghorn.errors import ConfigError
 from pronghorn.memory.devices import parse_bytes
 from pronghorn.memory.estimate import GIB, Method, Step, Work
@@ -52,16 +52,16 @@ def limits(model: str, method: Method, tokens: int, count: int) -> list[int]:
 
 
 Asked = tuple[str, Any, int | None]
-"""(contender, what it recomputes, the limit of its memory in bytes)."""
+"""(candidate, what it recomputes, the limit of its memory in bytes)."""
 
 
 def groups(given: argparse.Namespace) -> list[list[Asked]]:
     """Who is measured by turns with the first of the group."""
     others = [name.partition(":")[::2] for name in names(given.against)]
     for name, mode in others:
-        if name not in CONTENDERS or mode not in get_args(Recompute):
+        if name not in CANDIDATES or mode not in get_args(Recompute):
             modes = "|".join(get_args(Recompute))
-            raise ConfigError(f"--against {name}:{mode} is unknown", f"use NAME:{modes} with {', '.join(CONTENDERS)}")
+            raise ConfigError(f"--against {name}:{mode} is unknown", f"use NAME:{modes} with {', '.join(CANDIDATES)}")
     if given.cards:
         sizes = [parse_bytes(size, "--cards") for size in names(given.cards)]
         return [[("pronghorn", "auto", size), *((*other, size) for other in others)] for size in sizes]
@@ -70,10 +70,10 @@ def groups(given: argparse.Namespace) -> list[list[Asked]]:
     return [[*limited, *((*other, None) for other in others)]]
 
 
-def outcome(asked: Asked, spec: Spec) -> Outcome:
-    contender, mode, memory = asked
-    spec = replace(spec, contender=contender, recompute=mode, memory=memory)
-    return Outcome(f"{contender}, {recompute_label(spec)}", spec)
+def candidate_of(asked: Asked, spec: Spec) -> CandidateResult:
+    candidate, mode, memory = asked
+    spec = replace(spec, candidate=candidate, recompute=mode, memory=memory)
+    return CandidateResult(f"{candidate}, {recompute_label(spec)}", spec)
 
 
 def draw(files: Sequence[Path], plot: Path) -> None:
@@ -85,14 +85,14 @@ def draw(files: Sequence[Path], plot: Path) -> None:
 
 
 def table_of(results: Sequence[Result]) -> Table:
-    table = Table("contender", "gate", "peak, GiB", "step, ms", "times the first's")
+    table = Table("candidate", "gate", "peak, GiB", "step, ms", "times the first's")
     for each in results:
         if not each.timings_ms:
-            table.add_row(each.contender, " ".join(each.gate.get("reasons", ["failed"]))[:160])
+            table.add_row(each.candidate, " ".join(each.gate.get("reasons", ["failed"]))[:160])
             continue
-        times = each.extra.get("beside", {}).get("step_ratio", [1.0])[0]
+        times = each.extra.get("paired_with", {}).get("step_ratio", [1.0])[0]
         peak = f"{each.memory_bytes.get('peak', 0) / GIB:.2f}"
-        table.add_row(each.contender, "green", peak, f"{each.median('step'):.1f}", f"{times:.3f}")
+        table.add_row(each.candidate, "green", peak, f"{each.median('step'):.1f}", f"{times:.3f}")
     return table
 
 
@@ -128,12 +128,12 @@ def main() -> None:
     grow_segments()
     results: list[Result] = []
     with tempfile.TemporaryDirectory() as name:
-        folder, say = Path(name), progress()
-        prepared = prepare(options, folder, environment(), say)
+        folder, log = Path(name), progress()
+        prepared = prepare(options, folder, log)
         for group in asked:
-            outcomes = [outcome(each, prepared.spec) for each in group]
-            keep = keeper(given.out, earlier=tuple(results))
-            results += measure(options, prepared, outcomes, folder, environment(), say, keep)
+            candidates = [candidate_of(each, prepared.spec) for each in group]
+            on_result = keeper(given.out, earlier=tuple(results))
+            results += measure(options, prepared, candidates, folder, log, on_result)
     write_results(results, given.out)
     Console().print(table_of(results))
 

@@ -2,9 +2,9 @@
 
 Random weights of Qwen3-30B-A3B's and gpt-oss-20b's shapes, bfloat16. The gate comes first: the frozen layer must be as
 near to float32 as transformers' eager experts are, forward and backward, or nothing is timed and the status is 1;
-adapters and single tiles are judged by the tests. `pronghorn bench ops` times the parts of the layer.
+adapters and single tiles are judged by the tests. `benchmarks.ops` times the parts of the layer.
 
-    python benchmarks/moe_ops.py --out moe_ops.json
+    python -m benchmarks.moe_ops --out moe_ops.json
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeExperts
 
-from pronghorn.bench.record import Result, Workload, check_out, command_line, keeper, measure_ceilings, write_results
-from pronghorn.bench.timing import CudaClock, HostClock
+from benchmarks.counts import measure_ceilings
+from benchmarks.record import Result, Workload, check_out, command_line, keeper, write_results
+from benchmarks.timing import CudaClock, HostClock
 from pronghorn.kernels.grouped_gemm import choose, multiply
 from pronghorn.models import experts as ours
 from pronghorn.moe.route import route

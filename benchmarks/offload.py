@@ -6,7 +6,7 @@ layer costs c + g with one buffer and max(c, g) with two, so (L − 1)·min(c, g
 layer's input never leaves. Times are of forward and backward. A card bound by its power computes slower without the
 pauses that one buffer makes, so the saving is told in cycles of the multiprocessors, too.
 
-    python benchmarks/offload.py --shape Llama-3.1-8B --tokens 8192 --out offload-8b.json
+    python -m benchmarks.offload --shape Llama-3.1-8B --tokens 8192 --out offload-8b.json
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from pronghorn.bench.contenders.base import device, lora_model
-from pronghorn.bench.record import Result, Workload, check_out, command_line, write_results
-from pronghorn.bench.shapes import SHAPES, shape_of
-from pronghorn.bench.timing import WARM_STEPS, CudaClock, HostClock, schedule
-from pronghorn.bench.workload import make_rows
+from benchmarks.candidates.base import device, lora_model
+from benchmarks.record import Result, Workload, check_out, command_line, write_results
+from benchmarks.timing import WARM_STEPS, CudaClock, HostClock, schedule
+from benchmarks.workload import make_rows
 from pronghorn.data.batch import Collator
+from pronghorn.diagnose.shapes import SHAPES, shape_of
 from pronghorn.memory.offload import LayerTiming
 from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import Handle, attach
@@ -73,7 +73,7 @@ def turn(model: Any, plan: Plan, rows: Sequence[dict[str, Any]], steps: int, fou
     """So many steps after warm ones, added to those `found`."""
     cuda = torch.cuda.is_available()
     if cuda:
-        from pronghorn.bench import sm_clock  # with Triton
+        from benchmarks import sm_clock  # with Triton
     clock: Any = CudaClock() if cuda else HostClock()
     handle = attach(model, plan, graph="off")
     for step in range(-WARM_STEPS, steps):

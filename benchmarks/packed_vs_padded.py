@@ -4,7 +4,7 @@ Trains LoRA on GSM8K twice from the same weights, on the same documents in the s
 packed rows of `--row` tokens, and batches padded to their longest document with as many documents as fill such a row on
 average. Reports real tokens/s (padding not counted) of both, and the held-out loss before and after.
 
-    python benchmarks/packed_vs_padded.py --model SMOLLM2_FOLDER --data gsm8k/ --out DIR
+    python -m benchmarks.packed_vs_padded --model SMOLLM2_FOLDER --data gsm8k/ --out DIR
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from rich.console import Console
 from rich.table import Table
 from trl import SFTConfig
 
+from benchmarks.counts import measure_ceilings
+from benchmarks.record import Result, Workload, check_out, command_line, write_results
 from pronghorn.api import FastLanguageModel
-from pronghorn.bench.record import Result, Workload, check_out, command_line, measure_ceilings, write_results
 from pronghorn.data.chat import fit, label_rows
 from pronghorn.data.rows import read_rows
 from pronghorn.train.trainer import SFTTrainer
@@ -100,14 +101,14 @@ def main() -> None:
     check_out(out)
     ceilings = measure_ceilings()
     results = []
-    for contender, packing in (("packed", True), ("padded", False)):
+    for candidate, packing in (("packed", True), ("padded", False)):
         found = train(arguments, packing, arguments.train_rows)
         gc.collect()
         torch.cuda.empty_cache()
         results.append(
             Result(
                 command=command_line(),
-                contender=f"pronghorn, {contender}",
+                candidate=f"pronghorn, {candidate}",
                 workload=Workload("SmolLM2-135M-Instruct", "lora r16", arguments.row, "gsm8k", -1.0, 3407),
                 gate={
                     "heldout_before": found["before"],
@@ -127,7 +128,7 @@ def main() -> None:
         table.add_column(column)
     for result in results:
         table.add_row(
-            result.contender,
+            result.candidate,
             f"{result.gate['heldout_before']:.3f} to {result.gate['heldout_after']:.3f}",
             f"{statistics.median(result.extra['real_tokens_per_s']):,.0f}",
             f"{result.median('step'):.1f}",

@@ -1,6 +1,6 @@
 """How full packed rows are, against the ceiling that the lengths allow, and how long packing a million documents takes.
 
-python benchmarks/packing.py [--lengths FILE ...] [--seed N]; each FILE is a JSON list of document lengths in tokens.
+python -m benchmarks.packing [--lengths FILE ...] [--seed N]; each FILE is a JSON list of document lengths in tokens.
 """
 
 import argparse

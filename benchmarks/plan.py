@@ -1,6 +1,6 @@
 """Predicted against measured: peak memory and step time of models of real shapes with random weights, on one GPU.
 
-python benchmarks/plan.py [--cases TEXT] [--checkpoints FOLDER] [--out FILE] [--commit ID]
+python -m benchmarks.plan [--cases TEXT] [--checkpoints FOLDER] [--out FILE] [--commit ID]
 
 A case's last part is a policy for every layer, or a budget that the planner fills. Peaks are torch's, with what CUDA
 graphs hold; predicted times are the table's, and those after a layer was measured.
@@ -19,13 +19,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from pronghorn.bench.contenders.base import set_adapters
-from pronghorn.bench.record import unfinished, write_json
-from pronghorn.bench.shapes import checkpoint_of
-from pronghorn.bench.timing import CudaClock
-from pronghorn.bench.workload import make_rows
+from benchmarks.candidates.base import set_adapters
+from benchmarks.record import unfinished, write_json
+from benchmarks.timing import CudaClock
+from benchmarks.workload import make_rows
 from pronghorn.data.batch import Collator
 from pronghorn.device import graph_bytes, versions
+from pronghorn.diagnose.shapes import checkpoint_of
 from pronghorn.errors import PronghornError
 from pronghorn.memory.devices import parse_bytes
 from pronghorn.memory.estimate import GIB, Step

@@ -1,4 +1,4 @@
-"""The README's figure, from the committed results: `python benchmarks/plot.py`."""
+"""The README's figure, from the committed results: `python -m benchmarks.plot`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FIGURE = ROOT / "docs" / "packed-vs-padded.svg"
 def draw(results: list[dict[str, Any]]) -> Figure:
     """Real tokens per second and peak memory of packed and padded batches; red gates are not drawn."""
     results = [result for result in results if result["gate"]["green"]]
-    names = [result["contender"].split(", ")[1] for result in results]
+    names = [result["candidate"].split(", ")[1] for result in results]
     panels = (
         ("real tokens per second", [statistics.median(r["extra"]["real_tokens_per_s"]) for r in results], "{:,.0f}"),
         ("peak memory, GiB", [r["memory_bytes"]["peak"] / 2**30 for r in results], "{:.1f}"),

@@ -5,7 +5,7 @@ writes the part of the cache. The tokenizer gets the texts rendered already, as 
 `datasets.map` pipelines make, and as the Rust library's bare `encode_batch`. One thread, alternating, each timed run
 behind one of its own, medians.
 
-    python benchmarks/tokenising.py --tokenizer SMOLLM2_FOLDER --data DIR --out DIR
+    python -m benchmarks.tokenising --tokenizer SMOLLM2_FOLDER --data DIR --out DIR
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer
 
-from pronghorn.bench.record import Result, Workload, check_out, command_line, write_results
+from benchmarks.record import Result, Workload, check_out, command_line, write_results
 from pronghorn.data.chat import _render
 from pronghorn.data.parts import Tokenising
 from pronghorn.data.rows import read_rows
@@ -41,19 +41,19 @@ REPEATS = 5
 
 
 def measure(rows: list[Any], tokenizer: Any) -> tuple[dict[str, list[float]], int, bool]:
-    """Milliseconds of each contender, the tokens of the texts, and whether all of them gave the same tokens."""
+    """Milliseconds of each candidate, the tokens of the texts, and whether all of them gave the same tokens."""
     how = Tokenising(tokenizer, "completion", None)
     texts = [each.text for each in _render(rows, tokenizer, "completion")]
     encode = tokenizer.backend_tokenizer.encode_batch
     with tempfile.TemporaryDirectory() as folder:
-        contenders: dict[str, Callable[[], Any]] = {
+        candidates: dict[str, Callable[[], Any]] = {
             "pronghorn": lambda: how.write(Path(folder) / "part-00000.arrow", rows, True),
             "tokenizer(texts)": lambda: tokenizer(texts, add_special_tokens=False, verbose=False),
             "encode_batch": lambda: encode(texts, add_special_tokens=False),
         }
-        times: dict[str, list[float]] = {name: [] for name in contenders}
+        times: dict[str, list[float]] = {name: [] for name in candidates}
         for repeat in range(REPEATS + 1):
-            for name, work in contenders.items():
+            for name, work in candidates.items():
                 gc.collect()
                 gc.disable()  # for everybody, as the cache's worker processes do
                 work()  # or it would begin with the memory that another one has just given back to the system
@@ -88,22 +88,22 @@ def main() -> None:
     for name, (file, columns) in SETS.items():
         rows = read_rows(arguments.data / file, columns)[: arguments.rows]
         times, tokens, same = measure(rows, tokenizer)
-        rates = {contender: tokens / statistics.median(each) * 1e3 for contender, each in times.items()}
+        rates = {candidate: tokens / statistics.median(each) * 1e3 for candidate, each in times.items()}
         results += [
             Result(
                 command=command_line(),
-                contender=contender,
+                candidate=candidate,
                 workload=Workload(arguments.tokenizer.name, "tokenise", tokens, name, -1.0, 0),
                 gate={"same_tokens": same, "green": same},
                 timings_ms={"all": each},
-                extra={"rows": len(rows), "tokens_per_s_and_core": rates[contender]},
+                extra={"rows": len(rows), "tokens_per_s_and_core": rates[candidate]},
                 commit=arguments.commit,
                 device="CPU, one thread",
             )
-            for contender, each in times.items()
+            for candidate, each in times.items()
         ]
         ours = rates["pronghorn"] if same else math.nan
-        ratios = [ours / rates[contender] for contender in ("tokenizer(texts)", "encode_batch")]
+        ratios = [ours / rates[candidate] for candidate in ("tokenizer(texts)", "encode_batch")]
         table.add_row(
             name,
             f"{tokens / len(rows):.0f}",

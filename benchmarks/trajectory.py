@@ -9,7 +9,7 @@ rows, their order and the adapters' start; the spread of the reference's held-ou
 CPU all three compute in float32. Ends with status 1 where the gate (`judge`) is red: for documents that see each other,
 adapters scaled by 0.9 or untrained ones, say; gradients off by a few percent are for `tests/test_trajectory.py`.
 
-    python benchmarks/trajectory.py --model SMOLLM2_FOLDER --data gsm8k/ --out DIR
+    python -m benchmarks.trajectory --model SMOLLM2_FOLDER --data gsm8k/ --out DIR
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pronghorn.bench.contenders.base import device, weights_dtype
-from pronghorn.bench.record import Result, Workload, check_out, command_line, keeper, write_results
+from benchmarks.candidates.base import device, weights_dtype
+from benchmarks.record import Result, Workload, check_out, command_line, keeper, write_results
 from pronghorn.data.batch import Collator
 from pronghorn.data.chat import fit, label_rows
 from pronghorn.data.packed_rows import PackedRows
@@ -45,7 +45,7 @@ Batches = list[tuple[dict[str, Any], int]]  # a model's arguments, and how many 
 
 @dataclass(frozen=True)
 class Run:
-    """One contender's training from one seed, in nats a labelled token; held out before, halfway and at the end."""
+    """One candidate's training from one seed, in nats a supervised token; held out before, halfway and at the end."""
 
     losses: list[float]
     heldout: list[float]
@@ -185,7 +185,7 @@ def main() -> None:
         results = [
             Result(
                 command=command_line(),
-                contender=f"{name}, {str(dtypes[name])[6:]}",
+                candidate=f"{name}, {str(dtypes[name])[6:]}",
                 workload=Workload(arguments.model.name, "lora r16", arguments.row, "gsm8k", -1.0, 0),
                 gate=gate,
                 timings_ms={"run": [run.seconds * 1e3 for run in done]},

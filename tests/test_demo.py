@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from demo import docs_dataset, model
-from demo.docs_dataset import Entry
 from rich.console import Console
 
+from demo import docs_dataset, model
+from demo.docs_dataset import Entry
 from pronghorn.errors import DataError, PronghornError
 
 ROOT = Path(__file__).resolve().parents[1]

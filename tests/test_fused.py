@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from pronghorn.bench.shapes import byte_tokenizer
+from pronghorn.diagnose.shapes import byte_tokenizer
 from pronghorn.layers.build import LayerBuilder
 from pronghorn.layers.decoder import is_fused
 from pronghorn.memory.plan import Plan

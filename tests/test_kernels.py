@@ -50,7 +50,7 @@ def test_interpreted() -> None:
 
 def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
     """Each kernel in its largest form: function, types of its arguments, compile-time values, warps."""
-    from pronghorn.bench import sm_clock
+    from benchmarks import sm_clock
     from pronghorn.kernels import (
         adapter_gradients_triton,
         attention_triton,

@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.candidates import CANDIDATES
+from benchmarks.candidates.base import PaddedBatches, Spec, set_adapters, trainable
+from benchmarks.counts import matmul_parameters
+from benchmarks.gate import judge, measure
+from benchmarks.reference import compute_reference
+from benchmarks.workload import Row, make_rows
 from pronghorn.attention import explicit
-from pronghorn.bench.contenders import CONTENDERS
-from pronghorn.bench.contenders.base import InPaddedBatches, Spec, set_adapters, trainable
-from pronghorn.bench.gate import judge, measure
-from pronghorn.bench.reference import compute_reference
-from pronghorn.bench.shapes import SHAPES, checkpoint_of, matmul_parameters, shape_of
-from pronghorn.bench.workload import Row, make_rows
 from pronghorn.data.packing import Document
+from pronghorn.diagnose.shapes import SHAPES, checkpoint_of, shape_of
 from pronghorn.errors import ConfigError
 from pronghorn.models.attach import attach
 from pronghorn.models.families import base_causal_lm, recompute_layers
@@ -174,18 +175,18 @@ def bench_spec(shape: str, row: Row, folder: Path, **changes: Any) -> Spec:
     ("shape", "experts"), [("tiny-moe@2", "frozen"), ("tiny-moe@1", "lora"), ("tiny-gpt-oss@2", "frozen")]
 )
 def test_bench_gate(shape: str, experts: Any, tmp_path: Path) -> None:
-    """Sound contenders pass: packed, and padded where transformers can't pack."""
+    """Sound candidates pass: packed, and padded where transformers can't pack."""
     row = make_rows(192, "lognormal", 1.0, 512, seed=0)[0]
     spec = bench_spec(shape, row, tmp_path, experts=experts)
     reference = compute_reference(spec, row, tmp_path)
-    for contender in ("pronghorn", "hf"):
-        built = CONTENDERS[contender].build(spec)
+    for candidate in ("pronghorn", "hf"):
+        built = CANDIDATES[candidate].build(spec)
         set_adapters(built.model, spec.seed)
         optimizer = torch.optim.AdamW(trainable(built.model).values(), lr=1e-5)
         found = judge(measure(built, spec, row, reference, optimizer, lambda: None), reference)
-        assert found["green"], (contender, found["reasons"])
+        assert found["green"], (candidate, found["reasons"])
         assert found["trained_tensors"] == len(reference.names)
-        assert isinstance(built.model, InPaddedBatches) == (contender == "hf" and "oss" in shape)
+        assert isinstance(built.model, PaddedBatches) == (candidate == "hf" and "oss" in shape)
     assert any("experts" in name for name in reference.names) == (experts == "lora")
 
 
@@ -208,10 +209,10 @@ def test_reference_widens_experts_with_adapters() -> None:
 
 
 def test_padded_batches_hold_every_document_once() -> None:
-    row = Row(tuple(range(100, 160)), tuple(range(100, 160)), (5, 20, 1, 3, 4, 2, 6, 7, 12)).labelled_where(
+    row = Row(tuple(range(100, 160)), tuple(range(100, 160)), (5, 20, 1, 3, 4, 2, 6, 7, 12)).supervised_where(
         lambda document: document != 8
     )
-    (share, batch), *rest = InPaddedBatches.make_batch(row)["batches"]
+    (share, batch), *rest = PaddedBatches.make_batch(row)["batches"]
     assert share == 1.0 and not rest  # the ninth document has no label
     assert batch["input_ids"].shape == (8, 20)
     kept = batch["input_ids"][batch["attention_mask"].bool()].tolist()

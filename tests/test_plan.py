@@ -23,10 +23,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 from typer.testing import CliRunner
 
-from pronghorn.bench.shapes import SHAPES, write_checkpoint
-from pronghorn.bench.shapes import shape_of as fields_of
 from pronghorn.cli.main import app
 from pronghorn.data.batch import PackedBatch
+from pronghorn.diagnose.shapes import SHAPES, write_checkpoint
+from pronghorn.diagnose.shapes import shape_of as fields_of
 from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.kernels import linear_cross_entropy
 from pronghorn.memory.devices import card, parse_bytes

@@ -46,7 +46,7 @@ def tiny(stories: Path, shared: Path, tmp_path: Path) -> list[str]:
 
 
 def test_the_readme_names_these_commands() -> None:
-    """A new command in the README needs a test below; bench step's is in test_bench_step.py."""
+    """A new command in the README needs a test below."""
     assert [line.split(" train.")[0] for line in BASH] == [
         "make demo",
         "make test",
@@ -57,7 +57,7 @@ def test_the_readme_names_these_commands() -> None:
         "pronghorn verify recipes/demo-cpu.yaml --tokens 128",
         "pronghorn profile recipes/demo-cpu.yaml --steps 1 --warmup 1 --html runs/profile.html",
         "pronghorn plan recipes/demo-cpu.yaml --device rtx4090",
-        "pronghorn bench step --model tiny --tokens 256 --against hf",
+        "pronghorn bench recipes/demo-cpu.yaml --steps 2 --warmup 1",
     ]
     assert len(PYTHON) == 1
 
@@ -138,6 +138,14 @@ def test_plan() -> None:
     done = shell(BASH[8].replace("pronghorn", f"{sys.executable} -m pronghorn", 1).split())
     assert done.returncode == 0, done.stdout + done.stderr
     assert "layers 0–29 keep" in done.stdout and "datasheet" in done.stdout and "micro-batches" in done.stdout
+
+
+@pytest.mark.slow
+def test_bench() -> None:
+    assert (ROOT / ".cache" / "docs" / "train.jsonl").is_file(), "test_make_demo_in_three_steps makes this"
+    done = shell(BASH[9].replace("pronghorn", f"{sys.executable} -m pronghorn", 1).split())
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "plain transformers" in done.stdout and "times as long" in done.stdout
 
 
 @pytest.mark.slow

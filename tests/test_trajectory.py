@@ -64,20 +64,21 @@ def test_losses_follow_float64(stories: Path, shared: Path) -> None:
 
 def test_a_wrong_gradient_is_seen(stories: Path, shared: Path, monkeypatch: Any) -> None:
     """One adapter's gradient off by a percent leaves a plausible curve, which this comparison does not take."""
-    from pronghorn.models.merged import Operands
     from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from pronghorn.layers.fused_linear import FusedLinear
 
     tokenizer = AutoTokenizer.from_pretrained(stories)
     model = with_adapters(AutoModelForCausalLM.from_pretrained(stories, attn_implementation="sdpa"))
     rows = batches(tokenizer, shared / "data/gsm8k/train.jsonl", 0)
     plain, exact = train(model, rows, "stock"), train(copy.deepcopy(model).double(), rows, "stock")
-    right = Operands.gradients
+    right = FusedLinear.gradients
 
-    def wrong(self: Operands, *arguments: Any) -> list[torch.Tensor]:
+    def wrong(self: FusedLinear, *arguments: Any) -> list[torch.Tensor]:
         first, *others = right(self, *arguments)
         return [first * 1.01 + 1e-3 * first.abs().max(), *others]
 
-    monkeypatch.setattr(Operands, "gradients", wrong)
+    monkeypatch.setattr(FusedLinear, "gradients", wrong)
     ours = train(model, rows, "fused")
     assert ours[-1] < 0.8 * ours[0]
     errors = ThreeWay()

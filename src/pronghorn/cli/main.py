@@ -13,7 +13,6 @@ from typer.core import TyperGroup
 
 from pronghorn import __version__
 from pronghorn.cli.bench import bench
-from pronghorn.cli.bench_report import report
 from pronghorn.cli.console import Console
 from pronghorn.cli.errors import plain_errors
 from pronghorn.cli.options import Debug, Overrides, RecipeFile, grow_segments, main_process, stay_quiet
@@ -22,7 +21,7 @@ from pronghorn.cli.profile import profile
 from pronghorn.cli.report import report as run_report
 from pronghorn.cli.verify import verify
 
-ORDER = ("train", "data", "chat", "plan", "verify", "profile", "doctor")
+ORDER = ("train", "data", "report", "chat", "plan", "verify", "profile", "bench", "doctor")
 
 
 class _InOrder(TyperGroup):
@@ -46,12 +45,11 @@ app = typer.Typer(
 
 data = typer.Typer(help="Look at what a recipe trains on.", no_args_is_help=True)
 app.add_typer(data, name="data")
-app.add_typer(bench, name="bench")
-bench.command("report")(report)
 app.command("verify", no_args_is_help=True)(verify)
 app.command("plan", no_args_is_help=True)(plan)
 app.command("profile", no_args_is_help=True)(profile)
 app.command("report", no_args_is_help=True)(run_report)
+app.command("bench", no_args_is_help=True)(bench)
 
 
 def _version(wanted: bool) -> None:

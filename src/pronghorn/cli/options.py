@@ -28,15 +28,6 @@ Checkpoints = Annotated[
     Path | None,
     typer.Option(metavar="DIR", help="Keep written checkpoints here, and use those there.", file_okay=False),
 ]
-Results = Annotated[
-    Path | None, typer.Option("--out", metavar="FILE", help="Write the results as JSON, too.", dir_okay=False)
-]
-Commit = Annotated[str, typer.Option(help="Of this source, for the results.")]
-
-
-def names(text: str) -> tuple[str, ...]:
-    """Names between commas."""
-    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def progress() -> Callable[[str], None]:

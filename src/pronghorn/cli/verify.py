@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,9 @@ import typer
 from pronghorn.cli.console import Console
 from pronghorn.cli.errors import plain_errors
 from pronghorn.cli.options import Checkpoints, Debug, Method, Overrides, Seed, progress
+
+ROWS, SUPERVISED = 4, 0.7
+"""Rows of random documents with --model, and the share of each document that has labels."""
 
 
 def verify(
@@ -94,9 +98,8 @@ def _without_recipe(
     """A recipe around a bare model, and random documents for it."""
     from transformers import AutoConfig
 
-    from pronghorn.bench.shapes import check_model, checkpoint_of
-    from pronghorn.bench.workload import make_rows
     from pronghorn.config import Recipe
+    from pronghorn.diagnose.shapes import check_model, checkpoint_of, random_documents
 
     check_model(model)
     path = checkpoint_of(model, folder.resolve(), seed)
@@ -110,9 +113,6 @@ def _without_recipe(
         }
     )
     vocab = AutoConfig.from_pretrained(path, trust_remote_code=False).vocab_size
-    documents = [
-        {"input_ids": row.input_ids[start:end], "labels": row.labels[start:end]}
-        for row in make_rows(tokens, "lognormal", 0.7, vocab, seed)
-        for start, end in row.bounds
-    ]
-    return settings, documents
+    rng = random.Random(seed)
+    documents = [d for _ in range(ROWS) for d in random_documents(tokens, vocab, SUPERVISED, rng)]
+    return settings, [{"input_ids": d.input_ids, "labels": d.labels} for d in documents]

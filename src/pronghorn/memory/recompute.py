@@ -1,8 +1,7 @@
 """Policies put on a model's decoder layers, each on its own, and taken off again.
 
 The place where they take hold is transformers' own: every decoder layer has a flag `gradient_checkpointing` and a
-function `_gradient_checkpointing_func` that then runs its forward in training. Fused layers (`models.fast`) read their
-policy from `_pronghorn_policy` and recompute their cheap parts or their MLP themselves.
+function `_gradient_checkpointing_func` that then runs its forward in training. Fused layers read their policy from `_pronghorn_policy` and recompute their cheap parts or their MLP themselves.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ def policies_of(plan: Plan, layers: Iterable[nn.Module], fused: bool) -> tuple[P
     """A plan's policies for these layers.
 
     Args:
-        fused: whether the layers recompute parts of themselves (`models.fast`).
+        fused: whether the layers recompute parts of themselves (`layers`).
     Raises:
         ConfigError: the plan was made for another number of layers.
         UnsupportedError: a policy that these layers can't follow.

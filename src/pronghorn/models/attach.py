@@ -6,7 +6,7 @@ Parameters keep their names and values (so `save_pretrained` gives byte for byte
 2. A forward pre-hook on the backbone finds the batch's `PackedBatch` and hands it to every layer (`models.metadata`).
 3. The causal LM's class becomes a subclass of the same name whose forward computes the loss of a packed batch from the
    labelled tokens' hidden states (`models.causal_lm`).
-4. On CUDA layers, attention and norms get classes that compute the same by fewer operations (`models.fast`), and the
+4. On CUDA layers and norms get classes that compute the same by fewer operations (`layers.decoder`), and the
    backbone one that replays CUDA graphs (`models.graph`). Frozen weights that are multiplied with together come to lie
    in one storage, and stay so. Experts get another implementation (`models.experts`).
 5. Each layer gets its policy of the plan (`memory.recompute`).
@@ -239,7 +239,7 @@ def attach(
         plan: what each layer keeps; None leaves the model's gradient checkpointing as it is.
         attention: `auto` lets device, dtype and head size decide; a name asks for that backend or an error.
         packing_metadata: `once`, or for ablations `per_layer` and `per_layer_mask`.
-        layers: `fused` computes norms, attention and MLP by `models.fast`, `stock` leaves them to transformers and
+        layers: `fused` computes norms, attention and MLP by `layers`, `stock` leaves them to transformers and
             PEFT; `auto` is fused on CUDA.
         graph: launch fused layers as CUDA graphs (`models.graph`): `on`, `off`, or `auto`, where the first steps show
             that launching takes the host as long as computing takes the device. Never where the plan's budget has no

@@ -1,0 +1,1 @@
+"""Measure Pronghorn and others: training steps, kernels, reports of both, and one script a question. Not shipped."""

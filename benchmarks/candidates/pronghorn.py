@@ -1,0 +1,62 @@
+"""Build Pronghorn itself, with any of its switches turned for ablations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.candidates import stock
+from benchmarks.candidates.base import Built, Candidate, Spec, autocast_dtype, device, weights_dtype
+from benchmarks.workload import Row
+
+SWITCHES = {
+    "packing_metadata": ("once", "per_layer", "per_layer_mask"),
+    "layers": ("auto", "fused", "stock"),
+    "graph": ("auto", "on", "off"),
+    "moe_routing": ("once", "loop"),
+    "attention": ("auto", "tiled", "flash", "per_document", "masked"),
+    "offload_buffers": ("2", "1"),
+}
+"""Arguments of `attach`, and one of its plan, that an ablation may set."""
+
+
+def prepare() -> None:
+    stock.prepare()  # Pronghorn imports these at first use
+    from pronghorn import FastLanguageModel  # noqa: F401
+
+
+def build(spec: Spec) -> Built:
+    from pronghorn.data.batch import Collator
+    from pronghorn.memory.plan import Plan
+    from pronghorn.models.attach import attach
+    from pronghorn.models.auto_plan import plan_for, refusal
+    from pronghorn.models.load import load_model
+    from pronghorn.models.lora import add_lora
+
+    model, _ = load_model(
+        spec.checkpoint,
+        max_seq_length=spec.tokens,
+        dtype=weights_dtype(spec.method),
+        load_in_4bit=spec.method == "qlora",
+        device=device(),
+    )
+    switches: dict[str, Any] = dict(spec.switches)
+    buffers = int(switches.pop("offload_buffers", "2"))
+    asked: Any = {"off": False, "on": True}.get(spec.recompute, spec.recompute)
+    plan = Plan.asked(asked, buffers)
+    if spec.method != "full":
+        model = add_lora(model, **spec.adapters)
+    handle = attach(model, plan, **switches)
+    if plan.undecided and device().type == "cuda" and refusal(model, handle.fuses) is None:  # as our trainer does
+        handle = handle.replan(plan_for(model, spec.tokens, autocast=autocast_dtype(spec.method), accumulates=False))
+    collator = Collator(spec.tokens, pad_token_id=0)
+
+    def make_batch(row: Row) -> dict[str, Any]:
+        return {name: value.to(device()) for name, value in collator([vars(row)]).items()}
+
+    def describe() -> list[str]:
+        return [f"{path.part}: {path.path} ({path.why})" for path in handle.paths(autocast_dtype(spec.method))]
+
+    return Built(model.train(), make_batch, describe=describe)
+
+
+PRONGHORN = Candidate("pronghorn", {}, prepare, build)

@@ -1,0 +1,189 @@
+"""The ops of a layer with experts; experts are drawn at random, each token's different ones (`moe.route`).
+
+Formulas of products loop over experts with numbers of rows that the host knows: without the synchronisation that
+transformers' loop has, and in a form that compiles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from benchmarks.op_case import LORA_SCALE, Case, Draw, Way, by_autograd, by_kernel
+from pronghorn.kernels import grouped_gemm, moe_glu, moe_rows
+from pronghorn.moe.route import Routing, route, route_by_sort
+
+
+class Routed:
+    """T tokens, each with K of E experts."""
+
+    def __init__(self, draw: Draw, tokens: int, experts: int, k: int) -> None:
+        scores = torch.rand(tokens, experts, generator=draw.generator, device=draw.device)
+        scores[:, -1] = 0  # an expert that nobody chooses
+        top = scores.topk(k)
+        self.index: Tensor = top.indices
+        self.weights: Tensor = (top.values / top.values.sum(-1, keepdim=True)).to(draw.dtype)
+        self.routing: Routing = route(self.index, experts)
+        self.sizes: list[int] = torch.bincount(self.index.flatten(), minlength=experts).tolist()
+        self.label = f"{tokens}x{k} of {experts}"
+
+    def products(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Rows [S, K] times the weights [E, K, N] of their experts, expert by expert."""
+        return torch.cat([rows @ w for rows, w in zip(x.split(self.sizes), weight.unbind(), strict=True)])
+
+
+def route_case(draw: Draw, tokens: int, experts: int, k: int) -> Case:
+    """The order of rows from top-k indices: int64 [T, K]."""
+    index = Routed(draw, tokens, experts, k).index
+    names = Routing._fields[1:]
+    return Case(
+        "moe_route", f"{tokens}x{k} of {experts}", tokens, lambda index: route_by_sort(index, experts), (index,), (),
+        names, (index.nbytes + 4.0 * (4 * index.numel() + experts), 0.0),
+        lambda case: by_autograd(case, lambda index: tuple(route(index, experts))[1:]), trained=0,
+    )  # fmt: skip
+
+
+def gather_case(draw: Draw, tokens: int, experts: int, k: int, width: int) -> Case:
+    """x: [T, H] to its rows [S, H]; back, the sum of each token's rows."""
+    routed = Routed(draw, tokens, experts, k)
+    rows, inverse = routed.routing.rows, routed.routing.inverse
+
+    def pronghorn(case: Case) -> Way:
+        back = lambda _, x, dy: (moe_rows.combine(dy, inverse),)  # noqa: E731
+        return by_kernel(case, lambda x: (moe_rows.gather(x, rows),), back)
+
+    x, dy = draw(tokens, width), draw(tokens * k, width)
+    moved = float(x.nbytes + dy.nbytes + rows.tokens.nbytes)
+    return Case(
+        "moe_gather", f"{routed.label}, width {width}", tokens, lambda x: (x[rows.tokens],), (x,), (dy,), ("y", "dx"),
+        (moved, moved), pronghorn,
+    )  # fmt: skip
+
+
+def combine_case(draw: Draw, tokens: int, experts: int, k: int, width: int, biased: bool = False) -> Case:
+    """y: [S, H], w: [T, K] to the weighted sum of each token's rows [T, H], with the experts' bias [E, H]."""
+    routed = Routed(draw, tokens, experts, k)
+    inverse, index = routed.routing.inverse, routed.index
+
+    def formula(y: Tensor, w: Tensor, *bias: Tensor) -> tuple[Tensor, ...]:
+        picked = y[inverse]
+        if bias:
+            picked = picked + bias[0][index]
+        return ((picked * w.unsqueeze(-1)).sum(1),)
+
+    def ours(y: Tensor, w: Tensor, *bias: Tensor) -> Tensor:
+        return moe_rows.combine(y, inverse, w, *bias, *([index] if bias else []))
+
+    y, bias = draw(tokens * k, width), [draw(experts, width)] * biased
+    moved = y.nbytes * (1 + 1 / k) + routed.weights.nbytes + inverse.nbytes + sum(b.nbytes for b in bias)
+    return Case(
+        "moe_combine", f"{routed.label}, width {width}" + ", bias" * biased, tokens, formula,
+        (y, routed.weights, *bias), (), ("out",), (moved, 0.0), lambda case: by_autograd(case, ours), trained=0,
+    )  # fmt: skip
+
+
+def glu_case(draw: Draw, tokens: int, experts: int, k: int, width: int, clamped: bool = False) -> Case:
+    """h: [S, 2·I], w: [T, K] to the weighted activation w·a; gpt-oss's clamped one with the experts' bias [E, 2·I].
+
+    The forward leaves a, which the backward weights on its way (`kernels.moe_glu`).
+    """
+    routed = Routed(draw, tokens, experts, k)
+    owners, slots = routed.routing.experts, routed.routing.slots
+    gate = moe_glu.Gate("clamped" if clamped else "silu")
+
+    def formula(h: Tensor, w: Tensor, *bias: Tensor) -> tuple[Tensor, ...]:
+        if bias:
+            h = h + bias[0][owners]
+            g, u = h[:, ::2].clamp(max=gate.limit), h[:, 1::2].clamp(-gate.limit, gate.limit)
+            a = (u + 1) * (g * torch.sigmoid(g * gate.alpha))
+        else:
+            g, u = h.chunk(2, -1)
+            a = functional.silu(g) * u
+        return (w.flatten()[slots].unsqueeze(-1) * a,)
+
+    def pronghorn(case: Case) -> Way:
+        def forward(h: Tensor, w: Tensor, bias: Tensor | None = None) -> tuple[Tensor, ...]:
+            return (moe_glu.forward(h, gate, bias, owners),)
+
+        def backward(outputs: Any, h: Tensor, w: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+            bias, d = (others[0] if len(others) == 2 else None), others[-1]
+            return d, *moe_glu.backward_(d, h, w, slots, gate, bias, owners)
+
+        def results(state: Any, found: Any) -> dict[str, Tensor]:
+            (a,), (_, w, *_), _ = state
+            weighted, dh, dw = found
+            again = (w.flatten()[slots].unsqueeze(-1).float() * a).to(a.dtype)
+            return {"w a": weighted, "dh": dh, "dw": dw, "w a again": again}
+
+        # leaves w·a, for the gradients of down's LoRA
+        return replace(by_kernel(case, forward, backward, more=case.grads[0].nbytes), results=results)
+
+    h, d, bias = draw(tokens * k, 2 * width), draw(tokens * k, width), [draw(experts, 2 * width)] * clamped
+    small = 2.0 * routed.weights.nbytes + sum(b.nbytes for b in bias)
+    work = 3.0 * d.nbytes + small, 5.0 * d.nbytes + small
+    return Case(
+        "moe_glu", f"{routed.label}, width {width}" + ", clamped, bias" * clamped, tokens, formula,
+        (h, routed.weights, *bias), (d,), ("w a", "dh", "dw"), work, pronghorn, trained=2,
+    )  # fmt: skip
+
+
+def gemm_case(
+    draw: Draw, tokens: int, experts: int, k: int, inner: int, width: int, way: grouped_gemm.Way | None = None,
+    by_rows: bool = False,
+) -> Case:  # fmt: skip
+    """x: [S, K] times its experts' weights [E, K, N], frozen; by the way that this device takes, or by a given one.
+
+    Args:
+        by_rows: weights lie as they are multiplied, which is gpt-oss's way; others' transposed, as a linear's.
+    """
+    routed = Routed(draw, tokens, experts, k)
+    offsets = routed.routing.offsets
+    x = draw(tokens * k, inner)
+    weight = (draw(experts, inner, width) if by_rows else draw(experts, width, inner).mT) / inner**0.5
+    best, _ = grouped_gemm.choose(x.device, x.dtype, (inner, width))
+
+    def multiply(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        return (grouped_gemm.multiply(x, weight, offsets, way or best),)
+
+    def pronghorn(case: Case) -> Way:
+        return by_kernel(case, multiply, lambda _, x, weight, dy: multiply(dy, weight.mT))
+
+    operations = 2.0 * tokens * k * inner * width
+    label = f"{routed.label}, {inner} to {width}" + ", weights by rows" * by_rows + (f", {way}" if way else "")
+    return Case(
+        "grouped_gemm", label, tokens,
+        lambda x, weight: (routed.products(x, weight),), (x, weight), (draw(tokens * k, width),), ("y", "dx"),
+        (operations, operations), pronghorn, product=(tokens * k, inner, width), calls=2 * experts,
+    )  # fmt: skip
+
+
+def lora_case(draw: Draw, tokens: int, experts: int, k: int, inner: int, width: int, rank: int) -> Case:
+    """The experts' LoRA of one weight: x: [T, K], A: [E, r, K], B: [E, N, r], added to y: [S, N]; back, dA and dB."""
+    routed = Routed(draw, tokens, experts, k)
+    rows, offsets = routed.routing.rows, routed.routing.offsets
+    way: grouped_gemm.Way = "triton" if draw.device == "cuda" else "loop"
+
+    def formula(a: Tensor, b: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        return (y + LORA_SCALE * routed.products(routed.products(x[rows.tokens], a.mT), b.mT),)
+
+    def forward(a: Tensor, b: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        xa = grouped_gemm.multiply(x, a.mT, offsets, way, rows=rows)
+        return grouped_gemm.multiply(xa, b.mT, offsets, way, out=y, scale=LORA_SCALE), xa
+
+    def backward(outputs: Any, a: Tensor, b: Tensor, x: Tensor, y: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
+        dyb = grouped_gemm.multiply(dy, b, offsets, way)
+        da = grouped_gemm.outer(dyb, x, offsets, way, dtype=a.dtype, y_rows=rows, scale=LORA_SCALE)
+        return da, grouped_gemm.outer(dy, outputs[1], offsets, way, dtype=b.dtype, scale=LORA_SCALE)
+
+    a, b = draw(experts, rank, inner) / inner**0.5, draw(experts, width, rank)
+    x, y, dy = draw(tokens, inner), draw(tokens * k, width), draw(tokens * k, width)
+    adapter = float(a.nbytes + b.nbytes)
+    return Case(
+        "grouped_lora", f"{routed.label}, {inner} to {width}, rank {rank}", tokens, formula, (a, b, x, y), (dy,),
+        ("y", "da", "db"), (x.nbytes + 2 * y.nbytes + adapter, x.nbytes + dy.nbytes + 2 * adapter),
+        lambda case: by_kernel(case, forward, backward, owned=(3,)), trained=2, calls=6 * experts,
+    )  # fmt: skip

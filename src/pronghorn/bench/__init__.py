@@ -1,1 +1,0 @@
-"""Measuring: what a step costs, on what, and whether its numbers are right."""

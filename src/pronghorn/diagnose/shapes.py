@@ -1,0 +1,222 @@
+"""Models of known shapes with random weights, and random documents for them: to verify and measure without a download.
+
+Random weights cost what trained ones cost. The shapes' facts come from the models' published configurations.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pronghorn.data.packing import IGNORE_INDEX, Document
+from pronghorn.errors import ConfigError
+from pronghorn.state import clear_leftovers, lock, new_folder
+
+BOS, EOS, PAD, UNKNOWN = range(4)
+FIRST_ORDINARY_TOKEN = 10
+"""Random documents hold no token below this."""
+
+_FIELDS = (
+    "model_type",
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "tie_word_embeddings",
+    "rms_norm_eps",
+    "max_position_embeddings",
+)
+_TABLE: dict[str, tuple[Any, ...]] = {
+    "tiny": ("llama", 2, 64, 160, 4, 2, 16, 512, True, 1e-5, 8192),
+    "SmolLM2-135M": ("llama", 30, 576, 1536, 9, 3, 64, 49152, True, 1e-5, 8192),
+    "Llama-3.2-1B": ("llama", 16, 2048, 8192, 32, 8, 64, 128256, True, 1e-5, 131072),
+    "Llama-3.2-3B": ("llama", 28, 3072, 8192, 24, 8, 128, 128256, True, 1e-5, 131072),
+    "Llama-3.1-8B": ("llama", 32, 4096, 14336, 32, 8, 128, 128256, False, 1e-5, 131072),
+    "Qwen3-0.6B": ("qwen3", 28, 1024, 3072, 16, 8, 128, 151936, True, 1e-6, 40960),
+    "Qwen3-8B": ("qwen3", 36, 4096, 12288, 32, 8, 128, 151936, False, 1e-6, 40960),
+    "Qwen3-14B": ("qwen3", 40, 5120, 17408, 40, 8, 128, 151936, False, 1e-6, 40960),
+    "Qwen3-32B": ("qwen3", 64, 5120, 25600, 64, 8, 128, 151936, False, 1e-6, 40960),
+    "Mistral-7B": ("mistral", 32, 4096, 14336, 32, 8, 128, 32768, False, 1e-5, 32768),
+    "Gemma-3-1B": ("gemma3_text", 26, 1152, 6912, 4, 1, 256, 262144, True, 1e-6, 32768),
+    "Gemma-3-4B": ("gemma3_text", 34, 2560, 10240, 8, 4, 256, 262144, True, 1e-6, 131072),
+    "tiny-moe": ("qwen3_moe", 3, 64, 96, 4, 2, 16, 512, False, 1e-6, 8192),
+    "tiny-gpt-oss": ("gpt_oss", 4, 64, 32, 4, 2, 16, 512, False, 1e-5, 8192),
+    "Qwen3-30B-A3B": ("qwen3_moe", 48, 2048, 6144, 32, 4, 128, 151936, False, 1e-6, 40960),
+    "Mixtral-8x7B": ("mixtral", 32, 4096, 14336, 32, 8, 128, 32000, False, 1e-5, 32768),
+    "OLMoE-1B-7B": ("olmoe", 16, 2048, 1024, 16, 16, 128, 50304, False, 1e-5, 4096),
+    "gpt-oss-20b": ("gpt_oss", 24, 2880, 2880, 64, 8, 64, 201088, False, 1e-5, 131072),
+    "gpt-oss-120b": ("gpt_oss", 36, 2880, 2880, 64, 8, 64, 201088, False, 1e-5, 131072),
+}
+
+
+def _llama3_rope(factor: float) -> dict[str, Any]:
+    frequencies = {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, "original_max_position_embeddings": 8192}
+    return {"rope_parameters": rope | frequencies}
+
+
+def _rope(theta: float) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+
+
+def _gemma3_rope(factor: float) -> dict[str, Any]:
+    whole = {"rope_type": "linear", "factor": factor, "rope_theta": 1e6}
+    return {"rope_parameters": {"full_attention": whole, "sliding_attention": _rope(1e4)["rope_parameters"]}}
+
+
+def _gpt_oss(experts: int, chosen: int, window: int) -> dict[str, Any]:
+    rope = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0}
+    rope |= {"truncate": False, "original_max_position_embeddings": 4096}
+    routed = {"num_local_experts": experts, "num_experts_per_tok": chosen}
+    return {"rope_parameters": rope, "sliding_window": window, **routed}
+
+
+def _qwen3_moe(experts: int, chosen: int, width: int) -> dict[str, Any]:
+    routed = {"num_experts": experts, "num_experts_per_tok": chosen, "moe_intermediate_size": width}
+    return {**_rope(1e6), **routed, "norm_topk_prob": True}
+
+
+_MORE: dict[str, dict[str, Any]] = {
+    "tiny": _rope(1e4),
+    "SmolLM2-135M": _rope(1e5),
+    "Llama-3.2-1B": _llama3_rope(32.0),
+    "Llama-3.2-3B": _llama3_rope(32.0),
+    "Llama-3.1-8B": _llama3_rope(8.0),
+    "Qwen3-0.6B": _rope(1e6),
+    "Qwen3-8B": _rope(1e6),
+    "Qwen3-14B": _rope(1e6),
+    "Qwen3-32B": _rope(1e6),
+    "Mistral-7B": {**_rope(1e6), "sliding_window": None},
+    "Gemma-3-1B": {"sliding_window": 512, "query_pre_attn_scalar": 256},
+    "Gemma-3-4B": {"sliding_window": 1024, "query_pre_attn_scalar": 256, **_gemma3_rope(8.0)},
+    "tiny-moe": _qwen3_moe(8, 2, 32),
+    "tiny-gpt-oss": _gpt_oss(8, 2, 16),
+    "Qwen3-30B-A3B": _qwen3_moe(128, 8, 768),
+    "Mixtral-8x7B": {**_rope(1e6), "num_local_experts": 8, "num_experts_per_tok": 2},
+    "OLMoE-1B-7B": {**_rope(1e4), "num_experts": 64, "num_experts_per_tok": 8},
+    "gpt-oss-20b": _gpt_oss(32, 4, 128),
+    "gpt-oss-120b": _gpt_oss(128, 4, 128),
+}
+SHAPES = {name: dict(zip(_FIELDS, row, strict=True)) | _MORE[name] for name, row in _TABLE.items()}
+"""Fields of config.json by the shape's name."""
+
+
+def shape_of(model: str) -> dict[str, Any] | None:
+    """Return a shape's fields, or None for what is no shape. NAME@12 is the shape NAME with its first 12 layers.
+
+    Raises:
+        ConfigError: a number of layers that the shape hasn't.
+    """
+    name, at, layers = model.partition("@")
+    if name not in SHAPES:
+        return None
+    shape = SHAPES[name]
+    if not at:
+        return shape
+    most = shape["num_hidden_layers"]
+    if not layers.isdecimal() or not 1 <= int(layers) <= most:
+        raise ConfigError(f"{model!r}: {layers!r} is no number of layers of {name}", f"use 1 to {most}")
+    return shape | {"num_hidden_layers": int(layers)}
+
+
+def check_model(model: str) -> None:
+    """Refuse what is neither a shape nor a folder with a model (ConfigError; the known shapes are listed)."""
+    if shape_of(model) is None and not (Path(model) / "config.json").is_file():
+        raise ConfigError(
+            f"model {model!r} is neither a known shape nor a folder with config.json",
+            f"use one of {', '.join(SHAPES)}, with @LAYERS for fewer layers, or a model's folder",
+        )
+
+
+def checkpoint_of(model: str, folder: Path, seed: int) -> Path:
+    """Return the folder to load a shape or a real model from, and write a shape's below `folder` if it isn't there yet.
+
+    A checkpoint appears whole or not at all. Processes that write into one folder wait for each other.
+    """
+    shape = shape_of(model)
+    if shape is None:
+        return Path(model)
+    target = folder / f"{model}-seed{seed}"
+    if target.is_dir():  # whole, and perhaps on a disk where no lock can be made
+        return target
+    with lock(folder / "checkpoints.lock", -1, "another process writes checkpoints", "wait for it"):
+        clear_leftovers(folder)
+        if not target.is_dir():
+            with new_folder(target) as unfinished:
+                write_checkpoint(shape, unfinished, seed)
+    return target
+
+
+def write_checkpoint(shape: dict[str, Any], folder: Path, seed: int) -> None:
+    """Write bf16 weights (matrices N(0, 0.02²), sinks N(0, 1), biases 0, norms 1), config and byte-level tokenizer."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(**shape, bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    generator = torch.Generator(device).manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() >= 2:
+                parameter.normal_(0, 0.02, generator=generator)
+            elif name.endswith("sinks"):
+                parameter.normal_(0, 1, generator=generator)
+            elif name.endswith("bias"):
+                parameter.zero_()
+    model.generation_config.pad_token_id = PAD
+    model.save_pretrained(folder)
+    byte_tokenizer(config.max_position_embeddings).save_pretrained(folder)
+
+
+def byte_tokenizer(max_length: int) -> Any:
+    """Build a tokenizer of one token a byte: what is trained here is random, but libraries ask for a tokenizer."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "pad_token": "<|pad|>", "unk_token": "<|unk|>"}
+    words = [*special.values(), *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=special["unk_token"]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=max_length, **special)
+
+
+def lognormal_length(rng: random.Random) -> int:
+    """Draw a document's length: log-normal with median 134 and mean about 180, from 16 to 2,048 tokens."""
+    return max(16, min(2048, int(rng.lognormvariate(4.9, 0.75))))
+
+
+def random_documents(
+    tokens: int,
+    vocab: int,
+    supervised: float,
+    rng: random.Random,
+    length: Callable[[random.Random], int] = lognormal_length,
+) -> list[Document]:
+    """Draw documents of random tokens that fill a packed row exactly; the last one is cut.
+
+    Args:
+        tokens: T of the row.
+        vocab: token ids are below this.
+        supervised: share of each document that has labels: its end, as an answer after a prompt. A document's first
+            token is never a label.
+        length: draws the length of a document.
+    """
+    lengths: list[int] = []
+    while (room := tokens - sum(lengths)) > 0:
+        lengths.append(min(length(rng), room))
+    ids = [rng.randrange(FIRST_ORDINARY_TOKEN, vocab) for _ in range(tokens)]
+    documents = []
+    for size in lengths:
+        own, ids = ids[:size], ids[size:]
+        first = size - min(max(1, round(supervised * size)), size - 1)
+        documents.append(Document(own, [IGNORE_INDEX] * first + own[first:]))
+    return documents

@@ -1,0 +1,149 @@
+"""Time a recipe's training step against plain transformers and PEFT: the same model, rows and optimiser.
+
+    attached: loss, steps  ->  detached: loss must agree, steps  ->  attached: steps again
+
+Pronghorn's steps come before and after the plain ones, so that a slow change of the machine falls on both.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass, field
+from itertools import cycle, islice
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from pronghorn.config import Recipe
+from pronghorn.data.batch import Collator
+from pronghorn.data.packed_rows import PackedRows
+from pronghorn.device import peak_bytes
+from pronghorn.errors import ConfigError, TrainingError
+from pronghorn.models.attach import attach
+from pronghorn.models.families import recompute_layers
+from pronghorn.train.build import attach_options, autocast_dtype, load
+from pronghorn.train.decide import decided
+from pronghorn.train.documents import find, prepare, tokenizer_for
+
+BATCHES = 4
+"""Different micro-batches: repeating one would let caches fit themselves to it."""
+LOSS_LIMIT, LOSS_LIMIT_16_BITS = 1e-4, 2e-3
+"""How far the losses may be apart: sums in another order; 8 bits of mantissa, averaged over the labels of a row."""
+
+
+@dataclass
+class Side:
+    """What one of the two took."""
+
+    loss: float
+    """On the first rows, before any step."""
+    step_ms: list[float] = field(default_factory=list)
+    peak_bytes: int | None = None
+    """None on the CPU."""
+
+    @property
+    def median_ms(self) -> float:
+        """Return the median time of a step in milliseconds."""
+        return statistics.median(self.step_ms)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A recipe's step by Pronghorn and by plain transformers."""
+
+    pronghorn: Side
+    plain: Side
+    tokens: int
+    """Tokens of a step's rows, padding included."""
+    recomputes: bool
+    """Whether plain transformers recomputed its layers, as the recipe lets Pronghorn do."""
+
+
+def compare(recipe: Recipe, console: Console, steps: int, warmup: int) -> Comparison:
+    """Time `steps` training steps of both, after untimed ones, if their losses agree. Nothing is saved.
+
+    Args:
+        warmup: untimed steps before timed ones; CUDA graphs are chosen in the first twenty.
+
+    Raises:
+        ConfigError: the recipe doesn't pack; and with DataError, UnsupportedError as training does.
+        TrainingError: the losses differ.
+    """
+    if not recipe.packing.enabled:
+        raise ConfigError("bench times packed rows, and packing.enabled is false", "set packing.enabled=true for it")
+    found, row_tokens, rows = find(recipe), recipe.model.max_seq_length, recipe.packing.rows_per_step
+    tokenizer = tokenizer_for(recipe, found)
+    packed = PackedRows(prepare(recipe, "train", tokenizer, console).dataset, row_tokens, recipe.train.seed)
+    model, handle = load(recipe, found, tokenizer, console)
+    autocast = autocast_dtype(recipe)
+    plan = decided(handle, rows, row_tokens, packs=True, autocast=autocast, accumulates=False)
+    collate, indices = Collator(row_tokens, tokenizer.pad_token_id), cycle(range(len(packed)))
+    batches = [collate([packed[index] for index in islice(indices, rows)]) for _ in range(BATCHES)]
+    batches = [{name: value.to(model.device) for name, value in batch.items()} for batch in batches]
+    plain = [{name: x for name, x in batch.items() if name != "packed"} | {"use_cache": False} for batch in batches]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.0, fused=True)  # costs what any other does, and the weights stay
+    recomputes = recipe.memory.gradient_checkpointing is not False
+
+    limit = LOSS_LIMIT if next(model.parameters()).dtype is torch.float32 and autocast is None else LOSS_LIMIT_16_BITS
+
+    def turn(name: str, batches: list[dict[str, Any]], count: int, side: Side) -> None:
+        console.print(f"{name}: {warmup} steps to warm up, {count} timed")
+        times, peak = _time(model, batches, optimizer, autocast, count, warmup)
+        side.step_ms += times
+        side.peak_bytes = max(filter(None, (side.peak_bytes, peak)), default=None)
+
+    ours = Side(_loss(model, batches[0], autocast))
+    turn("Pronghorn", batches, -(-steps // 2), ours)
+    handle.detach()
+    recompute_layers(handle.model, recomputes)
+    theirs = Side(_loss(model, plain[0], autocast))
+    if not abs(ours.loss / theirs.loss - 1) <= limit:
+        problem = f"the losses differ: {ours.loss:.6g}, and {theirs.loss:.6g} of plain transformers (limit {limit:.0e})"
+        raise TrainingError(problem, "pronghorn verify RECIPE says where; times of unequal work say nothing")
+    turn("plain transformers", plain, steps, theirs)
+    recompute_layers(handle.model, False)
+    attach(model, plan, **attach_options(recipe))
+    turn("Pronghorn again", batches, steps // 2, ours)
+    return Comparison(ours, theirs, rows * row_tokens, recomputes)
+
+
+def _autocast(model: Any, dtype: torch.dtype | None) -> Any:
+    return torch.autocast(model.device.type, dtype, enabled=dtype is not None)
+
+
+def _loss(model: Any, batch: dict[str, Any], dtype: torch.dtype | None) -> float:
+    """Return the loss of a batch without dropout, by the forward that training runs."""
+    model.eval()
+    with _autocast(model, dtype):
+        loss = model(**batch).loss.item()
+    model.train()
+    return loss
+
+
+def _time(
+    model: Any,
+    batches: list[dict[str, Any]],
+    optimizer: torch.optim.Optimizer,
+    dtype: torch.dtype | None,
+    steps: int,
+    warmup: int,
+) -> tuple[list[float], int | None]:
+    """Return the milliseconds of each step after the warm ones, and the peak of the GPU's memory."""
+    cuda, times = model.device.type == "cuda", []
+    for number, batch in zip(range(-warmup, steps), cycle(batches), strict=False):
+        if number == 0 and cuda:
+            torch.cuda.reset_peak_memory_stats()
+        began = time.perf_counter()
+        with _autocast(model, dtype):
+            loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if cuda:
+            torch.cuda.synchronize()
+        if number >= 0:
+            times.append((time.perf_counter() - began) * 1e3)
+    return times, peak_bytes(model.device) if cuda else None

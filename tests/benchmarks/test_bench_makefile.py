@@ -1,0 +1,255 @@
+"""benchmarks/Makefile: every result has its target, every target a command that exists; one command a GPU."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+import shlex
+import subprocess
+import sys
+import time
+from concurrent.futures import Executor, Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from transformers import AutoConfig
+
+from benchmarks import ops, step
+from benchmarks.record import read_results
+from benchmarks.step import StepOptions, check_options
+from pronghorn.cli.main import app
+from pronghorn.diagnose.shapes import shape_of
+from pronghorn.models import auto_plan
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "benchmarks"
+EARLIER = {
+    "ablations-llama-3.2-1b-graph": "ablations-llama-3.2-1b",
+    "cards-1b-judged-by-forwards": "cards-1b",
+    "cards-3b-by-tokens": "cards-3b",
+    "longest-row-32gib-first-rule": "longest-row-32gib",
+    "longest-row-32gib-one-process": "longest-row-32gib",
+    "longest-row-48gib-one-process": "longest-row-48gib",
+    "packing-metadata-llama-3.2-1b": "ablations-llama-3.2-1b",
+    "plan-calibrated": "plan",
+    "profile-llama-3.2-1b": "pronghorn profile, of a recipe with that checkpoint",
+    "step-llama-3.1-8b-qlora-written-out": "step-llama-3.1-8b-qlora",
+    "step-llama-3.1-8b-once": "step-llama-3.1-8b",
+    "step-llama-3.2-1b-busy-host": "step-llama-3.2-1b",
+    "step-llama-3.2-1b-graph-asked": "step-llama-3.2-1b with --ablate graph=on",
+    "step-llama-3.2-1b-judged-by-steps": "step-llama-3.2-1b",
+    "step-llama-3.2-1b-once": "step-llama-3.2-1b",
+    "step-llama-3.2-1b-quiet-host": "step-llama-3.2-1b",
+    "step-mistral-7b-larger-chunks": "step-mistral-7b",
+    "step-qwen3-0.6b-faster-host": "step-qwen3-0.6b",
+    "step-qwen3-0.6b-once": "step-qwen3-0.6b",
+    "step-qwen3-30b-a3b-graph": "step-qwen3-30b-a3b",
+    "step-qwen3-30b-a3b-once": "step-qwen3-30b-a3b",
+}
+"""Files beside the newest of a target, and what made them."""
+
+
+def commands() -> list[list[str]]:
+    """What `make all tokenising` would run, from the interpreter on."""
+    done = subprocess.run(
+        ["make", "-n", "-C", FOLDER, "all", "tokenising", "PYTHON=python"], capture_output=True, text=True, check=True
+    )
+    lines = [shlex.split(line) for line in done.stdout.splitlines() if " python " in line]
+    return [line[line.index("python") + 1 :] for line in lines]
+
+
+def options_of(command: list[str]) -> tuple[set[str], list[str]]:
+    """(the options a command knows, what follows its name)."""
+    name, given = command[1], command[2:]
+    programs = {"benchmarks.step": step.app, "benchmarks.ops": ops.app, "pronghorn": app}
+    if name not in programs:
+        return set(re.findall(r'"(--[a-z-]+)"', (ROOT / f"{name.replace('.', '/')}.py").read_text())), given
+    known = typer.main.get_command(programs[name])
+    while isinstance(known, typer.core.TyperGroup):
+        known = known.commands[given.pop(0)]
+    return {name for parameter in known.params for name in parameter.opts}, given
+
+
+def test_commands_are_known() -> None:
+    ran = commands()
+    assert len(ran) > 25
+    for command in ran:
+        options, given = options_of(command)
+        assert {part for part in given if part.startswith("--")} <= options, command
+        values = {key: value for key, value in itertools.pairwise(given) if key.startswith("--")}
+        model = values.get("--shape", values.get("--model", "tiny"))
+        assert "/" in model or shape_of(model), model
+        against = tuple(name.split(":")[0] for name in values["--against"].split(",")) if "--against" in values else ()
+        ablate = tuple(value for key, value in itertools.pairwise(given) if key == "--ablate")
+        check_options(StepOptions("tiny", against=against, ablate=ablate))
+
+
+@pytest.mark.parametrize(("limit", "tried"), [(102, [100, 105]), (109, [100, 105, 110]), (96, [95, 100])])
+def test_longest_row_is_searched_on_both_sides(limit: int, tried: list[int]) -> None:
+    from benchmarks.longest_row import next_percent, row_of
+
+    trained: list[int] = []
+    failed: list[int] = []
+    while (percent := next_percent(trained, failed)) is not None:
+        (trained if percent <= limit else failed).append(percent)
+    assert sorted(trained + failed) == tried
+    assert row_of(3840, 100) == 3840 and row_of(3840, 105) == 4032
+    assert row_of(3840, 103) == 3968 and row_of(3840, 97) == 3712  # at least 3 % longer, at least 3 % shorter
+
+
+def test_search_for_the_longest_row_ends() -> None:
+    from benchmarks.longest_row import next_percent
+
+    assert next_percent([100, 105, 110, 115, 120], []) is None
+    assert next_percent([], [100, 95, 90, 85, 80]) is None
+
+
+def test_a_row_that_can_not_be_shorter_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """95 % of 64 tokens are none, in steps of 64."""
+    from benchmarks import longest_row
+
+    ran: list[int] = []
+
+    class OutOfMemory(Executor):
+        """In the place of a process with a GPU."""
+
+        def submit(self, fn: Any, /, *arguments: Any, **_: Any) -> Future[Any]:
+            ran.append(arguments[-1])
+            done: Future[Any] = Future()
+            done.set_result(None)
+            return done
+
+    monkeypatch.setattr(longest_row, "ProcessPoolExecutor", lambda *_: OutOfMemory())
+    monkeypatch.setattr(longest_row, "longest", lambda *_: 64)
+    fields = shape_of("tiny")
+    assert fields is not None
+    shape = auto_plan.shape_of(auto_plan.skeleton(AutoConfig.for_model(**fields)))
+    found = longest_row.meet(shape, "keep", longest_row.Setting(fields, 2**30, 8192, 2))
+    assert ran == [64] and found["tried"][0]["out_of_memory"]
+    assert found["longest_tokens"] == 0 and not found["met"]
+
+
+def test_offload_runs_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right gradients, and no figure that only a GPU has."""
+    from benchmarks import offload
+
+    if offload.torch.cuda.is_available():
+        pytest.skip("times a GPU there")
+    out = tmp_path / "offload.json"
+    command = f"offload.py --shape tiny --tokens 64 --repeats 1 --out {out}"
+    monkeypatch.setattr(sys, "argv", command.split())
+    offload.main()
+    ways = read_results(out)
+    assert [way.candidate for way in ways] == [f"pronghorn, {name}" for name in offload.WAYS]
+    assert all(way.gate["green"] and way.timings_ms["step"] for way in ways)
+    assert not ways[0].extra["megahertz"] and "saved_cycles_share" not in ways[0].extra
+
+
+@pytest.mark.parametrize("n", [6, 8, 10, 12, 20, 21, 60])
+def test_the_interval_of_a_median_covers_it_in_95_of_100(n: int) -> None:
+    from benchmarks.always_on import of_median_95
+
+    def coverage(least: int, most: int) -> float:
+        """That of n tosses at least so many and at most so many less one fall below."""
+        return sum(math.comb(n, i) for i in range(least, most)) / 2**n
+
+    low, high = (int(value) for value in of_median_95([float(i) for i in range(n)]))
+    assert low + high == n - 1
+    assert coverage(low + 1, high + 1) >= 0.95 > coverage(low + 2, high)
+
+
+def test_a_red_gate_is_not_drawn() -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks.plot import draw
+
+    results = json.loads((FOLDER / "results/packed-vs-padded-smollm2.json").read_text())
+    results[1]["gate"]["green"] = False
+    for axes in draw(results).axes:
+        assert [text.get_text() for text in axes.get_yticklabels()] == ["packed"] and len(axes.patches) == 1
+
+
+def test_every_result_has_its_target() -> None:
+    made = {part for command in commands() for part in command if part.endswith(".json")}
+    targets = {Path(part).stem for part in made} | {"packed-vs-padded-smollm2", "trajectory-smollm2", "tokenising"}
+    shown = {path.stem for path in (FOLDER / "results").rglob("*.json")}
+    assert shown - targets == set(EARLIER)
+    named = {name for name in EARLIER.values() if " " not in name}
+    assert named <= targets
+    programs = {path.stem for path in FOLDER.glob("*.py") if '__name__ == "__main__"' in path.read_text()}
+    assert programs - {command[1].split(".")[-1] for command in commands()} == {"packing", "plot", "report", "worker"}
+
+
+def test_one_command_a_gpu(tmp_path: Path) -> None:
+    """Two GPUs, three commands: the third waits for one of the first two, and takes its GPU."""
+    script = FOLDER / "on_a_gpu.sh"
+    environment = {"CUDA_VISIBLE_DEVICES": "5,7", "TMPDIR": str(tmp_path), "PATH": "/usr/bin:/bin"}
+    go = tmp_path / "go"
+    gpu = "$CUDA_VISIBLE_DEVICES"
+    hold = f"touch '{tmp_path}/at-'{gpu}; echo {gpu}; until test -e '{go}'; do sleep 0.05; done"
+    running = [
+        subprocess.Popen([script, "sh", "-c", hold], env=environment, stdout=subprocess.PIPE, text=True) for _ in "123"
+    ]
+    try:
+        deadline = time.monotonic() + 30
+        while not all((tmp_path / f"at-{gpu}").exists() for gpu in (5, 7)):
+            assert time.monotonic() < deadline, "one GPU was never taken"
+            time.sleep(0.05)
+        go.touch()
+        lines = [process.communicate(timeout=30)[0].strip() for process in running]
+        assert all(process.returncode == 0 for process in running)
+    finally:
+        for process in running:
+            process.kill()
+    assert len(lines) == 3 and set(lines) == {"5", "7"}
+
+
+def test_a_command_that_fails_does_not_keep_the_others_from_running(tmp_path: Path) -> None:
+    environment = {"CUDA_VISIBLE_DEVICES": "0", "TMPDIR": str(tmp_path), "PATH": "/usr/bin:/bin"}
+    command = ["make", "-C", FOLDER, "ops", "moe-ops", "PYTHON=false", f"OUT={tmp_path}", "COMMIT=none"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode and done.stdout.count("false ") == 2, done.stdout + done.stderr
+
+
+def test_without_git_the_commit_is_unknown(tmp_path: Path) -> None:
+    environment = {"GIT_DIR": str(tmp_path / "none"), "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(["make", "-n", "-C", FOLDER, "ops"], env=environment, capture_output=True, text=True)
+    assert " --commit unknown --out " in done.stdout and not done.stderr
+
+
+def test_what_was_cut_off_goes_on(tmp_path: Path) -> None:
+    """Whole results aren't measured again, what a run had when it was killed is."""
+    (tmp_path / "reports").mkdir()
+    for name in ("ops.json", "step-qwen3-0.6b.json", "reports/plan.json", "moe-ops.json.unfinished"):
+        (tmp_path / name).touch()
+    command = ["make", "-n", "-C", FOLDER, "PYTHON=python", "SHARED=s", "COMMIT=c", f"OUT={tmp_path}"]
+    left = {}
+    for target in ("all", "rest"):
+        done = subprocess.run([*command, target], capture_output=True, text=True, check=True)
+        left[target] = [line for line in done.stdout.splitlines() if " python " in line]
+    whole = [line for line in left["all"] if line not in left["rest"]]
+    assert [line.split("--out ")[1].split()[0] for line in whole] == [
+        f"{tmp_path}/{name}.json" for name in ("ops", "step-qwen3-0.6b", "reports/plan")
+    ]
+
+
+def test_a_verdict_that_never_came_leaves_the_last_one(tmp_path: Path) -> None:
+    file = tmp_path / "reports" / "verify-llama-3.1-8b.json"
+    file.parent.mkdir()
+    file.write_text("whole")
+    environment = {"CUDA_VISIBLE_DEVICES": "0", "TMPDIR": str(tmp_path), "PATH": "/usr/bin:/bin"}
+    command = ["make", "-C", FOLDER, "verify-llama-3.1-8b", "PYTHON=false", f"OUT={tmp_path}", "COMMIT=none"]
+    assert subprocess.run(command, env=environment, capture_output=True).returncode and file.read_text() == "whole"
+
+
+def test_no_gpu_is_an_error(tmp_path: Path) -> None:
+    """None is visible; the driver doesn't answer, which nvidia-smi tells on stdout."""
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho NVIDIA-SMI has failed\nexit 9\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    for environment in ({"CUDA_VISIBLE_DEVICES": ""}, {}):
+        environment |= {"PATH": f"{tmp_path}:/usr/bin:/bin", "TMPDIR": str(tmp_path)}
+        done = subprocess.run([FOLDER / "on_a_gpu.sh", "true"], env=environment, capture_output=True, timeout=30)
+        assert done.returncode == 1 and b"no NVIDIA GPU" in done.stderr
