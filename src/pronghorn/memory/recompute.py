@@ -1,7 +1,8 @@
 """Policies put on a model's decoder layers, each on its own, and taken off again.
 
 The place where they take hold is transformers' own: every decoder layer has a flag `gradient_checkpointing` and a
-function `_gradient_checkpointing_func` that then runs its forward in training. Fused layers read their policy from `_pronghorn_policy` and recompute their cheap parts or their MLP themselves.
+function `_gradient_checkpointing_func` that then runs its forward in training. Fused layers read
+their policy from `_pronghorn_policy` and recompute their cheap parts or their MLP themselves.
 """
 
 from __future__ import annotations
