@@ -22,7 +22,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-QUIET, TURNS, STEPS, WARM = 3, 4, 6, 12
+TURNS, STEPS = 4, 6
 GRADIENTS = 24
 """Tensors whose gradients are compared, spread over the model."""
 
@@ -134,6 +134,7 @@ class Measured:
 
         name, method, tokens, graph, plan = [*case.split(":"), "keep"][:5]
         self.tokens, self.torch, self.full = int(tokens), torch, method == "full"
+        self.warm_steps = 4 if graph == "off" else 24
         fields = dict(shape(name))
         config = AutoConfig.for_model(fields.pop("model_type"), **fields)
         torch.manual_seed(0)
@@ -143,6 +144,8 @@ class Measured:
             torch.set_default_dtype(dtype)
             model = AutoModelForCausalLM.from_config(config, attn_implementation=family_attention, dtype=dtype)
             torch.set_default_dtype(torch.float32)
+        if method == "qlora":
+            quantise(model)
         if method != "full":
             targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
             targets = targets if method == "attention" else [*targets, "gate_proj", "up_proj", "down_proj"]
@@ -198,7 +201,7 @@ class Measured:
 
     def warm(self) -> dict[str, Any]:
         """Take the steps that compile, and those by which graphs are judged."""
-        for _ in range(WARM * 2):
+        for _ in range(self.warm_steps):
             self._step()
         self.torch.cuda.synchronize()
         self.torch.cuda.reset_peak_memory_stats()
@@ -275,6 +278,29 @@ class Measured:
             assert layers._builds[0].watch.same()
             looks.append((time.perf_counter() - start) * 1e3)
         return {"bare_launch_ms": statistics.median(times[2:]), "watch_ms": statistics.median(looks)}
+
+
+def quantise(model: Any) -> None:
+    """Replace the linears of all layers by bitsandbytes' NF4 ones."""
+    import bitsandbytes as bnb
+    import torch
+
+    for layer in model.model.layers:
+        for path, linear in list(layer.named_modules()):
+            if type(linear) is torch.nn.Linear:
+                options = {"quant_type": "nf4", "compress_statistics": True}
+                made = bnb.nn.Linear4bit(
+                    linear.in_features,
+                    linear.out_features,
+                    bias=False,
+                    compute_dtype=torch.bfloat16,
+                    device="meta",
+                    **options,
+                )
+                made.weight = bnb.nn.Params4bit(linear.weight.data, requires_grad=False, **options).to("cuda")
+                parent, _, name = path.rpartition(".")
+                setattr(layer.get_submodule(parent), name, made)
+    model.is_loaded_in_4bit = True
 
 
 def shape(name: str) -> dict[str, Any]:
