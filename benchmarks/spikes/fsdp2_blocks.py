@@ -3,7 +3,7 @@
     python benchmarks/spikes/fsdp2_blocks.py
 
 Frozen weights are sharded by FSDP2 a layer, adapters stay whole and are reduced by hand, once. A block asks its
-gathered source for each product, forward and backward, and saves no weight: what FSDP2 frees after a layer is really free.
+gathered source for each product, forward and backward, and saves no weight: what FSDP2 frees after a layer is free.
 """
 
 from __future__ import annotations
