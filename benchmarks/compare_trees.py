@@ -229,7 +229,7 @@ class Measured:
             with torch.autocast("cuda", torch.bfloat16, enabled=self.full):
                 out = base.model(**row, use_cache=False).last_hidden_state
             launch.append((time.perf_counter() - start) * 1e3)
-        del out
+            del out
         found = {"peak_bytes": peak, "forward_launch_ms": statistics.median(launch[2:])}
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             for _ in range(2):

@@ -261,16 +261,16 @@ CASES: dict[str, Case] = {
     "layers without weights": model(
         lambda folder: configure(folder, num_hidden_layers=6),
         "num_hidden_layers 6, but the weights hold 5 layers",
-        "model.layers.5.",
+        "configuration and weights must be of one model",
     ),
     "weights of other shapes": model(
         lambda folder: configure(folder, intermediate_size=200), "15 of the model's weights", "other shapes"
     ),
     "a part of the weights missing": model(lambda folder: split_weights(folder), "model-00002-of-", "index.json"),
     "adapters on nothing": setting("adapter", "target_modules", ["qproj"], "'qproj' is not in the model", "q_proj"),
-    "a file in the output's place": setting("train", "output", "train.jsonl", "train.jsonl is no folder that can be"),
-    "a file above the output": setting("train", "output", "train.jsonl/out", "train.jsonl is no folder that can be"),
-    "a finished run": Case(("already holds a finished run",), {f"out/{RECORD}": "{}"}),
+    "a file in the output's place": setting("train", "output", "train.jsonl", "is no folder that can be written to"),
+    "a file above the output": setting("train", "output", "train.jsonl/out", "is no folder that can be written to"),
+    "a finished run": Case(("give the run.json of a finished run, or restore the file",), {f"out/{RECORD}": "{}"}),
     "a folder of something else": Case(("is not empty, and no run was begun there",), {"out/thesis.txt": "mine"}),
     "a run that can't be read": Case(("journal.json: not valid JSON",), {"out/journal.json": "{"}),
     "a run of another version": Case(

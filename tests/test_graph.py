@@ -137,7 +137,7 @@ def test_a_graph_keeps_what_it_writes_to() -> None:
     handle = attach(model.to("cuda"), layers="fused", graph="on")
     batch = on_device(LENGTHS, 0)
     first = model(**batch).loss.item()
-    [captured] = handle._graphs._captured.values()  # type: ignore[union-attr]
+    [captured] = handle.graphs._captured.values()  # type: ignore[union-attr]
     linears = [module for module in model.modules() if hasattr(module, "lora_A")]
     for linear in linears:
         linear.scale_layer(2.0)
@@ -148,12 +148,12 @@ def test_a_graph_keeps_what_it_writes_to() -> None:
     others = [torch.full((size,), torch.nan, device="cuda") for size in [128, 256, 512, 1024] * 200]
     assert model(**batch).loss.item() == first
     assert all(other.isnan().all() for other in others)
-    assert [*handle._graphs._captured.values()] == [captured]  # type: ignore[union-attr]
+    assert [*handle.graphs._captured.values()] == [captured]  # type: ignore[union-attr]
     another = on_device([2] * 40, 1)  # layers make their copies for these scales again
     second = model(**another).loss.item()
     for _ in range(2):
         assert model(**batch).loss.item() == first and model(**another).loss.item() == second
-    assert len(handle._graphs._captured) == 2  # type: ignore[union-attr]
+    assert len(handle.graphs._captured) == 2  # type: ignore[union-attr]
 
 
 @pytest.mark.gpu
@@ -201,7 +201,7 @@ def test_auto_measures_first() -> None:
         model(**on_device(LENGTHS, seed)).loss.backward()
         torch.cuda.synchronize()
     assert graph_path(handle)[0] == "on" and "a graph" in graph_path(handle)[1]
-    assert len(handle._graphs._captured) == 1
+    assert len(handle.graphs._captured) == 1
 
 
 @pytest.mark.gpu
@@ -228,7 +228,7 @@ def test_another_graph_takes_no_memory_beside_the_first() -> None:
             most.append(torch.cuda.max_memory_reserved() - rest)
             model.zero_grad()
             del row, loss
-    assert losses[3:] == losses[:3] and len(handle._graphs._captured) == 3  # type: ignore[union-attr]
+    assert losses[3:] == losses[:3] and len(handle.graphs._captured) == 3  # type: ignore[union-attr]
     assert graph_bytes() > 2**29
     *plain, first, second, third = most
     assert first < 1.1 * max(plain), most
@@ -292,7 +292,7 @@ class CudaOnTheCPU:
 def graphs_of(model: Any, monkeypatch: pytest.MonkeyPatch) -> TrunkGraphs:
     with monkeypatch.context() as as_on_cuda:
         as_on_cuda.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
-        graphs = attach(model, layers="fused", graph="on")._graphs
+        graphs = attach(model, layers="fused", graph="on").graphs
     assert graphs is not None
     monkeypatch.setattr(graphs, "_refusal", lambda: None)
     return graphs
@@ -456,7 +456,7 @@ def test_what_layers_keep_does_not_lie_in_the_memory_of_graphs(rank: int, monkey
 def test_a_graph_that_gains_nothing_is_given_back(captured: tuple[Any, Any]) -> None:
     model, _ = captured
     handle = attach(model, layers="fused", graph="auto")
-    graphs = handle._graphs
+    graphs = handle.graphs
     graphs._trial.host_share, graphs._trial.plain_ms = 0.8, 1e-6
     gc.collect()
     torch.cuda.empty_cache()
@@ -480,7 +480,7 @@ def test_attention_that_needs_host_integers_is_not_captured(captured: tuple[Any,
     handle = attach(model, attention="flash", layers="fused", graph="on")
     assert graph_path(handle) == ("off", "attention goes flash: asked for")
     model(**on_device(LENGTHS, 0)).loss.backward()
-    assert not handle._graphs._captured
+    assert not handle.graphs._captured
 
 
 @pytest.mark.gpu
@@ -513,7 +513,7 @@ def test_a_graph_is_judged_by_forward_and_backward(
     model = with_adapters(tiny_model("llama"))
     with monkeypatch.context() as as_on_cuda:
         as_on_cuda.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
-        graphs = attach(model, layers="fused", graph="auto")._graphs
+        graphs = attach(model, layers="fused", graph="auto").graphs
     assert graphs is not None and graphs._trial is not None
     trial = graphs._trial
     monkeypatch.setattr(graphs, "_refusal", lambda: None)
@@ -676,7 +676,7 @@ def trial_of(model: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> tuple
     """Graphs that are measured, by stand-ins for CUDA."""
     with monkeypatch.context() as as_on_cuda:
         as_on_cuda.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
-        graphs = attach(model, layers="fused", graph="auto")._graphs
+        graphs = attach(model, layers="fused", graph="auto").graphs
     assert graphs is not None and graphs._trial is not None
     monkeypatch.setattr(graphs, "_refusal", lambda: None)
     monkeypatch.setattr(graphs, "_longest", lambda: None)
@@ -824,9 +824,9 @@ def test_adapters_of_the_embeddings_are_not_captured() -> None:
 
 def test_a_model_that_came_to_cuda_gets_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     model = with_adapters(tiny_model("llama"))
-    assert attach(model, Plan.keep(), layers="fused", graph="on")._graphs is None
+    assert attach(model, Plan.keep(), layers="fused", graph="on").graphs is None
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
-    assert attach(model, layers="fused", graph="on")._graphs is not None
+    assert attach(model, layers="fused", graph="on").graphs is not None
 
 
 def test_what_is_decided_against_costs_nothing() -> None:
@@ -940,11 +940,11 @@ def test_a_copied_model_has_graphs_of_its_own(monkeypatch: pytest.MonkeyPatch) -
     model = with_adapters(tiny_model("llama"))
     with monkeypatch.context() as as_on_cuda:
         as_on_cuda.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
-        graphs = attach(model, graph="on")._graphs
+        graphs = attach(model, graph="on").graphs
         assert graphs is not None
         graphs._captured["key"] = torch.Generator()  # type: ignore[assignment]  # not to be copied, either
         twin = copy.deepcopy(model).get_base_model()
-    copied = attached(twin)._graphs  # type: ignore[union-attr]
+    copied = attached(twin).graphs  # type: ignore[union-attr]
     assert copied is twin.model.__dict__["_pronghorn_graphs"] and copied._backbone is twin.model
     assert not copied._captured
     twin.requires_grad_(True)

@@ -15,8 +15,8 @@ from pronghorn.attention.long_documents import LEAST_TOKENS, least_tokens, padde
 from pronghorn.attention.masked import per_document_attention
 from pronghorn.data.batch import PackedBatch
 from pronghorn.device import has_cudnn_attention
-from pronghorn.models import attach as attach_module
-from pronghorn.models import fused
+from pronghorn.layers.attention import AttentionBlock
+from pronghorn.models import report
 from pronghorn.models.attach import attach
 from pronghorn.models.graph import TrunkGraphs
 from test_fused import with_adapters
@@ -143,7 +143,7 @@ def test_a_model_with_long_documents(stand_in: StandIn, monkeypatch: pytest.Monk
         asked.append(1)
         return explicit.Options(packed, parts.scale, parts.window, "tiled", LEAST)
 
-    monkeypatch.setattr(fused.AttentionParts, "options", options)
+    monkeypatch.setattr(AttentionBlock, "options", options)
     model = with_adapters(tiny_model("qwen3")).double()
     batch = packed_row([150, 20, 130], 320, seed=2)
     _, loss = one_document_at_a_time(model, batch)
@@ -153,7 +153,7 @@ def test_a_model_with_long_documents(stand_in: StandIn, monkeypatch: pytest.Monk
     attach(model, layers="fused")
     ours = model(**batch).loss
     ours.backward()
-    assert stand_in.lengths == [256, 256] * 3 and len(asked) == 3
+    assert stand_in.lengths == [256, 256] * 3 and len(asked) == 1  # a forward, as all layers are alike
     torch.testing.assert_close(ours, loss.to(ours.dtype), rtol=1e-5, atol=0)
     torch.testing.assert_close(gradients(model), expected, rtol=1e-4, atol=1e-6)
 
@@ -178,8 +178,8 @@ def test_chosen_on_hopper_only_and_said(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert least(128) is None
 
-    monkeypatch.setattr(attach_module, "choose", lambda *_: ("tiled", "why"))
-    monkeypatch.setattr(attach_module, "long_from", lambda backend, _: 2048 if backend == "auto" else None)
+    monkeypatch.setattr(report, "choose", lambda *_: ("tiled", "why"))
+    monkeypatch.setattr(report, "long_from", lambda backend, _: 2048 if backend == "auto" else None)
     for family, path in (
         ("llama", "tiled; documents of 2,048 tokens and more by cuDNN"),
         ("mistral", "tiled; documents of 2,048 tokens and more by cuDNN where no window cuts them"),
@@ -191,6 +191,7 @@ def test_chosen_on_hopper_only_and_said(monkeypatch: pytest.MonkeyPatch) -> None
 def test_graphs_leave_long_documents_out() -> None:
     backbone: Any = torch.nn.Linear(1, 1)
     backbone.layers, backbone.config = [], None
+    backbone.__dict__["_pronghorn_layers"] = SimpleNamespace(generation=1)
     graphs = TrunkGraphs(backbone, lambda: None, True, lambda: None, lambda: 100, lambda: None)
     captured: list[Any] = []
     graphs._capture = lambda *given: captured.append(given)  # type: ignore[method-assign]
@@ -293,7 +294,7 @@ def test_a_model_on_hopper(hopper: None, monkeypatch: pytest.MonkeyPatch) -> Non
         ours = model(**on_device).loss
         ours.backward()
         found[backend] = ours, {name: grad.clone() for name, grad in gradients(model).items()}
-    assert len(calls) == 2 and not handle._graphs._captured  # type: ignore[union-attr]
+    assert len(calls) == 2 and not handle.graphs._captured  # type: ignore[union-attr]
     assert "4,096 tokens" in handle.report[0].path
     errors = ThreeWay()
     for name, grad in expected.items():

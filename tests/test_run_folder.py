@@ -270,7 +270,7 @@ def test_an_output_that_can_not_be_is_refused_before_anything_is_loaded(
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(table))
     with pytest.raises(ConfigError, match=r"train\.output"):
         run(Recipe.load(tmp_path / "recipe.yaml"), QUIET)
-    if "\0" not in name:
+    if "\0" not in name and len(name) < 256:  # which no recipe can hold
         with pytest.raises(ConfigError, match=r"train\.output"):
             run(make(name), QUIET)
 

@@ -184,8 +184,6 @@ def _disk_error(folder: Path) -> Path:
 
 
 UNREADABLE: dict[str, tuple[Callable[[Path], Path], str]] = {
-    "a name too long": (lambda folder: folder / ("x" * 5000 + ".jsonl"), "…? can't be read .File name too long"),
-    "a name with a NUL": (lambda folder: folder / "a\0.jsonl", "no such file"),
     "a link to itself": (_loop, r"a\.jsonl: no file that can be read: a pipe, or a link that leads nowhere"),
     "a pipe": (_pipe, r"a\.jsonl: no file that can be read"),
     "a name that is not UTF-8": (_not_utf_8, r"caf\\udce9\.jsonl: a file name that is not UTF-8: rename it"),

@@ -98,5 +98,5 @@ def _meant(path: list[str], about: dict[str, str]) -> str:
     if key in _ALIASES:
         return f"did you mean {_ALIASES[key]}?"
     if near:
-        return f"did you mean {prefix}{near[0]}?"
+        return f"did you mean {'.'.join([*path[:-1], near[0]])}?"
     return f"did you mean {everywhere[0]}?" if everywhere else f"known here: {', '.join(known)}"

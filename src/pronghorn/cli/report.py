@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from pronghorn.cli.console import Console
 from pronghorn.cli.errors import plain_errors
 from pronghorn.cli.options import Debug
 

@@ -42,13 +42,18 @@ class Installed:
     """Modules with transformers' flag, and what the plan sets it to."""
     _before: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
 
-    def path(self, unfused: str | None = None) -> tuple[str, str]:
-        """What layers do now, and why: a line of the report. `unfused`: why fused layers go transformers' way."""
+    def counts(self, unfused: str | None = None) -> Counter[Policy]:
+        """Count the layers by the policy that they follow now. `unfused`: why fused layers go transformers' way."""
         counts: Counter[Policy] = Counter()
         for layer, policy in zip(self.layers, self.policies, strict=True):
             off = policy in WHOLE_LAYER and not layer.gradient_checkpointing
             off |= policy is Policy.RECOMPUTE_CHEAP and unfused is not None
             counts[Policy.KEEP if off else policy] += 1
+        return counts
+
+    def path(self, unfused: str | None = None) -> tuple[str, str]:
+        """What layers do now, and why: a line of the report."""
+        counts = self.counts(unfused)
         what = "; ".join(f"{n} of {len(self.layers)} layers: {policy}" for policy, n in counts.items())
         what = what if len(counts) > 1 else min(counts).value
         if self.engine is not None and counts[Policy.OFFLOAD]:

@@ -16,48 +16,62 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from pronghorn.attention.backends import Backend, choose, long_from
+from pronghorn.attention.backends import Backend, choose
 from pronghorn.attention.packed import NAME_PREFIX, Metadata, implementation
 from pronghorn.errors import ConfigError
 from pronghorn.layers.build import watched
-from pronghorn.layers.decoder import FusedLayers, output_is_seen
+from pronghorn.layers.decoder import FusedLayers
 from pronghorn.layers.subclass import own_class, restore
 from pronghorn.memory.offload import OffloadEngine
-from pronghorn.memory.plan import Plan, Policy
+from pronghorn.memory.plan import Plan
 from pronghorn.memory.recompute import Installed, install, policies_of
 from pronghorn.models import experts
-from pronghorn.models.causal_lm import has_own_loss, packed_class
+from pronghorn.models.causal_lm import packed_class
 from pronghorn.models.families import (
     base_causal_lm,
     check_config,
     has_experts,
-    head_dim,
     recomputes_layers,
     rope_limit,
 )
 from pronghorn.models.graph import Graph, TrunkGraphs, graphed_class
 from pronghorn.models.metadata import LAYERS, share_metadata
+from pronghorn.models.report import Decisions, PathTaken, decide, longest_tiled, query_of, render
 from pronghorn.models.subject import check_subject
 
 Layers = Literal["auto", "fused", "stock"]
-FUSED = "fused"
-"""What the report says of layers that are computed as one function each."""
 
 
 @dataclass(frozen=True)
-class PathTaken:
-    """One line of the report: which way a part of the step goes, and why."""
+class AttachOptions:
+    """How a model is attached; see `attach`."""
 
-    part: str
-    path: str
-    why: str
+    attention: Backend = "auto"
+    packing_metadata: Metadata = "once"
+    layers: Layers = "auto"
+    graph: Graph = "auto"
+    moe_routing: experts.Routing = "once"
+
+    def check(self, config: Any) -> None:
+        """Raise ConfigError for a value that is unknown, or that the model has no use for."""
+        names = {"layers": (self.layers, Layers), "graph": (self.graph, Graph)}
+        for name, (value, known) in {**names, "moe_routing": (self.moe_routing, experts.Routing)}.items():
+            if value not in get_args(known):
+                raise ConfigError(f"{name} {value!r} is unknown", f"use one of {', '.join(get_args(known))}")
+        if self.moe_routing == "loop" and not has_experts(config):
+            raise ConfigError("moe_routing 'loop' for a model without experts", "leave moe_routing out")
+
+    def fuses(self, model: Any) -> bool:
+        """Tell whether a model's layers get their fused classes."""
+        wanted = self.layers == "fused" or (self.layers == "auto" and next(model.parameters()).is_cuda)
+        return wanted and self.attention != "masked" and self.packing_metadata == "once"
 
 
 @dataclass
@@ -67,17 +81,17 @@ class Handle:
     model: Any
     """The transformers causal LM that was changed (not a PEFT wrapper around it)."""
     plan: Plan | None
-    options: tuple[Backend, Metadata, Layers, Graph, experts.Routing]
+    options: AttachOptions
     _previous_attention: str
     original_class: type[nn.Module]
-    _installed: Installed | None
+    installed: Installed | None
     """The plan on the layers; None where there was no plan."""
     _hook: RemovableHandle
     layers: FusedLayers | None
     """The fused layers, if there are some; `paths` tells whether these serve the model as it is."""
-    _graphs: TrunkGraphs | None
+    graphs: TrunkGraphs | None
     """The trunk's CUDA graphs, where layers are fused on CUDA."""
-    _experts: experts.ExpertLayers | None
+    experts: experts.ExpertLayers | None
     """The experts of a mixture-of-experts model."""
 
     @property
@@ -93,95 +107,24 @@ class Handle:
     @property
     def offload_engine(self) -> OffloadEngine | None:
         """What moves layers' inputs to the host, where the plan has it do so."""
-        return None if self._installed is None else self._installed.engine
+        return None if self.installed is None else self.installed.engine
 
     def paths(self, autocast: torch.dtype | None) -> list[PathTaken]:
         """The report for steps that run under autocast in that dtype (None: without), which attention then sees."""
-        backend, metadata, *_ = self.options
-        config = self.model.config
-        query = _query(self.model, autocast)
-        path, why = choose(backend, query)
-        long = _longest(self.model, backend, autocast)
-        if path == "tiled" and long is not None:
-            window = "" if getattr(config, "sliding_window", None) is None else " where no window cuts them"
-            path = f"tiled; documents of {long:,} tokens and more by cuDNN{window}"
-        where = {
-            "once": "made once per batch on the host",
-            "per_layer": "ablation: derived from position_ids in every layer",
-            "per_layer_mask": "ablation: the dense mask is rebuilt in every layer",
-        }
-        if metadata == "per_layer_mask":
-            path, why = "masked", "ablation"
-        sinks = check_config(config).load_attention == "eager"
-        unpacked = "the softmax written out, for the sinks" if sinks else "transformers' SDPA"
-        layers, graph = self._layers_path(autocast), self._graph_path(autocast)
-        loss = "labelled tokens only, in chunks", "the batch knows its labelled positions"
-        if layers.path == FUSED and graph.path == "off" and not output_is_seen(self.model.base_model):
-            loss = f"{loss[0]}; the last layer's MLP, too", loss[1]
-        activations = self._activations_path(autocast)
-        if layers.path == FUSED and graph.path == "on" and Policy.KEEP in activations[0]:
-            activations = f"{activations[0]}; in the graph norms' results are made again", activations[1]
-        if has_own_loss(self.model):
-            loss = "the model's own loss_function, of all logits", "it is not transformers' cross-entropy"
-        return [
-            PathTaken("packed attention", path, why),
-            PathTaken("packing metadata", metadata, where[metadata]),
-            layers,
-            *(PathTaken(*line) for line in (() if self._experts is None else self._experts.paths(query.dtype))),
-            graph,
-            PathTaken("loss", *loss),
-            PathTaken("padded batches, generate()", unpacked, "they carry a mask or a cache"),
-            PathTaken("activations", *activations),
-        ]
+        return render(self, autocast)
 
-    def _activations_path(self, autocast: torch.dtype | None) -> tuple[str, str]:
-        if self._installed is not None:
-            return self._installed.path(None if self.layers is None else self.layers.reason(autocast))
-        on = recomputes_layers(self.model)
-        return (
-            ("recompute the layer", "gradient checkpointing is on") if on else ("keep", "gradient checkpointing is off")
-        )
-
-    def _layers_path(self, autocast: torch.dtype | None) -> PathTaken:
-        if self.layers is None:
-            device = next(self.model.parameters()).device.type
-            why = "asked for" if self.options[2] == "stock" else f"the fused ones are for CUDA, this is {device}"
-            if self.options[0] == "masked" or self.options[1] != "once":
-                why = "the fused ones have no dense mask, and metadata made once only"
-            return PathTaken("decoder layers", "transformers and PEFT", why)
-        reason = self.layers.reason(autocast)
-        if reason is not None:
-            return PathTaken("decoder layers", "fused where they can be, the rest by transformers and PEFT", reason)
-        if has_experts(self.model.config):
-            path, why = "attention and norms fused, experts apart", "merged products, kernels"
-        else:
-            path, why = FUSED, "merged products, kernels, one autograd function a layer"
-        return PathTaken("decoder layers", path, why)
-
-    def _graph_path(self, autocast: torch.dtype | None) -> PathTaken:
-        if self.options[3] == "off" or self._graphs is None:
-            why = "asked for" if self.options[3] == "off" else "it is for fused layers on CUDA"
-            return PathTaken("CUDA graph of the layers", "off", why)
-        if autocast is not None:
-            return PathTaken("CUDA graph of the layers", "off", "autocast is on")
-        return PathTaken("CUDA graph of the layers", *self._graphs.state)
+    def decisions(self, autocast: torch.dtype | None = None) -> Decisions:
+        """What the report says, as values."""
+        return decide(self, autocast)
 
     def replan(self, plan: Plan | None, graph: Graph | None = None) -> Handle:
         """Attach the model again, with another plan (None: without one) and the same options, but for `graph` where it
         is given; this stays the model's handle. Raises as `attach` and `detach` do."""
-        attention, metadata, layers, same, routing = self.options
+        options = self.options if graph is None else replace(self.options, graph=graph)
         current = attached(self.model)
         if plan is None and current is not None:
             current.detach()
-        made = attach(
-            self.model,
-            plan,
-            attention=attention,
-            packing_metadata=metadata,
-            layers=layers,
-            graph=graph or same,
-            moe_routing=routing,
-        )
+        made = attach(self.model, plan, **vars(options))
         self.__dict__.update(made.__dict__)  # whoever holds it may go on asking it, and detach
         self.model._pronghorn_handle = self
         return self
@@ -189,8 +132,8 @@ class Handle:
     def adopt_adapters(self) -> Handle:
         """Compute adapters that PEFT has put on experts since `attach` beside the experts, too, and put together what
         layers multiply with now, as `attach` does."""
-        if self._experts is not None:
-            self._experts.adopt()
+        if self.experts is not None:
+            self.experts.adopt()
         if self.layers is not None:
             self.layers.merge_weights()
         return self
@@ -209,13 +152,13 @@ class Handle:
                 f"{type(self.model).__name__} was wrapped or sharded after attach", "detach before sharding the model"
             )
         self._hook.remove()
-        if self._experts is not None:
-            self._experts.disable()
+        if self.experts is not None:
+            self.experts.disable()
         _set_attention(self.model, self._previous_attention)
-        if self._installed is not None:
-            self._installed.uninstall()
-        if self._graphs is not None:
-            self._graphs.clear()
+        if self.installed is not None:
+            self.installed.uninstall()
+        if self.graphs is not None:
+            self.graphs.clear()
         if self.layers is not None:
             self.layers.forget()
         restore(self.model)
@@ -254,20 +197,14 @@ def attach(
     check_subject(model)
     base = base_causal_lm(model)
     family = check_config(base.config)
-    names = {"layers": (layers, Layers), "graph": (graph, Graph), "moe_routing": (moe_routing, experts.Routing)}
-    for name, (value, known) in names.items():
-        if value not in get_args(known):
-            raise ConfigError(f"{name} {value!r} is unknown", f"use one of {', '.join(get_args(known))}")
-    if moe_routing == "loop" and not has_experts(base.config):
-        raise ConfigError("moe_routing 'loop' for a model without experts", "leave moe_routing out")
-    options = (attention, packing_metadata, layers, graph, moe_routing)
+    options = AttachOptions(attention, packing_metadata, layers, graph, moe_routing)
+    options.check(base.config)
     name = implementation(attention, packing_metadata)
     current: Handle | None = getattr(base, "_pronghorn_handle", None)
-    fused = layers == "fused" or (layers == "auto" and next(base.parameters()).is_cuda)
-    fused = fused and attention != "masked" and packing_metadata == "once"
+    fused = options.fuses(base)
     graphed = fused and graph != "off" and next(base.parameters()).is_cuda
     if current is not None:
-        moved = current.fuses != fused or (current._graphs is not None) != graphed  # to CUDA or from there since
+        moved = current.fuses != fused or (current.graphs is not None) != graphed  # to CUDA or from there since
         if current.options == options and plan in (None, current.plan) and not moved:
             return current.adopt_adapters()
         plan = plan or current.plan
@@ -295,7 +232,7 @@ def attach(
             plain.forward,
             graph == "on",
             functools.partial(_graph_refusal, base, attention, plan),
-            functools.partial(_longest, base, attention),
+            functools.partial(longest_tiled, base, attention),
             functools.partial(_merge_weights, backbone),
         )
         backbone.__class__ = graphed_class(plain)
@@ -349,7 +286,7 @@ def _graph_refusal(model: Any, attention: Backend, plan: Plan | None) -> str | N
         return "RoPE's frequencies depend on the longest position"
     if getattr(model.config, "output_router_logits", False):
         return "the loss needs the routers' logits"
-    way, why = choose(attention, _query(model))
+    way, why = choose(attention, query_of(model))
     layers = FusedLayers(model.base_model, check_config(model.config), attention)
     return layers.reason(None) or (None if way == "tiled" else f"attention goes {way}: {why}")
 
@@ -359,19 +296,6 @@ def _off(linear: Any) -> Iterator[nn.Parameter]:
     for adapters in (linear.lora_A, linear.lora_B):
         for name in adapters.keys() - (set() if linear.disable_adapters else set(linear.active_adapters)):
             yield from adapters[name].parameters()
-
-
-def _query(model: Any, autocast: torch.dtype | None = None) -> torch.Tensor:
-    """[0, D], like a layer's queries; with 4-bit weights they are bfloat16."""
-    of_weights = next(model.parameters()).dtype
-    dtype = autocast or (of_weights if of_weights.is_floating_point else torch.bfloat16)
-    return torch.empty(0, head_dim(model.config), dtype=dtype, device=model.device)
-
-
-def _longest(model: Any, attention: Backend, autocast: torch.dtype | None = None) -> int | None:
-    """`backends.long_from` for a model's queries, but that cuDNN has no sinks."""
-    sinks = check_config(model.config).load_attention == "eager"
-    return None if sinks else long_from(attention, _query(model, autocast))
 
 
 def attached(model: nn.Module) -> Handle | None:

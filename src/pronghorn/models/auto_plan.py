@@ -133,7 +133,7 @@ def work_of(
         itemsize=(autocast or embeddings.dtype).itemsize,
         fused=fuses and unfused_reason(base, autocast) is None,
         trained_whole=0 if method == "full" else sum(whole.values()),
-        graph=fuses and autocast is None and (handle is None or handle.options[3] != "off"),
+        graph=fuses and autocast is None and (handle is None or handle.options.graph != "off"),
         padded=padded,
         accumulates=accumulates or distributed,
         distributed=distributed,
@@ -216,7 +216,7 @@ def measured_times(model: Any, shape: Shape, work: Work, card: Card, autocast: t
     random state and the model are left as they were.
     """
     base, handle = base_causal_lm(model), attached(model)
-    given = None if handle is None else (handle.plan, handle.options[3])
+    given = None if handle is None else (handle.plan, handle.options.graph)
     handle = attach(model, Plan.keep(), graph="off") if handle is None else handle.replan(Plan.keep(), graph="off")
     try:
         with torch.cuda.device(base.device), torch.autocast("cuda", autocast, enabled=autocast is not None):

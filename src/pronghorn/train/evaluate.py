@@ -10,6 +10,8 @@ import torch.distributed as dist
 
 from pronghorn.data.batch import Collator
 from pronghorn.data.packed_rows import PackedRows
+from pronghorn.data.row_types import Message
+from pronghorn.data.template import render
 from pronghorn.device import processes
 from pronghorn.errors import DataError
 from pronghorn.models.families import base_causal_lm, has_experts
@@ -63,11 +65,14 @@ def answer(
     training; at temperature 0 the greedy one.
 
     Raises:
-        DataError: the conversation leaves no position of the model for an answer.
+        DataError: the template can't render the conversation, or it leaves no position of the model for an answer.
     """
     if tokenizer.chat_template:
-        chat = [*([] if system is None else [{"role": "system", "content": system}]), *turns]
-        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        chat = [
+            *([] if system is None else [Message("system", system)]),
+            *(Message(turn["role"], turn["content"]) for turn in turns),
+        ]
+        text = render(chat, [], tokenizer, "the prompt", answer=True)
     else:  # trained on prompts and completions as they stand: each question is one by itself
         text = turns[-1]["content"]
     encoded = tokenizer(text, return_tensors="pt", add_special_tokens=not tokenizer.chat_template, verbose=False)

@@ -1,0 +1,174 @@
+"""What an attached model does and why: decisions as values, and the one place that renders them as text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, StrEnum, auto
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pronghorn.attention.backends import Backend, choose, long_from
+from pronghorn.families.registry import family_of
+from pronghorn.layers.decoder import output_is_seen
+from pronghorn.memory.plan import Policy
+from pronghorn.models.causal_lm import has_own_loss
+from pronghorn.models.families import has_experts, head_dim, recomputes_layers
+
+if TYPE_CHECKING:
+    from pronghorn.models.attach import Handle
+
+
+@dataclass(frozen=True)
+class PathTaken:
+    """One line of the report, as text: which way a part of the step goes, and why."""
+
+    part: str
+    path: str
+    why: str
+
+
+class LayersPath(StrEnum):
+    """How decoder layers are computed."""
+
+    FUSED = "fused"
+    EXPERTS_APART = "attention and norms fused, experts apart"
+    PARTLY = "fused where they can be, the rest by transformers and PEFT"
+    STOCK = "transformers and PEFT"
+
+
+class GraphPath(StrEnum):
+    """Whether the layers are launched as CUDA graphs."""
+
+    ON = "on"
+    OFF = "off"
+
+
+class LossPath(Enum):
+    """What the loss is computed from."""
+
+    SUPERVISED = auto()
+    SUPERVISED_LAST_LAYER = auto()
+    OWN_FUNCTION = auto()
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """What was decided for the parts of a step, and why."""
+
+    layers: LayersPath
+    layers_reason: str
+    graph: GraphPath
+    graph_reason: str
+    loss: LossPath
+
+
+def decide(handle: Handle, autocast: torch.dtype | None) -> Decisions:
+    """Say how the steps of an attached model go, under autocast in that dtype (None: without)."""
+    layers, layers_reason = _layers(handle, autocast)
+    graph, graph_reason = _graph(handle, autocast)
+    loss = LossPath.SUPERVISED
+    if layers is not LayersPath.STOCK and graph is GraphPath.OFF and not output_is_seen(handle.model.base_model):
+        loss = LossPath.SUPERVISED_LAST_LAYER
+    if has_own_loss(handle.model):
+        loss = LossPath.OWN_FUNCTION
+    return Decisions(layers, layers_reason, graph, graph_reason, loss)
+
+
+def render(handle: Handle, autocast: torch.dtype | None) -> list[PathTaken]:
+    """Render the decisions as the lines of `Handle.report`."""
+    decisions, options, model = decide(handle, autocast), handle.options, handle.model
+    query = query_of(model, autocast)
+    experts = () if handle.experts is None else handle.experts.paths(query.dtype)
+    sinks = family_of(model.config).load_attention == "eager"
+    unpacked = "the softmax written out, for the sinks" if sinks else "transformers' SDPA"
+    metadata = {
+        "once": "made once per batch on the host",
+        "per_layer": "ablation: derived from position_ids in every layer",
+        "per_layer_mask": "ablation: the dense mask is rebuilt in every layer",
+    }
+    return [
+        PathTaken("packed attention", *_attention(handle, query)),
+        PathTaken("packing metadata", options.packing_metadata, metadata[options.packing_metadata]),
+        PathTaken("decoder layers", decisions.layers, decisions.layers_reason),
+        *(PathTaken(*line) for line in experts),
+        PathTaken("CUDA graph of the layers", decisions.graph, decisions.graph_reason),
+        PathTaken("loss", *_LOSS[decisions.loss]),
+        PathTaken("padded batches, generate()", unpacked, "they carry a mask or a cache"),
+        PathTaken("activations", *_activations(handle, decisions, autocast)),
+    ]
+
+
+_KNOWN = "the batch knows its labelled positions"
+_LOSS = {
+    LossPath.SUPERVISED: ("labelled tokens only, in chunks", _KNOWN),
+    LossPath.SUPERVISED_LAST_LAYER: ("labelled tokens only, in chunks; the last layer's MLP, too", _KNOWN),
+    LossPath.OWN_FUNCTION: (
+        "the model's own loss_function, of all logits",
+        "it is not transformers' cross-entropy",
+    ),
+}
+
+
+def query_of(model: Any, autocast: torch.dtype | None = None) -> torch.Tensor:
+    """Return [0, D], like a layer's queries; with 4-bit weights they are bfloat16."""
+    of_weights = next(model.parameters()).dtype
+    dtype = autocast or (of_weights if of_weights.is_floating_point else torch.bfloat16)
+    return torch.empty(0, head_dim(model.config), dtype=dtype, device=model.device)
+
+
+def longest_tiled(model: Any, attention: Backend, autocast: torch.dtype | None = None) -> int | None:
+    """Return the tokens from which on documents go through cuDNN, which has no sinks; None where none do."""
+    sinks = family_of(model.config).load_attention == "eager"
+    return None if sinks else long_from(attention, query_of(model, autocast))
+
+
+def _attention(handle: Handle, query: torch.Tensor) -> tuple[str, str]:
+    if handle.options.packing_metadata == "per_layer_mask":
+        return "masked", "ablation"
+    path, why = choose(handle.options.attention, query)
+    long = longest_tiled(handle.model, handle.options.attention, query.dtype)
+    if path == "tiled" and long is not None:
+        window = "" if getattr(handle.model.config, "sliding_window", None) is None else " where no window cuts them"
+        path = f"tiled; documents of {long:,} tokens and more by cuDNN{window}"
+    return path, why
+
+
+def _layers(handle: Handle, autocast: torch.dtype | None) -> tuple[LayersPath, str]:
+    options = handle.options
+    if handle.layers is None:
+        if options.attention == "masked" or options.packing_metadata != "once":
+            return LayersPath.STOCK, "the fused ones have no dense mask, and metadata made once only"
+        device = next(handle.model.parameters()).device.type
+        asked = options.layers == "stock"
+        return LayersPath.STOCK, "asked for" if asked else f"the fused ones are for CUDA, this is {device}"
+    reason = handle.layers.reason(autocast)
+    if reason is not None:
+        return LayersPath.PARTLY, reason
+    if has_experts(handle.model.config):
+        return LayersPath.EXPERTS_APART, "merged products, kernels"
+    return LayersPath.FUSED, "merged products, kernels, one autograd function a block"
+
+
+def _graph(handle: Handle, autocast: torch.dtype | None) -> tuple[GraphPath, str]:
+    if handle.options.graph == "off" or handle.graphs is None:
+        return GraphPath.OFF, "asked for" if handle.options.graph == "off" else "it is for fused layers on CUDA"
+    if autocast is not None:
+        return GraphPath.OFF, "autocast is on"
+    on, why = handle.graphs.state
+    return GraphPath(on), why
+
+
+def _activations(handle: Handle, decisions: Decisions, autocast: torch.dtype | None) -> tuple[str, str]:
+    installed = handle.installed
+    if installed is None:
+        on = recomputes_layers(handle.model)
+        what, why = ("recompute the layer", "on") if on else (Policy.KEEP.value, "off")
+        what, why, keeps = what, f"gradient checkpointing is {why}", not on
+    else:
+        unfused = None if handle.layers is None else handle.layers.reason(autocast)
+        what, why = installed.path(unfused)
+        keeps = Policy.KEEP in installed.counts(unfused)
+    if keeps and decisions.layers is LayersPath.FUSED and decisions.graph is GraphPath.ON:
+        what = f"{what}; in the graph norms' results are made again"
+    return what, why
