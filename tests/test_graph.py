@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pronghorn.device import graph_bytes
 from pronghorn.errors import ConfigError, TrainingError
+from pronghorn.kernels.cast_copies import CastCopies
 from pronghorn.layers.block import Block
 from pronghorn.layers.decoder import STEP
 from pronghorn.memory.plan import POLICY, Plan, Policy
@@ -370,6 +371,20 @@ def test_replays_on_their_way_are_waited_for_before_graphs_are_given_back(monkey
         graphs._captured["another"] = every[0]
         attached(model).detach()  # type: ignore[union-attr]
     assert waited == [first, second, first] and not graphs._captured
+
+
+def test_what_is_captured_reads_no_table_of_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table would be gone with the build that was captured, and replays would read whatever lies there then."""
+    made: list[bool] = []
+
+    class Noted(CastCopies):
+        def __init__(self, *given: Any, by_table: bool = True) -> None:
+            made.append(by_table)
+            super().__init__(*given, by_table=by_table)
+
+    monkeypatch.setattr("pronghorn.layers.decoder.CastCopies", Noted)
+    forward_with(CudaOnTheCPU(), graphs_of(with_adapters(tiny_model("llama")), monkeypatch), LENGTHS, monkeypatch)
+    assert made == [True, False]
 
 
 def test_captured_layers_keep_no_norms_results_and_others_do(monkeypatch: pytest.MonkeyPatch) -> None:

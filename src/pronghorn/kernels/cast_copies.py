@@ -21,15 +21,17 @@ class CastCopies:
 
     Args:
         targets, sources: [R_i, C_i] each, pair by pair of the same shape; they must stay where they are.
+        by_table: use the one launch where it serves. Not in a CUDA graph, whose replays would read the table when this
+            object, which holds it, is gone.
     """
 
-    def __init__(self, targets: list[Tensor], sources: list[Tensor]) -> None:
+    def __init__(self, targets: list[Tensor], sources: list[Tensor], by_table: bool = True) -> None:
         self.targets, self.sources = targets, sources
         pairs = list(zip(targets, sources, strict=True))
         kinds = {(t.dtype, s.dtype, t.device) for t, s in pairs}
         alike = len(kinds) == 1 and all(s.is_contiguous() and t.stride(1) == 1 for t, s in pairs)
         self._table: Tensor | None = None
-        if alike and targets[0].is_cuda and has_triton():
+        if by_table and alike and targets[0].is_cuda and has_triton():
             self._table = table(targets, sources).pin_memory().to(targets[0].device, non_blocking=True)
             self._largest = max(map(Tensor.numel, sources))
 

@@ -205,7 +205,7 @@ class FusedLayers:
             What makes the step of a forward in `dtype`, without looking whether anything changed.
         """
         before = [(layer, layer.__dict__.get(RUN)) for layer in self.backbone.layers]
-        build = self._build(dtype)
+        build = self._build(dtype, for_capture=True)
         for layer, run in build.runs:
             layer.__dict__[RUN] = run
         try:
@@ -240,7 +240,7 @@ class FusedLayers:
         for layer, run in found.runs:
             layer.__dict__[RUN] = run
 
-    def _build(self, dtype: torch.dtype) -> _Build:
+    def _build(self, dtype: torch.dtype, for_capture: bool = False) -> _Build:
         self._count += 1
         layers, targets, sources = list(self.backbone.layers), [], []
         runs: list[tuple[Any, LayerRun]] = []
@@ -254,7 +254,8 @@ class FusedLayers:
             linears = [linear for block in run.blocks if isinstance(block, Block) for linear in block.linears]
             targets += [target for linear in linears for target, _ in linear.copies]
             sources += [source for linear in linears for _, source in linear.copies]
-        return _Build(dtype, runs, CastCopies(targets, sources), Watch(layers), self._count)
+        copies = CastCopies(targets, sources, by_table=not for_capture)
+        return _Build(dtype, runs, copies, Watch(layers), self._count)
 
 
 def is_fused(layer: nn.Module) -> bool:
