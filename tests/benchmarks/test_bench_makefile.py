@@ -36,6 +36,8 @@ EARLIER = {
     "longest-row-48gib-one-process": "longest-row-48gib",
     "packing-metadata-llama-3.2-1b": "ablations-llama-3.2-1b",
     "plan-calibrated": "plan",
+    "trees-eef0da6": "benchmarks/compare_trees.py, which needs another tree",
+    "spike-fp8-layer": "benchmarks/spikes/fp8_layer.py, tried once",
     "profile-llama-3.2-1b": "pronghorn profile, of a recipe with that checkpoint",
     "step-llama-3.1-8b-qlora-written-out": "step-llama-3.1-8b-qlora",
     "step-llama-3.1-8b-once": "step-llama-3.1-8b",

@@ -61,7 +61,7 @@ class LayerBuilder:
 
     def is_own(self, module: Any) -> bool:
         """Tell whether a module computes what the family's source says: it isn't wrapped, nor is its forward."""
-        return str(type(module).forward.__module__).startswith(self.family.source)
+        return f"{type(module).forward.__module__}.".startswith(f"{self.family.source}.")
 
     def _block(self, layer: Any, block: ResidualBlock, dtype: torch.dtype) -> Block | StockBlock:
         build = getattr(block.kind, "build", None)
