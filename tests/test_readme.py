@@ -161,27 +161,47 @@ def test_train_chat_and_report(folder: Path, trained: subprocess.CompletedProces
     assert (run / "report.html").is_file()
 
 
-@pytest.mark.slow
-def test_the_script_runs_as_printed(tmp_path: Path, shared: Path, stories: Path) -> None:
-    """On stories260k, GSM8K from a file, rows of 512 tokens, and two steps; nothing else is changed."""
-    (tmp_path / "gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in short_rows(shared)))
-    script = PYTHON[0]
-    for printed, here in (
-        ('"Qwen/Qwen3-0.6B"', repr(str(stories))),
-        (
-            'load_dataset("openai/gsm8k", "main", split="train")',
-            'load_dataset("json", data_files="gsm8k.jsonl")["train"]',
-        ),
-        ("4096", "512"),
-        ("num_train_epochs=1", "max_steps=2"),
-    ):
+def run_small(script: str, changes: dict[str, str], folder: Path, shared: Path, stories: Path) -> None:
+    """Run a script on stories260k, GSM8K from a file and rows of 512 tokens; nothing else is changed than asked for."""
+    (folder / "gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in short_rows(shared)))
+    changes = changes | {
+        '"Qwen/Qwen3-0.6B"': repr(str(stories)),
+        '"openai/gsm8k", "main"': '"json", data_files="gsm8k.jsonl"',
+        "4096": "512",
+    }
+    for printed, here in changes.items():
         assert printed in script, printed
         script = script.replace(printed, here)
-    (tmp_path / "script.py").write_text(script)
-    done = shell([sys.executable, "script.py"], folder=tmp_path)
+    (folder / "script.py").write_text(script)
+    done = shell([sys.executable, "script.py"], folder)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.slow
+def test_the_script_runs_as_printed(tmp_path: Path, shared: Path, stories: Path) -> None:
+    run_small(PYTHON[0], {"num_train_epochs=1": "max_steps=2"}, tmp_path, shared, stories)
     assert (tmp_path / "runs/gsm8k/adapter/adapter_model.safetensors").is_file()
     assert (tmp_path / "runs/gsm8k/merged/model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_cell_by_cell(tmp_path: Path, shared: Path, stories: Path) -> None:
+    notebook = json.loads((ROOT / "examples" / "quickstart.ipynb").read_text())
+    assert notebook["nbformat"] == 4 and not any(cell.get("outputs") for cell in notebook["cells"])
+    assert len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])
+    script = "\n\n".join("".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code")
+    run_small(script, {"max_steps=60": "max_steps=2"}, tmp_path, shared, stories)
+    assert (tmp_path / "runs/quickstart/merged/model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_the_scripts_after_training_run_as_printed(folder: Path, trained: subprocess.CompletedProcess[str]) -> None:
+    page = (ROOT / "docs" / "after-training.md").read_text()
+    for number, script in enumerate(re.findall(r"```python\n(.*?)```", page, re.DOTALL)):
+        (folder / f"after{number}.py").write_text(script.replace("4096", "512"))
+        done = shell([sys.executable, f"after{number}.py"], folder)
+        assert done.returncode == 0, done.stderr[-3000:]
+    assert (folder / "runs" / "mine" / "merged" / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize("recipe", ["gpu-lora.yaml", "gpu-full.yaml"])
