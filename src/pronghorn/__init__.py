@@ -20,6 +20,7 @@ _HOMES = {
     "Collator": "pronghorn.data.batch",
     "PackedRows": "pronghorn.data.packed_rows",
     "Recipe": "pronghorn.config",
+    "register_family": "pronghorn.families.registry",
     "train_on_responses_only": "pronghorn.train.responses",
 }
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "SFTTrainer",
     "__version__",
     "attach",
+    "register_family",
     "train_on_responses_only",
 ]
 
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from pronghorn.config import Recipe
     from pronghorn.data.batch import Collator, PackedBatch
     from pronghorn.data.packed_rows import PackedRows
+    from pronghorn.families.registry import register_family
     from pronghorn.memory.plan import Plan
     from pronghorn.models.attach import Handle, attach
     from pronghorn.train.responses import train_on_responses_only

@@ -1,7 +1,7 @@
 """Packed attention whose backward can be called by hand, for autograd functions of a whole block.
 
 By tiles (`kernels.attention`) it takes half of flash varlen's time on documents of 100 to 300 tokens on a H200, and
-less up to 8,192 (docs/log.md): no empty blocks, no atomics. Long documents go through cuDNN (`long_documents`).
+less up to 8,192 (benchmarks/log): no empty blocks, no atomics. Long documents go through cuDNN (`long_documents`).
 """
 
 from __future__ import annotations
