@@ -33,7 +33,7 @@ from pronghorn.data.batch import Collator
 from pronghorn.device import device_name, versions
 from pronghorn.diagnose.shapes import SHAPES, shape_of
 from pronghorn.memory.devices import parse_bytes
-from pronghorn.memory.estimate import CONTEXT_BYTES, GIB, Shape, Step, Work
+from pronghorn.memory.estimate import CONTEXT_BYTES, GIB, MemoryModel, ModelDims, TrainSetup
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.models import auto_plan
 from pronghorn.models.attach import attach
@@ -48,13 +48,13 @@ FARTHEST = 20
 """Percent from the predicted row at which the search is given up."""
 
 
-def predicted(shape: Shape, tokens: int, policy: Policy) -> int:
+def predicted(shape: ModelDims, tokens: int, policy: Policy) -> int:
     """Bytes of the process. CUDA graphs are off: they are for short steps."""
-    step = Step.of(shape, Work(tokens, accumulates=False))
-    return step.process(step.peak((policy,) * shape.layers))
+    step = MemoryModel.of(shape, TrainSetup(tokens, accumulates=False))
+    return step.process(step.peak((policy,) * len(shape.layers)))
 
 
-def longest(shape: Shape, policy: Policy, budget: int) -> int:
+def longest(shape: ModelDims, policy: Policy, budget: int) -> int:
     """Tokens, a multiple of STEP, by bisection: more tokens never take less."""
     least, most = 0, 1
     while predicted(shape, most * STEP, policy) <= budget:
@@ -121,7 +121,7 @@ def train(setting: Setting, policy: Policy, tokens: int) -> tuple[int, float] | 
     return torch.cuda.max_memory_allocated(), seconds
 
 
-def meet(shape: Shape, name: str, setting: Setting) -> dict[str, Any]:
+def meet(shape: ModelDims, name: str, setting: Setting) -> dict[str, Any]:
     """Train on the predicted length and on others around it, until it is known whether the prediction is met."""
     policy = POLICIES[name]
     tokens = longest(shape, policy, setting.budget)
@@ -129,7 +129,7 @@ def meet(shape: Shape, name: str, setting: Setting) -> dict[str, Any]:
     trained: list[int] = []
     failed: list[int] = []
     while (percent := next_percent(trained, failed)) is not None and (length := row_of(tokens, percent)):
-        kinds = Step.of(shape, Work(length, accumulates=False)).peak((policy,) * shape.layers)
+        kinds = MemoryModel.of(shape, TrainSetup(length, accumulates=False)).peak((policy,) * len(shape.layers))
         tried: dict[str, Any] = {"tokens": length, "predicted_bytes": sum(kinds.values())}  # as torch counts the peak
         with ProcessPoolExecutor(1, get_context("spawn")) as process:
             found = process.submit(train, setting, policy, length).result()
@@ -161,12 +161,12 @@ def main() -> None:
     total = torch.cuda.get_device_properties().total_memory
     budget = total if given.memory is None else parse_bytes(given.memory, "--memory")
     setting = Setting(fields, budget, given.document, given.steps)
-    shape = auto_plan.shape_of(auto_plan.skeleton(AutoConfig.for_model(**fields)))
+    shape = auto_plan.dims_of(auto_plan.skeleton(AutoConfig.for_model(**fields)))
     table = Table("policy", "predicted tokens", "trains", "GiB there", "predicted", "seconds a step", "met")
     facts = {
         "schema": 1,
         "shape": given.shape,
-        "layers": shape.layers,
+        "layers": len(shape.layers),
         "memory_bytes": budget,
         "document": given.document,
     }

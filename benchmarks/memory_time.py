@@ -33,7 +33,7 @@ from pronghorn.cli.options import grow_segments, progress
 from pronghorn.diagnose.shapes import shape_of
 from pronghorn.errors import ConfigError
 from pronghorn.memory.devices import parse_bytes
-from pronghorn.memory.estimate import GIB, Method, Step, Work
+from pronghorn.memory.estimate import GIB, MemoryModel, Method, TrainSetup
 from pronghorn.memory.plan import Policy
 from pronghorn.models import auto_plan
 
@@ -44,9 +44,9 @@ def limits(model: str, method: Method, tokens: int, count: int) -> list[int]:
 
     fields = shape_of(model)
     config: Any = AutoConfig.from_pretrained(model) if fields is None else AutoConfig.for_model(**fields)
-    shape = auto_plan.shape_of(auto_plan.skeleton(config))
-    step = Step.of(shape, Work(tokens, method, accumulates=False))
-    ends = ((policy,) * shape.layers for policy in (Policy.OFFLOAD, Policy.KEEP))
+    shape = auto_plan.dims_of(auto_plan.skeleton(config))
+    step = MemoryModel.of(shape, TrainSetup(tokens, method, accumulates=False))
+    ends = ((policy,) * len(shape.layers) for policy in (Policy.OFFLOAD, Policy.KEEP))
     least, most = (step.process(step.peak(policies, 1)) for policies in ends)
     return [round((least + (most - least) * i / max(count - 1, 1)) / 2**20 + 1) * 2**20 for i in range(count)]
 

@@ -28,12 +28,12 @@ from pronghorn.device import graph_bytes, versions
 from pronghorn.diagnose.shapes import checkpoint_of
 from pronghorn.errors import PronghornError
 from pronghorn.memory.devices import parse_bytes
-from pronghorn.memory.estimate import GIB, Step
+from pronghorn.memory.estimate import GIB, MemoryModel
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.memory.planner import plan
 from pronghorn.memory.step_time import step_times
 from pronghorn.models.attach import attach
-from pronghorn.models.auto_plan import device_card, measured_times, shape_of, work_of
+from pronghorn.models.auto_plan import cuda_device_spec, dims_of, measured_times, setup_of
 from pronghorn.models.load import load_model
 from pronghorn.models.lora import add_lora
 from pronghorn.train.page import check_writable
@@ -84,24 +84,24 @@ def measure(model: Any, batches: list[dict[str, Any]], autocast: bool) -> tuple[
 
 def one(model: Any, method: str, tokens: int, wanted: str) -> dict[str, float]:
     autocast, device = torch.bfloat16 if method == "full" else None, model.device
-    shape, work = shape_of(model), work_of(model, tokens, autocast, accumulates=False)
-    card, held = device_card(device), graph_bytes()
+    shape, work = dims_of(model), setup_of(model, tokens, autocast, accumulates=False)
+    card, held = cuda_device_spec(device), graph_bytes()
     collator = Collator(tokens, pad_token_id=0)
     rows = make_rows(tokens, "lognormal", 1.0, shape.vocab, seed=0)
     work = replace(work, documents=tokens * len(rows) // sum(len(row.lengths) for row in rows))  # as of a recipe's data
     batches = [{name: value.to(device) for name, value in collator([vars(row)]).items()} for row in rows]
     if wanted in POLICIES:
-        made = Plan((list(Policy)[POLICIES.index(wanted)],) * shape.layers)
+        made = Plan((list(Policy)[POLICIES.index(wanted)],) * len(shape.layers))
     else:
         made = plan(shape, work, card, parse_bytes(wanted, "budget"))
     table = step_times(shape, work, card)
     calibrated = measured_times(model, shape, work, card, autocast)
-    kinds = Step.of(shape, work).peak(made.policies, made.buffers)
+    kinds = MemoryModel.of(shape, work).peak(made.policies, made.buffers)
     handle = attach(model, made)
     try:
         peak, milliseconds = measure(model, batches, autocast is not None)
         graphs = max(0, graph_bytes() - held)  # of this case: an earlier one's may not be given back
-        kinds["CUDA graph"] = Step.of(shape, work).graph if graphs else 0
+        kinds["CUDA graph"] = MemoryModel.of(shape, work).graph if graphs else 0
     finally:
         handle.detach()
     return {

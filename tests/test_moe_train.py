@@ -289,3 +289,12 @@ def test_experts_in_float8_are_left_to_transformers() -> None:
     assert experts.refusal(module) is None
     module.down_proj = torch.nn.Parameter(module.down_proj.to(torch.float8_e4m3fn), requires_grad=False)
     assert "float8_e4m3fn" in str(experts.refusal(module))
+
+
+def test_default_targets_are_the_family_s_also_where_some_layers_are_dense() -> None:
+    """PEFT would turn the dense MLP's names into adapters on all experts' weights."""
+    model = add_lora(tiny_model("qwen3_moe", mlp_only_layers=[0]), r=2)
+    adapted = {name.split(".lora_A")[0].rsplit(".", 1)[-1] for name, _ in model.named_parameters() if "lora_A" in name}
+    assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    dense = add_lora(tiny_model("llama"), r=2)
+    assert len({name.split(".lora_A")[0].rsplit(".", 1)[-1] for name in dense.state_dict() if "lora_A" in name}) == 7

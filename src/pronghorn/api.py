@@ -14,7 +14,7 @@ from pronghorn.export.merge import save_merged
 from pronghorn.memory.plan import Checkpointing, Plan
 from pronghorn.memory.recompute import INSTALLED, install
 from pronghorn.models.attach import attach, attached
-from pronghorn.models.families import LINEARS, base_causal_lm, recompute_layers
+from pronghorn.models.families import base_causal_lm, recompute_layers
 from pronghorn.models.load import load_model, resolve_dtype
 from pronghorn.models.lora import add_lora
 
@@ -93,7 +93,7 @@ class FastLanguageModel:
         r: int = 16,
         lora_alpha: int = 16,
         lora_dropout: float = 0.0,
-        target_modules: Sequence[str] | str = LINEARS,
+        target_modules: Sequence[str] | str | None = None,
         bias: str = "none",
         use_rslora: bool = False,
         use_gradient_checkpointing: Checkpointing | None = None,
@@ -105,6 +105,7 @@ class FastLanguageModel:
     ) -> Any:
         """Add LoRA adapters with PEFT; the arguments are those of `peft.LoraConfig`.
 
+        `target_modules=None` adapts the linears that the family's file names.
         `use_gradient_checkpointing=None` keeps what `from_pretrained` was told; `random_state` seeds the adapters only.
 
         Raises:

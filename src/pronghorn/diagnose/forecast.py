@@ -14,13 +14,13 @@ from rich.console import Console
 from pronghorn.config import Precision, Recipe
 from pronghorn.data.packed_rows import PackedRows
 from pronghorn.errors import ConfigError, UnsupportedError
-from pronghorn.memory.devices import Card, card, parse_bytes
-from pronghorn.memory.estimate import GIB, Work
+from pronghorn.memory.devices import DeviceSpec, device_spec, parse_bytes
+from pronghorn.memory.estimate import GIB, TrainSetup
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.memory.planner import plan
 from pronghorn.memory.step_time import StepTimes, step_times
 from pronghorn.models.attach import Handle, attach
-from pronghorn.models.auto_plan import available, device_card, measured_times, shape_of, skeleton, work_of
+from pronghorn.models.auto_plan import available, cuda_device_spec, dims_of, measured_times, setup_of, skeleton
 from pronghorn.models.load import FoundModel, default_device
 from pronghorn.train.documents import find, prepare, tokenizer_for
 
@@ -33,8 +33,8 @@ class Forecast:
     """A plan with all it was made from."""
 
     model: str
-    work: Work
-    device: Card
+    work: TrainSetup
+    device: DeviceSpec
     times_ms: StepTimes
     measured: bool
     """Whether the times were; else they come from the card's table."""
@@ -66,7 +66,7 @@ def forecast(recipe: Recipe, device: str | None, calibrate: bool, console: Conso
     """What `recipe` will take on a device: by the plan that it asks for or, for `auto`, by the fastest that fits.
 
     Args:
-        device: as for `memory.devices.card`; None for this machine's GPU.
+        device: as for `memory.devices.device_spec`; None for this machine's GPU.
         calibrate: load the model and measure a layer there.
     Raises:
         PlanDoesNotFit: with what would fit; ConfigError: no such device; and what training raises before it loads
@@ -75,7 +75,7 @@ def forecast(recipe: Recipe, device: str | None, calibrate: bool, console: Conso
     here = device is None
     if here and not torch.cuda.is_available():
         raise ConfigError("this machine has no GPU to plan for", "name one, e.g. --device rtx4090 or --device 24GiB")
-    where = device_card(default_device()) if device is None else card(device)
+    where = cuda_device_spec(default_device()) if device is None else device_spec(device)
     if calibrate and not (here and recipe.packing.enabled):
         raise ConfigError("--calibrate times packed rows on this machine's GPU", "leave it out, or --device")
     if not here and recipe.precision.dtype == "auto":  # the table's cards all have it
@@ -85,14 +85,14 @@ def forecast(recipe: Recipe, device: str | None, calibrate: bool, console: Conso
     found, autocast = find(recipe, weights=False), autocast_dtype(recipe)
     handle = _weightless(recipe, found)
     data = _count(recipe, found)
-    shape, work = shape_of(handle.model), _work(recipe, handle, autocast)
+    dims, setup = dims_of(handle.model), _work(recipe, handle, autocast)
     if data is not None:
-        work = replace(work, documents=max(1, data["tokens"] // max(1, data["documents"])))
-    times, measured = step_times(shape, work, where), False
+        setup = replace(setup, documents=max(1, data["tokens"] // max(1, data["documents"])))
+    times, measured = step_times(dims, setup, where), False
     if calibrate:
         whole = find(recipe)
         model, _ = load(recipe, whole, tokenizer_for(recipe, whole), console)
-        times, measured = measured_times(model, shape, work, where, autocast), True
+        times, measured = measured_times(model, dims, setup, where, autocast), True
     limit = available(default_device()) if here else where.memory_bytes
     if recipe.memory.budget is not None:
         asked = parse_bytes(recipe.memory.budget, "memory.budget")
@@ -100,8 +100,8 @@ def forecast(recipe: Recipe, device: str | None, calibrate: bool, console: Conso
             has = f"{where.name} has ({where.memory_bytes / GIB:.1f} GiB)"
             raise ConfigError(f"memory.budget {recipe.memory.budget} is more than {has}", "lower it, or leave it out")
         limit = min(limit, asked)
-    made = plan(shape, work, where, limit, times, handle.plan)
-    return Forecast(recipe.model.name, work, where, times, measured, made, data)
+    made = plan(dims, setup, where, limit, times, handle.plan)
+    return Forecast(recipe.model.name, setup, where, times, measured, made, data)
 
 
 class _Weightless(FoundModel):
@@ -130,10 +130,10 @@ def _weightless(recipe: Recipe, found: FoundModel) -> Handle:
     return attach(model, layers="fused", **attach_options(recipe))
 
 
-def _work(recipe: Recipe, handle: Handle, autocast: torch.dtype | None) -> Work:
+def _work(recipe: Recipe, handle: Handle, autocast: torch.dtype | None) -> TrainSetup:
     """How the recipe trains the model."""
     rows = recipe.packing.rows_per_step
-    work = work_of(
+    work = setup_of(
         handle.model,
         recipe.model.max_seq_length * rows,
         autocast,

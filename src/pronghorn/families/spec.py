@@ -90,6 +90,8 @@ class Experts:
 
     experts: str = "experts"
     """The module that holds all experts' weights as 3-dimensional parameters."""
+    down: str = "down_proj"
+    """The parameter of all experts' down-projections, [E, H, I] or transposed."""
 
     @property
     def linears(self) -> tuple[tuple[str, ...], ...]:

@@ -1,4 +1,4 @@
-"""What GPUs are able to do: datasheet figures, and the fractions of them that were measured on one H200.
+"""List what GPUs are able to do: datasheet figures, and the fractions of them that were measured on one H200.
 
 Dense bf16 products summed in float32 (consumer cards do these at half their advertised rate), memory and link bandwidth
 from NVIDIA's datasheets; memory as torch sees it.
@@ -14,8 +14,8 @@ from pronghorn.memory.estimate import GIB
 
 
 @dataclass(frozen=True)
-class Card:
-    """A GPU's rates and memory."""
+class DeviceSpec:
+    """Hold a GPU's rates and memory."""
 
     name: str
     memory_bytes: int
@@ -23,12 +23,12 @@ class Card:
     """FLOP/s that large bf16 products reach."""
     bandwidth: float
     """Bytes a second that a copy on the device reads and writes."""
-    link: float
+    pcie: float
     """Bytes a second to pinned host memory, each way; 0 where the host shares its memory: no offload."""
     source: str
 
 
-PRODUCTS, COPIES, LINK = 0.79, 0.89, 0.87
+PRODUCTS, COPIES, PCIE = 0.79, 0.89, 0.87
 """Measured on a H200, of the datasheet: 779 of 989 TFLOP/s, 4.28 of 4.8 TB/s, 55.5 of 64 GB/s."""
 
 _TABLE: dict[str, tuple[float, float, float, float]] = {
@@ -46,8 +46,8 @@ _TABLE: dict[str, tuple[float, float, float, float]] = {
 """Name: GiB, TFLOP/s, GB/s, GB/s of PCIe (0: unified memory)."""
 
 
-def card(name: str, memory_bytes: int | None = None) -> Card:
-    """A GPU by its name in the table, by so much memory ("24GiB"), or as its driver tells it ("NVIDIA H200", bytes).
+def device_spec(name: str, memory_bytes: int | None = None) -> DeviceSpec:
+    """Look up a GPU by its name in the table, its memory ("24GiB"), or its driver's words ("NVIDIA H200", bytes).
 
     One that isn't in the table gets the rates of a common card of its size; `source` says so.
 
@@ -63,10 +63,10 @@ def card(name: str, memory_bytes: int | None = None) -> Card:
     if known is None and memory_bytes is None:
         raise ConfigError(f"device {name!r} is unknown", f"use one of {', '.join(_TABLE)}, or its memory, like 24GiB")
     like = known or ("rtx4090" if (memory_bytes or 0) <= 48 * GIB else "h100")
-    gib, tflops, bandwidth, link = _TABLE[like]
+    gib, tflops, bandwidth, pcie = _TABLE[like]
     source = "datasheet estimate" if known else f"datasheet estimate, with {like}'s rates"
-    rates = tflops * 1e12 * PRODUCTS, bandwidth * 1e9 * COPIES, link * 1e9 * LINK
-    return Card(name, memory_bytes or int(gib * GIB), *rates, source)
+    rates = tflops * 1e12 * PRODUCTS, bandwidth * 1e9 * COPIES, pcie * 1e9 * PCIE
+    return DeviceSpec(name, memory_bytes or int(gib * GIB), *rates, source)
 
 
 def _as_driver_tells(name: str, memory_bytes: int) -> str | None:
@@ -79,7 +79,7 @@ def _as_driver_tells(name: str, memory_bytes: int) -> str | None:
 
 
 def parse_bytes(text: str, key: str) -> int:
-    """Bytes of "16GiB", "16 GB" or "900MiB".
+    """Read the bytes of "16GiB", "16 GB" or "900MiB".
 
     Raises:
         ConfigError: something else, or less than 1 MiB; `key` is named.

@@ -1,28 +1,32 @@
-"""The plan with the least predicted time that fits: which layers keep, recompute or offload.
+"""Choose the plan with the least predicted time that fits: which layers keep, recompute or offload.
 
-With s_p what a policy stores, t_p what it costs, and the formula of `memory.estimate`: minimise Σ t_p over all policies
-by layer whose peak fits. A model's layers count as alike. Then, for given counts, those that store least are best put
-first: layer i's moment is Σ_{j<i} s_j + K_i + W, where what stores more reads at most as much more, so of two
-neighbours the one that stores less belongs before. It also keeps copies out of the way: what the last layers kept is
-used first and freed while the first layers' inputs come back. So only counts are left to choose, and a Pareto search
-does that exactly. Where gradients come with the backward (full fine-tuning, one micro-batch a step), the first layer's
-moment may be the peak, and no other policy is tried there for what it reads: the plan is the best for a budget smaller
-by the size of three layers' inputs at most.
+Minimise the sum of what policies cost, over all policies by layer whose peak fits the formula of `memory.estimate`. Of
+layers i, i + 1, … only two figures matter to those before them: their time, and the peak F_i that they and the head
+have above what the earlier layers stored,
+
+    F_i = max( K_i + W_i, s_i + F_{i+1} )        F after the last layer: the head
+
+The smaller F_{i+1} is, the smaller is every F_i. So going from the last layer to the first, of all choices only those
+are carried on that no other undercuts in both figures, which is exact for any order of unlike layers. Besides, two
+facts are carried along: whether a later layer offloads (the last one's input stays, `plan.followed`), and whether an
+earlier one will (between the two a second input is on its way back).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import NamedTuple, overload
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pronghorn.errors import ConfigError
-from pronghorn.memory.devices import Card
-from pronghorn.memory.estimate import GIB, Shape, Step, Work
-from pronghorn.memory.plan import Plan, Policy
-from pronghorn.memory.step_time import StepTimes, step_times
+from pronghorn.memory.devices import DeviceSpec
+from pronghorn.memory.estimate import GIB, LayerBytes, MemoryModel, ModelDims, TrainSetup
+from pronghorn.memory.plan import Plan, Policy, followed
+from pronghorn.memory.step_time import LayerTimes, StepTimes, step_times
 
-T = TypeVar("T")
 GRAPH_MS = 3.0
 """A layer's forward and backward below this are likely to be captured as a CUDA graph (`models.graph`)."""
 
@@ -32,91 +36,89 @@ class PlanDoesNotFit(ConfigError):
 
 
 def plan(
-    shape: Shape,
-    work: Work,
-    card: Card,
+    dims: ModelDims,
+    setup: TrainSetup,
+    device: DeviceSpec,
     budget_bytes: int | None = None,
     times: StepTimes | None = None,
     asked: Plan | None = None,
 ) -> Plan:
-    """The fastest plan within a budget, or what the one that is asked for takes.
+    """Choose the fastest plan within a budget, or check the one that is asked for.
 
     Args:
-        budget_bytes: of the process, CUDA's context included; None for the whole card.
-        times: measured (`StepTimes.scaled`); None for the card's estimate.
+        budget_bytes: of the process, CUDA's context included; None for the whole device.
+        times: measured (`StepTimes.scaled`); None for the device's estimate.
         asked: None or an undecided one (`auto`) for the fastest.
     Raises:
         PlanDoesNotFit: with the least that would fit and what would make it smaller.
     """
-    budget = card.memory_bytes if budget_bytes is None else budget_bytes
-    times = times or step_times(shape, work, card)
-    plans = choices = plans_of(shape, work, times)
+    budget = device.memory_bytes if budget_bytes is None else budget_bytes
+    times = times or step_times(dims, setup, device)
+    memory = MemoryModel.of(dims, replace(setup, graph=False))
     if asked is not None and not asked.undecided:
-        step, policies = Step.of(shape, replace(work, graph=False)), asked.by_layer(shape.layers)
-        choices = [_predicted(step, times, policies, asked.buffers)]
-    for made in choices:
-        if made.predicted["process"] <= budget:
-            return replace(_with_graph(made, shape, work, times, budget), device=card.name, budget_bytes=budget)
-    least = plans[-1].predicted["process"]
+        made = _predicted(memory, times, asked.by_layer(len(dims.layers)), asked.buffers)
+    else:
+        made = frontier(memory, times).within(budget)
+    if made.predicted["process"] <= budget:
+        return replace(_with_graph(made, dims, setup, times, budget), device=device.name, budget_bytes=budget)
+    smallest = frontier(memory, times)[-1]
+    least = smallest.predicted["process"]
     if least <= budget:
-        needs = f"{choices[0].predicted['process'] / GIB:.1f} GiB and the budget is {budget / GIB:.1f} GiB"
+        needs = f"{made.predicted['process'] / GIB:.1f} GiB and the budget is {budget / GIB:.1f} GiB"
         auto = f"memory.gradient_checkpointing: auto needs {least / GIB:.1f} GiB or more"
         raise PlanDoesNotFit(f"what memory.gradient_checkpointing asks for needs {needs}", auto)
-    raise _refusal(shape, work, times, budget, plans[-1])
+    raise _refusal(dims, setup, times, budget, smallest)
 
 
-def plans_of(shape: Shape, work: Work, times: StepTimes) -> list[Plan]:
-    """The frontier of a model that is trained in this way, without CUDA graphs."""
-    return frontier(Step.of(shape, replace(work, graph=False)), times, shape.layers)
+def plans_of(dims: ModelDims, setup: TrainSetup, times: StepTimes) -> Frontier:
+    """Return the frontier of a model that is trained in this way, without CUDA graphs."""
+    return frontier(MemoryModel.of(dims, replace(setup, graph=False)), times)
 
 
-def _with_graph(made: Plan, shape: Shape, work: Work, times: StepTimes, budget: int) -> Plan:
-    """The plan, with CUDA graphs allowed if their memory is there, too, and counted where they are likely."""
-    graph = work.graph and work.fused and work.method == "lora"
-    step = Step.of(shape, replace(work, graph=graph))
-    if made.predicted["process"] + step.graph > budget:
+def frontier(memory: MemoryModel, times: StepTimes) -> Frontier:
+    """Return every plan that is the best for some budget."""
+    return Frontier(memory, times)
+
+
+def _with_graph(made: Plan, dims: ModelDims, setup: TrainSetup, times: StepTimes, budget: int) -> Plan:
+    """Return the plan, with CUDA graphs allowed if their memory is there, too, and counted where they are likely."""
+    graph = setup.graph and setup.fused and setup.method == "lora"
+    memory = MemoryModel.of(dims, replace(setup, graph=graph))
+    if made.predicted["process"] + memory.graph > budget:
         return replace(made, graph=False)
-    likely = times.forward + times.backward < GRAPH_MS
-    return _predicted(step, times, made.policies, made.buffers) if likely else made
+    likely = times.longest_layer < GRAPH_MS
+    return _predicted(memory, times, made.policies, made.buffers) if likely else made
 
 
-def frontier(step: Step, times: StepTimes, layers: int) -> list[Plan]:
-    """Every plan that is the best for some budget: the fastest first, each slower one smaller than all before."""
-    found = [_smallest(step, times, layers)]
-    for offload in (False, True) if times.copy else (False,):
-        extra = {policy: round(1e6 * ms) for policy, ms in times.extra(2).items()}  # whole: sums have no order
-        found += [_predicted(step, times, each, 2) for each in _candidates(step.stored, extra, layers, offload)]
-    return _undominated(found, lambda made: (round(made.predicted["step_ms"], 6), made.predicted["process"]))
+def _smallest(memory: MemoryModel, times: StepTimes) -> Plan:
+    """Offload all inputs, through one buffer; or recompute all layers."""
+    policy = Policy.OFFLOAD if times.copy else Policy.RECOMPUTE_LAYER
+    return _predicted(memory, times, [policy] * len(memory.layers), 1)
 
 
-def _smallest(step: Step, times: StepTimes, layers: int) -> Plan:
-    """All inputs offloaded, through one buffer; or all layers recomputed."""
-    return _predicted(step, times, [Policy.OFFLOAD if times.copy else Policy.RECOMPUTE_LAYER] * layers, 1)
-
-
-def _predicted(step: Step, times: StepTimes, policies: Sequence[Policy], buffers: int) -> Plan:
-    kinds = step.peak(policies, buffers)
+def _predicted(memory: MemoryModel, times: StepTimes, policies: Sequence[Policy], buffers: int) -> Plan:
+    kinds = memory.peak(policies, buffers)
     sums = {
         "peak": sum(kinds.values()),
-        "process": step.process(kinds),
+        "process": memory.process(kinds),
         "step_ms": times.step(policies, buffers),
     }
     return Plan(tuple(policies), buffers if Policy.OFFLOAD in policies else 2, predicted={**kinds, **sums})
 
 
-def _refusal(shape: Shape, work: Work, times: StepTimes, budget: int, least: Plan) -> PlanDoesNotFit:
-    """The error for a budget that nothing fits, with what each remedy would need."""
-    half = {name: max(1, work.rank(name) // 2) for name in shape.linears if work.rank(name)}
+def _refusal(dims: ModelDims, setup: TrainSetup, times: StepTimes, budget: int, least: Plan) -> PlanDoesNotFit:
+    """Make the error for a budget that nothing fits, with what each remedy would need."""
+    ranks = {linear.path: setup.rank(linear.path) for layer in dims.kinds for linear in layer.linears}
+    half = {path: max(1, rank // 2) for path, rank in ranks.items() if rank}
+    lora = setup.method == "lora" and not dims.has_experts
     remedies = {
-        f"rows of half as many tokens ({work.tokens // 2:,})": replace(work, tokens=work.tokens // 2),
-        "adapter.method: lora": replace(work, method="lora", ranks=None) if work.method == "full" else None,
-        "model.load_in_4bit: true": replace(work, method="qlora")
-        if work.method == "lora" and not shape.experts
-        else None,
-        f"adapter.r: {max(half.values(), default=0)}": replace(work, ranks=half) if half else None,
+        f"rows of half as many tokens ({setup.tokens // 2:,})": replace(setup, tokens=setup.tokens // 2),
+        "adapter.method: lora": replace(setup, method="lora", ranks=None) if setup.method == "full" else None,
+        "model.load_in_4bit: true": replace(setup, method="qlora") if lora else None,
+        f"adapter.r: {max(half.values(), default=0)}": replace(setup, ranks=half) if half else None,
     }
     needs = {
-        name: _smallest(Step.of(shape, other), times, shape.layers).predicted["process"] / GIB
+        name: _smallest(MemoryModel.of(dims, other), times).predicted["process"] / GIB
         for name, other in remedies.items()
         if other is not None and other.tokens
     }
@@ -127,48 +129,146 @@ def _refusal(shape: Shape, work: Work, times: StepTimes, budget: int, least: Pla
     return PlanDoesNotFit(f"{problem} and the budget is {budget / GIB:.1f} GiB", "; ".join(told))
 
 
-def _candidates(
-    stored: Mapping[Policy, int], extra: Mapping[Policy, int], layers: int, offload: bool
-) -> list[tuple[Policy, ...]]:
-    """Every choice that can be the best for some budget; `extra` is in whole nanoseconds.
+class _State(NamedTuple):
+    """What layers that are chosen for know of others."""
 
-    The layer that stores the most is last and decides the peak together with the sum, so it is fixed; of the others
-    only sums are kept that no other undercuts in bytes and time. With `offload` at least one input leaves, and at least
-    one layer is recomputed from an input that stays: the engine's last (`plan.followed`).
+    later: bool
+    """One of them, which come later, offloads."""
+    earlier: bool
+    """One that isn't chosen for yet will."""
+
+
+class _Front(NamedTuple):
+    """Choices that no other undercuts in both figures, by the first; one entry of each array a choice."""
+
+    bytes: NDArray[np.int64]
+    """F of the formula above."""
+    ns: NDArray[np.int64]
+    """What the policies cost, in whole nanoseconds: sums have no order."""
+    policy: NDArray[np.int64]
+    """Of the first layer, as its place in `Policy`."""
+    state: NDArray[np.int64]
+    """That of the layers after it, as its place in the fronts there."""
+    choice: NDArray[np.int64]
+    """Theirs, as its place in their front."""
+
+
+class Frontier(Sequence[Plan]):
+    """The plans that are the best for some budget: the fastest first, each slower one smaller than all before.
+
+    All are found at once, and each is made when it is asked for.
     """
-    # of policies that store the same the one that is meant to store less comes first
-    served = [policy for policy in reversed(Policy) if policy in stored and (offload or policy is not Policy.OFFLOAD)]
-    ascending = sorted(served, key=lambda policy: stored[policy])
-    found: list[tuple[int, int, tuple[int, ...]]] = []  # bytes, nanoseconds, how many layers have each policy
-    for last, policy in enumerate(ascending):
-        fixed = {policy, Policy.OFFLOAD, Policy.RECOMPUTE_LAYER} if offload else {policy}
-        if policy is Policy.OFFLOAD or len(fixed) > layers:
-            continue
-        size, time = sum(stored[p] for p in fixed), sum(extra[p] for p in fixed)
-        front = [(size, time, tuple(int(p in fixed) for p in ascending))]
-        for _ in range(layers - len(fixed)):
-            front = _undominated(
-                (
-                    (size + stored[p], time + extra[p], (*counts[:n], counts[n] + 1, *counts[n + 1 :]))
-                    for size, time, counts in front
-                    for n, p in enumerate(ascending[: last + 1])
-                ),
-                lambda one: one[:2],
-            )
-        found += front
-    choices = []
-    for *_, counts in found:
-        policies = [p for p, count in zip(ascending, counts, strict=True) for _ in range(count)]
-        if offload:
-            policies[counts[0]] = Policy.OFFLOAD  # the one whose input stays
-        choices.append(tuple(policies))
-    return choices
+
+    def __init__(self, memory: MemoryModel, times: StepTimes) -> None:
+        self._memory, self._times = memory, times
+        self._fronts: list[dict[_State, _Front]] = []
+        """From the last layer to the first."""
+        start = _Front(*(np.array([value]) for value in (memory.head, 0, 0, 0, 0)))
+        fronts = {_State(False, earlier): start for earlier in ((False, True) if times.copy else (False,))}
+        costs = {layer: layer.extra(times.copy, 2) for layer in set(times.layers)}
+        ns = {layer: {policy: round(1e6 * ms) for policy, ms in each.items()} for layer, each in costs.items()}
+        for layer in reversed(range(len(memory.layers))):
+            fronts = self._before(fronts, layer, ns[times.layers[layer]])
+            self._fronts.append(fronts)
+        ends = [(state, i) for state in fronts if not state.earlier for i in range(len(fronts[state].ns))]
+        found: list[tuple[int, int, tuple[_State, int] | Plan]] = [
+            (int(fronts[state].ns[i]), max(int(fronts[state].bytes[i]), memory.last_grads), (state, i))
+            for state, i in ends
+        ]
+        smallest = _smallest(memory, times)
+        pairs = zip(times.layers, followed(smallest.policies), strict=True)
+        one = sum(round(1e6 * layer.extra(times.copy, 1)[policy]) for layer, policy in pairs)
+        found.append((one, int(smallest.predicted["process"]) - memory.process(memory.resting), smallest))
+        self._plans: list[tuple[_State, int] | Plan] = []
+        self._peaks: list[int] = []
+        for _, peak, made in sorted(found, key=lambda costs: costs[:2]):
+            if not self._peaks or peak < self._peaks[-1]:
+                self._peaks.append(peak)
+                self._plans.append(made)
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    def within(self, budget: float) -> Plan:
+        """Return the fastest plan whose process fits, or the smallest one of all."""
+        peak = budget - self._memory.process(self._memory.resting)
+        return self[next((i for i, each in enumerate(self._peaks) if each <= peak), -1)]
+
+    @overload
+    def __getitem__(self, i: int) -> Plan: ...
+    @overload
+    def __getitem__(self, i: slice) -> list[Plan]: ...
+    def __getitem__(self, i: int | slice) -> Plan | list[Plan]:
+        if isinstance(i, slice):
+            return [self[each] for each in range(*i.indices(len(self)))]
+        made = self._plans[i]
+        if not isinstance(made, Plan):
+            self._plans[i] = made = self._made(*made)
+        return made
+
+    def _before(self, fronts: dict[_State, _Front], layer: int, ns: dict[Policy, int]) -> dict[_State, _Front]:
+        """Return the fronts with one layer before, whose policies cost so much."""
+        sizes, grads = self._memory.layers[layer], self._memory.grads(layer)
+        found: dict[_State, list[_Front]] = {}
+        for place, (state, front) in enumerate(fronts.items()):
+            for policy in sizes.stored:
+                states, kept = [state], policy
+                if policy is Policy.OFFLOAD:
+                    if not state.earlier:
+                        continue
+                    states = [_State(True, earlier) for earlier in (False, True)]
+                    kept = policy if state.later else Policy.RECOMPUTE_LAYER  # the last one's input stays
+                for new in states:
+                    ahead = self._memory.buffer if new.later and new.earlier else 0
+                    moment = sizes.read[policy] + sizes.working + grads + ahead
+                    count = len(front.ns)
+                    found.setdefault(new, []).append(
+                        _Front(
+                            np.maximum(moment, sizes.stored[kept] + front.bytes),
+                            front.ns + ns[kept],
+                            np.full(count, list(Policy).index(policy)),
+                            np.full(count, place),
+                            np.arange(count),
+                        )
+                    )
+        return {state: _undominated(parts) for state, parts in found.items()}
+
+    def _made(self, state: _State, choice: int) -> Plan:
+        """Make a plan; of layers of one kind those that store least come first, where that costs nothing: what the last
+        layers kept is used first, and freed while the first layers' inputs come back."""
+        policies = []
+        for fronts, later in zip(self._fronts[::-1], [*self._fronts[-2::-1], {}], strict=True):
+            front = fronts[state]
+            policies.append(list(Policy)[front.policy[choice]])
+            place, choice = int(front.state[choice]), int(front.choice[choice])
+            state = list(later)[place] if later else state
+        if policies.count(Policy.OFFLOAD) == 1:
+            policies[policies.index(Policy.OFFLOAD)] = Policy.RECOMPUTE_LAYER
+        made = _predicted(self._memory, self._times, policies, 2)
+        other = _predicted(self._memory, self._times, list(self._sorted(policies)), 2)
+        worse = any(other.predicted[name] > made.predicted[name] + 1e-9 for name in ("process", "step_ms"))
+        return made if worse else other
+
+    def _sorted(self, policies: Sequence[Policy]) -> Iterator[Policy]:
+        kinds: list[tuple[tuple[LayerBytes, LayerTimes], list[Policy]]] = []
+        of: list[list[Policy]] = []
+        for sizes, times, policy in zip(self._memory.layers, self._times.layers, policies, strict=True):
+            kind = next((found for known, found in kinds if known == (sizes, times)), None)
+            if kind is None:
+                kind = []
+                kinds.append(((sizes, times), kind))
+            kind.append(policy)
+            of.append(kind)
+        order = list(reversed(Policy))
+        for (sizes, _), kind in kinds:
+            kind.sort(key=lambda policy: (sizes.stored[policy], order.index(policy)), reverse=True)
+        return (kind.pop() for kind in of)
 
 
-def _undominated(given: Iterable[T], costs: Callable[[T], tuple[float, float]]) -> list[T]:
-    """Those that no other undercuts in both costs, by the first."""
-    kept: list[T] = []
-    for one in sorted(given, key=costs):
-        if not kept or costs(one)[1] < costs(kept[-1])[1]:
-            kept.append(one)
-    return kept
+def _undominated(fronts: Sequence[_Front]) -> _Front:
+    """Keep the choices that no other undercuts in both figures."""
+    joined = _Front(*map(np.concatenate, zip(*fronts, strict=True)))
+    order = np.lexsort((joined.ns, joined.bytes))
+    ns = joined.ns[order]
+    kept = order[np.r_[True, ns[1:] < np.minimum.accumulate(ns)[:-1]]]
+    return _Front(*(values[kept] for values in joined))

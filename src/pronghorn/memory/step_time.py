@@ -1,4 +1,4 @@
-"""Milliseconds of a training step: products at a sustained rate, everything else by the bytes that it moves.
+"""Estimate the milliseconds of a training step by kinds of layers: products at a sustained rate, all else by bytes.
 
     layer forward    2·T·N operations + attention + elementwise bytes        N: a layer's weights that a token meets
     layer backward   the same products for dX (and again for dW where weights are trained), twice the bytes
@@ -11,10 +11,11 @@ scales.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from pronghorn.memory.devices import Card
-from pronghorn.memory.estimate import Shape, Work, buffer_bytes
+from pronghorn.families.layer_spec import LayerSpec, Linear
+from pronghorn.memory.devices import DeviceSpec
+from pronghorn.memory.estimate import ModelDims, TrainSetup, buffer_bytes, width_of
 from pronghorn.memory.plan import Policy, followed
 
 SUSTAINED = 0.87
@@ -34,93 +35,126 @@ STOCK, STOCK_GAPS = 6.0, 3.5
 
 
 @dataclass(frozen=True)
-class StepTimes:
-    """Milliseconds."""
+class LayerTimes:
+    """Milliseconds of one layer."""
 
     forward: float
-    """One layer."""
     backward: float
-    """One layer that kept everything."""
+    """If it kept everything."""
     norms: float
-    """Recomputing one layer's norms."""
+    """Recomputing its norms."""
     gate_up: float
     """Recomputing gate and up."""
-    again: float
-    """Recomputing one layer: its forward, which in fused layers needs no product of down."""
-    copy: float
-    """One layer's input to the host, or back; 0 where memory is shared."""
-    rest: float
-    """Embeddings, head, loss and optimiser."""
+    recompute_layer: float
+    """Its forward again, which in fused layers needs no product of down."""
 
-    def scaled(self, forward: float, backward: float, copy: float) -> StepTimes:
-        """With one layer's measured times; recomputed parts and the rest are scaled with it."""
-        by = (forward + backward) / (self.forward + self.backward)
-        return replace(
-            self, forward=forward, backward=backward, norms=by * self.norms, gate_up=by * self.gate_up,
-            again=forward / self.forward * self.again, copy=copy, rest=by * self.rest,
-        )  # fmt: skip
-
-    def extra(self, buffers: int) -> dict[Policy, float]:
-        """What a layer costs besides its forward and backward, by policy.
+    def extra(self, copy: float, buffers: int) -> dict[Policy, float]:
+        """Return what the layer costs besides its forward and backward, by policy.
 
         An offloaded input goes out while its layer's forward runs and, with two buffers, comes back during the backward
-        of the layer after it; with one it comes back when its own layer is next.
+        of the layer after it, which counts as alike; with one it comes back when its own layer is next.
+
+        Args:
+            copy: milliseconds of its input to the host, or back.
         """
-        again, exposed = self.again, (1 - HIDDEN) * self.copy
-        out = max(exposed, self.copy - self.forward)
-        back = max(exposed, self.copy - again - self.backward) if buffers > 1 else self.copy
+        exposed = (1 - HIDDEN) * copy
+        out = max(exposed, copy - self.forward)
+        back = max(exposed, copy - self.recompute_layer - self.backward) if buffers > 1 else copy
         return {
             Policy.KEEP: 0.0,
             Policy.RECOMPUTE_CHEAP: self.norms,
             Policy.RECOMPUTE_MLP: self.norms + self.gate_up,
-            Policy.RECOMPUTE_LAYER: again,
-            Policy.OFFLOAD: again + out + back,
+            Policy.RECOMPUTE_LAYER: self.recompute_layer,
+            Policy.OFFLOAD: self.recompute_layer + out + back,
         }
 
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Milliseconds of a step."""
+
+    layers: tuple[LayerTimes, ...]
+    """In order."""
+    copy: float
+    """One layer's input to the host, or back; 0 where memory is shared."""
+    outside_layers: float
+    """Embeddings, head, loss and optimiser."""
+
+    def scaled(self, forward: float, backward: float, copy: float) -> StepTimes:
+        """Scale all times to those measured on the second layer (of a single one: on that)."""
+        known = self.layers[:2][-1]
+        by = (forward + backward) / (known.forward + known.backward)
+        kinds = {
+            each: LayerTimes(
+                forward / known.forward * each.forward, backward / known.backward * each.backward,
+                by * each.norms, by * each.gate_up, forward / known.forward * each.recompute_layer,
+            )
+            for each in dict.fromkeys(self.layers)
+        }  # fmt: skip
+        return StepTimes(tuple(kinds[each] for each in self.layers), copy, by * self.outside_layers)
+
+    @property
+    def longest_layer(self) -> float:
+        """The most that a layer's forward and backward take."""
+        return max(layer.forward + layer.backward for layer in self.layers)
+
     def step(self, policies: Sequence[Policy], buffers: int = 2) -> float:
-        """A whole step with one policy a layer."""
-        extra = self.extra(buffers)
-        layers = len(policies) * (self.forward + self.backward)
-        return layers + self.rest + sum(extra[policy] for policy in followed(policies))
+        """Return a whole step's time with one policy a layer."""
+        kinds = {layer: layer.extra(self.copy, buffers) for layer in dict.fromkeys(self.layers)}
+        pairs = zip(self.layers, followed(policies), strict=True)
+        return self.outside_layers + sum(each.forward + each.backward + kinds[each][policy] for each, policy in pairs)
 
 
-def step_times(shape: Shape, work: Work, card: Card) -> StepTimes:
-    """Estimated times on a card."""
-    t, h, i, b = work.tokens, shape.hidden, shape.intermediate, work.itemsize
-    q, kv = shape.query, shape.key_value
-    rate = 1e3 / (card.matmul * SUSTAINED * (1 if b == 2 else 0.1))  # ms an operation; float32: no tensor cores
-    moving = 1e3 / (card.bandwidth * ELEMENTWISE) * (1 if work.fused else STOCK)
-    products = 2 * t * shape.active_weights * rate
-    attention = 2 * t * min(work.documents, t) * q * 1e3 / (card.matmul * ATTENTION)
-    norms = shape.norms * 2 * t * h * work.stream_bytes * moving
-    around = t * (6 * h * work.stream_bytes + (4 * q + 4 * kv + 3 * i) * b) * moving
-    adapters = sum(t * _adapted(shape, work, names) * b for names in shape.groups) * moving
-    if shape.experts:  # rows are gathered and combined, and read for each thin product beside
-        rows = 2 * (shape.experts.chosen + 1) * h
-        thin = 3 * shape.experts.chosen * h + 5 * i if work.expert_rank else 0
-        around, adapters = around + t * rows * b * moving, adapters + 1.5 * t * thin * b * moving
-    gaps = GAPS + (ROUTED_GAPS if shape.experts else 0.0) if work.fused else 0.0
+def step_times(dims: ModelDims, setup: TrainSetup, device: DeviceSpec) -> StepTimes:
+    """Estimate the times of a step on a device."""
+    t, h, b = setup.tokens, dims.hidden, setup.itemsize
+    kinds = {layer: _layer_times(layer, setup, device) for layer in dims.kinds}
+    rate, ms_per_byte = _rates(setup, device)
+    head = (6 if setup.method == "full" else 4) * t * h * dims.vocab * rate + 4 * t * dims.vocab * b * ms_per_byte
+    updated = dims.parameters if setup.method == "full" else 0
+    outside = head + 30 * updated / device.bandwidth * 1e3 + 12 * t * h * b * ms_per_byte
+    copy = buffer_bytes(dims, setup) / device.pcie * 1e3 if device.pcie else 0.0
+    return StepTimes(tuple(kinds[layer] for layer in dims.layers), copy, outside)
+
+
+def _rates(setup: TrainSetup, device: DeviceSpec) -> tuple[float, float]:
+    """Return milliseconds of an operation of large products, and of a byte that elementwise kernels move."""
+    rate = 1e3 / (device.matmul * SUSTAINED * (1 if setup.itemsize == 2 else 0.1))  # float32: no tensor cores
+    return rate, 1e3 / (device.bandwidth * ELEMENTWISE) * (1 if setup.fused else STOCK)
+
+
+def _layer_times(layer: LayerSpec, setup: TrainSetup, device: DeviceSpec) -> LayerTimes:
+    t, h, i, b = setup.tokens, layer.hidden, width_of(layer), setup.itemsize
+    q, kv, experts = layer.attention.query, layer.attention.key_value, layer.experts
+    rate, ms_per_byte = _rates(setup, device)
+    active = layer.linear_weights + (3 * h * i if experts else 0)
+    products = 2 * t * active * rate
+    attention = 2 * t * min(setup.documents, t) * q * 1e3 / (device.matmul * ATTENTION)
+    norms = layer.norms * 2 * t * h * setup.stream_bytes * ms_per_byte
+    around = t * (6 * h * setup.stream_bytes + (4 * q + 4 * kv + 3 * i) * b) * ms_per_byte
+    beside = setup.fused and not experts  # the activation reads and writes what gate and up add
+    gated = () if experts else layer.feed_forward.groups[0]
+    adapters = sum(t * _adapted(setup, group, beside and group == gated) * b for group in layer.groups) * ms_per_byte
+    if experts:  # rows are gathered and combined, and read for each thin product beside
+        rows = 2 * (experts.chosen + 1) * h
+        thin = 3 * experts.chosen * h + 5 * i if setup.expert_rank else 0
+        around, adapters = around + t * rows * b * ms_per_byte, adapters + 1.5 * t * thin * b * ms_per_byte
+    gaps = GAPS + (ROUTED_GAPS if experts else 0.0) if setup.fused else 0.0
     # 4-bit weights are written out for each product, half a byte read and two written an element
-    written = 2.5 * shape.linear_weights * moving if work.method == "qlora" else 0.0
+    written = 2.5 * layer.linear_weights * ms_per_byte if setup.method == "qlora" else 0.0
     forward = products + attention + norms + around + adapters + written + gaps
-    trained = 2 if work.method == "full" else 1
+    trained = 2 if setup.method == "full" else 1
     backward = trained * products + 2.5 * attention + 1.5 * (norms + around) + adapters + written + gaps
-    if not work.fused:
+    if not setup.fused:
         forward, backward = max(forward, STOCK_GAPS), max(backward, STOCK_GAPS)
-    matrix = 2 * t * h * i * rate + written * h * i / shape.linear_weights
+    matrix = 2 * t * h * i * rate + written * h * i / layer.linear_weights
     # a Gemma layer's backward reads the product's norm
-    spared = (
-        matrix + 3 * t * h * work.stream_bytes * moving if work.fused and shape.norms == 2 and not shape.experts else 0
-    )
-    head = (6 if work.method == "full" else 4) * t * h * shape.vocab * rate + 4 * t * shape.vocab * b * moving
-    updated = shape.parameters if work.method == "full" else 0
-    rest = head + 30 * updated / card.bandwidth * 1e3 + 12 * t * h * b * moving
-    copy = buffer_bytes(shape, work) / card.link * 1e3 if card.link else 0.0
-    return StepTimes(forward, backward, norms / shape.norms * 2, 2 * matrix, forward - spared, copy, rest)
+    spares = setup.fused and layer.norms == 2 and not experts
+    spared = matrix + 3 * t * h * setup.stream_bytes * ms_per_byte if spares else 0
+    return LayerTimes(forward, backward, norms / layer.norms * 2, 2 * matrix, forward - spared)
 
 
-def _adapted(shape: Shape, work: Work, names: Sequence[str]) -> int:
-    """Elements a token that LoRA on a merged product moves: x read, y read and written (the activation does gate's)."""
-    widths = [shape.linears[name] for name in names if work.rank(name)]
-    beside = work.fused and names[0] == "gate_proj"
-    return (widths[0][1] if widths else 0) + (0 if beside else 2 * sum(rows for rows, _ in widths))
+def _adapted(setup: TrainSetup, group: Sequence[Linear], beside: bool) -> int:
+    """Count elements a token that LoRA on a merged product moves: x read, y read and written, unless done `beside`."""
+    adapted = [linear for linear in group if setup.rank(linear.path)]
+    return (adapted[0].inputs if adapted else 0) + (0 if beside else 2 * sum(linear.out for linear in adapted))

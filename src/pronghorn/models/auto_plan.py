@@ -1,4 +1,4 @@
-"""The plan for a model at hand: its shape and training read from it, times measured on it where it is on CUDA."""
+"""Make the plan for a model at hand: sizes and training are read from it, times measured on it where it is on CUDA."""
 
 from __future__ import annotations
 
@@ -16,25 +16,27 @@ from torch import nn
 
 from pronghorn.data.batch import PackedBatch
 from pronghorn.errors import UnsupportedError
+from pronghorn.families.layer_spec import layer_spec, linear_modules
+from pronghorn.families.spec import Attention, Experts, GatedMLP
 from pronghorn.layers.decoder import FusedLayers
 from pronghorn.layers.linears import adapter_of, base_of
-from pronghorn.memory.devices import Card, card
-from pronghorn.memory.estimate import CONTEXT_BYTES, Experts, Method, Shape, Work
+from pronghorn.memory.devices import DeviceSpec, device_spec
+from pronghorn.memory.estimate import CONTEXT_BYTES, Method, ModelDims, TrainSetup
 from pronghorn.memory.pinned import PinnedPool
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.memory.planner import plan
 from pronghorn.memory.step_time import StepTimes, step_times
 from pronghorn.models import experts
 from pronghorn.models.attach import attach, attached
-from pronghorn.models.families import LINEARS, base_causal_lm, check_config, has_experts, head_dim
+from pronghorn.models.families import base_causal_lm, check_config
 
 T = TypeVar("T")
 SECONDS = 0.3
 """How long at least a part is repeated to be timed: a GPU that was idle runs faster at first."""
 
 
-def shape_of(model: Any) -> Shape:
-    """The shape of a causal LM, which may be quantised, adapted, or without weights on the meta device.
+def dims_of(model: Any) -> ModelDims:
+    """Read the sizes of a causal LM, which may be quantised, adapted, or without weights on the meta device.
 
     Raises:
         UnsupportedError: a model that no plan is made for (`refusal`).
@@ -43,44 +45,36 @@ def shape_of(model: Any) -> Shape:
     reason = refusal(base)
     if reason is not None:
         raise UnsupportedError(f"no plan is made: {reason}", "choose memory.gradient_checkpointing yourself")
-    config, layers = base.config, base.base_model.layers
-    first, routed = layers[0], next(experts.expert_modules(base), None)
-    sizes = {name: (linear.out_features, linear.in_features) for name, linear in _linears(first).items()}
-    ends = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
-    # the linears by their sizes: quantised weights don't tell theirs
-    others = [(name, p) for name, p in base.base_model.named_parameters() if "lora_" not in name]
-    small = sum(p.numel() for _, p in others if p.dim() == 1)
-    if routed is not None:  # and its router
-        small += sum(p.numel() for name, p in others if p.dim() > 1 and ".mlp." in name)
-    parameters = len(layers) * sum(rows * columns for rows, columns in sizes.values()) + ends + small
-    dim = head_dim(config)
-    return Shape(
-        layers=len(layers),
-        linears=sizes,
-        heads=sizes["q_proj"][0] // dim,
-        kv_heads=sizes["k_proj"][0] // dim,
-        vocab=config.vocab_size,
-        norms=sum(type(module).__name__.endswith("RMSNorm") for module in first.children()),
-        qk_norm=hasattr(first.self_attn, "q_norm"),
-        parameters=parameters,
-        experts=None if routed is None else _experts(routed, config),
-    )
+    family, config = check_config(base.config), base.config
+    tables = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
+    norms = sum(p.numel() for name, p in base.base_model.named_parameters(recurse=True) if _is_norm(name, p))
+    layers = tuple(layer_spec(family, layer) for layer in base.base_model.layers)
+    return ModelDims(layers, config.vocab_size, tables + norms, config.tie_word_embeddings)
+
+
+def _is_norm(name: str, parameter: torch.Tensor) -> bool:
+    """Tell whether a backbone's parameter lies outside its layers and is no embedding."""
+    return parameter.dim() == 1 and not name.startswith("layers.") and "lora_" not in name
 
 
 def refusal(model: Any, fused: bool = True) -> str | None:
-    """Why no plan is made for a causal LM, or None: experts are counted only as Pronghorn computes them, in packed
-    batches and with fused attention."""
+    """Say why no plan is made for a causal LM, or None.
+
+    Experts are counted only as Pronghorn computes them, in packed batches and with fused attention; other
+    layers than those of one attention and one gated MLP, or experts, are not counted.
+    """
     base = base_causal_lm(model)
-    if not has_experts(base.config):
+    family = check_config(base.config)
+    kinds = {tuple(type(block.kind) for block in family.blocks(layer)) for layer in base.base_model.layers}
+    for layer in kinds - {(Attention, GatedMLP), (Attention, Experts)}:
+        return f"what layers of {', '.join(kind.__name__ for kind in layer)} keep is not counted"
+    if (Attention, Experts) not in kinds:
         return None
     if not fused:
         return "attention beside its experts is not fused, or batches are padded"
     if attached(base) is not None and base.config._experts_implementation != experts.NAME:
         return "its experts go transformers' way"
-    layers, routed = base.base_model.layers, list(experts.expert_modules(base))
-    if len(routed) != len(layers):
-        return f"{len(layers) - len(routed)} of {len(layers)} layers have no experts"
-    reasons = (unfused_reason(base, None), *map(experts.refusal, routed))
+    reasons = (unfused_reason(base, None), *map(experts.refusal, experts.expert_modules(base)))
     return next((reason for reason in reasons if reason is not None), None)
 
 
@@ -89,13 +83,12 @@ def unfused_reason(model: Any, autocast: torch.dtype | None) -> str | None:
     return FusedLayers(model.base_model, check_config(model.config), "auto").reason(autocast)
 
 
-def _experts(module: Any, config: Any) -> Experts:
-    gate_up = experts.weights(module)[0]
-    return Experts(len(gate_up), config.num_experts_per_tok, gate_up.shape[2 if module.is_transposed else 1] // 2)
-
-
 def skeleton(config: Any) -> Any:
-    """The model of a configuration on the meta device: no weights are made. UnsupportedError: an unknown family."""
+    """Make the model of a configuration on the meta device, without weights.
+
+    Raises:
+        UnsupportedError: an unknown family.
+    """
     from transformers import AutoModelForCausalLM
 
     check_config(config)
@@ -103,10 +96,10 @@ def skeleton(config: Any) -> Any:
         return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
 
-def work_of(
+def setup_of(
     model: Any, tokens: int, autocast: torch.dtype | None = None, padded: int = 0, accumulates: bool = True
-) -> Work:
-    """How a model is about to be trained, with the adapters and the dtype that it has.
+) -> TrainSetup:
+    """Read how a model is about to be trained, with the adapters and the dtype that it has.
 
     Args:
         tokens: of a micro-batch.
@@ -115,17 +108,19 @@ def work_of(
         accumulates: whether a step has several micro-batches.
     """
     base, handle = base_causal_lm(model), attached(model)
-    linears = _linears(base.base_model.layers[0])
-    query = base_of(linears["q_proj"]).weight
-    adapters = {name: adapter_of(linear) for name, linear in linears.items()}
-    ranks = {name: 0 if adapter is None else adapter.a.shape[0] for name, adapter in adapters.items()}
-    quantised = not query.dtype.is_floating_point
-    method: Method = "full" if query.requires_grad and not any(ranks.values()) else "qlora" if quantised else "lora"
+    family, ranks = check_config(base.config), dict[str, int]()
+    for layer in base.base_model.layers:
+        for path, linear in linear_modules(family, layer).items():
+            adapter = adapter_of(linear)
+            ranks[path] = max(ranks.get(path, 0), 0 if adapter is None else adapter.a.shape[0])
+    first = base_of(next(iter(linear_modules(family, base.base_model.layers[0]).values()))).weight
+    quantised = not first.dtype.is_floating_point
+    method: Method = "full" if first.requires_grad and not any(ranks.values()) else "qlora" if quantised else "lora"
     embeddings = base.get_input_embeddings().weight
     distributed = _distributed()
     whole = {id(p): p.numel() for name, p in base.named_parameters() if p.requires_grad and "lora_" not in name}
     fuses = not padded and (embeddings.is_cuda if handle is None else handle.fuses)
-    return Work(
+    return TrainSetup(
         tokens=tokens,
         method=method,
         ranks=ranks,
@@ -149,9 +144,9 @@ def plan_for(
     padded: int = 0,
     accumulates: bool = True,
 ) -> Plan:
-    """What `auto` means on CUDA: everything kept where that fits, else the fastest plan that does, by a layer's times
-    as measured; by the table's where batches are padded, or there is no room to measure (which is logged). Several
-    processes make the same plan, for the least memory that one of them has: each step waits for the slowest.
+    """Decide what `auto` means on CUDA: everything kept where that fits, else the fastest plan that does, by a layer's
+    times as measured; by the table's where batches are padded, or there is no room to measure (which is logged).
+    Several processes make the same plan, for the least memory that one of them has: each step waits for the slowest.
 
     Args:
         model: on one CUDA device, with its adapters, before or after `attach`; its plan isn't changed.
@@ -164,25 +159,25 @@ def plan_for(
         PlanDoesNotFit: with what would fit.
     """
     device = base_causal_lm(model).device
-    shape, work = shape_of(model), work_of(model, tokens, autocast, padded, accumulates)
-    card = device_card(device)
+    dims, setup = dims_of(model), setup_of(model, tokens, autocast, padded, accumulates)
+    spec = cuda_device_spec(device)
     budget = min(_everywhere(min(available(device), budget_bytes or sys.maxsize)))
-    made = plan(shape, work, card, budget)
+    made = plan(dims, setup, spec, budget)
     if padded or set(made.policies) == {Policy.KEEP}:
         return made
     try:
-        times: StepTimes | None = measured_times(model, shape, work, card, autocast)
+        times: StepTimes | None = measured_times(model, dims, setup, spec, autocast)
     except torch.OutOfMemoryError:
         times = None
     measured = _everywhere(times)
     if None in measured:
-        logging.getLogger(__name__).warning("no memory to time a layer in: planned by the %s", card.source)
+        logging.getLogger(__name__).warning("no memory to time a layer in: planned by the %s", spec.source)
         return made
-    return plan(shape, work, card, budget, measured[0])
+    return plan(dims, setup, spec, budget, measured[0])
 
 
 def _everywhere(value: T) -> list[T]:
-    """The value of each process, in the order of ranks."""
+    """Return the value of each process, in the order of ranks."""
     if not _distributed():
         return [value]
     found: list[Any] = [None] * dist.get_world_size()
@@ -195,32 +190,34 @@ def _distributed() -> bool:
 
 
 def available(device: torch.device) -> int:
-    """Bytes that this process may take of a CUDA device: what is free, what it holds, and no more than its share
-    (`torch.cuda.set_per_process_memory_fraction`)."""
+    """Return the bytes that this process may take of a CUDA device: what is free, what it holds, and no more than its
+    share (`torch.cuda.set_per_process_memory_fraction`)."""
     free, total = torch.cuda.mem_get_info(device)
     share = int(torch.cuda.get_per_process_memory_fraction(device) * total)
     return min(min(free + torch.cuda.memory_reserved(device), share) + CONTEXT_BYTES, total)
 
 
-def device_card(device: torch.device) -> Card:
-    """The card of a CUDA device, with its memory."""
+def cuda_device_spec(device: torch.device) -> DeviceSpec:
+    """Look up a CUDA device, with its memory."""
     properties = torch.cuda.get_device_properties(device)
-    found = card(properties.name, properties.total_memory)
-    return replace(found, link=0.0) if properties.is_integrated else found
+    found = device_spec(properties.name, properties.total_memory)
+    return replace(found, pcie=0.0) if properties.is_integrated else found
 
 
-def measured_times(model: Any, shape: Shape, work: Work, card: Card, autocast: torch.dtype | None = None) -> StepTimes:
-    """The card's estimate scaled by one layer's times, keeping everything, and the copy of its input, measured.
+def measured_times(
+    model: Any, dims: ModelDims, setup: TrainSetup, spec: DeviceSpec, autocast: torch.dtype | None = None
+) -> StepTimes:
+    """Measure one layer's times, keeping everything, and the copy of its input; scale the device's estimate by them.
 
-    The backbone runs with one layer and with two; the difference is a layer's. Takes one or two seconds; gradients,
-    random state and the model are left as they were.
+    The backbone runs with one layer and with two; the difference is the second layer's. Takes one or two seconds;
+    gradients, random state and the model are left as they were.
     """
     base, handle = base_causal_lm(model), attached(model)
     given = None if handle is None else (handle.plan, handle.options.graph)
     handle = attach(model, Plan.keep(), graph="off") if handle is None else handle.replan(Plan.keep(), graph="off")
     try:
         with torch.cuda.device(base.device), torch.autocast("cuda", autocast, enabled=autocast is not None):
-            return _measure(base, shape, work, card)
+            return _measure(base, dims, setup, spec)
     finally:
         if given is None:
             handle.detach()
@@ -229,15 +226,15 @@ def measured_times(model: Any, shape: Shape, work: Work, card: Card, autocast: t
         torch.cuda.empty_cache()  # what the allocator keeps would be in training's way
 
 
-def _measure(base: Any, shape: Shape, work: Work, card: Card) -> StepTimes:
+def _measure(base: Any, dims: ModelDims, setup: TrainSetup, spec: DeviceSpec) -> StepTimes:
     device, backbone = base.device, base.base_model
-    lengths = [work.documents] * (work.tokens // work.documents) + [work.tokens % work.documents]
-    packed = PackedBatch.build([n for n in lengths if n], tokens=work.tokens, device=device)
+    lengths = [setup.documents] * (setup.tokens // setup.documents) + [setup.tokens % setup.documents]
+    packed = PackedBatch.build([n for n in lengths if n], tokens=setup.tokens, device=device)
     positions = torch.cat([torch.arange(n, device=device) for n in lengths])[None]
-    dtype = torch.float32 if work.method == "full" else base.get_input_embeddings().weight.dtype
+    dtype = torch.float32 if setup.method == "full" else base.get_input_embeddings().weight.dtype
     layers = backbone.layers
     with torch.random.fork_rng(devices=[device]):
-        states = torch.randn(1, work.tokens, shape.hidden, device=device, dtype=dtype, requires_grad=True)
+        states = torch.randn(1, setup.tokens, dims.hidden, device=device, dtype=dtype, requires_grad=True)
         seed = torch.randn_like(states)
 
         def step() -> Iterator[None]:
@@ -258,7 +255,7 @@ def _measure(base: Any, shape: Shape, work: Work, card: Card) -> StepTimes:
     forward, backward = (max(two - one, 1e-3) for one, two in zip(*times, strict=True))
 
     pool, copied = PinnedPool(pinned=True), 0.0
-    if card.link:
+    if spec.pcie:
         host = pool.take(states.nbytes).like(states)
 
         def copy() -> Iterator[None]:
@@ -268,12 +265,12 @@ def _measure(base: Any, shape: Shape, work: Work, card: Card) -> StepTimes:
 
         [copied] = _medians(copy)
         pool.release()
-    return step_times(shape, work, card).scaled(forward, backward, copied)
+    return step_times(dims, setup, spec).scaled(forward, backward, copied)
 
 
 def _medians(work: Callable[[], Iterator[None]]) -> list[float]:
-    """Milliseconds between what `work` yields at: medians of repeats that follow each other as in training, where the
-    host launches ahead. The first ones, which may compile, tell how many there are to be."""
+    """Time what `work` does between its yields, in milliseconds: medians of repeats that follow each other as in
+    training, where the host launches ahead. The first ones, which may compile, tell how many there are to be."""
 
     def repeat(count: int) -> list[list[float]]:
         every: list[list[torch.cuda.Event]] = []
@@ -288,8 +285,3 @@ def _medians(work: Callable[[], Iterator[None]]) -> list[float]:
     once = sum(repeat(2)[-1]) / 1e3
     found = repeat(min(max(int(SECONDS / once), 5), 100))
     return [statistics.median(times) for times in zip(*found[len(found) // 3 :], strict=True)]
-
-
-def _linears(layer: Any) -> dict[str, Any]:
-    owners = {name: layer.self_attn if hasattr(layer.self_attn, name) else layer.mlp for name in LINEARS}
-    return {name: getattr(owner, name) for name, owner in owners.items() if hasattr(owner, name)}

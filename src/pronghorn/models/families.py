@@ -13,9 +13,7 @@ from torch import nn
 from pronghorn.families.registry import family_of as check_config
 from pronghorn.memory.plan import POLICY, Policy
 
-__all__ = ["LINEARS", "base_causal_lm", "check_config", "has_experts", "head_dim", "recomputes_layers", "rope_limit"]
-
-LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+__all__ = ["base_causal_lm", "check_config", "has_experts", "head_dim", "recomputes_layers", "rope_limit"]
 
 
 def has_experts(config: Any) -> bool:

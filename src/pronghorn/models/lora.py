@@ -14,7 +14,7 @@ import torch
 from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.models.adapter_files import check_pattern
 from pronghorn.models.experts import weight_names
-from pronghorn.models.families import LINEARS, base_causal_lm, has_experts
+from pronghorn.models.families import base_causal_lm, check_config
 
 
 def add_lora(
@@ -23,7 +23,7 @@ def add_lora(
     r: int = 16,
     lora_alpha: int = 16,
     lora_dropout: float = 0.0,
-    target_modules: Sequence[str] | str = LINEARS,
+    target_modules: Sequence[str] | str | None = None,
     target_parameters: Sequence[str] | None = None,
     bias: str = "none",
     use_rslora: bool = False,
@@ -37,7 +37,7 @@ def add_lora(
     Args:
         r, lora_alpha, lora_dropout, target_modules, target_parameters, bias, use_rslora, modules_to_save,
             trainable_token_indices: as in `peft.LoraConfig`. Embeddings that are tied to the head stay tied when they
-            are trained. The default targets are those of `LINEARS` that the model has: with experts, attention's.
+            are trained. The default targets are the family's (`family_targets`).
         random_state: seeds the adapters' initialisation, and nothing else: the global generators are left as they were.
         revision: of the base on the hub, saved with the adapter so that it is loaded with the same weights.
     Raises:
@@ -52,11 +52,12 @@ def add_lora(
         )
     if r < 1:
         raise ConfigError(f"LoRA rank r = {r} is below 1", "use a rank from 1 to 256, 16 is common")
-    targets = target_modules if isinstance(target_modules, str) else list(target_modules)
+    own = family_targets(model)
+    targets = (
+        target_modules if isinstance(target_modules, str) else list(own if target_modules is None else target_modules)
+    )
     names = [name for name, _ in model.named_modules()]
-    if tuple(targets) == LINEARS and has_experts(base_causal_lm(model).config):
-        targets = [target for target in LINEARS if _named(target, names)]
-    _check_targets(targets, names, bool(target_parameters))
+    _check_targets(targets, names, bool(target_parameters), own)
     _check_target_parameters(model, target_parameters or (), lora_dropout)
     check_whole_modules(model, modules_to_save or ())
     ends = bool({"embed_tokens", "lm_head"} & {name.rsplit(".", 1)[-1] for name in modules_to_save or ()})
@@ -79,6 +80,14 @@ def add_lora(
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(random_state)
         return get_peft_model(model, config)
+
+
+def family_targets(model: Any) -> tuple[str, ...]:
+    """Return the linears that LoRA adapts unless told otherwise: the family's choice, or all that its blocks name."""
+    base = base_causal_lm(model)
+    family = check_config(base.config)
+    every = (name for layer in base.base_model.layers for name in family.linear_names(layer))
+    return family.lora_targets or tuple(dict.fromkeys(every))
 
 
 def _named(wanted: str, names: Sequence[str]) -> list[str]:
@@ -105,9 +114,9 @@ def check_whole_modules(model: Any, wanted: Sequence[str]) -> None:
             )
 
 
-def _check_targets(targets: str | list[str], names: Sequence[str], or_parameters: bool) -> None:
+def _check_targets(targets: str | list[str], names: Sequence[str], or_parameters: bool, own: Sequence[str]) -> None:
     """PEFT passes over a name that matches nothing, if another does; a string it takes as a regular expression."""
-    some = f"use some of {', '.join(LINEARS)}"
+    some = f"use some of {', '.join(own)}"
     if targets == "all-linear" or (not targets and or_parameters):
         return
     if not targets:

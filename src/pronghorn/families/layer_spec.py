@@ -1,0 +1,171 @@
+"""Describe one decoder layer by its sizes: what its family says of it, filled in from the layer's module.
+
+Sizes are read from modules, never from a configuration, so a layer on the meta device, in 4 bits or with PEFT's
+adapters reads the same. Equal layers have equal specs: a model is a few kinds of layers, each with a count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+from torch import nn
+
+from pronghorn.families.spec import Attention, Experts, FamilySpec, GatedMLP, ResidualBlock
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear of a layer, by its path below the layer."""
+
+    path: str
+    out: int
+    inputs: int
+
+    @property
+    def weights(self) -> int:
+        return self.out * self.inputs
+
+
+@dataclass(frozen=True)
+class BlockSpec:
+    """A residual block: its linears in groups that read the same input."""
+
+    groups: tuple[tuple[Linear, ...], ...]
+
+
+@dataclass(frozen=True)
+class AttentionSpec(BlockSpec):
+    """Softmax attention with grouped heads."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: int | None
+    head_norms: Literal["head", "all heads"] | None
+    """What one RMS of the query's and key's norm is taken over; None without such norms."""
+    sinks: bool
+
+    @property
+    def query(self) -> int:
+        """Width of all query heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def key_value(self) -> int:
+        """Width of all key heads (and of all value heads)."""
+        return self.kv_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class GatedMLPSpec(BlockSpec):
+    """down(activation(gate(x)) ∘ up(x))."""
+
+    width: int
+
+
+@dataclass(frozen=True)
+class ExpertsSpec(BlockSpec):
+    """A router and its experts, each a gated MLP."""
+
+    count: int
+    chosen: int
+    """Experts of a token."""
+    width: int
+    """Of one expert."""
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """The kind of a decoder layer."""
+
+    hidden: int
+    norms: int
+    """RMSNorms over the hidden size: 2, or 4 in Gemma."""
+    blocks: tuple[BlockSpec, ...]
+    parameters: int
+    """All of the layer's, adapters and trained copies aside."""
+
+    @cached_property
+    def groups(self) -> tuple[tuple[Linear, ...], ...]:
+        """Groups of linears with the same input, in the order of the forward."""
+        return tuple(group for block in self.blocks for group in block.groups)
+
+    @cached_property
+    def linears(self) -> tuple[Linear, ...]:
+        """All linears, in the order of the forward."""
+        return tuple(linear for group in self.groups for linear in group)
+
+    @cached_property
+    def linear_weights(self) -> int:
+        """Elements of the linears' weights."""
+        return sum(linear.weights for linear in self.linears)
+
+    @property
+    def attention(self) -> AttentionSpec:
+        [found] = [block for block in self.blocks if isinstance(block, AttentionSpec)]
+        return found
+
+    @property
+    def feed_forward(self) -> GatedMLPSpec | ExpertsSpec:
+        [found] = [block for block in self.blocks if isinstance(block, GatedMLPSpec | ExpertsSpec)]
+        return found
+
+    @property
+    def experts(self) -> ExpertsSpec | None:
+        return next((block for block in self.blocks if isinstance(block, ExpertsSpec)), None)
+
+
+def layer_spec(family: FamilySpec, layer: Any) -> LayerSpec:
+    """Read the kind of a decoder layer from its modules."""
+    blocks = family.blocks(layer)
+    hidden = layer.get_submodule(blocks[0].before).weight.shape[0]
+    specs = tuple(_block(layer, block, hidden) for block in blocks)
+    linears = {linear.path for spec in specs for group in spec.groups for linear in group}
+    weights = {f"{path}{base}.weight" for path in linears for base in ("", ".base_layer")}
+    others = (p.numel() for name, p in layer.named_parameters() if name not in weights and not _added(name))
+    by_size = sum(linear.weights for spec in specs for group in spec.groups for linear in group)
+    norms = sum(1 if block.after is None else 2 for block in blocks)
+    return LayerSpec(hidden, norms, specs, by_size + sum(others))
+
+
+def linear_modules(family: FamilySpec, layer: nn.Module) -> Mapping[str, Any]:
+    """Return a layer's linears, under PEFT's wrappers or not, by their paths below the layer."""
+    return {path: layer.get_submodule(path) for block in family.blocks(layer) for path in _paths(block)}
+
+
+def _paths(block: ResidualBlock) -> Iterator[str]:
+    return (f"{block.module}.{path}" for group in block.kind.linears for path in group)
+
+
+def _added(parameter: str) -> bool:
+    """Tell whether PEFT added the parameter of this name: an adapter, or a copy that is trained whole."""
+    return "lora_" in parameter or "modules_to_save." in parameter
+
+
+def _block(layer: Any, block: ResidualBlock, hidden: int) -> BlockSpec:
+    module, kind = layer.get_submodule(block.module), block.kind
+    groups = tuple(
+        tuple(
+            Linear(path, *(getattr(layer.get_submodule(path), size) for size in ("out_features", "in_features")))
+            for path in (f"{block.module}.{name}" for name in group)
+        )
+        for group in kind.linears
+    )
+    if isinstance(kind, Attention):
+        heads = groups[-1][0].inputs // module.head_dim
+        norms = None if kind.query_norm is None else kind.norms_span
+        sinks, window = kind.sinks is not None, kind.window(module)
+        return AttentionSpec(groups, heads, heads // module.num_key_value_groups, module.head_dim, window, norms, sinks)
+    if isinstance(kind, GatedMLP):
+        return GatedMLPSpec(groups, groups[-1][0].inputs)
+    if isinstance(kind, Experts):
+        inner = module.get_submodule(kind.experts)
+        while not hasattr(inner, "num_experts") or hasattr(inner, "base_layer"):  # PEFT wraps a module once a parameter
+            inner = inner.base_layer
+        down = getattr(inner, kind.down)
+        chosen = next(part.top_k for part in module.modules() if hasattr(part, "top_k"))
+        return ExpertsSpec(groups, len(down), chosen, down.numel() // len(down) // hidden)
+    return BlockSpec(groups)
