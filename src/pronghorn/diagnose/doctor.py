@@ -71,12 +71,12 @@ def packages() -> list[Package]:
         declared = []
     found = []
     for each in declared:
-        bare = Requirement(f"{each.name}{each.specifier}")
-        if each.marker is None or each.marker.evaluate({"extra": ""}):
+        bare, marker = Requirement(f"{each.name}{each.specifier}"), each.marker
+        if marker is None or marker.evaluate({"extra": ""}):
             found.append(Package(bare))
-        for extra, without in EXTRAS.items() if each.marker is not None else ():
-            if each.marker.evaluate({"extra": extra}) and not each.marker.evaluate({"extra": ""}):
-                found.append(Package(bare, without, f"pronghorn[{extra}]"))
+            continue
+        brought = (extra for extra in EXTRAS if marker.evaluate({"extra": extra}))
+        found += [Package(bare, EXTRAS[extra], f"pronghorn[{extra}]") for extra in brought]
     return found + [Package(Requirement(name), f"train.report_to: {name} is not available") for name in TRACKERS]
 
 
