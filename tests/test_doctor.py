@@ -7,6 +7,8 @@ import io
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,11 +18,11 @@ from rich.console import Console
 from conftest import ROOT
 from pronghorn.device import Device, probe
 from pronghorn.diagnose import doctor
-from pronghorn.diagnose.doctor import PACKAGES, Finding, Package, healthy, package_finding
+from pronghorn.diagnose.doctor import EXTRAS, Finding, Package, cache_finding, healthy, package_finding, packages
 from pronghorn.errors import ConfigError
 
-TORCH = Package("torch>=2.11,<2.15")
-EXTRA = Package("gguf>=0.19", without="no GGUF", extra="gguf")
+TORCH = Package(Requirement("torch>=2.11,<2.15"))
+EXTRA = Package(Requirement("gguf>=0.19"), without="no GGUF", install="pronghorn[gguf]")
 ARCHS = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
 """Of torch's wheels for CUDA 13."""
 H200 = Device("NVIDIA H200", "cuda", 0, (9, 0), 139 * 2**30, True, True, 16, 128 * 2**30)
@@ -43,7 +45,7 @@ H200 = Device("NVIDIA H200", "cuda", 0, (9, 0), 139 * 2**30, True, True, 16, 128
 def test_window(version: str | None, status: str) -> None:
     finding = package_finding(TORCH, version)
     assert finding.status == status
-    assert finding.remedy == ("" if status == "ok" else "pip install 'torch>=2.11,<2.15'")
+    assert finding.remedy == ("" if status == "ok" else "pip install 'torch<2.15,>=2.11'")
 
 
 def test_lack_of_an_extra_only_costs_its_feature() -> None:
@@ -53,16 +55,34 @@ def test_lack_of_an_extra_only_costs_its_feature() -> None:
     assert healthy([finding]) and not healthy([finding, package_finding(TORCH, None)])
 
 
-def test_windows_are_those_of_the_package() -> None:
+def test_windows_are_those_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an installation of this tree declares them; the one at hand may be older."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    declared = {
-        requirement.name: requirement.specifier
-        for text in [*project["dependencies"], *extras["gguf"], *extras["nf4"], *extras["report"]]
-        if (requirement := Requirement(text))
-    }
-    for package in PACKAGES:
-        assert Requirement(package.requirement).specifier == declared[package.name]
+    assert set(EXTRAS) == set(extras) - {"dev"}
+    optional = [
+        f"{text}{' and' if ';' in text else ';'} extra == '{extra}'" for extra in extras for text in extras[extra]
+    ]
+    monkeypatch.setattr(doctor.importlib.metadata, "requires", lambda name: [*project["dependencies"], *optional])
+    wanted = {package.requirement.name: package for package in packages()}
+    for text in project["dependencies"]:
+        declared = Requirement(text)
+        assert wanted[declared.name].requirement.specifier == declared.specifier
+        assert wanted[declared.name].without is None
+    for extra in EXTRAS:
+        for declared in map(Requirement, extras[extra]):
+            found = wanted[declared.name]
+            assert found.requirement.specifier == declared.specifier
+            assert (found.without, found.install) == (EXTRAS[extra], f"pronghorn[{extra}]")
+    assert not {"pytest", "triton"} & set(wanted), "what only developers need is not asked for"
+
+
+def test_a_full_disk_under_the_cache_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = tmp_path / "not" / "made yet"
+    for free, status in ((doctor.LEAST_FREE, "ok"), (doctor.LEAST_FREE - 1, "slow")):
+        monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
+        finding = cache_finding(missing)
+        assert finding.status == status and finding.found.startswith(f"{missing}, 20.0 GiB")
 
 
 @pytest.mark.parametrize(
@@ -132,7 +152,14 @@ def test_diagnosis_of_this_machine() -> None:
     findings = doctor.diagnose()
     parts = [finding.part for finding in findings]
     assert len(parts) == len(set(parts))
-    assert {"Python", "torch", "torch build", "CPU cores", "RAM", *(package.name for package in PACKAGES)} <= set(parts)
+    assert {
+        "Python",
+        "torch",
+        "torch build",
+        "CPU cores",
+        "RAM",
+        *(package.requirement.name for package in packages()),
+    } <= set(parts)
     assert all(finding.effect for finding in findings if finding.status != "ok")
 
 

@@ -17,10 +17,8 @@ from pronghorn.cli.main import app
 from pronghorn.config import Recipe
 from pronghorn.data.cache import documents
 from pronghorn.data.packing import Document
-from pronghorn.diagnose.examples import clip, example_of, pieces_of, visible
-from pronghorn.diagnose.inspect import Inspection, figures, histogram, inspect
-from pronghorn.diagnose.inspect_report import write_report
-from pronghorn.diagnose.inspect_terminal import show
+from pronghorn.diagnose.inspect import Inspection, clip, example_of, figures, histogram, inspect, pieces_of, visible
+from pronghorn.diagnose.inspect_report import show, write_report
 from pronghorn.errors import ConfigError
 from pronghorn.models.load import FoundModel
 from pronghorn.train.page import write_text

@@ -16,19 +16,17 @@ from rich.console import Console
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
-from pronghorn.attention import explicit
 from pronghorn.cli.main import app
 from pronghorn.config import Recipe
 from pronghorn.data.batch import Collator
-from pronghorn.diagnose import profile_steps
-from pronghorn.diagnose.profile import account_for, profile
-from pronghorn.diagnose.profile_advice import advise, unfused
-from pronghorn.diagnose.profile_causes import ENGINE, Cause, cause, spans
-from pronghorn.diagnose.profile_record import Profile, read_profile
-from pronghorn.diagnose.profile_syncs import find_sites
-from pronghorn.diagnose.profile_terminal import headlines
+from pronghorn.diagnose.profile import find_sites, parts_of, profile
+from pronghorn.diagnose.profile_report import Profile, advise, headlines, read_profile, unfused
+from pronghorn.diagnose.profile_times import account_for
+from pronghorn.diagnose.profile_trace import ENGINE, Cause, cause, spans
 from pronghorn.errors import DataError, TrainingError
 from pronghorn.models.attach import attach
+from pronghorn.moe.experts import _Product
+from pronghorn.ranges import in_part
 from tiny import tiny_model
 
 QUIET = Console(quiet=True)
@@ -255,7 +253,7 @@ def sums_are_right(found: Profile) -> None:
 
 
 def test_real_steps_are_explained_and_leave_nothing(recipe: Any, tmp_path: Path) -> None:
-    before = explicit.forward, sorted(tmp_path.iterdir())
+    before = sorted(tmp_path.iterdir())
     path = recipe()
     started = time.perf_counter()
     found = profile(Recipe.load(path), QUIET, steps=2, warmup=1)
@@ -267,8 +265,7 @@ def test_real_steps_are_explained_and_leave_nothing(recipe: Any, tmp_path: Path)
     # two forward and four backward for each of 35 linears; the first layer's q, k and v need no gradient of their input
     products = {k.cause: k.count for k in found.kernels if k.name == "aten::mm"}
     assert products[Cause.LORA] == 35 * 6 - 3 and 66 <= products[Cause.GEMM] <= 70
-    assert explicit.forward is before[0]
-    assert sorted(tmp_path.iterdir()) == sorted([*before[1], path, tmp_path / "train.jsonl"])
+    assert sorted(tmp_path.iterdir()) == sorted([*before, path, tmp_path / "train.jsonl"])
 
 
 @pytest.fixture
@@ -284,14 +281,47 @@ def saved(family: str, stories: Path, folder: Path) -> dict[str, Any]:
     return {"name": str(folder)}
 
 
-def test_products_of_experts_by_kernels_of_our_own_are_told_by_their_dimensions() -> None:
-    """On a GPU they are launched from Python, within no operation."""
-    run = profile_steps._of_experts(lambda x, y, scale: scale, frozenset({4}))
-    sizes = (((16, 64), (8, 64, 24)), ((16, 64), (8, 64, 4)), ((16, 4), (8, 4, 24)), ((16, 64), (16, 4)))
+def test_parts_are_recorded_while_a_profiler_runs_and_only_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of experts and attention by hand are launched by kernels of our own, within no operation of torch's."""
+    opened: list[str] = []
+
+    @in_part("scores")
+    def attention() -> None:
+        opened.append("called")
+
+    def products() -> None:
+        x, offsets = torch.ones(16, 64), torch.tensor([7, 16], dtype=torch.int32)
+        weight, a, b = torch.ones(2, 64, 24), torch.ones(2, 4, 64), torch.ones(2, 24, 4)
+        product = _Product(weight, a, b, torch.float32, 1.0, offsets, "loop")
+        y, narrow = product.multiply(x)
+        product.gradients((True, True, True), (x, None), (y, None), narrow, torch.ones(16, 4))
+
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        assert [run(torch.empty(x), torch.empty(y), 2) for x, y in sizes] == [2] * 4
+        attention()
+        products()
     names = [event.name for event in profiler.events() if event.name.startswith("pronghorn:")]
-    assert names == ["pronghorn:products", *["pronghorn:adapters"] * 3]
+    expected = ["scores", "products", "adapters", "products", "adapters", "adapters"]
+    assert names == [f"pronghorn:{name}" for name in expected]
+    monkeypatch.setattr("torch.autograd.profiler.record_function", None)  # would be called, and fail
+    attention()
+    products()
+    assert opened == ["called", "called"]
+
+
+def test_modules_are_named_by_the_family_s_spec() -> None:
+    model = tiny_model("gemma3_text")
+    parts = parts_of(model)
+    names = {name: parts[module] for name, module in model.named_modules() if module in parts}
+    in_layer = {name: part for name, part in names.items() if name.startswith("model.layers.0")}
+    prefix = "model.layers.0."
+    norms = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+    assert in_layer == {
+        "model.layers.0": "layer",
+        f"{prefix}self_attn": "attention",
+        f"{prefix}mlp": "mlp",
+        **{f"{prefix}{name}": "norm" for name in (*norms, "self_attn.q_norm", "self_attn.k_norm")},
+    }
+    assert names["model.embed_tokens"] == "embedding" and names["model.norm"] == "norm" and names["model"] == "backbone"
 
 
 def test_experts_with_adapters(recipe: Any, stories: Path, tmp_path: Path) -> None:
@@ -364,10 +394,8 @@ def test_an_error_in_training_takes_everything_away(recipe: Any, monkeypatch: py
         return original(self, rows)
 
     monkeypatch.setattr(Collator, "__call__", broken)
-    before = explicit.forward
     with pytest.raises(TrainingError, match="planted"):
         profile(Recipe.load(recipe()), QUIET, steps=2, warmup=1)
-    assert explicit.forward is before
     assert not torch.autograd._profiler_enabled()
 
 

@@ -19,6 +19,7 @@ from pronghorn.attention.backends import Backend, choose, long_from
 from pronghorn.attention.masked import per_document_attention
 from pronghorn.data.batch import TILE_ROWS, PackedBatch
 from pronghorn.kernels import attention as tiles
+from pronghorn.ranges import SCORES, in_part
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ class _Attention(torch.autograd.Function):
         return *grads.split([q.shape[1], k.shape[1], k.shape[1]], 1), d_sinks, None
 
 
+@in_part(SCORES)
 def forward(
     q: Tensor, k: Tensor, v: Tensor, options: Options, sinks: Tensor | None = None
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -87,6 +89,7 @@ def forward(
     return per_document_attention(q, k, v, packed, scale, window, sinks), ()
 
 
+@in_part(SCORES)
 def backward(
     d_out: Tensor,
     q: Tensor,

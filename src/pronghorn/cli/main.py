@@ -149,15 +149,13 @@ def inspect_data(
         settings = Recipe.load(recipe, overrides or [])
         check_page(html)
         from pronghorn.diagnose.inspect import inspect
-        from pronghorn.diagnose.inspect_terminal import show
+        from pronghorn.diagnose.inspect_report import show, write_report
         from pronghorn.train.progress import RowsProgress
 
         with RowsProgress(console) as progress:
             found = inspect(settings, split, rows, progress)
         show(found, console)
         if html is not None:
-            from pronghorn.diagnose.inspect_report import write_report
-
             console.print(f"\nPage: {write_report(found, html)}", markup=False, soft_wrap=True)
 
 

@@ -45,7 +45,7 @@ def profile(
     """
     with plain_errors(debug):
         from pronghorn.config import Recipe
-        from pronghorn.diagnose.profile_record import read_profile
+        from pronghorn.diagnose.profile_report import read_profile
         from pronghorn.train.page import check_page, check_writable
 
         settings = Recipe.load(recipe, overrides or [])
@@ -56,7 +56,7 @@ def profile(
             check_writable(json)
         check_page(html)
         from pronghorn.diagnose.profile import profile as look
-        from pronghorn.diagnose.profile_terminal import show
+        from pronghorn.diagnose.profile_report import show, write_report
 
         found = look(settings, Console(stderr=True, highlight=False, quiet=not main_process()), steps, warmup)
         if not main_process():
@@ -66,6 +66,4 @@ def profile(
         if json is not None:
             found.write(json)
         if html is not None:
-            from pronghorn.diagnose.profile_report import write_report
-
             console.print(f"\nPage: {write_report(found, html, other)}", markup=False, soft_wrap=True)

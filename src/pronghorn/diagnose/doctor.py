@@ -8,7 +8,12 @@ import platform
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
+
+from huggingface_hub.constants import HF_HOME
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 from pronghorn.device import Device, has_triton, probe
 
@@ -34,46 +39,65 @@ class Finding:
 
 @dataclass(frozen=True)
 class Package:
-    """A package and the versions Pronghorn is made for."""
+    """A package, and what it is for if Pronghorn works without it."""
 
-    requirement: str
+    requirement: Requirement
     without: str | None = None
     """What can't be done without it; None: nothing can."""
-    extra: str | None = None
-    """The extra of Pronghorn that brings it."""
+    install: str | None = None
+    """What pip is told to install; None: the requirement."""
 
     @property
-    def name(self) -> str:
-        return self.requirement.partition(">=")[0]
+    def remedy(self) -> str:
+        return f"pip install '{self.install or f'{self.requirement.name}{self.requirement.specifier}'}'"
 
 
-PACKAGES = (
-    Package("torch>=2.11,<2.15"),
-    Package("transformers>=5.17,<6"),
-    Package("trl>=1.15"),
-    Package("peft>=0.21"),
-    Package("accelerate>=1.15"),
-    Package("datasets>=4.8"),
-    Package("bitsandbytes>=0.50", without="load_in_4bit is not available", extra="nf4"),
-    Package("gguf>=0.19", without="GGUF files can't be read or written", extra="gguf"),
-    Package("matplotlib>=3.10", without="report.html can't be drawn", extra="report"),
-)
-_REINSTALL_TORCH = f"pip install --force-reinstall '{PACKAGES[0].requirement}'"
+EXTRAS = {
+    "nf4": "load_in_4bit is not available",
+    "gguf": "GGUF files can't be read or written",
+    "report": "report.html can't be drawn",
+}
+"""What can't be done without each extra of Pronghorn."""
+TRACKERS = ("tensorboard", "wandb", "trackio")
+LEAST_FREE = 20 * 2**30
+"""Bytes: a model of 8 billion parameters is downloaded as 16 GB."""
+
+
+def packages() -> list[Package]:
+    """List what the installed Pronghorn declares that it needs, alone and for its extras, and the trackers."""
+    try:
+        declared = [Requirement(text) for text in importlib.metadata.requires("pronghorn") or ()]
+    except importlib.metadata.PackageNotFoundError:
+        declared = []
+    found = []
+    for each in declared:
+        bare, marker = Requirement(f"{each.name}{each.specifier}"), each.marker
+        if marker is None or marker.evaluate({"extra": ""}):
+            found.append(Package(bare))
+            continue
+        brought = (extra for extra in EXTRAS if marker.evaluate({"extra": extra}))
+        found += [Package(bare, EXTRAS[extra], f"pronghorn[{extra}]") for extra in brought]
+    return found + [Package(Requirement(name), f"train.report_to: {name} is not available") for name in TRACKERS]
 
 
 def diagnose() -> list[Finding]:
     """Look at everything; imports torch and asks the devices, changes nothing."""
     findings = [Finding("Python", platform.python_version(), "ok")]
-    findings += [package_finding(package, installed(package.name)) for package in PACKAGES]
-    findings += network_findings(os.environ)
+    wanted = packages()
+    if installed("pronghorn") is None:
+        effect = "its metadata is not found, so the versions of what it needs aren't judged"
+        findings.append(Finding("pronghorn", "not installed", "slow", effect, "pip install pronghorn"))
+    findings += [package_finding(package, installed(package.requirement.name)) for package in wanted]
+    findings += [*network_findings(os.environ), cache_finding(Path(HF_HOME))]
+    reinstall = next((f"{p.remedy} --force-reinstall" for p in wanted if p.requirement.name == "torch"), "")
     if installed("torch") is None:
         return findings
     try:
         import torch
     except (ImportError, OSError) as error:
-        return [*findings, Finding("torch import", str(error), "missing", "torch can't be loaded", _REINSTALL_TORCH)]
+        return [*findings, Finding("torch import", str(error), "missing", "torch can't be loaded", reinstall)]
     driver = shutil.which("nvidia-smi") is not None
-    findings.append(build_finding(torch.version.cuda, torch.version.hip, driver, torch.cuda.is_available()))
+    findings.append(build_finding(torch.version.cuda, torch.version.hip, driver, torch.cuda.is_available(), reinstall))
     if torch.cuda.is_available():
         findings.append(triton_finding(has_triton()))
     devices = [probe(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else [probe()]
@@ -98,27 +122,23 @@ def installed(package: str) -> str | None:
 
 def package_finding(package: Package, version: str | None) -> Finding:
     """Judge an installed version (None: not installed) against the window."""
-    from packaging.requirements import Requirement
-    from packaging.version import Version
-
+    name, window = package.requirement.name, package.requirement.specifier
     status: Status = "missing" if package.without is None else "slow"
-    remedy = f"pip install 'pronghorn[{package.extra}]'" if package.extra else f"pip install '{package.requirement}'"
     if version is None:
-        return Finding(package.name, "not installed", status, package.without or "Pronghorn needs it", remedy)
+        return Finding(name, "not installed", status, package.without or "Pronghorn needs it", package.remedy)
     # 2.13.0+cu130 and 2.13.0rc1 count as 2.13.0
-    if Requirement(package.requirement).specifier.contains(Version(version).base_version):
-        return Finding(package.name, version, "ok")
-    effect = f"outside {package.requirement.removeprefix(package.name)}"
-    return Finding(package.name, version, status, effect, f"pip install '{package.requirement}'")
+    if window.contains(Version(version).base_version):
+        return Finding(name, version, "ok")
+    return Finding(name, version, status, f"outside {window}", f"pip install '{package.requirement}'")
 
 
-def build_finding(cuda: str | None, hip: str | None, driver: bool, available: bool) -> Finding:
+def build_finding(cuda: str | None, hip: str | None, driver: bool, available: bool, reinstall: str = "") -> Finding:
     """What this build of torch is for, and whether it finds a GPU; `driver`: NVIDIA's driver is on this machine."""
     part = "torch build"
     if hip is not None:
         return Finding(part, f"ROCm {hip}", "slow", "Pronghorn is tested on NVIDIA GPUs only")
     if cuda is None and driver:
-        return Finding(part, "CPU only", "slow", "the GPU of this machine is not used", _REINSTALL_TORCH)
+        return Finding(part, "CPU only", "slow", "the GPU of this machine is not used", reinstall)
     if cuda is None:
         return Finding(part, "CPU only", "ok")
     if not available and driver:
@@ -186,14 +206,26 @@ def network_findings(environment: Mapping[str, str]) -> list[Finding]:
     def on(*names: str) -> bool:
         return any(environment.get(name, "").upper() in ("1", "ON", "YES", "TRUE") for name in names)
 
-    if on("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
-        return [Finding("Network", "offline by HF_HUB_OFFLINE: nothing is contacted", "ok")]
+    offline = [name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if on(name)]
+    if offline:
+        return [Finding("Network", f"offline by {' and '.join(offline)}: nothing is contacted", "ok")]
     hub = environment.get("HF_ENDPOINT", "https://huggingface.co")
     told = "off" if on("HF_HUB_DISABLE_TELEMETRY", "DISABLE_TELEMETRY", "DO_NOT_TRACK") else f"on: sent to {hub}"
     return [
         Finding("Network", f"{hub}, for models and data that are no local path", "ok"),
         Finding("TRL's telemetry", f"{told} (HF_HUB_DISABLE_TELEMETRY)", "ok"),
     ]
+
+
+def cache_finding(folder: Path) -> Finding:
+    """Return how much room is left where models and tokenised data are kept."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    found = Finding("Cache", f"{folder}, {_gib(free)} free", "ok")
+    if free >= LEAST_FREE:
+        return found
+    effect = "models of some billion parameters will not fit"
+    return replace(found, status="slow", effect=effect, remedy="export HF_HOME=a folder on a larger disk")
 
 
 def _gib(size: int) -> str:

@@ -3,42 +3,55 @@
     warm-up │ steps without the profiler, timed │ CUDA: one with Python's stack, for call sites │ steps under it │ stop
 
 The trainer is `pronghorn train`'s. Ranges around its parts, and hooks around the model's, are there for the profiled
-steps only. All of it works in a temporary folder; nothing is saved, and nobody is reported to.
+steps only; kernels' own ranges are recorded by themselves (`pronghorn.ranges`). All of it works in a temporary folder;
+nothing is saved, and nobody is reported to.
 """
 
 from __future__ import annotations
 
+import json
+import re
 import tempfile
+import time
+import warnings
 from collections import defaultdict
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
+from traceback import FrameSummary, extract_stack
+from typing import Any
 
 import torch
+from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from rich.console import Console
+from torch import nn
+from torch.profiler import ProfilerActivity, record_function
+from transformers import TrainerCallback
 
 from pronghorn.config import Recipe
 from pronghorn.device import device_name, versions
-from pronghorn.diagnose.profile_advice import advise, unfused
-from pronghorn.diagnose.profile_causes import PREFIX, Cause, Span, spans
-from pronghorn.diagnose.profile_record import PHASES, KernelTime, Profile, Row, Shape
-from pronghorn.diagnose.profile_steps import Recorder, Trace, inner_dimensions
-from pronghorn.diagnose.profile_syncs import find_sites
-from pronghorn.diagnose.profile_times import (
-    Gap,
-    Piece,
-    account,
-    device_pieces,
-    explain_gaps,
-    host_pieces,
-    launches,
-)
+from pronghorn.diagnose.profile_report import Profile, Sync, advise, unfused
+from pronghorn.diagnose.profile_times import account_for, synchronisations
+from pronghorn.diagnose.profile_trace import ENGINE, Span, spans
+from pronghorn.families.registry import family_of
+from pronghorn.families.spec import Attention
+from pronghorn.layers.decoder import is_fused
+from pronghorn.layers.linears import adapter_of
+from pronghorn.models.attach import Handle
+from pronghorn.models.experts import wrappers
+from pronghorn.ranges import PREFIX, in_part
 from pronghorn.train.build import build
 from pronghorn.train.control import RunControl
 from pronghorn.train.progress import ProgressCallback
+from pronghorn.train.trainer import SFTTrainer
 
+Trace = list[dict[str, Any]]
+"""The events of a Chrome trace."""
+_FRAME = re.compile(r"(?P<file>.+)\((?P<line>\d+)\): (?P<function>.+)")
+_PASSING = ("/torch/", "/accelerate/utils/", "/contextlib.py")
+"""Libraries whose frames only pass a call on."""
 GRAPH = "CUDA graph of the layers"
-VISIBLE = 1000
-"""Parts of a step's width that can be told apart."""
-_PHASES = ("data", "model", "backward", "optimiser", "logging")
 
 
 def profile(recipe: Recipe, console: Console, steps: int = 3, warmup: int = 3) -> Profile:
@@ -84,92 +97,240 @@ def profile(recipe: Recipe, console: Console, steps: int = 3, warmup: int = 3) -
     return found
 
 
-def account_for(trace: Trace, ranks: frozenset[int]) -> Profile:
-    """The times of a trace of steps, each in a range `pronghorn:step`; per step, in milliseconds."""
-    host = spans(trace)
-    steps = sorted((span for span in host if span.name == f"{PREFIX}step"), key=lambda span: span.start)
-    start, end = steps[0].start, steps[-1].end
-    pieces = device_pieces(trace, host, ranks)
-    gaps: list[Gap] = []
-    if pieces:
-        gaps = explain_gaps(account(pieces, start, end), host)
-    else:
-        pieces = host_pieces([span for span in host if span.thread == steps[0].thread], ranks)
-        pieces = [piece for piece in pieces if start <= piece.start and piece.end <= end]
-    found = Profile(
-        steps=len(steps),
-        step_ms=(end - start) / 1e3 / len(steps),
-        rows=_rows(pieces, gaps, host, len(steps)),
-        kernels=_kernels(pieces, len(steps)),
-        recomputed_ms=sum(piece.exposed for piece in pieces if piece.again) / 1e3 / len(steps),
-        launches=len(launches(host)) / len(steps),
-        launch_ms=sum(span.end - span.start for span in launches(host)) / 1e3 / len(steps),
-    )
-    # a device works on a step while the host is at the next: the last step's worth of time then
-    begin = end - (end - start) / len(steps) if gaps else steps[-1].start
-    found.timeline = _timeline(pieces, gaps, host, begin, end)
+class Recorder(TrainerCallback):
+    """Times and records steps while a trainer trains, and stops it when it has enough."""
+
+    def __init__(self, folder: Path, steps: int, warmup: int) -> None:
+        self.folder, self.steps, self.warmup = folder, steps, warmup
+        self.plain_ms = 0.0
+        """Milliseconds a step takes without the profiler."""
+        self.trace: Trace = []
+        """Of `steps` steps."""
+        self.stacks: Trace = []
+        """Of one step with Python's stack (CUDA only)."""
+        self.places: list[FrameSummary] = []
+        """Synchronisations noticed in that step."""
+        self._script: Generator[None] | None = None
+
+    def watch(self, trainer: SFTTrainer, handle: Handle) -> None:
+        """Record the steps of this trainer, whose model `handle` is of; call it before `train`."""
+        self._script = self._stages(trainer, handle)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._go_on(control)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._go_on(control)
+
+    def close(self) -> None:
+        """Take ranges, hooks and profiler away, wherever the training ended."""
+        if self._script is not None:
+            self._script.close()
+
+    def _go_on(self, control: Any) -> None:
+        assert self._script is not None
+        try:
+            next(self._script)
+        except StopIteration:
+            control.should_training_stop = True
+
+    def _stages(self, trainer: SFTTrainer, handle: Handle) -> Generator[None]:
+        """At each `yield` the trainer does a step: from the end of one to the end of the next."""
+        device = handle.model.device
+        for _ in range(self.warmup):
+            yield
+        _wait(device)
+        started = time.perf_counter()
+        for _ in range(self.steps):
+            yield
+        _wait(device)
+        self.plain_ms = (time.perf_counter() - started) * 1e3 / self.steps
+        with named(trainer, handle):
+            if device.type == "cuda":
+                with (
+                    noticed() as self.places,
+                    self._recorded(device, self.stacks, with_stack=True),
+                    record_function(f"{PREFIX}step"),
+                ):
+                    yield
+                    _wait(device)
+            with self._recorded(device, self.trace):
+                for left in reversed(range(self.steps)):
+                    with record_function(f"{PREFIX}step"):
+                        yield
+                        if not left:
+                            _wait(device)
+
+    @contextmanager
+    def _recorded(self, device: torch.device, trace: Trace, with_stack: bool = False) -> Iterator[None]:
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+        with torch.profiler.profile(activities=activities, record_shapes=True, with_stack=with_stack) as profiler:
+            yield
+        path = self.folder / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        trace += json.loads(path.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
+        path.unlink()
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        with record_function(f"{PREFIX}wait"):
+            torch.cuda.synchronize(device)
+
+
+@contextmanager
+def _method_in_part(owner: Any, method: str, part: str) -> Iterator[None]:
+    """Open a range around a method of this one object."""
+    own = vars(owner).get(method)
+    setattr(owner, method, in_part(part)(getattr(owner, method)))
+    try:
+        yield
+    finally:
+        delattr(owner, method)
+        if own is not None:
+            setattr(owner, method, own)
+
+
+@contextmanager
+def named(trainer: SFTTrainer, handle: Handle) -> Iterator[None]:
+    """Open ranges around the parts of this trainer's step and of its model's forward pass."""
+    model, opened = handle.model, []
+    parts: list[tuple[Any, str, str]] = [
+        (trainer, "get_batch_samples", "data"),
+        (trainer, "_maybe_log_save_evaluate", "logging"),
+        (trainer, "_clip_grad_norm", "optimiser"),
+        (trainer.optimizer, "step", "optimiser"),
+        (trainer.lr_scheduler, "step", "optimiser"),
+        (trainer.accelerator, "backward", "backward"),
+        (trainer._watch, "observe", "optimiser"),
+        (trainer._watch, "on_pre_optimizer_step", "optimiser"),
+    ]
+
+    def enter(part: str, *_: Any) -> None:
+        opened.append(record_function(PREFIX + part))
+        opened[-1].__enter__()
+
+    def leave(*_: Any) -> None:
+        opened.pop().__exit__(None, None, None)
+
+    # not called; with a hook it would be
+    fused = {inner for layer in model.modules() if is_fused(layer) for inner in layer.modules() if inner is not layer}
+    with ExitStack() as stack:
+        for owner, method, part in parts:
+            stack.enter_context(_method_in_part(owner, method, part))
+        for module, part in parts_of(model).items():
+            if module not in fused:
+                stack.callback(module.register_forward_pre_hook(partial(enter, part)).remove)
+                # recomputation leaves a layer by an exception once it has what it needs
+                stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+        yield
+
+
+def parts_of(model: Any) -> dict[nn.Module, str]:
+    """Say what modules of a causal LM are for `cause`, by its family's spec; any other is told by the one around it."""
+    backbone, blocks = model.base_model, family_of(model.config).blocks
+    found = {model: "model", backbone: "backbone"}
+    found |= {each: "norm" for each in backbone.children() if each is not backbone.layers}  # the last norm, RoPE
+    for layer in backbone.layers:
+        found[layer] = "layer"
+        for block in blocks(layer):
+            own, kind = layer.get_submodule(block.module), block.kind
+            found[own] = "attention" if isinstance(kind, Attention) else "mlp"
+            inside = (getattr(kind, name, None) for name in ("query_norm", "key_norm"))
+            found |= {own.get_submodule(path): "norm" for path in inside if path}
+            found |= {layer.get_submodule(path): "norm" for path in (block.before, block.after) if path}
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            found[module] = "embedding"
+        elif isinstance(module, LoraLayer) and not isinstance(
+            module, ParamWrapper
+        ):  # an expert does more than products
+            found[module] = "lora"
+            if isinstance(module.base_layer, nn.Linear):
+                found[module.base_layer] = "dense"
     return found
 
 
-def _rows(pieces: list[Piece], gaps: list[Gap], host: list[Span], steps: int) -> list[Row]:
-    """A row a cause, in the order of `Cause`, of what took any time."""
-    shown: dict[Cause, float] = defaultdict(float)
-    hidden: dict[Cause, float] = defaultdict(float)
-    counts: dict[Cause, int] = defaultdict(int)
-    for piece in pieces:
-        shown[piece.cause] += piece.exposed
-        hidden[piece.cause] += piece.hidden
-        counts[piece.cause] += piece.first
-    for gap in gaps:
-        shown[gap.cause] += gap.end - gap.start
-    if gaps:  # what of the host's waiting and logging lay behind the device's work
-        for why, kind in ((Cause.DATA, "data"), (Cause.LOGGING, "logging")):
-            whole = sum(span.end - span.start for span in host if span.name == PREFIX + kind)
-            hidden[why] = max(whole - sum(gap.end - gap.start for gap in gaps if gap.cause is why), 0)
-    return [
-        Row(str(why), shown[why] / 1e3 / steps, hidden[why] / 1e3 / steps, counts[why] / steps)
-        for why in Cause
-        if shown[why] or hidden[why]
-    ]
+def inner_dimensions(handle: Handle) -> frozenset[int]:
+    """The ranks of a model's adapters, and their sums where adapters are computed as one product."""
+    found = {rank for wrapper in wrappers(handle.model) for rank in wrapper.r.values()}
+    for layer in handle.model.base_model.layers:
+        for block in family_of(handle.model.config).blocks(layer):
+            for group in block.kind.linears:
+                adapters = [adapter_of(layer.get_submodule(f"{block.module}.{path}")) for path in group]
+                ranks = [adapter.a.shape[0] for adapter in adapters if adapter is not None]
+                found |= {*ranks, sum(ranks)} - {0}
+    return frozenset(found)
 
 
-def _kernels(pieces: list[Piece], steps: int) -> list[KernelTime]:
-    """Time by name and cause, the longest first."""
-    times: dict[tuple[str, Cause], list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for piece in pieces:
-        entry = times[piece.name, piece.cause]
-        entry[0] += piece.end - piece.start
-        entry[1] += piece.first
-    found = [KernelTime(name, str(why), us / 1e3 / steps, n / steps) for (name, why), (us, n) in times.items()]
-    return sorted(found, key=lambda kernel: -kernel.ms)
+def _passing(file: str) -> bool:
+    return file.startswith("<") or any(part in f"/{file}" for part in _PASSING)
 
 
-def _timeline(
-    pieces: list[Piece], gaps: list[Gap], host: list[Span], start: float, end: float
-) -> dict[str, list[Shape]]:
-    """[start, end] by lanes: what the trainer does, then streams (of a CPU, its thread), then gaps."""
-    lanes: dict[str, list[tuple[float, float, str]]] = {PHASES: []}
-    for span in host:
-        if span.range in _PHASES and span.parent is not None and span.parent.range == "step":
-            lanes[PHASES].append((span.start, span.end, span.range))
-    for piece in pieces:
-        lanes.setdefault(piece.lane, []).append((piece.start, piece.end, str(piece.cause)))
-    if gaps:
-        lanes["idle"] = [(gap.start, gap.end, str(gap.cause)) for gap in gaps]
-    return {lane: _drawn(shapes, start, end) for lane, shapes in lanes.items()}
+@contextmanager
+def noticed() -> Iterator[list[FrameSummary]]:
+    """The lines at which the host waited for the device, as torch's sync debug mode notices them.
+
+    It doesn't notice all (an event's `synchronize`, what backward threads do), but knows the very line.
+    """
+    places: list[FrameSummary] = []
+
+    def notice(message: Warning | str, *_: Any, **__: Any) -> None:
+        if "called a synchronizing CUDA operation" in str(message):
+            frames = reversed(extract_stack()[:-1])
+            places.extend([f for f in frames if not _passing(f.filename) and f.filename != warnings.__file__][:1])
+
+    earlier = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = notice
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield places
+        finally:
+            torch.cuda.set_sync_debug_mode(earlier)
 
 
-def _drawn(shapes: list[tuple[float, float, str]], start: float, end: float) -> list[Shape]:
-    """What can be seen: neighbours of one cause as one, and what is too narrow as part of its neighbour."""
-    near = (end - start) / VISIBLE
-    merged: list[Shape] = []
-    for begin, until, what in shapes:
-        begin, until = max(begin, start), min(until, end)
-        last = merged[-1] if merged else None
-        if until <= begin:
+def find_sites(trace: list[dict[str, Any]], places: list[FrameSummary]) -> list[Sync]:
+    """The synchronisations of a step recorded with Python's stack, those that took longest first.
+
+    Args:
+        places: what `noticed` found in the step; the stack knows only where a function begins.
+    """
+    step = next(event for event in trace if event.get("name") == f"{PREFIX}step")
+    # Ranges that one hook opens and another closes lie across Python's frames: without them all spans nest.
+    nested = [e for e in trace if e.get("cat") != "user_annotation" or e.get("name") == f"{PREFIX}wait"]
+    found: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0])
+    for span in synchronisations(spans(nested)):
+        if not step["ts"] <= span.start <= step["ts"] + step["dur"]:
             continue
-        if last is not None and begin - last[1] < near and (last[2] == what or until - begin < near / 2):
-            merged[-1] = (last[0], max(until, last[1]), last[2])
-        else:
-            merged.append((begin, until, what))
-    return [(round((a - start) / 1e3, 4), round((b - start) / 1e3, 4), what) for a, b, what in merged]
+        entry = found[_call(span), _site(span, places)]
+        entry[0] += 1
+        entry[1] += (span.end - span.start) / 1e3
+    syncs = [Sync(call, site, count, ms) for (call, site), (count, ms) in found.items()]
+    return sorted(syncs, key=lambda sync: -sync.ms)
+
+
+def _call(span: Span) -> str:
+    """The outermost operation around a synchronisation, as users know it, or the CUDA function itself."""
+    call, at = span.name, span.parent
+    while at is not None and at.category == "cpu_op" and not at.name.startswith(ENGINE):
+        call, at = at.name, at.parent
+    return call
+
+
+def _site(span: Span, places: list[FrameSummary]) -> str:
+    """file:line in function, of the first frame that doesn't just pass a call on."""
+    at, backward = span.parent, ""
+    while at is not None:
+        frame = _FRAME.fullmatch(at.name) if at.category == "python_function" else None
+        if frame is not None:
+            file, begins, function = frame["file"], int(frame["line"]), frame["function"]
+            if not _passing(file):
+                lines = {p.lineno or 0 for p in places if p.filename.endswith(file) and p.name == function}
+                where = ", ".join(map(str, sorted(lines))) if lines else f"{begins} ff."
+                return f"{file}:{where} in {function}"
+        elif at.name.startswith(ENGINE):
+            backward = at.name.removeprefix(f"{ENGINE}: ")
+        at = at.parent
+    return f"backward pass, in {backward}" if backward else "unknown"

@@ -2,18 +2,24 @@
 
 Every moment of the window has one cause. On a device: what computes (of several kernels the one that began first), else
 what is copied, else why nothing runs. What ran at the same moment beside it is told as hidden. On a CPU: the innermost
-operation that is open.
+operation that is open. torch's `key_averages()` adds up names, not moments, so it can tell neither.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from pronghorn.diagnose.profile_causes import ENGINE, PREFIX, TRANSFERS, Cause, Span, cause
+from pronghorn.diagnose.profile_report import PHASES, KernelTime, Profile, Row, Shape
+from pronghorn.diagnose.profile_trace import ENGINE, TRANSFERS, Cause, Span, cause, spans
+from pronghorn.ranges import PREFIX
 
+VISIBLE = 1000
+"""Parts of a step's width that can be told apart."""
+_PHASES = ("data", "model", "backward", "optimiser", "logging")
 SYNCHRONISATIONS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cudaFree")
 _LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
 _DIRECTIONS = {"HtoD": Cause.TO_DEVICE, "DtoH": Cause.TO_HOST, "DtoD": Cause.ON_DEVICE, "PtoP": Cause.COMMUNICATION}
@@ -139,3 +145,94 @@ def synchronisations(host: list[Span]) -> list[Span]:
 def launches(host: list[Span]) -> list[Span]:
     """The calls that give the device work."""
     return [span for span in host if span.name.startswith(_LAUNCHES)]
+
+
+def account_for(trace: list[dict[str, Any]], ranks: frozenset[int]) -> Profile:
+    """The times of a trace of steps, each in a range `pronghorn:step`; per step, in milliseconds."""
+    host = spans(trace)
+    steps = sorted((span for span in host if span.name == f"{PREFIX}step"), key=lambda span: span.start)
+    start, end = steps[0].start, steps[-1].end
+    pieces = device_pieces(trace, host, ranks)
+    gaps: list[Gap] = []
+    if pieces:
+        gaps = explain_gaps(account(pieces, start, end), host)
+    else:
+        pieces = host_pieces([span for span in host if span.thread == steps[0].thread], ranks)
+        pieces = [piece for piece in pieces if start <= piece.start and piece.end <= end]
+    found = Profile(
+        steps=len(steps),
+        step_ms=(end - start) / 1e3 / len(steps),
+        rows=_rows(pieces, gaps, host, len(steps)),
+        kernels=_kernels(pieces, len(steps)),
+        recomputed_ms=sum(piece.exposed for piece in pieces if piece.again) / 1e3 / len(steps),
+        launches=len(launches(host)) / len(steps),
+        launch_ms=sum(span.end - span.start for span in launches(host)) / 1e3 / len(steps),
+    )
+    # a device works on a step while the host is at the next: the last step's worth of time then
+    begin = end - (end - start) / len(steps) if gaps else steps[-1].start
+    found.timeline = _timeline(pieces, gaps, host, begin, end)
+    return found
+
+
+def _rows(pieces: list[Piece], gaps: list[Gap], host: list[Span], steps: int) -> list[Row]:
+    """A row a cause, in the order of `Cause`, of what took any time."""
+    shown: dict[Cause, float] = defaultdict(float)
+    hidden: dict[Cause, float] = defaultdict(float)
+    counts: dict[Cause, int] = defaultdict(int)
+    for piece in pieces:
+        shown[piece.cause] += piece.exposed
+        hidden[piece.cause] += piece.hidden
+        counts[piece.cause] += piece.first
+    for gap in gaps:
+        shown[gap.cause] += gap.end - gap.start
+    if gaps:  # what of the host's waiting and logging lay behind the device's work
+        for why, kind in ((Cause.DATA, "data"), (Cause.LOGGING, "logging")):
+            whole = sum(span.end - span.start for span in host if span.name == PREFIX + kind)
+            hidden[why] = max(whole - sum(gap.end - gap.start for gap in gaps if gap.cause is why), 0)
+    return [
+        Row(str(why), shown[why] / 1e3 / steps, hidden[why] / 1e3 / steps, counts[why] / steps)
+        for why in Cause
+        if shown[why] or hidden[why]
+    ]
+
+
+def _kernels(pieces: list[Piece], steps: int) -> list[KernelTime]:
+    """Time by name and cause, the longest first."""
+    times: dict[tuple[str, Cause], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for piece in pieces:
+        entry = times[piece.name, piece.cause]
+        entry[0] += piece.end - piece.start
+        entry[1] += piece.first
+    found = [KernelTime(name, str(why), us / 1e3 / steps, n / steps) for (name, why), (us, n) in times.items()]
+    return sorted(found, key=lambda kernel: -kernel.ms)
+
+
+def _timeline(
+    pieces: list[Piece], gaps: list[Gap], host: list[Span], start: float, end: float
+) -> dict[str, list[Shape]]:
+    """[start, end] by lanes: what the trainer does, then streams (of a CPU, its thread), then gaps."""
+    lanes: dict[str, list[tuple[float, float, str]]] = {PHASES: []}
+    for span in host:
+        if span.range in _PHASES and span.parent is not None and span.parent.range == "step":
+            lanes[PHASES].append((span.start, span.end, span.range))
+    for piece in pieces:
+        lanes.setdefault(piece.lane, []).append((piece.start, piece.end, str(piece.cause)))
+    if gaps:
+        lanes["idle"] = [(gap.start, gap.end, str(gap.cause)) for gap in gaps]
+    return {lane: _drawn(shapes, start, end) for lane, shapes in lanes.items()}
+
+
+def _drawn(shapes: list[tuple[float, float, str]], start: float, end: float) -> list[Shape]:
+    """What can be seen: neighbours of one cause as one, and what is too narrow as part of its neighbour."""
+    near = (end - start) / VISIBLE
+    merged: list[Shape] = []
+    for begin, until, what in shapes:
+        begin, until = max(begin, start), min(until, end)
+        last = merged[-1] if merged else None
+        if until <= begin:
+            continue
+        if last is not None and begin - last[1] < near and (last[2] == what or until - begin < near / 2):
+            merged[-1] = (last[0], max(until, last[1]), last[2])
+        else:
+            merged.append((begin, until, what))
+    return [(round((a - start) / 1e3, 4), round((b - start) / 1e3, 4), what) for a, b, what in merged]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pronghorn.device import HOPPER
+from pronghorn.ranges import ADAPTERS, in_part
 
 MAX_RANK = 32
 """The rank up to which one reading pays: what it writes in parts grows with the rank."""
@@ -28,6 +29,7 @@ def suits(dy: Tensor, xa: Tensor, columns: list[slice], ranks: list[int]) -> boo
     return laid_out and len(columns) <= MAX_ADAPTERS and len(set(ranks)) == 1 and ranks[0] <= MAX_RANK
 
 
+@in_part(ADAPTERS)
 def products(
     dy: Tensor,
     b: Tensor,

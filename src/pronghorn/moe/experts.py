@@ -24,6 +24,7 @@ from pronghorn.kernels.grouped_gemm import Way, multiply, outer
 from pronghorn.kernels.moe_glu import Gate
 from pronghorn.kernels.moe_rows import Rows, combine
 from pronghorn.moe.route import Routing
+from pronghorn.ranges import ADAPTERS, PRODUCTS, part
 
 
 @dataclass(frozen=True)
@@ -93,14 +94,16 @@ class _Product:
     def multiply(self, x: Tensor, rows: Rows | None = None, transposed: bool = False) -> tuple[Tensor, Tensor | None]:
         """(y, x Aᵀ); transposed, of dy: (dx, dy B)."""
         w = self.weight.detach().to(self.dtype)
-        y = multiply(x, w.mT if transposed else w, self.offsets, self.way, rows=rows)
+        with part(PRODUCTS):
+            y = multiply(x, w.mT if transposed else w, self.offsets, self.way, rows=rows)
         if self.a is None or self.b is None:
             return y, None
         # expert by expert: PEFT's B is expert-minor
-        a, b = (part.detach().to(self.dtype).contiguous() for part in (self.a, self.b))
-        narrow = multiply(x, b if transposed else a.mT, self.offsets, self.thin, rows=rows)
-        wide = a if transposed else b.mT
-        return multiply(narrow, wide, self.offsets, self.thin, out=y, scale=self.scale), narrow
+        a, b = (each.detach().to(self.dtype).contiguous() for each in (self.a, self.b))
+        with part(ADAPTERS):
+            narrow = multiply(x, b if transposed else a.mT, self.offsets, self.thin, rows=rows)
+            wide = a if transposed else b.mT
+            return multiply(narrow, wide, self.offsets, self.thin, out=y, scale=self.scale), narrow
 
     def gradients(
         self,
@@ -115,21 +118,25 @@ class _Product:
         if needs[0]:
             transposed = self.weight.stride(-1) != 1  # then laid out as the parameter is: nothing copies it after
             left, right = (dy, x) if transposed else (x, dy)
-            grad = self._outer(self.way, left, right, self.weight.dtype, 1.0)
+            grad = self._outer(PRODUCTS, left, right, self.weight.dtype, 1.0)
             found[0] = grad.mT if transposed else grad
         if needs[1] and self.a is not None and dyb is not None:
-            found[1] = self._outer(self.thin, (dyb, None), x, self.a.dtype, self.scale)
+            found[1] = self._outer(ADAPTERS, (dyb, None), x, self.a.dtype, self.scale)
         if needs[2] and self.b is not None and xa is not None:
-            found[2] = self._outer(self.thin, dy, (xa, None), self.b.dtype, self.scale)
+            found[2] = self._outer(ADAPTERS, dy, (xa, None), self.b.dtype, self.scale)
         return found
 
     def bias_grad(self, weights: Tensor, dy: tuple[Tensor, Rows | None], dtype: torch.dtype) -> Tensor:
         """The sum of each expert's rows, each times its number in `weights` [S, 1]."""
-        return self._outer(self.thin, (weights, None), dy, dtype, 1.0).squeeze(1)
+        return self._outer(PRODUCTS, (weights, None), dy, dtype, 1.0, self.thin).squeeze(1)
 
-    def _outer(self, way: Way, left: Any, right: Any, dtype: torch.dtype, scale: float) -> Tensor:
+    def _outer(
+        self, name: str, left: Any, right: Any, dtype: torch.dtype, scale: float, way: Way | None = None
+    ) -> Tensor:
         (x, x_rows), (y, y_rows) = left, right
-        return outer(x, y, self.offsets, way, dtype=dtype, x_rows=x_rows, y_rows=y_rows, scale=scale)
+        way = way or (self.thin if name == ADAPTERS else self.way)
+        with part(name):
+            return outer(x, y, self.offsets, way, dtype=dtype, x_rows=x_rows, y_rows=y_rows, scale=scale)
 
 
 def _products(

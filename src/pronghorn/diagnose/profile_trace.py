@@ -12,17 +12,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-PREFIX = "pronghorn:"
-"""Of the names of our own ranges: `pronghorn:norm`."""
+from pronghorn.ranges import ADAPTERS, PREFIX, PRODUCTS, SCORES
+
 ENGINE = "autograd::engine::evaluate_function"
 STAGES = ("step", "backward", "wait")
 """Ranges that say when, not why."""
-SCORES = "scores"
-"""The range of packed attention proper."""
-ADAPTERS = "adapters"
-"""The range of adapters' gradients, and of products of experts with a rank."""
-PRODUCTS = "products"
-"""The range of other products of experts."""
 
 
 class Cause(StrEnum):
