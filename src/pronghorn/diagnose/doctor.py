@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from huggingface_hub.constants import HF_HOME
-from packaging.requirements import Requirement
-from packaging.version import Version
 
 from pronghorn.device import Device, has_triton, probe
 
 if TYPE_CHECKING:
+    from packaging.requirements import Requirement
     from rich.table import Table
 
 Status = Literal["ok", "slow", "missing"]
@@ -65,6 +64,8 @@ LEAST_FREE = 20 * 2**30
 
 def packages() -> list[Package]:
     """List what the installed Pronghorn declares that it needs, alone and for its extras, and the trackers."""
+    from packaging.requirements import Requirement
+
     try:
         declared = [Requirement(text) for text in importlib.metadata.requires("pronghorn") or ()]
     except importlib.metadata.PackageNotFoundError:
@@ -122,6 +123,8 @@ def installed(package: str) -> str | None:
 
 def package_finding(package: Package, version: str | None) -> Finding:
     """Judge an installed version (None: not installed) against the window."""
+    from packaging.version import Version
+
     name, window = package.requirement.name, package.requirement.specifier
     status: Status = "missing" if package.without is None else "slow"
     if version is None:
