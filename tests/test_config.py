@@ -136,7 +136,11 @@ BAD: list[tuple[str, list[str], str]] = [
     ("", ["train.max_steps=!!int ''"], "not YAML"),
     ("", ["adapter.method=qlora"], "set adapter.method: lora and model.load_in_4bit: true"),
     ("", ["data.truncation=true"], "did you mean data.overflow?"),
-    ("", ["data.train=[{path: train.jsonl, wieght: 1}]"], "unknown key data.train.0.wieght: did you mean data.train.0.w"),
+    (
+        "",
+        ["data.train=[{path: train.jsonl, wieght: 1}]"],
+        "unknown key data.train.0.wieght: did you mean data.train.0.w",
+    ),
     ("? [a]\n: b\n", [], "as a key: write keys as plain words"),
 ]
 

@@ -23,8 +23,8 @@ INTERRUPTED = 130
 LONGEST = 800
 """Characters of a problem or a remedy; of longer ones the middle is left out."""
 MEMORY, THREADS = "memory", "threads"
-_NO_ROOM = "failed to map segment"
-"""What the loader says of a library for which no memory is left."""
+_NO_ROOM = ("failed to map segment", "returned NULL without setting an exception")
+"""What the loader says of a library for which no memory is left, and Python of an import that had none."""
 _NUMBERS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
@@ -79,7 +79,11 @@ def _short_of(error: BaseException | None) -> str | None:
     while error is not None:
         if "can't start new thread" in str(error):
             return THREADS
-        if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM or _NO_ROOM in str(error):
+        if (
+            isinstance(error, MemoryError)
+            or getattr(error, "errno", None) == errno.ENOMEM
+            or any(text in str(error) for text in _NO_ROOM)
+        ):
             return MEMORY
         if isinstance(error, RuntimeError):
             from pronghorn.device import is_out_of_memory
