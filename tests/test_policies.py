@@ -336,3 +336,17 @@ def test_adapters_that_are_switched_before_the_backward_give_their_own_gradients
         assert policy is not Policy.KEEP and "switched" in str(error)
     else:
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("layers", ["stock", "fused"])
+@pytest.mark.parametrize("policy", [Policy.RECOMPUTE_LAYER, Policy.OFFLOAD])
+def test_a_forward_without_adapters_may_come_before_a_recomputing_backward(policy: Policy, layers: Any) -> None:
+    """As in preference training, whose reference is the model with its adapters off."""
+    model, batch = with_adapters(tiny_model("llama")), packed_row(LENGTHS, ROW)
+    attach(model, Plan(policies=(policy,)), layers=layers)
+    trained = [p for name, p in model.named_parameters() if "lora_" in name]
+    expected = torch.autograd.grad(model(**batch).loss, trained)
+    loss = model(**batch).loss
+    with torch.no_grad(), model.disable_adapter():
+        model(**batch)
+    torch.testing.assert_close(torch.autograd.grad(loss, trained), expected)

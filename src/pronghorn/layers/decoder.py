@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from pronghorn.attention import explicit
 from pronghorn.attention.backends import Backend
 from pronghorn.data.batch import PackedBatch
-from pronghorn.errors import TrainingError
 from pronghorn.families.spec import FamilySpec
 from pronghorn.kernels.cast_copies import CastCopies
 from pronghorn.kernels.rms_norm import rms_norm
@@ -55,8 +54,6 @@ class LayerRun:
     blocks: list[Block | StockBlock]
     last: bool
     """Of the last layer only the rows that predict a label may be wanted."""
-    build: int
-    """The number of the build that it belongs to."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None  # a copied layer has modules of its own, and builds anew
@@ -75,8 +72,8 @@ class Step:
     stream: torch.dtype
     """Of the residual stream."""
     products: torch.dtype
-    build: int
-    """The number of the build that the layers run."""
+    runs: dict[Any, LayerRun]
+    """The blocks of each layer."""
     halved_rotary: bool
     narrow: bool
     """Nothing but the rows that predict a label is read of the last layer's output."""
@@ -117,8 +114,8 @@ class _Build:
     """The blocks of all layers as the model was at one time."""
 
     dtype: torch.dtype
-    runs: list[tuple[Any, LayerRun]]
-    """Each layer with its blocks."""
+    runs: dict[Any, LayerRun]
+    """The blocks of each layer."""
     copies: CastCopies
     """Of adapters in the products' dtype."""
     watch: Watch
@@ -206,7 +203,7 @@ class FusedLayers:
         """
         before = [(layer, layer.__dict__.get(RUN)) for layer in self.backbone.layers]
         build = self._build(dtype, for_capture=True)
-        for layer, run in build.runs:
+        for layer, run in build.runs.items():
             layer.__dict__[RUN] = run
         try:
             yield lambda packed: self._step(build, packed, dtype, narrow=False, autocast=False)
@@ -217,7 +214,7 @@ class FusedLayers:
 
     def _step(self, build: _Build, packed: PackedBatch, stream: torch.dtype, narrow: bool, autocast: bool) -> Step:
         halved = self.builder.family.halved_rotary
-        return Step(packed, stream, build.dtype, build.number, halved, narrow, autocast, build.copies)
+        return Step(packed, stream, build.dtype, build.runs, halved, narrow, autocast, build.copies)
 
     def forget(self) -> None:
         """Drop what was built: it holds weights where they lay."""
@@ -237,20 +234,18 @@ class FusedLayers:
         self._builds = [found, *(each for each in self._builds if each is not found)][:BUILDS]
         for layer in self.backbone.layers:
             layer.__dict__.pop(RUN, None)
-        for layer, run in found.runs:
+        for layer, run in found.runs.items():
             layer.__dict__[RUN] = run
 
     def _build(self, dtype: torch.dtype, for_capture: bool = False) -> _Build:
         self._count += 1
         layers, targets, sources = list(self.backbone.layers), [], []
-        runs: list[tuple[Any, LayerRun]] = []
+        runs: dict[Any, LayerRun] = {}
         for index, layer in enumerate(layers):
             if not hasattr(type(layer), OUTPUT_NOT_WANTED):
                 continue
-            run = LayerRun(
-                self.builder.family, self.builder.blocks(layer, dtype), index == len(layers) - 1, self._count
-            )
-            runs.append((layer, run))
+            blocks = self.builder.blocks(layer, dtype)
+            runs[layer] = run = LayerRun(self.builder.family, blocks, last=index == len(layers) - 1)
             linears = [linear for block in run.blocks if isinstance(block, Block) for linear in block.linears]
             targets += [target for linear in linears for target, _ in linear.copies]
             sources += [source for linear in linears for _, source in linear.copies]
@@ -290,13 +285,9 @@ def _layer_class(original: Any) -> type[nn.Module]:
     @functools.wraps(plain)
     def forward(self: Any, hidden_states: Tensor, *args: Any, output_wanted: bool = True, **kwargs: Any) -> Any:
         step: Step | None = kwargs.pop(STEP, None)
-        run: LayerRun | None = self.__dict__.get(RUN)
+        # the step's own, not the layer's latest: a recomputation may come after a forward without adapters
+        run: LayerRun | None = None if step is None else step.runs.get(self)
         tables = kwargs.get("position_embeddings")
-        if step is not None and run is not None and run.build != step.build:
-            raise TrainingError(
-                "adapters were switched, or the model was changed, between a forward and its backward",
-                "run the backward of every forward before the change: layers are computed again as they are then",
-            )
         known = run is not None and (run.family.bind is not None or not args)
         if step is None or run is None or not known or tables is None or hidden_states.dtype is not step.stream:
             return plain(self, hidden_states, *args, **kwargs)
