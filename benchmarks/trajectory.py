@@ -7,7 +7,7 @@ LoRA r16 on all linears over GSM8K, from the same adapters, on the same rows in 
 The first two take a row's documents side by side, padded and masked: the same step by other operations. A seed decides
 rows, their order and the adapters' start; the spread of the reference's held-out loss over seeds is the noise. On the
 CPU all three compute in float32. Ends with status 1 where the gate (`judge`) is red: for documents that see each other,
-adapters scaled by 0.9 or untrained ones, say; gradients off by a few percent are for `tests/test_trajectory.py`.
+adapters scaled by 0.9 or untrained ones, say; gradients off by a few percent are for `tests/train/test_trajectory.py`.
 
     python -m benchmarks.trajectory --model SMOLLM2_FOLDER --data gsm8k/ --out DIR
 """

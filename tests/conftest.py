@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from runs import make, unfinished  # noqa: F401  (fixtures)
+from support.runs import make, unfinished  # noqa: F401  (fixtures)
 
 ROOT = Path(__file__).resolve().parents[1]
 torch.set_num_threads(1)  # tiny models: a second thread costs more than it brings

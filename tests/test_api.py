@@ -19,7 +19,7 @@ from pronghorn.data.batch import Collator
 from pronghorn.errors import ConfigError, DataError, TrainingError, UnsupportedError
 from pronghorn.models.attach import attached
 from pronghorn.models.families import recomputes_layers
-from tiny import packed_row, tiny_model
+from support.tiny import packed_row, tiny_model
 
 needs_bitsandbytes = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"

@@ -23,7 +23,7 @@ from pronghorn.cli.main import app
 from pronghorn.cli.summary import summary
 from pronghorn.text import clip, short, visible
 from pronghorn.train.page import write_page
-from test_report import record
+from support.run_records import record
 
 ATTACKS = {
     "a window's title": ("\x1b]0;owned\x07", r"\x1b]0;owned\x07"),

@@ -6,7 +6,7 @@ again), and one layer's working memory, W. Before that stands the head. So
     peak = resting + max( Σ_j s_j + head,  max_i ( Σ_{j<i} s_j + K_i + W_i ) )      s_j: what layer j's policy stores
 
 Tensors of the fused layers: `layers.attention` and `layers.mlp`; of the stock ones: counted with `saved_tensors_hooks`
-(tests/test_plan.py).
+(tests/memory/test_plan.py).
 The allocator's peaks that this was checked against: benchmarks/results.
 """
 

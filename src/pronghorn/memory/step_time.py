@@ -4,8 +4,8 @@
     layer backward   the same products for dX (and again for dW where weights are trained), twice the bytes
     head             logits and their gradient, chunk by chunk, in the forward pass
 
-Fitted to four models on one H200, within 10 % of them (tests/test_plan.py); elsewhere an estimate, which a calibration
-scales.
+Fitted to four models on one H200, within 10 % of them (tests/memory/test_plan.py); elsewhere an estimate, which a
+calibration scales.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The model families Pronghorn serves, and where their parts live.
 
 A family is listed once its packed forward and gradients are shown to equal one document at a time
-(tests/test_parity.py, tests/test_moe_families.py).
+(tests/parity/test_parity.py, tests/moe/test_moe_families.py).
 """
 
 from __future__ import annotations

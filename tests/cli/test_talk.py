@@ -1,0 +1,309 @@
+"""Talking to base and adapter of a run."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import processors
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from pronghorn.cli.chat import converse
+from pronghorn.cli.console import Console
+from pronghorn.cli.main import app
+from pronghorn.config import Recipe
+from pronghorn.errors import ConfigError, DataError
+from pronghorn.models.load import load_model
+from pronghorn.train import evaluate
+from pronghorn.train.run import run
+from pronghorn.train.talk import load_talk
+from support.tiny import tiny_model
+
+TEMPLATE = (
+    "{% for m in messages %}{{ '[' + m.role + ']' + m.content + '</s>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
+)
+
+
+def recipe(folder: Path, stories: Path, **changes: Any) -> Recipe:
+    turns = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "A cat sat on a mat."}]
+    (folder / "train.jsonl").write_text("\n".join([json.dumps({"messages": turns})] * 40))
+    (folder / "t.jinja").write_text(TEMPLATE)
+    return Recipe.model_validate(
+        {
+            "model": {"name": str(stories), "max_seq_length": 256, **changes.get("model", {})},
+            "adapter": {"r": 8, **changes.get("adapter", {})},
+            "data": {
+                "train": folder / "train.jsonl",
+                "chat_template": str(folder / "t.jinja"),
+                **changes.get("data", {}),
+            },
+            "train": {"output": folder / "run", "max_steps": 30, "learning_rate": 2e-2, "warmup_steps": 0},
+            "report": {"html": False, **changes.get("report", {})},
+        }
+    )
+
+
+@pytest.fixture(params=["lora", "full"])
+def trained(request: pytest.FixtureRequest, stories: Path, tmp_path: Path) -> Path:
+    run(recipe(tmp_path, stories, adapter={"method": request.param}), Console(quiet=True))
+    return tmp_path / "run"
+
+
+def ask(folder: Path, text: str, *options: str) -> Any:
+    runner = CliRunner()
+    return runner.invoke(app, ["chat", str(folder), *options], input=text, env={"COLUMNS": "200", "NO_COLOR": "1"})
+
+
+def test_both_sides_answer_from_a_pipe(trained: Path) -> None:
+    result = ask(trained, "Who?\n\n/reset\n/help\nWho?\n", "--max-new-tokens", "24")
+    assert result.exit_code == 0, result.output
+    first, again = result.stdout.split("Forgotten.\n/help is no command: /reset, /quit\n")
+    base, trained_ = first.split("trained: ")
+    assert trained_.startswith("A cat sat on a mat.") and base.startswith("base: ") and "A cat sat on a mat" not in base
+    assert again.strip() == first.strip()
+
+
+def test_each_side_remembers_its_own_words(stories: Path, tmp_path: Path) -> None:
+    run(recipe(tmp_path, stories), Console(quiet=True))
+    talk = load_talk(tmp_path / "run", max_new_tokens=8, system="Be kind.")
+    first = dict(talk.answers("Who?"))
+    assert dict(talk.answers("And then?")).keys() == {"base", "trained"}
+    for side, answer in first.items():
+        history = talk.histories[side]
+        assert [turn["role"] for turn in history] == ["user", "assistant"] * 2 and history[1]["content"] == answer
+    assert talk.tokenizer.chat_template == TEMPLATE
+
+
+def test_two_columns_on_a_wide_terminal(stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(recipe(tmp_path, stories), Console(quiet=True))
+    talk = load_talk(tmp_path / "run", max_new_tokens=24)
+    console = Console(file=io.StringIO(), force_terminal=True, width=120, color_system=None)
+    asked = iter(["Who?", "/quit"])
+    monkeypatch.setattr(console, "input", lambda _: next(asked))
+    converse(talk, console)
+    output = console.file.getvalue()  # type: ignore[attr-defined]
+    assert any("base" in line and "trained" in line for line in output.splitlines())
+    assert "A cat sat on a mat." in output
+
+
+def test_folders_that_are_no_finished_run(tmp_path: Path) -> None:
+    (tmp_path / "journal.json").write_text("{}")
+    for folder, message in ((tmp_path / "none", "is no folder"), (tmp_path, "is not finished")):
+        result = ask(folder, "")
+        assert result.exit_code == 1 and message in result.stderr and "remedy: " in result.stderr
+    (tmp_path / "journal.json").unlink()
+    assert "run.json does not exist" in ask(tmp_path, "").stderr
+
+
+def model_folder(folder: Path, stories: Path, **changes: Any) -> Path:
+    """A random Qwen2, which has biases, or with `tokens` stories260k with these special tokens."""
+    model, tokenizer = load_model(stories, max_seq_length=256)
+    if changes:
+        tokenizer.add_special_tokens({"additional_special_tokens": changes["tokens"]})
+        model.resize_token_embeddings(len(tokenizer))
+    else:
+        model = tiny_model("qwen2", vocab_size=512)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_an_answer_ends_where_the_template_of_the_training_ends_turns(stories: Path, tmp_path: Path) -> None:
+    """The checkpoint's own generation settings don't know the token."""
+    base = model_folder(tmp_path / "base", stories, tokens=["<|im_start|>", "<|im_end|>"])
+    changes: dict[str, Any] = {"model": {"name": str(base)}, "data": {"chat_template": "chatml"}}
+    changes["report"] = {"sample_prompts": ["Who?"], "sample_tokens": 60}
+    settings = recipe(tmp_path, stories, **changes, adapter={"modules_to_save": ["embed_tokens"]})
+    record = run(settings, Console(quiet=True))
+    talk = load_talk(tmp_path / "run", max_new_tokens=60)
+    assert dict(talk.answers("Who?"))["trained"] == record.samples[0]["after"] == "A cat sat on a mat."
+
+
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        {"method": "full"},
+        {"bias": "all"},
+        {"bias": "lora_only"},
+        {"modules_to_save": ["embed_tokens", "lm_head"]},
+        {"new_tokens": ["cat sat"]},
+        {"new_tokens": ["cat sat"], "bias": "all"},
+    ],
+    ids=str,
+)
+def test_the_base_is_the_base(adapter: dict[str, Any], stories: Path, tmp_path: Path) -> None:
+    """Whatever was trained: switching the adapter off gives back no bias that was trained in place."""
+    base = model_folder(tmp_path / "base", stories)
+    run(recipe(tmp_path, stories, model={"name": str(base)}, adapter=adapter), Console(quiet=True))
+    talk = load_talk(tmp_path / "run", max_new_tokens=2)
+    assert list(dict(talk.answers("A cat sat?"))) == ["base", "trained"]  # the base has rows for new tokens, too
+    fresh, _ = load_model(base, max_seq_length=256)
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        expected = fresh.eval()(input_ids=ids).logits
+        with talk._side("base", talk.models["base"]):
+            assert torch.equal(talk.models["base"](input_ids=ids).logits[..., :512], expected)
+        with talk._side("trained", talk.models["trained"]):
+            assert not torch.allclose(talk.models["trained"](input_ids=ids).logits[..., :512], expected, atol=1e-3)
+
+
+@pytest.fixture(scope="module")
+def short_run(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """A finished run over a model folder of its own, for tests that only load it."""
+    folder = tmp_path_factory.mktemp("short")
+    stories = request.getfixturevalue("stories")
+    shutil.copytree(stories, folder / "base")
+    table = recipe(folder, stories, model={"name": str(folder / "base")}).to_dict()
+    table["train"]["max_steps"] = 1
+    run(Recipe.model_validate(table), Console(quiet=True))
+    return folder / "run"
+
+
+def test_a_conversation_longer_than_the_positions_of_the_model(
+    short_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talk = load_talk(short_run, max_new_tokens=500)
+    long = "A very long story of a cat. " * 60
+    model, asked = talk.models["base"], []
+    generate = model.generate
+    monkeypatch.setattr(model, "generate", lambda **given: asked.append(given) or generate(**given))
+    dict(talk.answers("Who? " * 20))
+    for given in asked:
+        assert given["input_ids"].shape[1] + given["max_new_tokens"] == 512, "as far as the positions go"
+    before = {side: list(history) for side, history in talk.histories.items()}
+    with pytest.raises(DataError, match="and the model 512 positions: ask something shorter, or begin again"):
+        list(talk.answers(long))
+    assert talk.histories == before, "a turn that failed is remembered by neither"
+    result = ask(short_run, long + "\n", "--max-new-tokens", "4")
+    assert result.exit_code == 1 and "512 positions" in result.stderr
+
+
+def test_a_terminal_goes_on_after_a_turn_that_can_not_be_served(
+    short_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talk = load_talk(short_run, max_new_tokens=4)
+    console = Console(file=io.StringIO(), force_terminal=True, width=80, color_system=None)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    asked = iter(["A cat. " * 400, "/etc/hosts?", "/quit"])
+    monkeypatch.setattr(console, "input", lambda _: next(asked))
+    converse(talk, console)
+    output = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "512 positions" in output and output.count("base:") == 1, "a path is a question, no command"
+
+
+def test_a_piped_question_that_can_not_be_served_fails_at_a_terminal_too(
+    short_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The README's `echo … | pronghorn chat`: what is written to is a terminal, what is read from isn't."""
+    console = Console(file=io.StringIO(), force_terminal=True, width=80, color_system=None)
+    monkeypatch.setattr("sys.stdin", io.StringIO("A cat. " * 400 + "\n"))
+    with pytest.raises(DataError, match="512 positions"):
+        converse(load_talk(short_run, max_new_tokens=4), console)
+    assert "you>" not in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_what_commands_a_terminal_is_not_shown(short_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    talk = load_talk(short_run, max_new_tokens=4)
+    monkeypatch.setattr(talk, "_answer", lambda side, history: "a\x1b]0;title\x07\x9b2J [b]\n\tc")
+    for width in (80, 120):
+        console = Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
+        asked = iter(["Who?", "/quit"])
+        monkeypatch.setattr(console, "input", lambda _, asked=asked: next(asked))
+        converse(talk, console)
+        output = console.file.getvalue()  # type: ignore[attr-defined]
+        assert r"a\x1b]0;title\x07\x9b2J [b]" in output and not {"\x07", "\x9b"} & set(output)
+        assert "\x1b]" not in output
+
+
+def test_system_prompts(short_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_talk(short_run).system is None and load_talk(short_run, system="Be kind.").system == "Be kind."
+    assert load_talk(short_run, system="").system is None
+    (short_run / "adapter" / "chat_template.jinja").rename(short_run / "aside")
+    try:
+        with pytest.raises(ConfigError, match="has no chat template"):
+            load_talk(short_run, system="Be kind.")
+        talk = load_talk(short_run, max_new_tokens=4)
+        seen = []
+        monkeypatch.setattr(talk, "tokenizer", Spy(talk.tokenizer, seen))
+        list(talk.answers("Who?"))
+        assert seen == ["Who?", "Who?"], "a prompt is used as it is"
+    finally:
+        (short_run / "aside").rename(short_run / "adapter" / "chat_template.jinja")
+
+
+class Spy:
+    """A tokenizer that notes the texts it is called with."""
+
+    def __init__(self, tokenizer: Any, seen: list[str]) -> None:
+        self.tokenizer, self.seen = tokenizer, seen
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tokenizer, name)
+
+    def __call__(self, text: str, **options: Any) -> Any:
+        self.seen.append(text)
+        return self.tokenizer(text, **options)
+
+
+def test_a_prompt_is_not_ended_before_its_answer(stories: Path) -> None:
+    """Some tokenizers write eos after every text; documents have none between prompt and completion."""
+    model = AutoModelForCausalLM.from_pretrained(stories)
+    tokenizer = AutoTokenizer.from_pretrained(stories)
+    turns = [{"role": "user", "content": "Once upon a time"}]
+    said = evaluate.answer(model, tokenizer, turns, 8)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    assert tokenizer("a")["input_ids"][-1] == tokenizer.eos_token_id
+    assert evaluate.answer(model, tokenizer, turns, 8) == said
+
+
+def test_answers_are_greedy_or_drawn(short_run: Path) -> None:
+    """Whatever the checkpoint's own settings say."""
+    plain = dict(load_talk(short_run, max_new_tokens=8).answers("Who?"))
+    talk = load_talk(short_run, max_new_tokens=8)
+    settings = talk.models["base"].generation_config
+    settings.do_sample, settings.temperature = True, 5.0
+    assert dict(talk.answers("Who?")) == plain
+    talk.temperature = 5.0
+    talk.reset()
+    assert dict(talk.answers("Who?")) != plain
+
+
+def test_runs_that_can_not_be_loaded(short_run: Path, tmp_path: Path) -> None:
+    def refused(error: str, remedy: str, edit: Any = None, *options: str) -> None:
+        folder = tmp_path / "copy"
+        shutil.copytree(short_run, folder)
+        table = json.loads((folder / "run.json").read_text())
+        if edit is not None:
+            edit(table, folder)
+        (folder / "run.json").write_text(json.dumps(table))
+        result = ask(folder, "Who?\n", *options)
+        assert result.exit_code == 1 and isinstance(result.exception, SystemExit), result.output
+        first, second = result.stderr.strip().splitlines()[-2:]
+        assert error in first and remedy in second, result.stderr
+        shutil.rmtree(folder)
+
+    def gone(table: Any, folder: Path) -> None:
+        config = folder / "adapter" / "adapter_config.json"
+        config.write_text(config.read_text().replace(str(short_run.parent / "base"), str(tmp_path / "no/such/base")))
+
+    refused("can't be loaded: model folder", "relative paths count from the current folder", gone)
+    refused("adapter is not there", "restore the folder", lambda _, folder: shutil.rmtree(folder / "adapter"))
+    refused(
+        "train.from_the_future of its recipe is not of this version",
+        "use the version that trained it",
+        lambda table, _: table["recipe"]["train"].update(from_the_future=1),
+    )
+    refused(
+        "ran Python code that came with",
+        "--trust-remote-code",
+        lambda table, _: table["recipe"]["model"].update(trust_remote_code=True),
+    )

@@ -1,0 +1,234 @@
+"""Formats of rows and preference pairs: every data file there is, and what each format's rows become."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pronghorn.data.files import objects
+from pronghorn.data.rows import (
+    Conversation,
+    Message,
+    Preference,
+    RowReader,
+    TextDocument,
+    read_rows,
+)
+from pronghorn.errors import DataError
+from support.data_files import FILES
+
+
+@pytest.mark.parametrize(("file", "format", "columns", "name", "count", "kind"), FILES)
+def test_every_data_file(
+    file: str, format: Any, columns: dict[str, str], name: str, count: int, kind: type, shared: Path
+) -> None:
+    path, bad = shared / "data" / file, list[DataError]()
+    reader = RowReader(format, columns, bad.append)
+    rows = list(reader.stream(str(path), objects(path)))
+    assert reader.shape is not None and reader.shape.name == name
+    assert len(rows) == count and {type(row) for row in rows} == {kind}
+    assert all("chosen and rejected are equal" in str(error) for error in bad)
+    assert len(bad) == (6 if name == "preference" and "rasbt" in file else 0)
+
+
+def test_every_data_file_is_in_the_table_or_no_data(shared: Path) -> None:
+    data, named = shared / "data", {file for file, *_ in FILES}
+    for path in sorted(data.rglob("*")):
+        name = path.relative_to(data).as_posix()
+        if path.suffix in (".json", ".jsonl") and name not in named:
+            with pytest.raises(DataError, match=r"int instead of an object|dict instead of a list"):
+                read_rows(path)
+
+
+def test_values_of_the_data_files(shared: Path) -> None:
+    folder = shared / "data"
+    raw = json.loads((folder / "llamafactory/glaive_toolcall_en_demo.json").read_bytes())
+    first, row = raw[0], read_rows(folder / "llamafactory/glaive_toolcall_en_demo.json")[0]
+    assert isinstance(row, Conversation)
+    assert [tool["function"] for tool in row.tools] == json.loads(first["tools"])
+    call = row.messages[3].extra["tool_calls"]
+    assert call == [{"type": "function", "function": json.loads(first["conversations"][3]["value"])}]
+    assert [message.role for message in row.messages[:6]] == [
+        "user", "assistant", "user", "assistant", "tool", "assistant",
+    ]  # fmt: skip
+    assert row.messages[4].content == first["conversations"][4]["value"]
+
+    stories = read_rows(folder / "tinystories/tinystories_10k.txt")
+    texts = (folder / "tinystories/tinystories_10k.txt").read_text().split("\n<|endoftext|>\n")
+    assert [story.text for story in stories if isinstance(story, TextDocument)] == texts
+
+
+ASKED, ANSWERED = Message("user", "Hi"), Message("assistant", "Hello")
+ADD = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+ADDED = (Message("user", "1?"), Message("assistant", "", {"tool_calls": [ADD]}), Message("tool", "1"))
+TOOL = {"type": "function", "function": {"name": "add"}}
+HUMAN, GPT = {"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}
+SYSTEM = Message("system", "Be brief")
+WHERE: Mapping[str, Any] = {"path": "", "line": 1}
+OPENAI_CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+
+ROWS: dict[str, tuple[dict[str, Any], tuple[Message, ...], tuple[dict[str, Any], ...]]] = {
+    "openai tools": (
+        {
+            "messages": [
+                {"role": "user", "content": "1?", "name": None},
+                {"role": "assistant", "content": None, "tool_calls": [OPENAI_CALL], "weight": 1},
+                {"role": "tool", "content": "1", "tool_call_id": "c1"},
+            ],
+            "tools": [TOOL],
+        },
+        (
+            ADDED[0],
+            Message("assistant", "", {"tool_calls": [{"id": "c1", **ADD}]}),
+            Message("tool", "1", {"tool_call_id": "c1"}),
+        ),
+        (TOOL,),
+    ),
+    "content parts": (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "value": "i"}]}]},
+        (ASKED,),
+        (),
+    ),
+    "sharegpt": (
+        {"id": "x", "system": "Be brief", "conversations": [HUMAN, GPT], "tools": ""},
+        (SYSTEM, ASKED, ANSWERED),
+        (),
+    ),
+    "sharegpt weights": (
+        {"conversations": [HUMAN | {"weight": 0.0}, GPT | {"weight": 1.0}, HUMAN | {"weight": None}]},
+        (ASKED, ANSWERED, ASKED),
+        (),
+    ),
+    "sharegpt calls": (
+        {
+            "conversations": [
+                {"from": "human", "value": "1?"},
+                {"from": "function_call", "value": '[{"name": "add", "arguments": {"a": 1}}]'},
+                {"from": "observation", "value": "1"},
+            ],
+            "tools": '[{"name": "add"}]',
+        },
+        ADDED,
+        (TOOL,),
+    ),
+    "alpaca": ({"instruction": "Add", "input": "1", "output": "Hello"}, (Message("user", "Add\n1"), ANSWERED), ()),
+    "alpaca, all of it": (
+        {"instruction": "Hi", "input": "", "output": "Hello", "system": "Be brief", "history": [["Hi", "Hello"]]},
+        (SYSTEM, ASKED, ANSWERED, ASKED, ANSWERED),
+        (),
+    ),
+    "dolly": (
+        {"instruction": "Add", "context": "1", "response": "Hello", "category": "sums"},
+        (Message("user", "Add\n1"), ANSWERED),
+        (),
+    ),
+}
+
+
+def write(path: Path, *rows: Any) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize(("value", "messages", "tools"), ROWS.values(), ids=ROWS)
+def test_conversations(value: dict[str, Any], messages: Any, tools: Any, tmp_path: Path) -> None:
+    path = write(tmp_path / "train.jsonl", value)
+    assert read_rows(path) == [Conversation(messages, tools, path=str(path), line=1)]
+
+
+def test_a_message_as_templates_get_it() -> None:
+    assert ASKED.as_dict() == {"role": "user", "content": "Hi"}
+    assert ADDED[1].as_dict() == {"role": "assistant", "content": "", "tool_calls": [ADD]}
+    assert hash(ADDED[1]) == hash(Message("assistant", ""))
+
+
+def test_a_named_format_ignores_other_keys(tmp_path: Path) -> None:
+    path = write(tmp_path / "train.jsonl", {"text": "a", "prompt": "b", "completion": "c"})
+    assert read_rows(path, format="text") == [TextDocument("a", path=str(path), line=1)]
+    with pytest.raises(
+        DataError, match=r"line 1: no 'instruction', 'output' among its keys 'text', .*mend data\.format"
+    ):
+        read_rows(path, format="alpaca")
+    with pytest.raises(DataError, match=r"line 1: no 'question' among its keys"):  # a typo is not an absent input
+        read_rows(write(path, {"instruction": "a", "output": "b"}), {"input": "question"})
+    with pytest.raises(DataError, match=r"renames 'text', which are not all keys of data\.format alpaca: .*'instr"):
+        read_rows(path, {"text": "prompt"}, format="alpaca")
+
+
+BOTH = {"chosen": "Hello", "rejected": "Go away"}
+REJECTED = {"rejected": "Go away"}
+OPENAI_USER = {"role": "user", "content": "Hi"}
+PAIRS: dict[str, dict[str, Any]] = {
+    "prompt": {"prompt": "Hi"} | BOTH,
+    "alpaca": {"instruction": "Hi", "input": "", "output": "ignored"} | BOTH,
+    "sharegpt": {"conversations": [HUMAN], "chosen": GPT, "rejected": GPT | {"value": "Go away"}},
+    "messages": {"messages": [OPENAI_USER]} | BOTH,
+    "prompt of messages": {"prompt": [OPENAI_USER], "chosen": [{"role": "assistant", "content": "Hello"}]} | REJECTED,
+    "prompt repeated": {
+        "prompt": "Hi",
+        "chosen": [OPENAI_USER, {"role": "assistant", "content": "Hello"}],
+        "rejected": [OPENAI_USER, {"role": "assistant", "content": "Go away"}],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("value", PAIRS.values(), ids=PAIRS)
+def test_preference_pairs(value: dict[str, Any], tmp_path: Path) -> None:
+    path = write(tmp_path / "pairs.jsonl", value)
+    wanted = Preference((ASKED,), ANSWERED, Message("assistant", "Go away"), path=str(path), line=1)
+    assert list(RowReader("preference").stream(str(path), objects(path))) == [wanted]
+    with pytest.raises(DataError, match=r"pairs\.jsonl line 1: a preference pair, .*name what to train on"):
+        read_rows(path)
+
+
+BAD_PAIRS: dict[str, tuple[dict[str, Any], str]] = {
+    "equal sides": (
+        {"prompt": "Hi", "chosen": "a", "rejected": "a"},
+        r"line 1: chosen and rejected are equal \(str 'a'",
+    ),
+    "no rejected": ({"prompt": "Hi", "chosen": "a"}, "line 1: no 'rejected' among its keys"),
+    "empty side": ({"prompt": "Hi", "chosen": "a", "rejected": ""}, "line 1: an empty rejected answer"),
+    "side a number": ({"prompt": "Hi", "chosen": 1, "rejected": "b"}, "line 1 chosen message 1: int 1"),
+    "side null": ({"prompt": "Hi", "chosen": None, "rejected": "b"}, "line 1 chosen message 1: NoneType None"),
+    "side an empty list": ({"prompt": "Hi", "chosen": [], "rejected": "b"}, r"line 1 chosen: chosen is list \[\]"),
+    "no prompt": (BOTH, "line 1: the prompt of the pair is missing"),
+    "empty prompt": ({"prompt": ""} | BOTH, "line 1: an empty prompt"),
+    "two prompts": (
+        {"prompt": "Hi", "messages": [OPENAI_USER]} | BOTH,
+        "a pair with 'messages', 'prompt', each of which",
+    ),
+    "prompt ends with an answer": ({"conversations": [HUMAN, GPT]} | BOTH, "ends with a message of role assistant"),
+    "side of the user": ({"prompt": "Hi", "chosen": HUMAN, "rejected": "b"}, "chosen ends with a message of role user"),
+    "other prompts": ({"chosen": [HUMAN, GPT], "rejected": [HUMAN | {"value": "Ho"}, GPT]}, "answer different prompts"),
+    "another prompt": ({"prompt": "Ho", "chosen": [HUMAN, GPT], "rejected": "b"}, "chosen repeats a prompt other than"),
+    "two users": ({"conversations": [HUMAN, HUMAN]} | BOTH, "prompt and chosen message 2: two user messages in a row"),
+}
+
+
+@pytest.mark.parametrize(("value", "error"), BAD_PAIRS.values(), ids=BAD_PAIRS)
+def test_bad_pairs(value: dict[str, Any], error: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "pairs.jsonl", value)
+    with pytest.raises(DataError, match=error) as caught:
+        list(RowReader("preference").stream(str(path), objects(path)))
+    assert "pairs.jsonl line 1" in caught.value.problem
+
+
+def test_bad_rows_are_dropped_and_told_where_asked(tmp_path: Path) -> None:
+    good = {"prompt": "a", "completion": "b"}
+    path, dropped = write(tmp_path / "train.jsonl", good, good | {"completion": ""}, good), list[DataError]()
+    assert [row.line for row in read_rows(path, on_bad=dropped.append)] == [1, 3]
+    assert [error.problem for error in dropped] == [f"{path} line 2: an empty completion"]
+    path.write_text('{"text": "a"}\n{"text": "b", "text": "c"}\n{"text": ' + "[" * 3000 + '\n{"text": "d"}\n')
+    assert [row.line for row in read_rows(path, on_bad=dropped.append)] == [1, 4]
+    assert "key 'text' twice" in dropped[1].problem and "100 brackets" in dropped[2].problem
+    as_list = path.with_suffix(".json")
+    as_list.write_text('[{"text": "a"},\n{"text": "b", "text": "c"},\n{"text": "d"}]')
+    assert [row.line for row in read_rows(as_list, on_bad=dropped.append)] == [1, 3] and len(dropped) == 4
+    with pytest.raises(DataError, match="line 2: a row with 'text'"):  # what isn't of the format is never a dropped row
+        read_rows(write(path, good, {"text": "x"}), on_bad=dropped.append)
+    with pytest.raises(DataError, match="each of its rows was dropped"):
+        read_rows(write(path, good | {"completion": ""}), on_bad=dropped.append)

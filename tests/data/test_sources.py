@@ -1,0 +1,363 @@
+"""Files of every kind, folders, hub sets and mixtures."""
+
+from __future__ import annotations
+
+import json
+import os
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pronghorn.config import Data, Recipe, Source
+from pronghorn.data import files
+from pronghorn.data.cache import Prepared, documents
+from pronghorn.data.chat import label_rows
+from pronghorn.data.rows import (
+    Conversation,
+    Message,
+    Preference,
+    PromptCompletion,
+    Row,
+    RowReader,
+    TextDocument,
+    read_rows,
+)
+from pronghorn.data.sources import SourceCount, count_rows, fingerprint, mixture, read_source
+from pronghorn.data.template import render, writer
+from pronghorn.errors import ConfigError, DataError
+from support.chats import byte_level, trained
+from support.data_files import FILES
+from support.templates import CALLS as CALLS_TEMPLATE
+
+PAIR = {"prompt": "Hi", "completion": "Hello"}
+TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+CALLS = [
+    {"role": "user", "content": "1?"},
+    {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]},
+    {"role": "tool", "content": "1"},
+]
+
+
+def lines(*rows: Any) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def parquet(path: Path, *rows: Any) -> Path:
+    import pyarrow
+    from pyarrow import parquet as writer
+
+    writer.write_table(pyarrow.Table.from_pylist(list(rows)), path)
+    return path
+
+
+def read(path: str | Path) -> list[Row]:
+    return list(read_source(Source(path=Path(path)), RowReader()))
+
+
+def test_csv(tmp_path: Path) -> None:
+    path = tmp_path / "train.csv"
+    path.write_text('\ufeffprompt,completion\n"two\nlines, ""quoted""",007\n1,null\n', encoding="utf-8")
+    first = PromptCompletion('two\nlines, "quoted"', "007", path=str(path), line=1)  # a number stays as it is written
+    assert read_rows(path) == [first, PromptCompletion("1", "null", path=str(path), line=2)]
+    assert first.source == f"{path} row 1"
+    path.write_text("prompt,completion,,\n1,null,,\n")
+    assert read_rows(path, format="prompt_completion") == [PromptCompletion("1", "null", path=str(path), line=1)]
+
+
+def test_parquet(tmp_path: Path) -> None:
+    path = parquet(tmp_path / "train.parquet", {"messages": TURNS, "tools": None}, {"messages": CALLS, "tools": "[]"})
+    first, second = read_rows(path)
+    assert first == Conversation((Message("user", "Hi"), Message("assistant", "Hello")), path=str(path), line=1)
+    assert isinstance(second, Conversation) and second.source == f"{path} row 2"
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    assert second.messages[1] == Message("assistant", "", {"tool_calls": [call]})
+
+
+def test_txt(tmp_path: Path) -> None:
+    path = tmp_path / "train.txt"
+    path.write_text("one\n\ntwo <|endoftext|>\n")  # a separator stands on a line of its own
+    assert read_rows(path) == [TextDocument("one\n\ntwo <|endoftext|>\n", path=str(path), line=1)]
+    assert read_rows(path)[0].source == f"{path} line 1"
+    path.write_text("<|endoftext|>\none\n<|endoftext|>\r\n \n<|endoftext|>\ntwo\n")
+    assert [(row.text, row.line) for row in read_rows(path) if isinstance(row, TextDocument)] == [
+        ("one", 2),
+        ("two\n", 6),
+    ]
+
+
+BAD_FILES: dict[str, tuple[str, bytes, str]] = {
+    "csv not utf-8": ("t.csv", b"prompt,completion\na,b\nc,\xe9\n", "t.csv line 3: byte 0xe9 is not UTF-8"),
+    "csv ragged": ("t.csv", b"prompt,completion\na,b,c\n", "t.csv: not valid CSV .*Expected 2 columns, got 3"),
+    "csv of a header": ("t.csv", b"prompt,completion\n", "t.csv: no rows in it"),
+    "csv empty": ("t.csv", b"", "t.csv: no rows in it"),
+    "csv with an empty completion": ("t.csv", b"prompt,completion\na,b\nc,\n", "t.csv row 2: an empty completion"),
+    "csv of unknown columns": ("t.csv", b"a,b\n1,2\n", "t.csv row 1: keys 'a', 'b' are no known format"),
+    "parquet cut short": ("t.parquet", b"PAR1 and no more", "t.parquet: not a whole Parquet file"),
+    "parquet empty": ("t.parquet", b"", "t.parquet: not a whole Parquet file"),
+    "txt not utf-8": ("t.txt", b"one\n\xff", "t.txt line 2: byte 0xff is not UTF-8"),
+    "txt of separators": ("t.txt", b"<|endoftext|>\n\n<|endoftext|>\n", "t.txt: no rows in it"),
+    "csv by semicolons": ("t.csv", b"prompt;completion\na;b\n", "t.csv: a header without a comma, .* by ';': save"),
+    "csv by semicolons, with commas": ("t.csv", b'\xef\xbb\xbf"prompt";"completion"\na, b;c\n', "delimited by ';'"),
+    "csv by tabs": ("t.csv", b"prompt\tcompletion\na, b\tc\n", r"delimited by '\\t'"),
+    "unknown": ("t.arrow", b"x", "t.arrow: unknown file type .arrow: give a"),
+}
+
+
+@pytest.mark.parametrize(("name", "content", "error"), BAD_FILES.values(), ids=BAD_FILES)
+def test_bad_files(name: str, content: bytes, error: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=error):
+        read_rows(tmp_path / name)
+
+
+def test_parquet_that_is_not_utf_8(tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet as writer
+
+    values = pyarrow.array([b"good", b"caf\xe9"]).view(pyarrow.string())
+    writer.write_table(pyarrow.table({"text": values}), tmp_path / "t.parquet")
+    with pytest.raises(DataError, match=r"t\.parquet row 2: bytes that are not UTF-8"):
+        read_rows(tmp_path / "t.parquet")
+
+
+def test_parquet_with_a_column_twice(tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet as writer
+
+    texts = [pyarrow.array(["a"]), pyarrow.array(["b"])]
+    writer.write_table(pyarrow.table(texts, names=["text", "text"]), tmp_path / "t.parquet")
+    with pytest.raises(DataError, match=r"t\.parquet: the column 'text' twice"):
+        read_rows(tmp_path / "t.parquet")
+
+
+@pytest.mark.parametrize("name", ["t.jsonl", "t.csv"])
+def test_lines_over_the_limit(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert files.LINE_LIMIT == 64 * 2**20
+    monkeypatch.setattr(files, "LINE_LIMIT", 60)
+    row = {"text": "x" * 40}
+    rows = [row, row, {"text": "x" * 200}]
+    text = lines(*rows) if name == "t.jsonl" else "text\n" + "".join(f"{each['text']}\n" for each in rows)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match=r"t\.jsonl line 3: a line of more than 60 bytes|t\.csv: not valid CSV"):
+        read_rows(tmp_path / name)
+    (tmp_path / name).write_text(text[: text.rindex("\n", 0, -1) + 1])
+    assert len(read_rows(tmp_path / name)) == 2
+
+
+def test_a_line_over_the_limit_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "LINE_LIMIT", 2**20)
+    path = tmp_path / "t.jsonl"
+    with path.open("wb") as file:
+        file.truncate(2**36)  # a hole of 64 GiB without a line's end
+    tracemalloc.start()
+    with pytest.raises(
+        DataError, match=r"t\.jsonl line 1: a line of more than 1,048,576 bytes .*: end each row's line"
+    ):
+        read_rows(path)
+    assert tracemalloc.get_traced_memory()[1] < 2**23
+    tracemalloc.stop()
+
+
+def _pipe(folder: Path) -> Path:
+    os.mkfifo(folder / "a.jsonl")
+    return folder
+
+
+def _loop(folder: Path) -> Path:
+    (folder / "a.jsonl").symlink_to(folder / "a.jsonl")
+    return folder
+
+
+def _not_utf_8(folder: Path) -> Path:
+    (folder / os.fsdecode(b"caf\xe9.jsonl")).write_text(lines(PAIR))
+    return folder
+
+
+def _disk_error(folder: Path) -> Path:
+    return Path("/proc/self/mem")  # opens, and gives an input/output error
+
+
+UNREADABLE: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "a link to itself": (_loop, r"a\.jsonl: no file that can be read: a pipe, or a link that leads nowhere"),
+    "a pipe": (_pipe, r"a\.jsonl: no file that can be read"),
+    "a name that is not UTF-8": (_not_utf_8, r"caf\\udce9\.jsonl: a file name that is not UTF-8: rename it"),
+    "an error of the disk": (_disk_error, r"/proc/self/mem can't be read \(Input/output error\)"),
+}
+
+
+@pytest.mark.parametrize("case", UNREADABLE)
+def test_files_that_can_not_be_read_are_errors_by_name(case: str, tmp_path: Path) -> None:
+    make, error = UNREADABLE[case]
+    source = Source(path=make(tmp_path))
+    with pytest.raises(DataError, match=error) as caught:
+        fingerprint(source)
+        read(source.path)
+    assert len(str(caught.value)) < 600 and str(caught.value).encode()
+
+
+def test_folders(tmp_path: Path) -> None:
+    (tmp_path / "part-2.jsonl").write_text(lines(PAIR | {"prompt": "3"}))
+    (tmp_path / "part-1.json").write_text(json.dumps([PAIR | {"prompt": "1"}, PAIR | {"prompt": "2"}]))
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "more.csv").write_text("prompt,completion\n4,b\n")
+    for name in ("README.md", "LICENSE", "LICENSE.txt", ".hidden.jsonl"):
+        (tmp_path / name).write_text("not data")
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "state.json").write_text("not data")
+    assert count_rows(Source(path=tmp_path)) == 5  # lines of CSV, its header's too
+    assert [row.prompt for row in read(tmp_path) if isinstance(row, PromptCompletion)] == ["1", "2", "3", "4"]
+
+    (tmp_path / "part-3.jsonl").write_text(lines({"text": "x"}))
+    with pytest.raises(
+        DataError, match=r"part-3\.jsonl line 1: a row with 'text', but .*part-1\.json line 1 has 'prompt"
+    ):
+        read(tmp_path)
+    (tmp_path / "text.txt").write_text("x")
+    assert count_rows(Source(path=tmp_path)) is None
+    (tmp_path / "text.txt").unlink()
+    (tmp_path / "part-3.jsonl").rename(tmp_path / "part-3.jsonl.gz")
+    with pytest.raises(DataError, match=r"part-3\.jsonl\.gz: unknown file type \.gz"):
+        read(tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="empty: no data in this folder"):
+        read(tmp_path / "empty")
+
+
+def test_hub_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.chdir(tmp_path)
+    asked: list[tuple[str, str]] = []
+
+    def load(name: str, *, split: str) -> Any:
+        asked.append((name, split))
+        if name == "owner/script":
+            raise RuntimeError("Dataset scripts are no longer supported, but found script.py")
+        if name == "owner/mixed":
+            raise datasets.exceptions.DatasetGenerationError("All the data files must have the same columns")
+        if name != "owner/chats-v1.0":
+            raise FileNotFoundError(f"Dataset '{name}' doesn't exist on the Hub")
+        return datasets.Dataset.from_list([{"messages": TURNS}, {"messages": CALLS}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert [row.source for row in read("owner/chats-v1.0")] == ["owner/chats-v1.0 row 1", "owner/chats-v1.0 row 2"]
+    with pytest.raises(DataError, match="owner/chat: no such file or folder here, and the hub gives no split `train`"):
+        read("owner/chat")
+    with pytest.raises(DataError, match=r"owner/script: .*scripts are no longer supported"):
+        read("owner/script")
+    with pytest.raises(DataError, match=r"owner/mixed: .*must have the same columns"):
+        read("owner/mixed")
+    assert asked == [(f"owner/{name}", "train") for name in ("chats-v1.0", "chat", "script", "mixed")]
+    for name in ("chats", "owner/chats.jsonl", "/owner/chats"):  # nothing that a hub set can be called
+        with pytest.raises(DataError, match="no such file"):
+            read(name)
+    assert len(asked) == 4
+    assert count_rows(Source(path=Path("owner/chats-v1.0"))) == 2
+
+
+@pytest.mark.parametrize(("file", "format", "columns"), [each[:3] for each in FILES if each[-1] is not Preference])
+def test_data_files_come_back_from_their_tokens(file: str, format: Any, columns: dict[str, str], shared: Path) -> None:
+    """Decoding the trained tokens gives the assistant's texts (and calls), of many rows at a time as of one."""
+    rows = read_rows(shared / "data" / file, columns, format)[:300]
+    tokenizer = byte_level("{{ tools | tojson if tools }}" + CALLS_TEMPLATE)
+    for row, document in zip(rows, label_rows(rows, tokenizer, verify_rows=len(rows)).documents, strict=True):
+        if isinstance(row, TextDocument):
+            assert tokenizer.decode(document.input_ids) == row.text + "<|im_end|>"
+            continue
+        if isinstance(row, PromptCompletion):
+            row = Conversation((Message("user", row.prompt), Message("assistant", row.completion)), path="", line=1)
+        answers = [message for message in row.messages if message.role == "assistant"]
+        for answer, text in zip(answers, trained(document, tokenizer), strict=True):
+            calls = [json.dumps(call, ensure_ascii=False) for call in answer.extra.get("tool_calls", ())]
+            assert text == answer.content + "".join(f"<call>{call}</call>" for call in calls) + "<|im_end|>"
+        assert writer(tokenizer)(row, None) == render(row.messages, row.tools, tokenizer, row.source, answer=False)
+
+
+@given(
+    sources=st.lists(st.tuples(st.integers(1, 30), st.floats(0.01, 100)), min_size=1, max_size=5),
+    seed=st.integers(0, 9),
+)
+def test_mixtures_keep_their_shares(sources: list[tuple[int, float]], seed: int) -> None:
+    lengths, weights = [length for length, _ in sources], [weight for _, weight in sources]
+    taken = mixture(lengths, weights, seed)
+    assert taken == mixture(lengths, weights, seed)
+    assert sum(map(len, taken)) == sum(lengths)
+    for length, weight, indices in zip(lengths, weights, taken, strict=True):
+        assert abs(len(indices) - sum(lengths) * weight / sum(weights)) < 1 + 1e-9
+        seen = Counter(indices)
+        assert set(seen) <= set(range(length))
+        assert max(seen.values(), default=0) - min((seen[i] for i in range(length)), default=0) <= 1
+
+
+def test_a_mixture_draws_by_its_seed(tmp_path: Path) -> None:
+    assert mixture([100, 100], [1, 3], 1) != mixture([100, 100], [1, 3], 2)
+    first, second, _ = mixture([100, 100, 100], [1, 1, 4], 1)
+    assert first != second and first == sorted(first)
+    for lengths, weights, shares in (([1, 1, 1], [6, 3, 1], [2, 1, 0]), ([1, 2], [1, 1], [2, 1])):
+        assert [len(indices) for indices in mixture(lengths, weights, 0)] == shares
+    (tmp_path / "a.jsonl").write_text(lines(*({"text": f"a{i}"} for i in range(6))))
+    (tmp_path / "b.jsonl").write_text(lines({"question": "b", "answer": "c"}, {"question": "d", "answer": ""}))
+    parts = [
+        {"path": tmp_path / "a.jsonl", "weight": 1, "columns": {"text": "text"}},
+        {"path": tmp_path / "b.jsonl", "weight": 6},
+    ]
+    unweighted = [{key: value for key, value in part.items() if key != "weight"} for part in parts]
+
+    def prepared(train: Any, split: Literal["train", "eval"] = "train", bad_rows: str = "drop") -> Prepared:
+        settings = {"train": train, "cache": tmp_path / "cache", "workers": 1, "bad_rows": bad_rows}
+        columns = {"prompt": "question", "completion": "answer"}
+        data = Data.model_validate({**settings, "columns": columns}, strict=False)
+        return documents(data, split, byte_level(None), max_seq_length=64, seed=3)
+
+    drawn = prepared(parts)
+    assert drawn.counts == [
+        SourceCount(str(tmp_path / "a.jsonl"), "text", 6, 0, 1),
+        SourceCount(str(tmp_path / "b.jsonl"), "prompt_completion", 1, 1, 6),
+    ]
+    assert ["a.jsonl" in row["source"] for row in drawn.dataset] == [True] + 6 * [False]
+    assert "line 2: an empty completion" in drawn.errors[0]
+    assert [count.used for count in prepared(unweighted).counts] == [6, 1]
+    with pytest.raises(DataError, match=r"b\.jsonl line 2: an empty completion"):
+        prepared(parts, bad_rows="error")
+    with pytest.raises(ConfigError, match=r"data\.train: 1 of 2 sources have a weight: give every source one, or none"):
+        prepared([parts[0], unweighted[1]])
+    with pytest.raises(ConfigError, match=r"data\.eval is not set"):
+        prepared(parts, "eval")
+
+
+RECIPE = "model: {name: m, max_seq_length: 8}\ntrain: {output: out}\ndata: {train: TRAIN}\n"
+BAD_MIXTURES = {
+    "[{path: t.jsonl, wieght: 1}]": "unknown key data.train.0.wieght: did you mean data.train.0.weight?",
+    "[{weight: 1}]": "data.train.0.path is missing",
+    "[{path: t.jsonl, weight: 0}]": "data.train.0.weight = 0: input should be greater than 0",
+    "[{path: t.jsonl, format: chat}]": "data.train.0.format = 'chat': input should be 'auto', 'messages'",
+    "[{path: t.jsonl, weight: 1}, {path: t.jsonl}]": "data.train: 1 of 2 sources have a weight",
+    "[{path: t.jsonl}, {path: u.jsonl}]": "data.train: u.jsonl does not exist",
+    "[]": "data.train = []",
+    "5": "data.train = 5",
+}
+
+
+@pytest.mark.parametrize(("train", "error"), BAD_MIXTURES.items())
+def test_recipes_of_bad_mixtures(train: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("t.jsonl").write_text(lines(PAIR))
+    Path("r.yaml").write_text(RECIPE.replace("TRAIN", train))
+    with pytest.raises(ConfigError) as caught:
+        Recipe.load("r.yaml")
+    assert error in str(caught.value)
+
+
+def test_recipes_of_mixtures_folders_and_hub_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("t.jsonl").write_text(lines(PAIR))
+    for train in ("t.jsonl", ".", "owner/set", "[{path: t.jsonl, weight: 1}, {path: owner/set, weight: 2.5}]"):
+        Path("r.yaml").write_text(RECIPE.replace("TRAIN", train))
+        recipe = Recipe.load("r.yaml")
+        assert Recipe.model_validate(recipe.to_dict()) == recipe

@@ -1,0 +1,280 @@
+"""The Triton kernels: compiled on a GPU, interpreted on the CPU, and cross-compiled for cards that aren't here."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support.marks import needs_triton
+
+TESTS = Path(__file__).parents[1]
+NAMES = (
+    "rms_norm",
+    "residual",
+    "adapter_gradients",
+    "glu",
+    "rope",
+    "cross_entropy",
+    "attention",
+    "norms",
+    "cast_copies",
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", NAMES)
+def test_on_a_gpu(name: str, dtype: torch.dtype, nan_memory: None) -> None:
+    from support.kernel_checks import CHECKS
+
+    CHECKS[name]("cuda", dtype)
+
+
+@needs_triton
+def test_interpreted() -> None:
+    """In a process of its own: the interpreter is chosen when a kernel is defined."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
+    script = str(TESTS / "support" / "kernel_checks.py")
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split("\n")[:-1] == [f"{name} ok" for name in NAMES]
+
+
+def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
+    """Each kernel in its largest form: function, types of its arguments, compile-time values, warps."""
+    from benchmarks import sm_clock
+    from pronghorn.kernels import (
+        adapter_gradients_triton,
+        attention_triton,
+        cast_copies_triton,
+        cross_entropy_triton,
+        glu_triton,
+        norms_triton,
+        residual_triton,
+        rms_norm_triton,
+        rope_triton,
+    )
+
+    x, wide, count, real = "*bf16", "*fp32", "i32", "fp32"
+    norm = {"x_ptr": x, "w_ptr": x, "y_ptr": x, "r_ptr": wide, "H": count, "eps": real, "offset": real}
+    norm |= dict.fromkeys(("x_stride", "y_stride", "dy_stride", "dx_stride"), count)
+    norm |= {"dy_ptr": x, "more_ptr": wide, "dx_ptr": x, "dw_ptr": wide, "T": count, "programs": count}
+    add = {**dict.fromkeys(("y_ptr", "xa_ptr", "b_ptr"), x), "x_ptr": wide, "out_ptr": wide, "scale": real}
+    add |= dict.fromkeys(("T", "N"), count)
+    sums = dict.fromkeys(("dya_parts_ptr", "db_parts_ptr", "db_ptr"), wide) | {"dya_ptr": x, "both_ptr": x}
+    sums |= dict.fromkeys(("T", "N", "blocks", "chunks0", "chunks1", "chunks2"), count)
+    sums |= {"scale": real}
+    gate = {"gu_ptr": x, "a_ptr": x, "da_ptr": x, "dgu_ptr": x, "WIDTH": count}
+    gate |= {"xa_ptr": x, "b_ptr": x, "scale": real} | {"T": count}
+    turn = dict.fromkeys(("qkv_ptr", "q_ptr", "k_ptr", "cos_ptr", "sin_ptr", "qw_ptr", "kw_ptr"), x)
+    turn |= {"dqkv_ptr": x, "dw_ptr": wide, "eps": real, "offset": real}
+    turn |= dict.fromkeys(("T", "stride", "q_stride", "k_stride", "q_heads", "k_heads"), count)
+    loss = {
+        "y_ptr": x,
+        "target_ptr": "*i64",
+        "loss_ptr": wide,
+        "scratch_ptr": "*i64",
+        "V": count,
+        "stride": count,
+        "ignore": count,
+        "cap": real,
+    }
+    attend = dict.fromkeys(
+        ("q_ptr", "k_ptr", "v_ptr", "sinks_ptr", "out_ptr", "do_ptr", "dq_ptr", "dk_ptr", "dv_ptr"), x
+    )
+    attend |= {"lse_ptr": wide, "delta_ptr": wide, "tiles_ptr": "*i32", "scale": real, "unit": real}
+    attend |= dict.fromkeys(("T", "q_row", "q_head", "k_row", "k_head", "v_row", "v_head", "out_row"), count)
+    attend |= dict.fromkeys(("grad_row", "group", "window"), count)
+    tile = {"WINDOW": True, "D": 128, "ROWS": 64}
+    heads = {"NORM": True, "Q": 64, "K": 8, "HALF": 64}
+    return {
+        "cast copies": (
+            cast_copies_triton._copy,
+            {"table_ptr": "*i64", "N": count, "parts": count},
+            {
+                "SOURCE": cast_copies_triton.TYPES[torch.float32],
+                "TARGET": cast_copies_triton.TYPES[torch.bfloat16],
+                "BLOCK": cast_copies_triton.BLOCK,
+            },
+            4,
+        ),
+        "rms_norm": (rms_norm_triton._forward, norm, {"BLOCK": 8192}, 16),
+        "rms_norm, sums": (
+            rms_norm_triton._sum,
+            {"parts_ptr": wide, "dw_ptr": x, "N": count, "H": count},
+            {"ROWS": rms_norm_triton.SUM_ROWS, "COLS": rms_norm_triton.SUM_COLS},
+            4,
+        ),
+        **{
+            f"rms_norm backward, {block}, {stream}, {product}": (
+                rms_norm_triton._backward,
+                {**norm, **dict.fromkeys(("x_ptr", "more_ptr", "dx_ptr"), stream), "dy_ptr": product},
+                {"WEIGHT": True, "MORE": True, "STAGES": rms_norm_triton.stages(block, read), "BLOCK": block},
+                16,
+            )
+            for block in (2048, 4096, 8192)
+            for stream, product, read in ((x, x, 6), (wide, x, 10), (wide, wide, 12))
+        },
+        "clock": (sm_clock._read, {"out_ptr": "*i64"}, {"MOST": 132}, 1),
+        **{
+            f"residual, {kind}": (
+                residual_triton._add,
+                {**add, **dict.fromkeys(("xa_ptr", "b_ptr"), kind)},
+                {"RANK": 128, **low_rank(residual_triton.TILE, 128)},
+                residual_triton.TILE[2],
+            )
+            for kind in (x, wide)
+        },
+        "residual, no adapter": (
+            residual_triton._add,
+            add,
+            {"RANK": 0, **low_rank(residual_triton.TILE, 16)},
+            residual_triton.TILE[2],
+        ),
+        **parts_of_adapters_gradients([(256, 4, 2, 32)]),
+        "adapters' gradients, sums": (
+            adapter_gradients_triton._sums,
+            sums,
+            {"ADAPTERS": 3, "RANK": 32, "BOTH": True, "TOGETHER": 16, "BLOCK": 512},
+            4,
+        ),
+        "glu": (glu_triton._forward, gate, {"GELU": True, "BLOCK": 1024}, 4),
+        **{
+            f"glu, ranks {rank}, {kind}": (
+                glu_triton._forward_with_low_rank,
+                {**gate, **dict.fromkeys(("gu_ptr", "xa_ptr", "b_ptr", "a_ptr"), kind)},
+                {"GELU": True, "GATE": rank, "UP": rank, **low_rank(glu_triton.tile(rank, bytes_), rank)},
+                glu_triton.tile(rank, bytes_)[2],
+            )
+            for rank in (16, 32, 64, 128)
+            for kind, bytes_ in ((x, 2), (wide, 4))
+        },
+        "glu backward": (glu_triton._backward, gate, {"GELU": True, "BLOCK": 1024}, 4),
+        **{
+            f"rope, even {even}": (
+                rope_triton._forward,
+                turn,
+                {"NORM": True, "EVEN": even, "Q_BLOCKS": 5, "BLOCKS": 6, "TOKENS": 1, "HEADS": 8, "HALF": 64},
+                2,
+            )
+            for even in (True, False)
+        },
+        "rope backward": (rope_triton._backward, turn, {**heads, "WEIGHT": True}, 4),
+        "attention": (attention_triton._forward, attend, {**tile, "SINK": True, "COLS": 32}, 4),
+        "attention, queries": (attention_triton._backward_queries, attend, {**tile, "COLS": 32}, 4),
+        "attention, keys": (attention_triton._backward_keys, attend, {**tile, "COLS": 64}, 4),
+        **{
+            f"norms of {kind}": (
+                norms_triton._sums,
+                {"table_ptr": "*i64", "sums_ptr": wide, "N": count, "parts": count},
+                {"TYPE": kind, "BLOCK": norms_triton.BLOCK},
+                4,
+            )
+            for kind in norms_triton.TYPES.values()
+        },
+        **{
+            f"cross-entropy, {dtype}, {vocab} {stride} apart": (
+                cross_entropy_triton._kernel,
+                {**loss, "y_ptr": dtype},
+                cross_entropy_triton.form(vocab, stride, bytes_, aligned=True, capped=True)
+                | {"PACKED": bytes_ == 2, "PHASE": cross_entropy_triton.AT_ONCE.value},
+                cross_entropy_triton.WARPS,
+            )
+            for dtype, bytes_ in ((x, 2), (wide, 4))
+            for vocab, stride in ((128256, 128256), (50257, 50257))
+        },
+    }
+
+
+def low_rank(tile: tuple[int, int, int], rank: int) -> dict[str, int]:
+    """The compile-time values of a kernel with a low-rank product on the way."""
+    rows, cols, _ = tile
+    return {"R": rank, "ROWS": rows, "COLS": cols}
+
+
+def parts_of_adapters_gradients(
+    tiles: list[tuple[int, int, int, int]],
+) -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
+    """As `kernels`: columns, warps, stages and padded rank, with and without dy's copy."""
+    from pronghorn.kernels.adapter_gradients_triton import _parts
+
+    types = dict.fromkeys(("dy_ptr", "b_ptr", "xa_ptr", "both_ptr"), "*bf16")
+    types |= {"dya_ptr": "*fp32", "db_ptr": "*fp32"}
+    types |= {name: "i32" for name in _parts.arg_names if name not in types}
+    return {
+        f"adapters' gradients, {cols} columns, {both}": (
+            _parts,
+            types,
+            {"ADAPTERS": 3, "RANK": rank, "R": rank, "BOTH": both, "TOKENS": 64, "COLS": cols, "STAGES": stages},
+            warps,
+        )
+        for cols, warps, stages, rank in tiles
+        for both in (False, True)
+    }
+
+
+def of_hopper() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
+    """As `kernels`: what is larger there, or runs there only."""
+    from pronghorn.kernels.adapter_gradients_triton import tile
+
+    tiles = [(tile(width, rank), rank) for width, rank in ((4096, 16), (28672, 32))]
+    return parts_of_adapters_gradients([(each.cols, each.warps, each.stages, rank) for each, rank in tiles])
+
+
+@needs_triton
+def test_numbers_of_tokens_share_a_compiled_kernel() -> None:
+    """Rows of 16, 17 and 1 tokens run the same code: one more compiled in the midst of a training would be a pause."""
+    from pronghorn.kernels import glu_triton, residual_triton, rope_triton
+
+    for kernel in (glu_triton._forward_with_low_rank, residual_triton._add, rope_triton._forward):
+        assert {each.name for each in kernel.params if each.do_not_specialize} == {"T"}
+
+
+ALIGNED = {
+    "H",
+    "T",
+    "N",
+    "V",
+    "WIDTH",
+    "stride",
+    "q_stride",
+    "k_stride",
+    "dy_row",
+    "start0",
+    "start1",
+    "start2",
+    "end0",
+    "end1",
+    "end2",
+    "q_row",
+    "k_row",
+    "v_row",
+    "out_row",
+    "grad_row",
+}
+
+
+@needs_triton
+@pytest.mark.parametrize(("capability", "kilobytes"), [(80, 163), (86, 99), (89, 99), (90, 227), (100, 227), (120, 99)])
+def test_compiled_for_every_card(capability: int, kilobytes: int) -> None:
+    """From Ampere to Blackwell, within the shared memory that each has for a block."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    for name, (kernel, types, constants, warps) in (kernels() | (of_hopper() if capability == 90 else {})).items():
+        signature = {each: "constexpr" if each in constants else types[each] for each in kernel.arg_names}
+        places = {(kernel.arg_names.index(each),): value for each, value in constants.items()}
+        # as tensors lie: what is aligned may be loaded ahead into shared memory
+        aligned = [each for each in signature if types.get(each, "").startswith("*") or each in ALIGNED]
+        attributes = {(kernel.arg_names.index(each),): [["tt.divisibility", 16]] for each in aligned}
+        source = ASTSource(kernel, signature, places, attributes)
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+        assert compiled.metadata.shared <= kilobytes * 1024, f"{name}: {compiled.metadata.shared} bytes"
+        assert ".entry" in compiled.asm["ptx"]

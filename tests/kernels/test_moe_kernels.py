@@ -1,0 +1,100 @@
+"""The Triton kernels of MoE layers: compiled on a GPU, interpreted on the CPU, cross-compiled for other cards."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support.marks import needs_triton
+
+TESTS = Path(__file__).parents[1]
+NAMES = ("moe_route", "moe_rows", "moe_glu", "grouped_gemm")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", NAMES)
+def test_on_a_gpu(name: str, dtype: torch.dtype, nan_memory: None) -> None:
+    from support.moe_checks import CHECKS
+
+    CHECKS[name]("cuda", dtype)
+
+
+@needs_triton
+def test_interpreted() -> None:
+    """In a process of its own: the interpreter is chosen when a kernel is defined."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
+    script = str(TESTS / "support" / "moe_checks.py")
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split("\n")[:-1] == [f"{name} ok" for name in NAMES]
+
+
+def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int, int]]:
+    """Each kernel in its largest form: function, types of its arguments, compile-time values, warps, stages."""
+    from pronghorn.kernels import grouped_gemm_triton, moe_glu_triton, moe_route_triton, moe_rows_triton
+
+    types = dict.fromkeys(("x_ptr", "y_ptr", "w_ptr", "h_ptr", "a_ptr", "d_ptr", "dh_ptr", "dw_ptr"), "*bf16")
+    types |= {
+        "bias_ptr": "*bf16",
+        "g_ptr": "*fp32",
+        "ids_ptr": "*i64",
+        "alpha": "fp32",
+        "limit": "fp32",
+        "scale": "fp32",
+    }
+    whole = ("rows", "experts", "slots", "tokens", "inverse", "places", "offsets", "x_rows", "y_rows", "counts", "upto")
+    types |= {f"{name}_ptr": "*i32" for name in whole}
+    types |= dict.fromkeys(("WIDTH", "N", "K", "M", "S", "blocks", "w_expert", "w_k", "w_n"), "i32")
+    experts = {"E": 128, "EXPERTS": 128}
+    sort = (types, {**experts, "BLOCK": 128}, 8, 3)
+    found = {
+        "gather": (moe_rows_triton._gather, types, {"K": 8, "BLOCK": 4096}, 16, 3),
+        "combine": (moe_rows_triton._combine, types, {"K": 8, "WEIGHT": True, "BIAS": True, "BLOCK": 1024}, 4, 3),
+        "gate": (moe_glu_triton._forward, types, {"KIND": 2, "BIAS": True, "BLOCK": 1024}, 4, 3),
+        "gate backward": (moe_glu_triton._backward, types, {"KIND": 2, "BIAS": True, "BLOCK": 1024}, 4, 3),
+        "count": (moe_route_triton._count, *sort),
+        "place": (moe_route_triton._place, *sort),
+    }
+    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
+        wide = {each: f"*{name}" if kind == "*bf16" else kind for each, kind in types.items()}
+        for columns in (16, 2048) if name == "bf16" else (2048,):
+            tile = grouped_gemm_triton.multiply_tile(dtype, columns)
+            sizes = {"ROWS": tile.rows, "COLS": tile.cols, "DEPTH": tile.depth}
+            constants = {**experts, "GATHER": True, "ADD": True, "w_k": 1, **sizes}
+            found[f"multiply {tile}"] = grouped_gemm_triton._multiply, wide, constants, tile.warps, tile.stages
+            tile = grouped_gemm_triton.outer_tile(dtype, columns, 2048)
+            sizes = {"ROWS": tile.rows, "COLS": tile.cols, "DEPTH": tile.depth}
+            constants = {"X_GATHER": True, "Y_GATHER": True, **sizes}
+            found[f"outer {tile}"] = grouped_gemm_triton._outer, wide, constants, tile.warps, tile.stages
+    return found
+
+
+@needs_triton
+@pytest.mark.parametrize("capability", [86, 90, 120])
+def test_compiled_for_every_card(capability: int) -> None:
+    """Within the 99 KB of shared memory that the smallest of them has for a block; large tiles are loaded ahead."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    for name, (kernel, types, constants, warps, stages) in kernels().items():
+        if capability != 86 and constants.get("ROWS") != 128:
+            continue  # the large products are what differs by card, and compiling takes its time
+        signature = {each: "constexpr" if each in constants else types[each] for each in kernel.arg_names}
+        places = {(kernel.arg_names.index(each),): value for each, value in constants.items()}
+        # As a launch specialises them: without this nothing is loaded ahead, and shared memory looks small.
+        whole = [i for i, each in enumerate(kernel.arg_names) if signature[each] not in ("constexpr", "fp32")]
+        source = ASTSource(kernel, signature, places, {(i,): [["tt.divisibility", 16]] for i in whole})
+        options = {"num_warps": warps, "num_stages": stages}
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        assert compiled.metadata.shared <= 99 * 1024, f"{name}: {compiled.metadata.shared} bytes"
+        assert ".entry" in compiled.asm["ptx"]
+        if name.startswith("multiply Tile(rows=128, cols=128"):
+            assert compiled.metadata.shared >= 64 * 1024, f"{name}: one buffer only"

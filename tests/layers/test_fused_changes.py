@@ -1,0 +1,164 @@
+"""What PEFT puts on a model and what somebody changes on an attached one: fused layers compute what stock ones do."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import peft
+import pytest
+import torch
+
+from pronghorn.models.attach import attach
+from support.changes import (
+    ALL,
+    CHANGES,
+    adapted,
+    spread,
+    train_biases,
+)
+from support.documents import LENGTHS, ROW, one_document_at_a_time
+from support.fused import BIASED, WIDE, loss_and_gradients, path_of_layers, with_adapters
+from support.tiny import packed_row, tiny_model
+
+BATCH = packed_row(LENGTHS, ROW)
+
+
+def assert_same(mine: tuple[float, dict[str, torch.Tensor]], stock: tuple[float, dict[str, torch.Tensor]]) -> None:
+    assert mine[0] == pytest.approx(stock[0], rel=1e-6)
+    torch.testing.assert_close(mine[1], stock[1], rtol=1e-4, atol=2e-6)
+
+
+METHODS: dict[str, tuple[str, Callable[[], Any]]] = {
+    "IA3": ("not LoRA", lambda: peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=[])),
+    "LoHa": ("not LoRA", lambda: peft.LoHaConfig(r=2, target_modules=ALL)),
+    "LoKr": ("not LoRA", lambda: peft.LoKrConfig(r=2, target_modules=ALL)),
+    "OFT": ("not LoRA", lambda: peft.OFTConfig(oft_block_size=4, target_modules=ALL)),
+    "VeRA": ("not LoRA", lambda: peft.VeraConfig(r=4, target_modules=["q_proj", "o_proj"])),
+    "AdaLoRA": (
+        "not plain LoRA",
+        lambda: peft.AdaLoraConfig(init_r=4, target_r=2, total_step=10, target_modules=ALL),
+    ),
+    "adaption prompt": (
+        "AdaptedAttention has another forward",
+        lambda: peft.AdaptionPromptConfig(adapter_len=4, adapter_layers=2, task_type="CAUSAL_LM"),
+    ),
+    "norms": ("no kernel", lambda: peft.LNTuningConfig(target_modules=["input_layernorm"])),
+    "LoRA with bias": ("not plain LoRA", lambda: peft.LoraConfig(r=4, target_modules=ALL, lora_bias=True)),
+    "biases": ("only biases are trained", lambda: peft.LoraConfig(r=4, target_modules=ALL, bias="lora_only")),
+    "other alphas": ("scales differ", lambda: peft.LoraConfig(target_modules=ALL, alpha_pattern={"q_proj": 16})),
+    "a whole MLP": (
+        "ModulesToSaveWrapper has another forward",
+        lambda: peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["mlp"]),
+    ),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_else_peft_puts_on_a_model(method: str) -> None:
+    why, config = METHODS[method]
+    model = spread(peft.get_peft_model(tiny_model("llama", **BIASED), config()))
+    attach(model, layers="stock")
+    stock = loss_and_gradients(model, BATCH)
+    handle = attach(model, layers="fused")
+    assert_same(loss_and_gradients(model, BATCH), stock)
+    assert why in path_of_layers(handle)[1]
+
+
+@pytest.mark.parametrize("copied", [{"layer_replication": [(0, 2), (1, 3)]}, {"modules_to_save": ["self_attn"]}])
+def test_layers_that_peft_copied_with_their_configuration(copied: dict[str, Any]) -> None:
+    """Layers whose base weights are one, or that are trained whole: packed, and one document at a time without us."""
+    model = adapted(tiny_model("llama", **WIDE), r=8, **{"target_modules": ["up_proj", "down_proj"], **copied})
+    with torch.no_grad():
+        _, expected = one_document_at_a_time(model, BATCH)
+    found = []
+    for layers in ("stock", "fused"):
+        attach(model, layers=layers)
+        found.append(loss_and_gradients(model, BATCH))
+    assert found[0][0] == pytest.approx(expected.item(), rel=1e-6)
+    assert_same(found[1], found[0])
+
+
+@pytest.mark.parametrize("name", ["velora_config", "kasa_config"])
+def test_variants_of_lora(name: str) -> None:
+    """They train the same lora_A and lora_B, to other gradients or another sum."""
+    made = getattr(importlib.import_module("peft"), f"{name.removesuffix('_config').capitalize()}Config", None)
+    if made is None:
+        pytest.skip(f"this PEFT has no {name}")
+    model = adapted(tiny_model("llama"), **{name: made()})
+    attach(model, layers="stock")
+    stock = loss_and_gradients(model, BATCH)
+    handle = attach(model, layers="fused")
+    assert_same(loss_and_gradients(model, BATCH), stock)
+    assert path_of_layers(handle)[1] == "an adapter that is not plain LoRA"
+
+
+def test_llama_has_no_window_whatever_its_configuration_says() -> None:
+    model = with_adapters(tiny_model("llama", sliding_window=5))
+    with torch.no_grad():
+        _, expected = one_document_at_a_time(model, BATCH)
+        handle = attach(model, layers="fused")
+        assert model(**BATCH).loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert path_of_layers(handle)[0] == "fused"
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["after a step", "before any"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_on_an_attached_model_is_noticed(change: str, first: bool) -> None:
+    found = []
+    for layers in ("stock", "fused"):
+        model = with_adapters(tiny_model("qwen3", **(WIDE if "given" in change else BIASED)))
+        attach(model, layers=layers)
+        before = loss_and_gradients(model, BATCH) if first else None
+        torch.manual_seed(0)
+        CHANGES[change](model)
+        found.append(loss_and_gradients(model, BATCH))
+        assert before is None or before[0] != found[-1][0] or before[1].keys() != found[-1][1].keys()
+    assert_same(found[1], found[0])
+
+
+def test_biases_frozen_while_weights_are_trained() -> None:
+    found = []
+    for layers in ("stock", "fused"):
+        model = tiny_model("llama", **BIASED)
+        attach(model, layers=layers)
+        loss_and_gradients(model, BATCH)
+        train_biases(False)(model)
+        found.append(loss_and_gradients(model, BATCH))
+    assert_same(found[1], found[0])
+
+
+@pytest.mark.parametrize("all_at", ["forward", "backward"])
+def test_what_is_trained_changes_between_a_forward_and_its_backward(all_at: str) -> None:
+    """Adapters at the one, all at the other: gradients are those of what both train."""
+    found = []
+    for layers in ("stock", "fused"):
+        model = with_adapters(tiny_model("llama", **BIASED))
+        adapters = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        attach(model, layers=layers)
+        for at in ("forward", "backward"):
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(at == all_at or name in adapters)
+            if at == "forward":
+                loss = model(**BATCH).loss
+        loss.backward()
+        found.append((loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
+        assert sorted(found[-1][1]) == sorted(adapters)
+    assert_same(found[1], found[0])
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_training_after_an_evaluation_in_inference_mode(full: bool) -> None:
+    """What the first forward keeps for those after it are ordinary tensors."""
+    model = tiny_model("llama", **BIASED)
+    model = model if full else with_adapters(model)
+    copied = copy.deepcopy(model)
+    attach(model, layers="fused")
+    with torch.inference_mode():
+        evaluated = model(**BATCH).loss.item()
+    attach(copied, layers="stock")
+    stock = loss_and_gradients(copied, BATCH)
+    assert evaluated == pytest.approx(stock[0], rel=1e-6)
+    assert_same(loss_and_gradients(model, BATCH), stock)

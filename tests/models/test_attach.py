@@ -1,0 +1,661 @@
+"""attach changes one instance, outside its parameters, and detach undoes it."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+
+from pronghorn.attention.packed import implementation
+from pronghorn.data.batch import PackedBatch
+from pronghorn.errors import ConfigError, DataError, UnsupportedError
+from pronghorn.memory.plan import Plan, Policy
+from pronghorn.models import head
+from pronghorn.models.attach import attach, attached
+from pronghorn.models.families import recompute_layers, recomputes_layers, rope_limit
+from support.documents import compare
+from support.tiny import FAMILIES, VOCAB, packed_row, tiny_model
+from support.traces import trace
+
+LENGTHS = [1, 11, 1, 20, 9]
+ROW = 48
+
+
+def lora(model: Any, seed: int = 0) -> Any:
+    """The model with adapters whose B is perturbed, so that they matter."""
+    torch.manual_seed(seed)
+    model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"]))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.02)
+    return model
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def reference_logits(model: Any, batch: dict[str, Any]) -> Tensor:
+    """Logits of each document run on its own: [T, V]."""
+    with torch.no_grad():
+        return torch.cat([model(batch["input_ids"][:, a:b]).logits[0] for a, b in batch["packed"].segments])
+
+
+def test_attach_is_idempotent() -> None:
+    model = tiny_model("llama")
+    handle = attach(model)
+    before = trace(model)
+    assert attach(model) is handle
+    assert attach(model, attention="auto", packing_metadata="once") is handle
+    assert trace(model) == before
+    assert attached(model) is handle
+
+
+def test_other_options_replace_the_handle_and_detach_still_restores() -> None:
+    model = tiny_model("llama")
+    before = trace(model)
+    first = attach(model)
+    second = attach(model, attention="masked")
+    assert second is not first and attached(model) is second
+    first.detach()  # no longer in charge: does nothing
+    assert attached(model) is second
+    second.detach()
+    assert trace(model) == before
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("plan", [None, Plan.keep(), Plan.recompute()])
+@pytest.mark.parametrize("recomputing", [False, True])
+def test_detach_restores(family: str, plan: Plan | None, recomputing: bool) -> None:
+    model = tiny_model(family)
+    recompute_layers(model, True)
+    recompute_layers(model, recomputing)
+    before = trace(model)
+    handle = attach(model, plan)
+    if plan is not None:
+        assert recomputes_layers(model) == (plan == Plan.recompute())
+    model(**packed_row(LENGTHS, ROW)).loss.backward()
+    handle.detach()
+    assert trace(model) == before
+    assert attached(model) is None
+    handle.detach()  # a second time does nothing
+    assert trace(model) == before
+
+
+def test_detach_restores_inside_a_peft_model() -> None:
+    model = lora(tiny_model("qwen3"))
+    before = trace(model)
+    handle = attach(model)
+    assert attached(model) is handle and handle.model is model.get_base_model()
+    handle.detach()
+    assert trace(model) == before
+
+
+@pytest.mark.parametrize("before_implementation", ["eager", "sdpa"])
+def test_detach_restores_the_attention_implementation(before_implementation: str) -> None:
+    model = tiny_model("llama")
+    model.set_attn_implementation(before_implementation)
+    handle = attach(model)
+    assert model.config._attn_implementation.startswith("pronghorn_")
+    handle.detach()
+    assert model.config._attn_implementation == before_implementation
+    assert model.model.config._attn_implementation == before_implementation
+
+
+def test_the_implementation_names_do_not_hold_flash() -> None:
+    for backend in ("auto", "tiled", "flash", "per_document", "masked"):
+        assert "flash" not in implementation(backend, "once")  # transformers tests names for that substring
+
+
+def test_transformers_sees_the_same_class_name_and_signature() -> None:
+    plain, changed = tiny_model("llama"), tiny_model("llama")
+    attach(changed)
+    assert inspect.signature(type(changed).forward) == inspect.signature(type(plain).forward)
+    for attribute in ("__name__", "__qualname__", "__module__"):
+        assert getattr(type(changed), attribute) == getattr(type(plain), attribute)
+    assert isinstance(changed, type(plain))
+    assert changed.accepts_loss_kwargs is plain.accepts_loss_kwargs if hasattr(plain, "accepts_loss_kwargs") else True
+    assert changed.can_generate() and repr(changed) == repr(plain)
+    assert list(changed.state_dict()) == list(plain.state_dict())
+
+
+def unpacked_step(model: Any) -> None:
+    """One optimiser step on a plain padded batch, which runs the same kernels attached or not."""
+    ids = torch.arange(20).reshape(2, 10) * 5 % VOCAB
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).loss.backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("step", [False, True])
+def test_saved_files_are_byte_for_byte_those_of_an_unattached_model(tmp_path: Path, adapted: bool, step: bool) -> None:
+    wrap: Callable[[Any], Any] = lora if adapted else lambda model: model
+    plain, changed = wrap(tiny_model("llama")), wrap(tiny_model("llama"))
+    attach(changed)
+    for model, name in ((plain, "plain"), (changed, "attached")):
+        if step:
+            unpacked_step(model)
+        model.save_pretrained(tmp_path / name)
+    assert list(plain.state_dict()) == list(changed.state_dict())
+    assert files(tmp_path / "plain") == files(tmp_path / "attached")
+    assert any(name.endswith(".safetensors") for name in files(tmp_path / "plain"))
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_saved_after_a_packed_step_holds_the_trained_weights_and_nothing_else(tmp_path: Path, adapted: bool) -> None:
+    wrap: Callable[[Any], Any] = lora if adapted else lambda model: model
+    changed = wrap(tiny_model("gemma3_text"))
+    attach(changed, Plan.recompute())
+    start = {name: value.clone() for name, value in changed.state_dict().items()}
+    optimizer = torch.optim.AdamW([p for p in changed.parameters() if p.requires_grad], lr=1e-2)
+    changed(**packed_row(LENGTHS, ROW)).loss.backward()
+    optimizer.step()
+    assert any(not torch.equal(value, start[name]) for name, value in changed.state_dict().items())
+    plain = wrap(tiny_model("gemma3_text"))
+    plain.load_state_dict(changed.state_dict())
+    changed.save_pretrained(tmp_path / "attached")
+    plain.save_pretrained(tmp_path / "plain")
+    assert files(tmp_path / "plain") == files(tmp_path / "attached")
+
+
+class Count:
+    """Counts what is built: batches, and dense masks (each distinct object)."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.builds = 0
+        self.masks: list[Tensor] = []
+        build, dense_mask = PackedBatch.build.__func__, PackedBatch.dense_mask
+
+        def counted_build(cls: type[PackedBatch], *args: Any, **kwargs: Any) -> PackedBatch:
+            self.builds += 1
+            return build(cls, *args, **kwargs)
+
+        def counted_mask(packed: PackedBatch, *args: Any, **kwargs: Any) -> Tensor:
+            mask = dense_mask(packed, *args, **kwargs)
+            self.masks.append(mask)
+            return mask
+
+        monkeypatch.setattr(PackedBatch, "build", classmethod(counted_build))
+        monkeypatch.setattr(PackedBatch, "dense_mask", counted_mask)
+
+    @property
+    def distinct_masks(self) -> int:
+        return len({id(mask) for mask in self.masks})
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("attention", ["auto", "masked"])
+@pytest.mark.parametrize("lane", ["A", "B position_ids", "B cu_seq_lens"])
+def test_metadata_is_built_once_per_batch(
+    monkeypatch: pytest.MonkeyPatch, lane: str, attention: Any, recompute: bool
+) -> None:
+    model = tiny_model("llama")
+    attach(model, Plan.recompute() if recompute else Plan.keep(), attention=attention)
+    count = Count(monkeypatch)
+    batch = packed_row(LENGTHS, ROW)
+    if lane != "A":
+        count.builds = 0
+        packed = batch.pop("packed")
+        if lane == "B cu_seq_lens":
+            bounds = torch.tensor([0, *[end for _, end in packed.segments]], dtype=torch.int32)
+            batch |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 20, "max_length_k": 20}
+    model(**batch).loss.backward()
+    assert count.builds == 1
+    layers = 3 * (2 if recompute else 1)
+    assert (len(count.masks), count.distinct_masks) == ((layers, 1) if attention == "masked" else (0, 0))
+
+
+def test_one_mask_for_each_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("gemma3_text", layer_types=["sliding_attention", "full_attention", "sliding_attention"])
+    attach(model, attention="masked")
+    count = Count(monkeypatch)
+    model(**packed_row(LENGTHS, ROW)).loss.backward()
+    assert (len(count.masks), count.distinct_masks) == (3, 2)
+
+
+def test_the_ablations_rebuild_in_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = tiny_model("llama"), packed_row(LENGTHS, ROW)
+    count = Count(monkeypatch)
+    attach(model, packing_metadata="per_layer")
+    model(**batch)
+    assert count.builds == 3
+    attach(model, packing_metadata="per_layer_mask")
+    model(**batch)
+    assert (count.builds, count.distinct_masks) == (3, 3)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_ablations_give_the_same_loss_and_gradients(family: str) -> None:
+    losses, gradients = [], []
+    for attention, metadata in (
+        ("auto", "once"),
+        ("per_document", "once"),
+        ("masked", "once"),
+        ("auto", "per_layer"),
+        ("auto", "per_layer_mask"),
+    ):
+        model = tiny_model(family)
+        attach(model, attention=attention, packing_metadata=metadata)
+        loss = model(**packed_row(LENGTHS, ROW)).loss
+        loss.backward()
+        losses.append(loss.item())
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert losses == pytest.approx([losses[0]] * 5, rel=1e-6)
+    for gradient in gradients[1:]:
+        torch.testing.assert_close(gradient, gradients[0], rtol=1e-4, atol=1e-6)
+
+
+TINY_EXPERTS = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "num_local_experts": 2,
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "olmo2"])
+def test_families_without_an_adapter_are_refused_by_name(family: str) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **TINY_EXPERTS))
+    before = trace(model)
+    with pytest.raises(UnsupportedError, match=f"'{family}'.*llama"):
+        attach(model)
+    assert trace(model) == before
+
+
+@pytest.mark.parametrize(
+    ("family", "option", "value"),
+    [("llama", "attention_dropout", 0.1), ("gemma3_text", "use_bidirectional_attention", True)],
+)
+def test_configs_that_cannot_be_isolated_are_refused(family: str, option: str, value: Any) -> None:
+    model = tiny_model(family)
+    setattr(model.config, option, value)
+    with pytest.raises(UnsupportedError, match=f"{option} = {value}"):
+        attach(model)
+    assert attached(model) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attention": "eager"}, "attention 'eager' is unknown: use one of auto, tiled, flash, per_document, masked"),
+        ({"attention": "flex_attention"}, "attention 'flex_attention' is unknown"),
+        ({"packing_metadata": "twice"}, "packing_metadata 'twice' is unknown"),
+    ],
+)
+def test_unknown_options_are_refused(options: dict[str, Any], message: str) -> None:
+    model = tiny_model("llama")
+    before = trace(model)
+    with pytest.raises(ConfigError, match=message):
+        attach(model, **options)
+    assert trace(model) == before
+
+
+def test_plans_that_layers_cannot_follow_are_refused() -> None:
+    model = tiny_model("llama")
+    before = trace(model)
+    with pytest.raises(UnsupportedError, match="needs fused layers"):
+        attach(model, Plan(policies=(Policy.RECOMPUTE_CHEAP,)), layers="stock")
+    with pytest.raises(ConfigError, match="2 policies for a model of 3 layers"):
+        attach(model, Plan(policies=(Policy.KEEP, Policy.KEEP)))
+    assert trace(model) == before
+
+
+def test_a_failed_second_attach_leaves_the_first() -> None:
+    model = tiny_model("llama")
+    handle = attach(model)
+    with pytest.raises(UnsupportedError):
+        attach(model, Plan(policies=(Policy.RECOMPUTE_CHEAP,)), attention="masked")
+    assert attached(model) is handle
+
+
+def test_memory_that_runs_out_in_attach_leaves_a_model_that_can_be_detached(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    before = trace(model)
+
+    def run_out(*_: Any) -> None:
+        raise torch.OutOfMemoryError("for merged weights")
+
+    monkeypatch.setattr("pronghorn.layers.decoder.FusedLayers.merge_weights", run_out)
+    with pytest.raises(torch.OutOfMemoryError):
+        attach(model, Plan.recompute(), layers="fused")
+    handle = attached(model)
+    assert handle is not None
+    handle.detach()
+    assert trace(model) == before
+
+
+def test_other_options_keep_the_plan() -> None:
+    model = tiny_model("llama")
+    attach(model, Plan.recompute())
+    assert attach(model, attention="masked").plan == Plan.recompute()
+    assert recomputes_layers(model)
+
+
+def test_a_hook_on_the_head_runs() -> None:
+    model, batch, called = tiny_model("llama"), packed_row(LENGTHS, ROW), []
+    attach(model)
+    loss = model(**batch).loss
+    model.lm_head.register_forward_hook(lambda *_: called.append(1))
+    torch.testing.assert_close(model(**batch).loss, loss)
+    assert called
+
+
+def test_chunks_of_a_head_with_dropout_are_recomputed_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = get_peft_model(tiny_model("llama"), LoraConfig(target_modules=["lm_head"], lora_dropout=0.5)).train()
+    batch, found = packed_row([400, 112], 512), []
+    attach(model)
+    monkeypatch.setattr(head, "CHUNK_BYTES", 1)
+    for recompute in (True, False):
+        if not recompute:
+            monkeypatch.setattr(head, "checkpoint", lambda function, *args, **_: function(*args))
+        model.zero_grad()
+        torch.manual_seed(0)
+        model(**batch).loss.backward()
+        found.append([p.grad for p in model.parameters() if p.requires_grad])
+    torch.testing.assert_close(*found)
+
+
+def test_the_head_s_product_is_in_autocast_s_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, seen = tiny_model("llama"), []
+    attach(model)
+    monkeypatch.setattr(head, "linear_cross_entropy", lambda h, *rest: seen.append(h.dtype) or h.sum())
+    with torch.autocast("cpu", torch.bfloat16):
+        model(**packed_row([40, 13], 64))
+    assert seen == [torch.bfloat16]
+
+
+def test_a_loss_function_of_one_s_own_is_called() -> None:
+    """transformers lets a model have another than its cross-entropy; it is given all logits."""
+    model, batch = tiny_model("llama"), packed_row(LENGTHS, ROW)
+
+    def own(logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: int, **_: Any) -> Tensor:
+        assert logits.shape == (*labels.shape, vocab_size)
+        return logits.float().square().sum() / num_items_in_batch
+
+    model.loss_function = own
+    handle = attach(model)
+    out = model(**batch, num_items_in_batch=7)
+    assert out.loss.item() == pytest.approx(out.logits.square().sum().item() / 7)
+    assert {line.part: line.path for line in handle.report}["loss"] == "the model's own loss_function, of all logits"
+
+
+def test_a_handle_stays_the_model_s_when_it_plans_anew() -> None:
+    model = tiny_model("llama")
+    before = trace(model)
+    handle = attach(model, attention="masked")
+    assert handle.replan(Plan.recompute()) is attached(model) is handle
+    assert {line.part: line.path for line in handle.report}["activations"] == "recompute the layer"
+    other = attach(model, Plan.keep())
+    assert handle.replan(None) is attached(model) is handle and handle.plan is None and other.plan == Plan.keep()
+    handle.detach()
+    assert trace(model) == before
+
+
+def test_a_model_that_moved_is_attached_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    handle = attach(model, Plan.recompute())
+    assert attach(model) is handle
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))  # as after model.cuda()
+    moved = attach(model)
+    assert moved is not handle and attach(model) is moved
+    assert moved.plan == Plan.recompute() and moved.fuses and not handle.fuses
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without flash")
+def test_flash_on_the_cpu_is_refused_with_the_reason() -> None:
+    model = tiny_model("llama")
+    with pytest.raises(UnsupportedError, match="device cpu has no flash varlen kernel: use attention='auto'"):
+        attach(model, attention="flash").report  # noqa: B018
+    with pytest.raises(UnsupportedError, match="device cpu has no flash varlen kernel"):
+        model(**packed_row(LENGTHS, ROW))
+
+
+def test_an_implementation_set_after_attach_cannot_leak() -> None:
+    model = tiny_model("llama")
+    attach(model)
+    model.set_attn_implementation("eager")
+    with pytest.raises(UnsupportedError, match="'eager' can't isolate"):
+        model(**packed_row([5, 12], 17))
+
+
+def test_a_batch_of_another_row_is_refused() -> None:
+    model = tiny_model("llama")
+    attach(model)
+    batch = packed_row(LENGTHS, ROW)
+    with pytest.raises(DataError, match="describes 48 tokens but the row has 50"):
+        model(**{**packed_row([25, 25], 50), "packed": batch["packed"]})
+    with pytest.raises(DataError, match="sum to 47"):
+        bounds = torch.tensor([0, 20, 47], dtype=torch.int32)
+        model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], cu_seq_lens_q=bounds)
+    with pytest.raises(DataError, match="packed batch came without position_ids"):
+        model(input_ids=batch["input_ids"], packed=batch["packed"])
+    with pytest.raises(DataError, match="cu_seq_lens_q came without position_ids"):
+        model(input_ids=batch["input_ids"], cu_seq_lens_q=batch["packed"].cu_seqlens)
+
+
+def test_a_packed_batch_with_a_cache_is_refused() -> None:
+    from transformers import DynamicCache
+
+    model = tiny_model("llama")
+    attach(model)
+    with pytest.raises(DataError, match="past_key_values"):
+        model(**packed_row(LENGTHS, ROW), past_key_values=DynamicCache(config=model.config))
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_documents_that_would_change_the_others_rope_are_refused(kind: str) -> None:
+    """transformers chooses such frequencies by a batch's longest position: up to the original length all are alike."""
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 16}
+    model = tiny_model("llama", max_position_embeddings=64 if kind == "longrope" else 16, rope_parameters=rope)
+    compare(model, packed_row([16, 5], 24), "cpu", torch.float32)
+    attach(model)
+    with pytest.raises(UnsupportedError, match="tail of 17 tokens, and beyond 16") as refused:
+        model(**packed_row([17, 5], 22))
+    assert "rows of 16 tokens" in refused.value.remedy
+    with pytest.raises(UnsupportedError, match="tail of 17 tokens"):
+        model(**packed_row([5], 22))
+    assert model(**packed_row([17], 22)).loss.isfinite()  # changes no other document
+
+
+def test_the_shortest_limit_of_rope_counts() -> None:
+    """Where each kind of layer has parameters of its own."""
+    kinds = {"full": {"rope_type": "dynamic"}, "sliding": {"rope_type": "default"}}
+    config = SimpleNamespace(max_position_embeddings=64, rope_parameters=kinds)
+    assert rope_limit(config) == 64
+    kinds["sliding"] = {"rope_type": "longrope", "original_max_position_embeddings": 16}
+    assert rope_limit(config) == 16
+
+
+def test_packed_position_ids_isolate_rows_too() -> None:
+    model = tiny_model("llama").eval()
+    ids = torch.arange(16).reshape(2, 8) * 7 % VOCAB
+    position_ids = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 6, 7]])
+    with torch.no_grad():
+        parts = [model(ids[:1, :3]), model(ids[:1, 3:]), model(ids[1:])]
+        expected = torch.cat([part.logits[0] for part in parts])
+        attach(model)
+        logits = model(input_ids=ids, position_ids=position_ids).logits.flatten(0, 1)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "position_ids",
+    [[[0, 1, 2, 0, 1], [5, 6, 7, 8, 9]], [[0, 1, 0, 1, 2], [3, 4, 0, 1, 2]], [[4, 5, 0, 1, 2], [0, 1, 0, 1, 2]]],
+)
+def test_a_packed_row_that_starts_inside_a_document_is_refused(position_ids: list[list[int]]) -> None:
+    model = tiny_model("llama")
+    attach(model)
+    with pytest.raises(DataError, match="start each row with a new document"):
+        model(input_ids=torch.ones(2, 5, dtype=torch.int64), position_ids=torch.tensor(position_ids))
+
+
+def test_packed_positions_with_a_padding_mask_are_refused() -> None:
+    """transformers' path would let the documents see each other."""
+    model = tiny_model("llama")
+    attach(model)
+    batch = packed_row(LENGTHS, ROW)
+    mask = torch.ones_like(batch["input_ids"])
+    with pytest.raises(DataError, match="leave attention_mask out of packed batches"):
+        model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], attention_mask=mask)
+    ids, mask = torch.ones(2, 5, dtype=torch.int64), torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 0]])
+    for padding in (0, 1):  # positions of a padded batch, by either convention
+        position_ids = (mask.cumsum(-1) - 1).masked_fill(mask == 0, padding)
+        assert model(input_ids=ids, position_ids=position_ids, attention_mask=mask).logits.isfinite().all()
+
+
+def test_masks_that_transformers_was_given_ready_made() -> None:
+    """One for each kind of layer, with positions beside them: no packed batch."""
+    model = tiny_model("gemma3_text").eval()
+    ids, look = torch.arange(3, 15)[None], torch.ones(12, 12, dtype=torch.bool).tril()[None, None]
+    masks = {kind: look for kind in ("full_attention", "sliding_attention")}
+    with torch.no_grad():
+        before = model(input_ids=ids, position_ids=torch.arange(12)[None], attention_mask=masks).logits
+        attach(model)
+        after = model(input_ids=ids, position_ids=torch.arange(12)[None], attention_mask=masks).logits
+    assert torch.equal(before, after)
+
+
+def test_two_models_do_not_disturb_each_other() -> None:
+    batch = packed_row(LENGTHS, ROW)
+    alone = []
+    for metadata in ("once", "per_layer_mask"):
+        model = tiny_model("llama", seed=3)
+        attach(model, packing_metadata=metadata)
+        alone.append(model(**batch).loss.item())
+    first, second, plain = (tiny_model("llama", seed=3) for _ in range(3))
+    one, two = attach(first), attach(second, attention="masked", packing_metadata="per_layer_mask")
+    assert [first(**batch).loss.item(), second(**batch).loss.item()] == alone
+    assert attached(plain) is None and not plain.model._forward_pre_hooks
+    one.detach()
+    assert second(**batch).loss.item() == alone[1]
+    assert attached(second) is two and attached(first) is None
+    assert type(first) is type(plain)
+
+
+def test_a_deepcopy_is_attached_and_independent() -> None:
+    model, batch = tiny_model("llama"), packed_row(LENGTHS, ROW)
+    before = trace(model)
+    handle = attach(model)
+    twin = copy.deepcopy(model)
+    loss = model(**batch).loss
+    assert twin(**batch).loss.item() == loss.item()
+    loss.backward()
+    assert all(parameter.grad is None for parameter in twin.parameters())
+    other = attached(twin)
+    assert other is not None and other is not handle and other.model is twin
+    other.detach()
+    assert attached(model) is handle and attached(twin) is None
+    assert not twin.model._forward_pre_hooks and type(twin) is handle.original_class
+    assert model(**batch).loss.item() == loss.item()
+    handle.detach()
+    assert trace(model) == before
+
+
+def test_generate_is_unchanged(stories: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(stories, attn_implementation="sdpa")
+    tokenizer = AutoTokenizer.from_pretrained(stories, padding_side="left")
+    prompts = tokenizer(["Once upon a time, there was", "Lily"], padding=True, return_tensors="pt")
+    prompts.pop("token_type_ids", None)
+    assert (prompts["attention_mask"] == 0).any()
+    options = {"max_new_tokens": 16, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    before = model.generate(**prompts, **options)
+    attach(model)
+    after = model.generate(**prompts, **options)
+    assert torch.equal(before.sequences, after.sequences)
+    assert all(torch.equal(a, b) for a, b in zip(before.logits, after.logits, strict=True))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_batches_are_unchanged(family: str, side: str) -> None:
+    model = tiny_model(family).eval()
+    ids = torch.arange(3, 33).reshape(2, 15) % VOCAB
+    mask = torch.ones_like(ids)
+    mask[0, slice(0, 6) if side == "left" else slice(9, 15)] = 0
+    with torch.no_grad():
+        before = model(input_ids=ids, attention_mask=mask, labels=ids)
+        attach(model)
+        after = model(input_ids=ids, attention_mask=mask, labels=ids)
+    assert torch.equal(before.logits, after.logits) and before.loss == after.loss
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_logits_without_labels(family: str) -> None:
+    model, batch = tiny_model(family).eval(), packed_row(LENGTHS, ROW)
+    expected = reference_logits(model, batch)
+    attach(model)
+    labels = batch.pop("labels")
+    with torch.no_grad():
+        torch.testing.assert_close(model(**batch).logits[0], expected, rtol=1e-4, atol=1e-4)
+        as_tuple = model(**batch, labels=labels, return_dict=False)
+    assert isinstance(as_tuple, tuple) and as_tuple[0].shape == ()
+
+
+def test_the_report_tells_every_path() -> None:
+    model = tiny_model("llama")
+    report = {line.part: (line.path, line.why) for line in attach(model, Plan.recompute()).report}
+    assert report["packed attention"] == ("per_document", "device cpu has no flash varlen kernel")
+    assert report["packing metadata"][0] == "once"
+    assert report["activations"][0] == "recompute the layer"
+    assert all(path and why for path, why in report.values())
+
+
+@pytest.mark.parametrize("kind", ["AutoModelForSequenceClassification", "AutoModelForTokenClassification", "AutoModel"])
+def test_only_causal_language_models_are_attached(kind: str) -> None:
+    """Packed rows would give a classifier one answer for all documents."""
+    import transformers
+
+    other = getattr(transformers, kind).from_config(tiny_model("llama").config)
+    with pytest.raises(UnsupportedError, match="is no causal language model"):
+        attach(other)
+
+
+def test_mixed_adapters_are_refused() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    mixed = get_peft_model(tiny_model("llama"), LoraConfig(r=2, target_modules=["q_proj"]), mixed=True)
+    with pytest.raises(UnsupportedError, match="PeftMixedModel is not supported"):
+        attach(mixed)
+
+
+def test_an_attached_model_is_copied_but_not_pickled(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    handle = attach(model)
+    assert type(copy.deepcopy(model)) is type(model) is type(copy.copy(model))
+    with pytest.raises(UnsupportedError, match=r"can't be pickled .*detach it first"):
+        torch.save(model, tmp_path / "model.pt")
+    handle.detach()
+    torch.save(model, tmp_path / "model.pt")
+
+
+def test_compiled_experts_are_refused_with_the_true_reason() -> None:
+    model = tiny_model("qwen3_moe")
+    attach(model)
+    with pytest.raises(UnsupportedError, match=r"torch\.compile can't trace Pronghorn's experts"):
+        torch.compile(model, backend="eager")(**packed_row([20, 12], 32))

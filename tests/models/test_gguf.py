@@ -1,0 +1,367 @@
+"""GGUF files: the weights of every dense family, tokenizers, special tokens, refusals; and a real model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pronghorn.errors import ConfigError, DataError, UnsupportedError
+from pronghorn.models.gguf import load_gguf
+from pronghorn.models.gguf_tokenizer import PRE_TOKENIZERS
+from pronghorn.models.load import load_model
+from support.tiny import tiny_model
+
+gguf = pytest.importorskip("gguf")
+NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool>"]
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+
+
+def byte_level_tokens() -> list[str]:
+    """The special tokens, the 256 bytes in GPT-2's spelling, and one merge."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    return [*SPECIAL, *sorted(ByteLevel.alphabet()), "12"]
+
+
+def architecture_of(model: Any) -> str:
+    """`general.architecture` as llama.cpp writes it: Mistral's is llama."""
+    return {"mistral": "llama", "gemma3_text": "gemma3"}.get(model.config.model_type, model.config.model_type)
+
+
+def write_gguf(
+    path: Path,
+    model: Any,
+    *,
+    architecture: str | None = None,
+    changes: dict[str, Any] | None = None,
+    extra: dict[str, np.ndarray] | None = None,
+    skip: str = "",
+    tokenizer: Callable[[Any], None] | None = None,
+    pre: str = "gpt-2",
+) -> Path:
+    """Write `model` as llama.cpp's converter does: query and key rows of Llama interleaved, Gemma's norms plus one."""
+    config, arch = model.config, architecture_of(model)
+    writer = gguf.GGUFWriter(str(path), architecture or arch)
+    writer.add_name("tiny")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_dimension_count(config.head_dim)
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope.get("rope_theta") or rope["full_attention"]["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+    if arch == "gemma3":
+        writer.add_sliding_window(config.sliding_window)
+    (tokenizer or (lambda w: add_byte_level(w, config.vocab_size, pre)))(writer)
+    for key, (add, value) in (changes or {}).items():
+        getattr(writer, add)(key, value)
+    names = gguf.get_tensor_name_map(
+        next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch), config.num_hidden_layers
+    )
+    for name, weight in model.state_dict().items():
+        if (name == "lm_head.weight" and config.tie_word_embeddings) or (skip and skip in name):
+            continue
+        value = weight.detach().float()
+        if arch == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
+            heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
+            value = value.view(heads, 2, config.head_dim // 2, -1).transpose(1, 2).reshape(value.shape)
+        if arch == "gemma3" and name.endswith("norm.weight"):
+            value = value + 1
+        base, _, suffix = name.rpartition(".")
+        writer.add_tensor(f"{names.get_name(base)}.{suffix}", value.contiguous().numpy())
+    for name, array in (extra or {}).items():
+        writer.add_tensor(name, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def add_byte_level(writer: Any, vocab: int, pre: str = "gpt-2", eos: int | None = 2) -> None:
+    """A byte-level BPE tokenizer of `vocab` tokens whose stop token is `<|im_end|>`."""
+    tokens = byte_level_tokens()
+    tokens += [f"<filler{index}>" for index in range(vocab - len(tokens))]
+    types = [USER_DEFINED if t == "<tool>" else CONTROL if t in SPECIAL else NORMAL for t in tokens]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens[:vocab])
+    writer.add_token_types(types[:vocab])
+    writer.add_token_merges(["1 2"])
+    writer.add_bos_token_id(1)
+    if eos is not None:
+        writer.add_eos_token_id(eos)
+    writer.add_unk_token_id(0)
+    writer.add_chat_template(TEMPLATE)
+
+
+def tiny(family: str = "llama") -> Any:
+    return tiny_model(family, vocab_size=300, num_hidden_layers=2, sliding_window=None, use_sliding_window=False)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_the_weights_of_every_family_arrive(family: str, tmp_path: Path) -> None:
+    model = tiny(family).eval()
+    loaded, _ = load_gguf(write_gguf(tmp_path / "m.gguf", model), torch.float32)
+    ids = torch.arange(20, 60)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(loaded.eval()(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_gemma_needs_its_own_tokenizer(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+
+    model = tiny_model("gemma3_text", vocab_size=300, num_hidden_layers=7).eval()
+
+    def pieces(writer: Any) -> None:
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list([f"t{index}" for index in range(300)])
+        writer.add_token_scores([0.0] * 300)
+        writer.add_eos_token_id(1)
+
+    path = write_gguf(tmp_path / "gemma.gguf", model, tokenizer=pieces)
+    with pytest.raises(UnsupportedError, match=r"put the model's tokenizer\.json beside gemma\.gguf"):
+        load_gguf(path, torch.float32)
+    words = models.WordLevel({f"t{index}": index for index in range(300)}, "t0")
+    Tokenizer(words).save(str(tmp_path / "tokenizer.json"))
+    loaded, tokenizer = load_gguf(path, torch.float32)
+    assert tokenizer.eos_token_id == 1
+    ids = torch.arange(20, 60)[None]
+    with torch.no_grad():
+        got, want = loaded.eval()(ids).logits, model(ids).logits
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_stories260k_through_gguf_is_the_same_model(stories: Path, tmp_path: Path) -> None:
+    """A real Llama with a SentencePiece tokenizer: same logits, and merges rebuilt from scores."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(stories).eval()
+    model.config.head_dim = model.config.hidden_size // model.config.num_attention_heads
+    original = AutoTokenizer.from_pretrained(stories)
+    stored = json.loads((stories / "tokenizer.json").read_text())["model"]
+    tokens = sorted(stored["vocab"], key=stored["vocab"].get)
+    rank = {a + b: index for index, (a, b) in reversed(list(enumerate(map(tuple, stored["merges"]))))}
+
+    def pieces(writer: Any) -> None:
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(tokens)
+        writer.add_token_scores([-float(rank.get(token, 10_000)) for token in tokens])
+        writer.add_token_types([2, CONTROL, CONTROL, *[6] * 256, *[NORMAL] * (len(tokens) - 259)])
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+        writer.add_unk_token_id(0)
+
+    loaded, tokenizer = load_gguf(write_gguf(tmp_path / "s.gguf", model, tokenizer=pieces), torch.float32)
+    text = 'Once upon a time, there was a girl named Zoë.  She said: "Hi!"\nThe end 123.'
+    assert tokenizer(text).input_ids == original(text).input_ids
+    assert tokenizer.decode(tokenizer(text).input_ids, skip_special_tokens=True) == text
+    ids = torch.tensor([tokenizer(text).input_ids])
+    with torch.no_grad():
+        torch.testing.assert_close(loaded.eval()(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_an_adapter_beside_the_file_is_left_alone(tmp_path: Path) -> None:
+    """transformers would load the adapter's base instead, or put the adapter into the model."""
+    model = tiny().eval()
+    write_gguf(tmp_path / "m.gguf", model)
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "some/other"}')
+    loaded, _ = load_gguf(tmp_path / "m.gguf", torch.float32)
+    ids = torch.arange(20, 60)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(loaded.eval()(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_special_tokens_and_template_are_the_metadata_s(tmp_path: Path) -> None:
+    model, tokenizer = load_gguf(write_gguf(tmp_path / "m.gguf", tiny()), torch.float32)
+    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|im_end|>")  # no pad in the file: eos
+    assert (tokenizer.bos_token, tokenizer.unk_token) == ("<|im_start|>", "<|endoftext|>")
+    for config in (model.config, model.generation_config):
+        assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (1, 2, 2)
+    added = {str(token): token.special for token in tokenizer.added_tokens_decoder.values()}
+    assert added == {"<|endoftext|>": True, "<|im_start|>": True, "<|im_end|>": True, "<tool>": False}
+    rendered = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+    assert rendered == "<|im_start|>user\nhi<|im_end|>\n"
+    assert tokenizer("<|im_end|>").input_ids == [2]  # no bos unless the file says so
+    assert tokenizer.model_max_length == 512
+
+
+def test_generation_stops_at_the_end_of_a_turn_too(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", tiny(), tokenizer=lambda w: add_byte_level(w, 300, eos=0))
+    model, tokenizer = load_gguf(path, torch.float32)
+    assert tokenizer.eos_token == "<|endoftext|>"
+    assert model.generation_config.eos_token_id == [0, 2] and model.config.eos_token_id == 0
+
+
+@pytest.mark.parametrize(("pre", "pieces"), [("gpt-2", ["12"]), ("smollm", ["1", "2"]), ("qwen2", ["1", "2"])])
+def test_digits_are_cut_as_the_model_learned_them(pre: str, pieces: list[str], tmp_path: Path) -> None:
+    _, tokenizer = load_gguf(write_gguf(tmp_path / "m.gguf", tiny(), pre=pre), torch.float32)
+    assert tokenizer.tokenize("12") == pieces
+
+
+def test_word_patterns_are_the_models_own() -> None:
+    from transformers.models.qwen2 import tokenization_qwen2
+
+    assert PRE_TOKENIZERS["qwen2"] == tokenization_qwen2.PRETOKENIZE_REGEX
+
+
+def test_the_model_is_dense_and_saves(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
+
+    path = write_gguf(tmp_path / "m.gguf", tiny())
+    model, tokenizer = load_gguf(path, torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert not getattr(model, "is_quantized", False) and getattr(model, "hf_quantizer", None) is None
+    assert getattr(model.config, "quantization_config", None) is None
+    assert getattr(model, "quantization_method", None) is None
+    Trainer(model=model)
+    model.save_pretrained(tmp_path / "folder")
+    tokenizer.save_pretrained(tmp_path / "folder")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "folder")
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    same = AutoTokenizer.from_pretrained(tmp_path / "folder")
+    text = "def f(x):  # Zoë 12\n\treturn x<|im_end|>"
+    assert same(text).input_ids == tokenizer(text).input_ids
+    assert (same.eos_token_id, same.pad_token_id, same.chat_template) == (2, 2, TEMPLATE)
+
+
+def llama3_factors(factor: float, pairs: int, theta: float) -> np.ndarray:
+    """Frequency factors as transformers' own llama3 RoPE has them."""
+    plain = theta ** (-2 * np.arange(pairs) / (2 * pairs))
+    waves = 2 * np.pi / plain
+    mix = np.clip((8192 / waves - 1) / 3, 0, 1)
+    return (1 / ((1 - mix) / factor + mix)).astype(np.float32)
+
+
+def test_llama3_rope_factors_are_kept(tmp_path: Path) -> None:
+    model = tiny_model("llama", vocab_size=300, num_hidden_layers=1, rope_parameters={
+        "rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+    })  # fmt: skip
+    factors = llama3_factors(32.0, 8, 500000.0)
+    loaded, _ = load_gguf(write_gguf(tmp_path / "m.gguf", model, extra={"rope_freqs.weight": factors}), torch.float32)
+    torch.testing.assert_close(loaded.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
+    lower = factors.copy()
+    lower[1:-1] *= 0.99
+    for others in (factors[::-1].copy(), lower):
+        path = write_gguf(tmp_path / "n.gguf", model, extra={"rope_freqs.weight": others})
+        with pytest.raises(UnsupportedError, match="frequency factors"):
+            load_gguf(path, torch.float32)
+
+
+def no_merges(writer: Any) -> None:
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(byte_level_tokens())
+    writer.add_eos_token_id(2)
+
+
+def test_rows_longer_than_the_positions_of_the_model(tmp_path: Path) -> None:
+    model = tiny()
+    path, limit = write_gguf(tmp_path / "m.gguf", model), model.config.max_position_embeddings
+    with pytest.raises(ConfigError, match=f"max_seq_length {limit + 1} > {limit}"):
+        load_model(path, max_seq_length=limit + 1, device=torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r"load_in_4bit with m\.gguf"):
+        load_model(path, max_seq_length=limit, load_in_4bit=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"architecture": "falcon"}, UnsupportedError, "architecture 'falcon' is not served"),
+        ({"pre": "exotic"}, UnsupportedError, "tokenizer.ggml.pre 'exotic': put the model's tokenizer.json beside"),
+        ({"changes": {"llama.expert_count": ("add_uint32", 8)}}, UnsupportedError, "mixture of 8 experts"),
+        ({"changes": {"llama.rope.scaling.type": ("add_string", "yarn")}}, UnsupportedError, "RoPE scaling 'yarn'"),
+        (
+            {"changes": {"llama.block_count": ("add_uint32", 10**6)}},
+            DataError,
+            "block_count 1,000,000, but .* 2 layers",
+        ),
+        ({"changes": {"llama.block_count": ("add_uint32", 1)}}, DataError, "layers 1 to 1 would be left out"),
+        ({"changes": {"llama.embedding_length": ("add_uint32", 10**6)}}, DataError, "embedding_length 1,000,000, but"),
+        ({"skip": "layers.1.mlp.up_proj"}, DataError, "lacks 1 of the model's weights"),
+        ({"tokenizer": lambda w: add_byte_level(w, 300, eos=None)}, DataError, "names no stop token"),
+        ({"tokenizer": lambda w: add_byte_level(w, 300, eos=300)}, DataError, "token 300 is outside the vocabulary"),
+        ({"tokenizer": lambda w: None}, DataError, "names no vocabulary"),
+        ({"tokenizer": no_merges}, DataError, "holds no tokenizer.ggml.merges"),
+    ],
+)
+def test_what_would_train_wrong_is_refused(
+    options: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=message):
+        load_gguf(write_gguf(tmp_path / "m.gguf", tiny(), **options), torch.float32)
+
+
+def test_code_beside_the_file_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a word about it transformers asks on the terminal, and "y" runs the code."""
+    path = write_gguf(tmp_path / "m.gguf", tiny())
+    load_gguf(path, torch.float32)[1].save_pretrained(tmp_path)
+    table = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    table |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(table))
+    (tmp_path / "own.py").write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w')\nfrom transformers import PreTrainedTokenizerFast as Own\n"
+    )
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda question="": asked.append(question) or "y")
+    with pytest.raises(DataError, match="tokenizer_config"):
+        load_gguf(path, torch.float32)
+    assert not asked and not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3])
+def test_a_damaged_file_is_an_error(share: float, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", tiny())
+    data = path.read_bytes()
+    path.write_bytes(data[: int(share * len(data))] or b"not GGUF at all, not at all")
+    with pytest.raises(DataError, match="download it again"):
+        load_gguf(path, torch.float32)
+
+
+PARAGRAPH = (
+    "The Eiffel Tower is a tower in Paris, the capital of France. It was built in 1889 by the company of the engineer "
+    "Gustave Eiffel, and it is 330 metres tall. Every year, millions of people visit it to see the city from above."
+)
+
+
+@pytest.mark.slow
+class TestSmolLM2:
+    """The demo's model, fetched (and, without a hub, converted) by the demo itself; `smollm2` is in conftest.py."""
+
+    def test_it_predicts_english(self, smollm2: Path) -> None:
+        model, tokenizer = load_model(smollm2, max_seq_length=512, device=torch.device("cpu"))
+        ids = tokenizer(PARAGRAPH, return_tensors="pt").input_ids
+        with torch.no_grad():
+            assert model(ids, labels=ids).loss < 3.0  # 1.97; wrongly permuted heads or digits give more than 5
+        assert not getattr(model, "is_quantized", False)
+        assert (model.config.eos_token_id, model.generation_config.eos_token_id) == (2, 2)
+
+    def test_its_tokenizer(self, smollm2: Path) -> None:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(smollm2)
+        assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|im_end|>")
+        assert tokenizer.tokenize("in 1889") == ["in", "Ġ", "1", "8", "8", "9"]
+        added = {str(token): token.special for token in tokenizer.added_tokens_decoder.values()}
+        assert added["<|im_end|>"] and added["<|im_start|>"]
+        chat = [{"role": "user", "content": "hi"}]
+        rendered = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        assert rendered.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+
+    def test_it_saves(self, smollm2: Path, tmp_path: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        AutoModelForCausalLM.from_pretrained(smollm2).save_pretrained(tmp_path)
+        assert (tmp_path / "model.safetensors").is_file()

@@ -1,0 +1,42 @@
+"""What the guides name exists: formats are recognised as printed, and keys are keys of the recipe."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from pronghorn.config import Recipe
+from pronghorn.data.formats import FORMATS, read_row, recognise
+
+DOCS = Path(__file__).parents[2] / "docs"
+SECTIONS = {name: field.annotation.model_fields for name, field in Recipe.model_fields.items()}  # type: ignore[union-attr]
+GUIDES = ("finetune", "fit-a-card", "check-numbers", "find-the-slow-part", "resume", "migrate", "after-training", "faq")
+EXAMPLES = re.findall(r"^\| `(\w+)` \| `(\{.*\})` \|$", (DOCS / "finetune.md").read_text(), re.MULTILINE)
+
+
+def test_every_format_has_an_example_row() -> None:
+    assert {name for name, _ in EXAMPLES} == set(FORMATS) - {"preference"}
+
+
+@pytest.mark.parametrize(("name", "row"), EXAMPLES)
+def test_an_example_row_is_recognised_and_read(name: str, row: str) -> None:
+    value = json.loads(row)
+    shape = recognise(value, "docs/finetune.md")
+    assert shape.name == name
+    read_row(shape, value, "docs/finetune.md", 1)
+
+
+@pytest.mark.parametrize("page", GUIDES)
+def test_the_keys_a_guide_names_are_in_the_recipe(page: str) -> None:
+    text = (DOCS / f"{page}.md").read_text()
+    named = re.findall(rf"`({'|'.join(SECTIONS)})\.(\w+)", text)
+    named = [(section, key) for section, key in named if key not in ("jsonl", "html", "safetensors")]
+    unknown = [f"{section}.{key}" for section, key in named if key not in SECTIONS[section]]
+    assert not [key for key in unknown if key not in METHODS]
+
+
+METHODS = {"model.save_pretrained_gguf", "model.push_to_hub"}
+"""Methods of a model, which read like keys."""

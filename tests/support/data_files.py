@@ -1,0 +1,28 @@
+"""Every data file of the shared folder with the format that it is recognised as."""
+
+from __future__ import annotations
+
+from pronghorn.data.rows import (
+    Conversation,
+    Preference,
+    PromptCompletion,
+    TextDocument,
+)
+
+QUESTION = {"prompt": "question", "completion": "answer"}
+
+
+FILES: list[tuple[str, str, dict[str, str], str, int, type]] = [  # file, format, columns, what it is, rows, class
+    ("gsm8k/train.jsonl", "auto", QUESTION, "prompt_completion", 7473, PromptCompletion),
+    ("gsm8k/test.jsonl", "auto", QUESTION, "prompt_completion", 1319, PromptCompletion),
+    ("llamafactory/alpaca_en_demo.json", "auto", {}, "alpaca", 999, Conversation),
+    ("llamafactory/glaive_toolcall_en_demo.json", "auto", {}, "sharegpt", 300, Conversation),
+    ("llamafactory/v1_sft_demo.jsonl", "auto", {}, "messages", 500, Conversation),
+    ("llamafactory/kto_en_demo.json", "messages", {}, "messages", 300, Conversation),
+    ("llamafactory/dpo_en_demo.json", "auto", {}, "preference", 300, Preference),
+    ("rasbt/instruction-data.json", "auto", {}, "alpaca", 1100, Conversation),
+    ("rasbt/instruction-data-with-preference.json", "auto", {}, "preference", 1094, Preference),  # 6 have equal sides
+    ("rasbt/instruction-data-with-preference.json", "alpaca", {"output": "chosen"}, "alpaca", 1100, Conversation),
+    ("dolly/dolly_3k.json", "auto", {}, "alpaca", 2996, Conversation),
+    ("tinystories/tinystories_10k.txt", "auto", {}, "text", 1728, TextDocument),
+]

@@ -1,0 +1,84 @@
+"""Documents one at a time: the reference that a packed row is compared with."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from pronghorn.data.packing import IGNORE_INDEX
+from pronghorn.models.attach import attach
+from support.tolerance import ThreeWay
+
+# One-token documents at the start, in the middle and before the tail; a document longer than every window.
+LENGTHS = [1, 40, 1, 13, 22, 1]
+
+
+ROW = 96
+
+
+DRAWS = 8
+
+
+def one_document_at_a_time(model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits [T, V] and the mean loss, each document through the model alone (and the unlabelled padded tail)."""
+    logits, total, start = [], torch.zeros((), dtype=torch.float64), 0
+    for length in batch["packed"].lengths:
+        part = slice(start, start + length)
+        out = model(input_ids=batch["input_ids"][:, part], use_cache=False).logits[0]
+        target = batch["labels"][0, part][1:]
+        if (target != IGNORE_INDEX).any():
+            total = total + cross_entropy(out[:-1].double(), target, ignore_index=IGNORE_INDEX, reduction="sum")
+        logits.append(out)
+        start += length
+    return torch.cat(logits), total / batch["packed"].n_labels
+
+
+def gradients(model: Any) -> dict[str, torch.Tensor]:
+    found = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    missing = [name for name, grad in found.items() if grad is None]
+    assert not missing, f"no gradient for {missing}"
+    return found  # type: ignore[return-value]
+
+
+def compare(model: Any, batch: dict[str, Any], device: str, dtype: torch.dtype, **options: Any) -> None:
+    """Run the three paths and compare them; `model` is float32 on the CPU and stays untouched."""
+    compare_draws(model, [batch], device, dtype, **options)
+
+
+def compare_draws(model: Any, batches: list[dict[str, Any]], device: str, dtype: torch.dtype, **options: Any) -> None:
+    """`compare`, the errors of several batches put together."""
+    errors = ThreeWay()
+    for batch in batches:
+        measure(errors, model, batch, device, dtype, **options)
+    errors.check()
+
+
+def measure(
+    errors: ThreeWay, model: Any, batch: dict[str, Any], device: str, dtype: torch.dtype, **options: Any
+) -> None:
+    reference = copy.deepcopy(model).double()
+    exact_logits, exact_loss = one_document_at_a_time(reference, batch)
+    exact_loss.backward()
+
+    plain = copy.deepcopy(model).to(device, dtype)
+    on_device = {name: value.to(device) for name, value in batch.items()}
+    stock = {name: on_device[name] for name in ("input_ids", "position_ids", "labels")}
+    out = plain(**stock, use_cache=False)
+    out.loss.backward()
+
+    ours = copy.deepcopy(model).to(device, dtype)
+    handle = attach(ours, **options)
+    loss = ours(**on_device).loss
+    loss.backward()
+    with torch.no_grad():
+        logits = ours(**{k: v for k, v in on_device.items() if k != "labels"}).logits[0]
+
+    errors.add("loss", loss, out.loss, exact_loss)
+    errors.add("logits", logits, out.logits[0], exact_logits)
+    exact, stock_grads = gradients(reference), gradients(plain)
+    for name, grad in gradients(ours).items():
+        errors.add(f"gradient of {name}", grad, stock_grads[name], exact[name])
+    handle.detach()

@@ -1,0 +1,151 @@
+"""Each Triton kernel of MoE layers against its plain torch reference in float64, as kernel_checks.py does it.
+
+TRITON_INTERPRET=1 python tests/support/moe_checks.py
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pronghorn.kernels import (
+    grouped_gemm,
+    grouped_gemm_triton,
+    moe_glu,
+    moe_glu_triton,
+    moe_route_triton,
+    moe_rows,
+    moe_rows_triton,
+)
+from pronghorn.moe.route import route_by_sort
+from support.kernel_checks import compare, random, written
+
+# (tokens, top-k, experts, how tokens choose)
+ROUTINGS = ((1, 1, 1, "even"), (63, 2, 5, "even"), (257, 4, 8, "skewed"), (33, 8, 12, "one takes all"))
+FEW = ((1, 1, 1, "even"), (67, 2, 5, "skewed"), (3, 4, 6, "one takes all"))
+
+
+def routings(device: str) -> tuple[tuple[int, int, int, str], ...]:
+    """Fewer for the interpreter, which is slow by the program."""
+    return FEW if device == "cpu" else ROUTINGS
+
+
+def indices(tokens: int, k: int, experts: int, how: str) -> Tensor:
+    """Top-k indices int64 [T, K], distinct in a token: balanced, skewed with experts that nobody chooses, or one
+    expert that is everybody's first choice."""
+    generator = torch.Generator().manual_seed(tokens)
+    score = torch.rand(tokens, experts, generator=generator)
+    if how == "skewed":
+        score = score / (1 + torch.arange(experts) ** 2)
+    if how == "one takes all":
+        score[:, experts // 2] = 2.0
+        score[:, 0] = -1.0  # and one gets nothing
+    return score.topk(k, dim=1).indices
+
+
+def check_route(device: str, dtype: torch.dtype) -> None:
+    for tokens, k, experts, how in ((0, 2, 5, "even"), *routings(device)):
+        index = indices(tokens, k, experts, how).to(device).mT.contiguous().mT  # of any strides
+        pairs = zip(moe_route_triton.route(index, experts), route_by_sort(index, experts), strict=True)
+        for number, (mine, wanted) in enumerate(pairs):
+            assert mine.dtype == wanted.dtype == torch.int32
+            assert torch.equal(mine, wanted), (number, tokens, how)
+
+
+def check_rows(device: str, dtype: torch.dtype) -> None:
+    for tokens, k, experts, how in routings(device):
+        index = indices(tokens, k, experts, how)
+        _, _, tokens_of, _, inverse = (part.to(device) for part in route_by_sort(index, experts))
+        for width in (5, 4100) if tokens < 5 or device == "cuda" else ():
+            x = random(tokens, width, device=device, dtype=dtype, seed=1)
+            assert torch.equal(moe_rows_triton.gather(x, inverse), x[tokens_of.long()])
+            y = random(tokens * k, width, device=device, dtype=dtype, seed=2)
+            w = random(k, tokens, device=device, dtype=torch.float32, seed=3).mT  # these three of any strides
+            bias = random(width, experts, device=device, dtype=dtype, seed=4).mT
+            index = index.mT.contiguous().mT
+            for weights, biases in ((None, None), (w, None), (w.to(dtype), bias)):
+                arguments = y, inverse, weights, biases, None if biases is None else index.to(device)
+                compare("combine", moe_rows_triton.combine, moe_rows.combine, *arguments)
+
+
+def check_glu(device: str, dtype: torch.dtype) -> None:
+    for tokens, k, experts, how in routings(device)[1:]:
+        index = indices(tokens, k, experts, how)
+        _, slots, _, owners, _ = (part.to(device) for part in route_by_sort(index, experts))
+        for width in (3, 1030) if tokens < 5 or device == "cuda" else ():
+            h = random(tokens * k, 2 * width, device=device, dtype=dtype, seed=1) * 2
+            d = random(tokens * k, width, device=device, dtype=dtype, seed=2)
+            w = random(k, tokens, device=device, dtype=torch.float32, seed=3).mT  # these two of any strides
+            bias = random(2 * width, experts, device=device, dtype=dtype, seed=4).mT
+            for gate in (moe_glu.Gate("silu"), moe_glu.Gate("gelu_tanh"), moe_glu.Gate("clamped", limit=1.5)):
+                more = gate, bias if gate.kind != "silu" else None, owners
+                compare(f"{gate.kind}", moe_glu_triton.forward, moe_glu.forward, h, *more)
+                launch, reference = (backward(module) for module in (moe_glu_triton, moe_glu))
+                compare(f"{gate.kind} backward", launch, reference, d, h, w, slots, *more)
+
+
+def backward(module: Any) -> Any:
+    """(dh, dw, w·a) from one of the modules."""
+
+    def run(d: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        (dh, dw), wa = written(module.backward_)(d, *rest)
+        return dh, dw, wa
+
+    return run
+
+
+def check_grouped_gemm(device: str, dtype: torch.dtype) -> None:
+    for tokens, k, experts, how in routings(device):
+        index = indices(tokens, k, experts, how)
+        offsets, _, *both = (part.to(device) for part in route_by_sort(index, experts))
+        offsets = torch.cat([offsets.new_full((1,), 10**6), offsets])[1:]  # what lies before isn't read
+        rows = moe_rows.Rows(both[0], both[2])
+        for depth, columns in ((70, 130), (33, 3)) if device == "cpu" else ((6, 70), (100, 130), (33, 3)):
+            x = random(tokens, depth, device=device, dtype=dtype, seed=1)
+            picked = x[rows.tokens.long()].contiguous()
+            for weight in (
+                random(experts, depth, columns, device=device, dtype=dtype, seed=2),
+                random(experts, columns, depth, device=device, dtype=dtype, seed=3).transpose(1, 2),
+            ):
+                for given, order in ((x, rows), (picked, None)):
+                    compare("multiply", multiply("triton"), multiply("loop"), given, weight, offsets, order, None)
+                start = random(len(rows.tokens), columns, device=device, dtype=dtype, seed=4)
+                compare("multiply, added", multiply("triton"), multiply("loop"), x, weight, offsets, rows, start)
+            y = random(len(rows.tokens), columns, device=device, dtype=dtype, seed=5)
+            compare("outer", outer("triton"), outer("loop"), x, y, offsets, rows, None)
+            compare("outer, other side", outer("triton"), outer("loop"), y, x, offsets, None, rows)
+
+
+def multiply(way: Any) -> Any:
+    def run(x: Tensor, weight: Tensor, offsets: Tensor, rows: moe_rows.Rows | None, out: Tensor | None) -> Tensor:
+        added = {} if out is None else {"out": out.clone(), "scale": 0.5}
+        return grouped_gemm.multiply(x, weight, offsets, way, rows=rows, **added)
+
+    return run
+
+
+def outer(way: Any) -> Any:
+    def run(
+        x: Tensor, y: Tensor, offsets: Tensor, x_rows: moe_rows.Rows | None, y_rows: moe_rows.Rows | None
+    ) -> Tensor:
+        return grouped_gemm.outer(x, y, offsets, way, dtype=x.dtype, x_rows=x_rows, y_rows=y_rows, scale=0.5)
+
+    return run
+
+
+CHECKS = {
+    "moe_route": check_route,
+    "moe_rows": check_rows,
+    "moe_glu": check_glu,
+    "grouped_gemm": check_grouped_gemm,
+}
+
+if __name__ == "__main__":
+    assert grouped_gemm_triton is not None
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    for name, check in CHECKS.items():
+        check("cpu", torch.float16 if name == "grouped_gemm" else torch.float32)
+        print(name, "ok", flush=True)

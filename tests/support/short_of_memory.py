@@ -1,0 +1,66 @@
+"""One of several processes runs out of memory in a step (tests/train/test_survive.py starts them).
+
+torchrun --nproc-per-node 2 tests/support/short_of_memory.py TOKENIZER OUTPUT RANK cpu|cuda
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from transformers import AutoTokenizer
+from trl import SFTConfig
+
+from pronghorn import SFTTrainer
+from support.tiny import tiny_model
+
+ROW, STEP = 48, 2
+
+
+class ShortOfMemory(SFTTrainer):
+    """Runs out of memory in the second step of one rank, where the others wait for its gradients."""
+
+    failing = 0
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Tensor:
+        loss = super().compute_loss(*args, **kwargs)
+        if self.state.global_step + 1 == STEP and self.accelerator.process_index == self.failing:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return loss
+
+
+def main(tokenizer: str, output: str, failing: int, device: str) -> None:
+    torch.set_num_threads(1)
+    cuda = device == "cuda"
+    ids = [[3 + (7 * i + j) % 120 for j in range(40)] for i in range(16)]
+    args = SFTConfig(
+        output_dir=output,
+        packing=True,
+        max_length=ROW,
+        max_steps=4,
+        per_device_train_batch_size=1,
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=not cuda,
+        ddp_backend="nccl" if cuda else "gloo",
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    model = get_peft_model(tiny_model("llama"), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    trainer = ShortOfMemory(
+        model,
+        args,
+        train_dataset=Dataset.from_dict({"input_ids": ids, "labels": ids}),
+        processing_class=AutoTokenizer.from_pretrained(tokenizer),
+    )
+    trainer.failing = failing
+    trainer.train()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4])
