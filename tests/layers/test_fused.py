@@ -139,7 +139,7 @@ def test_policies_change_what_is_kept_only(family: str, device: str) -> None:
     attach(model, layers="fused", graph="off", attention="per_document" if device == "cpu" else "auto")
     kept: dict[Policy, int] = {}
     found = []
-    for policy in (Policy.KEEP, Policy.RECOMPUTE_CHEAP, Policy.RECOMPUTE_MLP, Policy.RECOMPUTE_LAYER):
+    for policy in (Policy.KEEP, Policy.RECOMPUTE_NORMS, Policy.RECOMPUTE_MLP, Policy.RECOMPUTE_LAYER):
         for layer in model.get_base_model().model.layers:
             layer._pronghorn_policy = policy
             assert not layer.gradient_checkpointing
@@ -158,8 +158,8 @@ def test_policies_change_what_is_kept_only(family: str, device: str) -> None:
     config = model.get_base_model().config
     element, layers = next(model.parameters()).element_size(), config.num_hidden_layers
     normed, gate_up = (n * ROW * layers * element for n in (2 * config.hidden_size, 2 * config.intermediate_size))
-    assert kept[Policy.KEEP] - kept[Policy.RECOMPUTE_CHEAP] == normed
-    assert kept[Policy.RECOMPUTE_CHEAP] - kept[Policy.RECOMPUTE_MLP] == gate_up
+    assert kept[Policy.KEEP] - kept[Policy.RECOMPUTE_NORMS] == normed
+    assert kept[Policy.RECOMPUTE_NORMS] - kept[Policy.RECOMPUTE_MLP] == gate_up
     assert kept[Policy.RECOMPUTE_LAYER] == kept[Policy.KEEP]
     for loss, grads in found[1:]:
         assert loss == found[0][0]

@@ -274,11 +274,11 @@ def test_choices_equal_brute_force(
     norm: int,
 ) -> None:
     """For every budget no assignment of policies to layers, in any order, is faster than the one chosen for it."""
-    names = (Policy.KEEP, Policy.RECOMPUTE_CHEAP, Policy.RECOMPUTE_MLP, Policy.RECOMPUTE_LAYER)
+    names = (Policy.KEEP, Policy.RECOMPUTE_NORMS, Policy.RECOMPUTE_MLP, Policy.RECOMPUTE_LAYER)
     stored = dict(zip(names, sorted(sizes, reverse=True), strict=True)) | {Policy.OFFLOAD: 0}
     # as `read_bytes` counts them: two are left out, each no larger than a layer's input
-    norm = min(norm, (stored[Policy.KEEP] - stored[Policy.RECOMPUTE_CHEAP]) // 2, stored[Policy.RECOMPUTE_LAYER])
-    results = {Policy.KEEP: 0, Policy.RECOMPUTE_CHEAP: 2}
+    norm = min(norm, (stored[Policy.KEEP] - stored[Policy.RECOMPUTE_NORMS]) // 2, stored[Policy.RECOMPUTE_LAYER])
+    results = {Policy.KEEP: 0, Policy.RECOMPUTE_NORMS: 2}
     read = {policy: stored[Policy.KEEP] - results.get(policy, 1) * norm for policy in stored}
     step = MemoryModel(
         {"weights": 7, "gradients": 1}, [LayerBytes(stored, read, working)] * layers, head, 3, fragmentation=pieces
@@ -304,7 +304,7 @@ def kinds_of(draw: Any) -> tuple[LayerBytes, LayerTimes]:
     keep, norms, mlp, whole = sorted((draw(st.integers(1, 40)) for _ in range(4)), reverse=True)
     stored = {Policy.KEEP: keep, Policy.RECOMPUTE_LAYER: whole, Policy.OFFLOAD: 0}
     if draw(st.booleans()):
-        stored |= {Policy.RECOMPUTE_CHEAP: norms, Policy.RECOMPUTE_MLP: mlp}
+        stored |= {Policy.RECOMPUTE_NORMS: norms, Policy.RECOMPUTE_MLP: mlp}
     read = {policy: max(0, keep - draw(st.integers(0, 10))) for policy in stored}
     read[Policy.OFFLOAD] = read[Policy.RECOMPUTE_LAYER]
     times = LayerTimes(*(draw(st.integers(1, 30)) for _ in range(5)))
@@ -382,7 +382,7 @@ def test_everything_is_kept_where_it_fits_and_shared_memory_never_offloads() -> 
         assert Policy.OFFLOAD not in made.policies
     stock = replace(work, fused=False)
     for made in plans_of(dims, stock, step_times(dims, stock, device_spec("h100"))):
-        assert not {Policy.RECOMPUTE_CHEAP, Policy.RECOMPUTE_MLP} & set(made.policies)
+        assert not {Policy.RECOMPUTE_NORMS, Policy.RECOMPUTE_MLP} & set(made.policies)
 
 
 def test_graphs_are_captured_where_the_budget_has_their_memory() -> None:
@@ -411,7 +411,7 @@ def test_what_policies_cost() -> None:
     times = StepTimes((layer,) * 3, copy=10.0, outside_layers=3.0)
     costs = [layer.extra(copy, buffers)[Policy.OFFLOAD] for copy in (10.0, 1.0) for buffers in (2, 1)]
     assert costs == pytest.approx([1.5 + 8 + 4.5, 1.5 + 8 + 10, 1.5 + 0.1 + 0.1, 1.5 + 0.1 + 1])
-    assert layer.extra(1, 2)[Policy.RECOMPUTE_MLP] == 0.625 and layer.extra(1, 2)[Policy.RECOMPUTE_CHEAP] == 0.125
+    assert layer.extra(1, 2)[Policy.RECOMPUTE_MLP] == 0.625 and layer.extra(1, 2)[Policy.RECOMPUTE_NORMS] == 0.125
     last_stays = [Policy.OFFLOAD, Policy.OFFLOAD, Policy.KEEP]
     assert times.step(last_stays) == pytest.approx(3 * 6 + 3 + costs[0] + 1.5)
     scaled = times.scaled(1.0, 8.0, 5.0)

@@ -21,7 +21,7 @@ from support.fused import loss_and_gradients, with_adapters
 from support.tiny import packed_row, tiny_model
 from support.traces import trace
 
-KEEP, CHEAP, MLP, LAYER, OFFLOAD = Policy
+KEEP, NORMS, MLP, LAYER, OFFLOAD = Policy
 PLANS = {
     "recompute": Plan.recompute(),
     "MLP": Plan(policies=(MLP,)),
@@ -191,7 +191,7 @@ def test_a_copied_model_is_a_model_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (Plan(policies=(CHEAP,)), "'recompute the cheap parts' needs fused layers"),
+        (Plan(policies=(NORMS,)), "'recompute the norms' needs fused layers"),
         (Plan(policies=(KEEP, MLP)), "2 policies for a model of 3 layers"),
     ],
 )
@@ -224,7 +224,7 @@ def test_fused_layers_that_go_the_plain_way_recompute_their_mlps_and_say_what_th
     batch = packed_row(LENGTHS, ROW)
     if why == "padded":
         batch = {name: batch[name] for name in ("input_ids", "labels")}
-    handle = attach(model, Plan(policies=(MLP, CHEAP, KEEP)), layers="fused")
+    handle = attach(model, Plan(policies=(MLP, NORMS, KEEP)), layers="fused")
     runs = [0, 0, 0]
     for index, layer in enumerate(model.get_base_model().model.layers):
         projection = layer.mlp.gate_proj.base_layer

@@ -186,7 +186,7 @@ def stored_bytes(layer: LayerSpec, setup: TrainSetup, parts: bool = True) -> dic
     if parts and setup.fused and not layer.experts:
         without_norms = keep - 2 * t * h * b
         without_mlp = without_norms - 2 * t * width_of(layer) * b
-        served |= {Policy.RECOMPUTE_CHEAP: without_norms, Policy.RECOMPUTE_MLP: without_mlp}
+        served |= {Policy.RECOMPUTE_NORMS: without_norms, Policy.RECOMPUTE_MLP: without_mlp}
     return served | {Policy.RECOMPUTE_LAYER: t * h * setup.stream_bytes, Policy.OFFLOAD: 0}
 
 
@@ -194,7 +194,7 @@ def read_bytes(layer: LayerSpec, setup: TrainSetup, stored: Mapping[Policy, int]
     """Count K, what a layer's backward has of its forward at its peak, by policy. Norms' results that weren't stored
     are made again after it, but for the one that gate·up is made again from."""
     one = setup.tokens * layer.hidden * setup.itemsize * (setup.fused and not layer.experts)
-    results = {Policy.KEEP: 0, Policy.RECOMPUTE_CHEAP: 2}
+    results = {Policy.KEEP: 0, Policy.RECOMPUTE_NORMS: 2}
     return {policy: stored[Policy.KEEP] - results.get(policy, 1) * one for policy in stored}
 
 
@@ -295,7 +295,7 @@ class MemoryModel:
         by_kind = {layer: LayerBytes.of(layer, setup, not dims.has_experts) for layer in dims.kinds}
         layers = [by_kind[layer] for layer in dims.layers]
         kept = sum(layer.stored[Policy.KEEP] for layer in layers)
-        graphed = sum(layer.stored.get(Policy.RECOMPUTE_CHEAP, layer.stored[Policy.KEEP]) for layer in layers)
+        graphed = sum(layer.stored.get(Policy.RECOMPUTE_NORMS, layer.stored[Policy.KEEP]) for layer in layers)
         more = int((1 + POOL) * graphed) - kept + max(layer.working for layer in layers)
         graph = more + resting["gradients"] + LIBRARY_BYTES if setup.graph else 0
         table, tables = 4 * dims.vocab * dims.hidden * (setup.method == "full"), 1 if dims.tied else 2

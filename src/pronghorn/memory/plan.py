@@ -19,10 +19,12 @@ class Policy(StrEnum):
     """What one layer does with its activations, from the most memory to the least."""
 
     KEEP = "keep"
-    RECOMPUTE_CHEAP = "recompute the cheap parts"
+    RECOMPUTE_NORMS = "recompute the norms"
     RECOMPUTE_MLP = "recompute the MLP"
     RECOMPUTE_LAYER = "recompute the layer"
     OFFLOAD = "recompute with the input offloaded"
+    RECOMPUTE_CHEAP = "recompute the norms"
+    """The name that `RECOMPUTE_NORMS` had; for one release."""
 
 
 @dataclass(frozen=True)

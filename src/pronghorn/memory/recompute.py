@@ -2,7 +2,7 @@
 
 The place where they take hold is transformers' own: every decoder layer has a flag `gradient_checkpointing` and a
 function `_gradient_checkpointing_func` that then runs its forward in training. Fused layers read
-their policy from `_pronghorn_policy` and recompute their cheap parts or their MLP themselves.
+their policy from `_pronghorn_policy` and recompute their norms or their MLP themselves.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Installed:
         counts: Counter[Policy] = Counter()
         for layer, policy in zip(self.layers, self.policies, strict=True):
             off = policy in WHOLE_LAYER and not layer.gradient_checkpointing
-            off |= policy is Policy.RECOMPUTE_CHEAP and unfused is not None
+            off |= policy is Policy.RECOMPUTE_NORMS and unfused is not None
             counts[Policy.KEEP if off else policy] += 1
         return counts
 
@@ -95,9 +95,9 @@ def policies_of(plan: Plan, layers: Iterable[nn.Module], fused: bool) -> tuple[P
     """
     layers = list(layers)
     policies = plan.by_layer(len(layers))
-    if not fused and Policy.RECOMPUTE_CHEAP in policies:
+    if not fused and Policy.RECOMPUTE_NORMS in policies:
         raise UnsupportedError(
-            f"'{Policy.RECOMPUTE_CHEAP}' needs fused layers, which this model does not have",
+            f"'{Policy.RECOMPUTE_NORMS}' needs fused layers, which this model does not have",
             f"train on CUDA with layers='auto', or use '{Policy.RECOMPUTE_MLP}' or '{Policy.RECOMPUTE_LAYER}'",
         )
     for layer, policy in zip(layers, policies, strict=True):

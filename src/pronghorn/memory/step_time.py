@@ -62,7 +62,7 @@ class LayerTimes:
         back = max(exposed, copy - self.recompute_layer - self.backward) if buffers > 1 else copy
         return {
             Policy.KEEP: 0.0,
-            Policy.RECOMPUTE_CHEAP: self.norms,
+            Policy.RECOMPUTE_NORMS: self.norms,
             Policy.RECOMPUTE_MLP: self.norms + self.gate_up,
             Policy.RECOMPUTE_LAYER: self.recompute_layer,
             Policy.OFFLOAD: self.recompute_layer + out + back,
