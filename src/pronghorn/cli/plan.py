@@ -72,10 +72,10 @@ def render(report: PlanReport) -> RenderableType:
     memory.add_row("[bold]the process[/]", f"[bold]{predicted['process'] / GIB:.2f}[/] of {budget / GIB:.2f}")
     memory.add_row("of it, as torch counts", f"{predicted['peak'] / GIB:.2f}")
 
-    times = "one layer measured here" if report.measured else report.device.source
-    work = report.work
+    work, device = report.work, report.device
+    times = "one layer measured here" if report.measured else device.source
     lines = [
-        f"[bold]{escape(report.model)}[/], {work.method}, {work.tokens:,} tokens a micro-batch, on {report.device.name}",
+        f"[bold]{escape(report.model)}[/], {work.method}, {work.tokens:,} tokens a micro-batch, on {device.name}",
         f"[bold]{policy_map(report.plan.policies)}[/]",
         f"{report.step_ms:,.0f} ms a micro-batch, {report.tokens_per_s:,.0f} tokens/s ({times})",
     ]
