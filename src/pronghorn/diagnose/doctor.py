@@ -63,15 +63,15 @@ def packages() -> list[Package]:
     from packaging.requirements import Requirement
 
     declared = importlib.metadata.requires("pronghorn") or () if installed("pronghorn") else ()
-    found = []
+    wanted = []
     for requirement in map(Requirement, declared):
         bare, marker = Requirement(f"{requirement.name}{requirement.specifier}"), requirement.marker
         if marker is None or marker.evaluate({"extra": ""}):
-            found.append(Package(bare))
+            wanted.append(Package(bare))
         else:
             extras = [extra for extra in EXTRAS if marker.evaluate({"extra": extra})]
-            found += [Package(bare, EXTRAS[extra], f"pronghorn[{extra}]") for extra in extras]
-    return found + [Package(Requirement(name), f"train.report_to: {name} is not available") for name in TRACKERS]
+            wanted += [Package(bare, EXTRAS[extra], f"pronghorn[{extra}]") for extra in extras]
+    return wanted + [Package(Requirement(name), f"train.report_to: {name} is not available") for name in TRACKERS]
 
 
 def diagnose() -> list[Finding]:

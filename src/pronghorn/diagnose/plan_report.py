@@ -84,9 +84,9 @@ def report_plan(recipe: Recipe, device: str | None, calibrate: bool, console: Co
         recipe = recipe.model_copy(update={"precision": Precision(dtype="bfloat16")})
     from pronghorn.train.build import autocast_dtype, load  # TRL's import takes seconds
 
-    found, autocast = find(recipe, weights=False), autocast_dtype(recipe)
-    handle = _weightless(recipe, found)
-    data = _count(recipe, found)
+    found_model, autocast = find(recipe, weights=False), autocast_dtype(recipe)
+    handle = _weightless(recipe, found_model)
+    data = _count(recipe, found_model)
     dims, setup = dims_of(handle.model), _work(recipe, handle, autocast)
     if data is not None:
         setup = replace(setup, documents=max(1, data["tokens"] // max(1, data["documents"])))
@@ -120,18 +120,19 @@ class _Weightless(FoundModel):
         return get_peft_model(_Weightless(**vars(self.base)).model(dtype, device), config)
 
 
-def _weightless(recipe: Recipe, found: FoundModel) -> Handle:
+def _weightless(recipe: Recipe, found_model: FoundModel) -> Handle:
     """Attach the model that training would train, as on a GPU, without weights.
 
     New tokens are left out: they weigh next to nothing.
     """
     from pronghorn.train.build import attach_options, load
 
-    if (found.base or found).config is None:
-        raise UnsupportedError(f"{found.name}: a GGUF file is read whole only", "plan for the folder it was made from")
+    if (found_model.base or found_model).config is None:
+        problem = f"{found_model.name}: a GGUF file is read whole only"
+        raise UnsupportedError(problem, "plan for the folder it was made from")
     adapter = recipe.adapter.model_copy(update={"new_tokens": []})
     recipe = recipe.model_copy(update={"adapter": adapter})
-    model, _ = load(recipe, _Weightless(**vars(found)), None, Console(quiet=True))
+    model, _ = load(recipe, _Weightless(**vars(found_model)), None, Console(quiet=True))
     return attach(model, layers="fused", **attach_options(recipe))
 
 
@@ -159,7 +160,7 @@ def policy_map(policies: Sequence[Policy]) -> str:
     return "layers " + ", ".join(parts)
 
 
-def _count(recipe: Recipe, found: FoundModel) -> dict[str, int] | None:
+def _count(recipe: Recipe, found_model: FoundModel) -> dict[str, int] | None:
     """Count the data set's tokens and micro-batches, if it is local and small."""
     sizes: list[int] = []
     for source in recipe.data.sources("train"):
@@ -167,7 +168,7 @@ def _count(recipe: Recipe, found: FoundModel) -> dict[str, int] | None:
         sizes += [file.stat().st_size for file in files if file.is_file()] or [SMALL_DATA + 1]
     if sum(sizes) > SMALL_DATA:
         return None
-    documents = prepare(recipe, "train", tokenizer_for(recipe, found), Console(quiet=True)).dataset
+    documents = prepare(recipe, "train", tokenizer_for(recipe, found_model), Console(quiet=True)).dataset
     stats = PackedRows(documents, recipe.model.max_seq_length, seed=recipe.train.seed).stats
     rows = stats.rows if recipe.packing.enabled else stats.documents
     batches = math.ceil(math.ceil(rows / recipe.packing.rows_per_step) * recipe.train.epochs)

@@ -168,9 +168,9 @@ def advise(profile: Profile, unfused: str | None) -> list[Advice]:
     on_device, ms = profile.launches > 0, profile.ms
     # The profiler slows the host: only idle time that the plain step has room for is worth a change. On a CPU it slows
     # everything.
-    kept = min(profile.idle_ms / max(profile.idle_under_profiler_ms, 1e-9), 1.0) if on_device else 1.0
+    idle_share = min(profile.idle_ms / max(profile.idle_under_profiler_ms, 1e-9), 1.0) if on_device else 1.0
     share = 1.0 if on_device else min(profile.plain_ms / profile.step_ms, 1)
-    waits = {Cause.DATA: kept, Cause.LOGGING: kept}
+    waits = {Cause.DATA: idle_share, Cause.LOGGING: idle_share}
     advice = [Advice(waits.get(cause, 1.0) * ms(cause), *change) for cause, change in _CHANGES.items()]
 
     cost = "layers are computed a second time in the backward pass"
@@ -180,8 +180,10 @@ def advise(profile: Profile, unfused: str | None) -> list[Advice]:
     if on_device:
         sites = ", ".join(sync.site for sync in profile.syncs[:3]) or "none was seen"
         change = f"take synchronisations away, or do them less often (train.logging_steps): {sites}"
-        advice.append(Advice(kept * ms(Cause.AFTER_SYNC), "the device runs dry while the host waits for it", change))
-        late = kept * ms(Cause.IDLE)
+        advice.append(
+            Advice(idle_share * ms(Cause.AFTER_SYNC), "the device runs dry while the host waits for it", change)
+        )
+        late = idle_share * ms(Cause.IDLE)
         if late > 0.1 * profile.plain_ms:
             change = f"packing.graph: auto launches the layers at once where it can; {_LARGER}"
             advice.append(Advice(late, "the host can't launch as fast as the device computes", change))

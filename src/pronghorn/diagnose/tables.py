@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich import table as rich_table
@@ -14,7 +15,7 @@ class Table:
 
     first: str
     numbers: tuple[str, ...]
-    rows: list[tuple[str, ...]]
+    rows: Sequence[tuple[str, ...]]
     last: str | None = None
 
     def render(self, most: int | None = None) -> rich_table.Table:
