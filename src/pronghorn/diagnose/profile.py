@@ -16,7 +16,8 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Generator, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from traceback import FrameSummary, extract_stack
@@ -72,25 +73,25 @@ def profile(recipe: Recipe, console: Console, steps: int = 3, warmup: int = 3) -
             }
         )
         packing = recipe.packing.model_copy(update={"graph": "off"})  # a graph's kernels can't be told by cause
-        recorder = Recorder(Path(folder), steps, warmup)
-        callbacks = [RunControl(None, None, None), ProgressCallback(Console(quiet=True)), recorder]
+        callbacks = [RunControl(None, None, None), ProgressCallback(Console(quiet=True))]
         trainer, handle = build(recipe.model_copy(update={"train": train, "packing": packing}), console, callbacks)
-        recorder.watch(trainer, handle)
         console.print(f"Profiling {steps} steps after {warmup} to warm up and {steps} without the profiler")
-        try:
+        recording = Recording(Path(folder) / "trace.json", steps, warmup)
+        with closing(
+            recording.stages(trainer, handle)
+        ) as stages:  # ranges, hooks and profiler end wherever training does
+            trainer.add_callback(AtEachStep(stages))
             trainer.train()
-        finally:
-            recorder.close()
-    report = account_for(recorder.trace, inner_dimensions(handle))
+    report = account_for(recording.trace, inner_dimensions(handle))
     device = handle.model.device
     autocast = torch.bfloat16 if trainer.args.bf16 else torch.float16 if trainer.args.fp16 else None
     report.recipe, report.device, report.versions = recipe.to_dict(), device_name(), versions()
-    report.plain_ms, report.warmup = recorder.plain_ms, warmup
+    report.plain_ms, report.warmup = recording.plain_ms, warmup
     report.paths = [vars(path) for path in handle.paths(autocast) if path.part != GRAPH]
     if device.type == "cuda":
         if recipe.packing.graph != "off":
             report.paths.append({"part": GRAPH, "path": "off", "why": "while profiling; training decides by itself"})
-        report.syncs = find_sites(recorder.stacks, recorder.places)
+        report.syncs = find_sites(recording.stacks, recording.places)
         report.peak_memory_bytes = torch.cuda.max_memory_allocated(device)
         report.memory_bytes = torch.cuda.get_device_properties(device).total_memory
     report.advice = advise(report, unfused_reason(handle.decisions(autocast)))
@@ -103,37 +104,36 @@ def unfused_reason(decisions: Decisions) -> str | None:
     return decisions.layers_reason if unfused else None
 
 
-class Recorder(TrainerCallback):
-    """Time and record steps while a trainer trains, and stop it when there are enough."""
+class AtEachStep(TrainerCallback):
+    """Let a generator go on when training begins and after each step, and stop training where it ends."""
 
-    def __init__(self, folder: Path, steps: int, warmup: int) -> None:
-        self.folder, self.steps, self.warmup = folder, steps, warmup
-        self.plain_ms = 0.0
-        """Milliseconds a step takes without the profiler."""
-        self.trace: Trace = []
-        """Of `steps` steps."""
-        self.stacks: Trace = []
-        """Of one step with Python's stack (CUDA only)."""
-        self.places: list[FrameSummary] = []
-        """Lines that synchronised in that step."""
-
-    def watch(self, trainer: SFTTrainer, handle: Handle) -> None:
-        """Record the steps of this trainer, whose model is `handle`'s; call it before `train`."""
-        self._script = self._stages(trainer, handle)
+    def __init__(self, stages: Generator[None]) -> None:
+        self.stages = stages
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        try:
-            next(self._script)
-        except StopIteration:
+        if next(self.stages, self) is self:
             control.should_training_stop = True
 
     on_train_begin = on_step_end
 
-    def close(self) -> None:
-        """Remove ranges, hooks and profiler, wherever the training ended."""
-        self._script.close()
 
-    def _stages(self, trainer: SFTTrainer, handle: Handle) -> Generator[None]:
+@dataclass
+class Recording:
+    """Record steps of a training; `path` is a temporary file."""
+
+    path: Path
+    steps: int
+    warmup: int
+    plain_ms: float = 0.0
+    """Milliseconds a step takes without the profiler."""
+    trace: Trace = field(default_factory=list)
+    """Of `steps` steps."""
+    stacks: Trace = field(default_factory=list)
+    """Of one step with Python's stack (CUDA only)."""
+    places: list[FrameSummary] = field(default_factory=list)
+    """Lines that synchronised in that step."""
+
+    def stages(self, trainer: SFTTrainer, handle: Handle) -> Generator[None]:
         """Yield for each step that the trainer does, from the end of one to the end of the next."""
         device = handle.model.device
         for _ in range(self.warmup):
@@ -165,10 +165,8 @@ class Recorder(TrainerCallback):
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
         with torch.profiler.profile(activities=activities, record_shapes=True, with_stack=with_stack) as profiler:
             yield
-        path = self.folder / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        trace += json.loads(path.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
-        path.unlink()
+        profiler.export_chrome_trace(str(self.path))
+        trace += json.loads(self.path.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
 
 
 def _wait(device: torch.device) -> None:
