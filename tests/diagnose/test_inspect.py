@@ -17,8 +17,18 @@ from pronghorn.cli.main import app
 from pronghorn.config import Recipe
 from pronghorn.data.cache import documents
 from pronghorn.data.packing import Document
-from pronghorn.diagnose.inspect import Inspection, clip, example_of, figures, histogram, inspect, pieces_of, visible
-from pronghorn.diagnose.inspect_report import show, write_report
+from pronghorn.diagnose.inspect import (
+    Inspection,
+    clip,
+    example_of,
+    figures,
+    histogram,
+    inspect,
+    pieces_of,
+    show,
+    visible,
+    write_report,
+)
 from pronghorn.errors import ConfigError
 from pronghorn.models.load import FoundModel
 from pronghorn.train.page import write_text
@@ -88,18 +98,18 @@ def test_it_shows_what_training_sees(recipe: Any, tokenizer: Any, monkeypatch: p
     ids = [row["input_ids"] for row in trained.dataset]
     assert [[i for piece in example.pieces for i in piece.ids] for example in found.examples] == ids
     assert found.lengths == sorted(map(len, ids)) and found.packing.tokens == sum(map(len, ids))
-    assert found.trained == sum(label != -100 for row in trained.dataset for label in row["labels"])
+    assert found.supervised == sum(label != -100 for row in trained.dataset for label in row["labels"])
     table = dict(figures(found))
     assert table["Documents"] == "3" and table["Without a label or too long, dropped"] == "1"
     assert "25%" in found.warnings[0] and "(1 without a label or too long: " in found.warnings[0]
 
 
-def test_the_trained_text_is_the_answer_and_its_end(recipe: Any) -> None:
+def test_the_supervised_text_is_the_answer_and_its_end(recipe: Any) -> None:
     found = inspect(Recipe.load(recipe([chat("Once", "upon\na time", "And", "then 🦌")])))
     (example,) = found.examples
-    assert "".join(piece.text for piece in example.pieces if piece.trained) == "upon\na time</s>then 🦌</s>"
+    assert "".join(piece.text for piece in example.pieces if piece.supervised) == "upon\na time</s>then 🦌</s>"
     ends = [piece for piece in example.pieces if piece.text == "</s>"]
-    assert [piece.trained for piece in ends] == [False, True, False, True] and all(piece.special for piece in ends)
+    assert [piece.supervised for piece in ends] == [False, True, False, True] and all(piece.special for piece in ends)
     text = printed(found)
     assert "⟦upon↵\na time</s>⟧ ↵\n" in text and "⟦then 🦌</s>⟧" in text and "\x1b" not in text
     coloured = printed(found, force_terminal=True, color_system="truecolor")
@@ -137,7 +147,7 @@ def test_a_character_cut_in_two_is_shown_as_such(tokenizer: Any) -> None:
     pieces = pieces_of(cut, [-100] * len(cut), tokenizer)
     assert [i for piece in pieces for i in piece.ids] == cut and "\ufffd" in pieces[-1].text
     labels = [-100] * (len(ids) - 1) + ids[-1:]
-    assert [piece.trained for piece in pieces_of(ids, labels, tokenizer)][-2:] == [False, True]
+    assert [piece.supervised for piece in pieces_of(ids, labels, tokenizer)][-2:] == [False, True]
 
 
 def test_what_commands_a_terminal_is_spelled_out(recipe: Any) -> None:
@@ -165,8 +175,8 @@ def test_the_page_is_inert_and_whole(recipe: Any, tmp_path: Path) -> None:
     assert f"\"'{HOSTILE}</s>" in page.text and "first dropped row" in page.text
     titles = [attributes["title"] or "" for tag, attributes in page.tags if tag == "span" and "title" in attributes]
     assert len(titles) == len(found.examples[0].pieces)
-    assert sum(title.endswith("· trained") for title in titles) > 10
-    assert re.search(r"^id 2 · special · trained$", "\n".join(titles), re.MULTILINE)
+    assert sum(title.endswith("· supervised") for title in titles) > 10
+    assert re.search(r"^id 2 · special · supervised$", "\n".join(titles), re.MULTILINE)
 
 
 def test_long_examples_lose_their_middle(tokenizer: Any, recipe: Any) -> None:
@@ -174,16 +184,16 @@ def test_long_examples_lose_their_middle(tokenizer: Any, recipe: Any) -> None:
     example = example_of(Document(ids, [-100, *ids[1:]], "x"), tokenizer)
     shown = clip(example, 100)
     kept = sum(len(piece.ids) for piece in shown.head + shown.tail)
-    assert kept + shown.left_out == len(ids) and 98 <= kept <= 102 and shown.left_out_trained == shown.left_out
+    assert kept + shown.left_out == len(ids) and 98 <= kept <= 102 and shown.left_out_supervised == shown.left_out
     assert clip(example, len(ids)).left_out == 0
     found = inspect(Recipe.load(recipe([chat("Hi", "word " * 140)], model={"max_seq_length": 512})))
-    assert re.search(r"… [\d,]+ tokens left out, [\d,]+ of them trained …", printed(found))
+    assert re.search(r"… [\d,]+ tokens left out, [\d,]+ of them supervised …", printed(found))
 
 
 @pytest.mark.parametrize(
     ("rows", "changes", "warning"),
     [
-        ([chat("word " * 150, "a")] * 3, {"model": {"max_seq_length": 512}}, "of the tokens are trained"),
+        ([chat("word " * 150, "a")] * 3, {"model": {"max_seq_length": 512}}, "of the tokens are supervised"),
         (
             [chat("Hi", "Yes"), chat("Hi", "")] * 3,
             {"data": {"bad_rows": "drop"}},

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
@@ -19,14 +20,15 @@ from typer.testing import CliRunner
 from pronghorn.cli.main import app
 from pronghorn.config import Recipe
 from pronghorn.data.batch import Collator
-from pronghorn.diagnose.profile import find_sites, parts_of, profile
-from pronghorn.diagnose.profile_report import Profile, advise, headlines, read_profile, unfused
+from pronghorn.diagnose.profile import find_sites, parts_of, profile, unfused_reason
+from pronghorn.diagnose.profile_report import Advice, Profile, Sync, advise, headlines, read_profile, write_report
 from pronghorn.diagnose.profile_times import account_for
 from pronghorn.diagnose.profile_trace import ENGINE, Cause, cause, spans
 from pronghorn.errors import DataError, TrainingError
 from pronghorn.models.attach import attach
 from pronghorn.moe.experts import _Product
 from pronghorn.ranges import in_part
+from support.run_records import HOSTILE
 from support.tiny import tiny_model
 
 QUIET = Console(quiet=True)
@@ -444,11 +446,35 @@ class Page(HTMLParser):
         assert not {name for name, _ in attrs} & {"src", "href"}  # needs nothing but itself
 
 
+def test_the_page_of_hostile_names_is_inert(tmp_path: Path) -> None:
+    made = Made()
+    made.host("pronghorn:step", 0, 1000)
+    for i in range(25):
+        made.device(f"{i}{HOSTILE}", 10 + 30 * i, 30 + 30 * i, 7, (*MODEL, "pronghorn:mlp", "aten::mm"))
+    found = account_for(made.events, RANKS)
+    found.plain_ms, found.device, found.versions = 1.0, HOSTILE, {"torch": HOSTILE}
+    found.recipe = {"model": {"name": HOSTILE, "max_seq_length": 64}}
+    found.syncs, found.paths = [Sync(HOSTILE, HOSTILE, 1, 1.0)], [{"part": HOSTILE, "path": HOSTILE, "why": HOSTILE}]
+    found.advice = [Advice(1.0, HOSTILE, HOSTILE)]
+    text = write_report(found, tmp_path / "page.html", found).read_text(encoding="utf-8")
+    page = Page()
+    page.feed(text)
+    assert not {"script", "img", "iframe", "object", "link"} & set(page.tags) and page.tags.count("details") == 1
+    assert "5 more</summary>" in text and "default-src 'none'" in text
+
+
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_fused_layers_are_not_advised(family: str) -> None:
     model = tiny_model(family)
-    assert unfused(attach(model, layers="fused").report) is None
-    assert unfused(attach(model, layers="stock").report) == "asked for"
+    assert unfused_reason(attach(model, layers="fused").decisions()) is None
+    assert unfused_reason(attach(model, layers="stock").decisions()) == "asked for"
+
+
+def test_layers_that_are_fused_in_part_are_advised() -> None:
+    """Their path's text has the word "fused" in it."""
+    config = LoraConfig(r=4, lora_dropout=0.1, target_modules="all-linear", task_type="CAUSAL_LM")
+    handle = attach(get_peft_model(tiny_model("qwen3"), config), layers="fused")
+    assert unfused_reason(handle.decisions()) == "LoRA dropout"
 
 
 def test_command(recipe: Any, tmp_path: Path) -> None:
@@ -489,7 +515,7 @@ def test_command(recipe: Any, tmp_path: Path) -> None:
     for option, place, why in (("--json", page / "x.json", "be written"), ("--html", first, "is no HTML page")):
         refused = invoke(option, str(place))
         assert refused.exit_code == 1 and why in refused.stderr and "Profiling" not in refused.stderr
-    with pytest.raises(DataError, match="is not JSON"):
+    with pytest.raises(DataError, match="not valid JSON"):
         read_profile(page)
 
 

@@ -39,27 +39,28 @@ def bench(
         from pronghorn.diagnose.speed import compare
 
         settings = Recipe.load(recipe, overrides or [])
-        found = compare(settings, Console(stderr=True, highlight=False), steps, warmup)
-        Console().print(_table(found, settings.model.name))
+        comparison = compare(settings, Console(stderr=True, highlight=False), steps, warmup)
+        Console().print(_table(comparison, settings.model.name))
 
 
-def _table(found: Comparison, model: str) -> Table:
+def _table(comparison: Comparison, model: str) -> Table:
     """Make a column for each of the two, and the ratio of their medians below."""
     from pronghorn.device import device_name
 
     table = Table(
-        "", "Pronghorn", "plain transformers", title=f"{model}, {found.tokens:,} tokens a step, {device_name()}"
+        "", "Pronghorn", "plain transformers", title=f"{model}, {comparison.tokens:,} tokens a step, {device_name()}"
     )
     for column in table.columns[1:]:
         column.justify = "right"
-    sides = found.pronghorn, found.plain
+    sides = comparison.pronghorn, comparison.plain
     table.add_row("loss of the first rows", *(f"{side.loss:.6f}" for side in sides))
     table.add_row("step, ms: median (min to max)", *map(_step, sides))
-    table.add_row("tokens/s", *(f"{found.tokens / side.median_ms * 1e3:,.0f}" for side in sides))
-    if found.pronghorn.peak_bytes and found.plain.peak_bytes:
+    table.add_row("tokens/s", *(f"{comparison.tokens / side.median_ms * 1e3:,.0f}" for side in sides))
+    if comparison.pronghorn.peak_bytes and comparison.plain.peak_bytes:
         table.add_row("peak memory, GiB", *(f"{(side.peak_bytes or 0) / 2**30:.2f}" for side in sides))
-    table.caption = f"Plain transformers takes {found.plain.median_ms / found.pronghorn.median_ms:.2f} times as long"
-    if found.recomputes:
+    ratio = comparison.plain.median_ms / comparison.pronghorn.median_ms
+    table.caption = f"Plain transformers takes {ratio:.2f} times as long"
+    if comparison.recomputes:
         table.caption += ", and recomputes its layers"
     return table
 

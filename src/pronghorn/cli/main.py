@@ -128,9 +128,10 @@ def inspect_data(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Show what RECIPE's data becomes before training: which tokens are trained, how long documents are, how they pack.
+    """Show what RECIPE's data becomes before training: which tokens are supervised, how long documents are, how they
+    pack.
 
-    Reads, renders and tokenises as training does, with the tokenizer only: no weights are loaded. Trained tokens are
+    Reads, renders and tokenises as training does, with the tokenizer only: no weights are loaded. Supervised tokens are
     coloured, or between ⟦ and ⟧ where there are no colours. What looks wrong although it is allowed is told last.
 
     [bold]Examples[/]
@@ -148,8 +149,7 @@ def inspect_data(
 
         settings = Recipe.load(recipe, overrides or [])
         check_page(html)
-        from pronghorn.diagnose.inspect import inspect
-        from pronghorn.diagnose.inspect_report import show, write_report
+        from pronghorn.diagnose.inspect import inspect, show, write_report
         from pronghorn.train.progress import RowsProgress
 
         with RowsProgress(console) as progress:

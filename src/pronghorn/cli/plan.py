@@ -15,7 +15,7 @@ from pronghorn.cli.errors import plain_errors
 from pronghorn.cli.options import Debug, Overrides, RecipeFile
 
 if TYPE_CHECKING:
-    from pronghorn.diagnose.forecast import Forecast
+    from pronghorn.diagnose.plan_report import PlanReport
 
 
 def plan(
@@ -46,23 +46,23 @@ def plan(
     """
     with plain_errors(debug):
         from pronghorn.config import Recipe
-        from pronghorn.diagnose.forecast import forecast
+        from pronghorn.diagnose.plan_report import report_plan
 
         console = Console(stderr=True, highlight=False)
-        found = forecast(Recipe.load(recipe, overrides or []), device, calibrate, console)
+        report = report_plan(Recipe.load(recipe, overrides or []), device, calibrate, console)
         if as_json:
-            typer.echo(json.dumps(found.to_dict(), indent=1))
+            typer.echo(json.dumps(report.to_dict(), indent=1))
         else:
-            Console(highlight=False).print(render(found))
+            Console(highlight=False).print(render(report))
 
 
-def render(found: Forecast) -> RenderableType:
-    """The forecast for a terminal."""
-    from pronghorn.diagnose.forecast import policy_map
+def render(report: PlanReport) -> RenderableType:
+    """Return the report for a terminal."""
+    from pronghorn.diagnose.plan_report import policy_map
     from pronghorn.memory.estimate import CONTEXT_BYTES, GIB
     from pronghorn.train.progress import duration
 
-    predicted, budget = found.plan.predicted, found.plan.budget_bytes or 0
+    predicted, budget = report.plan.predicted, report.plan.budget_bytes or 0
     memory = Table("memory at the peak", "GiB", box=None, padding=(0, 2, 0, 0))
     memory.columns[1].justify = "right"
     allowance = predicted["process"] - predicted["peak"] - CONTEXT_BYTES
@@ -72,16 +72,16 @@ def render(found: Forecast) -> RenderableType:
     memory.add_row("[bold]the process[/]", f"[bold]{predicted['process'] / GIB:.2f}[/] of {budget / GIB:.2f}")
     memory.add_row("of it, as torch counts", f"{predicted['peak'] / GIB:.2f}")
 
-    times = "one layer measured here" if found.measured else found.device.source
-    work = found.work
+    work, device = report.work, report.device
+    times = "one layer measured here" if report.measured else device.source
     lines = [
-        f"[bold]{escape(found.model)}[/], {work.method}, {work.tokens:,} tokens a micro-batch, on {found.device.name}",
-        f"[bold]{policy_map(found.plan.policies)}[/]",
-        f"{found.step_ms:,.0f} ms a micro-batch, {found.tokens_per_s:,.0f} tokens/s ({times})",
+        f"[bold]{escape(report.model)}[/], {work.method}, {work.tokens:,} tokens a micro-batch, on {device.name}",
+        f"[bold]{policy_map(report.plan.policies)}[/]",
+        f"{report.step_ms:,.0f} ms a micro-batch, {report.tokens_per_s:,.0f} tokens/s ({times})",
     ]
-    if found.data is None or found.seconds is None:
-        lines.append(f"a million tokens take {duration(1e6 / found.tokens_per_s)}")
+    if report.data is None or report.seconds is None:
+        lines.append(f"a million tokens take {duration(1e6 / report.tokens_per_s)}")
     else:
-        counts = "{documents:,} documents, {tokens:,} tokens: {micro_batches:,} micro-batches".format(**found.data)
-        lines.append(f"{counts}, {duration(found.seconds)}")
+        counts = "{documents:,} documents, {tokens:,} tokens: {micro_batches:,} micro-batches".format(**report.data)
+        lines.append(f"{counts}, {duration(report.seconds)}")
     return Group(*lines, "", memory)

@@ -55,15 +55,15 @@ def profile(
         if json is not None:
             check_writable(json)
         check_page(html)
-        from pronghorn.diagnose.profile import profile as look
+        from pronghorn.diagnose.profile import profile as record
         from pronghorn.diagnose.profile_report import show, write_report
 
-        found = look(settings, Console(stderr=True, highlight=False, quiet=not main_process()), steps, warmup)
+        report = record(settings, Console(stderr=True, highlight=False, quiet=not main_process()), steps, warmup)
         if not main_process():
             return
         console = Console()
-        show(found, console, other)
+        show(report, console, other)
         if json is not None:
-            found.write(json)
+            report.write(json)
         if html is not None:
-            console.print(f"\nPage: {write_report(found, html, other)}", markup=False, soft_wrap=True)
+            console.print(f"\nPage: {write_report(report, html, other)}", markup=False, soft_wrap=True)

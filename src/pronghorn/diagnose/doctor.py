@@ -1,4 +1,4 @@
-"""Checks of the installation: versions against the support window, GPU, memory, and what each lack costs."""
+"""Check the installation: versions against the package's metadata, GPU, memory, and what each lack costs."""
 
 from __future__ import annotations
 
@@ -46,10 +46,6 @@ class Package:
     install: str | None = None
     """What pip is told to install; None: the requirement."""
 
-    @property
-    def remedy(self) -> str:
-        return f"pip install '{self.install or f'{self.requirement.name}{self.requirement.specifier}'}'"
-
 
 EXTRAS = {
     "nf4": "load_in_4bit is not available",
@@ -66,55 +62,55 @@ def packages() -> list[Package]:
     """List what the installed Pronghorn declares that it needs, alone and for its extras, and the trackers."""
     from packaging.requirements import Requirement
 
-    try:
-        declared = [Requirement(text) for text in importlib.metadata.requires("pronghorn") or ()]
-    except importlib.metadata.PackageNotFoundError:
-        declared = []
-    found = []
-    for each in declared:
-        bare, marker = Requirement(f"{each.name}{each.specifier}"), each.marker
+    declared = importlib.metadata.requires("pronghorn") or () if installed("pronghorn") else ()
+    wanted = []
+    for requirement in map(Requirement, declared):
+        bare, marker = Requirement(f"{requirement.name}{requirement.specifier}"), requirement.marker
         if marker is None or marker.evaluate({"extra": ""}):
-            found.append(Package(bare))
-            continue
-        brought = (extra for extra in EXTRAS if marker.evaluate({"extra": extra}))
-        found += [Package(bare, EXTRAS[extra], f"pronghorn[{extra}]") for extra in brought]
-    return found + [Package(Requirement(name), f"train.report_to: {name} is not available") for name in TRACKERS]
+            wanted.append(Package(bare))
+        else:
+            extras = [extra for extra in EXTRAS if marker.evaluate({"extra": extra})]
+            wanted += [Package(bare, EXTRAS[extra], f"pronghorn[{extra}]") for extra in extras]
+    return wanted + [Package(Requirement(name), f"train.report_to: {name} is not available") for name in TRACKERS]
 
 
 def diagnose() -> list[Finding]:
     """Look at everything; imports torch and asks the devices, changes nothing."""
     findings = [Finding("Python", platform.python_version(), "ok")]
-    wanted = packages()
     if installed("pronghorn") is None:
         effect = "its metadata is not found, so the versions of what it needs aren't judged"
         findings.append(Finding("pronghorn", "not installed", "slow", effect, "pip install pronghorn"))
+    wanted = packages()
     findings += [package_finding(package, installed(package.requirement.name)) for package in wanted]
     findings += [*network_findings(os.environ), cache_finding(Path(HF_HOME))]
-    reinstall = next((f"{p.remedy} --force-reinstall" for p in wanted if p.requirement.name == "torch"), "")
     if installed("torch") is None:
         return findings
+    needed = [f"pip install '{p.requirement}' --force-reinstall" for p in wanted if p.requirement.name == "torch"]
+    reinstall = "".join(needed[:1])
     try:
         import torch
     except (ImportError, OSError) as error:
         return [*findings, Finding("torch import", str(error), "missing", "torch can't be loaded", reinstall)]
-    driver = shutil.which("nvidia-smi") is not None
-    findings.append(build_finding(torch.version.cuda, torch.version.hip, driver, torch.cuda.is_available(), reinstall))
-    if torch.cuda.is_available():
-        findings.append(triton_finding(has_triton()))
-    devices = [probe(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else [probe()]
-    archs = torch.cuda.get_arch_list() if torch.cuda.is_available() else []
+    cuda, driver = torch.cuda.is_available(), shutil.which("nvidia-smi") is not None
+    findings.append(build_finding(torch.version.cuda, torch.version.hip, driver, cuda, reinstall))
+    devices = [probe(i) for i in range(torch.cuda.device_count())] if cuda else [probe()]
+    if cuda and has_triton():
+        findings.append(Finding("Triton", installed("triton") or "installed", "ok"))
+    elif cuda:
+        effect = "the kernels of norms, RoPE, attention and loss can't run"
+        findings.append(Finding("Triton", "not installed", "missing", effect, "pip install triton"))
     for device in devices:
-        findings += device_findings(device, archs)
+        findings += device_findings(device, torch.cuda.get_arch_list() if cuda else [])
     return [*findings, *host_findings(devices[0])]
 
 
 def healthy(findings: list[Finding]) -> bool:
-    """Whether nothing needed is missing."""
+    """Return whether nothing needed is missing."""
     return all(finding.status != "missing" for finding in findings)
 
 
 def installed(package: str) -> str | None:
-    """The installed version, found without importing the package."""
+    """Return the installed version, found without importing the package, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -128,72 +124,62 @@ def package_finding(package: Package, version: str | None) -> Finding:
     name, window = package.requirement.name, package.requirement.specifier
     status: Status = "missing" if package.without is None else "slow"
     if version is None:
-        return Finding(name, "not installed", status, package.without or "Pronghorn needs it", package.remedy)
-    # 2.13.0+cu130 and 2.13.0rc1 count as 2.13.0
-    if window.contains(Version(version).base_version):
+        remedy = f"pip install '{package.install or package.requirement}'"
+        return Finding(name, "not installed", status, package.without or "Pronghorn needs it", remedy)
+    if window.contains(Version(version).base_version):  # 2.13.0+cu130 and 2.13.0rc1 count as 2.13.0
         return Finding(name, version, "ok")
     return Finding(name, version, status, f"outside {window}", f"pip install '{package.requirement}'")
 
 
 def build_finding(cuda: str | None, hip: str | None, driver: bool, available: bool, reinstall: str = "") -> Finding:
-    """What this build of torch is for, and whether it finds a GPU; `driver`: NVIDIA's driver is on this machine."""
-    part = "torch build"
+    """Judge what this build of torch is for, and whether it finds a GPU; `driver`: NVIDIA's is on this machine."""
+    build = f"ROCm {hip}" if hip is not None else f"CUDA {cuda}" if cuda is not None else "CPU only"
     if hip is not None:
-        return Finding(part, f"ROCm {hip}", "slow", "Pronghorn is tested on NVIDIA GPUs only")
-    if cuda is None and driver:
-        return Finding(part, "CPU only", "slow", "the GPU of this machine is not used", reinstall)
+        return Finding("torch build", build, "slow", "Pronghorn is tested on NVIDIA GPUs only")
+    if not driver or available:
+        return Finding("torch build", build, "ok")
     if cuda is None:
-        return Finding(part, "CPU only", "ok")
-    if not available and driver:
-        return Finding(
-            part, f"CUDA {cuda}", "slow", "it finds no GPU: the driver is too old, or hides it", "nvidia-smi"
-        )
-    return Finding(part, f"CUDA {cuda}", "ok")
-
-
-def triton_finding(there: bool) -> Finding:
-    """On a GPU: what the kernels are written in, which torch's wheels bring."""
-    if there:
-        return Finding("Triton", installed("triton") or "installed", "ok")
-    effect = "the kernels of norms, RoPE, attention and loss can't run"
-    return Finding("Triton", "not installed", "missing", effect, "pip install triton")
+        return Finding("torch build", build, "slow", "the GPU of this machine is not used", reinstall)
+    effect = "it finds no GPU: the driver is too old, or hides it"
+    return Finding("torch build", build, "slow", effect, "nvidia-smi")
 
 
 def device_findings(device: Device, archs: Sequence[str]) -> list[Finding]:
-    """A GPU, its numbers and what its kernels need; or that there is none. `archs`: what torch was built for."""
+    """Describe a GPU and judge what its kernels need, or say that there is none. `archs`: what torch was built for."""
     if device.type != "cuda":
         return [Finding("GPU", "none", "slow", "training runs on the CPU: right, but for tiny models only")]
     part = f"GPU {device.index}"
     major, minor = device.capability or (0, 0)
-    found = f"{device.name}, {_gib(device.total_memory_bytes)}, capability {major}.{minor}"
-    old = f"{device.name} is older than Ampere"
-    alone = "run document by document"
-    flash = f"heads of unusual sizes {alone}: this build of torch lacks the kernel" if device.bf16 else ""
+    numbers = f"{device.name}, {_gib(device.total_memory_bytes)}, capability {major}.{minor}"
     archs = [arch for arch in archs if arch.startswith(("sm_", "compute_"))]  # ROCm's are named otherwise
     if archs and not any(_runs(arch, major, minor) for arch in archs):
         effect = f"this build of torch has kernels for {', '.join(archs)} only"
         remedy = f"install a build for capability {major}.{minor} (https://pytorch.org/get-started)"
-        return [Finding(part, found, "missing", effect, remedy)]
-    findings = [Finding(part, found, "ok")]
-    for what, there, effect in (
+        return [Finding(part, numbers, "missing", effect, remedy)]
+    old = f"{device.name} is older than Ampere"
+    flash = f"{old}: all attention heads run document by document"
+    if device.bf16:
+        flash = "heads of unusual sizes run document by document: this build of torch lacks the kernel"
+    findings = [Finding(part, numbers, "ok")]
+    for what, has, effect in (
         ("bf16", device.bf16, f"{old}: float16 with loss scaling is used"),
-        ("flash varlen", device.flash_varlen, flash or f"{old}: all attention heads {alone}"),
+        ("flash varlen", device.flash_varlen, flash),
     ):
         name = f"{part} {what}"
-        findings.append(Finding(name, "yes", "ok") if there else Finding(name, "no", "slow", effect))
+        findings.append(Finding(name, "yes", "ok") if has else Finding(name, "no", "slow", effect))
     return findings
 
 
 def _runs(arch: str, major: int, minor: int) -> bool:
-    """Whether a GPU of that capability runs what was built for `sm_86` (its generation's, no newer than it) or
-    `compute_90` (compiled again by the driver for any newer one)."""
+    """Return whether a GPU of that capability runs a build: `sm_86` runs on its generation, no older than it;
+    `compute_90` is compiled again by the driver for any newer one."""
     kind, _, number = arch.partition("_")
     built = divmod(int(number.rstrip("af")), 10)
     return built <= (major, minor) and (kind == "compute" or built[0] == major)
 
 
 def host_findings(device: Device) -> list[Finding]:
-    """Cores and memory around the device."""
+    """Judge the cores and memory around the device."""
     cores, ram = Finding("CPU cores", str(device.cores), "ok"), device.ram_bytes
     if device.cores < 2:
         cores = replace(cores, status="slow", effect="reading data competes with the training loop")
@@ -213,22 +199,22 @@ def network_findings(environment: Mapping[str, str]) -> list[Finding]:
     if offline:
         return [Finding("Network", f"offline by {' and '.join(offline)}: nothing is contacted", "ok")]
     hub = environment.get("HF_ENDPOINT", "https://huggingface.co")
-    told = "off" if on("HF_HUB_DISABLE_TELEMETRY", "DISABLE_TELEMETRY", "DO_NOT_TRACK") else f"on: sent to {hub}"
+    telemetry = "off" if on("HF_HUB_DISABLE_TELEMETRY", "DISABLE_TELEMETRY", "DO_NOT_TRACK") else f"on: sent to {hub}"
     return [
         Finding("Network", f"{hub}, for models and data that are no local path", "ok"),
-        Finding("TRL's telemetry", f"{told} (HF_HUB_DISABLE_TELEMETRY)", "ok"),
+        Finding("TRL's telemetry", f"{telemetry} (HF_HUB_DISABLE_TELEMETRY)", "ok"),
     ]
 
 
 def cache_finding(folder: Path) -> Finding:
     """Return how much room is left where models and tokenised data are kept."""
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(there).free
-    found = Finding("Cache", f"{folder}, {_gib(free)} free", "ok")
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    room = f"{folder}, {_gib(free)} free"
     if free >= LEAST_FREE:
-        return found
+        return Finding("Cache", room, "ok")
     effect = "models of some billion parameters will not fit"
-    return replace(found, status="slow", effect=effect, remedy="export HF_HOME=a folder on a larger disk")
+    return Finding("Cache", room, "slow", effect, "export HF_HOME=a folder on a larger disk")
 
 
 def _gib(size: int) -> str:
@@ -236,20 +222,16 @@ def _gib(size: int) -> str:
 
 
 def render(findings: list[Finding]) -> Table:
-    """The findings as a table for a terminal."""
-    from rich.markup import escape
-    from rich.table import Table
+    """Return the findings as a table for a terminal."""
+    from rich.text import Text
+
+    from pronghorn.diagnose.tables import plain_table
 
     colours = {"ok": "green", "slow": "yellow", "missing": "bold red"}
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column("Part", no_wrap=True)
-    table.add_column("Found", overflow="fold")
-    table.add_column("Status", no_wrap=True)
-    table.add_column("What follows, and what mends it", overflow="fold")
+    table = plain_table()
+    for name in ("Part", "Found", "Status", "What follows, and what mends it"):
+        table.add_column(name, no_wrap=name in ("Part", "Status"), overflow="fold")
     for finding in findings:
-        advice = escape(finding.effect)
-        if finding.remedy:
-            advice += f"\n[cyan]{escape(finding.remedy)}[/]"
-        colour = colours[finding.status]
-        table.add_row(escape(finding.part), escape(finding.found), f"[{colour}]{finding.status}[/]", advice.strip())
+        advice = Text("\n").join(filter(None, (Text(finding.effect), Text(finding.remedy, "cyan"))))
+        table.add_row(Text(finding.part), Text(finding.found), Text(finding.status, colours[finding.status]), advice)
     return table

@@ -1,7 +1,7 @@
-"""What a recipe's data becomes before training: documents, labels, lengths, packing. Only the tokenizer is loaded.
+"""Show what a recipe's data become before training: documents, labels, lengths, packing. Only the tokenizer is loaded.
 
-A document's tokens are kept as people read them: each with the text that it adds, and nothing in them invisible.
-`inspect_report` shows what `inspect` finds.
+A document's tokens are kept as people read them: each with the text that it adds, and nothing in them invisible. The
+terminal has colours where there are some, and ⟦ ⟧ around supervised tokens where there are none.
 """
 
 from __future__ import annotations
@@ -9,12 +9,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, Literal
+from itertools import accumulate, groupby, pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from rich.bar import Bar
+from rich.console import Console
+from rich.table import Table as Grid
+from rich.text import Text
 
 from pronghorn.config import Recipe
 from pronghorn.data.packing import IGNORE_INDEX, Document
+from pronghorn.diagnose.tables import Table
 from pronghorn.text import visible as text_visible
+from pronghorn.train.page import write_page
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,9 +31,12 @@ if TYPE_CHECKING:
     from pronghorn.data.packed_rows import PackingStats
 
 Split = Literal["train", "eval"]
-LOW_TRAINED, HIGH_DROPPED, LOW_PACKING = 0.01, 0.2, 0.5
+LOW_SUPERVISED, HIGH_DROPPED, LOW_PACKING = 0.01, 0.2, 0.5
 """Shares beyond which what is allowed is still worth a warning."""
+PAGE_TOKENS, PAGE_BINS = 1500, 40
+TERMINAL_TOKENS, TERMINAL_BINS = 400, 16
 _PER_CHARACTER = 4  # bytes of UTF-8, so the most tokens that spell one character
+_SUPERVISED, _SPECIAL, _REST = "bold white on dark_green", "cyan", "dim"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +45,7 @@ class Piece:
 
     ids: tuple[int, ...]
     text: str
-    trained: bool
+    supervised: bool
     special: bool
 
 
@@ -44,18 +55,126 @@ class Example:
 
     source: str
     tokens: int
-    trained: int
+    supervised: int
     pieces: list[Piece]
 
 
+@dataclass(frozen=True, slots=True)
+class Clipped:
+    """An example's pieces without its middle: `left_out` tokens, of which `left_out_supervised` are supervised."""
+
+    head: list[Piece]
+    tail: list[Piece]
+    left_out: int
+    left_out_supervised: int
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """Hold everything there is to show. `lengths` are the documents' tokens, ascending."""
+
+    recipe: Recipe
+    split: Split
+    template: str
+    prepared: Prepared
+    lengths: list[int]
+    supervised: int
+    packing: PackingStats
+    examples: list[Example]
+
+    @property
+    def supervised_share(self) -> float:
+        """Return the share of all tokens that is supervised."""
+        return self.supervised / self.packing.tokens
+
+    @property
+    def rows(self) -> int:
+        """Count the rows of the sources, the refused ones among them."""
+        return sum(count.rows + count.dropped for count in self.prepared.counts)
+
+    @property
+    def refused(self) -> int:
+        """Count the rows that can't be trained on (data.bad_rows: drop)."""
+        return sum(count.dropped for count in self.prepared.counts)
+
+    @property
+    def left_out(self) -> int:
+        """Count the documents dropped after tokenising."""
+        return self.prepared.dropped - self.refused
+
+    @property
+    def why_left_out(self) -> str:
+        """Say what drops a document after tokenising under this recipe's overflow rule."""
+        cuts = self.recipe.data.overflow in ("drop", "truncate")
+        return "without a label or too long" if cuts else "without a label"
+
+    @property
+    def percentiles(self) -> dict[str, int]:
+        """Return document lengths in tokens, by nearest rank."""
+        ranks = {"min": 0.0, "median": 0.5, "90 %": 0.9, "99 %": 0.99, "max": 1.0}
+        return {name: self.lengths[max(math.ceil(q * len(self.lengths)) - 1, 0)] for name, q in ranks.items()}
+
+    @property
+    def warnings(self) -> list[str]:
+        """List what is allowed but looks wrong, with what to do about it."""
+        warnings, dropped, packing = [], self.prepared.dropped / self.rows, self.packing
+        if self.supervised_share < LOW_SUPERVISED:
+            warnings.append(
+                f"Only {self.supervised_share:.2%} of the tokens are supervised: see in the examples whether the "
+                "answers are complete; shorten what stands before them, or supervise more of it (data.loss_on)."
+            )
+        if dropped > HIGH_DROPPED:
+            causes = []
+            if self.refused:
+                causes.append(f"{self.refused:,} refused: mend them, beginning with the first that is named")
+            if self.left_out:
+                causes.append(f"{self.left_out:,} {self.why_left_out}: see data.overflow and model.max_seq_length")
+            warnings.append(f"{dropped:.0%} of the rows are dropped ({'; '.join(causes)}).")
+        if self.recipe.packing.enabled and packing.efficiency < LOW_PACKING:
+            warnings.append(
+                f"Packed rows are only {packing.efficiency:.0%} full, and no packing exceeds {packing.ceiling:.0%}: "
+                f"choose a model.max_seq_length that suits these lengths (the longest has {self.lengths[-1]:,} tokens, "
+                f"all have {packing.tokens:,})."
+            )
+        return warnings
+
+
+def inspect(recipe: Recipe, split: Split = "train", examples: int = 3, progress: Progress | None = None) -> Inspection:
+    """Prepare `data.train` or `data.eval` as training does, and keep the first `examples` documents to look at.
+
+    What is tokenised goes to the cache, where training finds it. Raises what training raises before it loads weights:
+    ConfigError, DataError, UnsupportedError.
+    """
+    import pyarrow.compute as pc
+
+    from pronghorn.data.cache import documents
+    from pronghorn.data.packed_rows import PackedRows, lengths_of
+    from pronghorn.train.documents import find, tokenizer_for
+
+    tokenizer = tokenizer_for(recipe, find(recipe, weights=False))
+    prepared = documents(recipe.data, split, tokenizer, recipe.model.max_seq_length, recipe.train.seed, progress)
+    dataset = prepared.dataset
+    labels = dataset.select_columns("labels").with_format("arrow").iter(batch_size=10_000)  # a part in memory at a time
+    return Inspection(
+        recipe=recipe,
+        split=split,
+        template=recipe.data.chat_template or ("the tokenizer's own" if tokenizer.chat_template else "none"),
+        prepared=prepared,
+        lengths=sorted(lengths_of(dataset)),
+        supervised=sum(pc.sum(pc.not_equal(pc.list_flatten(t["labels"]), IGNORE_INDEX)).as_py() for t in labels),
+        packing=PackedRows(dataset, recipe.model.max_seq_length, recipe.train.seed).stats,
+        examples=[example_of(Document(**row), tokenizer) for row in dataset.select(range(min(examples, len(dataset))))],
+    )
+
+
 def example_of(document: Document, tokenizer: PreTrainedTokenizerBase) -> Example:
-    """The document with its tokens' texts."""
+    """Return the document with its tokens' texts."""
     pieces = pieces_of(document.input_ids, document.labels, tokenizer)
     return Example(document.source, len(document), document.labelled, pieces)
 
 
 def pieces_of(ids: Sequence[int], labels: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[Piece]:
-    """What each token adds to the text; tokens that spell one character together are one piece.
+    """Return what each token adds to the text; tokens that spell one character together are one piece.
 
     A piece is decoded behind the one before it: by itself, a SentencePiece token would lose its leading space.
     """
@@ -68,26 +187,16 @@ def pieces_of(ids: Sequence[int], labels: Sequence[int], tokenizer: PreTrainedTo
     before = first = 0  # where the last piece begins, and this one
     for end in range(1, len(ids) + 1):
         text = decode(before, end)[len(decode(before, first)) if first else 0 :]
-        trained = labels[first] != IGNORE_INDEX
+        supervised = labels[first] != IGNORE_INDEX
         unfinished = False
         if text.endswith("\ufffd"):  # which the text may hold itself: then each token that comes adds to it
             longer = [decode(before, more) for more in range(end, min(end + _PER_CHARACTER, len(ids) + 1))]
             unfinished = not all(len(b) > len(a) and b.startswith(a) for a, b in pairwise(longer))
-        if unfinished and end < len(ids) and (labels[end] != IGNORE_INDEX) == trained and ids[end] not in special:
+        if unfinished and end < len(ids) and (labels[end] != IGNORE_INDEX) == supervised and ids[end] not in special:
             continue
-        pieces.append(Piece(tuple(ids[first:end]), text, trained, ids[first] in special))
+        pieces.append(Piece(tuple(ids[first:end]), text, supervised, ids[first] in special))
         before, first = first, end
     return pieces
-
-
-@dataclass(frozen=True, slots=True)
-class Clipped:
-    """An example's pieces without its middle: `left_out` tokens, of which `left_out_trained` are trained."""
-
-    head: list[Piece]
-    tail: list[Piece]
-    left_out: int
-    left_out_trained: int
 
 
 def clip(example: Example, tokens: int) -> Clipped:
@@ -97,9 +206,8 @@ def clip(example: Example, tokens: int) -> Clipped:
     ends = list(accumulate(len(piece.ids) for piece in example.pieces))
     cut = next(i for i, end in enumerate(ends, 1) if end >= tokens // 2)
     again = next(i for i, end in enumerate(ends, 1) if example.tokens - end <= tokens // 2)
-    middle = example.pieces[cut:again]
-    trained = sum(len(piece.ids) for piece in middle if piece.trained)
-    return Clipped(example.pieces[:cut], example.pieces[again:], sum(len(piece.ids) for piece in middle), trained)
+    supervised = sum(len(piece.ids) for piece in example.pieces[cut:again] if piece.supervised)
+    return Clipped(example.pieces[:cut], example.pieces[again:], ends[again - 1] - ends[cut - 1], supervised)
 
 
 def visible(text: str) -> str:
@@ -107,120 +215,15 @@ def visible(text: str) -> str:
     return text_visible(text).replace("\n", "↵\n").replace("\t", "⇥\t")
 
 
-@dataclass(frozen=True, slots=True)
-class Inspection:
-    """Everything there is to show. `lengths` are the documents' tokens, ascending."""
-
-    recipe: Recipe
-    split: Split
-    template: str
-    prepared: Prepared
-    lengths: list[int]
-    trained: int
-    packing: PackingStats
-    examples: list[Example]
-
-    @property
-    def trained_share(self) -> float:
-        """Of all tokens."""
-        return self.trained / self.packing.tokens
-
-    @property
-    def rows(self) -> int:
-        """Rows of the sources, the refused ones among them."""
-        return sum(count.rows + count.dropped for count in self.prepared.counts)
-
-    @property
-    def refused(self) -> int:
-        """Rows that can't be trained on (data.bad_rows: drop)."""
-        return sum(count.dropped for count in self.prepared.counts)
-
-    @property
-    def left_out(self) -> int:
-        """Documents dropped after tokenising."""
-        return self.prepared.dropped - self.refused
-
-    @property
-    def why_left_out(self) -> str:
-        """What ends a document after tokenising under this recipe's overflow rule."""
-        cuts = self.recipe.data.overflow in ("drop", "truncate")
-        return "without a label or too long" if cuts else "without a label"
-
-    @property
-    def percentiles(self) -> dict[str, int]:
-        """Document lengths in tokens, by nearest rank."""
-        ranks = {"min": 0.0, "median": 0.5, "90 %": 0.9, "99 %": 0.99, "max": 1.0}
-        return {name: self.lengths[max(math.ceil(q * len(self.lengths)) - 1, 0)] for name, q in ranks.items()}
-
-    @property
-    def warnings(self) -> list[str]:
-        """What is allowed but looks wrong, with what to do about it."""
-        found, share, dropped = [], self.trained_share, self.prepared.dropped / self.rows
-        if share < LOW_TRAINED:
-            found.append(
-                f"Only {share:.2%} of the tokens are trained: see in the examples whether the answers are complete; "
-                "shorten what stands before them, or train more of it (data.loss_on)."
-            )
-        if dropped > HIGH_DROPPED:
-            causes = []
-            if self.refused:
-                causes.append(f"{self.refused:,} refused: mend them, beginning with the first that is named")
-            if self.left_out:
-                causes.append(f"{self.left_out:,} {self.why_left_out}: see data.overflow and model.max_seq_length")
-            found.append(f"{dropped:.0%} of the rows are dropped ({'; '.join(causes)}).")
-        packing = self.packing
-        if self.recipe.packing.enabled and packing.efficiency < LOW_PACKING:
-            found.append(
-                f"Packed rows are only {packing.efficiency:.0%} full, and no packing exceeds {packing.ceiling:.0%}: "
-                f"choose a model.max_seq_length that suits these lengths (the longest has {self.lengths[-1]:,} tokens, "
-                f"all have {packing.tokens:,})."
-            )
-        return found
-
-
-def inspect(recipe: Recipe, split: Split = "train", examples: int = 3, progress: Progress | None = None) -> Inspection:
-    """Prepare `data.train` or `data.eval` as training does, and keep the first `examples` documents to look at.
-
-    What is tokenised goes to the cache, where training finds it. Raises what training raises before it loads weights:
-    ConfigError, DataError, UnsupportedError.
-    """
-    from pronghorn.data.cache import documents
-    from pronghorn.data.packed_rows import PackedRows, lengths_of
-    from pronghorn.train.documents import find, tokenizer_for
-
-    tokenizer = tokenizer_for(recipe, find(recipe, weights=False))
-    prepared = documents(recipe.data, split, tokenizer, recipe.model.max_seq_length, recipe.train.seed, progress)
-    own = "the tokenizer's own" if tokenizer.chat_template else "none"
-    shown = prepared.dataset.select(range(min(examples, len(prepared.dataset))))
-    return Inspection(
-        recipe=recipe,
-        split=split,
-        template=recipe.data.chat_template or own,
-        prepared=prepared,
-        lengths=sorted(lengths_of(prepared.dataset)),
-        trained=_trained(prepared.dataset),
-        packing=PackedRows(prepared.dataset, recipe.model.max_seq_length, recipe.train.seed).stats,
-        examples=[example_of(Document(**row), tokenizer) for row in shown],
-    )
-
-
-def _trained(dataset: Any) -> int:
-    """Trained tokens of a `datasets.Dataset` of documents, a part in memory at a time."""
-    import pyarrow.compute as pc
-
-    tables = dataset.select_columns("labels").with_format("arrow").iter(batch_size=10_000)
-    return sum(pc.sum(pc.not_equal(pc.list_flatten(table["labels"]), IGNORE_INDEX)).as_py() for table in tables)
-
-
 def histogram(lengths: Sequence[int], most: int) -> list[tuple[int, int, int]]:
-    """(from, to, documents) of at most `most` bins of equal, round width, from 1 token on; `to` is in.
+    """Return (from, to, documents) of at most `most` bins of equal, round width, from 1 token on; `to` is in.
 
     The last bin reaches to the longest document: where the longest hundredth is far out, it is wider than the others.
     """
     ordered = sorted(lengths)
     longest = ordered[-1]
     reach = min(longest, 2 * ordered[math.ceil(0.99 * len(ordered)) - 1])
-    width = round_up(reach / (most if reach == longest else most - 1))
+    width = _round_up(reach / (most if reach == longest else most - 1))
     bins = -(-reach // width)
     counts = [0] * (bins + (longest > bins * width))
     for length in ordered:
@@ -228,38 +231,128 @@ def histogram(lengths: Sequence[int], most: int) -> list[tuple[int, int, int]]:
     return [(i * width + 1, max((i + 1) * width, longest if i == bins else 0), n) for i, n in enumerate(counts)]
 
 
-def round_up(value: float) -> int:
-    """The next of 1, 2, 5, 10, 20, 50 and so on."""
+def _round_up(value: float) -> int:
+    """Return the next of 1, 2, 5, 10, 20, 50 and so on."""
     scale = 10 ** max(math.ceil(math.log10(max(value, 1))) - 1, 0)
     return next(step * scale for step in (1, 2, 5, 10) if step * scale >= value)
 
 
 def figures(inspection: Inspection) -> list[tuple[str, str]]:
-    """(what, how many) of all that is counted, in reading order."""
-    prepared, packing = inspection.prepared, inspection.packing
-    rows = [("Documents", f"{len(inspection.lengths):,}")]
-    optional = {
+    """List (what, how many) of all that is counted, in reading order."""
+    prepared, packing, recipe = inspection.prepared, inspection.packing, inspection.recipe
+    dropped = {
         "Refused, dropped": inspection.refused,
         f"{inspection.why_left_out.capitalize()}, dropped": inspection.left_out,
-        f"Control tokens in a prompt, {inspection.recipe.data.control_tokens}": prepared.control_rows,
+        f"Control tokens in a prompt, {recipe.data.control_tokens}": prepared.control_rows,
         "Truncated": prepared.truncated,
         "Split": prepared.split,
         "Pieces without a label, dropped": prepared.dropped_pieces,
     }
-    rows += [(name, f"{count:,}") for name, count in optional.items() if count]
-    if not prepared.dropped:
-        rows.append(("Dropped", "none"))
+    rows = [("Documents", f"{len(inspection.lengths):,}")]
+    rows += [(name, f"{count:,}") for name, count in dropped.items() if count]
+    rows += [] if prepared.dropped else [("Dropped", "none")]
     rows += [
         ("Tokens", f"{packing.tokens:,}"),
-        ("Trained tokens", f"{inspection.trained:,} ({inspection.trained_share:.1%})"),
+        ("Supervised tokens", f"{inspection.supervised:,} ({inspection.supervised_share:.1%})"),
         ("Length", ", ".join(f"{name} {length:,}" for name, length in inspection.percentiles.items())),
         (
-            "Packed rows" if inspection.recipe.packing.enabled else "Packed (it is off)",
+            "Packed rows" if recipe.packing.enabled else "Packed (it is off)",
             f"{packing.rows:,} of {packing.row_tokens:,} tokens, {packing.efficiency:.1%} full; "
             f"at most {packing.ceiling:.1%} is possible",
         ),
     ]
-    limit = inspection.recipe.data.eval_rows
+    limit = recipe.data.eval_rows
     if inspection.split == "eval" and limit is not None and limit < packing.rows:
         rows.append(("Evaluated", f"the first {limit:,} packed rows (data.eval_rows)"))
     return rows
+
+
+def _sources(inspection: Inspection) -> Table:
+    counts = [
+        (visible(c.path), f"{c.rows + c.dropped:,}", f"{c.dropped:,}", f"{c.used:,}", c.format)
+        for c in inspection.prepared.counts
+    ]
+    return Table("Source", ("Rows", "Dropped", "Used"), counts, "Format")
+
+
+def show(inspection: Inspection, console: Console) -> None:
+    """Print sources, examples, figures and, last, what looks wrong."""
+    data, errors = inspection.recipe.data, inspection.prepared.errors
+    console.print(Text(f"data.{inspection.split} of {inspection.recipe.model.name}", style="bold"))
+    console.print(Text(f"loss on {data.loss_on}, chat template: {inspection.template}, overflow: {data.overflow}\n"))
+    console.print(_sources(inspection).render())
+    if errors:
+        console.print(Text(f"The first dropped row: {visible(errors[0])}", style="yellow"))
+    console.print()
+    colours = console.color_system is not None and not console.no_color
+    for number, example in enumerate(inspection.examples, 1):
+        console.rule(Text(f"Example {number}: {visible(example.source)}"), align="left", style="dim")
+        shown = clip(example, TERMINAL_TOKENS)
+        text = _marked(shown.head, colours)
+        if shown.left_out:
+            left_out = f"{shown.left_out:,} tokens left out, {shown.left_out_supervised:,} of them supervised"
+            text.append(f"\n… {left_out} …\n", "italic").append_text(_marked(shown.tail, colours))
+        console.print(text)
+        count = f"{example.tokens:,} tokens, {example.supervised:,} of them supervised\n"
+        console.print(Text(count, style="italic"), highlight=False)
+    if inspection.examples:
+        marks = Text("supervised", _SUPERVISED) if colours else Text("⟦supervised⟧")
+        console.print(Text("In the examples: ").append_text(marks).append("; ↵ and ⇥ are line ends and tabs.\n"))
+    grid = Grid.grid(padding=(0, 3, 0, 0))
+    grid.add_column(style="bold", no_wrap=True)
+    for name, figure in figures(inspection):
+        grid.add_row(name, figure)
+    console.print(grid)
+    console.print(Text("\nTokens of a document", style="bold"))
+    bins = histogram(inspection.lengths, TERMINAL_BINS)
+    most = max(count for *_, count in bins)
+    bars = Grid.grid(padding=(0, 2, 0, 0))
+    bars.add_column(justify="right", no_wrap=True)
+    for first, last, documents in bins:
+        bars.add_row(f"{first:,}–{last:,}", Bar(most, 0, documents, width=60, color="green"), f"{documents:,}")
+    console.print(bars, highlight=False)
+    console.print(Text(f"model.max_seq_length is {inspection.packing.row_tokens:,}", style="dim"))
+    for warning in inspection.warnings:
+        console.print(Text(f"\nwarning: {warning}", style="bold yellow"))
+
+
+def _marked(pieces: list[Piece], colours: bool) -> Text:
+    text = Text(overflow="fold")
+    for supervised, run in _runs(pieces):
+        if not colours:
+            joined = visible("".join(piece.text for piece in run))
+            text.append(f"⟦{joined}⟧" if supervised else joined)
+            continue
+        for piece in run:
+            style = _SUPERVISED if supervised else _SPECIAL if piece.special else _REST
+            text.append(visible(piece.text), f"{style} underline" if supervised and piece.special else style)
+    return text
+
+
+def _runs(pieces: list[Piece]) -> list[tuple[bool, list[Piece]]]:
+    """Group neighbours that are supervised, or not."""
+    return [(supervised, list(run)) for supervised, run in groupby(pieces, lambda piece: piece.supervised)]
+
+
+def write_report(inspection: Inspection, path: Path) -> Path:
+    """Write the page to `path` and return it; ConfigError where no file can be written there."""
+    packing, lengths = inspection.packing, inspection.percentiles
+    dropped, share = inspection.prepared.dropped, inspection.supervised_share
+    packed = "Packing" if inspection.recipe.packing.enabled else "Packing (off)"
+    return write_page(
+        path,
+        Path(__file__).with_name("inspect.html.j2"),
+        inspection=inspection,
+        sources=_sources(inspection),
+        headlines=[
+            ("Documents", f"{len(inspection.lengths):,}", f"{dropped:,} of {inspection.rows:,} rows dropped"),
+            ("Supervised tokens", f"{share:.1%}", f"{inspection.supervised:,} of {packing.tokens:,}"),
+            ("Median length", f"{lengths['median']:,} tokens", f"99 % have at most {lengths['99 %']:,}"),
+            (packed, f"{packing.efficiency:.1%}", f"{packing.rows:,} rows of {packing.row_tokens:,} tokens"),
+        ],
+        figures=figures(inspection),
+        bins=histogram(inspection.lengths, PAGE_BINS),
+        examples=[(example, clip(example, PAGE_TOKENS)) for example in inspection.examples],
+        runs=_runs,
+        visible=visible,
+    )

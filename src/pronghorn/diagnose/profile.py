@@ -1,4 +1,4 @@
-"""A few steps of a recipe's own training under torch's profiler, told by cause.
+"""Profile a few steps of a recipe's own training with torch's profiler, by cause.
 
     warm-up │ steps without the profiler, timed │ CUDA: one with Python's stack, for call sites │ steps under it │ stop
 
@@ -16,7 +16,8 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Generator, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from traceback import FrameSummary, extract_stack
@@ -31,7 +32,7 @@ from transformers import TrainerCallback
 
 from pronghorn.config import Recipe
 from pronghorn.device import device_name, versions
-from pronghorn.diagnose.profile_report import Profile, Sync, advise, unfused
+from pronghorn.diagnose.profile_report import Profile, Sync, advise
 from pronghorn.diagnose.profile_times import account_for, synchronisations
 from pronghorn.diagnose.profile_trace import ENGINE, Span, spans
 from pronghorn.families.registry import family_of
@@ -40,6 +41,7 @@ from pronghorn.layers.decoder import is_fused
 from pronghorn.layers.linears import adapter_of
 from pronghorn.models.attach import Handle
 from pronghorn.models.experts import wrappers
+from pronghorn.models.report import Decisions, LayersPath
 from pronghorn.ranges import PREFIX, in_part
 from pronghorn.train.build import build
 from pronghorn.train.control import RunControl
@@ -55,7 +57,7 @@ GRAPH = "CUDA graph of the layers"
 
 
 def profile(recipe: Recipe, console: Console, steps: int = 3, warmup: int = 3) -> Profile:
-    """Train `warmup` + 2 · `steps` (on CUDA one more) steps as `pronghorn train` would and tell the last ones by cause.
+    """Train `warmup` + 2 · `steps` (on CUDA one more) steps as `pronghorn train` would; divide the last ones by cause.
 
     Raises:
         ConfigError, DataError, UnsupportedError, TrainingError: as training does.
@@ -71,71 +73,68 @@ def profile(recipe: Recipe, console: Console, steps: int = 3, warmup: int = 3) -
             }
         )
         packing = recipe.packing.model_copy(update={"graph": "off"})  # a graph's kernels can't be told by cause
-        recorder = Recorder(Path(folder), steps, warmup)
-        callbacks = [RunControl(None, None, None), ProgressCallback(Console(quiet=True)), recorder]
+        callbacks = [RunControl(None, None, None), ProgressCallback(Console(quiet=True))]
         trainer, handle = build(recipe.model_copy(update={"train": train, "packing": packing}), console, callbacks)
-        recorder.watch(trainer, handle)
         console.print(f"Profiling {steps} steps after {warmup} to warm up and {steps} without the profiler")
-        try:
+        recording = Recording(Path(folder) / "trace.json", steps, warmup)
+        with closing(
+            recording.stages(trainer, handle)
+        ) as stages:  # ranges, hooks and profiler end wherever training does
+            trainer.add_callback(AtEachStep(stages))
             trainer.train()
-        finally:
-            recorder.close()
-    found = account_for(recorder.trace, inner_dimensions(handle))
+    report = account_for(recording.trace, inner_dimensions(handle))
     device = handle.model.device
     autocast = torch.bfloat16 if trainer.args.bf16 else torch.float16 if trainer.args.fp16 else None
-    paths = handle.paths(autocast)
-    found.recipe, found.device, found.versions = recipe.to_dict(), device_name(), versions()
-    found.plain_ms, found.warmup = recorder.plain_ms, warmup
-    found.paths = [vars(path) for path in paths if path.part != GRAPH]
-    if recipe.packing.graph != "off" and device.type == "cuda":
-        found.paths.append({"part": GRAPH, "path": "off", "why": "while profiling; training decides by itself"})
+    report.recipe, report.device, report.versions = recipe.to_dict(), device_name(), versions()
+    report.plain_ms, report.warmup = recording.plain_ms, warmup
+    report.paths = [vars(path) for path in handle.paths(autocast) if path.part != GRAPH]
     if device.type == "cuda":
-        found.syncs = find_sites(recorder.stacks, recorder.places)
-        found.peak_memory_bytes = torch.cuda.max_memory_allocated(device)
-        found.memory_bytes = torch.cuda.get_device_properties(device).total_memory
-    found.advice = advise(found, unfused(paths))
-    return found
+        if recipe.packing.graph != "off":
+            report.paths.append({"part": GRAPH, "path": "off", "why": "while profiling; training decides by itself"})
+        report.syncs = find_sites(recording.stacks, recording.places)
+        report.peak_memory_bytes = torch.cuda.max_memory_allocated(device)
+        report.memory_bytes = torch.cuda.get_device_properties(device).total_memory
+    report.advice = advise(report, unfused_reason(handle.decisions(autocast)))
+    return report
 
 
-class Recorder(TrainerCallback):
-    """Times and records steps while a trainer trains, and stops it when it has enough."""
+def unfused_reason(decisions: Decisions) -> str | None:
+    """Return why some decoder layers aren't fused; None where all are, but for experts."""
+    unfused = decisions.layers in (LayersPath.STOCK, LayersPath.PARTLY)
+    return decisions.layers_reason if unfused else None
 
-    def __init__(self, folder: Path, steps: int, warmup: int) -> None:
-        self.folder, self.steps, self.warmup = folder, steps, warmup
-        self.plain_ms = 0.0
-        """Milliseconds a step takes without the profiler."""
-        self.trace: Trace = []
-        """Of `steps` steps."""
-        self.stacks: Trace = []
-        """Of one step with Python's stack (CUDA only)."""
-        self.places: list[FrameSummary] = []
-        """Synchronisations noticed in that step."""
-        self._script: Generator[None] | None = None
 
-    def watch(self, trainer: SFTTrainer, handle: Handle) -> None:
-        """Record the steps of this trainer, whose model `handle` is of; call it before `train`."""
-        self._script = self._stages(trainer, handle)
+class AtEachStep(TrainerCallback):
+    """Let a generator go on when training begins and after each step, and stop training where it ends."""
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._go_on(control)
+    def __init__(self, stages: Generator[None]) -> None:
+        self.stages = stages
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._go_on(control)
-
-    def close(self) -> None:
-        """Take ranges, hooks and profiler away, wherever the training ended."""
-        if self._script is not None:
-            self._script.close()
-
-    def _go_on(self, control: Any) -> None:
-        assert self._script is not None
-        try:
-            next(self._script)
-        except StopIteration:
+        if next(self.stages, self) is self:
             control.should_training_stop = True
 
-    def _stages(self, trainer: SFTTrainer, handle: Handle) -> Generator[None]:
-        """At each `yield` the trainer does a step: from the end of one to the end of the next."""
+    on_train_begin = on_step_end
+
+
+@dataclass
+class Recording:
+    """Record steps of a training; `path` is a temporary file."""
+
+    path: Path
+    steps: int
+    warmup: int
+    plain_ms: float = 0.0
+    """Milliseconds a step takes without the profiler."""
+    trace: Trace = field(default_factory=list)
+    """Of `steps` steps."""
+    stacks: Trace = field(default_factory=list)
+    """Of one step with Python's stack (CUDA only)."""
+    places: list[FrameSummary] = field(default_factory=list)
+    """Lines that synchronised in that step."""
+
+    def stages(self, trainer: SFTTrainer, handle: Handle) -> Generator[None]:
+        """Yield for each step that the trainer does, from the end of one to the end of the next."""
         device = handle.model.device
         for _ in range(self.warmup):
             yield
@@ -148,7 +147,7 @@ class Recorder(TrainerCallback):
         with named(trainer, handle):
             if device.type == "cuda":
                 with (
-                    noticed() as self.places,
+                    watch_synchronisations() as self.places,
                     self._recorded(device, self.stacks, with_stack=True),
                     record_function(f"{PREFIX}step"),
                 ):
@@ -166,10 +165,8 @@ class Recorder(TrainerCallback):
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
         with torch.profiler.profile(activities=activities, record_shapes=True, with_stack=with_stack) as profiler:
             yield
-        path = self.folder / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        trace += json.loads(path.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
-        path.unlink()
+        profiler.export_chrome_trace(str(self.path))
+        trace += json.loads(self.path.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
 
 
 def _wait(device: torch.device) -> None:
@@ -227,40 +224,39 @@ def named(trainer: SFTTrainer, handle: Handle) -> Iterator[None]:
 
 
 def parts_of(model: Any) -> dict[nn.Module, str]:
-    """Say what modules of a causal LM are for `cause`, by its family's spec; any other is told by the one around it."""
+    """Name the modules of a causal LM for `cause`, by its family's spec; any other has the part of the one around."""
     backbone, blocks = model.base_model, family_of(model.config).blocks
-    found = {model: "model", backbone: "backbone"}
-    found |= {each: "norm" for each in backbone.children() if each is not backbone.layers}  # the last norm, RoPE
+    parts = {model: "model", backbone: "backbone"}
+    parts |= {child: "norm" for child in backbone.children() if child is not backbone.layers}  # the last norm, RoPE
     for layer in backbone.layers:
-        found[layer] = "layer"
+        parts[layer] = "layer"
         for block in blocks(layer):
-            own, kind = layer.get_submodule(block.module), block.kind
-            found[own] = "attention" if isinstance(kind, Attention) else "mlp"
-            inside = (getattr(kind, name, None) for name in ("query_norm", "key_norm"))
-            found |= {own.get_submodule(path): "norm" for path in inside if path}
-            found |= {layer.get_submodule(path): "norm" for path in (block.before, block.after) if path}
+            module, kind = layer.get_submodule(block.module), block.kind
+            parts[module] = "attention" if isinstance(kind, Attention) else "mlp"
+            inside = (kind.query_norm, kind.key_norm) if isinstance(kind, Attention) else ()
+            parts |= {module.get_submodule(path): "norm" for path in inside if path}
+            parts |= {layer.get_submodule(path): "norm" for path in (block.before, block.after) if path}
     for module in model.modules():
         if isinstance(module, nn.Embedding):
-            found[module] = "embedding"
-        elif isinstance(module, LoraLayer) and not isinstance(
-            module, ParamWrapper
-        ):  # an expert does more than products
-            found[module] = "lora"
+            parts[module] = "embedding"
+        # an expert does more than products
+        elif isinstance(module, LoraLayer) and not isinstance(module, ParamWrapper):
+            parts[module] = "lora"
             if isinstance(module.base_layer, nn.Linear):
-                found[module.base_layer] = "dense"
-    return found
+                parts[module.base_layer] = "dense"
+    return parts
 
 
 def inner_dimensions(handle: Handle) -> frozenset[int]:
-    """The ranks of a model's adapters, and their sums where adapters are computed as one product."""
-    found = {rank for wrapper in wrappers(handle.model) for rank in wrapper.r.values()}
+    """Return the ranks of a model's adapters, and their sums where adapters are computed as one product."""
+    dimensions = {rank for wrapper in wrappers(handle.model) for rank in wrapper.r.values()}
     for layer in handle.model.base_model.layers:
         for block in family_of(handle.model.config).blocks(layer):
             for group in block.kind.linears:
                 adapters = [adapter_of(layer.get_submodule(f"{block.module}.{path}")) for path in group]
                 ranks = [adapter.a.shape[0] for adapter in adapters if adapter is not None]
-                found |= {*ranks, sum(ranks)} - {0}
-    return frozenset(found)
+                dimensions |= {*ranks, sum(ranks)} - {0}
+    return frozenset(dimensions)
 
 
 def _passing(file: str) -> bool:
@@ -268,8 +264,8 @@ def _passing(file: str) -> bool:
 
 
 @contextmanager
-def noticed() -> Iterator[list[FrameSummary]]:
-    """The lines at which the host waited for the device, as torch's sync debug mode notices them.
+def watch_synchronisations() -> Iterator[list[FrameSummary]]:
+    """Collect the lines at which the host waits for the device, as torch's sync debug mode notices them.
 
     It doesn't notice all (an event's `synchronize`, what backward threads do), but knows the very line.
     """
@@ -292,27 +288,24 @@ def noticed() -> Iterator[list[FrameSummary]]:
 
 
 def find_sites(trace: list[dict[str, Any]], places: list[FrameSummary]) -> list[Sync]:
-    """The synchronisations of a step recorded with Python's stack, those that took longest first.
+    """Return the synchronisations of a step recorded with Python's stack, those that took longest first.
 
     Args:
-        places: what `noticed` found in the step; the stack knows only where a function begins.
+        places: what `watch_synchronisations` collected in the step; the stack knows only where a function begins.
     """
     step = next(event for event in trace if event.get("name") == f"{PREFIX}step")
     # Ranges that one hook opens and another closes lie across Python's frames: without them all spans nest.
     nested = [e for e in trace if e.get("cat") != "user_annotation" or e.get("name") == f"{PREFIX}wait"]
-    found: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0])
+    waits: dict[tuple[str, str], list[float]] = defaultdict(list)
     for span in synchronisations(spans(nested)):
-        if not step["ts"] <= span.start <= step["ts"] + step["dur"]:
-            continue
-        entry = found[_call(span), _site(span, places)]
-        entry[0] += 1
-        entry[1] += (span.end - span.start) / 1e3
-    syncs = [Sync(call, site, count, ms) for (call, site), (count, ms) in found.items()]
+        if step["ts"] <= span.start <= step["ts"] + step["dur"]:
+            waits[_call(span), _site(span, places)].append((span.end - span.start) / 1e3)
+    syncs = [Sync(call, site, len(times), sum(times)) for (call, site), times in waits.items()]
     return sorted(syncs, key=lambda sync: -sync.ms)
 
 
 def _call(span: Span) -> str:
-    """The outermost operation around a synchronisation, as users know it, or the CUDA function itself."""
+    """Name the outermost operation around a synchronisation, as users know it, or the CUDA function itself."""
     call, at = span.name, span.parent
     while at is not None and at.category == "cpu_op" and not at.name.startswith(ENGINE):
         call, at = at.name, at.parent
@@ -320,7 +313,7 @@ def _call(span: Span) -> str:
 
 
 def _site(span: Span, places: list[FrameSummary]) -> str:
-    """file:line in function, of the first frame that doesn't just pass a call on."""
+    """Return "file:line in function" of the first frame that doesn't just pass a call on."""
     at, backward = span.parent, ""
     while at is not None:
         frame = _FRAME.fullmatch(at.name) if at.category == "python_function" else None

@@ -1,27 +1,27 @@
-"""Hold a profile, write and read its file, show it (in the terminal, on a page) and advise what to change."""
+"""Hold a profile, write and read its file, and show it in the terminal and on a page."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from pronghorn.diagnose.profile_trace import Cause
+from pronghorn.diagnose.tables import Table
 from pronghorn.errors import DataError
+from pronghorn.state import read_json
 from pronghorn.train.page import write_page, write_text
-
-if TYPE_CHECKING:
-    from pronghorn.models.attach import PathTaken
 
 SCHEMA = "pronghorn-profile-v1"
 PHASES = "what the trainer does"
 """The timeline's lane of phases, which are no causes."""
+TERMINAL_KERNELS, PAGE_KERNELS = 12, 20
+"""Kernels that the terminal lists, and the page before one unfolds the rest."""
 Shape = tuple[float, float, str]
 """Start and end in milliseconds from the step's start, and what it is."""
 
@@ -72,7 +72,7 @@ class Advice:
 
 @dataclass
 class Profile:
-    """What `pronghorn profile` found; times are milliseconds per step."""
+    """Hold what `pronghorn profile` measured; times are milliseconds per step."""
 
     steps: int
     step_ms: float
@@ -99,49 +99,52 @@ class Profile:
     schema: str = SCHEMA
 
     def ms(self, cause: str) -> float:
-        """The exposed time of a cause."""
+        """Return the exposed time of a cause."""
         return sum(row.ms for row in self.rows if row.cause == cause)
 
     @property
     def explained(self) -> float:
-        """The share of the step that has a cause."""
+        """Return the share of the step that has a cause."""
         return 1 - (self.ms(Cause.UNEXPLAINED) + max(self.step_ms - sum(row.ms for row in self.rows), 0)) / self.step_ms
 
     @property
     def idle_ms(self) -> float:
-        """What the device is idle at most without the profiler, which makes the host slower but not the device: what is
-        left of that step."""
+        """Return the most that the device is idle without the profiler: the plain step less the device's work.
+
+        The profiler makes the host slower but not the device.
+        """
         return max(self.plain_ms - (self.step_ms - self.idle_under_profiler_ms), 0.0)
 
     @property
     def idle_under_profiler_ms(self) -> float:
-        """What the device is idle under the profiler, whatever the host does meanwhile."""
+        """Return how long the device is idle under the profiler, whatever the host does meanwhile."""
         return sum(map(self.ms, (Cause.IDLE, Cause.AFTER_SYNC, Cause.DATA, Cause.LOGGING)))
 
+    @property
+    def memory(self) -> str | None:
+        """Say how much of the device's memory is used at most; None on a CPU."""
+        if self.peak_memory_bytes is None or self.memory_bytes is None:
+            return None
+        return f"{self.peak_memory_bytes / 2**30:.1f} of {self.memory_bytes / 2**30:.1f} GiB"
+
     def write(self, path: Path) -> None:
-        """Write it as JSON; ConfigError where no file can be written."""
+        """Write the profile as JSON; ConfigError where no file can be written."""
         write_text(path, json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n")
 
 
 def read_profile(path: Path) -> Profile:
-    """A profile that `Profile.write` wrote.
+    """Read a profile that `Profile.write` wrote.
 
     Raises:
         DataError: no file, no JSON, another schema, or damaged.
     """
-    try:
-        table = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} is not JSON ({error})", "give a file of pronghorn profile --json") from error
-    schema = table.get("schema") if isinstance(table, dict) else None
-    if schema != SCHEMA:
-        raise DataError(f"{path} has schema {schema!r}, not {SCHEMA!r}", "profile again with this version")
+    table = read_json(path, SCHEMA, "give a file that this version's pronghorn profile --json wrote")
     try:
         return TypeAdapter(Profile).validate_python(table)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise DataError(f"{path} is damaged: {where}: {first['msg']}", "profile again") from error
+        place = ".".join(map(str, first["loc"]))
+        raise DataError(f"{path} is damaged: {place}: {first['msg']}", "profile again") from error
 
 
 LEAST = 0.02
@@ -156,148 +159,110 @@ _CHANGES = {
 }
 
 
-def unfused(paths: list[PathTaken]) -> str | None:
-    """Why decoder layers aren't fused, by a handle's report; None where they are, but for experts."""
-    layers = next(path for path in paths if path.part == "decoder layers")
-    return None if "fused" in layers.path else layers.why
-
-
 def advise(profile: Profile, unfused: str | None) -> list[Advice]:
-    """Args: unfused: why decoder layers aren't fused; None where they are."""
-    # the profiler slows the host: of the device's idle time only what can be there without it is worth a change
-    kept = min(profile.idle_ms / max(profile.idle_under_profiler_ms, 1e-9), 1.0) if profile.launches else 1.0
-    shares = {Cause.DATA: kept, Cause.LOGGING: kept}
-    found = [Advice(shares.get(cause, 1.0) * profile.ms(cause), *change) for cause, change in _CHANGES.items()]
-    found += _on_device(profile, unfused, kept) if profile.launches else _on_processor(profile)
-    if profile.ms(Cause.OPTIMISER) > 0.1 * profile.step_ms:
-        change = "twice the train.gradient_accumulation_steps halves it"
-        found.append(Advice(profile.ms(Cause.OPTIMISER) / 2, "the optimiser takes long for so short a step", change))
-    return sorted((each for each in found if each.ms > LEAST * profile.step_ms), key=lambda each: -each.ms)
+    """List the costs that can be avoided, the largest first.
 
+    Args:
+        unfused: why decoder layers aren't all fused; None where they are.
+    """
+    on_device, ms = profile.launches > 0, profile.ms
+    # The profiler slows the host: only idle time that the plain step has room for is worth a change. On a CPU it slows
+    # everything.
+    idle_share = min(profile.idle_ms / max(profile.idle_under_profiler_ms, 1e-9), 1.0) if on_device else 1.0
+    share = 1.0 if on_device else min(profile.plain_ms / profile.step_ms, 1)
+    waits = {Cause.DATA: idle_share, Cause.LOGGING: idle_share}
+    advice = [Advice(waits.get(cause, 1.0) * ms(cause), *change) for cause, change in _CHANGES.items()]
 
-def _on_device(profile: Profile, unfused: str | None, kept: float) -> list[Advice]:
-    late, after_sync = profile.ms(Cause.IDLE), profile.ms(Cause.AFTER_SYNC)
-    sites = ", ".join(sync.site for sync in profile.syncs[:3]) or "none was seen"
-    change = f"take synchronisations away, or do them less often (train.logging_steps): {sites}"
-    found = [
-        Advice(kept * after_sync, "the device runs dry while the host waits for it", change),
-        _recomputed(profile, profile.recomputed_ms),
-    ]
-    if kept * late > 0.1 * profile.plain_ms:
-        change = f"packing.graph: auto launches the layers at once where it can; {_LARGER}"
-        found.append(Advice(kept * late, "the host can't launch as fast as the device computes", change))
-    if unfused is not None:
-        parts = (Cause.NORM, Cause.ELEMENTWISE, Cause.ON_DEVICE, Cause.LORA)
-        cost = sum(map(profile.ms, parts)) / 2  # a rough figure: no share of it is the same for all models
-        found.append(Advice(cost, "decoder layers are not fused", f"take the reason away: {unfused}"))
-    return found
-
-
-def _on_processor(profile: Profile) -> list[Advice]:
-    share = min(profile.plain_ms / profile.step_ms, 1)  # here the profiler slows everything
-    return [
-        _recomputed(profile, share * profile.recomputed_ms),
-        Advice(share * profile.ms(Cause.HOST), "Python and autograd between operations", _LARGER),
-    ]
-
-
-def _recomputed(profile: Profile, ms: float) -> Advice:
     cost = "layers are computed a second time in the backward pass"
-    if profile.peak_memory_bytes is not None and profile.memory_bytes is not None:
-        cost += f" ({profile.peak_memory_bytes / 2**30:.1f} of {profile.memory_bytes / 2**30:.1f} GiB are used)"
-    return Advice(ms, cost, "memory.gradient_checkpointing: false, if the activations fit")
-
-
-KERNELS = 12
-"""The kernels that are listed."""
-
-
-def show(profile: Profile, console: Console, other: Profile | None = None) -> None:
-    """Print causes, kernels, synchronisations and, last, what to change."""
-    console.print(Text(f"A step of {profile.recipe['model']['name']} on {profile.device}", style="bold"))
-    for label, figure, note in headlines(profile):
-        console.print(Text(f"{label}: {figure} ({note})"), highlight=False)
-    console.print()
-    console.print(_causes(profile, other))
-    console.print()
-    console.print(_kernels(profile))
-    if profile.syncs:
-        console.print()
-        console.print(_syncs(profile))
-    console.print()
-    if not profile.advice:
-        console.print(Text("Nothing avoidable takes more than 2 % of the step.", style="bold green"))
-    for number, each in enumerate(profile.advice, 1):
-        console.print(Text(f"{number}. {each.cost}: up to {each.ms:.2f} ms a step", style="bold"), highlight=False)
-        console.print(Text(f"   {each.change}"), highlight=False)
+    cost += f" ({profile.memory} are used)" if profile.memory else ""
+    change = "memory.gradient_checkpointing: false, if the activations fit"
+    advice.append(Advice(share * profile.recomputed_ms, cost, change))
+    if on_device:
+        sites = ", ".join(sync.site for sync in profile.syncs[:3]) or "none was seen"
+        change = f"take synchronisations away, or do them less often (train.logging_steps): {sites}"
+        advice.append(
+            Advice(idle_share * ms(Cause.AFTER_SYNC), "the device runs dry while the host waits for it", change)
+        )
+        late = idle_share * ms(Cause.IDLE)
+        if late > 0.1 * profile.plain_ms:
+            change = f"packing.graph: auto launches the layers at once where it can; {_LARGER}"
+            advice.append(Advice(late, "the host can't launch as fast as the device computes", change))
+    else:
+        advice.append(Advice(share * ms(Cause.HOST), "Python and autograd between operations", _LARGER))
+    if on_device and unfused is not None:
+        # half is a rough figure: no share is the same for all models
+        half = sum(map(ms, (Cause.NORM, Cause.ELEMENTWISE, Cause.ON_DEVICE, Cause.LORA))) / 2
+        advice.append(Advice(half, "decoder layers are not fused", f"take the reason away: {unfused}"))
+    if ms(Cause.OPTIMISER) > 0.1 * profile.step_ms:
+        change = "twice the train.gradient_accumulation_steps halves it"
+        advice.append(Advice(ms(Cause.OPTIMISER) / 2, "the optimiser takes long for so short a step", change))
+    return sorted((entry for entry in advice if entry.ms > LEAST * profile.step_ms), key=lambda entry: -entry.ms)
 
 
 def headlines(profile: Profile) -> list[tuple[str, str, str]]:
-    """(label, figure, note) of what is told of the whole step."""
+    """List (label, figure, note) for the whole step."""
     slower = profile.step_ms / profile.plain_ms - 1
-    found = [
+    lines = [
         ("A step", f"{profile.plain_ms:,.1f} ms", f"{slower:+.0%} under the profiler, over {profile.steps} steps"),
         ("Explained", f"{profile.explained:.1%}", f"of the {profile.step_ms:,.1f} ms under the profiler"),
     ]
     if profile.launches:
         idle = profile.idle_under_profiler_ms
-        found += [
+        lines += [
             ("Device idle", f"{profile.idle_ms / profile.plain_ms:.1%}", f"at most; {idle:,.1f} ms under the profiler"),
             ("Launches", f"{profile.launches:,.0f}", f"{profile.launch_ms:,.1f} ms of the host's time a step"),
         ]
-    if profile.peak_memory_bytes is not None and profile.memory_bytes is not None:
-        used, there = profile.peak_memory_bytes / 2**30, profile.memory_bytes / 2**30
-        found.append(("Device memory", f"{used:.1f} GiB", f"at most, of {there:.1f}"))
-    return found
+    if profile.memory:
+        lines.append(("Device memory", profile.memory, "at most"))
+    return lines
 
 
-def differences(profile: Profile, other: Profile) -> list[tuple[str, float, float]]:
-    """(what, this profile's ms, the other's): each cause of either, the largest change first, then the whole step."""
-    causes = dict.fromkeys([row.cause for row in profile.rows] + [row.cause for row in other.rows])
-    found = [(cause, profile.ms(cause), other.ms(cause)) for cause in causes]
-    found.sort(key=lambda row: -abs(row[1] - row[2]))
-    whole = ("step", profile.step_ms, other.step_ms)
-    return [*found, whole, ("without the profiler", profile.plain_ms, other.plain_ms)]
-
-
-def _causes(profile: Profile, other: Profile | None) -> Table:
+def tables(profile: Profile, other: Profile | None) -> dict[str, Table]:
+    """Make the tables by their headings; one that has no rows is left out."""
+    causes = [
+        (
+            row.cause,
+            f"{row.ms:.2f}",
+            f"{row.ms / profile.step_ms:.1%}",
+            f"{row.hidden_ms:.2f}" if row.hidden_ms >= 0.005 else "",
+            f"{row.count:,.0f}" if row.count else "",
+        )
+        for row in sorted(profile.rows, key=lambda row: -row.ms)
+    ]
+    whole = sum(row.ms for row in profile.rows)
+    causes.append(("sum", f"{whole:.2f}", f"{whole / profile.step_ms:.1%}", "", ""))
+    differences = []
     if other is not None:
-        table = _table("Cause", "ms a step", "the other's", "difference")
-        for cause, mine, its in differences(profile, other):
-            table.add_row(cause, f"{mine:.2f}", f"{its:.2f}", f"{mine - its:+.2f}")
-        return table
-    table = _table("Cause", "ms a step", "share", "hidden", "pieces")
-    for row in sorted(profile.rows, key=lambda row: -row.ms):
-        hidden = f"{row.hidden_ms:.2f}" if row.hidden_ms >= 0.005 else ""
-        count = f"{row.count:,.0f}" if row.count else ""
-        table.add_row(row.cause, f"{row.ms:.2f}", f"{row.ms / profile.step_ms:.1%}", hidden, count)
-    table.add_row("sum", f"{sum(row.ms for row in profile.rows):.2f}", style="bold")
-    return table
+        names = dict.fromkeys(row.cause for row in [*profile.rows, *other.rows])
+        times = sorted(((name, profile.ms(name), other.ms(name)) for name in names), key=lambda t: -abs(t[1] - t[2]))
+        times += [("step", profile.step_ms, other.step_ms), ("without the profiler", profile.plain_ms, other.plain_ms)]
+        differences = [(name, f"{ms:.2f}", f"{its:.2f}", f"{ms - its:+.2f}") for name, ms, its in times]
+    syncs = [(sync.site, f"{sync.count:,.0f}", f"{sync.ms:.2f}", sync.call) for sync in profile.syncs]
+    kernels = [(k.name, f"{k.ms:.3f}", f"{k.count:,.0f}", k.cause) for k in profile.kernels]
+    made = {
+        "Where a step goes": Table("Cause", ("ms a step", "share", "hidden, ms", "pieces"), causes),
+        "Against the other profile": Table("Cause", ("ms a step", "the other's", "difference"), differences),
+        "Kernels" if profile.launches else "Operations": Table("Name", ("ms a step", "times"), kernels, "cause"),
+        "Synchronisations": Table("Where", ("times", "ms waited"), syncs, "call"),
+    }
+    return {heading: table for heading, table in made.items() if table.rows}
 
 
-def _kernels(profile: Profile) -> Table:
-    table = _table("Kernel or operation", "ms a step", "times", last="cause")
-    for kernel in profile.kernels[:KERNELS]:
-        name = kernel.name if len(kernel.name) <= 60 else f"{kernel.name[:59]}…"
-        table.add_row(Text(name), f"{kernel.ms:.2f}", f"{kernel.count:,.0f}", kernel.cause)
-    return table
-
-
-def _syncs(profile: Profile) -> Table:
-    table = _table("Synchronisation", "times", "ms waited", last="call")
-    for sync in profile.syncs:
-        table.add_row(Text(sync.site), f"{sync.count:,.0f}", f"{sync.ms:.2f}", Text(sync.call))
-    return table
-
-
-def _table(first: str, *numbers: str, last: str | None = None) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column(first, overflow="fold")
-    for name in numbers:
-        table.add_column(name, justify="right", no_wrap=True)
-    if last is not None:
-        table.add_column(last, no_wrap=True)
-    return table
+def show(profile: Profile, console: Console, other: Profile | None = None) -> None:
+    """Print causes (or differences from `other`), kernels, synchronisations and, last, what to change."""
+    console.print(Text(f"A step of {profile.recipe['model']['name']} on {profile.device}", style="bold"))
+    for label, figure, note in headlines(profile):
+        console.print(Text(f"{label}: {figure} ({note})"), highlight=False)
+    for heading, table in tables(profile, other).items():
+        if other is None or heading != "Where a step goes":
+            console.print()
+            console.print(table.render(TERMINAL_KERNELS if heading in ("Kernels", "Operations") else None))
+    console.print()
+    if not profile.advice:
+        console.print(Text("Nothing avoidable takes more than 2 % of the step.", style="bold green"))
+    for number, advice in enumerate(profile.advice, 1):
+        console.print(Text(f"{number}. {advice.cost}: up to {advice.ms:.2f} ms a step", style="bold"), highlight=False)
+        console.print(Text(f"   {advice.change}"), highlight=False)
 
 
 _COLOURS = [
@@ -313,10 +278,10 @@ def write_report(profile: Profile, path: Path, other: Profile | None = None) -> 
         path,
         Path(__file__).with_name("profile.html.j2"),
         profile=profile,
-        other=other,
-        differences=differences(profile, other) if other is not None else [],
         headlines=headlines(profile),
-        colours={str(cause): (f"c{i}", _COLOURS[i]) for i, cause in enumerate(Cause)},
+        tables=tables(profile, other),
+        unfolded=PAGE_KERNELS,
+        colours={str(cause): (f"c{i}", colour) for i, (cause, colour) in enumerate(zip(Cause, _COLOURS, strict=True))},
         rows=sorted(profile.rows, key=lambda row: -row.ms),
         end=max((end for shapes in profile.timeline.values() for _, end, _ in shapes), default=1.0),
         phases=PHASES,

@@ -1,8 +1,8 @@
-"""How long each cause took: exact sums over a window of time, of a device's streams or of a processor's thread.
+"""Add up how long each cause took, exactly, over a window of time: of a device's streams or of a processor's thread.
 
 Every moment of the window has one cause. On a device: what computes (of several kernels the one that began first), else
-what is copied, else why nothing runs. What ran at the same moment beside it is told as hidden. On a CPU: the innermost
-operation that is open. torch's `key_averages()` adds up names, not moments, so it can tell neither.
+what is copied, else why nothing runs. What ran beside it is hidden. On a CPU: the innermost operation that is open.
+torch's `key_averages()` adds up names, not moments, so it can tell neither.
 """
 
 from __future__ import annotations
@@ -19,15 +19,19 @@ from pronghorn.ranges import PREFIX
 
 VISIBLE = 1000
 """Parts of a step's width that can be told apart."""
-_PHASES = ("data", "model", "backward", "optimiser", "logging")
 SYNCHRONISATIONS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cudaFree")
+_IDLE = "idle"
+"""The lane of the time in which a device does nothing."""
+_WAITS = {f"{PREFIX}data": Cause.DATA, f"{PREFIX}logging": Cause.LOGGING}
+"""What the host may do while a device is idle."""
+_PHASES = ("data", "model", "backward", "optimiser", "logging")
 _LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
 _DIRECTIONS = {"HtoD": Cause.TO_DEVICE, "DtoH": Cause.TO_HOST, "DtoD": Cause.ON_DEVICE, "PtoP": Cause.COMMUNICATION}
 
 
 @dataclass(slots=True)
 class Piece:
-    """A kernel, a copy or, on a CPU, an operation's own time; in microseconds."""
+    """A kernel, a copy, idle time or, on a CPU, an operation's own time; in microseconds."""
 
     name: str
     cause: Cause
@@ -38,25 +42,12 @@ class Piece:
     """It computes what the forward pass had computed already."""
     exposed: float = 0.0
     """The time that it alone accounts for."""
-    first: bool = True
-    """Not a later piece of the same operation."""
-
-    @property
-    def hidden(self) -> float:
-        return self.end - self.start - self.exposed
-
-
-@dataclass(slots=True)
-class Gap:
-    """Time in which no piece ran."""
-
-    cause: Cause
-    start: float
-    end: float
+    count: int = 1
+    """0 for idle time, and for a later piece of the same operation."""
 
 
 def device_pieces(events: Iterable[dict[str, Any]], host: list[Span], ranks: frozenset[int]) -> list[Piece]:
-    """Kernels and copies with their causes, by start."""
+    """Return kernels and copies with their causes, by start."""
     launches = {span.args["correlation"]: span for span in host if "correlation" in span.args}
     pieces = []
     for event in events:
@@ -76,7 +67,7 @@ def device_pieces(events: Iterable[dict[str, Any]], host: list[Span], ranks: fro
 
 
 def host_pieces(host: list[Span], ranks: frozenset[int]) -> list[Piece]:
-    """The time of each operation and range in which none inside it is open, by start."""
+    """Return the time of each operation and range in which none inside it is open, by start."""
     pieces = []
     for span in host:
         at = span.start
@@ -89,141 +80,125 @@ def host_pieces(host: list[Span], ranks: frozenset[int]) -> list[Piece]:
         for child in [*span.children, None]:
             end = span.end if child is None else child.start
             if end > at:
-                pieces.append(Piece(name, why, at, end, "operations", again, end - at, at == span.start))
+                pieces.append(Piece(name, why, at, end, "operations", again, end - at, int(at == span.start)))
             at = span.end if child is None else child.end
     return sorted(pieces, key=lambda piece: piece.start)
 
 
-def account(pieces: list[Piece], start: float, end: float) -> list[Gap]:
-    """Set each piece's exposed time within [start, end] and return the gaps; exposed times and gaps add up to it."""
+def expose(pieces: list[Piece], start: float, end: float) -> list[tuple[float, float]]:
+    """Set each piece's exposed time within [start, end] and return the (start, end) of what no piece covers.
+
+    Exposed times and gaps add up to the window.
+    """
     marks = sorted({start, end, *(min(max(t, start), end) for p in pieces for t in (p.start, p.end))})
     active: list[Piece] = []
-    gaps: list[Gap] = []
+    gaps: list[tuple[float, float]] = []
     waiting = 0
     for at, until in pairwise(marks):
         while waiting < len(pieces) and pieces[waiting].start <= at:
             active.append(pieces[waiting])
             waiting += 1
         active = [piece for piece in active if piece.end > at]
-        first = next((piece for piece in active if piece.cause not in TRANSFERS), active[0] if active else None)
-        if first is not None:
-            first.exposed += until - at
-        elif gaps and gaps[-1].end == at:
-            gaps[-1].end = until
+        if active:
+            next((piece for piece in active if piece.cause not in TRANSFERS), active[0]).exposed += until - at
+        elif gaps and gaps[-1][1] == at:
+            gaps[-1] = (gaps[-1][0], until)
         else:
-            gaps.append(Gap(Cause.IDLE, at, until))
+            gaps.append((at, until))
     return gaps
 
 
-def explain_gaps(gaps: list[Gap], host: list[Span]) -> list[Gap]:
-    """Idle time by what the host did: it waited for data, logged, had waited for the device, or was just late."""
-    whole = {f"{PREFIX}data": Cause.DATA, f"{PREFIX}logging": Cause.LOGGING}
-    busy = sorted((s.start, s.end, whole[s.name]) for s in host if s.name in whole)
-    syncs = sorted((s.start, s.end) for s in synchronisations(host))
-    found = []
-    for gap in gaps:
-        drained = any(begin <= gap.start <= end for begin, end in syncs)
-        rest, at = (Cause.AFTER_SYNC if drained else Cause.IDLE), gap.start
-        for begin, end, why in busy:
-            if end <= at or begin >= gap.end:
+def explain_gaps(gaps: list[tuple[float, float]], host: list[Span]) -> list[Piece]:
+    """Divide idle time by what the host did: it waited for data, logged, had waited for the device, or was late."""
+    busy = sorted((span.start, span.end, _WAITS[span.name]) for span in host if span.name in _WAITS)
+    syncs = [(span.start, span.end) for span in synchronisations(host)]
+    pieces = []
+    for start, end in gaps:
+        rest = Cause.AFTER_SYNC if any(first <= start <= last for first, last in syncs) else Cause.IDLE
+        for first, last, why in [*busy, (end, end, rest)]:
+            first, last = min(max(first, start), end), min(last, end)
+            if last < first:
                 continue
-            if begin > at:
-                found.append(Gap(rest, at, begin))
-            at = max(at, begin)
-            found.append(Gap(why, at, min(end, gap.end)))
-            at = min(end, gap.end)
-        if at < gap.end:
-            found.append(Gap(rest, at, gap.end))
-    return found
+            pieces += [(rest, start, first), (why, first, last)]
+            start = last
+    return [Piece("", why, a, b, _IDLE, exposed=b - a, count=0) for why, a, b in pieces if b > a]
 
 
 def synchronisations(host: list[Span]) -> list[Span]:
-    """The calls in which the host waits for the device; the profiler's own are left out."""
+    """Return the calls in which the host waits for the device, but not the profiler's own."""
     return [s for s in host if s.name in SYNCHRONISATIONS and not (s.parent is not None and s.parent.range == "wait")]
 
 
-def launches(host: list[Span]) -> list[Span]:
-    """The calls that give the device work."""
-    return [span for span in host if span.name.startswith(_LAUNCHES)]
-
-
 def account_for(trace: list[dict[str, Any]], ranks: frozenset[int]) -> Profile:
-    """The times of a trace of steps, each in a range `pronghorn:step`; per step, in milliseconds."""
+    """Return the times of a trace of steps, each in a range `pronghorn:step`; per step, in milliseconds."""
     host = spans(trace)
     steps = sorted((span for span in host if span.name == f"{PREFIX}step"), key=lambda span: span.start)
-    start, end = steps[0].start, steps[-1].end
+    start, end, count = steps[0].start, steps[-1].end, len(steps)
     pieces = device_pieces(trace, host, ranks)
-    gaps: list[Gap] = []
-    if pieces:
-        gaps = explain_gaps(account(pieces, start, end), host)
+    on_device = bool(pieces)
+    if on_device:
+        pieces += explain_gaps(expose(pieces, start, end), host)
     else:
         pieces = host_pieces([span for span in host if span.thread == steps[0].thread], ranks)
         pieces = [piece for piece in pieces if start <= piece.start and piece.end <= end]
-    found = Profile(
-        steps=len(steps),
-        step_ms=(end - start) / 1e3 / len(steps),
-        rows=_rows(pieces, gaps, host, len(steps)),
-        kernels=_kernels(pieces, len(steps)),
-        recomputed_ms=sum(piece.exposed for piece in pieces if piece.again) / 1e3 / len(steps),
-        launches=len(launches(host)) / len(steps),
-        launch_ms=sum(span.end - span.start for span in launches(host)) / 1e3 / len(steps),
-    )
+    launches = [span.end - span.start for span in host if span.name.startswith(_LAUNCHES)]
     # a device works on a step while the host is at the next: the last step's worth of time then
-    begin = end - (end - start) / len(steps) if gaps else steps[-1].start
-    found.timeline = _timeline(pieces, gaps, host, begin, end)
-    return found
+    last_step = end - (end - start) / count if on_device else steps[-1].start
+    return Profile(
+        steps=count,
+        step_ms=(end - start) / 1e3 / count,
+        rows=_rows(pieces, host if on_device else [], count),
+        kernels=_kernels(pieces, count),
+        recomputed_ms=sum(piece.exposed for piece in pieces if piece.again) / 1e3 / count,
+        launches=len(launches) / count,
+        launch_ms=sum(launches) / 1e3 / count,
+        timeline=_timeline(pieces, host, last_step, end),
+    )
 
 
-def _rows(pieces: list[Piece], gaps: list[Gap], host: list[Span], steps: int) -> list[Row]:
-    """A row a cause, in the order of `Cause`, of what took any time."""
-    shown: dict[Cause, float] = defaultdict(float)
-    hidden: dict[Cause, float] = defaultdict(float)
-    counts: dict[Cause, int] = defaultdict(int)
+def _rows(pieces: list[Piece], host: list[Span], steps: int) -> list[Row]:
+    """Make a row for each cause that took any time, in the order of `Cause`; `host` is empty on a CPU."""
+    by_cause: dict[Cause, list[Piece]] = defaultdict(list)
     for piece in pieces:
-        shown[piece.cause] += piece.exposed
-        hidden[piece.cause] += piece.hidden
-        counts[piece.cause] += piece.first
-    for gap in gaps:
-        shown[gap.cause] += gap.end - gap.start
-    if gaps:  # what of the host's waiting and logging lay behind the device's work
-        for why, kind in ((Cause.DATA, "data"), (Cause.LOGGING, "logging")):
-            whole = sum(span.end - span.start for span in host if span.name == PREFIX + kind)
-            hidden[why] = max(whole - sum(gap.end - gap.start for gap in gaps if gap.cause is why), 0)
-    return [
-        Row(str(why), shown[why] / 1e3 / steps, hidden[why] / 1e3 / steps, counts[why] / steps)
-        for why in Cause
-        if shown[why] or hidden[why]
-    ]
+        by_cause[piece.cause].append(piece)
+    rows = []
+    for why in Cause:
+        own = by_cause[why]
+        exposed = sum(piece.exposed for piece in own)
+        hidden = sum(piece.end - piece.start for piece in own) - exposed
+        waits = [span.end - span.start for span in host if _WAITS.get(span.name) is why]
+        if waits:  # what of the host's waiting or logging lay behind the device's work
+            hidden = max(sum(waits) - sum(piece.exposed for piece in own if piece.lane == _IDLE), 0)
+        if exposed or hidden:
+            rows.append(Row(why.value, exposed / 1e3 / steps, hidden / 1e3 / steps, sum(p.count for p in own) / steps))
+    return rows
 
 
 def _kernels(pieces: list[Piece], steps: int) -> list[KernelTime]:
-    """Time by name and cause, the longest first."""
+    """Add up time by name and cause, the longest first."""
     times: dict[tuple[str, Cause], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for piece in pieces:
-        entry = times[piece.name, piece.cause]
-        entry[0] += piece.end - piece.start
-        entry[1] += piece.first
-    found = [KernelTime(name, str(why), us / 1e3 / steps, n / steps) for (name, why), (us, n) in times.items()]
-    return sorted(found, key=lambda kernel: -kernel.ms)
+        if piece.lane != _IDLE:
+            entry = times[piece.name, piece.cause]
+            entry[0] += piece.end - piece.start
+            entry[1] += piece.count
+    kernels = [KernelTime(name, why.value, us / 1e3 / steps, n / steps) for (name, why), (us, n) in times.items()]
+    return sorted(kernels, key=lambda kernel: -kernel.ms)
 
 
-def _timeline(
-    pieces: list[Piece], gaps: list[Gap], host: list[Span], start: float, end: float
-) -> dict[str, list[Shape]]:
-    """[start, end] by lanes: what the trainer does, then streams (of a CPU, its thread), then gaps."""
+def _timeline(pieces: list[Piece], host: list[Span], start: float, end: float) -> dict[str, list[Shape]]:
+    """Draw [start, end] in lanes: what the trainer does, then streams (of a CPU, its thread), then idle time."""
     lanes: dict[str, list[tuple[float, float, str]]] = {PHASES: []}
     for span in host:
         if span.range in _PHASES and span.parent is not None and span.parent.range == "step":
             lanes[PHASES].append((span.start, span.end, span.range))
     for piece in pieces:
-        lanes.setdefault(piece.lane, []).append((piece.start, piece.end, str(piece.cause)))
-    if gaps:
-        lanes["idle"] = [(gap.start, gap.end, str(gap.cause)) for gap in gaps]
+        lanes.setdefault(piece.lane, []).append((piece.start, piece.end, piece.cause.value))
     return {lane: _drawn(shapes, start, end) for lane, shapes in lanes.items()}
 
 
 def _drawn(shapes: list[tuple[float, float, str]], start: float, end: float) -> list[Shape]:
-    """What can be seen: neighbours of one cause as one, and what is too narrow as part of its neighbour."""
+    """Keep what can be seen: neighbours of one cause as one, and what is too narrow as part of its neighbour."""
     near = (end - start) / VISIBLE
     merged: list[Shape] = []
     for begin, until, what in shapes:

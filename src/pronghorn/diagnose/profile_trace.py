@@ -1,4 +1,4 @@
-"""Why a piece of a step's time was spent: from torch's trace events to spans that nest, and from a span to its cause.
+"""Find why a piece of a step's time was spent: torch's trace events become spans that nest, and a span has a cause.
 
 A kernel has the cause of the host operation that launched it; a backward operation looks at the forward operation that
 it belongs to (the trace's forward-backward links), and through it at the ranges of the model's parts. An operation of a
@@ -69,22 +69,22 @@ class Span:
 
     @property
     def range(self) -> str | None:
-        """Which of our ranges this is, if it is one."""
+        """Return which of our ranges this is, if it is one."""
         return self.name.removeprefix(PREFIX) if self.name.startswith(PREFIX) else None
 
 
 def spans(events: Iterable[dict[str, Any]]) -> list[Span]:
-    """The host's events as spans, by thread and start; `events` are a Chrome trace's, as torch writes them."""
+    """Return the host's events as spans, by thread and start; `events` are a Chrome trace's, as torch writes them."""
     kinds = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver", "python_function")
-    found = [
+    host = [
         Span(e["name"], e["cat"], e["ts"], e["ts"] + e.get("dur", 0), e["tid"], e.get("args", {}))
         for e in events
         if e.get("ph") == "X" and e.get("cat") in kinds
     ]
-    found.sort(key=lambda span: (str(span.thread), span.start, -span.end))
+    host.sort(key=lambda span: (str(span.thread), span.start, -span.end))
     places: dict[tuple[Any, float], Span] = {}
     inside: list[Span] = []
-    for span in found:
+    for span in host:
         while inside and (inside[-1].thread != span.thread or inside[-1].end <= span.start):
             inside.pop()
         if inside:
@@ -94,7 +94,7 @@ def spans(events: Iterable[dict[str, Any]]) -> list[Span]:
         inside.append(span)
         places[span.thread, span.start] = span  # of those that begin together, the innermost
     _link(events, places)
-    return found
+    return host
 
 
 def _link(events: Iterable[dict[str, Any]], places: dict[tuple[Any, float], Span]) -> None:
@@ -109,7 +109,7 @@ def _link(events: Iterable[dict[str, Any]], places: dict[tuple[Any, float], Span
 
 
 def cause(span: Span | None, ranks: frozenset[int]) -> tuple[Cause, bool]:
-    """(why an operation runs, whether it computes again what the forward pass had computed).
+    """Return (why an operation runs, whether it computes again what the forward pass had computed).
 
     Args:
         ranks: the inner dimensions of LoRA's products in this model; a matrix that has one is LoRA's.
@@ -151,7 +151,7 @@ def cause(span: Span | None, ranks: frozenset[int]) -> tuple[Cause, bool]:
 
 
 def _way_out(span: Span | None) -> tuple[list[Span], list[str], bool, bool]:
-    """(operations, our ranges, computed again, a sum of gradients) around a span, innermost first.
+    """Return (operations, our ranges, computed again, a sum of gradients) around a span, innermost first.
 
     From a backward node the way goes on at its forward operation, unless a range was met before: then the operation is
     a forward one that the backward pass had to compute again.

@@ -31,27 +31,6 @@ _FIELDS = (
     "rms_norm_eps",
     "max_position_embeddings",
 )
-_TABLE: dict[str, tuple[Any, ...]] = {
-    "tiny": ("llama", 2, 64, 160, 4, 2, 16, 512, True, 1e-5, 8192),
-    "SmolLM2-135M": ("llama", 30, 576, 1536, 9, 3, 64, 49152, True, 1e-5, 8192),
-    "Llama-3.2-1B": ("llama", 16, 2048, 8192, 32, 8, 64, 128256, True, 1e-5, 131072),
-    "Llama-3.2-3B": ("llama", 28, 3072, 8192, 24, 8, 128, 128256, True, 1e-5, 131072),
-    "Llama-3.1-8B": ("llama", 32, 4096, 14336, 32, 8, 128, 128256, False, 1e-5, 131072),
-    "Qwen3-0.6B": ("qwen3", 28, 1024, 3072, 16, 8, 128, 151936, True, 1e-6, 40960),
-    "Qwen3-8B": ("qwen3", 36, 4096, 12288, 32, 8, 128, 151936, False, 1e-6, 40960),
-    "Qwen3-14B": ("qwen3", 40, 5120, 17408, 40, 8, 128, 151936, False, 1e-6, 40960),
-    "Qwen3-32B": ("qwen3", 64, 5120, 25600, 64, 8, 128, 151936, False, 1e-6, 40960),
-    "Mistral-7B": ("mistral", 32, 4096, 14336, 32, 8, 128, 32768, False, 1e-5, 32768),
-    "Gemma-3-1B": ("gemma3_text", 26, 1152, 6912, 4, 1, 256, 262144, True, 1e-6, 32768),
-    "Gemma-3-4B": ("gemma3_text", 34, 2560, 10240, 8, 4, 256, 262144, True, 1e-6, 131072),
-    "tiny-moe": ("qwen3_moe", 3, 64, 96, 4, 2, 16, 512, False, 1e-6, 8192),
-    "tiny-gpt-oss": ("gpt_oss", 4, 64, 32, 4, 2, 16, 512, False, 1e-5, 8192),
-    "Qwen3-30B-A3B": ("qwen3_moe", 48, 2048, 6144, 32, 4, 128, 151936, False, 1e-6, 40960),
-    "Mixtral-8x7B": ("mixtral", 32, 4096, 14336, 32, 8, 128, 32000, False, 1e-5, 32768),
-    "OLMoE-1B-7B": ("olmoe", 16, 2048, 1024, 16, 16, 128, 50304, False, 1e-5, 4096),
-    "gpt-oss-20b": ("gpt_oss", 24, 2880, 2880, 64, 8, 64, 201088, False, 1e-5, 131072),
-    "gpt-oss-120b": ("gpt_oss", 36, 2880, 2880, 64, 8, 64, 201088, False, 1e-5, 131072),
-}
 
 
 def _llama3_rope(factor: float) -> dict[str, Any]:
@@ -60,13 +39,12 @@ def _llama3_rope(factor: float) -> dict[str, Any]:
     return {"rope_parameters": rope | frequencies}
 
 
-def _rope(theta: float) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+def _rope(theta: float, **more: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": theta}, **more}
 
 
-def _gemma3_rope(factor: float) -> dict[str, Any]:
-    whole = {"rope_type": "linear", "factor": factor, "rope_theta": 1e6}
-    return {"rope_parameters": {"full_attention": whole, "sliding_attention": _rope(1e4)["rope_parameters"]}}
+def _gemma3(window: int, **rope: Any) -> dict[str, Any]:
+    return {"sliding_window": window, "query_pre_attn_scalar": 256, **rope}
 
 
 def _gpt_oss(experts: int, chosen: int, window: int) -> dict[str, Any]:
@@ -78,31 +56,39 @@ def _gpt_oss(experts: int, chosen: int, window: int) -> dict[str, Any]:
 
 def _qwen3_moe(experts: int, chosen: int, width: int) -> dict[str, Any]:
     routed = {"num_experts": experts, "num_experts_per_tok": chosen, "moe_intermediate_size": width}
-    return {**_rope(1e6), **routed, "norm_topk_prob": True}
+    return _rope(1e6, **routed, norm_topk_prob=True)
 
 
-_MORE: dict[str, dict[str, Any]] = {
-    "tiny": _rope(1e4),
-    "SmolLM2-135M": _rope(1e5),
-    "Llama-3.2-1B": _llama3_rope(32.0),
-    "Llama-3.2-3B": _llama3_rope(32.0),
-    "Llama-3.1-8B": _llama3_rope(8.0),
-    "Qwen3-0.6B": _rope(1e6),
-    "Qwen3-8B": _rope(1e6),
-    "Qwen3-14B": _rope(1e6),
-    "Qwen3-32B": _rope(1e6),
-    "Mistral-7B": {**_rope(1e6), "sliding_window": None},
-    "Gemma-3-1B": {"sliding_window": 512, "query_pre_attn_scalar": 256},
-    "Gemma-3-4B": {"sliding_window": 1024, "query_pre_attn_scalar": 256, **_gemma3_rope(8.0)},
-    "tiny-moe": _qwen3_moe(8, 2, 32),
-    "tiny-gpt-oss": _gpt_oss(8, 2, 16),
-    "Qwen3-30B-A3B": _qwen3_moe(128, 8, 768),
-    "Mixtral-8x7B": {**_rope(1e6), "num_local_experts": 8, "num_experts_per_tok": 2},
-    "OLMoE-1B-7B": {**_rope(1e4), "num_experts": 64, "num_experts_per_tok": 8},
-    "gpt-oss-20b": _gpt_oss(32, 4, 128),
-    "gpt-oss-120b": _gpt_oss(128, 4, 128),
+_GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
-SHAPES = {name: dict(zip(_FIELDS, row, strict=True)) | _MORE[name] for name, row in _TABLE.items()}
+_GEMMA3_4B = _gemma3(1024, rope_parameters=_GEMMA3_ROPE)
+_MIXTRAL = _rope(1e6, num_local_experts=8, num_experts_per_tok=2)
+_OLMOE = _rope(1e4, num_experts=64, num_experts_per_tok=8)
+_TABLE: dict[str, tuple[Any, ...]] = {
+    "tiny": ("llama", 2, 64, 160, 4, 2, 16, 512, True, 1e-5, 8192, _rope(1e4)),
+    "SmolLM2-135M": ("llama", 30, 576, 1536, 9, 3, 64, 49152, True, 1e-5, 8192, _rope(1e5)),
+    "Llama-3.2-1B": ("llama", 16, 2048, 8192, 32, 8, 64, 128256, True, 1e-5, 131072, _llama3_rope(32.0)),
+    "Llama-3.2-3B": ("llama", 28, 3072, 8192, 24, 8, 128, 128256, True, 1e-5, 131072, _llama3_rope(32.0)),
+    "Llama-3.1-8B": ("llama", 32, 4096, 14336, 32, 8, 128, 128256, False, 1e-5, 131072, _llama3_rope(8.0)),
+    "Qwen3-0.6B": ("qwen3", 28, 1024, 3072, 16, 8, 128, 151936, True, 1e-6, 40960, _rope(1e6)),
+    "Qwen3-8B": ("qwen3", 36, 4096, 12288, 32, 8, 128, 151936, False, 1e-6, 40960, _rope(1e6)),
+    "Qwen3-14B": ("qwen3", 40, 5120, 17408, 40, 8, 128, 151936, False, 1e-6, 40960, _rope(1e6)),
+    "Qwen3-32B": ("qwen3", 64, 5120, 25600, 64, 8, 128, 151936, False, 1e-6, 40960, _rope(1e6)),
+    "Mistral-7B": ("mistral", 32, 4096, 14336, 32, 8, 128, 32768, False, 1e-5, 32768, _rope(1e6, sliding_window=None)),
+    "Gemma-3-1B": ("gemma3_text", 26, 1152, 6912, 4, 1, 256, 262144, True, 1e-6, 32768, _gemma3(512)),
+    "Gemma-3-4B": ("gemma3_text", 34, 2560, 10240, 8, 4, 256, 262144, True, 1e-6, 131072, _GEMMA3_4B),
+    "tiny-moe": ("qwen3_moe", 3, 64, 96, 4, 2, 16, 512, False, 1e-6, 8192, _qwen3_moe(8, 2, 32)),
+    "tiny-gpt-oss": ("gpt_oss", 4, 64, 32, 4, 2, 16, 512, False, 1e-5, 8192, _gpt_oss(8, 2, 16)),
+    "Qwen3-30B-A3B": ("qwen3_moe", 48, 2048, 6144, 32, 4, 128, 151936, False, 1e-6, 40960, _qwen3_moe(128, 8, 768)),
+    "Mixtral-8x7B": ("mixtral", 32, 4096, 14336, 32, 8, 128, 32000, False, 1e-5, 32768, _MIXTRAL),
+    "OLMoE-1B-7B": ("olmoe", 16, 2048, 1024, 16, 16, 128, 50304, False, 1e-5, 4096, _OLMOE),
+    "gpt-oss-20b": ("gpt_oss", 24, 2880, 2880, 64, 8, 64, 201088, False, 1e-5, 131072, _gpt_oss(32, 4, 128)),
+    "gpt-oss-120b": ("gpt_oss", 36, 2880, 2880, 64, 8, 64, 201088, False, 1e-5, 131072, _gpt_oss(128, 4, 128)),
+}
+"""Values of `_FIELDS`, and the other fields."""
+SHAPES = {name: dict(zip(_FIELDS, row[:-1], strict=True)) | row[-1] for name, row in _TABLE.items()}
 """Fields of config.json by the shape's name."""
 
 

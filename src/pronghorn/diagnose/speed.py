@@ -35,7 +35,7 @@ LOSS_LIMIT, LOSS_LIMIT_16_BITS = 1e-4, 2e-3
 
 @dataclass
 class Side:
-    """What one of the two took."""
+    """Hold what one of the two took."""
 
     loss: float
     """On the first rows, before any step."""
@@ -51,7 +51,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A recipe's step by Pronghorn and by plain transformers."""
+    """Hold a recipe's step by Pronghorn and by plain transformers."""
 
     pronghorn: Side
     plain: Side
@@ -73,10 +73,10 @@ def compare(recipe: Recipe, console: Console, steps: int, warmup: int) -> Compar
     """
     if not recipe.packing.enabled:
         raise ConfigError("bench times packed rows, and packing.enabled is false", "set packing.enabled=true for it")
-    found, row_tokens, rows = find(recipe), recipe.model.max_seq_length, recipe.packing.rows_per_step
-    tokenizer = tokenizer_for(recipe, found)
+    found_model, row_tokens, rows = find(recipe), recipe.model.max_seq_length, recipe.packing.rows_per_step
+    tokenizer = tokenizer_for(recipe, found_model)
     packed = PackedRows(prepare(recipe, "train", tokenizer, console).dataset, row_tokens, recipe.train.seed)
-    model, handle = load(recipe, found, tokenizer, console)
+    model, handle = load(recipe, found_model, tokenizer, console)
     autocast = autocast_dtype(recipe)
     plan = decided(handle, rows, row_tokens, packs=True, autocast=autocast, accumulates=False)
     collate, indices = Collator(row_tokens, tokenizer.pad_token_id), cycle(range(len(packed)))
@@ -95,19 +95,20 @@ def compare(recipe: Recipe, console: Console, steps: int, warmup: int) -> Compar
         side.step_ms += times
         side.peak_bytes = max(filter(None, (side.peak_bytes, peak)), default=None)
 
-    ours = Side(_loss(model, batches[0], autocast))
-    turn("Pronghorn", batches, -(-steps // 2), ours)
+    pronghorn = Side(_loss(model, batches[0], autocast))
+    turn("Pronghorn", batches, -(-steps // 2), pronghorn)
     handle.detach()
     recompute_layers(handle.model, recomputes)
-    theirs = Side(_loss(model, plain[0], autocast))
-    if not abs(ours.loss / theirs.loss - 1) <= limit:
-        problem = f"the losses differ: {ours.loss:.6g}, and {theirs.loss:.6g} of plain transformers (limit {limit:.0e})"
+    stock = Side(_loss(model, plain[0], autocast))
+    if not abs(pronghorn.loss / stock.loss - 1) <= limit:
+        losses = f"{pronghorn.loss:.6g}, and {stock.loss:.6g} of plain transformers"
+        problem = f"the losses differ: {losses} (limit {limit:.0e})"
         raise TrainingError(problem, "pronghorn verify RECIPE says where; times of unequal work say nothing")
-    turn("plain transformers", plain, steps, theirs)
+    turn("plain transformers", plain, steps, stock)
     recompute_layers(handle.model, False)
     attach(model, plan, **attach_options(recipe))
-    turn("Pronghorn again", batches, steps // 2, ours)
-    return Comparison(ours, theirs, rows * row_tokens, recomputes)
+    turn("Pronghorn again", batches, steps // 2, pronghorn)
+    return Comparison(pronghorn, stock, rows * row_tokens, recomputes)
 
 
 def _autocast(model: Any, dtype: torch.dtype | None) -> Any:

@@ -1,4 +1,4 @@
-"""What a run will take, before it runs: memory by kind, time, and the plan, of the very model without its weights."""
+"""Report what a run will take, before it runs: memory by kind, time, and the plan, from the model without weights."""
 
 from __future__ import annotations
 
@@ -24,46 +24,48 @@ from pronghorn.models.auto_plan import available, cuda_device_spec, dims_of, mea
 from pronghorn.models.load import FoundModel, default_device
 from pronghorn.train.documents import find, prepare, tokenizer_for
 
+SCHEMA = 2
+"""Of `pronghorn plan --json`. 1 had one layer's time for all; since 2 `times_ms.layers` has an entry a layer."""
 SMALL_DATA = 32 * 2**20
 """Local data up to this many bytes is tokenised (or read from its cache) to be counted."""
 
 
 @dataclass(frozen=True)
-class Forecast:
-    """A plan with all it was made from."""
+class PlanReport:
+    """Hold a plan with all it was made from."""
 
     model: str
     work: TrainSetup
     device: DeviceSpec
     times_ms: StepTimes
     measured: bool
-    """Whether the times were; else they come from the card's table."""
+    """Whether a layer's time was measured; else times come from the card's table."""
     plan: Plan
     data: dict[str, int] | None
     """The data set's `tokens` and `documents`, and the run's `micro_batches`; None where it wasn't counted."""
 
     @property
     def step_ms(self) -> float:
-        """Of a micro-batch, with its share of the optimiser."""
+        """Return the milliseconds of a micro-batch, with its share of the optimiser."""
         return self.plan.predicted["step_ms"]
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens of rows, padding included."""
+        """Return the tokens of rows a second, padding included."""
         return self.work.tokens / self.step_ms * 1e3
 
     @property
     def seconds(self) -> float | None:
-        """Of the whole run, without evaluations and checkpoints."""
+        """Return the seconds of the whole run, without evaluations and checkpoints."""
         return None if self.data is None else self.data["micro_batches"] * self.step_ms / 1e3
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return {"schema": 1, **asdict(self), "tokens_per_s": self.tokens_per_s, "seconds": self.seconds}
+        """Return plain values for JSON; `docs/plan.md` lists the fields."""
+        return {"schema": SCHEMA, **asdict(self), "tokens_per_s": self.tokens_per_s, "seconds": self.seconds}
 
 
-def forecast(recipe: Recipe, device: str | None, calibrate: bool, console: Console) -> Forecast:
-    """What `recipe` will take on a device: by the plan that it asks for or, for `auto`, by the fastest that fits.
+def report_plan(recipe: Recipe, device: str | None, calibrate: bool, console: Console) -> PlanReport:
+    """Predict what `recipe` takes on a device, by the plan that it asks for or, for `auto`, by the fastest that fits.
 
     Args:
         device: as for `memory.devices.device_spec`; None for this machine's GPU.
@@ -72,43 +74,43 @@ def forecast(recipe: Recipe, device: str | None, calibrate: bool, console: Conso
         PlanDoesNotFit: with what would fit; ConfigError: no such device; and what training raises before it loads
             weights: ConfigError, DataError, UnsupportedError.
     """
-    here = device is None
-    if here and not torch.cuda.is_available():
+    on_this_gpu = device is None
+    if on_this_gpu and not torch.cuda.is_available():
         raise ConfigError("this machine has no GPU to plan for", "name one, e.g. --device rtx4090 or --device 24GiB")
-    where = cuda_device_spec(default_device()) if device is None else device_spec(device)
-    if calibrate and not (here and recipe.packing.enabled):
+    spec = cuda_device_spec(default_device()) if device is None else device_spec(device)
+    if calibrate and not (on_this_gpu and recipe.packing.enabled):
         raise ConfigError("--calibrate times packed rows on this machine's GPU", "leave it out, or --device")
-    if not here and recipe.precision.dtype == "auto":  # the table's cards all have it
+    if not on_this_gpu and recipe.precision.dtype == "auto":  # the table's cards all have it
         recipe = recipe.model_copy(update={"precision": Precision(dtype="bfloat16")})
     from pronghorn.train.build import autocast_dtype, load  # TRL's import takes seconds
 
-    found, autocast = find(recipe, weights=False), autocast_dtype(recipe)
-    handle = _weightless(recipe, found)
-    data = _count(recipe, found)
+    found_model, autocast = find(recipe, weights=False), autocast_dtype(recipe)
+    handle = _weightless(recipe, found_model)
+    data = _count(recipe, found_model)
     dims, setup = dims_of(handle.model), _work(recipe, handle, autocast)
     if data is not None:
         setup = replace(setup, documents=max(1, data["tokens"] // max(1, data["documents"])))
-    times, measured = step_times(dims, setup, where), False
+    times, measured = step_times(dims, setup, spec), False
     if calibrate:
         whole = find(recipe)
         model, _ = load(recipe, whole, tokenizer_for(recipe, whole), console)
-        times, measured = measured_times(model, dims, setup, where, autocast), True
-    limit = available(default_device()) if here else where.memory_bytes
+        times, measured = measured_times(model, dims, setup, spec, autocast), True
+    limit = available(default_device()) if on_this_gpu else spec.memory_bytes
     if recipe.memory.budget is not None:
         asked = parse_bytes(recipe.memory.budget, "memory.budget")
-        if asked > where.memory_bytes:
-            has = f"{where.name} has ({where.memory_bytes / GIB:.1f} GiB)"
+        if asked > spec.memory_bytes:
+            has = f"{spec.name} has ({spec.memory_bytes / GIB:.1f} GiB)"
             raise ConfigError(f"memory.budget {recipe.memory.budget} is more than {has}", "lower it, or leave it out")
         limit = min(limit, asked)
-    made = plan(dims, setup, where, limit, times, handle.plan)
-    return Forecast(recipe.model.name, setup, where, times, measured, made, data)
+    chosen = plan(dims, setup, spec, limit, times, handle.plan)
+    return PlanReport(recipe.model.name, setup, spec, times, measured, chosen, data)
 
 
 class _Weightless(FoundModel):
-    """A model that was found, without its weights."""
+    """Load a model that was found without its weights."""
 
     def model(self, dtype: torch.dtype, device: torch.device) -> Any:
-        """The model on the meta device."""
+        """Return the model on the meta device."""
         if self.base is None:
             return skeleton(self.config).to(dtype)
         from peft import PeftConfig, get_peft_model
@@ -118,20 +120,24 @@ class _Weightless(FoundModel):
         return get_peft_model(_Weightless(**vars(self.base)).model(dtype, device), config)
 
 
-def _weightless(recipe: Recipe, found: FoundModel) -> Handle:
-    """What training would train, as on a GPU, without weights. New tokens are left out: they weigh next to nothing."""
+def _weightless(recipe: Recipe, found_model: FoundModel) -> Handle:
+    """Attach the model that training would train, as on a GPU, without weights.
+
+    New tokens are left out: they weigh next to nothing.
+    """
     from pronghorn.train.build import attach_options, load
 
-    if (found.base or found).config is None:
-        raise UnsupportedError(f"{found.name}: a GGUF file is read whole only", "plan for the folder it was made from")
+    if (found_model.base or found_model).config is None:
+        problem = f"{found_model.name}: a GGUF file is read whole only"
+        raise UnsupportedError(problem, "plan for the folder it was made from")
     adapter = recipe.adapter.model_copy(update={"new_tokens": []})
     recipe = recipe.model_copy(update={"adapter": adapter})
-    model, _ = load(recipe, _Weightless(**vars(found)), None, Console(quiet=True))
+    model, _ = load(recipe, _Weightless(**vars(found_model)), None, Console(quiet=True))
     return attach(model, layers="fused", **attach_options(recipe))
 
 
 def _work(recipe: Recipe, handle: Handle, autocast: torch.dtype | None) -> TrainSetup:
-    """How the recipe trains the model."""
+    """Describe how the recipe trains the model."""
     rows = recipe.packing.rows_per_step
     work = setup_of(
         handle.model,
@@ -145,7 +151,7 @@ def _work(recipe: Recipe, handle: Handle, autocast: torch.dtype | None) -> Train
 
 
 def policy_map(policies: Sequence[Policy]) -> str:
-    """Which layers do what, as people say it: "layers 0–11 recompute the MLP, 12–31 keep"."""
+    """Say which layers do what: "layers 0–11 recompute the MLP, 12–31 keep"."""
     parts, first = [], 0
     for policy, run in groupby(policies):
         last = first + len(list(run)) - 1
@@ -154,15 +160,15 @@ def policy_map(policies: Sequence[Policy]) -> str:
     return "layers " + ", ".join(parts)
 
 
-def _count(recipe: Recipe, found: FoundModel) -> dict[str, int] | None:
-    """The data set's tokens and steps, if it is local and small."""
+def _count(recipe: Recipe, found_model: FoundModel) -> dict[str, int] | None:
+    """Count the data set's tokens and micro-batches, if it is local and small."""
     sizes: list[int] = []
     for source in recipe.data.sources("train"):
         files = [source.path, *source.path.rglob("*")] if source.path.exists() else []
         sizes += [file.stat().st_size for file in files if file.is_file()] or [SMALL_DATA + 1]
     if sum(sizes) > SMALL_DATA:
         return None
-    documents = prepare(recipe, "train", tokenizer_for(recipe, found), Console(quiet=True)).dataset
+    documents = prepare(recipe, "train", tokenizer_for(recipe, found_model), Console(quiet=True)).dataset
     stats = PackedRows(documents, recipe.model.max_seq_length, seed=recipe.train.seed).stats
     rows = stats.rows if recipe.packing.enabled else stats.documents
     batches = math.ceil(math.ceil(rows / recipe.packing.rows_per_step) * recipe.train.epochs)
