@@ -168,7 +168,6 @@ def test_unsupported_adapter_arguments_are_named(stories: Path, argument: str) -
         ({"dtype": torch.int8}, "dtype torch.int8 is unknown"),
         ({"full_finetuning": True, "load_in_4bit": True}, "4-bit weights can't be trained"),
         ({"attention": "eager"}, "attention 'eager' is unknown"),
-        ({"packing_metadata": "never"}, "packing_metadata 'never' is unknown"),
         ({"use_gradient_checkpointing": "sometimes"}, "use_gradient_checkpointing = 'sometimes' is unknown"),
     ],
 )

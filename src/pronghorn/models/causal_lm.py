@@ -1,4 +1,4 @@
-"""The class of an attached causal LM: a packed batch's loss from labelled tokens only; other calls run the original."""
+"""The class of an attached causal LM: a packed batch's loss from supervised tokens; other calls run the original."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pronghorn.errors import UnsupportedError
 from pronghorn.layers.decoder import output_is_seen
 from pronghorn.layers.subclass import subclass
 from pronghorn.models import experts
-from pronghorn.models.head import labelled_cross_entropy
+from pronghorn.models.loss import packed_lm_loss
 from pronghorn.models.metadata import LOSS_ROWS_ONLY
 
 
@@ -61,7 +61,7 @@ class PackedCausalLM:
         if fewer and not told and not balanced and not output_is_seen(self.base_model):
             kwargs[LOSS_ROWS_ONLY] = True
         outputs = self.base_model(*args, **kwargs)
-        loss = labelled_cross_entropy(
+        loss = packed_lm_loss(
             outputs.last_hidden_state,
             labels,
             packed,
