@@ -26,7 +26,7 @@ class GroupStorage:
 
     def __init__(self, linears: list[nn.Module], before: GroupStorage | None = None) -> None:
         self.linears = linears
-        self._moved = before is not None and before._moved
+        self._moved: bool = before is not None and before._moved
         """Whether weights or biases were moved out of storages of their own, maybe by the storage before."""
         self._weight: Tensor | None = None
         self._bias: Tensor | None = None

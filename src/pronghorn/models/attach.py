@@ -7,9 +7,9 @@ Parameters keep their names and values (so `save_pretrained` gives byte for byte
 3. The causal LM's class becomes a subclass of the same name whose forward computes the loss of a packed batch from the
    supervised tokens' hidden states (`models.causal_lm`).
 4. On CUDA layers and norms get classes that compute the same by fewer operations (`layers.decoder`), and the
-   backbone one that replays CUDA graphs (`models.graph`). Frozen weights that are multiplied with together come to lie
-   in one storage, and stay so. Experts get another implementation (`models.experts`).
-5. Each layer gets its policy of the plan (`memory.recompute`).
+   backbone one that replays CUDA graphs (`models.graph`). Before the first packed forward, frozen weights that are
+   multiplied with together are merged into one storage. Experts get another implementation (`models.experts`).
+5. Each layer gets its policy of the plan (`memory.recompute`). `Handle.replan` changes nothing but this.
 """
 
 from __future__ import annotations
@@ -267,7 +267,8 @@ def attach(
         policies_of(plan, base.base_model.layers, fused and not has_experts(base.config))  # before anything is changed
     if current is not None:
         current.detach()
-    previous_attention, previous_class, backbone = base.config._attn_implementation, type(base), base.base_model
+    previous_attention, backbone = base.config._attn_implementation, base.base_model
+    previous_class: Any = type(base)
     expert_layers = experts.enable(base, options.experimental.moe_routing)
     _set_attention(base, implementation(options.backend, options.experimental.packing_metadata))
     hook = backbone.register_forward_pre_hook(share_metadata, with_kwargs=True)
