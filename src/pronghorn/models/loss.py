@@ -33,7 +33,7 @@ def packed_lm_loss(
     softcap: float | None = None,
     num_items: Tensor | int | None = None,
 ) -> Tensor:
-    """Next-token cross-entropy over the labelled positions only.
+    """Return next-token cross-entropy over the supervised positions only.
 
     Args:
         hidden: [1, T, H], the backbone's last hidden state, or its `loss_rows` [1, M_b, H] where only these were made.
@@ -53,7 +53,7 @@ def packed_lm_loss(
     selected, targets = hidden.flatten(0, 1), next_labels[rows]
     if len(selected) == packed.tokens:
         selected = selected[rows]
-    # Nothing labelled anywhere is a loss of 0, not 0 / 0.
+    # Nothing supervised anywhere is a loss of 0, not 0 / 0.
     divisor = packed.n_labels if num_items is None else num_items
     if type(head) is nn.Linear and head.bias is None and not watched([head]):
         kind = hidden.device.type

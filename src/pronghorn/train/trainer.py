@@ -261,7 +261,7 @@ class SFTTrainer(trl.SFTTrainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """TRL's `evaluate`; over packed rows the loss is the mean over every labelled token, on all ranks. Its time
+        """TRL's `evaluate`; over packed rows the loss is the mean over every supervised token, on all ranks. Its time
         counts as no step's."""
         with self._counted.paused():
             rows = self.eval_dataset if eval_dataset is None else eval_dataset
