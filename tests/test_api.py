@@ -150,6 +150,12 @@ def test_unsupported_loading_arguments_are_named(stories: Path, argument: str) -
     load(stories, **{argument: None if argument == "rope_scaling" else False})  # asking for nothing is fine
 
 
+@pytest.mark.parametrize("argument", ["packing_metadata", "moe_routing", "masked_attention"])
+def test_switches_for_measurements_are_refused_with_what_takes_them(stories: Path, argument: str) -> None:
+    with pytest.raises(UnsupportedError, match=rf"call pronghorn\.attach\(model, experimental=\{{'{argument}'"):
+        load(stories, **{argument: "once"})
+
+
 @pytest.mark.parametrize("argument", ["use_dora", "loftq_config", "layers_to_transform", "init_lora_weights"])
 def test_unsupported_adapter_arguments_are_named(stories: Path, argument: str) -> None:
     model, _ = load(stories)
@@ -168,7 +174,6 @@ def test_unsupported_adapter_arguments_are_named(stories: Path, argument: str) -
         ({"dtype": torch.int8}, "dtype torch.int8 is unknown"),
         ({"full_finetuning": True, "load_in_4bit": True}, "4-bit weights can't be trained"),
         ({"attention": "eager"}, "attention 'eager' is unknown"),
-        ({"packing_metadata": "never"}, "packing_metadata 'never' is unknown"),
         ({"use_gradient_checkpointing": "sometimes"}, "use_gradient_checkpointing = 'sometimes' is unknown"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from benchmarks.candidates import stock
@@ -16,7 +17,8 @@ SWITCHES = {
     "attention": ("auto", "tiled", "flash", "per_document", "masked"),
     "offload_buffers": ("2", "1"),
 }
-"""Arguments of `attach`, and one of its plan, that an ablation may set."""
+"""Arguments of `attach`, its experimental switches, and one of its plan, that an ablation may set."""
+EXPERIMENTAL = "packing_metadata", "moe_routing"
 
 
 def prepare() -> None:
@@ -40,12 +42,15 @@ def build(spec: Spec) -> Built:
         device=device(),
     )
     switches: dict[str, Any] = dict(spec.switches)
+    experimental: dict[str, Any] = {name: switches.pop(name) for name in EXPERIMENTAL if name in switches}
+    if switches.get("attention") == "masked":
+        experimental["masked_attention"] = bool(switches.pop("attention"))
     buffers = int(switches.pop("offload_buffers", "2"))
     asked: Any = {"off": False, "on": True}.get(spec.recompute, spec.recompute)
-    plan = Plan.asked(asked, buffers)
+    plan = replace(Plan.asked(asked), buffers=buffers)
     if spec.method != "full":
         model = add_lora(model, **spec.adapters)
-    handle = attach(model, plan, **switches)
+    handle = attach(model, plan, **switches, experimental=experimental)
     if plan.undecided and device().type == "cuda" and refusal(model, handle.fuses) is None:  # as our trainer does
         handle = handle.replan(plan_for(model, spec.tokens, autocast=autocast_dtype(spec.method), accumulates=False))
     collator = Collator(spec.tokens, pad_token_id=0)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -13,7 +14,7 @@ from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.export.merge import save_merged
 from pronghorn.memory.plan import Checkpointing, Plan
 from pronghorn.memory.recompute import INSTALLED, install
-from pronghorn.models.attach import attach, attached
+from pronghorn.models.attach import Attention, Experimental, attach, attached
 from pronghorn.models.families import base_causal_lm, recompute_layers
 from pronghorn.models.load import load_model, resolve_dtype
 from pronghorn.models.lora import add_lora
@@ -33,9 +34,7 @@ class FastLanguageModel:
         use_gradient_checkpointing: Checkpointing = "auto",
         *,
         full_finetuning: bool = False,
-        attention: Literal["auto", "tiled", "flash", "per_document", "masked"] = "auto",
-        packing_metadata: Literal["once", "per_layer", "per_layer_mask"] = "once",
-        moe_routing: Literal["once", "loop"] = "once",
+        attention: Attention = "auto",
         trust_remote_code: bool = False,
         token: str | None = None,
         revision: str | None = None,
@@ -53,13 +52,14 @@ class FastLanguageModel:
                 recompute them, and their inputs wait in host memory; "auto" recomputes until `pronghorn.SFTTrainer`
                 knows the batch, and on CUDA then keeps what fits.
             full_finetuning: train every weight; they are kept in float32 (the trainer computes in 16 bits).
-            attention, packing_metadata, moe_routing: as in `pronghorn.attach`.
+            attention: as in `pronghorn.attach`.
         Returns:
             (model, tokenizer); `model.max_seq_length` tells the row length to trainers.
         Raises:
             NotImplementedError: an argument that isn't supported yet, by name.
         """
         _refuse(unsupported, "from_pretrained")
+        plan = Plan.asked(use_gradient_checkpointing)
         if full_finetuning and load_in_4bit:
             raise ConfigError("full_finetuning with load_in_4bit: 4-bit weights can't be trained", "choose one")
         if full_finetuning and resolve_dtype(dtype, torch.device("cpu")) is not torch.float32:  # None is float32 there
@@ -82,8 +82,9 @@ class FastLanguageModel:
                 "merge it first (save_pretrained_merged), or leave full_finetuning out to train it on",
             )
         if packing:
-            attach(model, attention=attention, packing_metadata=packing_metadata, moe_routing=moe_routing)
-        _set_recompute(model, use_gradient_checkpointing)
+            attach(model, plan, attention=attention)
+        else:
+            _set_recompute(model, use_gradient_checkpointing)
         model.hub_revision = revision  # for the adapter's configuration
         return _finish(model, max_seq_length), tokenizer
 
@@ -198,6 +199,11 @@ def _set_recompute(model: Any, value: Checkpointing) -> None:
 
 def _refuse(arguments: dict[str, Any], where: str) -> None:
     """Refuse arguments by name, unless they ask for nothing (False, None, 0)."""
+    if switches := sorted(arguments.keys() & {field.name for field in fields(Experimental)}):
+        raise UnsupportedError(
+            f"{where} does not take {', '.join(switches)}, which only measurements need",
+            f"leave it out, or call pronghorn.attach(model, experimental={{'{switches[0]}': ...}})",
+        )
     asked = sorted(name for name, value in arguments.items() if value)
     if asked:
         raise UnsupportedError(f"{where} does not support {', '.join(asked)} yet", "leave it out")

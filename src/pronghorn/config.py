@@ -28,7 +28,6 @@ from pronghorn.recipe_values import (
     dtype_name,
     listed,
     modules,
-    no_boolean,
     on_or_off,
 )
 from pronghorn.recipe_yaml import LARGEST_FILE, override_key, parse
@@ -151,17 +150,9 @@ class Packing(Section):
 
     enabled: bool = Field(True, description="false pads batches to their longest document instead")
     rows_per_step: int = Field(1, ge=1, description="rows (or documents, unpacked) of a micro-batch")
-    metadata: Literal["once", "per_layer", "per_layer_mask"] = Field(
-        "once", description="once per batch; the others are ablations"
-    )
-    attention: Literal["auto", "tiled", "flash", "per_document", "masked"] = Field(
-        "auto", description="attention backend"
-    )
+    attention: Literal["auto", "tiled", "flash", "per_document"] = Field("auto", description="attention backend")
     graph: Annotated[Literal["auto", "on", "off"], BeforeValidator(on_or_off)] = Field(
         "auto", description="launch layers as one CUDA graph; auto: where that is measured to pay"
-    )
-    moe_routing: Literal["once", "loop"] = Field(
-        "once", description="group tokens by expert once a layer; loop is transformers' way, an ablation"
     )
 
 
@@ -206,9 +197,6 @@ class Memory(Section):
         "auto",
         description="recompute layers in the backward pass; offload or unsloth: keep their inputs in host memory "
         "meanwhile; auto: on CUDA keep what fits into the memory there is, elsewhere true",
-    )
-    offload_buffers: Annotated[Literal[1, 2], BeforeValidator(no_boolean)] = Field(
-        2, description="inputs that come back at a time: 2 hides the copies, 1 is the ablation"
     )
     budget: str | None = Field(
         None,

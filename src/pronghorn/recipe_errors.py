@@ -41,6 +41,12 @@ _ALIASES = {
     "fp16": "precision.dtype",
 }
 """What other libraries call a key."""
+_REMOVED = {
+    "packing.metadata": "attach(model, experimental={'packing_metadata': ...})",
+    "packing.moe_routing": "attach(model, experimental={'moe_routing': ...})",
+    "memory.offload_buffers": "attach(model, Plan.offload(buffers=...))",
+}
+"""Keys of earlier releases that only measurements need, and what a script writes for them."""
 _PLAIN = {
     "instance of <class 'pathlib.Path'>": "path",
     " for <class 'pathlib.Path'>": "",
@@ -74,6 +80,13 @@ def explain(error: ValidationError, source: str, about: dict[str, str]) -> Confi
     # `list[Source]` and `constrained-int` are pydantic's, no keys
     path = [part for part in map(str, first["loc"]) if "[" not in part and not part.startswith("constrained-")]
     key, value = ".".join(path), first.get("input")
+    if key in _REMOVED:
+        return ConfigError(
+            f"{source}: {key} is no key of a recipe any more", f"leave it out; to measure with it: {_REMOVED[key]}"
+        )
+    if key == "packing.attention" and value == "masked":
+        remedy = "leave it out; to measure with it: attach(model, experimental={'masked_attention': True})"
+        return ConfigError(f"{source}: packing.attention = 'masked' is no choice of a recipe any more", remedy)
     if first["type"] == "extra_forbidden":
         return ConfigError(f"{source}: unknown key {key}", _meant(path, about))
     if first["type"] == "missing":

@@ -62,13 +62,6 @@ def on_or_off(value: object) -> object:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
-def no_boolean(value: object) -> object:
-    """Refuse `true`, which equals 1 and would pass for it where only some numbers are allowed."""
-    if isinstance(value, bool):
-        raise ValueError("input should be a number")
-    return value
-
-
 # strict otherwise: `true` is no number of steps, "3" neither
 File = Annotated[
     Path, Field(strict=False), BeforeValidator(_no_empty_path), AfterValidator(_at_home), AfterValidator(_possible)

@@ -18,7 +18,7 @@ from pronghorn.device import has_cudnn_attention
 from pronghorn.layers.attention import AttentionBlock
 from pronghorn.models import report
 from pronghorn.models.attach import attach
-from pronghorn.models.graph import TrunkGraphs
+from pronghorn.models.graph import BackboneGraphs
 from support.documents import gradients, one_document_at_a_time
 from support.fused import with_adapters
 from support.tiny import packed_row, tiny_model
@@ -192,7 +192,7 @@ def test_graphs_leave_long_documents_out() -> None:
     backbone: Any = torch.nn.Linear(1, 1)
     backbone.layers, backbone.config = [], None
     backbone.__dict__["_pronghorn_layers"] = SimpleNamespace(generation=1)
-    graphs = TrunkGraphs(backbone, lambda: None, True, lambda: None, lambda: 100, lambda: None)
+    graphs = BackboneGraphs(backbone, lambda: None, True, lambda: None, lambda: 100, lambda: None)
     captured: list[Any] = []
     graphs._capture = lambda *given: captured.append(given)  # type: ignore[method-assign]
     embeds = torch.zeros(1, 128, 4)

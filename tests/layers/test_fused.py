@@ -390,21 +390,20 @@ def test_a_wide_input_s_adapter_lies_below_the_weight() -> None:
         assert up.data_ptr() == gate.data_ptr() and up.nbytes() == 4 * 2 * rows * columns
 
 
-def test_frozen_weights_are_put_together_at_attach() -> None:
+def test_frozen_weights_are_merged() -> None:
     """Those that are trained stay apart: under autocast a forward copies them, and saving would copy each slice."""
     for trained in (False, True):
         model = tiny_model("llama").requires_grad_(trained)
-        attach(model, layers="fused")
+        attach(model, layers="fused").merge_weights()
         up, gate = (getattr(model.model.layers[0].mlp, name).weight for name in ("up_proj", "gate_proj"))
         assert (up.untyped_storage().data_ptr() == gate.untyped_storage().data_ptr()) is not trained
 
 
-def test_adapters_that_come_after_attach_are_put_together_too() -> None:
-    """By the trainer and `get_peft_model`, not by the first forward."""
+def test_weights_merged_with_room_for_adapters_stay() -> None:
     model = tiny_model("llama", **WIDE)
     handle = attach(model, layers="fused")
     adapted = with_adapters(model)
-    handle.adopt_adapters()
+    handle.merge_weights()
     before = {name: parameter.data_ptr() for name, parameter in adapted.named_parameters()}
     adapted(**packed_row(LENGTHS, ROW))
     assert {name: parameter.data_ptr() for name, parameter in adapted.named_parameters()} == before
@@ -413,7 +412,8 @@ def test_adapters_that_come_after_attach_are_put_together_too() -> None:
 def test_nothing_is_put_together_for_layers_that_are_not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LayerBuilder, "_reason", lambda *_: "head_dim 80 is no power of two")
     model = with_adapters(tiny_model("llama"))
-    attach(model, layers="fused")
+    attach(model, layers="fused").merge_weights()
+    model(**packed_row(LENGTHS, ROW))
     up, gate = (getattr(model.get_base_model().model.layers[0].mlp, name) for name in ("up_proj", "gate_proj"))
     places = [each.base_layer.weight.untyped_storage().data_ptr() for each in (up, gate)]
     assert len(set(places)) == 2
@@ -439,8 +439,8 @@ def test_weights_that_were_moved_are_merged_again() -> None:
     handle.detach()
 
 
-def test_weights_are_put_together_at_attach_and_all_of_a_layer_moved() -> None:
-    """Before there are activations; again when adapters came that lie below a weight, else no weight is moved."""
+def test_all_weights_of_a_layer_are_moved_where_one_is() -> None:
+    """Merged again when adapters came that lie below a weight; else no weight is moved."""
     model, batch = tiny_model("llama", **WIDE).requires_grad_(False), packed_row(LENGTHS, ROW)
     whole = {name: weight.clone() for name, weight in model.named_parameters()}
 
@@ -450,24 +450,23 @@ def test_weights_are_put_together_at_attach_and_all_of_a_layer_moved() -> None:
         return {name: place for name, place in found.items() if "_proj.weight" in name}
 
     loaded = places()
-    attach(model, layers="fused")
+    attach(model, layers="fused").merge_weights()
     attached = places()
     assert all(attached[name] != loaded[name] for name in attached)
     attention = model.model.layers[1].self_attn
     q, k = attention.q_proj.weight, attention.k_proj.weight
     assert k.data_ptr() == q.data_ptr() + q.nbytes
-    attach(model, layers="fused")
+    attach(model, layers="fused").merge_weights()
     assert places() == attached
     adapted = with_adapters(model)
-    attach(adapted, layers="fused")
+    handle = attach(adapted, layers="fused")
+    handle.merge_weights()
     grown = places()
     assert all(grown[name] != attached[name] for name in grown)
     adapted(**batch).loss.backward()
     assert places() == grown
-    attach(adapted, layers="fused").detach()
-    attach(adapted, layers="fused")
-    stayed = {name for name in grown if "down_proj" not in name}  # whose A another handle's layers may fill
-    assert all(places()[name] == grown[name] for name in stayed)
+    handle.detach()
+    assert all(weight.untyped_storage().nbytes() == weight.nbytes for weight in adapted.parameters())
     for name, weight in adapted.get_base_model().named_parameters():
         if "lora_" not in name:
             assert torch.equal(weight, whole[name.replace(".base_layer", "")])

@@ -119,6 +119,17 @@ def test_a_change_on_an_attached_model_is_noticed(change: str, first: bool) -> N
     assert_same(found[1], found[0])
 
 
+def test_layers_that_were_taken_out_are_fused_when_they_are_back() -> None:
+    """As `measured_times` does: a build of one layer serves no other ones."""
+    model = with_adapters(tiny_model("llama"))
+    handle, backbone = attach(model, layers="fused"), model.get_base_model().model
+    layers = backbone.layers
+    for count in (1, 2, 3):
+        backbone.layers = torch.nn.ModuleList(list(layers)[:count])
+        model(**BATCH)
+        assert handle.layers is not None and set(handle.layers._builds[0].runs) == set(backbone.layers)
+
+
 def test_biases_frozen_while_weights_are_trained() -> None:
     found = []
     for layers in ("stock", "fused"):

@@ -86,10 +86,10 @@ def test_policies_change_what_is_kept_only(policy: Policy) -> None:
 def test_the_loss_asks_for_these_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = with_adapters(tiny_model("llama")), few_labels()
     handle, seen = attach(model, layers="fused"), []
-    plain = causal_lm.labelled_cross_entropy
+    plain = causal_lm.packed_lm_loss
     monkeypatch.setattr(
         causal_lm,
-        "labelled_cross_entropy",
+        "packed_lm_loss",
         lambda hidden, *args, **kw: seen.append(hidden) or plain(hidden, *args, **kw),
     )
     model(**batch)

@@ -49,7 +49,7 @@ from pronghorn.models.attach import attach, attached
 from pronghorn.models.auto_plan import cuda_device_spec, dims_of, measured_times, plan_for, setup_of, skeleton
 from pronghorn.models.families import base_causal_lm
 from pronghorn.models.lora import add_lora
-from pronghorn.train.trainer import _decided
+from pronghorn.train.trainer import _resolve_plan
 from support.tiny import FAMILIES, tiny_model
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -528,16 +528,16 @@ def test_a_recipe_is_planned_without_weights_and_its_data_counted(recipe: Path) 
 
 
 @pytest.mark.parametrize(
-    ("asked", "policy", "buffers"),
-    [("false", "keep", 2), ("true", "recompute the layer", 2), ("offload", "recompute with the input offloaded", 1)],
+    ("asked", "policy"),
+    [("false", "keep"), ("true", "recompute the layer"), ("offload", "recompute with the input offloaded")],
 )
-def test_what_the_recipe_asks_for_is_planned(recipe: Path, asked: str, policy: str, buffers: int) -> None:
-    changes = f"memory.gradient_checkpointing={asked}", "memory.offload_buffers=1", "--device", "h200", "--json"
+def test_what_the_recipe_asks_for_is_planned(recipe: Path, asked: str, policy: str) -> None:
+    changes = f"memory.gradient_checkpointing={asked}", "--device", "h200", "--json"
     found = json.loads(run_plan(*large(recipe, "Llama-3.1-8B"), *changes).stdout)["plan"]
-    assert set(found["policies"]) == {policy} and found["buffers"] == buffers
+    assert set(found["policies"]) == {policy} and found["buffers"] == 2
     dims, work = dims_of(skeleton(config_of("Llama-3.1-8B"))), TrainSetup(8192, accumulates=False)
     step, policies = MemoryModel.of(dims, work), (Policy(policy),) * len(dims.layers)
-    assert found["predicted"]["peak"] == sum(step.peak(policies, buffers).values())
+    assert found["predicted"]["peak"] == sum(step.peak(policies, 2).values())
 
 
 def test_what_the_recipe_asks_for_does_not_fit(recipe: Path) -> None:
@@ -595,7 +595,7 @@ def test_float16_runs_without_graphs(recipe: Path) -> None:
     assert found["work"]["graph"] is False and found["work"]["itemsize"] == 2
 
 
-@pytest.mark.parametrize("change", ["packing.enabled=false", "adapter.lora_dropout=0.1", "packing.metadata=per_layer"])
+@pytest.mark.parametrize("change", ["packing.enabled=false", "adapter.lora_dropout=0.1"])
 def test_layers_that_cannot_be_fused_are_planned_as_they_run(recipe: Path, change: str) -> None:
     found = json.loads(run_plan(str(recipe), change, "--device", "rtx3090", "--json").stdout)
     assert found["work"]["fused"] is False and found["work"]["padded"] == (change == "packing.enabled=false")
@@ -694,7 +694,7 @@ def test_what_is_fused_now_is_what_counts() -> None:
 
 def test_which_models_with_experts_have_no_plan() -> None:
     model = add_lora(tiny_model("qwen3_moe"), r=RANK, target_modules=ATTENTION)
-    attach(model, moe_routing="loop")
+    attach(model, experimental={"moe_routing": "loop"})
     with pytest.raises(UnsupportedError, match="experts go transformers' way"):
         dims_of(model)
 
@@ -737,21 +737,21 @@ def test_the_trainer_plans_for_its_batches_and_for_one_device(
     )
     args = SimpleNamespace(per_device_train_batch_size=2, max_length=64, bf16=packing, fp16=True, packing=packing)
     args.gradient_accumulation_steps = 1 + packing
-    _decided(handle, args)
+    _resolve_plan(handle, args)
     wanted = ((128, 7), {"autocast": torch.bfloat16, "padded": 0, "accumulates": True})
     if not packing:
         wanted = ((128, 7), {"autocast": torch.float16, "padded": 2, "accumulates": False})
     assert asked == ([wanted] if len(devices) == 1 else [])
     monkeypatch.setattr(auto_plan, "refusal", lambda model, fused: None if fused else "padded")
     asked.clear()
-    _decided(handle, args)
+    _resolve_plan(handle, args)
     assert asked == ([wanted] if len(devices) == 1 and packing else [])  # padded rows of experts aren't counted
     asked.clear()
-    assert _decided(handle, SimpleNamespace(**{**vars(args), "max_length": None})) is handle.plan
+    assert _resolve_plan(handle, SimpleNamespace(**{**vars(args), "max_length": None})) is handle.plan
     handle.fuses = False
-    _decided(handle, args)
+    _resolve_plan(handle, args)
     handle.fuses, handle.plan = True, Plan.keep()
-    assert _decided(handle, args) == Plan.keep() and asked == []
+    assert _resolve_plan(handle, args) == Plan.keep() and asked == []
 
 
 def test_processes_make_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:

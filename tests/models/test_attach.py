@@ -18,14 +18,16 @@ from pronghorn.attention.packed import implementation
 from pronghorn.data.batch import PackedBatch
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
 from pronghorn.memory.plan import Plan, Policy
-from pronghorn.models import head
+from pronghorn.models import loss as loss_module
 from pronghorn.models.attach import attach, attached
 from pronghorn.models.families import recompute_layers, recomputes_layers, rope_limit
-from support.documents import compare
+from support.documents import attach_options, compare
+from support.fused import BIASED, WIDE, count_attachments, with_adapters
 from support.tiny import FAMILIES, VOCAB, packed_row, tiny_model
 from support.traces import trace
 
 LENGTHS = [1, 11, 1, 20, 9]
+MASKED = {"masked_attention": True}
 ROW = 48
 
 
@@ -55,7 +57,7 @@ def test_attach_is_idempotent() -> None:
     handle = attach(model)
     before = trace(model)
     assert attach(model) is handle
-    assert attach(model, attention="auto", packing_metadata="once") is handle
+    assert attach(model, attention="auto", experimental={"packing_metadata": "once"}) is handle
     assert trace(model) == before
     assert attached(model) is handle
 
@@ -64,7 +66,7 @@ def test_other_options_replace_the_handle_and_detach_still_restores() -> None:
     model = tiny_model("llama")
     before = trace(model)
     first = attach(model)
-    second = attach(model, attention="masked")
+    second = attach(model, experimental=MASKED)
     assert second is not first and attached(model) is second
     first.detach()  # no longer in charge: does nothing
     assert attached(model) is second
@@ -195,18 +197,18 @@ class Count:
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("attention", ["auto", "masked"])
-@pytest.mark.parametrize("lane", ["A", "B position_ids", "B cu_seq_lens"])
+@pytest.mark.parametrize("metadata", ["packed", "position_ids", "cu_seq_lens"])
 def test_metadata_is_built_once_per_batch(
-    monkeypatch: pytest.MonkeyPatch, lane: str, attention: Any, recompute: bool
+    monkeypatch: pytest.MonkeyPatch, metadata: str, attention: Any, recompute: bool
 ) -> None:
     model = tiny_model("llama")
-    attach(model, Plan.recompute() if recompute else Plan.keep(), attention=attention)
+    attach(model, Plan.recompute() if recompute else Plan.keep(), **attach_options(attention))
     count = Count(monkeypatch)
     batch = packed_row(LENGTHS, ROW)
-    if lane != "A":
+    if metadata != "packed":
         count.builds = 0
         packed = batch.pop("packed")
-        if lane == "B cu_seq_lens":
+        if metadata == "cu_seq_lens":
             bounds = torch.tensor([0, *[end for _, end in packed.segments]], dtype=torch.int32)
             batch |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 20, "max_length_k": 20}
     model(**batch).loss.backward()
@@ -217,7 +219,7 @@ def test_metadata_is_built_once_per_batch(
 
 def test_one_mask_for_each_window(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("gemma3_text", layer_types=["sliding_attention", "full_attention", "sliding_attention"])
-    attach(model, attention="masked")
+    attach(model, experimental=MASKED)
     count = Count(monkeypatch)
     model(**packed_row(LENGTHS, ROW)).loss.backward()
     assert (len(count.masks), count.distinct_masks) == (3, 2)
@@ -226,10 +228,10 @@ def test_one_mask_for_each_window(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_ablations_rebuild_in_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = tiny_model("llama"), packed_row(LENGTHS, ROW)
     count = Count(monkeypatch)
-    attach(model, packing_metadata="per_layer")
+    attach(model, experimental={"packing_metadata": "per_layer"})
     model(**batch)
     assert count.builds == 3
-    attach(model, packing_metadata="per_layer_mask")
+    attach(model, experimental={"packing_metadata": "per_layer_mask"})
     model(**batch)
     assert (count.builds, count.distinct_masks) == (3, 3)
 
@@ -245,7 +247,7 @@ def test_ablations_give_the_same_loss_and_gradients(family: str) -> None:
         ("auto", "per_layer_mask"),
     ):
         model = tiny_model(family)
-        attach(model, attention=attention, packing_metadata=metadata)
+        attach(model, **attach_options(attention, metadata))
         loss = model(**packed_row(LENGTHS, ROW)).loss
         loss.backward()
         losses.append(loss.item())
@@ -299,9 +301,10 @@ def test_configs_that_cannot_be_isolated_are_refused(family: str, option: str, v
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"attention": "eager"}, "attention 'eager' is unknown: use one of auto, tiled, flash, per_document, masked"),
+        ({"attention": "eager"}, "attention 'eager' is unknown: use one of auto, tiled, flash, per_document$"),
         ({"attention": "flex_attention"}, "attention 'flex_attention' is unknown"),
-        ({"packing_metadata": "twice"}, "packing_metadata 'twice' is unknown"),
+        ({"experimental": {"packing_metadata": "twice"}}, "packing_metadata 'twice' is unknown"),
+        ({"experimental": {"speed": 2}}, "experimental 'speed' is unknown: use one of packing_metadata, moe_routing, "),
     ],
 )
 def test_unknown_options_are_refused(options: dict[str, Any], message: str) -> None:
@@ -326,30 +329,91 @@ def test_a_failed_second_attach_leaves_the_first() -> None:
     model = tiny_model("llama")
     handle = attach(model)
     with pytest.raises(UnsupportedError):
-        attach(model, Plan(policies=(Policy.RECOMPUTE_CHEAP,)), attention="masked")
+        attach(model, Plan(policies=(Policy.RECOMPUTE_CHEAP,)), experimental=MASKED)
     assert attached(model) is handle
 
 
-def test_memory_that_runs_out_in_attach_leaves_a_model_that_can_be_detached(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_whose_weights_could_not_be_merged_for_memory_is_detached(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
-    before = trace(model)
+    before, places = trace(model), storages(model)
 
     def run_out(*_: Any) -> None:
         raise torch.OutOfMemoryError("for merged weights")
 
-    monkeypatch.setattr("pronghorn.layers.decoder.FusedLayers.merge_weights", run_out)
+    handle = attach(model, Plan.recompute(), layers="fused")
+    monkeypatch.setattr("pronghorn.layers.decoder.merge_weights", run_out)
     with pytest.raises(torch.OutOfMemoryError):
-        attach(model, Plan.recompute(), layers="fused")
-    handle = attached(model)
-    assert handle is not None
+        model(**packed_row(LENGTHS, ROW))
     handle.detach()
-    assert trace(model) == before
+    assert trace(model) == before and storages(model) == places
+
+
+def storages(model: Any) -> dict[str, int]:
+    """Where each parameter's storage lies."""
+    return {name: parameter.untyped_storage().data_ptr() for name, parameter in model.named_parameters()}
+
+
+def bits(model: Any) -> dict[str, bytes]:
+    return {name: value.numpy().tobytes() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("changed", ["", "adapters added", "copied"])
+def test_detach_gives_weights_storages_of_their_own(changed: str) -> None:
+    """Merged products of several linears and their biases, and a weight with LoRA's A below it."""
+    model: Any = tiny_model("qwen2", **{**BIASED, **WIDE})
+    parameters, weights, count = dict(model.named_parameters()), bits(model), len(set(storages(model).values()))
+    adapted = model if changed == "adapters added" else with_adapters(model, r=8)
+    attach(model, layers="fused")
+    model(**packed_row(LENGTHS, ROW))
+    if changed == "adapters added":  # PEFT wraps the linears whose weights were merged
+        adapted = with_adapters(model, r=8)
+        model(**packed_row(LENGTHS, ROW))
+    if changed == "copied":
+        model = adapted = copy.deepcopy(adapted)
+        model(**packed_row(LENGTHS, ROW))
+    handle = attached(model)
+    places = storages(adapted)
+    assert handle is not None and len(set(places.values())) < len(places)
+    handle.detach()
+    places = storages(adapted)
+    assert len(set(places.values())) == len(places) and all(
+        parameter.untyped_storage().nbytes() == parameter.nbytes for parameter in adapted.parameters()
+    )
+    base = adapted.unload()
+    assert bits(base) == weights and len(set(storages(base).values())) == count
+    if changed != "copied":
+        assert all(parameter is parameters[name] for name, parameter in base.named_parameters())
+
+
+def test_another_plan_attaches_nothing_anew_and_moves_no_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = with_adapters(tiny_model("llama", **WIDE), r=8)
+    counts = count_attachments(monkeypatch)
+    handle = attach(model, Plan.recompute(), layers="fused")
+    model(**packed_row(LENGTHS, ROW))
+    places, build = storages(model), handle.layers._builds[0]  # type: ignore[union-attr]
+    for plan in (Plan.keep(), None, Plan.offload()):
+        assert handle.replan(plan) is attached(model) is handle and handle.plan == plan
+        model(**packed_row(LENGTHS, ROW))
+    assert attach(model, Plan.keep(), layers="fused") is handle and handle.plan == Plan.keep()
+    with handle.trying(Plan.recompute()):
+        assert handle.plan == Plan.recompute() and recomputes_layers(model)
+    assert handle.plan == Plan.keep() and not recomputes_layers(model)
+    assert counts == {"attached": 1, "merged": 1} and storages(model) == places
+    assert handle.layers is not None and handle.layers._builds == [build]
+
+
+def test_a_plan_that_layers_cannot_follow_leaves_the_one_before() -> None:
+    model = tiny_model("llama")
+    handle = attach(model, Plan.recompute())
+    with pytest.raises(UnsupportedError, match="needs fused layers"):
+        handle.replan(Plan(policies=(Policy.RECOMPUTE_CHEAP,)))
+    assert handle.plan == Plan.recompute() and recomputes_layers(model)
 
 
 def test_other_options_keep_the_plan() -> None:
     model = tiny_model("llama")
     attach(model, Plan.recompute())
-    assert attach(model, attention="masked").plan == Plan.recompute()
+    assert attach(model, experimental=MASKED).plan == Plan.recompute()
     assert recomputes_layers(model)
 
 
@@ -366,10 +430,10 @@ def test_chunks_of_a_head_with_dropout_are_recomputed_as_they_were(monkeypatch: 
     model = get_peft_model(tiny_model("llama"), LoraConfig(target_modules=["lm_head"], lora_dropout=0.5)).train()
     batch, found = packed_row([400, 112], 512), []
     attach(model)
-    monkeypatch.setattr(head, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(loss_module, "CHUNK_BYTES", 1)
     for recompute in (True, False):
         if not recompute:
-            monkeypatch.setattr(head, "checkpoint", lambda function, *args, **_: function(*args))
+            monkeypatch.setattr(loss_module, "checkpoint", lambda function, *args, **_: function(*args))
         model.zero_grad()
         torch.manual_seed(0)
         model(**batch).loss.backward()
@@ -380,7 +444,7 @@ def test_chunks_of_a_head_with_dropout_are_recomputed_as_they_were(monkeypatch: 
 def test_the_head_s_product_is_in_autocast_s_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     model, seen = tiny_model("llama"), []
     attach(model)
-    monkeypatch.setattr(head, "linear_cross_entropy", lambda h, *rest: seen.append(h.dtype) or h.sum())
+    monkeypatch.setattr(loss_module, "linear_cross_entropy", lambda h, *rest: seen.append(h.dtype) or h.sum())
     with torch.autocast("cpu", torch.bfloat16):
         model(**packed_row([40, 13], 64))
     assert seen == [torch.bfloat16]
@@ -404,12 +468,14 @@ def test_a_loss_function_of_one_s_own_is_called() -> None:
 def test_a_handle_stays_the_model_s_when_it_plans_anew() -> None:
     model = tiny_model("llama")
     before = trace(model)
-    handle = attach(model, attention="masked")
+    handle = attach(model, experimental=MASKED)
     assert handle.replan(Plan.recompute()) is attached(model) is handle
     assert {line.part: line.path for line in handle.report}["activations"] == "recompute the layer"
     other = attach(model, Plan.keep())
-    assert handle.replan(None) is attached(model) is handle and handle.plan is None and other.plan == Plan.keep()
-    handle.detach()
+    with pytest.raises(ConfigError, match="attachment that was replaced: use what attach returned last"):
+        handle.replan(None)
+    assert other.replan(None) is attached(model) is other and other.plan is None
+    other.detach()
     assert trace(model) == before
 
 
@@ -544,10 +610,10 @@ def test_two_models_do_not_disturb_each_other() -> None:
     alone = []
     for metadata in ("once", "per_layer_mask"):
         model = tiny_model("llama", seed=3)
-        attach(model, packing_metadata=metadata)
+        attach(model, experimental={"packing_metadata": metadata})
         alone.append(model(**batch).loss.item())
     first, second, plain = (tiny_model("llama", seed=3) for _ in range(3))
-    one, two = attach(first), attach(second, attention="masked", packing_metadata="per_layer_mask")
+    one, two = attach(first), attach(second, **attach_options("masked", "per_layer_mask"))
     assert [first(**batch).loss.item(), second(**batch).loss.item()] == alone
     assert attached(plain) is None and not plain.model._forward_pre_hooks
     one.detach()

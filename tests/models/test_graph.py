@@ -1,4 +1,4 @@
-"""The trunk as CUDA graphs: the same bits as without, whatever the batches; and what isn't captured."""
+"""The backbone as CUDA graphs: the same bits as without, whatever the batches; and what isn't captured."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from pronghorn.layers.decoder import STEP
 from pronghorn.memory.plan import POLICY, Plan, Policy
 from pronghorn.models import metadata
 from pronghorn.models.attach import _graph_refusal, attach, attached
-from pronghorn.models.graph import MOST_GRAPHS, TrunkGraphs, _Captured, _Replay, graphed_class, runs_of
+from pronghorn.models.graph import MOST_GRAPHS, BackboneGraphs, _Captured, _Replay, graphed_class, runs_of
 from pronghorn.models.graph import _fingerprint as fingerprint_of_the_build
-from pronghorn.models.graph_trial import LOOKED_AT, MEASURED_FORWARDS, MEASURED_REPLAYS, GraphTrial
+from pronghorn.models.graph_benefit import LOOKED_AT, MEASURED_FORWARDS, MEASURED_REPLAYS, GraphBenefit
 from support.changes import CHANGES, adapted
 from support.documents import LENGTHS, ROW, gradients
 from support.fused import BIASED, WIDE, with_adapters
@@ -290,7 +290,7 @@ class CudaOnTheCPU:
         self.current = before
 
 
-def graphs_of(model: Any, monkeypatch: pytest.MonkeyPatch) -> TrunkGraphs:
+def graphs_of(model: Any, monkeypatch: pytest.MonkeyPatch) -> BackboneGraphs:
     with monkeypatch.context() as as_on_cuda:
         as_on_cuda.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
         graphs = attach(model, layers="fused", graph="on").graphs
@@ -299,7 +299,9 @@ def graphs_of(model: Any, monkeypatch: pytest.MonkeyPatch) -> TrunkGraphs:
     return graphs
 
 
-def forward_with(cuda: Any, graphs: TrunkGraphs, lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
+def forward_with(
+    cuda: Any, graphs: BackboneGraphs, lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> torch.Tensor:
     row = packed_row(lengths, ROW)
     embeds = graphs._backbone.embed_tokens(row["input_ids"]).detach()
     look(graphs._backbone)
@@ -361,8 +363,8 @@ def test_replays_on_their_way_are_waited_for_before_graphs_are_given_back(monkey
     first, same, second = ([id(each)] for each in every)
     assert same == first != second and waited == [first]
 
-    graphs._trial = GraphTrial()
-    graphs._trial.host_share, graphs._trial.gain = 1.0, 2.0
+    graphs._benefit = GraphBenefit()
+    graphs._benefit.host_share, graphs._benefit.gain = 1.0, 2.0
     with monkeypatch.context() as faked:
         faked.setattr(torch, "cuda", cuda)
         row = packed_row(LENGTHS, ROW)
@@ -390,16 +392,16 @@ def test_what_is_captured_reads_no_table_of_addresses(monkeypatch: pytest.Monkey
 def test_captured_layers_keep_no_norms_results_and_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that keep everything, as planned or because recomputation was switched off; not those that keep less."""
     graphs = graphs_of(with_adapters(tiny_model("llama", num_hidden_layers=4)), monkeypatch)
-    layers, seen, trunk = graphs._backbone.layers, [], graphs._trunk
+    layers, seen, backbone = graphs._backbone.layers, [], graphs._backbone_forward
     policies = [None, Policy.KEEP, Policy.RECOMPUTE_LAYER, Policy.RECOMPUTE_MLP]
     for layer, policy in zip(layers[1:], policies[1:], strict=True):
         layer.__dict__[POLICY] = policy
 
     def noted(*static: Any) -> torch.Tensor:
         seen[:] = [layer.__dict__[POLICY] for layer in layers]
-        return trunk(*static)
+        return backbone(*static)
 
-    monkeypatch.setattr(graphs, "_trunk", noted)
+    monkeypatch.setattr(graphs, "_backbone_forward", noted)
     forward_with(CudaOnTheCPU(), graphs, LENGTHS, monkeypatch)
     assert seen == [Policy.RECOMPUTE_CHEAP] * 3 + [Policy.RECOMPUTE_MLP]
     assert [layer.__dict__.get(POLICY) for layer in layers] == policies and POLICY not in layers[0].__dict__
@@ -420,7 +422,7 @@ def test_a_capture_that_fails_leaves_the_stream_as_it_was(monkeypatch: pytest.Mo
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError("warming up")
 
-    monkeypatch.setattr(graphs, "_trunk", fail)
+    monkeypatch.setattr(graphs, "_backbone_forward", fail)
     with pytest.raises(torch.OutOfMemoryError):
         forward_with(cuda, graphs, [2] * 40, monkeypatch)
     assert cuda.waits == [("aside", "main"), ("main", "aside")]
@@ -472,7 +474,7 @@ def test_a_graph_that_gains_nothing_is_given_back(captured: tuple[Any, Any]) -> 
     model, _ = captured
     handle = attach(model, layers="fused", graph="auto")
     graphs = handle.graphs
-    graphs._trial.host_share, graphs._trial.plain_ms = 0.8, 1e-6
+    graphs._benefit.host_share, graphs._benefit.plain_ms = 0.8, 1e-6
     gc.collect()
     torch.cuda.empty_cache()
     others, losses, batch = graph_bytes(), [], on_device(LENGTHS, 0)  # graphs of tests before
@@ -529,13 +531,13 @@ def test_a_graph_is_judged_by_forward_and_backward(
     with monkeypatch.context() as as_on_cuda:
         as_on_cuda.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
         graphs = attach(model, layers="fused", graph="auto").graphs
-    assert graphs is not None and graphs._trial is not None
-    trial = graphs._trial
+    assert graphs is not None and graphs._benefit is not None
+    trial = graphs._benefit
     monkeypatch.setattr(graphs, "_refusal", lambda: None)
     monkeypatch.setattr(graphs, "_longest", lambda: 90)
     cuda: Any = CudaOnTheCPU()
     cuda.Event = clock.Event
-    monkeypatch.setattr("pronghorn.models.graph_trial.time.perf_counter", lambda: clock.now / 1e3)
+    monkeypatch.setattr("pronghorn.models.graph_benefit.time.perf_counter", lambda: clock.now / 1e3)
     leaf = torch.ones(1, requires_grad=True)
 
     def plain() -> list[torch.Tensor]:
@@ -576,16 +578,16 @@ def test_a_graph_is_judged_by_forward_and_backward(
 def test_a_forward_that_needs_no_gradient_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with adapters merged, which still require theirs; nor does it tell how long a backward takes to launch."""
     model = with_adapters(tiny_model("llama"))
-    assert "merged" not in str(_graph_refusal(model.base_model.model, "auto", None))
+    assert "merged" not in str(_graph_refusal(model.base_model.model, "auto"))
     cuda: Any = CudaOnTheCPU()
     cuda.Event = Clock().Event
     graphs = graphs_of(model, monkeypatch)
-    graphs._trial = trial = GraphTrial()
+    graphs._benefit = trial = GraphBenefit()
     row = packed_row(LENGTHS, ROW)
     embeds = graphs._backbone.embed_tokens(row["input_ids"]).detach()
     given = {"inputs_embeds": embeds, "position_ids": row["position_ids"], "packed": row["packed"], "use_cache": False}
     model.merge_adapter()
-    assert "adapters are merged" in str(_graph_refusal(model.base_model.model, "auto", None))
+    assert "adapters are merged" in str(_graph_refusal(model.base_model.model, "auto"))
     for _ in range(MEASURED_FORWARDS + 2):
         with monkeypatch.context() as faked:
             faked.setattr(torch, "cuda", cuda)
@@ -607,7 +609,7 @@ class OnCuda(torch.Tensor):
 
 
 def asked_for(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What the model's forwards hand to graphs from now on, stand-ins that compute what the trunk would."""
+    """What the model's forwards hand to graphs from now on, stand-ins that compute what the backbone would."""
     backbone, asked = model.get_base_model().model, []
     plain = type(backbone)
     backbone.__class__ = graphed_class(plain)
@@ -618,7 +620,9 @@ def asked_for(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         mask = packed.cu_seqlens.view(1, 1, 1, -1)
         return plain.forward(backbone, inputs_embeds=embeds, attention_mask=mask, **given).last_hidden_state
 
-    graphs = SimpleNamespace(forward=forward, without=lambda run: run(), clear=lambda: asked.append("cleared"))
+    graphs = SimpleNamespace(
+        forward=forward, without=lambda run: run(), clear=lambda: asked.append("cleared"), paused=False
+    )
     backbone.__dict__["_pronghorn_graphs"] = graphs
     found = metadata._from_stock_arguments
     monkeypatch.setattr(metadata, "_from_stock_arguments", lambda kwargs: on_cuda(found(kwargs)))
@@ -687,18 +691,18 @@ def test_a_model_that_is_moved_lets_go_of_what_it_kept(monkeypatch: pytest.Monke
     assert asked == ["cleared"] and not runs_of(backbone) and all(weight() is None for weight in weights)
 
 
-def trial_of(model: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> tuple[TrunkGraphs, GraphTrial, Any]:
+def benefit_of(model: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> tuple[BackboneGraphs, GraphBenefit, Any]:
     """Graphs that are measured, by stand-ins for CUDA."""
     with monkeypatch.context() as as_on_cuda:
         as_on_cuda.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
         graphs = attach(model, layers="fused", graph="auto").graphs
-    assert graphs is not None and graphs._trial is not None
+    assert graphs is not None and graphs._benefit is not None
     monkeypatch.setattr(graphs, "_refusal", lambda: None)
     monkeypatch.setattr(graphs, "_longest", lambda: None)
     cuda: Any = CudaOnTheCPU()
     cuda.Event = clock.Event
-    monkeypatch.setattr("pronghorn.models.graph_trial.time.perf_counter", lambda: clock.now / 1e3)
-    return graphs, graphs._trial, cuda
+    monkeypatch.setattr("pronghorn.models.graph_benefit.time.perf_counter", lambda: clock.now / 1e3)
+    return graphs, graphs._benefit, cuda
 
 
 @pytest.mark.parametrize(("accumulated", "phase"), [(n, phase) for n in (1, 2, 3, 4) for phase in range(n)])
@@ -707,7 +711,7 @@ def test_graphs_are_judged_alike_whenever_the_optimiser_steps(
 ) -> None:
     """Every n-th time from a forward to the next has an optimiser step of 6 ms in it."""
     clock, row = Clock(), packed_row(LENGTHS, ROW)
-    graphs, trial, cuda = trial_of(with_adapters(tiny_model("llama")), clock, monkeypatch)
+    graphs, trial, cuda = benefit_of(with_adapters(tiny_model("llama")), clock, monkeypatch)
     embeds, leaf = graphs._backbone.embed_tokens(row["input_ids"]).detach(), torch.ones(1, requires_grad=True)
 
     def plain() -> list[torch.Tensor]:
@@ -728,7 +732,7 @@ def test_graphs_are_judged_alike_whenever_the_optimiser_steps(
 def test_graphs_that_are_hardly_replayed_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with rows of ever other lengths: four are captured, and the others go without."""
     clock = Clock()
-    graphs, trial, cuda = trial_of(with_adapters(tiny_model("llama")), clock, monkeypatch)
+    graphs, trial, cuda = benefit_of(with_adapters(tiny_model("llama")), clock, monkeypatch)
     trial.host_share = 1.0
     for number in range(LOOKED_AT + 1):
         row = packed_row([40, ROW + 8 * number - 40], ROW + 8 * number)
@@ -745,7 +749,7 @@ def test_where_memory_runs_out_in_a_capture_training_goes_on_without(
     asked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was there without a graph. Who asked for one is told; a capture that is broken off raises another error."""
-    graphs, trial, cuda = trial_of(with_adapters(tiny_model("llama")), Clock(), monkeypatch)
+    graphs, trial, cuda = benefit_of(with_adapters(tiny_model("llama")), Clock(), monkeypatch)
     trial.host_share, row = 1.0, packed_row(LENGTHS, ROW)
     embeds = graphs._backbone.embed_tokens(row["input_ids"]).detach()
 
@@ -755,9 +759,9 @@ def test_where_memory_runs_out_in_a_capture_training_goes_on_without(
         finally:
             raise RuntimeError("operation failed due to a previous error during capture")
 
-    monkeypatch.setattr(graphs, "_trunk", fail)
+    monkeypatch.setattr(graphs, "_backbone_forward", fail)
     if asked:
-        graphs._trial = None
+        graphs._benefit = None
     with monkeypatch.context() as faked, pytest.raises(RuntimeError) if asked else nullcontext():
         faked.setattr(torch, "cuda", cuda)
         assert graphs.forward(embeds, row["position_ids"], row["packed"]) is None
@@ -829,12 +833,12 @@ def test_adapters_of_two_dtypes_are_not_captured() -> None:
     """A graph's backward gives all gradients in one tensor: some would be rounded."""
     model = with_adapters(tiny_model("llama"))
     model.get_base_model().model.layers[0].self_attn.q_proj.to(torch.bfloat16)
-    assert _graph_refusal(model.get_base_model(), "auto", None) == "adapters differ in dtype"
+    assert _graph_refusal(model.get_base_model(), "auto") == "adapters differ in dtype"
 
 
 def test_adapters_of_the_embeddings_are_not_captured() -> None:
     model = peft.get_peft_model(tiny_model("llama"), peft.LoraConfig(target_modules=["embed_tokens", "q_proj"]))
-    assert _graph_refusal(model.get_base_model(), "auto", None) == "weights besides adapters are trained"
+    assert _graph_refusal(model.get_base_model(), "auto") == "weights besides adapters are trained"
 
 
 def test_a_model_that_came_to_cuda_gets_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -846,11 +850,11 @@ def test_a_model_that_came_to_cuda_gets_graphs(monkeypatch: pytest.MonkeyPatch) 
 
 def test_what_is_decided_against_costs_nothing() -> None:
     """Where graphs don't pay nobody looks after changes in every forward."""
-    graphs = TrunkGraphs(None, lambda: None, False, lambda: None, lambda: None, lambda: None)
+    graphs = BackboneGraphs(None, lambda: None, False, lambda: None, lambda: None, lambda: None)
     row = packed_row(LENGTHS, ROW)
     with pytest.raises(AttributeError):  # of the backbone that isn't there
         graphs.forward(torch.zeros(1), row["position_ids"], row["packed"])
-    graphs._trial.host_share = 0.1  # type: ignore[union-attr]
+    graphs._benefit.host_share = 0.1  # type: ignore[union-attr]
     assert graphs.forward(torch.zeros(1), row["position_ids"], row["packed"]) is None
 
 
@@ -883,17 +887,33 @@ def test_what_was_overwritten_is_not_used() -> None:
 def test_hooks_are_noticed() -> None:
     """A graph doesn't call modules: with a hook inside, or hidden states asked for by the config, it isn't used."""
     model = with_adapters(tiny_model("llama"))
-    attach(model, layers="fused")
+    handle = attach(model, layers="fused")
     base = model.get_base_model()
     before = _fingerprint(base.model)
     base.model.embed_tokens.register_forward_hook(lambda *_: None)
-    assert "per_document" in str(_graph_refusal(base, "auto", None))
+    assert "per_document" in str(_graph_refusal(base, "auto"))
     hook = base.model.norm.register_forward_hook(lambda *_: None)
     assert _fingerprint(base.model) != before
-    assert _graph_refusal(base, "auto", None) == "modules inside carry hooks, which a graph doesn't call"
+    assert _graph_refusal(base, "auto") == "modules inside carry hooks, which a graph doesn't call"
     hook.remove()
-    assert "per_document" in str(_graph_refusal(base, "auto", None))
-    assert _graph_refusal(base, "auto", Plan(graph=False)) == "the plan's budget has no memory for one"
+    assert "per_document" in str(_graph_refusal(base, "auto"))
+    handle.replan(Plan(graph=False))
+    assert _graph_refusal(base, "auto") == "the plan's budget has no memory for one"
+
+
+def test_another_plan_gives_graphs_back_and_measures_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = with_adapters(tiny_model("llama"))
+    graphs, handle = graphs_of(model, monkeypatch), attached(model)
+    assert handle is not None and handle.graphs is graphs
+    forward_with(CudaOnTheCPU(), graphs, LENGTHS, monkeypatch)
+    assert graphs._captured
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    graphs._benefit = benefit = GraphBenefit()
+    handle.replan(Plan.keep())
+    assert not graphs._captured and not graphs._fingerprint and graphs._benefit not in (None, benefit)
+    with handle.trying(Plan.recompute()):
+        assert graphs.paused
+    assert not graphs.paused
 
 
 def test_adapters_that_are_off_and_not_frozen_are_no_error() -> None:
@@ -901,19 +921,19 @@ def test_adapters_that_are_off_and_not_frozen_are_no_error() -> None:
     model = with_adapters(tiny_model("llama"))
     model.add_adapter("other", model.peft_config["default"])
     base = model.get_base_model()
-    assert "per_document" in str(_graph_refusal(base, "auto", None))
+    assert "per_document" in str(_graph_refusal(base, "auto"))
     for name, parameter in model.named_parameters():
         if "lora_B.other" in name:
             parameter.requires_grad_(True)
-    assert _graph_refusal(base, "auto", None) == "adapters that are off are not frozen"
+    assert _graph_refusal(base, "auto") == "adapters that are off are not frozen"
     model.set_adapter("other")
-    assert "per_document" in str(_graph_refusal(base, "auto", None))
+    assert "per_document" in str(_graph_refusal(base, "auto"))
     keys = [module for name, module in model.named_modules() if name.endswith("k_proj")]
     for key in keys:
         key.enable_adapters(False)
-    assert "per_document" in str(_graph_refusal(base, "auto", None))
+    assert "per_document" in str(_graph_refusal(base, "auto"))
     keys[0].lora_A.requires_grad_(True)
-    assert _graph_refusal(base, "auto", None) == "adapters that are off are not frozen"
+    assert _graph_refusal(base, "auto") == "adapters that are off are not frozen"
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -971,7 +991,7 @@ def test_what_the_config_asks_for_is_given(asked: bool) -> None:
     plain = type(tiny_model("llama").model)
     backbone, batch = tiny_model("llama", output_hidden_states=asked).model, packed_row([4], 4)
     backbone.__class__ = graphed_class(plain)
-    graphs = SimpleNamespace(forward=lambda *_: torch.zeros(1))
+    graphs = SimpleNamespace(forward=lambda *_: torch.zeros(1), paused=False)
     backbone.__dict__["_pronghorn_graphs"] = graphs
     packed = SimpleNamespace(cu_seqlens=SimpleNamespace(is_cuda=True))
     inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], STEP: None}

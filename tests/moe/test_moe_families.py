@@ -22,7 +22,7 @@ from pronghorn.errors import ConfigError
 from pronghorn.models.attach import attach
 from pronghorn.models.families import base_causal_lm, recompute_layers
 from pronghorn.parity.reference import accumulate, part_by_part
-from support.documents import DRAWS, LENGTHS, ROW, gradients, one_document_at_a_time
+from support.documents import DRAWS, LENGTHS, ROW, attach_options, gradients, one_document_at_a_time
 from support.tiny import MOE_FAMILIES, packed_row, tiny_model
 from support.tolerance import ThreeWay, assert_three_way
 
@@ -60,7 +60,7 @@ def compare(model: Any, batches: list[dict[str, Any]], device: str, dtype: torch
 def test_packed_equals_one_document_at_a_time(family: str, attention: str, metadata: str, nan_memory: None) -> None:
     compare(
         tiny_model(family), [packed_row(LENGTHS, ROW)], "cpu", torch.float32,
-        attention=attention, packing_metadata=metadata,
+        **attach_options(attention, metadata),
     )  # fmt: skip
 
 
@@ -256,4 +256,4 @@ def test_on_the_gpu(family: str, attention: str, dtype: torch.dtype, nan_memory:
     model = tiny_model(family, num_experts_per_tok=8)  # 16 bits choose other experts now and then
     model.load_state_dict({k: v.to(dtype).float() for k, v in model.state_dict().items()})  # no rounding of weights
     batches = [packed_row(LENGTHS, ROW, seed=seed) for seed in range(DRAWS)]
-    compare(model, batches, "cuda", dtype, attention=attention)
+    compare(model, batches, "cuda", dtype, **attach_options(attention))

@@ -109,11 +109,11 @@ def test_attached_routes_once_or_by_a_loop_and_detaches(family: str, tmp_path: P
     batch = packed_row(DOCUMENTS, 40, vocab=61)
     found = {}
     for routing, path in (("loop", "transformers' eager"), ("once", "routed once, products by loop")):
-        handle = attach(model, moe_routing=routing)
+        handle = attach(model, experimental={"moe_routing": routing})
         report = {line.part: line.path for line in handle.report}
         assert report["experts"] == path
         assert report.get("expert LoRA") == ("low-rank products beside the experts'" if routing == "once" else None)
-        assert attach(model, moe_routing=routing) is handle
+        assert attach(model, experimental={"moe_routing": routing}) is handle
         model.zero_grad()
         loss = model(**batch).loss
         loss.backward()
@@ -182,9 +182,9 @@ def test_the_auxiliary_loss_is_the_familys_without_the_padded_tail(family: str) 
 
 def test_a_loop_needs_experts_and_a_known_name() -> None:
     with pytest.raises(ConfigError, match="without experts"):
-        attach(tiny_model("llama"), moe_routing="loop")
+        attach(tiny_model("llama"), experimental={"moe_routing": "loop"})
     with pytest.raises(ConfigError, match="unknown"):
-        attach(tiny_moe("mixtral"), moe_routing="twice")  # type: ignore[arg-type]
+        attach(tiny_moe("mixtral"), experimental={"moe_routing": "twice"})
 
 
 def test_experts_that_never_train_are_found_and_idle_ones_are_not_errors() -> None:

@@ -122,16 +122,6 @@ def test_a_run_goes_on_to_the_same_weights(make: Any, tmp_path: Path, monkeypatc
     same_run(tmp_path / "whole", tmp_path / "run")
 
 
-def test_routing_by_a_loop(make: Any, tmp_path: Path) -> None:
-    losses = {}
-    for routing in ("once", "loop"):
-        record = runs.run(make(routing, "qwen3_moe", moe_routing=routing), QUIET)
-        losses[routing] = [step["loss"] for step in record.steps]
-        way = next(path["path"] for path in record.paths if path["part"] == "experts")
-        assert way == ("routed once, products by loop" if routing == "once" else "transformers' eager")
-    assert losses["once"] == pytest.approx(losses["loop"], rel=1e-3)
-
-
 def test_full_fine_tuning_has_no_target_parameters(make: Any, tmp_path: Path) -> None:
     make("run", "qwen3_moe")
     with pytest.raises(ConfigError, match="target_parameters are LoRA's"):

@@ -13,7 +13,16 @@ import pytest
 import torch
 
 from pronghorn.models.attach import attach
-from support.documents import DRAWS, LENGTHS, ROW, compare, compare_draws, gradients, one_document_at_a_time
+from support.documents import (
+    DRAWS,
+    LENGTHS,
+    ROW,
+    attach_options,
+    compare,
+    compare_draws,
+    gradients,
+    one_document_at_a_time,
+)
 from support.tiny import FAMILIES, packed_row, tiny_model
 from support.tolerance import assert_three_way
 
@@ -27,7 +36,7 @@ BACKENDS = [("per_document", "once"), ("masked", "once"), ("auto", "per_layer"),
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_equals_one_document_at_a_time(family: str, attention: str, metadata: str, nan_memory: None) -> None:
     batch = packed_row(LENGTHS, ROW)
-    compare(tiny_model(family), batch, "cpu", torch.float32, attention=attention, packing_metadata=metadata)
+    compare(tiny_model(family), batch, "cpu", torch.float32, **attach_options(attention, metadata))
 
 
 @pytest.mark.parametrize("tail", [0, 1, 50])
@@ -70,7 +79,7 @@ def test_recompute_changes_nothing(attention: str) -> None:
     found = []
     for recompute in (False, True):
         model = tiny_model("gemma3_text")
-        attach(model, attention=attention)
+        attach(model, **attach_options(attention))
         if recompute:
             from pronghorn.models.families import recompute_layers
 
@@ -120,7 +129,7 @@ def test_packed_on_the_gpu(family: str, attention: str, metadata: str, dtype: to
     model = tiny_model(family)
     model.load_state_dict({k: v.to(dtype).float() for k, v in model.state_dict().items()})  # no rounding of weights
     batches = [packed_row(LENGTHS, ROW, seed=seed) for seed in range(DRAWS)]
-    compare_draws(model, batches, "cuda", dtype, attention=attention, packing_metadata=metadata)
+    compare_draws(model, batches, "cuda", dtype, **attach_options(attention, metadata))
 
 
 @pytest.mark.gpu

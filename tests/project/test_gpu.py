@@ -41,7 +41,9 @@ def step(model: Any, batch: dict[str, Any]) -> None:
 @pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text"])
-def test_lane_a_never_synchronises(family: str, dtype: torch.dtype, recompute: bool, no_synchronisation: Any) -> None:
+def test_packed_mode_never_synchronises(
+    family: str, dtype: torch.dtype, recompute: bool, no_synchronisation: Any
+) -> None:
     model = add_lora(tiny_model(family).to("cuda", dtype))
     attach(model)
     recompute_layers(model.get_base_model(), recompute)
@@ -58,7 +60,7 @@ def test_lane_a_never_synchronises(family: str, dtype: torch.dtype, recompute: b
 def test_the_synchronisation_test_can_fail(no_synchronisation: Any) -> None:
     """transformers' per-layer metadata waits for the device, and the debug mode sees it."""
     model = tiny_model("llama").to("cuda", torch.bfloat16)
-    attach(model, packing_metadata="per_layer")
+    attach(model, experimental={"packing_metadata": "per_layer"})
     batch = {name: value.to("cuda") for name, value in packed_row([20, 1, 30], 64).items()}
     step(model, batch)
     with pytest.raises(RuntimeError, match="synchroniz"), no_synchronisation:
@@ -182,7 +184,7 @@ def test_full_fine_tuning_in_bf16_keeps_float32_masters(stories: Path) -> None:
 
 
 def test_an_unchanged_trl_script_trains_packed(stories: Path, shared: Path, tmp_path: Path) -> None:
-    """Lane B: TRL's own trainer, collator and loss around an attached model; its first loss is lane A's."""
+    """Compatible mode: TRL's own trainer, collator and loss around an attached model; with packed mode's first loss."""
     import trl
     from datasets import Dataset
 

@@ -22,6 +22,13 @@ ROW = 96
 DRAWS = 8
 
 
+def attach_options(attention: str, metadata: str = "once") -> dict[str, Any]:
+    """Arguments of attach for a backend of attention, `masked` among them, and a way to make the metadata."""
+    masked = attention == "masked"
+    experimental = {"packing_metadata": metadata, "masked_attention": masked}
+    return {"attention": "auto" if masked else attention, "experimental": experimental}
+
+
 def one_document_at_a_time(model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits [T, V] and the mean loss, each document through the model alone (and the unlabelled padded tail)."""
     logits, total, start = [], torch.zeros((), dtype=torch.float64), 0

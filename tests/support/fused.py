@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import importlib
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
 
+from pronghorn.layers.decoder import FusedLayers
 from pronghorn.models.attach import attach
 from pronghorn.models.lora import add_lora
 from support.documents import gradients, one_document_at_a_time
@@ -28,6 +32,31 @@ def with_adapters(model: Any, **options: Any) -> Any:
                 noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
                 parameter.copy_(noise * 0.1)
     return adapted.train()
+
+
+def count_attachments(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Count from now on how often a model gets its attached class, and how often weights are moved to be merged."""
+    counts = {"attached": 0, "merged": 0}
+    attach_module = importlib.import_module("pronghorn.models.attach")
+    packed_class, merge, build = attach_module.packed_class, FusedLayers.merge_weights, FusedLayers._build
+
+    def counted_class(original: Any) -> Any:
+        counts["attached"] += 1
+        return packed_class(original)
+
+    def watched(function: Callable[..., Any]) -> Callable[..., Any]:
+        def moves(layers: FusedLayers, *args: Any, **kwargs: Any) -> Any:
+            before = [parameter.data_ptr() for parameter in layers.backbone.parameters()]
+            result = function(layers, *args, **kwargs)
+            counts["merged"] += before != [parameter.data_ptr() for parameter in layers.backbone.parameters()]
+            return result
+
+        return moves
+
+    monkeypatch.setattr(attach_module, "packed_class", counted_class)
+    monkeypatch.setattr(FusedLayers, "merge_weights", watched(merge))
+    monkeypatch.setattr(FusedLayers, "_build", watched(build))
+    return counts
 
 
 def compare(

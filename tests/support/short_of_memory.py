@@ -1,4 +1,4 @@
-"""One of several processes runs out of memory in a step (tests/train/test_survive.py starts them).
+"""One of several processes runs out of memory in a step (tests/train/test_oom_retry.py starts them).
 
 torchrun --nproc-per-node 2 tests/support/short_of_memory.py TOKENIZER OUTPUT RANK cpu|cuda
 """

@@ -13,7 +13,7 @@ from pronghorn.families.registry import FAMILIES as FAMILY_FACTS
 
 stock_loss_on_cpu = pytest.mark.skipif(
     not hasattr(importlib.import_module("trl.kernels.chunked_logprob"), "_use_triton"),
-    reason="TRL before 1.16 computes its loss with Triton only; tests/project/test_gpu.py has this lane",
+    reason="TRL before 1.16 computes its loss with Triton only; tests/project/test_gpu.py has this mode",
 )
 
 VOCAB = 131

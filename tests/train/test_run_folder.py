@@ -27,8 +27,8 @@ from pronghorn.train.checkpoint import checkpoints
 from pronghorn.train.control import RunControl
 from pronghorn.train.journal import sole_run
 from pronghorn.train.record import RunRecord
-from pronghorn.train.refusals import refuse_fsdp, use_one_gpu
 from pronghorn.train.run import run
+from pronghorn.train.validate import check_no_fsdp, use_one_gpu
 from support.runs import QUIET, Make, finish, start
 
 SHORT: dict[str, Any] = {"train": {"max_steps": 2, "save_steps": 1}, "data": {"eval_rows": 1}}
@@ -411,9 +411,9 @@ def test_only_several_gpus_are_told_of() -> None:
 
 
 def test_fsdp_is_refused_before_anything_is_loaded(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    refuse_fsdp(SimpleNamespace(fsdp=None))
+    check_no_fsdp(SimpleNamespace(fsdp=None))
     with pytest.raises(UnsupportedError, match="FSDP is switched on"):
-        refuse_fsdp(SimpleNamespace(fsdp=True))
+        check_no_fsdp(SimpleNamespace(fsdp=True))
     monkeypatch.setattr(run_module, "find", lambda *args: pytest.fail("the model is looked at"))
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(UnsupportedError, match="switch it off"):

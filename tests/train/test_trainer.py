@@ -1,4 +1,4 @@
-"""Both lanes on a real small model: equal settings give one trajectory, and what goes wrong stops the run."""
+"""Both modes on a real small model: equal settings give one trajectory, and what goes wrong stops the run."""
 
 from __future__ import annotations
 
@@ -133,8 +133,8 @@ def test_the_trainer_is_a_twenty_line_loop(stories: Path, documents: Dataset, tm
 
 
 @stock_loss_on_cpu
-def test_the_stock_lane_learns_the_same_rows_alike(stories: Path, documents: Dataset, tmp_path: Path) -> None:
-    """An unchanged trl.SFTTrainer over the very rows of lane A: TRL's own loss, our attention."""
+def test_compatible_mode_learns_the_same_rows_alike(stories: Path, documents: Dataset, tmp_path: Path) -> None:
+    """An unchanged trl.SFTTrainer over the very rows of packed mode: TRL's own loss, our attention."""
 
     def collate_as_trl(rows: list[dict[str, Any]]) -> dict[str, Any]:
         batch = Collator(ROW, 0)(rows)
@@ -142,11 +142,11 @@ def test_the_stock_lane_learns_the_same_rows_alike(stories: Path, documents: Dat
         return batch
 
     results = []
-    for lane in ("A", "B"):
+    for mode in ("packed", "compatible"):
         model, tokenizer = adapted(stories)
         rows = PackedRows(documents, ROW, seed=1)
         common: dict[str, Any] = {"train_dataset": documents, "processing_class": tokenizer}
-        if lane == "A":
+        if mode == "packed":
             trainer: Any = SFTTrainer(model, config(tmp_path), **common)
         else:
             ready = Dataset.from_list([rows[i] for i in range(4)])

@@ -22,9 +22,9 @@ from pronghorn.data.packed_rows import PackedRows
 from pronghorn.device import peak_bytes
 from pronghorn.errors import ConfigError, TrainingError
 from pronghorn.models.attach import attach
+from pronghorn.models.auto_plan import resolve
 from pronghorn.models.families import recompute_layers
 from pronghorn.train.build import attach_options, autocast_dtype, load
-from pronghorn.train.decide import decided
 from pronghorn.train.documents import find, prepare, tokenizer_for
 
 BATCHES = 4
@@ -78,7 +78,7 @@ def compare(recipe: Recipe, console: Console, steps: int, warmup: int) -> Compar
     packed = PackedRows(prepare(recipe, "train", tokenizer, console).dataset, row_tokens, recipe.train.seed)
     model, handle = load(recipe, found_model, tokenizer, console)
     autocast = autocast_dtype(recipe)
-    plan = decided(handle, rows, row_tokens, packs=True, autocast=autocast, accumulates=False)
+    plan = resolve(handle, rows, row_tokens, packs=True, autocast=autocast, accumulates=False)
     collate, indices = Collator(row_tokens, tokenizer.pad_token_id), cycle(range(len(packed)))
     batches = [collate([packed[index] for index in islice(indices, rows)]) for _ in range(BATCHES)]
     batches = [{name: value.to(model.device) for name, value in batch.items()} for batch in batches]

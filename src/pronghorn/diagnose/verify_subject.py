@@ -17,9 +17,9 @@ from pronghorn.diagnose.verify_probe import NEIGHBOUR, probe_tokens
 from pronghorn.errors import ConfigError
 from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import attach
+from pronghorn.models.auto_plan import resolve
 from pronghorn.models.load import default_device, resolve_dtype
 from pronghorn.train.build import attach_options, autocast_dtype, load
-from pronghorn.train.decide import decided
 from pronghorn.train.documents import find, prepare, tokenizer_for
 
 DOCUMENTS_A_ROW = 3
@@ -62,7 +62,7 @@ def subject_of(
         """Its plan is made here, as training's: when nothing else is on the card, and for training's rows."""
         nonlocal plan
         model, handle = load(recipe, found, tokenizer, quiet)
-        plan = decided(
+        plan = resolve(
             handle,
             recipe.packing.rows_per_step,
             recipe.model.max_seq_length,

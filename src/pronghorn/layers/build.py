@@ -149,7 +149,7 @@ class LayerBuilder:
         name = ",".join(f"{block.module}.{path}" for path in group)
         linears = [layer.get_submodule(f"{block.module}.{path}") for path in group]
         if name not in kept or any(a is not b for a, b in zip(kept[name].linears, linears, strict=True)):
-            kept[name] = GroupStorage(linears)
+            kept[name] = GroupStorage(linears, kept.get(name))
         return kept[name]
 
 

@@ -32,7 +32,7 @@ from pronghorn.layers.linears import base_of
 from pronghorn.layers.stock import StockBlock
 from pronghorn.layers.subclass import moving, subclass
 from pronghorn.layers.watch import Watch
-from pronghorn.layers.weight_layout import merge_weights
+from pronghorn.layers.weight_layout import GroupStorage, merge_weights
 from pronghorn.memory.plan import POLICY, Policy
 from pronghorn.memory.recompute import OUTPUT_NOT_WANTED, WHOLE_LAYER, has_own_forward
 
@@ -118,8 +118,13 @@ class _Build:
     """The blocks of each layer."""
     copies: CastCopies
     """Of adapters in the products' dtype."""
+    layers: list[nn.Module]
     watch: Watch
     number: int
+
+    def fits(self, dtype: torch.dtype, layers: nn.ModuleList) -> bool:
+        """Tell whether these are the layers it was made of, unchanged since."""
+        return self.dtype is dtype and self.layers == list(layers) and self.watch.same()
 
 
 class FusedLayers:
@@ -135,6 +140,7 @@ class FusedLayers:
         self._builds: list[_Build] = []
         """The last one used comes first; adapters that are switched off and on find the one before again."""
         self._count = 0
+        self._merged = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedLayers:
         """Return fused layers for the copied model, which builds its own blocks."""
@@ -158,8 +164,9 @@ class FusedLayers:
                 module.__class__ = _norm_class(own, self.builder.family.norm_offset)
 
     def merge_weights(self) -> None:
-        """Merge what layers multiply with, before there are activations (`weight_layout.merge_weights`). Weights that
-        are trained stay where they are: under autocast every forward copies them, and saving would copy each slice."""
+        """Merge what layers multiply with (`weight_layout.merge_weights`). The first packed forward does so, before it
+        has activations; and not `attach`, after which PEFT may add adapters that weights make room for. Trained weights
+        stay where they are: under autocast every forward copies them, and saving would copy each slice."""
         weight = self.backbone.get_input_embeddings().weight
         if weight.is_meta:
             return
@@ -169,6 +176,11 @@ class FusedLayers:
             frozen = [each for each in storages if not base_of(each.linears[0]).weight.requires_grad]
             with torch.inference_mode(False):
                 merge_weights(frozen, dtype)
+        self._merged = True
+
+    def adopt_adapters(self) -> None:
+        """Merge weights again before the next forward: adapters were added."""
+        self._merged = False
 
     def reason(self, autocast: torch.dtype | None) -> str | None:
         """Say why some block, experts aside, would not be computed here now (under autocast in that dtype), or None."""
@@ -189,7 +201,7 @@ class FusedLayers:
         kind = packed.cu_seqlens.device.type
         autocast = torch.is_autocast_enabled(kind)
         dtype = torch.get_autocast_dtype(kind) if autocast else stream
-        if not (self._builds and self._builds[0].dtype is dtype and self._builds[0].watch.same()):
+        if not (self._builds and self._builds[0].fits(dtype, self.backbone.layers)):
             self._choose(dtype)
         return self._step(self._builds[0], packed, stream, narrow, autocast)
 
@@ -218,23 +230,35 @@ class FusedLayers:
 
     def forget(self) -> None:
         """Drop what was built: it holds weights where they lay."""
-        self._builds = []
+        self._builds, self._merged = [], False
         for layer in self.backbone.layers:
             layer.__dict__.pop(RUN, None)
             layer.__dict__.pop(STORAGE, None)
+
+    def separate_weights(self) -> None:
+        """Give every merged weight a storage of its own again, one product's weights at a time, and drop the builds."""
+        self._builds = []
+        for layer in self.backbone.layers:
+            layer.__dict__.pop(RUN, None)
+        for layer in self.backbone.layers:
+            storages: dict[str, GroupStorage] = layer.__dict__.pop(STORAGE, {})
+            while storages:
+                storages.popitem()[1].separate()
 
     def _own_layers(self) -> Iterator[Any]:
         return (layer for layer in self.backbone.layers if hasattr(type(layer), OUTPUT_NOT_WANTED))
 
     def _choose(self, dtype: torch.dtype) -> None:
         """Put a build of the model as it is now first: an earlier one, or a new one."""
-        found = next((each for each in self._builds[1:] if each.dtype is dtype and each.watch.same()), None)
-        if found is None:
-            found = self._build(dtype)
-        self._builds = [found, *(each for each in self._builds if each is not found)][:BUILDS]
+        build = next((earlier for earlier in self._builds[1:] if earlier.fits(dtype, self.backbone.layers)), None)
+        if build is None:
+            if not self._merged:
+                self.merge_weights()
+            build = self._build(dtype)
+        self._builds = [build, *(earlier for earlier in self._builds if earlier is not build)][:BUILDS]
         for layer in self.backbone.layers:
             layer.__dict__.pop(RUN, None)
-        for layer, run in found.runs.items():
+        for layer, run in build.runs.items():
             layer.__dict__[RUN] = run
 
     def _build(self, dtype: torch.dtype, for_capture: bool = False) -> _Build:
@@ -250,7 +274,7 @@ class FusedLayers:
             targets += [target for linear in linears for target, _ in linear.copies]
             sources += [source for linear in linears for _, source in linear.copies]
         copies = CastCopies(targets, sources, by_table=not for_capture)
-        return _Build(dtype, runs, copies, Watch(layers), self._count)
+        return _Build(dtype, runs, copies, layers, Watch(layers), self._count)
 
 
 def is_fused(layer: nn.Module) -> bool:

@@ -24,8 +24,10 @@ STEP = 8
 class GroupStorage:
     """The merged storage of the linears of one product; lives as long as the model is attached."""
 
-    def __init__(self, linears: list[nn.Module]) -> None:
+    def __init__(self, linears: list[nn.Module], before: GroupStorage | None = None) -> None:
         self.linears = linears
+        self._moved: bool = before is not None and before._moved
+        """Whether weights or biases were moved out of storages of their own, maybe by the storage before."""
         self._weight: Tensor | None = None
         self._bias: Tensor | None = None
         self._below: Tensor | None = None
@@ -33,7 +35,7 @@ class GroupStorage:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GroupStorage:
         """Return an empty storage of the copied linears, whose weights lie as these do."""
-        return GroupStorage(copy.deepcopy(self.linears, memo))
+        return GroupStorage(copy.deepcopy(self.linears, memo), before=self)
 
     def weight(self, dtype: torch.dtype) -> Tensor:
         """Merge the weights, which have `dtype`, where they aren't yet, and return [N, K], or [N + R, K] with room."""
@@ -47,9 +49,9 @@ class GroupStorage:
                 self._below = adapter.a.detach()
                 grown = torch.cat([weights[0].detach(), weights[0].new_zeros(below, weights[0].shape[1])])
                 weights[0].data = grown[:rows]
-                self._weight = grown
+                self._weight, self._moved = grown, True
         elif self._weight is None or not in_place(self._weight[:rows], weights):
-            self._weight = merge(weights)
+            self._weight = self._merge(weights)
         assert self._weight is not None
         return self._weight if below else self._weight[:rows]
 
@@ -57,7 +59,7 @@ class GroupStorage:
         """Merge the biases where they aren't yet, and return [N]."""
         biases = [base_of(linear).bias for linear in self.linears]
         if self._bias is None or not in_place(self._bias, biases):
-            self._bias = merge(biases)
+            self._bias = self._merge(biases)
         return self._bias
 
     def is_merged(self, dtype: torch.dtype) -> bool:
@@ -70,7 +72,15 @@ class GroupStorage:
     def move(self, dtype: torch.dtype) -> None:
         """Merge the weights into new memory, but for those that `weight` moves anyway or that are copied for use."""
         if self.rows_below(dtype) == 0:
-            self._weight = merge(self._weights(), into_new=True)
+            self._weight = self._merge(self._weights(), into_new=True)
+
+    def separate(self) -> None:
+        """Give each weight and bias that was merged a storage of its own."""
+        self._weight = self._bias = self._below = None
+        for linear in self.linears if self._moved else ():
+            for parameter in (base_of(linear).weight, base_of(linear).bias):
+                if parameter is not None and parameter.untyped_storage().nbytes() > parameter.nbytes:
+                    parameter.data = parameter.detach().clone()
 
     def rows_below(self, dtype: torch.dtype) -> int | None:
         """Count the rows of A below the weight, often 0; None where weights are written out or copied for use."""
@@ -89,6 +99,12 @@ class GroupStorage:
             return 0
         frozen = weight.dtype is dtype and not weight.requires_grad
         return rank if is_4bit(base) or (frozen and not self._is_taken(weight, rank)) else 0
+
+    def _merge(self, parts: list[Any], into_new: bool = False) -> Tensor:
+        before = [part.data_ptr() for part in parts]
+        merged = merge(parts, into_new)
+        self._moved |= before != [part.data_ptr() for part in parts]
+        return merged
 
     def _weights(self) -> list[Any]:
         return [base_of(linear).weight for linear in self.linears]

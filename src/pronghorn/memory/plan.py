@@ -66,7 +66,7 @@ class Plan:
         return cls(policies=(Policy.OFFLOAD,), buffers=buffers)
 
     @classmethod
-    def asked(cls, value: Checkpointing, buffers: int = 2, budget_bytes: int | None = None) -> Plan:
+    def asked(cls, value: Checkpointing, budget_bytes: int | None = None) -> Plan:
         """The plan that a switch asks for: False keeps, True recomputes, "offload" and "unsloth" offload, "auto"
         recomputes until a trainer on CUDA chooses by the memory there is, or the budget.
 
@@ -78,7 +78,7 @@ class Plan:
                 f"use_gradient_checkpointing = {value!r} is unknown", "use True, False, 'auto', 'offload' or 'unsloth'"
             )
         if value in ("offload", "unsloth"):
-            return cls.offload(buffers)
+            return cls.offload()
         if value == "auto":
             return cls((Policy.RECOMPUTE_LAYER,), budget_bytes=budget_bytes, undecided=True)
         return cls.recompute() if value else cls.keep()

@@ -5,18 +5,19 @@ Parameters keep their names and values (so `save_pretrained` gives byte for byte
 1. The config's attention implementation becomes Pronghorn's (`attention.packed`).
 2. A forward pre-hook on the backbone finds the batch's `PackedBatch` and hands it to every layer (`models.metadata`).
 3. The causal LM's class becomes a subclass of the same name whose forward computes the loss of a packed batch from the
-   labelled tokens' hidden states (`models.causal_lm`).
+   supervised tokens' hidden states (`models.causal_lm`).
 4. On CUDA layers and norms get classes that compute the same by fewer operations (`layers.decoder`), and the
-   backbone one that replays CUDA graphs (`models.graph`). Frozen weights that are multiplied with together come to lie
-   in one storage, and stay so. Experts get another implementation (`models.experts`).
-5. Each layer gets its policy of the plan (`memory.recompute`).
+   backbone one that replays CUDA graphs (`models.graph`). Before the first packed forward, frozen weights that are
+   multiplied with together are merged into one storage. Experts get another implementation (`models.experts`).
+5. Each layer gets its policy of the plan (`memory.recompute`). `Handle.replan` changes nothing but this.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 import torch
@@ -41,37 +42,64 @@ from pronghorn.models.families import (
     recomputes_layers,
     rope_limit,
 )
-from pronghorn.models.graph import Graph, TrunkGraphs, graphed_class
+from pronghorn.models.graph import BackboneGraphs, Graph, graphed_class
 from pronghorn.models.metadata import LAYERS, share_metadata
 from pronghorn.models.report import Decisions, PathTaken, decide, longest_tiled, query_of, render
 from pronghorn.models.subject import check_subject
 
+Attention = Literal["auto", "tiled", "flash", "per_document"]
 Layers = Literal["auto", "fused", "stock"]
+
+
+@dataclass(frozen=True)
+class Experimental:
+    """Switches for measurements: each turns off one thing that makes packed rows fast. Nothing to train with."""
+
+    packing_metadata: Metadata = "once"
+    """`per_layer` and `per_layer_mask` make documents' bounds, or the dense mask, again in every layer."""
+    moe_routing: experts.Routing = "once"
+    """`loop` leaves the experts to transformers' eager code."""
+    masked_attention: bool = False
+    """Packed attention over a dense mask."""
 
 
 @dataclass(frozen=True)
 class AttachOptions:
     """How a model is attached; see `attach`."""
 
-    attention: Backend = "auto"
-    packing_metadata: Metadata = "once"
+    attention: Attention = "auto"
     layers: Layers = "auto"
     graph: Graph = "auto"
-    moe_routing: experts.Routing = "once"
+    experimental: Experimental = Experimental()
+
+    @property
+    def backend(self) -> Backend:
+        """The backend of packed attention."""
+        return "masked" if self.experimental.masked_attention else self.attention
 
     def check(self, config: Any) -> None:
         """Raise ConfigError for a value that is unknown, or that the model has no use for."""
-        names = {"layers": (self.layers, Layers), "graph": (self.graph, Graph)}
-        for name, (value, known) in {**names, "moe_routing": (self.moe_routing, experts.Routing)}.items():
+        switches = self.experimental
+        for name, value, known in (
+            ("attention", self.attention, Attention),
+            ("layers", self.layers, Layers),
+            ("graph", self.graph, Graph),
+            ("packing_metadata", switches.packing_metadata, Metadata),
+            ("moe_routing", switches.moe_routing, experts.Routing),
+        ):
             if value not in get_args(known):
                 raise ConfigError(f"{name} {value!r} is unknown", f"use one of {', '.join(get_args(known))}")
-        if self.moe_routing == "loop" and not has_experts(config):
+        if switches.moe_routing == "loop" and not has_experts(config):
             raise ConfigError("moe_routing 'loop' for a model without experts", "leave moe_routing out")
 
     def fuses(self, model: Any) -> bool:
         """Tell whether a model's layers get their fused classes."""
         wanted = self.layers == "fused" or (self.layers == "auto" and next(model.parameters()).is_cuda)
-        return wanted and self.attention != "masked" and self.packing_metadata == "once"
+        return wanted and self.backend != "masked" and self.experimental.packing_metadata == "once"
+
+    def graphs(self, model: Any) -> bool:
+        """Tell whether a model's layers may be launched as CUDA graphs."""
+        return self.fuses(model) and self.graph != "off" and next(model.parameters()).is_cuda
 
 
 @dataclass
@@ -80,19 +108,19 @@ class Handle:
 
     model: Any
     """The transformers causal LM that was changed (not a PEFT wrapper around it)."""
-    plan: Plan | None
     options: AttachOptions
-    _previous_attention: str
     original_class: type[nn.Module]
-    installed: Installed | None
-    """The plan on the layers; None where there was no plan."""
-    _hook: RemovableHandle
     layers: FusedLayers | None
     """The fused layers, if there are some; `paths` tells whether these serve the model as it is."""
-    graphs: TrunkGraphs | None
-    """The trunk's CUDA graphs, where layers are fused on CUDA."""
+    graphs: BackboneGraphs | None
+    """The backbone's CUDA graphs, where layers are fused on CUDA."""
     experts: experts.ExpertLayers | None
     """The experts of a mixture-of-experts model."""
+    _previous_attention: str
+    _hook: RemovableHandle
+    plan: Plan | None = None
+    installed: Installed | None = None
+    """The plan on the layers; None where there is no plan."""
 
     @property
     def fuses(self) -> bool:
@@ -110,47 +138,71 @@ class Handle:
         return None if self.installed is None else self.installed.engine
 
     def paths(self, autocast: torch.dtype | None) -> list[PathTaken]:
-        """The report for steps that run under autocast in that dtype (None: without), which attention then sees."""
+        """Return the report for steps under autocast in that dtype (None: without), which attention then sees."""
         return render(self, autocast)
 
     def decisions(self, autocast: torch.dtype | None = None) -> Decisions:
-        """What the report says, as values."""
+        """Return what the report says, as values."""
         return decide(self, autocast)
 
-    def replan(self, plan: Plan | None, graph: Graph | None = None) -> Handle:
-        """Attach the model again, with another plan (None: without one) and the same options, but for `graph` where it
-        is given; this stays the model's handle. Raises as `attach` and `detach` do."""
-        options = self.options if graph is None else replace(self.options, graph=graph)
-        current = attached(self.model)
-        if plan is None and current is not None:
-            current.detach()
-        made = attach(self.model, plan, **vars(options))
-        self.__dict__.update(made.__dict__)  # whoever holds it may go on asking it, and detach
-        self.model._pronghorn_handle = self
+    def replan(self, plan: Plan | None) -> Handle:
+        """Let the layers follow another plan (None: as gradient checkpointing is set). Nothing else is attached anew:
+        weights and what was built of them stay.
+
+        Raises:
+            ConfigError: the model was wrapped or sharded since, or the plan is for another number of layers.
+            UnsupportedError: these layers can't follow it; they go on with the plan before.
+        """
+        self._check_unchanged("choose the plan before sharding the model")
+        layers, whole = self.model.base_model.layers, self.fuses and not has_experts(self.model.config)
+        if plan is not None:
+            policies_of(plan, layers, whole)  # refused before anything is changed
+        if self.installed is not None:
+            self.installed.uninstall()
+        self.plan, self.installed = plan, None
+        if plan is not None:
+            self.installed = install(self.model, layers, plan, whole)
+        if self.graphs is not None:
+            self.graphs.restart()
         return self
 
+    @contextmanager
+    def trying(self, plan: Plan) -> Iterator[None]:
+        """Let the layers follow another plan, without CUDA graphs, while the block runs."""
+        before, graphs = self.plan, self.graphs
+        self.replan(plan)
+        if graphs is not None:
+            graphs.paused = True
+        try:
+            yield
+        finally:
+            if graphs is not None:
+                graphs.paused = False
+            self.replan(before)
+
+    def merge_weights(self) -> None:
+        """Merge the weights that fused layers multiply with now, and not in the first packed forward."""
+        if self.layers is not None:
+            self.layers.merge_weights()
+
     def adopt_adapters(self) -> Handle:
-        """Compute adapters that PEFT has put on experts since `attach` beside the experts, too, and put together what
-        layers multiply with now, as `attach` does."""
+        """Compute adapters that PEFT has put on experts since `attach` beside the experts, too, and merge weights with
+        room for those on other layers at the next packed forward."""
         if self.experts is not None:
             self.experts.adopt()
         if self.layers is not None:
-            self.layers.merge_weights()
+            self.layers.adopt_adapters()
         return self
 
     def detach(self) -> None:
-        """Give the model back as it was; does nothing if it already is.
+        """Give the model back as it was, weights in storages of their own; does nothing if it already is.
 
         Raises:
             ConfigError: the model was sharded (FSDP2) since; its class can't be taken back then.
         """
-        if getattr(self.model, "_pronghorn_handle", None) is not self:
+        if attached(self.model) is not self:
             return
-        swapped = own_class(self.model) is self.original_class
-        if not swapped or any(hasattr(parameter, "device_mesh") for parameter in self.model.parameters()):
-            raise ConfigError(
-                f"{type(self.model).__name__} was wrapped or sharded after attach", "detach before sharding the model"
-            )
+        self._check_unchanged("detach before sharding the model")
         self._hook.remove()
         if self.experts is not None:
             self.experts.disable()
@@ -160,34 +212,39 @@ class Handle:
         if self.graphs is not None:
             self.graphs.clear()
         if self.layers is not None:
-            self.layers.forget()
+            self.layers.separate_weights()
         restore(self.model)
+
+    def _check_unchanged(self, remedy: str) -> None:
+        if attached(self.model) is not self:
+            raise ConfigError("the handle is of an attachment that was replaced", "use what attach returned last")
+        swapped = own_class(self.model) is self.original_class
+        if not swapped or any(hasattr(parameter, "device_mesh") for parameter in self.model.parameters()):
+            raise ConfigError(f"{type(self.model).__name__} was wrapped or sharded after attach", remedy)
 
 
 def attach(
     model: nn.Module,
     plan: Plan | None = None,
     *,
-    attention: Backend = "auto",
-    packing_metadata: Metadata = "once",
+    attention: Attention = "auto",
     layers: Layers = "auto",
     graph: Graph = "auto",
-    moe_routing: experts.Routing = "once",
+    experimental: Experimental | Mapping[str, Any] | None = None,
 ) -> Handle:
-    """Give a model Pronghorn's packed path. Idempotent: a second call with the same options returns the first handle,
-    with what PEFT has put on the experts since.
+    """Give a model Pronghorn's packed path. A second call with the same options returns the first handle, with adapters
+    that PEFT has added since; another plan replaces the one before (`Handle.replan`).
 
     Args:
         model: a transformers causal LM of a family in `models.families`, or a PEFT model around one.
         plan: what each layer keeps; None leaves the model's gradient checkpointing as it is.
         attention: `auto` lets device, dtype and head size decide; a name asks for that backend or an error.
-        packing_metadata: `once`, or for ablations `per_layer` and `per_layer_mask`.
         layers: `fused` computes norms, attention and MLP by `layers`, `stock` leaves them to transformers and
             PEFT; `auto` is fused on CUDA.
         graph: launch fused layers as CUDA graphs (`models.graph`): `on`, `off`, or `auto`, where the first steps show
             that launching takes the host as long as computing takes the device. Never where the plan's budget has no
             memory for them (`Plan.graph`).
-        moe_routing: group the tokens of an experts' layer `once` (`models.experts`), or for ablations `loop`.
+        experimental: switches for measurements, an `Experimental` or its fields by name.
     Returns:
         The handle: `.report` tells every path taken, `.detach()` restores the model.
     Raises:
@@ -197,52 +254,59 @@ def attach(
     check_subject(model)
     base = base_causal_lm(model)
     family = check_config(base.config)
-    options = AttachOptions(attention, packing_metadata, layers, graph, moe_routing)
+    options = AttachOptions(attention, layers, graph, _switches(experimental))
     options.check(base.config)
-    name = implementation(attention, packing_metadata)
-    current: Handle | None = getattr(base, "_pronghorn_handle", None)
-    fused = options.fuses(base)
-    graphed = fused and graph != "off" and next(base.parameters()).is_cuda
+    current, fused, graphed = attached(base), options.fuses(base), options.graphs(base)
     if current is not None:
-        moved = current.fuses != fused or (current.graphs is not None) != graphed  # to CUDA or from there since
-        if current.options == options and plan in (None, current.plan) and not moved:
-            return current.adopt_adapters()
+        same_device = current.fuses == fused and (current.graphs is not None) == graphed
+        if current.options == options and same_device:
+            current.adopt_adapters()
+            return current if plan in (None, current.plan) else current.replan(plan)
         plan = plan or current.plan
-    whole = fused and not has_experts(base.config)
     if plan is not None:
-        policies_of(plan, base.base_model.layers, whole)  # refused before anything is changed
+        policies_of(plan, base.base_model.layers, fused and not has_experts(base.config))  # before anything is changed
     if current is not None:
         current.detach()
-    previous = base.config._attn_implementation
-    expert_layers = experts.enable(base, moe_routing)
-    _set_attention(base, name)
-    hook = base.base_model.register_forward_pre_hook(share_metadata, with_kwargs=True)
+    previous_attention, backbone = base.config._attn_implementation, base.base_model
     previous_class: Any = type(base)
+    expert_layers = experts.enable(base, options.experimental.moe_routing)
+    _set_attention(base, implementation(options.backend, options.experimental.packing_metadata))
+    hook = backbone.register_forward_pre_hook(share_metadata, with_kwargs=True)
     base.__class__ = packed_class(previous_class)
-    fused_layers = FusedLayers(base.base_model, family, attention) if fused else None
+    fused_layers = FusedLayers(backbone, family, options.backend) if fused else None
     if fused_layers is not None:
         fused_layers.install()
-        base.base_model.__dict__[LAYERS] = fused_layers
-    graphs = None
-    if graphed:
-        backbone: Any = base.base_model
-        plain: Any = type(backbone)
-        graphs = TrunkGraphs(
-            backbone,
-            plain.forward,
-            graph == "on",
-            functools.partial(_graph_refusal, base, attention, plan),
-            functools.partial(longest_tiled, base, attention),
-            functools.partial(_merge_weights, backbone),
-        )
-        backbone.__class__ = graphed_class(plain)
-        backbone.__dict__["_pronghorn_graphs"] = graphs
-    installed = None if plan is None else install(base, base.base_model.layers, plan, whole)
-    handle = Handle(base, plan, options, previous, previous_class, installed, hook, fused_layers, graphs, expert_layers)
+        backbone.__dict__[LAYERS] = fused_layers
+    graphs = _add_graphs(base, options) if graphed else None
+    handle = Handle(base, options, previous_class, fused_layers, graphs, expert_layers, previous_attention, hook)
     base._pronghorn_handle = handle
-    if fused_layers is not None:
-        fused_layers.merge_weights()  # last: where memory runs out the model can be detached
-    return handle
+    return handle if plan is None else handle.replan(plan)
+
+
+def _switches(given: Experimental | Mapping[str, Any] | None) -> Experimental:
+    if isinstance(given, Experimental):
+        return given
+    known = [field.name for field in fields(Experimental)]
+    for name in given or ():
+        if name not in known:
+            raise ConfigError(f"experimental {name!r} is unknown", f"use one of {', '.join(known)}")
+    return Experimental(**(given or {}))
+
+
+def _add_graphs(model: Any, options: AttachOptions) -> BackboneGraphs:
+    backbone = model.base_model
+    plain: Any = type(backbone)
+    graphs = BackboneGraphs(
+        backbone,
+        plain.forward,
+        options.graph == "on",
+        functools.partial(_graph_refusal, model, options.backend),
+        functools.partial(longest_tiled, model, options.backend),
+        functools.partial(_merge_weights, backbone),
+    )
+    backbone.__class__ = graphed_class(plain)
+    backbone.__dict__["_pronghorn_graphs"] = graphs
+    return graphs
 
 
 def _set_attention(model: Any, name: str) -> None:
@@ -256,7 +320,7 @@ def _merge_weights(backbone: Any) -> None:
     backbone.__dict__[LAYERS].merge_weights()
 
 
-def _graph_refusal(model: Any, attention: Backend, plan: Plan | None) -> str | None:
+def _graph_refusal(model: Any, attention: Backend) -> str | None:
     """Why a model's layers can't be captured as they are now, or None. Only attention by tiles takes nothing about
     documents from the host, which a graph would keep for ever."""
     outside = model.base_model, model.get_input_embeddings()  # which are called
@@ -276,7 +340,8 @@ def _graph_refusal(model: Any, attention: Backend, plan: Plan | None) -> str | N
         return "adapters differ in dtype"  # and a graph's backward gives all gradients in one tensor
     if recomputes_layers(model):
         return "layers are recomputed"
-    if plan is not None and not plan.graph:
+    handle = attached(model)
+    if handle is not None and handle.plan is not None and not handle.plan.graph:
         return "the plan's budget has no memory for one"
     if any(not p.dtype.is_floating_point for p in model.base_model.parameters()):
         return "the weights are quantised"

@@ -27,7 +27,7 @@ from pronghorn.memory.plan import Plan, Policy
 from pronghorn.memory.planner import plan
 from pronghorn.memory.step_time import StepTimes, step_times
 from pronghorn.models import experts
-from pronghorn.models.attach import attach, attached
+from pronghorn.models.attach import Handle, attach, attached
 from pronghorn.models.families import base_causal_lm, check_config
 
 T = TypeVar("T")
@@ -135,6 +135,31 @@ def setup_of(
     )
 
 
+def resolve(
+    handle: Handle, rows: int, row_tokens: int, *, packs: bool, autocast: torch.dtype | None, accumulates: bool
+) -> Plan | None:
+    """Return an attached model's plan; make it now where `auto` waited for the size of a micro-batch, `rows` times
+    `row_tokens` (0: unknown). Models on the CPU or several devices, those whose experts are not Pronghorn's, and padded
+    batches of any with experts, which no plan is made for, recompute their layers.
+
+    Args:
+        packs: rows are packed, not padded.
+        autocast: dtype that training will run under, if any.
+        accumulates: whether a step has several micro-batches.
+    Raises:
+        PlanDoesNotFit: with what would.
+    """
+    model, asked, tokens = handle.model, handle.plan, rows * row_tokens
+    together = len({parameter.device for parameter in model.parameters()}) == 1
+    if asked is None or not asked.undecided or not tokens or not together or model.device.type != "cuda":
+        return asked
+    if refusal(model, fused=packs and handle.fuses) is not None:
+        return asked
+    padded = 0 if packs else rows
+    made = plan_for(model, tokens, asked.budget_bytes, autocast=autocast, padded=padded, accumulates=accumulates)
+    return handle.replan(made).plan
+
+
 def plan_for(
     model: Any,
     tokens: int,
@@ -212,17 +237,19 @@ def measured_times(
     The backbone runs with one layer and with two; the difference is the second layer's. Takes one or two seconds;
     gradients, random state and the model are left as they were.
     """
-    base, handle = base_causal_lm(model), attached(model)
-    given = None if handle is None else (handle.plan, handle.options.graph)
-    handle = attach(model, Plan.keep(), graph="off") if handle is None else handle.replan(Plan.keep(), graph="off")
+    base, before = base_causal_lm(model), attached(model)
+    handle = before or attach(model)
     try:
-        with torch.cuda.device(base.device), torch.autocast("cuda", autocast, enabled=autocast is not None):
+        with (
+            handle.trying(Plan.keep()),
+            torch.cuda.device(base.device),
+            torch.autocast("cuda", autocast, enabled=autocast is not None),
+        ):
+            handle.merge_weights()  # of all layers, as training does: a forward would merge those that are timed only
             return _measure(base, dims, setup, spec)
     finally:
-        if given is None:
+        if before is None:
             handle.detach()
-        else:
-            handle.replan(*given)
         torch.cuda.empty_cache()  # what the allocator keeps would be in training's way
 
 

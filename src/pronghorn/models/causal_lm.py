@@ -1,4 +1,4 @@
-"""The class of an attached causal LM: a packed batch's loss from labelled tokens only; other calls run the original."""
+"""The class of an attached causal LM: a packed batch's loss from supervised tokens; other calls run the original."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pronghorn.errors import UnsupportedError
 from pronghorn.layers.decoder import output_is_seen
 from pronghorn.layers.subclass import subclass
 from pronghorn.models import experts
-from pronghorn.models.head import labelled_cross_entropy
+from pronghorn.models.loss import packed_lm_loss
 from pronghorn.models.metadata import LOSS_ROWS_ONLY
 
 
@@ -47,7 +47,7 @@ class PackedCausalLM:
         return_dict: bool | None,
         **kwargs: Any,
     ) -> Any:
-        """Backbone, then the loss from labelled rows. The output has no logits: they are never built."""
+        """Run the backbone, then compute the loss of supervised rows. Logits are never built."""
         from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
         balanced = kwargs.get("output_router_logits")
@@ -61,7 +61,7 @@ class PackedCausalLM:
         if fewer and not told and not balanced and not output_is_seen(self.base_model):
             kwargs[LOSS_ROWS_ONLY] = True
         outputs = self.base_model(*args, **kwargs)
-        loss = labelled_cross_entropy(
+        loss = packed_lm_loss(
             outputs.last_hidden_state,
             labels,
             packed,
@@ -102,8 +102,8 @@ def packed_class(original: type[nn.Module]) -> type[nn.Module]:
         given = {"packed": packed, "labels": labels, "num_items_in_batch": num_items_in_batch}
         # Triton launches on the current device, which need not be the model's.
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
-            labelled = packed is not None and packed.loss_rows is not None and labels is not None
-            if labelled and not has_own_loss(self):
+            supervised = packed is not None and packed.loss_rows is not None and labels is not None
+            if supervised and not has_own_loss(self):
                 return self.packed_forward(*args, **given, return_dict=return_dict, **kwargs)
             kwargs |= {name: value for name, value in given.items() if value is not None}
             return original.forward(self, *args, return_dict=return_dict, **kwargs)

@@ -1,4 +1,4 @@
-"""The trunk (all decoder layers and the last norm) as two CUDA graphs, one forward and one backward, for packed rows.
+"""The backbone (all decoder layers and the last norm) as two CUDA graphs, a forward and a backward, for packed rows.
 
 A small model's layers take the host longer to launch than the device to compute. A graph launches them all at once; to
 autograd it is one function, so accumulation, loss scaling, clipping and the trainer stay as they are. Embedding, head
@@ -29,7 +29,7 @@ from pronghorn.errors import TrainingError
 from pronghorn.layers.decoder import RUN, STEP, FusedLayers, Step
 from pronghorn.layers.subclass import moving, subclass
 from pronghorn.memory.plan import POLICY, Policy
-from pronghorn.models.graph_trial import GraphTrial
+from pronghorn.models.graph_benefit import GraphBenefit
 from pronghorn.models.metadata import LAYERS
 
 Graph = Literal["auto", "on", "off"]
@@ -57,7 +57,7 @@ class _Captured:
     between have made others."""
 
 
-class TrunkGraphs:
+class BackboneGraphs:
     """The graphs of one model.
 
     Args:
@@ -81,7 +81,7 @@ class TrunkGraphs:
         settle: Callable[[], None],
     ) -> None:
         self._backbone, self._plain = backbone, plain
-        self._trial = None if always else GraphTrial()
+        self._benefit = None if always else GraphBenefit()
         self._refusal, self._longest, self._settle = refusal, longest, settle
         self._parameters: list[nn.Parameter] = []
         self._captured: dict[Any, _Captured] = {}
@@ -91,14 +91,16 @@ class TrunkGraphs:
         self._refused: str | None = None
         self.hooked = False
         """Whether the last training forward ran under hooks on saved tensors."""
+        self.paused = False
+        """Whether forwards go without graphs for now, and tell nothing about what graphs gain."""
         self.replays = 0
         """Forwards and backwards so far. All graphs share memory: each overwrites what a forward before it left."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> TrunkGraphs:
+    def __deepcopy__(self, memo: dict[int, Any]) -> BackboneGraphs:
         """A copied model captures its own."""
         asked = self._refusal, self._longest, self._settle
         backbone, asked = copy.deepcopy((self._backbone, asked), memo)
-        return TrunkGraphs(backbone, self._plain, self._trial is None, *asked)
+        return BackboneGraphs(backbone, self._plain, self._benefit is None, *asked)
 
     @property
     def state(self) -> tuple[str, str]:
@@ -110,15 +112,15 @@ class TrunkGraphs:
             return "off", "hooks move what is saved for the backward, or make it again"
         longest = self._longest()
         but = "" if longest is None else f"; not for rows with a document of {longest:,} tokens or more"
-        if self._trial is None:
+        if self._benefit is None:
             return "on", f"asked for{but}"
-        return ("on", self._trial.why + but) if self._trial.wanted else ("off", self._trial.why)
+        return ("on", self._benefit.why + but) if self._benefit.wanted else ("off", self._benefit.why)
 
     def forward(self, embeds: Tensor, position_ids: Tensor, packed: PackedBatch) -> Tensor | None:
-        """The trunk's output [1, T, H] through a graph; None if this batch goes without one."""
-        if self._trial is not None:
-            self._trial.judge()
-            if self._trial.lost:  # nothing stays captured that a change could concern
+        """The backbone's output [1, T, H] through a graph; None if this batch goes without one."""
+        if self._benefit is not None:
+            self._benefit.judge()
+            if self._benefit.lost:  # nothing stays captured that a change could concern
                 if self._captured:
                     self.clear()
                     torch.cuda.empty_cache()  # else nothing but graphs could use what was theirs
@@ -129,15 +131,15 @@ class TrunkGraphs:
             self._refused = self._refusal()
             self._parameters = [p for p in self._backbone.parameters() if p.requires_grad]
             self._fingerprint = fingerprint
-        if self._refused is not None or embeds.requires_grad or not (self._trial is None or self._trial.wanted):
+        if self._refused is not None or embeds.requires_grad or not (self._benefit is None or self._benefit.wanted):
             return None
         longest = self._longest()
         if longest is not None and max(packed.lengths) >= longest:  # lengths are the host's there, not data
             return None
         window = getattr(self._backbone.config, "sliding_window", None)
         key = embeds.shape, packed.bucket, embeds.dtype, window is not None and packed.max_seqlen > window
-        if self._trial is not None:
-            self._trial.looked_for(there=key in self._captured)
+        if self._benefit is not None:
+            self._benefit.looked_for(there=key in self._captured)
         if key not in self._captured:
             if len(self._captured) >= MOST_GRAPHS:
                 return None
@@ -149,8 +151,8 @@ class TrunkGraphs:
                 return None
             self._captured[key] = captured
             self._fingerprint = _fingerprint(self._backbone)  # the first products put weights together
-        if self._trial is not None:
-            self._trial.replay_begins(self.replays)
+        if self._benefit is not None:
+            self._benefit.replay_begins(self.replays)
         return _Replay.apply(embeds, position_ids, packed, self, self._captured[key], *self._parameters)
 
     def clear(self) -> None:
@@ -160,22 +162,29 @@ class TrunkGraphs:
             torch.cuda.synchronize(self._stream.device)
             self._captured.clear()
 
+    def restart(self) -> None:
+        """Give the graphs back and ask anew whether there are to be some: layers follow another plan."""
+        self.clear()
+        self._fingerprint = []
+        if self._benefit is not None:
+            self._benefit = GraphBenefit()
+
     def holds(self, captured: _Captured) -> bool:
         """Whether it wasn't given back."""
         return any(each is captured for each in self._captured.values())
 
     def without(self, run: Callable[[], Any]) -> Any:
         """The outputs of `run`, a training forward without a graph."""
-        return run() if self._trial is None or self._refused is not None else self._trial.plain(run)
+        return run() if self._benefit is None or self._refused is not None else self._benefit.plain(run)
 
     def _capture_if_it_fits(self, embeds: Tensor, position_ids: Tensor, packed: PackedBatch) -> _Captured | None:
         """None where memory runs out, though it was there without a graph, and nobody asked for one."""
         try:
             return self._capture(embeds, position_ids, packed)
         except RuntimeError as error:
-            if self._trial is None or not is_out_of_memory(error):
+            if self._benefit is None or not is_out_of_memory(error):
                 raise
-        self._trial.no_memory = True
+        self._benefit.no_memory = True
         self.clear()
         torch.cuda.empty_cache()  # after the handler: until then the error holds what was made
         return None
@@ -204,13 +213,13 @@ class TrunkGraphs:
             try:
                 with torch.cuda.stream(self._stream), self._in_pool(embeds.device):
                     for _ in range(WARM_UPS):
-                        out = self._trunk(*static, step_of)
+                        out = self._backbone_forward(*static, step_of)
                         torch.autograd.grad(out, parameters, torch.zeros_like(out))
                     del out
             finally:  # where memory ran out, too: a replay of another graph writes to the same
                 here.wait_stream(self._stream)
             with torch.cuda.graph(forward, **options):
-                out = self._trunk(*static, step_of)
+                out = self._backbone_forward(*static, step_of)
             d_out = torch.empty_like(out)
             sizes = [parameter.numel() for parameter in parameters]
             flat = torch.empty(sum(sizes), dtype=parameters[0].dtype, device=embeds.device)
@@ -227,7 +236,7 @@ class TrunkGraphs:
         pool: Any = SimpleNamespace(id=self._pool)  # a MemPool, too, ends the process if a graph outlives it
         return torch.cuda.use_mem_pool(pool, device) if self._captured else nullcontext()
 
-    def _trunk(
+    def _backbone_forward(
         self, embeds: Tensor, position_ids: Tensor, packed: PackedBatch, step_of: Callable[[PackedBatch], Step]
     ) -> Tensor:
         mask = packed.cu_seqlens.view(1, 1, 1, -1)  # a placeholder, as in `models.attach`
@@ -250,7 +259,7 @@ class _Replay(torch.autograd.Function):
         embeds: Tensor,
         position_ids: Tensor,
         packed: PackedBatch,
-        graphs: TrunkGraphs,
+        graphs: BackboneGraphs,
         captured: _Captured,
         *parameters: Tensor,
     ) -> Tensor:
@@ -300,9 +309,9 @@ def graphed_class(original: Any) -> type[nn.Module]:
             return plain(self, *args, **kwargs)
         from transformers.modeling_outputs import MoeModelOutputWithPast  # with the fields of all families
 
-        graphs: TrunkGraphs = self._pronghorn_graphs
+        graphs: BackboneGraphs = self._pronghorn_graphs
         graphs.hooked = _hooks_saved_tensors()
-        if graphs.hooked:
+        if graphs.hooked or graphs.paused:
             return plain(self, *args, **kwargs)
         embeds: Any = kwargs.get("inputs_embeds")
         unread = False

@@ -1,4 +1,4 @@
-"""One PackedBatch for all layers: lane A passes it as the keyword `packed`; lane B's is made once per forward from
+"""One PackedBatch for all layers: the keyword `packed` in packed mode; in compatible mode made once a forward, from
 TRL's `cu_seq_lens_*` or from `position_ids`."""
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _check_rope(config: Any, packed: PackedBatch) -> None:
 
 
 def _from_stock_arguments(kwargs: dict[str, Any]) -> PackedBatch | None:
-    """Lane B: the metadata of a batch from stock collators, or None if the batch isn't packed.
+    """Return the metadata of a batch from stock collators, or None if the batch isn't packed.
 
     Costs one synchronisation on CUDA (the bounds become host integers).
     """

@@ -77,7 +77,7 @@ def decide(handle: Handle, autocast: torch.dtype | None) -> Decisions:
 
 def render(handle: Handle, autocast: torch.dtype | None) -> list[PathTaken]:
     """Render the decisions as the lines of `Handle.report`."""
-    decisions, options, model = decide(handle, autocast), handle.options, handle.model
+    decisions, switches, model = decide(handle, autocast), handle.options.experimental, handle.model
     query = query_of(model, autocast)
     experts = () if handle.experts is None else handle.experts.paths(query.dtype)
     sinks = family_of(model.config).load_attention == "eager"
@@ -89,7 +89,7 @@ def render(handle: Handle, autocast: torch.dtype | None) -> list[PathTaken]:
     }
     return [
         PathTaken("packed attention", *_attention(handle, query)),
-        PathTaken("packing metadata", options.packing_metadata, metadata[options.packing_metadata]),
+        PathTaken("packing metadata", switches.packing_metadata, metadata[switches.packing_metadata]),
         PathTaken("decoder layers", decisions.layers, decisions.layers_reason),
         *(PathTaken(*line) for line in experts),
         PathTaken("CUDA graph of the layers", decisions.graph, decisions.graph_reason),
@@ -124,10 +124,10 @@ def longest_tiled(model: Any, attention: Backend, autocast: torch.dtype | None =
 
 
 def _attention(handle: Handle, query: torch.Tensor) -> tuple[str, str]:
-    if handle.options.packing_metadata == "per_layer_mask":
+    if handle.options.experimental.packing_metadata == "per_layer_mask":
         return "masked", "ablation"
-    path, why = choose(handle.options.attention, query)
-    long = longest_tiled(handle.model, handle.options.attention, query.dtype)
+    path, why = choose(handle.options.backend, query)
+    long = longest_tiled(handle.model, handle.options.backend, query.dtype)
     if path == "tiled" and long is not None:
         window = "" if getattr(handle.model.config, "sliding_window", None) is None else " where no window cuts them"
         path = f"tiled; documents of {long:,} tokens and more by cuDNN{window}"
@@ -137,7 +137,7 @@ def _attention(handle: Handle, query: torch.Tensor) -> tuple[str, str]:
 def _layers(handle: Handle, autocast: torch.dtype | None) -> tuple[LayersPath, str]:
     options = handle.options
     if handle.layers is None:
-        if options.attention == "masked" or options.packing_metadata != "once":
+        if options.backend == "masked" or options.experimental.packing_metadata != "once":
             return LayersPath.STOCK, "the fused ones have no dense mask, and metadata made once only"
         device = next(handle.model.parameters()).device.type
         asked = options.layers == "stock"

@@ -66,9 +66,9 @@ def part_by_part(model: Any) -> Iterator[Callable[[torch.dtype], None]]:
     Yields:
         What makes every part compute in the given dtype from then on; before, they run as they are.
     """
-    layers, trunk = model.base_model.layers, model.base_model
+    layers, backbone = model.base_model.layers, model.base_model
     plain = list(layers)
-    embedding, norm, head = model.get_input_embeddings(), trunk.norm, model.get_output_embeddings()
+    embedding, norm, head = model.get_input_embeddings(), backbone.norm, model.get_output_embeddings()
     quantised = [(m, m.compute_dtype) for m in model.modules() if hasattr(m, "compute_dtype")]
     precision = torch.get_float32_matmul_precision()
     parts = [WidenedPart(part) for part in (*plain, embedding, norm, head)]
@@ -77,7 +77,7 @@ def part_by_part(model: Any) -> Iterator[Callable[[torch.dtype], None]]:
         for i, part in enumerate(layer_parts):
             layers[i] = part
         model.set_input_embeddings(embedding)
-        trunk.norm = norm
+        backbone.norm = norm
         model.set_output_embeddings(head)
 
     experts = getattr(model.config, "_experts_implementation", None)

@@ -83,19 +83,13 @@ def load(recipe: Recipe, found: FoundModel, tokenizer: Any, console: Console) ->
         )
     memory = recipe.memory
     budget = None if memory.budget is None else parse_bytes(memory.budget, "memory.budget")
-    plan = Plan.asked(memory.gradient_checkpointing, memory.offload_buffers, budget)
+    plan = Plan.asked(memory.gradient_checkpointing, budget)
     return model, attach(model, plan, **attach_options(recipe))
 
 
 def attach_options(recipe: Recipe) -> dict[str, Any]:
-    """What `attach` is told of a recipe's packed path."""
-    packing = recipe.packing
-    return {
-        "attention": packing.attention,
-        "packing_metadata": packing.metadata,
-        "graph": packing.graph,
-        "moe_routing": packing.moe_routing,
-    }
+    """Return what `attach` is told of a recipe's packed path."""
+    return {"attention": recipe.packing.attention, "graph": recipe.packing.graph}
 
 
 def training_arguments(recipe: Recipe) -> SFTConfig:

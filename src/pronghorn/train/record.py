@@ -53,7 +53,7 @@ class RunRecord:
     resumed_at: list[int] = field(default_factory=list)
     """Steps at which the run was taken up again after it was killed or stopped."""
     out_of_memory: list[dict[str, Any]] = field(default_factory=list)
-    """Each {step, micro_batch, used_bytes, total_bytes (None: CPU), plan}: what `train.survive` survived."""
+    """Each {step, micro_batch, used_bytes, total_bytes (None: CPU), plan}: what `train.oom_retry` survived."""
     schema: str = SCHEMA
 
     @property

@@ -43,10 +43,10 @@ from pronghorn.train.journal import (
 from pronghorn.train.progress import ProgressCallback, track
 from pronghorn.train.record import FILE_NAME as RECORD
 from pronghorn.train.record import RunRecord
-from pronghorn.train.refusals import refuse_fsdp, use_one_gpu
 from pronghorn.train.report import FILE_NAME as REPORT
 from pronghorn.train.report import check_report_dependencies, rewrite_report, write_report
 from pronghorn.train.trainer import SFTTrainer
+from pronghorn.train.validate import check_no_fsdp, use_one_gpu
 
 T = TypeVar("T")
 
@@ -69,7 +69,7 @@ def run(recipe: Recipe, console: Console, allow: bool = False, allow_older: bool
     started = time.perf_counter()
     output = Path(recipe.train.output)
     args = training_arguments(recipe)
-    refuse_fsdp(args)
+    check_no_fsdp(args)
     several = use_one_gpu(args, "-m pronghorn train RECIPE")
     if several is not None:
         console.print(f"[yellow]{escape(several)}[/]", highlight=False)

@@ -1,9 +1,9 @@
-"""Lane A: TRL's SFTTrainer over packed rows of a fixed length and Pronghorn's loss.
+"""Packed mode: TRL's SFTTrainer over packed rows of a fixed length and Pronghorn's loss.
 
 Everything TRL's users know stays: `SFTConfig`, its data formats, its tokenising, logging, saving. What changes:
 
     rows      best-fit-decreasing into rows of exactly `max_length` tokens, metadata made once by the collator
-    loss      from the labelled tokens' hidden states (models.head), over the labelled tokens of the whole
+    loss      from the supervised tokens' hidden states (models.loss), over the supervised tokens of the whole
               accumulated batch and all ranks
     gradients watched (train.gradients)
     saving    checkpoints whole or not there, verified before they are loaded (train.checkpoint)
@@ -32,13 +32,13 @@ from pronghorn.errors import ConfigError, DataError, UnsupportedError
 from pronghorn.export.folder import whole_folder
 from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import Handle, attach, attached
+from pronghorn.models.auto_plan import resolve
 from pronghorn.train import checkpoint
 from pronghorn.train.counters import StepCounters
-from pronghorn.train.decide import decided
 from pronghorn.train.evaluate import heldout_loss
 from pronghorn.train.gradients import GradientWatch
-from pronghorn.train.refusals import check_dataset, refuse_16_bit_weights, refuse_unserved, row_length, use_one_gpu
-from pronghorn.train.survive import MemoryGuard, OutOfMemory
+from pronghorn.train.oom_retry import OomRetry, OutOfMemory
+from pronghorn.train.validate import check_arguments, check_dataset, check_row_length, check_trained_dtypes, use_one_gpu
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class SFTTrainer(trl.SFTTrainer):
             kwargs["processing_class"] = tokenizer
         asked = args.packing, args.eval_packing
         self._packs_train, self._packs_eval = asked[0], asked[0] if asked[1] is None else asked[1]
-        refuse_unserved(args, kwargs, self._packs_train, self._packs_eval)
+        check_arguments(args, kwargs, self._packs_train, self._packs_eval)
         one_gpu = use_one_gpu(args, "SCRIPT.py")
         for name, packs in (("train_dataset", self._packs_train), ("eval_dataset", self._packs_eval)):
             check_dataset(name, kwargs.get(name), packs)
@@ -84,15 +84,15 @@ class SFTTrainer(trl.SFTTrainer):
                 f"model {model!r} given by name", "load it with FastLanguageModel.from_pretrained and pass the model"
             )
         if args.packing or args.eval_packing:
-            args.max_length = row_length(args.max_length, getattr(model, "max_seq_length", None))
+            args.max_length = check_row_length(args.max_length, getattr(model, "max_seq_length", None))
         # attached before TRL's constructor wraps `model.forward`, so that its wrapper calls ours
-        if _decided(_attached_on_its_device(model, args), args) is not None:
+        if _attached_on_its_device(model, args).plan is not None:
             for name in ("gradient_checkpointing", "activation_checkpointing"):  # transformers 5.23 renamed it
                 if hasattr(args, name):
-                    setattr(args, name, False)  # the plan decided; SFTConfig's default would recompute regardless
+                    setattr(args, name, False)  # the plan decides; SFTConfig's default would recompute regardless
         trained = {parameter: parameter.data for parameter in model.parameters() if parameter.requires_grad}
         if not hasattr(model, "peft_config") and kwargs.get("peft_config") is None:
-            refuse_16_bit_weights(data.dtype for data in trained.values())
+            check_trained_dtypes(data.dtype for data in trained.values())
         self._train_is_prepared = False
         args.packing = args.eval_packing = False  # TRL must not pack, nor warn of attention it doesn't know
         try:
@@ -100,22 +100,22 @@ class SFTTrainer(trl.SFTTrainer):
         finally:
             args.packing, args.eval_packing = asked
         adapted: Any = self.model
-        handle = attached(adapted)
-        if handle is not None:
-            handle.adopt_adapters()  # of TRL's peft_config
         for name, parameter in adapted.named_parameters():  # TRL rounds the adapters of a quantised base to bfloat16
             if parameter in trained:
                 if parameter.dtype != trained[parameter].dtype:
                     parameter.data = trained[parameter].to(parameter.device)
             elif parameter.requires_grad and ".lora_" in name and getattr(model, "is_quantized", False):
                 parameter.data = parameter.data.float()  # its own, fresh ones
+        handle = attached(adapted)
+        if handle is not None:  # all is known now: where the model is, and its adapters, TRL's peft_config's too
+            _resolve_plan(handle.adopt_adapters(), args)
         stock: Any = self.data_collator
         self._pack_collator = Collator(args.max_length or 0, stock.pad_token_id)
         self.data_collator = _Collators(self._pack_collator, stock)
         self._watch = GradientWatch()
         self.add_callback(self._watch)
         self._counted = StepCounters()
-        self._memory = MemoryGuard(self._ran_out)
+        self._memory = OomRetry(self._ran_out)
         self.note: Callable[[str], None] = logging.getLogger(__name__).warning
         """Where a word to the user goes."""
         if one_gpu is not None:
@@ -158,7 +158,7 @@ class SFTTrainer(trl.SFTTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """The model's own loss: normalised by `num_items_in_batch`, the labelled tokens of the accumulated batch on
+        """The model's own loss: normalised by `num_items_in_batch`, the supervised tokens of the accumulated batch on
         all ranks (DDP averages gradients over ranks, hence the factor)."""
         outputs = model(**inputs, use_cache=False, num_items_in_batch=num_items_in_batch)
         loss = outputs.loss
@@ -261,7 +261,7 @@ class SFTTrainer(trl.SFTTrainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """TRL's `evaluate`; over packed rows the loss is the mean over every labelled token, on all ranks. Its time
+        """TRL's `evaluate`; over packed rows the loss is the mean over every supervised token, on all ranks. Its time
         counts as no step's."""
         with self._counted.paused():
             rows = self.eval_dataset if eval_dataset is None else eval_dataset
@@ -331,20 +331,22 @@ def _attached_on_its_device(model: Any, args: Any) -> Handle:
     """The model's handle, made after the trainer's device has it: attach looks where it is."""
     stays = args.place_model_on_device is False or getattr(args, "deepspeed", None)
     stays = stays or getattr(model, "hf_device_map", None) or getattr(model, "is_quantized", False)
-    handle = attached(model)
-    if not stays and args.device.type == "cuda" and model.device.type == "cpu":
+    moves = not stays and args.device.type == "cuda" and model.device.type == "cpu"
+    if moves:
         model.to(args.device)
-        handle = handle and handle.replan(handle.plan)
-    return handle or attach(model)
+    handle = attached(model)
+    if handle is None or not moves:
+        return handle or attach(model)
+    return attach(model, **vars(handle.options))  # on the CPU it had no fused layers
 
 
-def _decided(handle: Handle, args: Any) -> Plan | None:
-    """The attached model's plan, made now where `auto` waited for these arguments.
+def _resolve_plan(handle: Handle, args: Any) -> Plan | None:
+    """Return the attached model's plan, made now where `auto` waited for these arguments.
 
     Raises:
         PlanDoesNotFit: with what would.
     """
-    return decided(
+    return resolve(
         handle,
         args.per_device_train_batch_size,
         args.max_length or 0,

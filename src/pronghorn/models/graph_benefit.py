@@ -1,5 +1,5 @@
-"""Whether CUDA graphs of the trunk (`models.graph`) pay: the first training forwards are timed without them, and where
-the host takes long to launch these, some with them. Nothing here waits for the device.
+"""Whether CUDA graphs of the backbone (`models.graph`) pay: the first training forwards are timed without them, and
+where the host takes long to launch these, some with them. Nothing here waits for the device.
 
 What counts is the time from one forward's start to the next one's, as the host launches backwards, too. Forwards that
 had no backward, as in an evaluation of one's own, tell nothing.
@@ -46,7 +46,7 @@ class _Timed:
         self.backward = True
 
 
-class GraphTrial:
+class GraphBenefit:
     """What is known so far of one model. All figures are medians."""
 
     def __init__(self) -> None:

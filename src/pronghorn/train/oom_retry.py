@@ -26,7 +26,7 @@ from pronghorn.memory.plan import Plan, Policy
 from pronghorn.models.attach import attached
 from pronghorn.models.families import recomputes_layers
 
-MOST = 3
+MAX_RETRIES = 3
 """Out-of-memory errors of one training that are survived."""
 _KEY = "pronghorn: out of memory"
 
@@ -56,7 +56,7 @@ _TIGHTER = {
     Policy.RECOMPUTE_LAYER: Policy.OFFLOAD,
     Policy.OFFLOAD: Policy.OFFLOAD,
 }
-"""The cheap parts alone would free too little for one of `MOST` attempts; these reach from the first to the last."""
+"""The cheap parts alone would free too little for one of `MAX_RETRIES`; these reach from the first to the last."""
 
 
 def tighten(plan: Plan) -> Plan | None:
@@ -65,16 +65,18 @@ def tighten(plan: Plan) -> Plan | None:
     return None if policies == plan.policies else replace(plan, policies=policies, predicted={})
 
 
-class MemoryGuard:
+class OomRetry:
     """Runs the micro-batches of one training.
 
     Args:
-        tell: called with every error that was survived, before the step is repeated.
+        on_retry: called with every error that was survived, before the step is repeated.
         tighter: the plan to go on with after one that ran out of memory, or None.
     """
 
-    def __init__(self, tell: Callable[[OutOfMemory], None], tighter: Callable[[Plan], Plan | None] = tighten) -> None:
-        self._tell, self._tighter = tell, tighter
+    def __init__(
+        self, on_retry: Callable[[OutOfMemory], None], tighter: Callable[[Plan], Plan | None] = tighten
+    ) -> None:
+        self._on_retry, self._tighter = on_retry, tighter
         self.begin()
 
     def begin(self) -> None:
@@ -102,16 +104,16 @@ class MemoryGuard:
             model.zero_grad(set_to_none=True)
             _free(self._devices)
             plan, applied = _tighter_plan(model, self._tighter)
-            if plan is None or not applied or not self._alone or self._survived == MOST:
+            if plan is None or not applied or not self._alone or self._survived == MAX_RETRIES:
                 problem = f"step {step} ran out of memory{_share(found.used_bytes, found.total_bytes)}"
                 if not self._alone:
                     problem += f" in process {dist.get_rank()} of {processes()}, which can't repeat it alone"
-                elif self._survived == MOST:
-                    problem += f", after {MOST} times that were survived"
+                elif self._survived == MAX_RETRIES:
+                    problem += f", after {MAX_RETRIES} times that were survived"
                 raise self._stop(problem, plan) from found.error
             self._survived += 1
             _free(self._devices)  # what the plan before held: CUDA graphs, buffers
-            self._tell(OutOfMemory(step, len(self._window), found.used_bytes, found.total_bytes, _words(plan)))
+            self._on_retry(OutOfMemory(step, len(self._window), found.used_bytes, found.total_bytes, _words(plan)))
             found = self._attempt(micro_batch, self._replayed())
         if last:
             self._window.clear()

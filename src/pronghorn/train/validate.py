@@ -26,7 +26,7 @@ def check_dataset(name: str, given: Any, packing: bool) -> None:
             raise DataError(f"{name} is empty", "check the file and the filters it went through")
 
 
-def row_length(asked: int | None, limit: int | None) -> int:
+def check_row_length(asked: int | None, limit: int | None) -> int:
     """The tokens of a row: what the config asks for, within what the model was loaded for."""
     if asked is None and limit is None:
         raise ConfigError("packing without a row length", "set max_length in SFTConfig")
@@ -38,7 +38,7 @@ def row_length(asked: int | None, limit: int | None) -> int:
     return int(asked or limit or 0)
 
 
-def refuse_16_bit_weights(dtypes: Iterable[torch.dtype]) -> None:
+def check_trained_dtypes(dtypes: Iterable[torch.dtype]) -> None:
     """Refuse full fine-tuning of 16-bit weights."""
     for dtype in dtypes:
         if dtype in (torch.float16, torch.bfloat16):
@@ -48,7 +48,7 @@ def refuse_16_bit_weights(dtypes: Iterable[torch.dtype]) -> None:
             )
 
 
-def refuse_fsdp(args: Any) -> None:
+def check_no_fsdp(args: Any) -> None:
     """Refuse sharded training, after which nothing could be saved: by TrainingArguments, or by accelerate's launcher or
     plugin, which both leave it in the environment."""
     if getattr(args, "fsdp", None) or parse_flag_from_env("ACCELERATE_USE_FSDP"):
@@ -73,9 +73,9 @@ def use_one_gpu(args: Any, command: str) -> str | None:
     return f"one process sees {count} GPUs and trains on the first; to use all: {use_all}"
 
 
-def refuse_unserved(args: Any, kwargs: dict[str, Any], packs_train: bool, packs_eval: bool) -> None:
+def check_arguments(args: Any, kwargs: dict[str, Any], packs_train: bool, packs_eval: bool) -> None:
     """Refuse arguments of SFTConfig and SFTTrainer that the packed loss or the collator would pass over."""
-    refuse_fsdp(args)
+    check_no_fsdp(args)
     if packs_eval and kwargs.get("compute_metrics") is not None:
         raise UnsupportedError("compute_metrics over packed rows, which have no logits", "set eval_packing=False")
     unserved = [

@@ -28,9 +28,9 @@ from pronghorn.errors import ConfigError, TrainingError, UnsupportedError
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.models import causal_lm
 from pronghorn.models.attach import attach, attached
+from pronghorn.train.oom_retry import OomRetry, OutOfMemory, _forget, tighten
 from pronghorn.train.record import RunRecord
 from pronghorn.train.run import run
-from pronghorn.train.survive import MemoryGuard, OutOfMemory, _forget, tighten
 from support.tiny import packed_row, tiny_model
 
 STEPS, WINDOW = 2, 3
@@ -75,10 +75,10 @@ class Failing:
         if where != "loss":
             hook = self.fire if where == "forward" else self._watch_backward
             hooks.append(base.model.layers[int(layer)].register_forward_hook(hook))
-        plain = causal_lm.labelled_cross_entropy
+        plain = causal_lm.packed_lm_loss
         with pytest.MonkeyPatch.context() as patch:
             if where == "loss":
-                patch.setattr(causal_lm, "labelled_cross_entropy", lambda *a, **k: self.fire() or plain(*a, **k))
+                patch.setattr(causal_lm, "packed_lm_loss", lambda *a, **k: self.fire() or plain(*a, **k))
             yield
         for each in hooks:
             each.remove()
@@ -102,7 +102,7 @@ def train(
 ) -> tuple[list[float], list[OutOfMemory]]:
     """A plain loop of STEPS steps of WINDOW rows: losses of the rows, and what was survived."""
     events: list[OutOfMemory] = []
-    guard = MemoryGuard(tell or events.append, **options)
+    guard = OomRetry(tell or events.append, **options)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
     losses = []
 
@@ -418,7 +418,7 @@ def on_gpu(plan: Plan, graph: Any) -> Any:
 
 def gpu_losses(model: Any, events: list[OutOfMemory]) -> tuple[list[float], int]:
     """Losses of two steps of two rows, and the most bytes that the allocator took."""
-    guard = MemoryGuard(events.append)
+    guard = OomRetry(events.append)
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()

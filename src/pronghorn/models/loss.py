@@ -1,8 +1,8 @@
-"""The loss of a packed batch from the hidden states of its labelled tokens; the full logits are never built.
+"""The loss of a packed batch from the hidden states of its supervised tokens; the full logits are never built.
 
     loss = 1/N Σ_{t in loss_rows} −log softmax(head(h_t))[label_{t+1}]
 
-where N is the labelled tokens of the whole accumulated batch. Rows go through the head in chunks whose float32 logits
+where N is the supervised tokens of the whole accumulated batch. Rows go through the head in chunks whose float32 logits
 stay under `CHUNK_BYTES`; with more than one chunk each is recomputed in the backward pass instead of kept.
 """
 
@@ -24,7 +24,7 @@ from pronghorn.layers.build import watched
 CHUNK_BYTES = 256 * 2**20
 
 
-def labelled_cross_entropy(
+def packed_lm_loss(
     hidden: Tensor,
     labels: Tensor,
     packed: PackedBatch,
@@ -33,7 +33,7 @@ def labelled_cross_entropy(
     softcap: float | None = None,
     num_items: Tensor | int | None = None,
 ) -> Tensor:
-    """Next-token cross-entropy over the labelled positions only.
+    """Return next-token cross-entropy over the supervised positions only.
 
     Args:
         hidden: [1, T, H], the backbone's last hidden state, or its `loss_rows` [1, M_b, H] where only these were made.
@@ -42,18 +42,18 @@ def labelled_cross_entropy(
         head: maps [M, H] to logits [M, V].
         vocab_size: V, which decides the rows of a chunk.
         softcap: c of `c · tanh(logits / c)` (Gemma 2), or None.
-        num_items: what the sum is divided by: the labelled tokens of the accumulated batch over all ranks; None for
+        num_items: what the sum is divided by: the supervised tokens of the accumulated batch over all ranks; None for
             this batch's own.
     Returns:
         float32 scalar.
     """
     rows = packed.loss_rows
-    assert rows is not None, "labelled_cross_entropy needs a batch made with labels"
+    assert rows is not None, "packed_lm_loss needs a batch made with labels"
     next_labels = pad(labels.flatten()[1:], (0, 1), value=IGNORE_INDEX)
     selected, targets = hidden.flatten(0, 1), next_labels[rows]
     if len(selected) == packed.tokens:
         selected = selected[rows]
-    # Nothing labelled anywhere is a loss of 0, not 0 / 0.
+    # Nothing supervised anywhere is a loss of 0, not 0 / 0.
     divisor = packed.n_labels if num_items is None else num_items
     if type(head) is nn.Linear and head.bias is None and not watched([head]):
         kind = hidden.device.type
