@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
-from pronghorn.data.row_types import Conversation
+from pronghorn.data.rows import Conversation
 from pronghorn.data.template import clip, special_tokens
 from pronghorn.errors import DataError
 

@@ -42,8 +42,8 @@ class Document:
         return len(self.input_ids)
 
     @property
-    def labelled(self) -> int:
-        """How many tokens are trained."""
+    def supervised(self) -> int:
+        """How many tokens are supervised."""
         return len(self.labels) - self.labels.count(IGNORE_INDEX)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Sized
 from functools import lru_cache, wraps
 from typing import Any
 
@@ -183,29 +183,23 @@ def _compiled(text: str) -> tuple[Any, _Limits]:
         return nodes.Filter(on, name, others, [], None, None)
 
     tree = Counted().visit(environment.parse(text)).set_environment(environment)
-    return environment.from_string(tree), limits
+    template = environment.from_string(tree)
+    template.globals = dict(template.globals)  # of a ChainMap, a rendering's context takes longer than the rendering
+    return template, limits
 
 
-class ChatTemplate:
-    """A chat template, ready to render many conversations; making a context for each would take longer than most."""
+def render(text: str, **values: Any) -> str:
+    """Render the template `text` as `apply_chat_template` would.
 
-    def __init__(self, text: str, special_tokens: Mapping[str, Any]) -> None:
-        template, self._limits = _compiled(text)
-        self._known = {**template.globals, "documents": None, **special_tokens}
-        self._context, self._root = template.new_context(self._known, shared=True), template.root_render_func
-
-    def render(self, messages: Sequence[Any], tools: Sequence[Any] | None, answer: bool) -> str:
-        """Render the conversation as `apply_chat_template` would; `answer` adds the generation prompt.
-
-        Raises LimitError, jinja's TemplateError where the template refuses, and whatever else it fails with.
-        """
-        self._context.vars.clear()  # what the template set for the conversation before
-        self._known.update(messages=messages, tools=tools, add_generation_prompt=answer)
-        self._limits.begin()
-        pieces, size = [], 0
-        for piece in self._root(self._context):
-            size += len(piece)
-            if size > MOST_CHARACTERS:
-                raise LimitError(f"writes more than {MOST_CHARACTERS:,} characters")
-            pieces.append(piece)
-        return "".join(pieces)
+    Raises:
+        LimitError: it takes more than it may. TemplateError and whatever else it fails with: as jinja does.
+    """
+    template, limits = _compiled(text)
+    limits.begin()
+    pieces, size = [], 0
+    for piece in template.generate(values):
+        size += len(piece)
+        if size > MOST_CHARACTERS:
+            raise LimitError(f"writes more than {MOST_CHARACTERS:,} characters")
+        pieces.append(piece)
+    return "".join(pieces)

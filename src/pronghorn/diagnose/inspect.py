@@ -51,7 +51,7 @@ class Example:
 def example_of(document: Document, tokenizer: PreTrainedTokenizerBase) -> Example:
     """The document with its tokens' texts."""
     pieces = pieces_of(document.input_ids, document.labels, tokenizer)
-    return Example(document.source, len(document), document.labelled, pieces)
+    return Example(document.source, len(document), document.supervised, pieces)
 
 
 def pieces_of(ids: Sequence[int], labels: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[Piece]:
