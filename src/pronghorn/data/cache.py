@@ -35,6 +35,8 @@ PART_ROWS = 20_000
 PART_CHARACTERS = 16_000_000
 """A part of long rows ends earlier: its documents are in memory until it is written, about 100 bytes a character."""
 
+COUNTS = ("rows", "unsupervised", "documents", "conversations", "control_rows")
+
 Progress = Callable[[str, int, int | None], None]
 """Called with a source's name, its rows done, and how many it has (None: not known)."""
 
@@ -249,12 +251,8 @@ def _open(folder: Path, key: str) -> _Entry:
             format=manifest["format"],
             errors=sorted([*manifest["errors"], *(error for part in parts for error in part.errors)], key=_place),
             files=[file for file, part in zip(files, parts, strict=True) if part.documents],
-            rows=sum(part.rows for part in parts),
             dropped=manifest["dropped"] + sum(part.dropped for part in parts),
-            unsupervised=sum(part.unsupervised for part in parts),
-            documents=sum(part.documents for part in parts),
-            conversations=sum(part.conversations for part in parts),
-            control_rows=sum(part.control_rows for part in parts),
+            **{name: sum(getattr(part, name) for part in parts) for name in COUNTS},
         )
     except (KeyError, TypeError) as error:
         raise DataError(f"{folder / MANIFEST}: not whole ({error})", remedy) from error

@@ -225,40 +225,36 @@ class Edges:
     """
 
     def __init__(self, encoding: "Encoding | Pieces") -> None:
-        self._encoding = encoding
+        self.encoding = encoding
         self._span: Any = encoding.token_to_chars
-        self._tokens = range(len(encoding))
 
     def begin(self, token: int) -> int:
-        """The first character of a token."""
+        """Return the first character of a token."""
         return min(self._span(token)[0], self.end(token - 1)) if token else 0
 
     def end(self, token: int) -> int:
-        """One past a token's last character."""
+        """Return one past a token's last character."""
         return self._span(token)[1]
 
     def first_past(self, character: int, start: int) -> int:
-        """The first token, from `start` on, that ends after `character`; the number of tokens where none does."""
-        covering = self._encoding.char_to_token(character)
+        """Return the first token, from `start` on, that ends after `character`, or else the number of tokens."""
+        covering = self.encoding.char_to_token(character)
         if covering is not None:
             return max(start, covering)
-        return bisect_right(self._tokens, character, lo=start, key=self.end)
-
-    @property
-    def in_order(self) -> bool:
-        """Whether no token ends before the one in front of it."""
-        ends = [end for _, end in self._encoding.offsets]
-        return ends == sorted(ends)
+        return bisect_right(range(len(self.encoding)), character, lo=start, key=self.end)
 
 
 def token_ranges(
     rendered: Rendered, ids: list[int], edges: Edges, control: frozenset[int], eos: int | None = None
 ) -> list[tuple[int, int]]:
-    """The token ranges [first, end) of the turns, end-of-turn tokens included; bare text has none yet, unless it ends
-    with its own `eos`."""
-    text, source = rendered.text, rendered.source
-    ranges = []
+    """Return the token ranges [first, end) of the turns, end-of-turn tokens included; bare text has none yet, unless it
+    ends with its own `eos`."""
+    text, source, ranges = rendered.text, rendered.source, []
     at, count = 0, len(ids)
+
+    def text_of(token: int) -> str:
+        return text[edges.begin(token) : edges.end(token)]
+
     for start, end, said in rendered.turns or ():
         first = edges.first_past(start, at)
         at = edges.first_past(end, first)
@@ -266,18 +262,14 @@ def token_ranges(
         end_of_own = at - 1 if rendered.bare and at == count and ids[-1:] == [eos] else at
         if not control.isdisjoint(ids[own:end_of_own]):
             held = next(token for token in range(own, at) if ids[token] in control)
-            token = clip(text[edges.begin(held) : edges.end(held)])
-            raise DataError(f"{source}: the assistant's text holds the control token {token}", "delete it there")
-        for edge, token_at in ((start, first), (end, at)):
-            if token_at < count and edges.begin(token_at) < edge < edges.end(token_at):
-                token = clip(text[edges.begin(token_at) : edges.end(token_at)])
-                before, after = clip(text[max(0, edge - 20) : edge]), clip(text[edge : edge + 20])
-                raise DataError(
-                    f"{source}: token {token} lies on both sides of the boundary between {before} and {after}",
-                    "trim white space around the assistant's text, or move it from the prompt's end to the completion",
-                )
+            raise DataError(
+                f"{source}: the assistant's text holds the control token {clip(text_of(held))}", "delete it there"
+            )
+        for edge, token in ((start, first), (end, at)):
+            if token < count and edges.begin(token) < edge < edges.end(token):
+                raise _boundary_error(rendered, edge, f"token {clip(text_of(token))} lies on both sides of", "")
         if not rendered.bare:
-            while at < count and ids[at] not in control and text[edges.begin(at) : edges.end(at)].isspace():
+            while at < count and ids[at] not in control and text_of(at).isspace():
                 at += 1
             if at == count or ids[at] not in control:
                 raise DataError(
@@ -296,22 +288,26 @@ def verify(
     edges: Edges,
     encode: Callable[[list[str]], list[list[int]]],
 ) -> None:
-    """Tokenises the text before each turn, and the text up to the turn's end, by themselves with `encode`: they must
+    """Tokenise the text before each turn, and the text up to the turn's end, by themselves with `encode`: they must
     give the tokens that the whole text has there, or the model is trained after other tokens than it sees when it
-    answers."""
-    if not edges.in_order:
+    answers. Raises DataError otherwise."""
+    ends = [end for _, end in edges.encoding.offsets]
+    if ends != sorted(ends):
         raise DataError(
             f"{rendered.source}: the tokenizer's offsets do not follow the text", "use a tokenizer whose offsets do"
         )
-    edges_of = [edge for turn in rendered.turns or () for edge in (turn.start, turn.end)]
-    texts = [rendered.text[:edge] for edge in edges_of]
-    alone = encode(texts) if texts else []
-    for number, (edge, found) in enumerate(zip(edges_of, alone, strict=True)):
+    boundaries = [edge for turn in rendered.turns or () for edge in (turn.start, turn.end)]
+    alone = encode([rendered.text[:edge] for edge in boundaries]) if boundaries else []
+    for number, (edge, tokens) in enumerate(zip(boundaries, alone, strict=True)):
         first, last = ranges[number // 2]
-        if found != (ids[:last][: len(found)] if number % 2 else ids[:first]):
-            before, after = clip(rendered.text[max(0, edge - 20) : edge]), clip(rendered.text[edge : edge + 20])
-            raise DataError(
-                f"{rendered.source}: the text up to the boundary between {before} and {after} has other tokens by "
-                "itself than within the whole text",
-                "trim white space around the assistant's text, or move it from the prompt's end to the completion",
-            )
+        if tokens != (ids[:last][: len(tokens)] if number % 2 else ids[:first]):
+            other = " has other tokens by itself than within the whole text"
+            raise _boundary_error(rendered, edge, "the text up to", other)
+
+
+def _boundary_error(rendered: Rendered, edge: int, before: str, after: str) -> DataError:
+    left, right = clip(rendered.text[max(0, edge - 20) : edge]), clip(rendered.text[edge : edge + 20])
+    return DataError(
+        f"{rendered.source}: {before} the boundary between {left} and {right}{after}",
+        "trim white space around the assistant's text, or move it from the prompt's end to the completion",
+    )
