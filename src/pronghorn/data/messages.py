@@ -83,22 +83,20 @@ def in_order(messages: Sequence[Message], at: str) -> tuple[Message, ...]:
     tool's result after a call, nothing empty where the assistant speaks. Raises DataError otherwise."""
     previous, called = "", False
     for number, message in enumerate(messages, 1):
-        at_message, role = f"{at} message {number}", message.role
+        role, wrong = message.role, None
         if role == "system" and previous:
-            raise DataError(f"{at_message}: a system message that is not the first", "move it to the front")
-        if role == "assistant" and previous in ("", "system"):
-            raise DataError(
-                f"{at_message}: an assistant message with no user message before it", "start with the user's turn"
-            )
-        if role == "user" and previous == "user":
-            raise DataError(f"{at_message}: two user messages in a row", "join them, or add the answer that is missing")
-        if role == "tool" and not (previous == "tool" or called):
-            raise DataError(
-                f"{at_message}: a tool's result with no call before it", "put the assistant's tool_calls before it"
-            )
+            wrong = "a system message that is not the first", "move it to the front"
+        elif role == "assistant" and previous in ("", "system"):
+            wrong = "an assistant message with no user message before it", "start with the user's turn"
+        elif role == "user" and previous == "user":
+            wrong = "two user messages in a row", "join them, or add the answer that is missing"
+        elif role == "tool" and not (previous == "tool" or called):
+            wrong = "a tool's result with no call before it", "put the assistant's tool_calls before it"
+        if wrong is not None:
+            raise DataError(f"{at} message {number}: {wrong[0]}", wrong[1])
         previous, called = role, "tool_calls" in message.extra
         if role == "assistant" and not called:
-            not_empty(message.content, "assistant message", at_message)
+            not_empty(message.content, "assistant message", f"{at} message {number}")
     return tuple(messages)
 
 
