@@ -1,1 +1,1 @@
-"""From files to packed batches: sources, files, formats → template, labels → parts, cache, overflow → packing → batch."""
+"""From files to packed batches: sources, files, formats → template, labels → parts, cache → packing → batch."""
