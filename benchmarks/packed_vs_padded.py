@@ -25,8 +25,9 @@ from trl import SFTConfig
 from benchmarks.counts import measure_ceilings
 from benchmarks.record import Result, Workload, check_out, command_line, write_results
 from pronghorn.api import FastLanguageModel
-from pronghorn.data.chat import fit, label_rows
-from pronghorn.data.rows import read_rows
+from pronghorn.data.labels import label_rows
+from pronghorn.data.overflow import fit
+from pronghorn.data.sources import read_rows
 from pronghorn.train.trainer import SFTTrainer
 
 COLUMNS = {"prompt": "question", "completion": "answer"}

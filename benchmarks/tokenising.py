@@ -28,9 +28,9 @@ from rich.table import Table
 from transformers import AutoTokenizer
 
 from benchmarks.record import Result, Workload, check_out, command_line, write_results
-from pronghorn.data.chat import _render
+from pronghorn.data.labels import Labeller
 from pronghorn.data.parts import Tokenising
-from pronghorn.data.rows import read_rows
+from pronghorn.data.sources import read_rows
 
 SETS: dict[str, tuple[str, dict[str, str]]] = {
     "gsm8k": ("gsm8k/train.jsonl", {"prompt": "question", "completion": "answer"}),
@@ -42,12 +42,13 @@ REPEATS = 5
 
 def measure(rows: list[Any], tokenizer: Any) -> tuple[dict[str, list[float]], int, bool]:
     """Milliseconds of each candidate, the tokens of the texts, and whether all of them gave the same tokens."""
-    how = Tokenising(tokenizer, "completion", None)
-    texts = [each.text for each in _render(rows, tokenizer, "completion")]
+    how = Tokenising(tokenizer, "completion", None, "escape")
+    labeller = Labeller(tokenizer, "completion", None, "escape")
+    texts = [labeller.render(row).text for row in rows]
     encode = tokenizer.backend_tokenizer.encode_batch
     with tempfile.TemporaryDirectory() as folder:
         candidates: dict[str, Callable[[], Any]] = {
-            "pronghorn": lambda: how.write(Path(folder) / "part-00000.arrow", rows, True),
+            "pronghorn": lambda: how.write(Path(folder) / "part-00000.arrow", rows),
             "tokenizer(texts)": lambda: tokenizer(texts, add_special_tokens=False, verbose=False),
             "encode_batch": lambda: encode(texts, add_special_tokens=False),
         }

@@ -29,10 +29,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.candidates.base import device, weights_dtype
 from benchmarks.record import Result, Workload, check_out, command_line, keeper, write_results
 from pronghorn.data.batch import Collator
-from pronghorn.data.chat import fit, label_rows
+from pronghorn.data.labels import label_rows
+from pronghorn.data.overflow import fit
 from pronghorn.data.packed_rows import PackedRows
 from pronghorn.data.packing import IGNORE_INDEX
-from pronghorn.data.rows import read_rows
+from pronghorn.data.sources import read_rows
 from pronghorn.models.attach import attach
 from pronghorn.models.lora import add_lora
 from pronghorn.parity.parameters import trainable

@@ -21,10 +21,11 @@ from transformers import AutoTokenizer
 from pronghorn.config import Data
 from pronghorn.data import cache as cache_module
 from pronghorn.data.cache import Prepared, documents
-from pronghorn.data.chat import fit, label_rows
+from pronghorn.data.labels import label_rows
+from pronghorn.data.overflow import fit
 from pronghorn.data.packed_rows import PackedRows
 from pronghorn.data.parts import Tokenising
-from pronghorn.data.rows import read_rows
+from pronghorn.data.sources import read_rows
 from pronghorn.errors import ConfigError, DataError
 from pronghorn.state import digest
 
@@ -273,10 +274,7 @@ def _other_columns(folder: Path) -> None:
 
 
 def _believed(part: Path) -> None:
-    path = part.with_name("manifest.json")
-    table = json.loads(path.read_text())
-    table["files"][part.name] |= {"bytes": part.stat().st_size, "xxh3_128": digest(part)}
-    path.write_text(json.dumps(table))
+    _edit("part-00001.json", bytes=part.stat().st_size, xxh3_128=digest(part))(part.parent)
 
 
 def _unfinished(damage: Callable[[Path], Any]) -> Callable[[Path], Any]:
@@ -295,7 +293,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a part gone": (lambda f: (f / "part-00000.arrow").unlink(), r"part-00000\.arrow: missing: delete"),
     "another version": (
         _edit("manifest.json", schema="pronghorn-tokens-v9"),
-        "schema 'pronghorn-tokens-v9', not 'pronghorn-tokens-v2': delete",
+        "schema 'pronghorn-tokens-v9', not 'pronghorn-tokens-v3': delete",
     ),
     "the manifest cut short": (
         lambda f: (f / "manifest.json").write_text('{"schema'),
@@ -361,12 +359,12 @@ def test_a_full_disk_is_told_and_what_is_whole_is_used_again(settings: Any, toke
         finally:
             os._exit(status)
     assert os.waitpid(process, 0)[1] == 0
-    assert not list(entries(data)[0].glob(".*tmp")) and len(prepare(data, tokenizer).dataset) == 50
+    assert not list(entries(data)[0].glob(".*tmp")) and len(prepare(settings(), tokenizer).dataset) == 50
 
 
 def test_two_processes_at_once(settings: Any, tokenizer: Any, tmp_path: Path) -> None:
     """One tokenises, the other waits and finds it done."""
-    data, write = settings(rows=200), Tokenising.write
+    data, write = settings(rows=100), Tokenising.write
 
     def counted(self: Any, path: Path, *args: Any) -> Any:
         with (tmp_path / "made").open("a") as file:
@@ -380,20 +378,20 @@ def test_two_processes_at_once(settings: Any, tokenizer: Any, tmp_path: Path) ->
             status = 9
             try:
                 Tokenising.write = counted  # type: ignore[method-assign]
-                status = 0 if len(prepare(data, tokenizer).dataset) == 200 else 1
+                status = 0 if len(prepare(data, tokenizer).dataset) == 100 else 1
             except BaseException:
                 traceback.print_exc()
             finally:
                 os._exit(status)
         processes.append(process)
     assert [os.waitpid(process, 0)[1] for process in processes] == [0, 0]
-    assert len((tmp_path / "made").read_text().splitlines()) == 10
+    assert len((tmp_path / "made").read_text().splitlines()) == 5
 
 
 @pytest.mark.slow
 def test_workers_end_with_a_killed_run(settings: Any, tokenizer: Any, tmp_path: Path) -> None:
     """They would wait for rows for ever; and what they had begun to write is cleared by the next run."""
-    data = settings(rows=400, workers=2, cache=tmp_path / "cache")
+    data = settings(rows=100, workers=2, cache=tmp_path / "cache")
     process = os.fork()
     if not process:
         try:
@@ -412,19 +410,8 @@ def test_workers_end_with_a_killed_run(settings: Any, tokenizer: Any, tmp_path: 
         assert time.monotonic() < deadline
         time.sleep(0.1)
     (entries(data)[0] / ".part-00009.arrow.0123456789abcdef.tmp").write_bytes(b"begun")
-    assert len(prepare(data, tokenizer, part_rows=1).dataset) == 400
+    assert len(prepare(settings(), tokenizer, part_rows=1).dataset) == 100
     assert not list(entries(data)[0].glob(".part*"))
-
-
-@pytest.mark.slow
-def test_the_first_error_is_told(settings: Any, tokenizer: Any, tmp_path: Path) -> None:
-    """A row that a worker refuses comes before a later line that can't be read."""
-    settings(rows=200)
-    lines = (tmp_path / "train.jsonl").read_text().splitlines()
-    lines[50], lines[100] = '{"prompt": "a", "completion": "b </s> c"}', "{"
-    (tmp_path / "train.jsonl").write_text("\n".join(lines))
-    with pytest.raises(DataError, match=r"train\.jsonl line 51: the assistant's text holds the control token"):
-        prepare(settings(workers=4), tokenizer)
 
 
 def test_a_row_refused_before_a_line_that_cannot_be_read(settings: Any, tokenizer: Any, tmp_path: Path) -> None:
@@ -457,7 +444,7 @@ def test_parts_of_long_rows_hold_fewer(settings: Any, tokenizer: Any, monkeypatc
     data = settings()
     long = prepare(data, tokenizer)
     [folder] = entries(data)
-    rows = [part["rows"] for part in json.loads((folder / "manifest.json").read_text())["files"].values()]
+    rows = [json.loads(path.read_text())["rows"] for path in folder.glob("part-*.json")]
     assert sum(rows) == 50 and 2 < max(rows) < 15
     monkeypatch.undo()
     assert content(prepare(data, tokenizer)) == content(long) and len(entries(data)) == 2
@@ -469,15 +456,27 @@ def test_parts_of_long_rows_hold_fewer(settings: Any, tokenizer: Any, monkeypatc
 
 @pytest.mark.slow
 def test_worker_processes(settings: Any, tokenizer: Any, tmp_path: Path) -> None:
-    """The same parts from two workers; their error names file and line, and what was whole stays."""
-    alone = prepare(settings(rows=90, cache=tmp_path / "alone"), tokenizer)
-    assert content(prepare(settings(rows=90, workers=2), tokenizer)) == content(alone)
+    """The same parts, counts and errors from two workers as from this process."""
+    settings(rows=90)
     lines = (tmp_path / "train.jsonl").read_text().splitlines()
-    lines[70] = '{"prompt": "a", "completion": "b </s> c"}'
+    lines[30], lines[70] = '{"prompt": "a", "completion": ""}', '{"prompt": "a", "completion": "b </s> c"}'
     (tmp_path / "train.jsonl").write_text("\n".join(lines))
-    with pytest.raises(DataError, match=r"train\.jsonl line 71: the assistant's text holds the control token"):
-        prepare(settings(workers=2, cache=tmp_path / "bad"), tokenizer)
-    [folder] = (tmp_path / "bad").iterdir()
+    alone = prepare(settings(bad_rows="drop", cache=tmp_path / "alone"), tokenizer)
+    both = prepare(settings(bad_rows="drop", workers=2), tokenizer)
+    assert content(both) == content(alone) and (both.counts, both.errors) == (alone.counts, alone.errors)
+    assert [error.partition("jsonl ")[2].partition(":")[0] for error in both.errors] == ["line 31", "line 71"]
+
+
+@pytest.mark.slow
+def test_the_first_error_is_told(settings: Any, tokenizer: Any, tmp_path: Path) -> None:
+    """A row that a worker refuses comes before a later line that can't be read; what was whole stays."""
+    settings(rows=90)
+    lines = (tmp_path / "train.jsonl").read_text().splitlines()
+    lines[50], lines[80] = '{"prompt": "a", "completion": "b </s> c"}', "{"
+    (tmp_path / "train.jsonl").write_text("\n".join(lines))
+    with pytest.raises(DataError, match=r"train\.jsonl line 51: the assistant's text holds the control token"):
+        prepare(settings(workers=2), tokenizer)
+    [folder] = entries(settings())
     assert not (folder / "manifest.json").exists() and {p.name for p in folder.glob("*")} >= {"part-00000.arrow"}
     assert not list(folder.glob(".part*"))
 
@@ -499,7 +498,7 @@ def test_a_mixture_takes_shares_of_documents(settings: Any, tokenizer: Any, tmp_
     assert prepare(settings(train=mixture), tokenizer).key != prepared.key and len(entries(settings())) == 2
 
 
-def test_dropped_and_unlabelled_rows_are_counted_once_and_remembered(
+def test_dropped_and_unsupervised_rows_are_counted_once_and_remembered(
     settings: Any, tokenizer: Any, tmp_path: Path
 ) -> None:
     rows = [{"messages": [{"role": "user", "content": "a"}]}, {"messages": [{"role": "wizard", "content": "a"}]}]
@@ -511,10 +510,7 @@ def test_dropped_and_unlabelled_rows_are_counted_once_and_remembered(
         assert "line 2" in prepared.errors[0] and "wizard" in prepared.errors[0]
 
 
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_rows_that_cannot_be_labelled_are_dropped_like_others(
-    settings: Any, tokenizer: Any, tmp_path: Path, workers: int
-) -> None:
+def test_rows_that_cannot_be_labelled_are_dropped_like_others(settings: Any, tokenizer: Any, tmp_path: Path) -> None:
     """Wherever what is wrong with a row is found: at its keys, by the template, at its tokens."""
     settings()
     lines = (tmp_path / "train.jsonl").read_text().splitlines()
@@ -524,7 +520,7 @@ def test_rows_that_cannot_be_labelled_are_dropped_like_others(
     (tmp_path / "train.jsonl").write_text("\n".join(lines))
     tokenizer.chat_template = "{% if messages[0].content == 'no' %}{{ raise_exception('no') }}{% endif %}" + TEMPLATE
     for _ in range(2):
-        prepared = prepare(settings(bad_rows="drop", workers=workers), tokenizer)
+        prepared = prepare(settings(bad_rows="drop"), tokenizer)
         assert (prepared.dropped, len(prepared.dataset)) == (3, 47)
         assert (prepared.counts[0].rows, prepared.counts[0].dropped, prepared.counts[0].used) == (47, 3, 47)
         assert [error.partition("jsonl ")[2].partition(":")[0] for error in prepared.errors] == [
@@ -573,12 +569,12 @@ def test_a_set_larger_than_memory_is_streamed(settings: Any, tokenizer: Any, mon
             most = max(most, waiting)
             yield row
 
-    def counted(self: Any, path: Path, rows: Any, verify: bool) -> Any:
+    def counted(self: Any, path: Path, rows: Any) -> Any:
         nonlocal waiting
         waiting -= len(rows)
-        return write(self, path, rows, verify)
+        return write(self, path, rows)
 
     monkeypatch.setattr(cache_module, "read_source", counting)
     monkeypatch.setattr(Tokenising, "write", counted)
-    assert len(prepare(settings(rows=400), tokenizer, part_rows=10).dataset) == 400
+    assert len(prepare(settings(rows=100), tokenizer, part_rows=10).dataset) == 100
     assert most == 20 and waiting == 0

@@ -14,12 +14,12 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from pronghorn.config import Recipe
-from pronghorn.data.chat import label_rows
 from pronghorn.data.control_tokens import ControlTokens
-from pronghorn.data.row_types import Conversation, Message, PromptCompletion
+from pronghorn.data.labels import label_rows
+from pronghorn.data.rows import Conversation, Message, PromptCompletion
 from pronghorn.data.template import BUILT_IN
 from pronghorn.diagnose.inspect import figures, inspect
-from pronghorn.errors import ConfigError, DataError
+from pronghorn.errors import DataError
 from pronghorn.train.documents import prepare
 from support.chats import CHATML, INST, WHERE, byte_level, chat, one, trained
 from support.templates import with_template
@@ -139,15 +139,13 @@ def test_rows_that_hold_them_are_refused_or_allowed_where_asked() -> None:
     for rule in ("escape", "error", "allow"):
         with pytest.raises(DataError, match="the assistant's text holds the control token"):
             label_rows([chat("a", "b<|im_end|>c")], tokenizer, control_tokens=rule)
-    with pytest.raises(ConfigError, match=r"data\.control_tokens is 'drop'"):
-        label_rows(rows, tokenizer, control_tokens="drop")  # type: ignore[arg-type]
 
 
 def test_marks_in_the_text_and_templates_that_take_them_apart_are_refused() -> None:
     marks = "\ufdd0<|im_end|>\ufdd1"
     with pytest.raises(DataError, match=r"line 7: the noncharacter U\+FDD0"):
         one(chat(marks, "b"), byte_level(CHATML))
-    assert one(chat("\ufdd0 alone \ufdd1", "b"), byte_level(CHATML)).labelled == 2  # without a token they are text
+    assert one(chat("\ufdd0 alone \ufdd1", "b"), byte_level(CHATML)).supervised == 2  # without a token they are text
     taken = CHATML.replace("{{ m.content }}", "{{ m.content.split('<|im_end|>') | join('<|im_end|>x') }}")
     with pytest.raises(DataError, match="line 7: the chat template takes a control token of the user's text apart"):
         one(chat("a<|im_end|>", "b"), byte_level(taken))

@@ -9,15 +9,10 @@ from typing import Any
 
 import pytest
 
-from pronghorn.data.files import objects
-from pronghorn.data.rows import (
-    Conversation,
-    Message,
-    Preference,
-    RowReader,
-    TextDocument,
-    read_rows,
-)
+from pronghorn.data.files import read_file
+from pronghorn.data.formats import RowReader
+from pronghorn.data.rows import Conversation, Message, Preference, TextDocument
+from pronghorn.data.sources import read_rows
 from pronghorn.errors import DataError
 from support.data_files import FILES
 
@@ -28,7 +23,7 @@ def test_every_data_file(
 ) -> None:
     path, bad = shared / "data" / file, list[DataError]()
     reader = RowReader(format, columns, bad.append)
-    rows = list(reader.stream(str(path), objects(path)))
+    rows = list(reader.read(str(path), read_file(path)))
     assert reader.shape is not None and reader.shape.name == name
     assert len(rows) == count and {type(row) for row in rows} == {kind}
     assert all("chosen and rejected are equal" in str(error) for error in bad)
@@ -180,7 +175,7 @@ PAIRS: dict[str, dict[str, Any]] = {
 def test_preference_pairs(value: dict[str, Any], tmp_path: Path) -> None:
     path = write(tmp_path / "pairs.jsonl", value)
     wanted = Preference((ASKED,), ANSWERED, Message("assistant", "Go away"), path=str(path), line=1)
-    assert list(RowReader("preference").stream(str(path), objects(path))) == [wanted]
+    assert list(RowReader("preference").read(str(path), read_file(path))) == [wanted]
     with pytest.raises(DataError, match=r"pairs\.jsonl line 1: a preference pair, .*name what to train on"):
         read_rows(path)
 
@@ -213,7 +208,7 @@ BAD_PAIRS: dict[str, tuple[dict[str, Any], str]] = {
 def test_bad_pairs(value: dict[str, Any], error: str, tmp_path: Path) -> None:
     path = write(tmp_path / "pairs.jsonl", value)
     with pytest.raises(DataError, match=error) as caught:
-        list(RowReader("preference").stream(str(path), objects(path)))
+        list(RowReader("preference").read(str(path), read_file(path)))
     assert "pairs.jsonl line 1" in caught.value.problem
 
 

@@ -15,15 +15,15 @@ from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer
 
 from pronghorn.config import Recipe
-from pronghorn.data import chat as chat_module
-from pronghorn.data.chat import fit, label_rows
-from pronghorn.data.labels import Edges, Rendered, token_ranges, verify
+from pronghorn.data import labels as labels_module
+from pronghorn.data.labels import Edges, Rendered, label_rows, token_ranges, verify
+from pronghorn.data.overflow import fit
 from pronghorn.data.packing import Document
-from pronghorn.data.row_types import Message, PromptCompletion, TextDocument
-from pronghorn.data.template import BUILT_IN, find_template, render, writer
+from pronghorn.data.rows import Message, PromptCompletion, TextDocument
+from pronghorn.data.template import BUILT_IN, find_template
 from pronghorn.errors import ConfigError, DataError
 from pronghorn.train.run import run
-from support.chats import CHATML, WHERE, byte_level, chat, one, texts, trained
+from support.chats import CHATML, WHERE, byte_level, chat, one, texts, trained, written
 from support.templates import CALLS, with_template
 
 SYSTEM_IN_USER = ("gemma", "mistral")
@@ -56,11 +56,11 @@ documents = st.lists(st.booleans(), min_size=1, max_size=60).map(
 @settings(deadline=None)
 @given(st.lists(documents, min_size=1, max_size=4), st.integers(2, 20))
 def test_a_split_keeps_every_label_and_token(given_: list[Document], length: int) -> None:
-    if not any(document.labelled for document in given_):
+    if not any(document.supervised for document in given_):
         return
-    given_ = [document for document in given_ if document.labelled]
+    given_ = [document for document in given_ if document.supervised]
     fitted = fit(given_, length, "split")
-    assert all(0 < len(piece) <= length and piece.labelled for piece in fitted.documents)
+    assert all(0 < len(piece) <= length and piece.supervised for piece in fitted.documents)
     labels = [label for piece in fitted.documents for label in piece.labels if label != -100]
     assert labels == [label for document in given_ for label in document.labels if label != -100]
     pieces = sum(-(-(len(d) - 1) // (length - 1)) for d in given_)
@@ -260,7 +260,7 @@ def test_a_prefix_with_other_tokens_by_itself_is_refused() -> None:
         one(row, tokenizer)
     with pytest.raises(DataError, match="has other tokens by itself"):  # others of the set have it, unchecked
         label_rows([row], tokenizer, on_bad=lambda error: pytest.fail("dropped"))
-    assert one(row, tokenizer, verify_rows=0).labelled == 4
+    assert one(row, tokenizer, verify_rows=0).supervised == 4
     good = one(PromptCompletion("x", "\n\nyes", **WHERE), tokenizer)
     assert trained(good, tokenizer) == ["\n\nyes<|im_end|>"]
 
@@ -270,7 +270,7 @@ def test_labels_that_are_off_by_a_token_are_refused(off: tuple[int, int], monkey
     def shifted(*args: Any) -> list[tuple[int, int]]:
         return [(first + off[0], end + off[1]) for first, end in token_ranges(*args)]
 
-    monkeypatch.setattr(chat_module, "token_ranges", shifted)
+    monkeypatch.setattr(labels_module, "token_ranges", shifted)
     with pytest.raises(DataError, match="has other tokens by itself"):
         one(chat("a", "bcd"), byte_level(CHATML))
 
@@ -334,17 +334,17 @@ def test_a_run_saves_the_template_that_it_was_trained_with(shared: Path, tmp_pat
 
 
 def test_conversations_do_not_see_what_the_template_set_before() -> None:
-    """One context serves many renderings: top-level variables, macros and the generation prompt must not stay."""
+    """The compiled template is used again: top-level variables, macros and the generation prompt must not stay."""
     state = (
         "{% if seen is defined %}SEEN{% endif %}{% if messages | length > 1 %}{% set seen = 1 %}"
         "{% macro twice(x) %}{{ x }}{{ x }}{% endmacro %}{% endif %}"
         "{% if twice is defined %}{{ twice('=') }}{% endif %}{{ tools is none }}{{ documents is none }}"
     )
     tokenizer = byte_level(state + CHATML)
-    write = writer(tokenizer)
     for row in (chat("a", "b", "c", "d"), chat("a"), chat("e", "f")):
         for before in (None, 1):
-            messages = row.messages[:before]
-            assert write(row, before) == render(messages, (), tokenizer, row.source, answer=before is not None)
+            told = [message.as_dict() for message in row.messages[:before]]
+            expected = tokenizer.apply_chat_template(told, tokenize=False, add_generation_prompt=before is not None)
+            assert written(row, tokenizer, before) == expected
     with pytest.raises(DataError, match="line 7: the chat template refuses the conversation"):
-        writer(byte_level("{{ raise_exception('no') }}"))(chat("a"), None)
+        written(chat("a"), byte_level("{{ raise_exception('no') }}"))

@@ -130,7 +130,7 @@ def test_many_documents_pack_fast() -> None:
 
 def test_a_document_keeps_its_invariants() -> None:
     document = Document([5, 6, 7], [-100, -100, 7])
-    assert (len(document), document.labelled) == (3, 1)
+    assert (len(document), document.supervised) == (3, 1)
     with pytest.raises(AssertionError):
         Document([5, 6], [-100])
     with pytest.raises(AssertionError):

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pronghorn.data.rows import Conversation, Message, PromptCompletion, Row, TextDocument, in_chunks, read_rows
+from pronghorn.data.rows import Conversation, Message, PromptCompletion, Row, TextDocument, in_chunks
+from pronghorn.data.sources import read_rows
 from pronghorn.errors import DataError
 
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
@@ -239,7 +240,7 @@ def test_bad_lists(content: str | bytes, error: str, tmp_path: Path) -> None:
 def test_bad_paths_and_columns(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"absent\.jsonl: no such file: mend data\.train"):
         read_rows(tmp_path / "absent.jsonl")
-    with pytest.raises(DataError, match="no such file"):
+    with pytest.raises(DataError, match="no data in this folder"):
         read_rows(tmp_path)
     with pytest.raises(DataError, match=r"unknown file type \.tsv: give a \.jsonl, \.json, \.csv"):
         read_rows(write(tmp_path, "a\tb\n", "train.tsv"))

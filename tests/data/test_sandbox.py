@@ -10,11 +10,11 @@ import pytest
 from transformers import AutoTokenizer
 
 from pronghorn.data import sandbox
-from pronghorn.data.row_types import Conversation, Message, PromptCompletion
-from pronghorn.data.rows import read_rows
-from pronghorn.data.template import BUILT_IN, find_template, render, writer
+from pronghorn.data.rows import Conversation, Message, PromptCompletion
+from pronghorn.data.sources import read_rows
+from pronghorn.data.template import BUILT_IN, find_template
 from pronghorn.errors import ConfigError, DataError
-from support.chats import CHATML, INST, QWEN3_LIKE, byte_level, chat
+from support.chats import CHATML, INST, QWEN3_LIKE, byte_level, chat, written
 
 MANY_FEATURES = (
     "{% macro turn(m, n=2) %}<{{ m.role * n }}>{{ caller() if caller else m.content }}{% endmacro %}"
@@ -44,7 +44,7 @@ def test_conversations_render_as_transformers_renders_them(
     tokenizer = AutoTokenizer.from_pretrained(stories)
     tokenizer.chat_template = template
     columns = {"prompt": "question", "completion": "answer"} if "gsm8k" in name else {}
-    write, compared = writer(tokenizer), 0
+    compared = 0
     for row in read_rows(shared / "data" / name, columns)[:60]:
         if isinstance(row, PromptCompletion):
             messages = (Message("user", row.prompt), Message("assistant", row.completion))
@@ -53,7 +53,7 @@ def test_conversations_render_as_transformers_renders_them(
         for before in (None, *range(1, len(row.messages), 2)):
             told = [message.as_dict() for message in row.messages[:before]]
             expected = tokenizer.apply_chat_template(told, tokenize=False, add_generation_prompt=before is not None)
-            assert write(row, before) == expected
+            assert written(row, tokenizer, before) == expected
             compared += 1
     assert compared >= 60
 
@@ -64,7 +64,7 @@ def test_tools_render_as_transformers_renders_them() -> None:
     row = Conversation(chat("a", "b").messages, tools, path="x.jsonl", line=1)
     told = [message.as_dict() for message in row.messages]
     expected = tokenizer.apply_chat_template(told, tools=list(tools), tokenize=False)
-    assert writer(tokenizer)(row, None) == render(row.messages, tools, tokenizer, "x", answer=False) == expected
+    assert written(row, tokenizer) == expected
     assert '"add"' in expected
 
 
@@ -84,7 +84,7 @@ def test_templates_that_do_not_end_are_stopped(template: str, monkeypatch: pytes
     monkeypatch.setattr(sandbox, "MOST_SECONDS", 1)
     began = time.monotonic()
     with pytest.raises(ConfigError, match=r"line 7: the chat template (takes longer than 1 s|goes on after 1,000,000)"):
-        writer(byte_level(template + CHATML))(chat("a", "b"), None)
+        written(chat("a", "b"), byte_level(template + CHATML))
     assert time.monotonic() - began < 5
 
 
@@ -130,7 +130,7 @@ def test_templates_that_make_gigabytes_are_stopped(template: str, monkeypatch: p
         with pytest.raises(
             ConfigError, match=r"line 7: the chat template (makes|writes|pads|formats).*: set data\.chat_"
         ):
-            writer(tokenizer)(chat("a", "b"), None)
+            written(chat("a", "b"), tokenizer)
         assert tracemalloc.get_traced_memory()[1] < 2**29
     finally:
         tracemalloc.stop()
@@ -151,7 +151,7 @@ FAILING = {
 @pytest.mark.parametrize(("template", "error"), FAILING.values(), ids=FAILING)
 def test_templates_that_fail_are_errors_of_the_row(template: str, error: str) -> None:
     with pytest.raises(DataError, match=f"line 7: the chat template .*{error}") as caught:
-        writer(byte_level(template + CHATML))(chat("a", "b"), None)
+        written(chat("a", "b"), byte_level(template + CHATML))
     assert len(str(caught.value)) < 700
 
 

@@ -16,20 +16,11 @@ from hypothesis import strategies as st
 
 from pronghorn.config import Data, Recipe, Source
 from pronghorn.data import files
-from pronghorn.data.cache import Prepared, documents
-from pronghorn.data.chat import label_rows
-from pronghorn.data.rows import (
-    Conversation,
-    Message,
-    Preference,
-    PromptCompletion,
-    Row,
-    RowReader,
-    TextDocument,
-    read_rows,
-)
-from pronghorn.data.sources import SourceCount, count_rows, fingerprint, mixture, read_source
-from pronghorn.data.template import render, writer
+from pronghorn.data.cache import Prepared, SourceCount, documents
+from pronghorn.data.formats import RowReader
+from pronghorn.data.labels import label_rows
+from pronghorn.data.rows import Conversation, Message, Preference, PromptCompletion, Row, TextDocument
+from pronghorn.data.sources import count_rows, fingerprint, mixture, read_rows, read_source
 from pronghorn.errors import ConfigError, DataError
 from support.chats import byte_level, trained
 from support.data_files import FILES
@@ -264,7 +255,7 @@ def test_hub_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("file", "format", "columns"), [each[:3] for each in FILES if each[-1] is not Preference])
 def test_data_files_come_back_from_their_tokens(file: str, format: Any, columns: dict[str, str], shared: Path) -> None:
     """Decoding the trained tokens gives the assistant's texts (and calls), of many rows at a time as of one."""
-    rows = read_rows(shared / "data" / file, columns, format)[:300]
+    rows = read_rows(shared / "data" / file, columns, format)[:100]
     tokenizer = byte_level("{{ tools | tojson if tools }}" + CALLS_TEMPLATE)
     for row, document in zip(rows, label_rows(rows, tokenizer, verify_rows=len(rows)).documents, strict=True):
         if isinstance(row, TextDocument):
@@ -276,7 +267,6 @@ def test_data_files_come_back_from_their_tokens(file: str, format: Any, columns:
         for answer, text in zip(answers, trained(document, tokenizer), strict=True):
             calls = [json.dumps(call, ensure_ascii=False) for call in answer.extra.get("tool_calls", ())]
             assert text == answer.content + "".join(f"<call>{call}</call>" for call in calls) + "<|im_end|>"
-        assert writer(tokenizer)(row, None) == render(row.messages, row.tools, tokenizer, row.source, answer=False)
 
 
 @given(

@@ -100,15 +100,15 @@ def test_questions_vary(tmp_path: Path) -> None:
 def test_every_row_fits_the_recipe(smollm2: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    from pronghorn.data.chat import label_rows
-    from pronghorn.data.rows import read_rows
+    from pronghorn.data.labels import label_rows
+    from pronghorn.data.sources import read_rows
 
     docs_dataset.write_dataset(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     for name in ("train.jsonl", "eval.jsonl"):
         rows = read_rows(tmp_path / name)
         tokenised = label_rows(rows, tokenizer)
-        assert len(tokenised.documents) == len(rows) and tokenised.dropped_unlabelled == 0
+        assert len(tokenised.documents) == len(rows) and tokenised.unsupervised == 0
         assert max(len(document) for document in tokenised.documents) <= 512
         assert all(document.labels[-1] in (-100, tokenizer.eos_token_id) for document in tokenised.documents)
 

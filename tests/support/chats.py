@@ -6,9 +6,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from pronghorn.data.chat import label_rows
+from pronghorn.data.labels import label_rows
 from pronghorn.data.packing import Document
 from pronghorn.data.rows import Conversation, Message, Row
+from pronghorn.data.template import render
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -56,6 +57,11 @@ def trained(document: Document, tokenizer: Any) -> list[str]:
 def one(row: Row, tokenizer: Any, **options: Any) -> Document:
     (document,) = label_rows([row], tokenizer, **options).documents
     return document
+
+
+def written(row: Conversation, tokenizer: Any, before: int | None = None) -> str:
+    """The whole conversation as the tokenizer's template writes it, or what the model sees before a message."""
+    return render(row.messages[:before], row.tools, tokenizer, row.source, answer=before is not None)
 
 
 def byte_level(template: str | None, vocabulary: tuple[str, ...] = (), trim_offsets: bool = False) -> Any:

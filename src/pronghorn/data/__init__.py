@@ -1,1 +1,1 @@
-"""From files to documents of token ids: reading rows, chat templates and labels, packing."""
+"""From files to packed batches: sources, files, formats → template, labels → parts, cache → packing → batch."""

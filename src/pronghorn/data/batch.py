@@ -38,7 +38,7 @@ _TENSORS = ("cu_seqlens", "document_ids", "tiles", "loss_rows")
 
 
 def round_up(value: int, step: int) -> int:
-    """The smallest multiple of `step` that is at least `value`."""
+    """Return the smallest multiple of `step` that is at least `value`."""
     return -(-value // step) * step
 
 
@@ -55,7 +55,7 @@ class PackedBatch:
     padding: int
     """How many of the T tokens are padding."""
     n_labels: int
-    """Labelled positions, -1 where the batch was made without labels."""
+    """Supervised positions, -1 where the batch was made without labels."""
     bucket: int
     """D_b, the number of documents `cu_seqlens` has room for."""
     max_seqlen: int
@@ -144,7 +144,7 @@ class PackedBatch:
         )
 
     def split(self, least: int) -> tuple[list[tuple[int, int]], Tensor]:
-        """([start, end) of the documents of at least `least` tokens, the tiles of the others); made once."""
+        """Return ([start, end) of the documents of at least `least` tokens, the tiles of the others); made once."""
         key = ("split", least)
         if key not in self._derived:
             long = [(start, end) for start, end in self.segments if end - start >= least]
@@ -153,7 +153,7 @@ class PackedBatch:
         return self._derived[key]
 
     def dense_mask(self, window: int | None, *, keep: bool = True) -> Tensor:
-        """The attention mask as booleans, True where a query may look.
+        """Return the attention mask as booleans, True where a query may look.
 
         Args:
             window: a query sees itself and the `window - 1` tokens before it; None for no limit.
@@ -175,19 +175,19 @@ class PackedBatch:
         return mask
 
     def pin_memory(self) -> PackedBatch:
-        """The same batch in page-locked host memory, so that its upload can be asynchronous."""
+        """Return the same batch in page-locked host memory, so that its upload can be asynchronous."""
         return self._map(lambda tensor: tensor.pin_memory())
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedBatch:
-        """The same batch on `device`; host integers stay host integers."""
+        """Return the same batch on `device`; host integers stay host integers."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def clone(self) -> PackedBatch:
-        """The same batch in tensors of its own."""
+        """Return the same batch in tensors of its own."""
         return self._map(lambda tensor: tensor.clone())
 
     def without_labels(self) -> PackedBatch:
-        """The same batch for what comes before the loss."""
+        """Return the same batch for what comes before the loss."""
         return replace(self, loss_rows=None, _derived={})
 
     def copy_into(self, static: PackedBatch) -> PackedBatch:
@@ -216,14 +216,14 @@ class PackedBatch:
 
 
 def _tiles(bounds: Sequence[int], tokens: int, room: int) -> Tensor:
-    """`PackedBatch.tiles` from the documents' bounds: enough room, since each document has at most one partial tile."""
+    """Make `PackedBatch.tiles` of the documents' bounds: each has at most one partial tile, so there is room."""
     documents = sorted(pairwise(bounds), key=lambda bound: bound[0] - bound[1])
-    found = [(first, start, end) for start, end in documents for first in range(start, end, TILE_ROWS)]
-    return torch.tensor(found + [(tokens, tokens, tokens)] * (room - len(found)), dtype=torch.int32)
+    tiles = [(first, start, end) for start, end in documents for first in range(start, end, TILE_ROWS)]
+    return torch.tensor(tiles + [(tokens, tokens, tokens)] * (room - len(tiles)), dtype=torch.int32)
 
 
 def _tensor(values: list[int]) -> Tensor:
-    """int64, at a fifth of the time that torch takes to look at each entry's type."""
+    """Make an int64 tensor, at a fifth of the time that torch takes to look at each entry's type."""
     return torch.frombuffer(array("q", values), dtype=torch.int64)
 
 

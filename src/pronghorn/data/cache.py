@@ -9,33 +9,22 @@ it is filled on, from the first part that isn't there.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pronghorn.config import Data, Source
-from pronghorn.data.chat import Fitted, fit
-from pronghorn.data.packing import Document
-from pronghorn.data.parts import (
-    ERRORS,
-    SCHEMA,
-    PartInfo,
-    Tokenising,
-    check_documents,
-    info_file,
-    part_name,
-    read_info,
-    write_parts,
-)
-from pronghorn.data.rows import Row, RowReader, in_chunks
-from pronghorn.data.sources import SourceCount, count_rows, fingerprint, mixture, read_source
+from pronghorn.data.formats import RowReader
+from pronghorn.data.overflow import fit_dataset
+from pronghorn.data.parts import ERRORS, SCHEMA, Part, Tokenising, info_file, part_name, read_part, write_parts
+from pronghorn.data.rows import Row, in_chunks
+from pronghorn.data.sources import count_rows, fingerprint, mixture, read_source
 from pronghorn.errors import ConfigError, DataError
-from pronghorn.state import MANIFEST, check_manifest, clear_leftovers, lock, write_json
+from pronghorn.state import MANIFEST, clear_leftovers, lock, read_json, write_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,8 +35,21 @@ PART_ROWS = 20_000
 PART_CHARACTERS = 16_000_000
 """A part of long rows ends earlier: its documents are in memory until it is written, about 100 bytes a character."""
 
+COUNTS = ("rows", "unsupervised", "documents", "conversations", "control_rows")
+
 Progress = Callable[[str, int, int | None], None]
 """Called with a source's name, its rows done, and how many it has (None: not known)."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceCount:
+    """What became of a source: `rows` read, `dropped` refused rows (data.bad_rows: drop), `used` after its weight."""
+
+    path: str
+    format: str
+    rows: int
+    dropped: int
+    used: int
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class Prepared:
     errors: list[str]
     """Of the first dropped rows."""
     dropped: int
-    """Rows and documents left out: refused, without a label, too long."""
+    """Rows and documents left out: refused, without a supervised token, too long."""
     truncated: int
     split: int
     dropped_pieces: int
@@ -79,7 +81,7 @@ def documents(
     progress: Progress | None = None,
     part_rows: int = PART_ROWS,
 ) -> Prepared:
-    """The tokenised documents of `data.train` or `data.eval`, from the cache or made now.
+    """Return the tokenised documents of `data.train` or `data.eval`, from the cache or made now.
 
     Weights of a mixture are shares of documents. The overflow rule comes last; documents that it cuts stand at the end.
 
@@ -97,6 +99,7 @@ def documents(
             "data.system_prompt is set, but no row is rendered by a chat template",
             "leave it out, or give conversations and a chat template (data.chat_template)",
         )
+    weights = [source.weight for source in sources if source.weight is not None]
     for source, entry in zip(sources, entries, strict=True):
         if not entry.rows:
             raise DataError(
@@ -108,25 +111,24 @@ def documents(
             f"none of {sum(entry.rows for entry in entries)} rows has a token to train",
             "give rows with an assistant message (data.loss_on: completion trains nothing else)",
         )
-    weights = [source.weight for source in sources if source.weight is not None]
-    empty = next((source for source, entry in zip(sources, entries, strict=True) if not entry.documents), None)
-    if weights and empty is not None:
-        raise DataError(
-            f"{empty.path}: none of its rows has a token to train, and it has a share of data.{split}",
-            "take it out of the mixture, or set data.loss_on to all",
-        )
-    taken = mixture([entry.documents for entry in entries], weights, seed) if weights else None
-    whole = _concatenated(entries, taken)
-    fitted, dataset = _fitted(whole, max_seq_length, data.overflow)
-    used = [entry.documents if taken is None else len(taken[i]) for i, entry in enumerate(entries)]
+    for source, entry in zip(sources, entries, strict=True):
+        if weights and not entry.documents:
+            raise DataError(
+                f"{source.path}: none of its rows has a token to train, and it has a share of data.{split}",
+                "take it out of the mixture, or set data.loss_on to all",
+            )
+    lengths = [entry.documents for entry in entries]
+    taken = mixture(lengths, weights, seed) if weights else None
+    fitted, dataset = fit_dataset(_concatenated(entries, taken), max_seq_length, data.overflow)
+    used = lengths if taken is None else [len(indices) for indices in taken]
     return Prepared(
         dataset=dataset,
         counts=[
-            SourceCount(str(source.path), entry.format, entry.rows, entry.dropped, n)
-            for source, entry, n in zip(sources, entries, used, strict=True)
+            SourceCount(str(source.path), entry.format, entry.rows, entry.dropped, count)
+            for source, entry, count in zip(sources, entries, used, strict=True)
         ],
         errors=[error for entry in entries for error in entry.errors][:ERRORS],
-        dropped=sum(entry.dropped + entry.unlabelled for entry in entries) + fitted.dropped,
+        dropped=sum(entry.dropped + entry.unsupervised for entry in entries) + fitted.dropped,
         truncated=fitted.truncated,
         split=fitted.split,
         dropped_pieces=fitted.dropped_pieces,
@@ -137,36 +139,35 @@ def documents(
 
 @dataclass(frozen=True)
 class _Entry:
-    """One source in the cache; what became of its rows is as in `PartInfo`, of all parts together."""
+    """One source in the cache; what became of its rows is as in `Part`, of all parts together."""
 
     key: str
-    folder: Path
     format: str
     errors: list[str]
-    parts: list[PartInfo]
+    files: list[Path]
+    """Of the parts that have documents."""
     rows: int
     dropped: int
-    unlabelled: int
+    unsupervised: int
     documents: int
     conversations: int
     control_rows: int
 
 
 class _Cache:
-    """Finds or makes the entries of a run's sources."""
+    """Opens or makes the entries of a run's sources."""
 
     def __init__(self, data: Data, tokenizer: PreTrainedTokenizerBase, part_rows: int, progress: Progress) -> None:
         from huggingface_hub.constants import HF_HOME
 
         self._data, self._part_rows, self._progress = data, part_rows, progress
-        self._how = Tokenising(
-            tokenizer, data.loss_on, data.system_prompt, data.control_tokens, data.bad_rows == "drop"
-        )
-        self._identity = tokenizer_identity(tokenizer)
+        self._drop = data.bad_rows == "drop"
+        self._how = Tokenising(tokenizer, data.loss_on, data.system_prompt, data.control_tokens, self._drop)
+        self._identity = _tokenizer_identity(tokenizer)
         self._root = data.cache or Path(HF_HOME) / "pronghorn"
 
     def entry(self, source: Source) -> _Entry:
-        """The source's entry, made if need be; other processes that want the same one wait for it."""
+        """Return the source's entry, made if need be; other processes that want the same one wait for it."""
         made_of = {
             "schema": SCHEMA,
             "labelling": LABELLING,
@@ -196,70 +197,69 @@ class _Cache:
         return _open(folder, key)
 
     def _fill(self, source: Source, folder: Path, made_of: dict[str, Any]) -> None:
+        """Write the parts that aren't there yet and, last, the manifest."""
         clear_leftovers(folder)
-        errors: list[DataError] = []
-        reader = RowReader(source.format, source.columns, errors.append if self._data.bad_rows == "drop" else None)
-        there: dict[int, PartInfo] = {}
-        total, name, done = count_rows(source), str(source.path), 0
+        bad: list[DataError] = []
+        unreadable: list[DataError] = []
+        reader = RowReader(source.format, source.columns, bad.append if self._drop else None)
+        total, name, done, parts = count_rows(source), str(source.path), 0, 0
 
-        def missing() -> Iterator[tuple[Path, list[Row]]]:
-            nonlocal done
-            rows = read_source(source, reader)
-            for number, chunk in enumerate(in_chunks(rows, self._part_rows, PART_CHARACTERS)):
-                path = folder / part_name(number)
-                if path.exists() and info_file(path).exists():
-                    there[number] = read_info(path)
-                    done += len(chunk)
-                    self._progress(name, done, total)
-                else:
-                    yield path, chunk
+        def missing_parts() -> Iterator[tuple[Path, list[Row]]]:
+            nonlocal done, parts
+            try:
+                for rows in in_chunks(read_source(source, reader), self._part_rows, PART_CHARACTERS):
+                    path = folder / part_name(parts)
+                    parts += 1
+                    if path.exists() and info_file(path).exists():
+                        read_part(path)
+                        done += len(rows)
+                        self._progress(name, done, total)
+                    else:
+                        yield path, rows
+            except DataError as error:
+                unreadable.append(error)  # an error of the parts before it comes first
 
         self._progress(name, 0, total)
-        for part in write_parts(missing(), self._how, self._data.workers or _cores()):
-            there[int(part.name[5:10])] = part
+        for part in write_parts(missing_parts(), self._how, self._data.workers or _cores()):
             done += part.rows + part.dropped
             self._progress(name, done, total)
+        if unreadable:
+            raise unreadable[0]
         if fingerprint(source) != made_of["files"]:
-            for number in there:
-                info_file(folder / part_name(number)).unlink()  # a part without it is made anew
+            for info in folder.glob("part-*.json"):
+                info.unlink()  # a part without it is made anew
             raise DataError(f"{name} changed while it was tokenised", "run again once nothing writes to it")
         manifest = {
             "made_of": made_of,
             "format": reader.shape.name if reader.shape is not None else "",
-            "dropped": len(errors),
-            "errors": [str(error) for error in errors[:ERRORS]],
-            "files": {there[number].name: asdict(there[number]) for number in sorted(there)},
+            "dropped": len(bad),
+            "errors": [str(error) for error in bad[:ERRORS]],
+            "parts": parts,
         }
         write_json(folder / MANIFEST, SCHEMA, manifest)
 
 
-def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Hash of everything in a tokenizer, its chat template included, that decides tokens and labels."""
-    backend: Any = tokenizer.backend_tokenizer
-    tokenizer("")  # as transformers leaves it after a call: no truncation, no padding
-    options = [tokenizer.special_tokens_map, tokenizer.split_special_tokens]
-    return _hash([backend.to_str(), str(tokenizer.chat_template), options])
-
-
 def _open(folder: Path, key: str) -> _Entry:
+    """Read what a filled folder holds, and check all of it."""
     remedy = f"delete {folder}"
-    manifest = check_manifest(folder, SCHEMA, remedy)
+    manifest = read_json(folder / MANIFEST, SCHEMA, remedy)
     try:
-        parts = [PartInfo(**part) for part in manifest["files"].values()]
-        errors = sorted([*manifest["errors"], *(error for part in parts for error in part.errors)], key=_place)
-        counted = ("rows", "dropped", "unlabelled", "documents", "conversations", "control_rows")
-        totals = {name: sum(getattr(part, name) for part in parts) for name in counted}
-        totals["dropped"] += manifest["dropped"]
-        entry = _Entry(key, folder, manifest["format"], errors, parts, **totals)
+        files = [folder / part_name(number) for number in range(manifest["parts"])]
+        parts: list[Part] = [read_part(file) for file in files]
+        return _Entry(
+            key=key,
+            format=manifest["format"],
+            errors=sorted([*manifest["errors"], *(error for part in parts for error in part.errors)], key=_place),
+            files=[file for file, part in zip(files, parts, strict=True) if part.documents],
+            dropped=manifest["dropped"] + sum(part.dropped for part in parts),
+            **{name: sum(getattr(part, name) for part in parts) for name in COUNTS},
+        )
     except (KeyError, TypeError) as error:
         raise DataError(f"{folder / MANIFEST}: not whole ({error})", remedy) from error
-    for part in parts:
-        check_documents(folder / part.name, part.documents)
-    return entry
 
 
 def _place(error: str) -> tuple[str, int]:
-    """Where an error says it is: (file, line or row)."""
+    """Return where an error says it is: (file, line or row)."""
     found = re.match(r"(.*?) (?:line|row) (\d+)", error)
     return (found[1], int(found[2])) if found else ("", 0)
 
@@ -269,40 +269,25 @@ def _concatenated(entries: list[_Entry], taken: list[list[int]] | None) -> Any:
 
     sets = []
     for number, entry in enumerate(entries):
-        files = [entry.folder / part.name for part in entry.parts if part.documents]
-        if files:
-            one = concatenate_datasets([Dataset.from_file(str(file)) for file in files])
-            sets.append(one if taken is None else one.select(taken[number]))
+        if entry.files:
+            whole = concatenate_datasets([Dataset.from_file(str(file)) for file in entry.files])
+            sets.append(whole if taken is None else whole.select(taken[number]))
     return concatenate_datasets(sets)
 
 
-def _fitted(whole: Any, max_seq_length: int, overflow: Any) -> tuple[Fitted, Any]:
-    """(what the overflow rule did, the documents that fit and, after them, what it made of those that didn't)."""
-    from datasets import Dataset, concatenate_datasets
-
-    from pronghorn.data.packed_rows import lengths_of
-
-    lengths = lengths_of(whole)
-    long = [i for i, n in enumerate(lengths) if n > max_seq_length]
-    if not long:
-        return Fitted([], 0, 0), whole
-    short = whole.select([i for i, n in enumerate(lengths) if n <= max_seq_length])
-    fitted = fit(
-        (Document(row["input_ids"], row["labels"], row["source"]) for row in whole.select(long)),
-        max_seq_length,
-        overflow,
-        others=len(short),
-    )
-    if not fitted.documents:
-        return fitted, short
-    columns = {name: [getattr(d, name) for d in fitted.documents] for name in ("input_ids", "labels", "source")}
-    cut = Dataset.from_dict(columns, features=whole.features)
-    return fitted, concatenate_datasets([short, cut]) if len(short) else cut
+def _tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Hash everything in a tokenizer, its chat template included, that decides tokens and labels."""
+    backend: Any = tokenizer.backend_tokenizer
+    tokenizer("")  # as transformers leaves it after a call: no truncation, no padding
+    options = [tokenizer.special_tokens_map, tokenizer.split_special_tokens]
+    return _hash([backend.to_str(), str(tokenizer.chat_template), options])
 
 
 def _hash(value: Any) -> str:
+    import xxhash
+
     text = json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+    return xxhash.xxh3_128_hexdigest(text.encode("utf-8", "surrogatepass"))
 
 
 def _cores() -> int:

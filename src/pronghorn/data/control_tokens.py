@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
-from pronghorn.data.row_types import Conversation
+from pronghorn.data.rows import Conversation
 from pronghorn.data.template import clip, special_tokens
 from pronghorn.errors import DataError
 
@@ -51,6 +51,7 @@ class ControlTokens:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
+        self._usual: Any = tokenizer.backend_tokenizer
         template = str(tokenizer.chat_template or "")
         named = {
             token.content
@@ -103,58 +104,47 @@ class ControlTokens:
         Raises:
             DataError: the template took the marks apart, or the tokenizer makes control tokens of ordinary text.
         """
-        ids: list[int] = []
-        offsets: list[tuple[int, int]] = []
-        for start, end, piece, escaped in self._pieces(text, source):
-            found, at = self._encode_piece(self._as_text if escaped else self._as_usual, piece, start)
-            if escaped and not self._ids.isdisjoint(found):
-                raise DataError(
-                    f"{source}: the tokenizer makes a control token of the ordinary text {clip(piece)}",
-                    "delete it, or set data.control_tokens to allow",
-                )
-            if found:
-                at[-1] = (at[-1][0], end)  # the mark behind belongs to the last token
-            ids += found
-            offsets += at
-        return Pieces(ids, offsets)
-
-    def _pieces(self, text: str, source: str) -> Iterator[tuple[int, int, str, bool]]:
-        """(where it begins, where it ends with its mark, its text, whether it is escaped) of each piece."""
-        at = 0
-        for found in self._marked.finditer(text):
-            yield at, found.start(), text[at : found.start()], False
-            yield found.start(1), found.end(), found[1], True
-            at = found.end()
-        yield at, len(text), text[at:], False
         rest = self._marked.sub("", text)
         if _BEGIN in rest or _END in rest:
             raise DataError(
                 f"{source}: the chat template takes a control token of the user's text apart",
                 "delete the token there, or set data.control_tokens to allow",
             )
+        ids: list[int] = []
+        offsets: list[tuple[int, int]] = []
+        start = 0
+        for number, piece in enumerate(self._marked.split(text)):
+            escaped = number % 2  # every second piece stands between marks
+            start += escaped
+            tokens, spans = self._encode_piece(piece, start, self._plain if escaped else self._usual)
+            if escaped and not self._ids.isdisjoint(tokens):
+                raise DataError(
+                    f"{source}: the tokenizer makes a control token of the ordinary text {clip(piece)}",
+                    "delete it, or set data.control_tokens to allow",
+                )
+            start += len(piece) + escaped
+            if tokens:
+                spans[-1] = (spans[-1][0], start)  # the mark behind belongs to the last token
+            ids += tokens
+            offsets += spans
+        return Pieces(ids, offsets)
 
-    def _encode_piece(self, encode: Callable[[str], Any], piece: str, start: int) -> tuple[list[int], list[Any]]:
+    def _encode_piece(self, piece: str, start: int, backend: Any) -> tuple[list[int], list[Any]]:
         """Tokenise a piece; behind a line's end, where it isn't the first, since some tokenizers begin a text with a
         space."""
         lead = self._line_end if start else []
-        encoding = encode("\n" + piece if lead else piece)
+        encoding = backend.encode("\n" + piece if lead else piece, add_special_tokens=False)
         if encoding.ids[: len(lead)] != lead:
-            encoding, lead = encode(piece), []
+            encoding, lead = backend.encode(piece, add_special_tokens=False), []
         first = start - bool(lead)
         return encoding.ids[len(lead) :], [(first + a, first + b) for a, b in encoding.offsets[len(lead) :]]
-
-    def _as_usual(self, text: str) -> Any:
-        return self._tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
-
-    def _as_text(self, text: str) -> Any:
-        return self._plain.encode(text, add_special_tokens=False)
 
     @cached_property
     def _plain(self) -> Any:
         """A copy of the tokenizer that knows no control tokens: it keeps special ones as text, so all are special."""
         from tokenizers import Tokenizer
 
-        table = json.loads(self._tokenizer.backend_tokenizer.to_str())
+        table = json.loads(self._usual.to_str())
         for token in table["added_tokens"]:
             token["special"] = token["content"] in self._tokens
         plain: Any = Tokenizer.from_str(json.dumps(table))
@@ -170,4 +160,4 @@ class ControlTokens:
 
     @cached_property
     def _line_end(self) -> list[int]:
-        return list(self._as_usual("\n").ids)
+        return list(self._usual.encode("\n", add_special_tokens=False).ids)

@@ -1,4 +1,4 @@
-"""Files of rows, as values with the line (or row) that each stands at; what the values mean is `formats`' business.
+"""Read files of rows as values with the line (or row) that each stands at; `formats` says what the values mean.
 
 | file | a row is | counted in |
 |---|---|---|
@@ -13,28 +13,32 @@ JSON lines and Parquet are streamed, so they may be larger than memory; the othe
 
 import io
 import json
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from pronghorn.data.row_types import where
-from pronghorn.data.values import RefusedJSON, load_json, reading, scan_json
+from pronghorn.data.rows import where
 from pronghorn.errors import DataError
 
 LINE_LIMIT = 2**26
 """Bytes of a line (of a record, in CSV): a longer one is a file with its line ends lost, not a row to train on."""
-
+DEPTH = 100
+"""The most brackets of JSON that may be open at a time: deeper values end in RecursionErrors, here or in a template."""
 SEPARATOR = "<|endoftext|>"
 
+Values = Iterator[tuple[int, Any]]
 
-def objects(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yields (line or row from 1, value) for each row of the file; blank lines and blank texts are skipped.
 
-    A row of JSON that is refused (RefusedJSON) comes as the DataError to raise, since other rows can be read.
+def read_file(path: Path) -> Values:
+    """Yield (line or row from 1, value) for each row of the file; blank lines and blank texts are skipped.
 
-    Raises DataError, naming file and line, for bytes that aren't UTF-8, text that isn't JSON (or CSV, or Parquet), a
-    line over LINE_LIMIT, another kind of file, and one that the system can't read.
+    A row whose JSON is refused (`RefusedJSON`) comes as the DataError to raise, since other rows can be read.
+
+    Raises:
+        DataError: bytes that aren't UTF-8, text that isn't JSON (or CSV, or Parquet), a line over LINE_LIMIT, another
+            kind of file, or one that the system can't read. Names file and line.
     """
     if path.suffix not in READERS:
         raise DataError(
@@ -44,90 +48,154 @@ def objects(path: Path) -> Iterator[tuple[int, Any]]:
         yield from READERS[path.suffix](path)
 
 
-def count(path: Path) -> int | None:
-    """About how many rows a file has, found without parsing JSON lines or CSV; None for another kind of file, and for
-    one that `objects` will refuse."""
-    if path.suffix in (".jsonl", ".csv"):
-        with path.open("rb") as file:
-            return sum(block.count(b"\n") for block in iter(lambda: file.read(2**20), b""))
-    if path.suffix == ".json":
-        try:
-            values = json.loads(path.read_bytes())
-        except (ValueError, RecursionError):
-            return None
-        return len(values) if isinstance(values, list) else None
-    if path.suffix == ".parquet":
-        import pyarrow
-        from pyarrow import parquet
+def estimate_rows(path: Path) -> int | None:
+    """Estimate how many rows a file has without parsing JSON lines or CSV; None for texts and what can't be read."""
+    import pyarrow
+    from pyarrow import parquet
 
-        try:
-            return parquet.read_metadata(path).num_rows
-        except (pyarrow.ArrowException, OSError):
-            return None
-    return None
+    try:
+        if path.suffix in (".jsonl", ".csv"):
+            with path.open("rb") as file:
+                return sum(block.count(b"\n") for block in iter(lambda: file.read(2**20), b""))
+        if path.suffix == ".json":
+            return len(json.loads(path.read_bytes()))
+        return parquet.read_metadata(path).num_rows if path.suffix == ".parquet" else None
+    except (OSError, TypeError, ValueError, RecursionError, pyarrow.ArrowException):
+        return None
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn what the system says about a path that can't be read into a DataError."""
+    try:
+        yield
+    except OSError as error:
+        name = str(path) if len(str(path)) <= 300 else f"{str(path)[:300]}…"
+        raise DataError(
+            f"{name} can't be read ({error.strerror or error})", "mend the path, its rights or the disk"
+        ) from error
+
+
+class RefusedJSON(ValueError):
+    """JSON that a row may not hold: a key twice in one object, brackets deeper than DEPTH, too long a number."""
+
+
+def load_json(text: str) -> Any:
+    """Parse one value of JSON.
+
+    Raises:
+        JSONDecodeError: the text isn't JSON. RefusedJSON: it holds what a row may not.
+    """
+    try:
+        value = _DECODER.decode(text)
+        if text.count("[") + text.count("{") > DEPTH and _is_deeper(value, DEPTH):
+            raise RecursionError
+    except RecursionError:
+        raise RefusedJSON(f"more than {DEPTH} brackets open at a time") from None
+    except (json.JSONDecodeError, RefusedJSON):
+        raise
+    except ValueError as error:  # Python reads no integer of thousands of digits
+        raise RefusedJSON(f"a number that is too long to read ({error})") from None
+    return value
 
 
 def without_nulls(value: Any) -> Any:
-    """The value less the null fields of its nested objects, at any depth."""
+    """Return the value less the null fields of its nested objects, at any depth."""
     if isinstance(value, dict):
-        return {key: without_nulls(each) for key, each in value.items() if each is not None}
-    return [without_nulls(each) for each in value] if isinstance(value, list) else value
+        return {name: without_nulls(child) for name, child in value.items() if child is not None}
+    return [without_nulls(child) for child in value] if isinstance(value, list) else value
 
 
-def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
-    line = 0
+def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise RefusedJSON(f"the key {twice[:40]!r} twice in one object")
+    return table
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_no_key_twice)
+
+
+def _is_deeper(value: Any, depth: int) -> bool:
+    if not isinstance(value, dict | list):
+        return False
+    children = value.values() if isinstance(value, dict) else value
+    return depth == 0 or any(_is_deeper(child, depth - 1) for child in children)
+
+
+def _json_lines(path: Path) -> Values:
     with path.open("rb") as file:
-        while raw := file.readline(LINE_LIMIT + 1):
-            line += 1
+        for line in count(1):
+            raw = file.readline(LINE_LIMIT + 1)
+            if not raw:
+                return
             if len(raw) > LINE_LIMIT:
                 raise DataError(
                     f"{path} line {line}: a line of more than {LINE_LIMIT:,} bytes (tokenising takes 100 times that)",
                     "end each row's line with \\n, and split rows that are this long",
                 )
             if text := _decode(raw, path, line).rstrip():  # with its end, an error would name the next line
-                yield line, _parsed(partial(load_json, text), path, line)
+                yield line, _parse(text, path, line)
 
 
-def _json_list(path: Path) -> Iterator[tuple[int, Any]]:
-    """The items of a JSON list with the lines that they start on, which `json.loads` would not tell."""
+def _json_list(path: Path) -> Values:
+    """Yield the items of a JSON list with the lines that they start on, which `json.loads` would not tell."""
     text = _decode(path.read_bytes(), path, 1)
     if not text.strip():
         return
-    values = _parsed(partial(json.loads, text), path, 1)  # first: a malformed tail is found before any row is used
-    if isinstance(values, DataError):
-        raise values
+    try:
+        values = json.loads(text)  # first: a malformed tail is noticed before any row is used
+    except (ValueError, RecursionError) as error:
+        raise _json_error(error, path, 1) from error
     if not isinstance(values, list):
         raise DataError(f"{path}: {type(values).__name__} instead of a list", "write a list of rows")
-    position, counted, line = text.index("[") + 1, 0, 1
-    skip = json.JSONDecoder().raw_decode
+    end = text.index("[") + 1
+    line = 1 + text.count("\n", 0, end)
     for _ in values:
-        while text[position] in " \t\r\n,":
-            position += 1
-        line += text.count("\n", counted, position)
-        counted = position
-        start, position = position, skip(text, position)[1]
-        yield line, _parsed(partial(_item, text, start), path, line)
+        start = end
+        while text[start] in " \t\r\n,":
+            start += 1
+        line += text.count("\n", end, start)
+        end = json.JSONDecoder().raw_decode(text, start)[1]
+        yield line, _parse(text[start:end], path, line)
+        line += text.count("\n", start, end)
 
 
-def _item(text: str, start: int) -> Any:
-    return scan_json(text, start)[0]
+def _parse(text: str, path: Path, line: int) -> Any:
+    """Parse a row of JSON; return the DataError of one that is refused."""
+    try:
+        return load_json(text)
+    except RefusedJSON as error:
+        return _json_error(error, path, line)
+    except json.JSONDecodeError as error:
+        raise _json_error(error, path, line) from error
 
 
-def _texts(path: Path) -> Iterator[tuple[int, Any]]:
-    text = _decode(path.read_bytes(), path, 1)
-    line, start, piece = 1, 1, list[str]()
-    for line, each in enumerate(text.split("\n"), 1):
-        if each.rstrip("\r") != SEPARATOR:
-            piece.append(each)
+def _json_error(error: Exception, path: Path, line: int) -> DataError:
+    if not isinstance(error, json.JSONDecodeError):
+        return DataError(f"{path} line {line}: JSON that can't be read: {error}", "mend or delete that row")
+    lines = path.suffix == ".json" and error.doc.lstrip().startswith("{")
+    return DataError(
+        f"{path} line {line + error.lineno - 1}: not valid JSON ({error.msg}, column {error.colno})",
+        "name the file .jsonl: it has an object a line, not a list" if lines else "mend or delete that line",
+    )
+
+
+def _texts(path: Path) -> Values:
+    start, piece = 1, list[str]()
+    lines = _decode(path.read_bytes(), path, 1).split("\n")
+    for number, line in enumerate([*lines, SEPARATOR], 1):
+        if line.rstrip("\r") != SEPARATOR:
+            piece.append(line)
             continue
         if "".join(piece).strip():
             yield start, {"text": "\n".join(piece)}
-        start, piece = line + 1, []
-    if "".join(piece).strip():
-        yield start, {"text": "\n".join(piece)}
+        start, piece = number + 1, []
 
 
-def _csv(path: Path) -> Iterator[tuple[int, Any]]:
+def _csv(path: Path) -> Values:
     import pyarrow
     from pyarrow import csv
 
@@ -135,44 +203,25 @@ def _csv(path: Path) -> Iterator[tuple[int, Any]]:
     header = _decode(raw, path, 1).lstrip().partition("\n")[0]
     if not header:
         return
-    delimiter = next((each for each in (";", "\t", "|") if "," not in header and each in header), None)
+    delimiter = next((mark for mark in (";", "\t", "|") if "," not in header and mark in header), None)
     if delimiter is not None:
         raise DataError(
             f"{path}: a header without a comma, whose names seem to be delimited by {delimiter!r}",
             "save it with commas between the values",
         )
-    parse = csv.ParseOptions(newlines_in_values=True)
     read = csv.ReadOptions(block_size=LINE_LIMIT)  # a record must fit into a block
+    parse = csv.ParseOptions(newlines_in_values=True)
     try:
         names = csv.open_csv(io.BytesIO(raw), read, parse).schema.names
         _check_names(names, path)
-        as_text = csv.ConvertOptions(column_types={name: pyarrow.string() for name in names}, strings_can_be_null=False)
+        as_text = csv.ConvertOptions(column_types=dict.fromkeys(names, pyarrow.string()))
         with csv.open_csv(io.BytesIO(raw), read, parse, as_text) as batches:
-            row = 0
-            for batch in batches:
-                for value in batch.to_pylist():
-                    row += 1
-                    yield row, value
+            yield from enumerate((value for batch in batches for value in batch.to_pylist()), 1)
     except pyarrow.ArrowException as error:
         raise DataError(f"{path}: not valid CSV ({error})", "mend that row; rows count from the header, 1") from error
 
 
-def _check_names(names: list[str], path: Path) -> None:
-    for at, name in enumerate(names):
-        if name and name in names[:at]:  # spreadsheets write columns without a name at the end
-            raise DataError(f"{path}: the column {name!r} twice", "rename or delete one of the two")
-
-
-def _records(batch: Any) -> Iterator[dict[str, Any]]:
-    """The batch's rows; where one isn't UTF-8, those before it and then the error."""
-    try:
-        values = batch.to_pylist()
-    except UnicodeDecodeError:
-        values = (value for index in range(batch.num_rows) for value in batch.slice(index, 1).to_pylist())
-    yield from values
-
-
-def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
+def _parquet(path: Path) -> Values:
     import pyarrow
     from pyarrow import parquet
 
@@ -181,9 +230,10 @@ def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
         with parquet.ParquetFile(path) as file:
             _check_names(file.schema_arrow.names, path)
             for batch in file.iter_batches(batch_size=1000):
-                for value in _records(batch):
+                for index in range(batch.num_rows):  # row by row: those before one that isn't UTF-8 are read
+                    (value,) = batch.slice(index, 1).to_pylist()
                     row += 1
-                    yield row, {key: without_nulls(each) for key, each in value.items()}
+                    yield row, {name: without_nulls(child) for name, child in value.items()}
     except UnicodeDecodeError as error:
         raise DataError(
             f"{where(path, row + 1)}: bytes that are not UTF-8 ({error})", "write strings as UTF-8"
@@ -195,6 +245,12 @@ def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
 READERS = {".jsonl": _json_lines, ".json": _json_list, ".csv": _csv, ".parquet": _parquet, ".txt": _texts}
 
 
+def _check_names(names: list[str], path: Path) -> None:
+    twice = next((name for name in names if name and names.count(name) > 1), None)
+    if twice is not None:  # only names: spreadsheets write columns without one at the end
+        raise DataError(f"{path}: the column {twice!r} twice", "rename or delete one of the two")
+
+
 def _decode(raw: bytes, path: Path, line: int) -> str:
     try:
         return raw.decode("utf-8-sig" if line == 1 else "utf-8")
@@ -204,21 +260,3 @@ def _decode(raw: bytes, path: Path, line: int) -> str:
             f"{path} line {line}: byte 0x{error.object[error.start]:02x} is not UTF-8 ({error.reason})",
             "save the file as UTF-8",
         ) from error
-
-
-def _parsed(parse: Callable[[], Any], path: Path, line: int) -> Any:
-    """What `parse` gives; the DataError of JSON that a row may not hold, and any other raised."""
-    try:
-        return parse()
-    except json.JSONDecodeError as error:
-        raise DataError(
-            f"{path} line {line + error.lineno - 1}: not valid JSON ({error.msg}, column {error.colno})",
-            "name the file .jsonl: it has an object a line, not a list"
-            if path.suffix == ".json" and error.doc.lstrip().startswith("{")
-            else "mend or delete that line",
-        ) from error
-    except (ValueError, RecursionError) as error:
-        refused = DataError(f"{path} line {line}: JSON that can't be read: {error}", "mend or delete that row")
-        if not isinstance(error, RefusedJSON):
-            raise refused from error
-        return refused

@@ -1,4 +1,4 @@
-"""The formats of rows: how each is recognised by its keys, and how a row of it is read.
+"""Recognise the format of rows by their keys, and read a row of each.
 
     messages            {"messages": [{"role", "content", ...}], "tools"?}                 → Conversation
     sharegpt            {"conversations": [{"from", "value"}], "system"?, "tools"?}        → Conversation
@@ -7,17 +7,39 @@
     text                {"text"}                                                           → TextDocument
     preference          {"chosen", "rejected"} and a prompt in one of the ways above       → Preference
 
-A new format is one more line in `FORMATS` and its reader in `READERS`.
+A new format is one more line in `FORMATS` and its reader in `READERS`. A key that its format doesn't know is an error:
+columns like "label" or "rejected" change what the others mean. Where `format` or `columns` names what to read, every
+other key is ignored.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from pronghorn.data.messages import in_order, openai_message, sharegpt_message, tools
-from pronghorn.data.row_types import Conversation, Message, Preference, PromptCompletion, Row, TextDocument, where
-from pronghorn.data.values import keys, not_empty, show, string
+from pronghorn.config import Format
+from pronghorn.data.messages import (
+    in_order,
+    keys,
+    not_empty,
+    openai_message,
+    read_tools,
+    read_turns,
+    sharegpt_message,
+    show,
+    string,
+)
+from pronghorn.data.rows import (
+    Conversation,
+    Message,
+    OnBad,
+    Preference,
+    PromptCompletion,
+    Row,
+    TextDocument,
+    dropping,
+    where,
+)
 from pronghorn.errors import DataError
 
 FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # name: needed keys, optional keys
@@ -40,7 +62,67 @@ PROVENANCE = frozenset({"id", "idx", "index", "category", "source"})
 ACCEPTED = (
     '{"messages": [...]}, {"prompt": ..., "completion": ...}, {"text": ...} or another of the formats of data.format'
 )
-ALPACA_JOIN = "\n"
+
+
+class RowReader:
+    """Turns values into rows, all of one format: the one that is named, or the first row's.
+
+    Args:
+        format: one of FORMATS, or "auto" for the first row's.
+        columns: our keys to the file's: {"prompt": "question", "completion": "answer"}.
+        on_bad: called with the error of each row that its format refuses, which is then left out; None raises it. Rows
+            of another format, and lines that aren't JSON, are raised always.
+    """
+
+    def __init__(self, format: Format = "auto", columns: Mapping[str, str] | None = None, on_bad: OnBad | None = None):
+        self.shape = Shape.named(format, columns or {})
+        self._on_bad = on_bad
+        self._first = ""
+
+    def read(self, path: str, values: Iterable[tuple[int, Any]]) -> Iterator[Row | Preference]:
+        """Yield the rows of one file (or hub set), in its order.
+
+        Raises:
+            DataError: no row, keys that are no known format, two formats in one source, a wrong role or order of roles,
+                a value that isn't a string, nothing to supervise (an empty completion, assistant message or text).
+        """
+        any_value = any_row = False
+        for line, value in values:
+            any_value = True
+            row = None
+            if not isinstance(value, DataError):
+                shape = self._shape_of(value, where(path, line))
+            with dropping(self._on_bad):
+                if isinstance(value, DataError):
+                    raise value
+                row = read_row(shape, value, path, line)
+            if row is not None:
+                any_row = True
+                yield row
+        if not any_row:
+            what = "each of its rows was dropped" if any_value else "no rows in it"
+            raise DataError(f"{path}: {what}", f"give a file with at least one row: {ACCEPTED}")
+
+    def _shape_of(self, value: Any, at: str) -> "Shape":
+        if not isinstance(value, dict):
+            raise DataError(f"{at}: {type(value).__name__} instead of an object", f"write each row as {ACCEPTED}")
+        if self.shape is not None and self.shape.given:
+            missing = [key for key in self.shape.needed if key not in value]
+            if missing:
+                raise DataError(
+                    f"{at}: no {keys(missing)} among its keys {keys(value)}",
+                    "mend data.format, data.columns (our key: the file's key) or the row",
+                )
+            return self.shape
+        shape = recognise(value, at)
+        if self.shape is None:
+            self.shape, self._first = shape, at
+        elif shape != self.shape:
+            raise DataError(
+                f"{at}: a row with {keys(shape.needed)}, but {self._first} has {keys(self.shape.needed)}",
+                "keep one format a file or folder; others are sources of their own (data.train: [{path: ...}, ...])",
+            )
+        return shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,57 +135,55 @@ class Shape:
 
     @classmethod
     def named(cls, format: str, columns: Mapping[str, str]) -> "Shape | None":
-        """What the user's settings say, None where the rows must; DataError for columns of no one format."""
+        """Return what the user's settings say, None where the rows must.
+
+        Raises:
+            DataError: columns of no one format.
+        """
         if format == "auto" and not columns:
             return None
-        for name in FORMATS if format == "auto" else (format,):
-            needed, optional = FORMATS[name]
-            if set(columns) <= {*needed, *optional}:
+        names = FORMATS if format == "auto" else (format,)
+        for name in names:
+            if set(columns) <= _all_keys(name):
                 return cls(name, columns, given=True)
-        all_names = {name for needed, optional in FORMATS.values() for name in (*needed, *optional)}
-        names = all_names if format == "auto" else {*FORMATS[format][0], *FORMATS[format][1]}
-        for name in columns:
-            if name not in names and (near := get_close_matches(name, sorted(names), n=1)):
-                raise DataError(f"data.columns renames {name!r}, which is no key", f"did you mean {near[0]!r}?")
-        what = "belong to no one format" if format == "auto" else f"are not all keys of data.format {format}"
-        known = "" if format == "auto" else f" ({keys((*FORMATS[format][0], *FORMATS[format][1]))})"
-        raise DataError(f"data.columns renames {keys(columns)}, which {what}", f"rename keys of one format{known}")
+        possible = sorted(set().union(*map(_all_keys, names)))
+        for column in columns:
+            if column not in possible and (near := get_close_matches(column, possible, n=1)):
+                raise DataError(f"data.columns renames {column!r}, which is no key", f"did you mean {near[0]!r}?")
+        what, which = "belong to no one format", ""
+        if format != "auto":
+            what, which = f"are not all keys of data.format {format}", f" ({keys(sum(FORMATS[format], ()))})"
+        raise DataError(f"data.columns renames {keys(columns)}, which {what}", f"rename keys of one format{which}")
 
     @property
     def needed(self) -> list[str]:
         """The file's names of the keys that each row must have: the format's, and every one that `columns` names."""
         return [self.columns.get(name, name) for name in dict.fromkeys((*FORMATS[self.name][0], *self.columns))]
 
-    def fields(self, value: Mapping[str, Any]) -> dict[str, Any]:
-        """The row's values under our names; optional ones only where the row has them."""
-        names = {name: self.columns.get(name, name) for name in (*FORMATS[self.name][0], *FORMATS[self.name][1])}
-        return {name: value[key] for name, key in names.items() if key in value}
 
-    def check(self, value: Mapping[str, Any], at: str) -> None:
-        """Raises DataError where a needed key, or one that `columns` names, is missing."""
-        missing = [key for key in self.needed if key not in value]
-        if missing:
-            raise DataError(
-                f"{at}: no {keys(missing)} among its keys {keys(value)}",
-                "mend data.format, data.columns (our key: the file's key) or the row",
-            )
+def _all_keys(format: str) -> set[str]:
+    needed, optional = FORMATS[format]
+    return {*needed, *optional}
 
 
 def recognise(value: Mapping[str, Any], at: str) -> Shape:
-    """The format that a row's keys are; DataError where they are none, or one too many may change the meaning."""
-    found = {key for key in value if key not in PROVENANCE}
+    """Return the format that a row's keys are.
+
+    Raises:
+        DataError: they are none, or one too many may change the meaning.
+    """
+    names = {key for key in value if key not in PROVENANCE}
     for spelling, (name, columns) in SPELLINGS.items():
-        if found == set(spelling):
+        if names == set(spelling):
             return Shape(name, columns)
-    near = [name for name, (needed, _) in FORMATS.items() if set(needed) <= found]
+    near = [name for name, (needed, _) in FORMATS.items() if names.issuperset(needed)]
     for name in near:
-        if found <= {*FORMATS[name][0], *FORMATS[name][1]}:
+        if names <= _all_keys(name):
             return Shape(name, {})
     if near:
-        needed, optional = FORMATS[near[0]]
-        extra = [key for key in value if key in found - {*needed, *optional}]
+        extra = [key for key in value if key in names - _all_keys(near[0])]
         raise DataError(
-            f"{at}: keys {keys(extra)} beside {keys(needed)}",
+            f"{at}: keys {keys(extra)} beside {keys(FORMATS[near[0]][0])}",
             f"delete them, or set data.format to {' or '.join(near)} to ignore every other key",
         )
     raise DataError(
@@ -113,121 +193,101 @@ def recognise(value: Mapping[str, Any], at: str) -> Shape:
 
 
 def read_row(shape: Shape, value: Mapping[str, Any], path: str, line: int) -> Row | Preference:
-    """A row of a known format; DataError for whatever in it can't be trained on."""
-    return READERS[shape.name](shape.fields(value), path, line)
+    """Read a row of a known format: its values under our names, optional ones only where the row has them.
+
+    Raises:
+        DataError: whatever in it can't be trained on.
+    """
+    columns = {name: shape.columns.get(name, name) for name in _all_keys(shape.name)}
+    fields = {name: value[column] for name, column in columns.items() if column in value}
+    return READERS[shape.name](fields, where(path, line), path=path, line=line)
 
 
-def _turns(read: Callable[[Any, str], Message], items: Any, name: str, at: str) -> list[Message]:
-    if not isinstance(items, list) or not items:
-        raise DataError(f"{at}: {name} is {show(items)}", "give a list of at least one message")
-    return [read(item, f"{at} message {number}") for number, item in enumerate(items, 1)]
+def _messages(fields: dict[str, Any], at: str, **place: Any) -> Conversation:
+    turns = read_turns(openai_message, fields["messages"], "messages", at)
+    return Conversation(in_order(turns, at), read_tools(fields.get("tools"), at), **place)
 
 
-def _system(fields: Mapping[str, Any], at: str) -> list[Message]:
-    text = fields.get("system")
-    return [Message("system", string(text, "system", at))] if text not in (None, "") else []
+def _sharegpt(fields: dict[str, Any], at: str, **place: Any) -> Conversation:
+    turns = read_turns(sharegpt_message, fields["conversations"], "conversations", at)
+    return Conversation(in_order([*_system(fields, at), *turns], at), read_tools(fields.get("tools"), at), **place)
 
 
-def _messages(fields: dict[str, Any], path: str, line: int) -> Conversation:
-    at = where(path, line)
-    messages = in_order(_turns(openai_message, fields["messages"], "messages", at), at)
-    return Conversation(messages, tools(fields.get("tools"), at), path=path, line=line)
-
-
-def _sharegpt(fields: dict[str, Any], path: str, line: int) -> Conversation:
-    at = where(path, line)
-    messages = [*_system(fields, at), *_turns(sharegpt_message, fields["conversations"], "conversations", at)]
-    return Conversation(in_order(messages, at), tools(fields.get("tools"), at), path=path, line=line)
-
-
-def _alpaca_prompt(fields: Mapping[str, Any], at: str) -> str:
-    """Instruction and input as one user's text, joined by a line's end."""
-    parts = [string(fields["instruction"], "instruction", at)]
-    if fields.get("input") is not None:
-        parts.append(string(fields["input"], "input", at))
-    return not_empty(ALPACA_JOIN.join(part for part in parts if part), "instruction", at)
-
-
-def _alpaca(fields: dict[str, Any], path: str, line: int) -> Conversation:
-    at = where(path, line)
+def _alpaca(fields: dict[str, Any], at: str, **place: Any) -> Conversation:
     messages = _system(fields, at)
     history = fields.get("history") or []
+    remedy = "write each turn as [the user's text, the answer]"
     if not isinstance(history, list):
-        raise DataError(
-            f"{at}: history is {show(history)}, not a list", "write each turn as [the user's text, the answer]"
-        )
+        raise DataError(f"{at}: history is {show(history)}, not a list", remedy)
     for number, pair in enumerate(history, 1):
-        here = f"{at} history {number}"
+        at_turn = f"{at} history {number}"
         if not isinstance(pair, list) or len(pair) != 2:
-            raise DataError(f"{here}: {show(pair)}", "write each as [the user's text, the answer]")
-        asked, answered = (string(text, "history", here) for text in pair)
-        messages += [Message("user", asked), Message("assistant", not_empty(answered, "answer", here))]
-    output = not_empty(string(fields["output"], "output", at), "output", at)
-    messages += [Message("user", _alpaca_prompt(fields, at)), Message("assistant", output)]
-    return Conversation(in_order(messages, at), path=path, line=line)
+            raise DataError(f"{at_turn}: {show(pair)}", remedy)
+        question, answer = (string(text, "history", at_turn) for text in pair)
+        messages += [Message("user", question), Message("assistant", not_empty(answer, "answer", at_turn))]
+    messages += [_instruction(fields, at), Message("assistant", not_empty(fields["output"], "output", at))]
+    return Conversation(in_order(messages, at), **place)
 
 
-def _prompt_completion(fields: dict[str, Any], path: str, line: int) -> PromptCompletion:
-    at = where(path, line)
-    prompt, completion = (string(fields[name], name, at) for name in ("prompt", "completion"))
-    return PromptCompletion(prompt, not_empty(completion, "completion", at), path=path, line=line)
+def _prompt_completion(fields: dict[str, Any], at: str, **place: Any) -> PromptCompletion:
+    prompt = string(fields["prompt"], "prompt", at)
+    return PromptCompletion(prompt, not_empty(fields["completion"], "completion", at), **place)
 
 
-def _text(fields: dict[str, Any], path: str, line: int) -> TextDocument:
-    at = where(path, line)
-    return TextDocument(not_empty(string(fields["text"], "text", at), "text", at), path=path, line=line)
+def _text(fields: dict[str, Any], at: str, **place: Any) -> TextDocument:
+    return TextDocument(not_empty(fields["text"], "text", at), **place)
 
 
-def _preference(fields: dict[str, Any], path: str, line: int) -> Preference:
-    at = where(path, line)
-    contexts, answers = [], {}
+def _preference(fields: dict[str, Any], at: str, **place: Any) -> Preference:
     asked = _preference_prompt(fields, at)
+    prompts, answers = [], []
     for side in ("chosen", "rejected"):
-        context, answers[side] = _answer(fields[side], side, at)
-        contexts.append(context or asked)
+        context, answer = _answer(fields[side], side, at)
         if asked and context not in ([], asked):
             raise DataError(f"{at}: {side} repeats a prompt other than the row's", "delete one of the two prompts")
-    if contexts[0] != contexts[1]:
+        prompts.append(context or asked)
+        answers.append(answer)
+    prompt = prompts[0]
+    if prompt != prompts[1]:
         raise DataError(f"{at}: chosen and rejected answer different prompts", "write one prompt for both")
-    prompt = contexts[0]
     if not prompt or prompt[-1].role not in ("user", "tool"):
-        found = f"ends with a message of role {prompt[-1].role}" if prompt else "is missing"
-        raise DataError(f"{at}: the prompt of the pair {found}", "end the prompt with the user's turn")
-    if answers["chosen"] == answers["rejected"]:
+        what = f"ends with a message of role {prompt[-1].role}" if prompt else "is missing"
+        raise DataError(f"{at}: the prompt of the pair {what}", "end the prompt with the user's turn")
+    if answers[0] == answers[1]:
         raise DataError(
-            f"{at}: chosen and rejected are equal ({show(answers['chosen'].content)})",
+            f"{at}: chosen and rejected are equal ({show(answers[0].content)})",
             "delete the row, or set data.bad_rows to drop",
         )
-    for side, answer in answers.items():
+    for side, answer in zip(("chosen", "rejected"), answers, strict=True):
         in_order([*prompt, answer], f"{at} prompt and {side}")
-    tool_list = tools(fields.get("tools"), at)
-    return Preference(tuple(prompt), answers["chosen"], answers["rejected"], tool_list, path=path, line=line)
+    chosen, rejected = answers
+    return Preference(tuple(prompt), chosen, rejected, read_tools(fields.get("tools"), at), **place)
 
 
 def _preference_prompt(fields: Mapping[str, Any], at: str) -> list[Message]:
-    """The prompt by whichever one key the row has it; [] where chosen and rejected repeat it."""
-    ways = [name for name in ("messages", "conversations", "instruction", "prompt") if fields.get(name) is not None]
-    if len(ways) > 1:
-        raise DataError(f"{at}: a pair with {keys(ways)}, each of which is a prompt", "keep one of them")
+    """Read the prompt by whichever one key the row has it; [] where chosen and rejected repeat it."""
+    given = [name for name in ("messages", "conversations", "instruction", "prompt") if fields.get(name) is not None]
+    if len(given) > 1:
+        raise DataError(f"{at}: a pair with {keys(given)}, each of which is a prompt", "keep one of them")
     system = _system(fields, at)
-    if not ways:
+    if not given:
         return system
-    way, value = ways[0], fields[ways[0]]
-    if way == "instruction":
-        return [*system, Message("user", _alpaca_prompt(fields, at))]
-    if way == "prompt" and isinstance(value, str):
-        return [*system, Message("user", not_empty(string(value, "prompt", at), "prompt", at))]
-    return [*system, *_turns(sharegpt_message if way == "conversations" else openai_message, value, way, at)]
+    name, value = given[0], fields[given[0]]
+    if name == "instruction":
+        return [*system, _instruction(fields, at)]
+    if name == "prompt" and isinstance(value, str):
+        return [*system, Message("user", not_empty(value, "prompt", at))]
+    return [*system, *read_turns(sharegpt_message if name == "conversations" else openai_message, value, name, at)]
 
 
 def _answer(value: Any, side: str, at: str) -> tuple[list[Message], Message]:
-    """One side of a pair, a string, a message or a conversation that ends with it: (what comes before, the answer)."""
+    """Read one side of a pair, a string, a message or a conversation that ends with it: (what comes before, it)."""
     if isinstance(value, str):
         messages = [Message("assistant", string(value, side, at))]
     else:
         items = value if isinstance(value, list) else [value]
         sharegpt = bool(items) and isinstance(items[-1], dict) and "from" in items[-1]
-        messages = _turns(sharegpt_message if sharegpt else openai_message, items, side, f"{at} {side}")
+        messages = read_turns(sharegpt_message if sharegpt else openai_message, items, side, f"{at} {side}")
     answer = messages[-1]
     if answer.role != "assistant":
         raise DataError(f"{at}: {side} ends with a message of role {answer.role}", "end it with the assistant's answer")
@@ -236,7 +296,19 @@ def _answer(value: Any, side: str, at: str) -> tuple[list[Message], Message]:
     return messages[:-1], answer
 
 
-READERS: dict[str, Callable[[dict[str, Any], str, int], Row | Preference]] = {
+def _system(fields: Mapping[str, Any], at: str) -> list[Message]:
+    text = fields.get("system")
+    return [Message("system", string(text, "system", at))] if text not in (None, "") else []
+
+
+def _instruction(fields: Mapping[str, Any], at: str) -> Message:
+    """Read Alpaca's instruction and input as one user's message, joined by a line's end."""
+    given = "" if fields.get("input") is None else string(fields["input"], "input", at)
+    parts = [string(fields["instruction"], "instruction", at), given]
+    return Message("user", not_empty("\n".join(filter(None, parts)), "instruction", at))
+
+
+READERS: dict[str, Callable[..., Row | Preference]] = {
     "messages": _messages,
     "sharegpt": _sharegpt,
     "alpaca": _alpaca,

@@ -1,22 +1,117 @@
-"""Characters to tokens: which tokens are the text of an assistant's turn, by the tokenizer's offsets, and the proof."""
+"""Rows to documents: token ids, and which of them are supervised.
+
+Labels are exact or refused. A conversation is rendered once whole and once up to each assistant turn, with
+`add_generation_prompt=True`; where the second is not the beginning of the first, or the assistant's text does not
+follow it as written, the model would be trained on something that it never sees when it answers, and the row is an
+error. The whole text is then tokenised once and the characters of a turn become tokens through the tokenizer's offsets;
+a token that lies on both sides of a boundary is an error too. A turn ends with its end-of-turn token: that is
+supervised (or generation never stops), and what a template writes after it (ChatML's newline) is not. In the first rows
+of a data set the text before each turn is tokenised once more by itself, as generation will do it: other tokens are an
+error.
+"""
 
 from bisect import bisect_right
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
-from pronghorn.data.template import Turn, clip
-from pronghorn.errors import DataError
+from pronghorn.data.control_tokens import ControlTokens, Pieces, Rule
+from pronghorn.data.packing import IGNORE_INDEX, Document
+from pronghorn.data.rows import Conversation, Message, OnBad, PromptCompletion, Row, TextDocument, dropping, in_chunks
+from pronghorn.data.template import Turn, clip, render, special_tokens, turns
+from pronghorn.errors import DataError, UnsupportedError
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
+    from transformers import PreTrainedTokenizerBase
 
-    from pronghorn.data.control_tokens import Pieces
+LossOn = Literal["completion", "last", "all"]
+
+ROWS_PER_CALL = 1000
+CHARACTERS_PER_CALL = 1_000_000
+"""Fast tokenizers encode a list in parallel; the encodings of one list are held in memory at a time, and take some 100
+bytes a character."""
+VERIFIED_ROWS = 50
+"""How many rows' prefixes are tokenised a second time: a template or tokenizer that is off is off in every row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Labelled:
+    """Documents in the order of their rows; `unsupervised` counts the rows left out for having no supervised token,
+    `conversations` those that went through the chat template, `control_rows` those that hold control tokens in what the
+    assistant doesn't say."""
+
+    documents: list[Document]
+    unsupervised: int
+    conversations: int
+    control_rows: int
+
+
+def label_rows(
+    rows: Sequence[Row],
+    tokenizer: "PreTrainedTokenizerBase",
+    loss_on: LossOn = "completion",
+    system_prompt: str | None = None,
+    verify_rows: int = VERIFIED_ROWS,
+    on_bad: OnBad | None = None,
+    control_tokens: Rule = "escape",
+) -> Labelled:
+    """Tokenise some rows of a set and label them.
+
+    Conversations go through the tokenizer's chat template, and so do prompt and completion, as a user's and an
+    assistant's message, where there is one; else they are [bos] + prompt + completion + eos. Texts are [bos] + text +
+    eos. bos is there where the tokenizer adds it to plain text; a template writes its own. Neither is written twice: a
+    text may begin and end with its own.
+
+    Args:
+        loss_on: "completion" supervises every assistant turn (or the completion) with its end-of-turn token, and texts
+            whole; "last" only the last of a conversation's assistant turns; "all" every token. Never the first token.
+        system_prompt: begins the conversations (prompt and completion through a template are one) without a system
+            message.
+        verify_rows: in so many rows every supervised range is checked against the tokens of the text before it and of
+            the text up to its end, tokenised by themselves.
+        on_bad: called with the error of each row that can't be labelled, which is then left out; None raises it. What
+            the check finds is always raised: rows that aren't checked have it, too.
+        control_tokens: what becomes of control tokens (special ones, and other added tokens that the template writes)
+            in what others than the assistant say and in tools: "escape" tokenises them as ordinary text, "error"
+            refuses the row, "allow" lets them end turns. The assistant's own text may never hold special tokens; only a
+            bare completion may end with eos.
+    Raises:
+        DataError: a template or a boundary that would give wrong labels (see above), control tokens inside an
+            assistant's text; names file and line. UnsupportedError: a tokenizer without offsets.
+    """
+    if not tokenizer.is_fast:
+        raise UnsupportedError(f"{type(tokenizer).__name__} gives no character offsets", "use a fast tokenizer")
+    labeller = Labeller(tokenizer, loss_on, system_prompt, control_tokens)
+    documents: list[Document] = []
+    control_rows = 0
+    for chunk in in_chunks(rows, ROWS_PER_CALL, CHARACTERS_PER_CALL):
+        texts: list[Rendered] = []
+        for row in chunk:
+            with dropping(on_bad):
+                texts.append(labeller.render(row))
+        encodings = iter(labeller.encode([text.text for text in texts if not text.escaped]))
+        for text in texts:
+            labelled = None
+            encoding = None if text.escaped else next(encodings)
+            with dropping(on_bad):
+                labelled = labeller.label(text, encoding)
+            if labelled is None:
+                continue
+            document, ranges, tokens = labelled
+            if text.turns is not None and len(documents) < verify_rows:
+                verify(text, tokens.ids, ranges, Edges(tokens), partial(labeller.ids_of, text))
+            documents.append(document)
+            control_rows += text.control
+    supervised = [document for document in documents if document.supervised]
+    spoken = sum(not isinstance(row, TextDocument) for row in rows) if tokenizer.chat_template else 0
+    return Labelled(supervised, len(documents) - len(supervised), spoken, control_rows)
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A row's text and the turns to train (None: all of it). `bare` text has no template: it needs bos and eos around
+    """A row's text and its supervised turns (None: all of it). `bare` text has no template: it needs bos and eos around
     it. `control`: the row holds control tokens in what the assistant doesn't say; `escaped`: they are marked."""
 
     text: str
@@ -25,6 +120,99 @@ class Rendered:
     source: str
     control: bool = False
     escaped: bool = False
+
+
+class Labeller:
+    """What `label_rows` needs to know of a tokenizer, and the steps from a row to its labels."""
+
+    def __init__(
+        self, tokenizer: "PreTrainedTokenizerBase", loss_on: LossOn, system_prompt: str | None, rule: Rule
+    ) -> None:
+        self._tokenizer, self._loss_on, self._system_prompt, self._rule = tokenizer, loss_on, system_prompt, rule
+        self._control = ControlTokens(tokenizer)
+        special: Any = tokenizer.convert_tokens_to_ids(sorted(special_tokens(tokenizer)))
+        self._special: frozenset[int] = frozenset(special)
+        """Ids of special tokens, which may end a turn and not stand inside one."""
+        self._bos = [token for token in tokenizer("")["input_ids"] if token == tokenizer.bos_token_id]
+
+    def render(self, row: Row) -> Rendered:
+        """Return the row's text and the ranges of its characters that are supervised."""
+        tokenizer, whole = self._tokenizer, self._loss_on == "all"
+        if isinstance(row, TextDocument):
+            return Rendered(row.text, None, bare=True, source=row.source)
+        if isinstance(row, PromptCompletion):
+            if not tokenizer.chat_template:
+                text, start = row.prompt + row.completion, len(row.prompt)
+                spans = None if whole else [Turn(start, len(text), start)]
+                return Rendered(text, spans, bare=True, source=row.source)
+            messages = (Message("user", row.prompt), Message("assistant", row.completion))
+            row = Conversation(messages, path=row.path, line=row.line)
+        if not tokenizer.chat_template:
+            raise DataError(
+                f"{row.source}: a conversation, but the tokenizer has no chat template",
+                "use the model's instruct version or set data.chat_template",
+            )
+        if self._system_prompt is not None and all(message.role != "system" for message in row.messages):
+            row = replace(row, messages=(Message("system", self._system_prompt), *row.messages))
+        held = self._control.held(row)
+        if held is not None and self._rule == "error":
+            raise DataError(
+                f"{row.source} {held[0]} holds the control token {clip(held[1])}",
+                "delete it there, or set data.control_tokens to escape, which makes it ordinary text",
+            )
+        escaped = held is not None and self._rule == "escape"
+        if escaped:
+            row = self._control.escape(row)
+        text = render(row.messages, row.tools, tokenizer, row.source, answer=False)
+        if whole:
+            _check_said(row, text)
+        ranges = None if whole else turns(row, text, tokenizer, last=self._loss_on == "last")
+        return Rendered(text, ranges, bare=False, source=row.source, control=held is not None, escaped=escaped)
+
+    def encode(self, texts: list[str]) -> "list[Encoding]":
+        """Tokenise texts as `tokenizer(texts, add_special_tokens=False)`, without its conversion of every offset to
+        Python objects."""
+        backend: Any = self._tokenizer.backend_tokenizer
+        backend.no_truncation()  # what transformers, too, sets before each call
+        backend.no_padding()
+        return backend.encode_batch(texts, add_special_tokens=False)
+
+    def ids_of(self, row: Rendered, parts: list[str]) -> list[list[int]]:
+        """Tokenise parts of a row's text, each by itself."""
+        if row.escaped:
+            return [self._control.encode(part, row.source).ids for part in parts]
+        return [encoding.ids for encoding in self.encode(parts)]
+
+    def label(
+        self, row: Rendered, encoding: "Encoding | None"
+    ) -> tuple[Document, list[tuple[int, int]], "Encoding | Pieces"]:
+        """Return the row's document, the token ranges of its turns before bos, and its tokens: `encoding`, or those of
+        its pieces where it is None."""
+        tokens = self._control.encode(row.text, row.source) if encoding is None else encoding
+        ids, eos = tokens.ids, self._tokenizer.eos_token_id
+        labels, ranges = list(ids), list[tuple[int, int]]()
+        if row.turns is not None:
+            labels = [IGNORE_INDEX] * len(ids)
+            ranges = token_ranges(row, ids, Edges(tokens), self._special, eos)
+            for first, end in ranges:
+                labels[first:end] = ids[first:end]
+        if row.bare:
+            if eos is None:
+                raise DataError(f"{row.source}: the tokenizer has no token to end it with", "set tokenizer.eos_token")
+            bos = self._bos if self._bos != ids[:1] else []
+            end_token = [eos] if ids[-1:] != [eos] else []
+            ids, labels = [*bos, *ids, *end_token], [*[IGNORE_INDEX] * len(bos), *labels, *end_token]
+        labels[:1] = [IGNORE_INDEX] * len(labels[:1])
+        return Document(ids, labels, row.source), ranges, tokens
+
+
+def _check_said(row: Conversation, text: str) -> None:
+    said = [message.content.strip() for message in row.messages if message.role == "assistant"]
+    if any(said) and not any(content and content in text for content in said):
+        raise DataError(
+            f"{row.source}: the chat template leaves the assistant's text out: only its own tokens would be trained",
+            "set data.chat_template to one that renders every message's content",
+        )
 
 
 class Edges:
@@ -37,40 +225,36 @@ class Edges:
     """
 
     def __init__(self, encoding: "Encoding | Pieces") -> None:
-        self._encoding = encoding
+        self.encoding = encoding
         self._span: Any = encoding.token_to_chars
-        self._tokens = range(len(encoding))
 
     def begin(self, token: int) -> int:
-        """The first character of a token."""
+        """Return the first character of a token."""
         return min(self._span(token)[0], self.end(token - 1)) if token else 0
 
     def end(self, token: int) -> int:
-        """One past a token's last character."""
+        """Return one past a token's last character."""
         return self._span(token)[1]
 
     def first_past(self, character: int, start: int) -> int:
-        """The first token, from `start` on, that ends after `character`; the number of tokens where none does."""
-        covering = self._encoding.char_to_token(character)
+        """Return the first token, from `start` on, that ends after `character`, or else the number of tokens."""
+        covering = self.encoding.char_to_token(character)
         if covering is not None:
             return max(start, covering)
-        return bisect_right(self._tokens, character, lo=start, key=self.end)
-
-    @property
-    def in_order(self) -> bool:
-        """Whether no token ends before the one in front of it."""
-        ends = [end for _, end in self._encoding.offsets]
-        return ends == sorted(ends)
+        return bisect_right(range(len(self.encoding)), character, lo=start, key=self.end)
 
 
 def token_ranges(
     rendered: Rendered, ids: list[int], edges: Edges, control: frozenset[int], eos: int | None = None
 ) -> list[tuple[int, int]]:
-    """The token ranges [first, end) of the turns, end-of-turn tokens included; bare text has none yet, unless it ends
-    with its own `eos`."""
-    text, source = rendered.text, rendered.source
-    ranges = []
+    """Return the token ranges [first, end) of the turns, end-of-turn tokens included; bare text has none yet, unless it
+    ends with its own `eos`."""
+    text, source, ranges = rendered.text, rendered.source, []
     at, count = 0, len(ids)
+
+    def text_of(token: int) -> str:
+        return text[edges.begin(token) : edges.end(token)]
+
     for start, end, said in rendered.turns or ():
         first = edges.first_past(start, at)
         at = edges.first_past(end, first)
@@ -78,18 +262,14 @@ def token_ranges(
         end_of_own = at - 1 if rendered.bare and at == count and ids[-1:] == [eos] else at
         if not control.isdisjoint(ids[own:end_of_own]):
             held = next(token for token in range(own, at) if ids[token] in control)
-            token = clip(text[edges.begin(held) : edges.end(held)])
-            raise DataError(f"{source}: the assistant's text holds the control token {token}", "delete it there")
-        for edge, token_at in ((start, first), (end, at)):
-            if token_at < count and edges.begin(token_at) < edge < edges.end(token_at):
-                token = clip(text[edges.begin(token_at) : edges.end(token_at)])
-                before, after = clip(text[max(0, edge - 20) : edge]), clip(text[edge : edge + 20])
-                raise DataError(
-                    f"{source}: token {token} lies on both sides of the boundary between {before} and {after}",
-                    "trim white space around the assistant's text, or move it from the prompt's end to the completion",
-                )
+            raise DataError(
+                f"{source}: the assistant's text holds the control token {clip(text_of(held))}", "delete it there"
+            )
+        for edge, token in ((start, first), (end, at)):
+            if token < count and edges.begin(token) < edge < edges.end(token):
+                raise _boundary_error(rendered, edge, f"token {clip(text_of(token))} lies on both sides of", "")
         if not rendered.bare:
-            while at < count and ids[at] not in control and text[edges.begin(at) : edges.end(at)].isspace():
+            while at < count and ids[at] not in control and text_of(at).isspace():
                 at += 1
             if at == count or ids[at] not in control:
                 raise DataError(
@@ -108,22 +288,26 @@ def verify(
     edges: Edges,
     encode: Callable[[list[str]], list[list[int]]],
 ) -> None:
-    """Tokenises the text before each turn, and the text up to the turn's end, by themselves with `encode`: they must
+    """Tokenise the text before each turn, and the text up to the turn's end, by themselves with `encode`: they must
     give the tokens that the whole text has there, or the model is trained after other tokens than it sees when it
-    answers."""
-    if not edges.in_order:
+    answers. Raises DataError otherwise."""
+    ends = [end for _, end in edges.encoding.offsets]
+    if ends != sorted(ends):
         raise DataError(
             f"{rendered.source}: the tokenizer's offsets do not follow the text", "use a tokenizer whose offsets do"
         )
-    edges_of = [edge for turn in rendered.turns or () for edge in (turn.start, turn.end)]
-    texts = [rendered.text[:edge] for edge in edges_of]
-    alone = encode(texts) if texts else []
-    for number, (edge, found) in enumerate(zip(edges_of, alone, strict=True)):
+    boundaries = [edge for turn in rendered.turns or () for edge in (turn.start, turn.end)]
+    alone = encode([rendered.text[:edge] for edge in boundaries]) if boundaries else []
+    for number, (edge, tokens) in enumerate(zip(boundaries, alone, strict=True)):
         first, last = ranges[number // 2]
-        if found != (ids[:last][: len(found)] if number % 2 else ids[:first]):
-            before, after = clip(rendered.text[max(0, edge - 20) : edge]), clip(rendered.text[edge : edge + 20])
-            raise DataError(
-                f"{rendered.source}: the text up to the boundary between {before} and {after} has other tokens by "
-                "itself than within the whole text",
-                "trim white space around the assistant's text, or move it from the prompt's end to the completion",
-            )
+        if tokens != (ids[:last][: len(tokens)] if number % 2 else ids[:first]):
+            other = " has other tokens by itself than within the whole text"
+            raise _boundary_error(rendered, edge, "the text up to", other)
+
+
+def _boundary_error(rendered: Rendered, edge: int, before: str, after: str) -> DataError:
+    left, right = clip(rendered.text[max(0, edge - 20) : edge]), clip(rendered.text[edge : edge + 20])
+    return DataError(
+        f"{rendered.source}: {before} the boundary between {left} and {right}{after}",
+        "trim white space around the assistant's text, or move it from the prompt's end to the completion",
+    )

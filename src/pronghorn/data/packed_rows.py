@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import Any, cast
+from typing import Any
 
 from torch.utils.data import Dataset
 
@@ -33,8 +32,8 @@ class PackedRows(Dataset):
     """Rows of documents packed by best-fit-decreasing; row i is `{"input_ids", "labels", "lengths"}`.
 
     Args:
-        documents: each `{"input_ids": [...], "labels": [...]}` of equal length (labels unshifted, -100 untrained);
-            a list or a `datasets.Dataset`.
+        documents: each `{"input_ids": [...], "labels": [...]}` of equal length (labels unshifted, -100 where
+            unsupervised); a list or a `datasets.Dataset`. They stay readable as `documents`.
         row_tokens: tokens a row holds at most; the collator pads it to exactly this.
         seed: of the packing.
     Raises:
@@ -45,13 +44,16 @@ class PackedRows(Dataset):
     """As a `datasets.Dataset` has them: TRL asks."""
 
     def __init__(self, documents: Sequence[Mapping[str, Any]] | Any, row_tokens: int, seed: int = 0) -> None:
-        self._documents = documents
-        self._columns: Any = None
-        if _is_dataset(documents):
-            self._columns = cast(Any, documents).with_format("arrow").select_columns(["input_ids", "labels"])
-        lengths = lengths_of(documents)
-        labelled = lengths_of(documents, "labels")
-        for index, (tokens, labels) in enumerate(zip(lengths, labelled, strict=True)):
+        from datasets import Dataset as ArrowDataset
+
+        self.documents = documents
+        names = ["input_ids", "labels"]
+        columns: Any = documents
+        if not hasattr(documents, "with_format"):
+            columns = ArrowDataset.from_dict({name: [document[name] for document in documents] for name in names})
+        self._columns = columns.with_format("arrow").select_columns(names)
+        lengths = lengths_of(columns)
+        for index, (tokens, labels) in enumerate(zip(lengths, lengths_of(columns, "labels"), strict=True)):
             if tokens != labels:  # a row's could still sum up, and would be other documents' labels
                 raise DataError(
                     f"document {index} has {tokens} tokens and {labels} labels",
@@ -67,13 +69,8 @@ class PackedRows(Dataset):
             ceiling=packing_ceiling(lengths, row_tokens),
         )
 
-    @property
-    def documents(self) -> Sequence[Mapping[str, Any]] | Any:
-        """The documents as they were given, in that order."""
-        return self._documents
-
     def first(self, rows: int | None) -> PackedRows:
-        """A view of the first `rows` rows (None: of all); `stats` stay those of the whole."""
+        """Return a view of the first `rows` rows (None: of all); `stats` stay those of the whole."""
         view = copy.copy(self)
         view._rows = self._rows[:rows]
         return view
@@ -82,34 +79,17 @@ class PackedRows(Dataset):
         return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, list[int]]:
-        indices = self._rows[index]
-        if self._columns is not None:  # in one read, joined by Arrow: as Python's lists it takes three times as long
-            return _joined(self._columns[indices])
-        documents = [self._documents[i] for i in indices]
-        return {
-            "input_ids": list(chain.from_iterable(each["input_ids"] for each in documents)),
-            "labels": list(chain.from_iterable(each["labels"] for each in documents)),
-            "lengths": [len(each["input_ids"]) for each in documents],
-        }
+        import pyarrow.compute
 
-
-def _joined(table: Any) -> dict[str, list[int]]:
-    """A row of the documents of an Arrow table."""
-    import pyarrow.compute
-
-    row = {name: pyarrow.compute.list_flatten(table[name]).to_numpy().tolist() for name in ("input_ids", "labels")}
-    return {**row, "lengths": pyarrow.compute.list_value_length(table["input_ids"]).to_pylist()}
-
-
-def _is_dataset(documents: Any) -> bool:
-    return hasattr(documents, "with_format")
+        table = self._columns[
+            self._rows[index]
+        ]  # in one read, joined by Arrow: Python's lists take three times as long
+        row = {name: pyarrow.compute.list_flatten(table[name]).to_numpy().tolist() for name in table.column_names}
+        return {**row, "lengths": pyarrow.compute.list_value_length(table["input_ids"]).to_pylist()}
 
 
 def lengths_of(documents: Any, name: str = "input_ids") -> list[int]:
-    """Tokens (or what else `name` holds) of each document; a `datasets.Dataset` is asked for its list lengths, without
-    decoding a token."""
-    if not _is_dataset(documents):
-        return [len(document[name]) for document in documents]
+    """Return the tokens (or what else `name` holds) of each document of a `datasets.Dataset`, without decoding one."""
     import pyarrow.compute
 
     tables = documents.select_columns(name).with_format("arrow").iter(batch_size=10_000)

@@ -18,7 +18,7 @@ from itertools import accumulate
 from pronghorn.errors import DataError
 
 IGNORE_INDEX = -100
-"""The label of a token that is not trained (torch's `ignore_index`)."""
+"""The label of a token that is not supervised (torch's `ignore_index`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Document:
     """One tokenised document, the unit that packing moves and attention isolates.
 
     `input_ids` and `labels` have the same length. Labels are not shifted: `labels[i]` is `input_ids[i]` or, where token
-    i is not trained, -100. The first label is always -100, because nothing comes before the first token to predict it.
+    i is not supervised, -100. The first label is always -100: nothing comes before the first token to predict it.
     `source` says where the document came from ("train.jsonl line 3"), for error messages.
     """
 
@@ -42,13 +42,13 @@ class Document:
         return len(self.input_ids)
 
     @property
-    def labelled(self) -> int:
-        """How many tokens are trained."""
+    def supervised(self) -> int:
+        """How many tokens are supervised."""
         return len(self.labels) - self.labels.count(IGNORE_INDEX)
 
 
 def pack(lengths: Sequence[int], capacity: int, seed: int) -> list[list[int]]:
-    """Packs documents of `lengths` tokens into rows of at most `capacity` tokens by best-fit decreasing.
+    """Pack documents of `lengths` tokens into rows of at most `capacity` tokens by best-fit decreasing.
 
     Returns the rows as lists of document indices; every index occurs exactly once. The same arguments give the same
     rows. `seed` decides which of several documents of one length goes where, the order inside each row and the order of
@@ -98,12 +98,12 @@ def pack(lengths: Sequence[int], capacity: int, seed: int) -> list[list[int]]:
 
 
 def packing_efficiency(lengths: Sequence[int], bins: Sequence[Sequence[int]], capacity: int) -> float:
-    """The share of real tokens in rows of exactly `capacity` tokens, in (0, 1]; 1 where there is no row."""
+    """Return the share of real tokens in rows of exactly `capacity` tokens, in (0, 1]; 1 where there is no row."""
     return sum(lengths[index] for row in bins for index in row) / (len(bins) * capacity) if bins else 1.0
 
 
 def packing_ceiling(lengths: Sequence[int], capacity: int) -> float:
-    """The best share of real tokens that any packing of whole documents could reach, in (0, 1]; 1 for no documents.
+    """Return the best share of real tokens that any packing of whole documents could reach, in (0, 1]; 1 for none.
 
     Total tokens over `capacity` times a lower bound on the number of rows: L2 of S. Martello and P. Toth ("Lower bounds
     and reduction procedures for the bin packing problem", Discrete Applied Mathematics 28, 1990). For any threshold

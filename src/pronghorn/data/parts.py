@@ -11,7 +11,6 @@ import gc
 import os
 import signal
 import threading
-from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -22,40 +21,39 @@ from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pronghorn.data.chat import VERIFIED_ROWS, LossOn, label_rows
 from pronghorn.data.control_tokens import Rule
+from pronghorn.data.labels import VERIFIED_ROWS, LossOn, label_rows
 from pronghorn.data.packing import Document
 from pronghorn.data.rows import Row
-from pronghorn.errors import DataError, PronghornError, TrainingError
+from pronghorn.errors import DataError, TrainingError
 from pronghorn.state import check_file, digest, new_file, read_json, write_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SCHEMA = "pronghorn-tokens-v2"
+SCHEMA = "pronghorn-tokens-v3"
 ERRORS = 3
 """So many errors of dropped rows are kept."""
 
 
 @dataclass(frozen=True)
-class PartInfo:
+class Part:
     """What a part holds."""
 
-    name: str
     rows: int
+    dropped: int
+    """Rows beside `rows` that can't be labelled."""
+    unsupervised: int
+    """Rows left out for having no supervised token."""
     documents: int
-    unlabelled: int
-    """Rows left out for having nothing to train."""
     conversations: int
     """Rows that went through the chat template."""
-    bytes: int
-    xxh3_128: str
     control_rows: int
     """Rows that hold control tokens in what the assistant doesn't say."""
-    dropped: int = 0
-    """Rows beside `rows` that can't be labelled."""
-    errors: tuple[str, ...] = ()
-    """Of the first of these."""
+    errors: list[str]
+    """Of the first dropped rows."""
+    bytes: int
+    xxh3_128: str
 
 
 @dataclass(frozen=True)
@@ -69,64 +67,50 @@ class Tokenising:
     drop: bool = False
     """Whether rows that can't be labelled are left out and counted; else they are errors."""
 
-    def write(self, path: Path, rows: Sequence[Row], verify: bool) -> PartInfo:
-        """Tokenise `rows` into the part `path`; the prefixes of the first rows are tokenised again where `verify`."""
+    def write(self, path: Path, rows: Sequence[Row]) -> Part:
+        """Tokenise `rows` into the part `path`; in the first part, the prefixes of the first rows once more."""
         bad: list[DataError] = []
         labelled = label_rows(
             rows,
             self.tokenizer,
             self.loss_on,
             self.system_prompt,
-            verify_rows=VERIFIED_ROWS if verify else 0,
+            verify_rows=VERIFIED_ROWS if path.name == part_name(0) else 0,
             on_bad=bad.append if self.drop else None,
             control_tokens=self.control_tokens,
         )
-        _write(path, labelled.documents)
-        info = PartInfo(
-            name=path.name,
+        _write_documents(path, labelled.documents)
+        part = Part(
             rows=len(rows) - len(bad),
+            dropped=len(bad),
+            unsupervised=labelled.unsupervised,
             documents=len(labelled.documents),
-            unlabelled=labelled.dropped_unlabelled,
             conversations=labelled.conversations,
             control_rows=labelled.control_rows,
+            errors=[str(error) for error in bad[:ERRORS]],
             bytes=path.stat().st_size,
             xxh3_128=digest(path),
-            dropped=len(bad),
-            errors=tuple(str(error) for error in bad[:ERRORS]),
         )
-        write_json(info_file(path), SCHEMA, asdict(info))
-        return info
+        write_json(info_file(path), SCHEMA, asdict(part))
+        return part
 
 
-def write_parts(jobs: Iterable[tuple[Path, Sequence[Row]]], how: Tokenising, workers: int) -> Iterator[PartInfo]:
+def write_parts(jobs: Iterable[tuple[Path, Sequence[Row]]], how: Tokenising, workers: int) -> Iterator[Part]:
     """Write each part that `jobs` names, in order; the rows of at most 2 · workers parts are in memory at a time.
 
-    Raises the error of the first part that has one, or of `jobs`, once the parts before it are written; TrainingError
-    where a worker dies.
+    Raises:
+        DataError: of the first part that has one, once the parts before it are written. TrainingError: a worker dies.
     """
-    unreadable: list[PronghornError] = []
-
-    def readable() -> Iterator[tuple[Path, Sequence[Row]]]:
-        try:
-            yield from jobs
-        except PronghornError as error:
-            unreadable.append(error)
-
-    queue = readable()
-    first = list(islice(queue, 2))
+    jobs = iter(jobs)
+    first = list(islice(jobs, 2))
     if len(first) < 2 or workers < 2:
-        yield from (how.write(path, rows, _is_first(path)) for path, rows in chain(first, queue))
-    else:
-        yield from _in_processes(chain(first, queue), how, workers)
-    if unreadable:
-        raise unreadable[0]
-
-
-def _in_processes(jobs: Iterable[tuple[Path, Sequence[Row]]], how: Tokenising, workers: int) -> Iterator[PartInfo]:
+        for path, rows in chain(first, jobs):
+            yield how.write(path, rows)
+        return
     pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=_begin, initargs=(how,))
-    pending: deque[Future[PartInfo]] = deque()
+    pending: deque[Future[Part]] = deque()
     try:
-        for path, rows in jobs:
+        for path, rows in chain(first, jobs):
             pending.append(pool.submit(_work, path, rows))
             if len(pending) >= 2 * workers:
                 yield pending.popleft().result()
@@ -142,43 +126,44 @@ def _in_processes(jobs: Iterable[tuple[Path, Sequence[Row]]], how: Tokenising, w
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def read_info(path: Path) -> PartInfo:
-    """Read what the part holds, and compare its contents with that.
+def read_part(path: Path) -> Part:
+    """Read what a part holds, and check its contents: its digest, and every offset and text, so that no reader can
+    leave its memory.
 
     Raises:
         DataError: a part that isn't as it was written.
     """
-    remedy = f"delete {path.parent}"
-    known = read_json(info_file(path), SCHEMA, remedy)
-    try:
-        info = PartInfo(**{name: value for name, value in known.items() if name != "schema"})
-    except TypeError as error:
-        raise DataError(f"{info_file(path)}: not whole ({error})", remedy) from error
-    check_file(path, known, remedy)
-    check_documents(path, info.documents)
-    return info
-
-
-def check_documents(path: Path, documents: int) -> None:
-    """Check every offset and text of a part, so that no reader can leave its memory, and how many documents it has.
-
-    Raises:
-        DataError: a file that isn't a whole part.
-    """
     import pyarrow
 
-    remedy, found = f"delete {path.parent}", 0
+    remedy, documents = f"delete {path.parent}", 0
+    table = read_json(info_file(path), SCHEMA, remedy)
+    try:
+        part = Part(**{name: value for name, value in table.items() if name != "schema"})
+    except TypeError as error:
+        raise DataError(f"{info_file(path)}: not whole ({error})", remedy) from error
+    check_file(path, table, remedy)
     try:
         with pyarrow.memory_map(str(path)) as file, pyarrow.ipc.open_stream(file) as stream:
             if not stream.schema.equals(_schema()):
                 raise DataError(f"{path}: other columns than a token cache has", remedy)
             for batch in stream:
                 batch.validate(full=True)
-                found += batch.num_rows
+                documents += batch.num_rows
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path}: not a whole part of a token cache ({error})", remedy) from error
-    if found != documents:
-        raise DataError(f"{path}: {found} documents instead of {documents}", remedy)
+    if documents != part.documents:
+        raise DataError(f"{path}: {documents} documents instead of {part.documents}", remedy)
+    return part
+
+
+def part_name(number: int) -> str:
+    """Return the file name of a part."""
+    return f"part-{number:05}.arrow"
+
+
+def info_file(part: Path) -> Path:
+    """Return the path of the file that says what a part holds."""
+    return part.with_suffix(".json")
 
 
 def _schema() -> Any:
@@ -188,41 +173,13 @@ def _schema() -> Any:
     return pyarrow.schema({"input_ids": lists, "labels": lists, "source": pyarrow.string()})
 
 
-def _write(path: Path, documents: Sequence[Document]) -> None:
+def _write_documents(path: Path, documents: Sequence[Document]) -> None:
     import pyarrow
 
-    def lists(values: Iterable[list[int]]) -> Any:
-        offsets, flat = array("i", [0]), array("i")  # C ints: Arrow takes them as they lie
-        for each in values:
-            flat.fromlist(each)
-            offsets.append(len(flat))
-        parts = [
-            pyarrow.Array.from_buffers(pyarrow.int32(), len(a), [None, pyarrow.py_buffer(a)]) for a in (offsets, flat)
-        ]
-        return pyarrow.ListArray.from_arrays(*parts)
-
-    columns = [
-        lists(document.input_ids for document in documents),
-        lists(document.labels for document in documents),
-        pyarrow.array([document.source for document in documents], pyarrow.string()),
-    ]
-    table = pyarrow.table(columns, schema=_schema())
-    with new_file(path) as file, pyarrow.ipc.new_stream(file, table.schema) as stream:
+    schema = _schema()
+    table = pyarrow.table({name: [getattr(d, name) for d in documents] for name in schema.names}, schema=schema)
+    with new_file(path) as file, pyarrow.ipc.new_stream(file, schema) as stream:
         stream.write_table(table, max_chunksize=1000)
-
-
-def info_file(part: Path) -> Path:
-    """The file that tells what a part holds."""
-    return part.with_suffix(".json")
-
-
-def _is_first(path: Path) -> bool:
-    return path.name == part_name(0)
-
-
-def part_name(number: int) -> str:
-    """The file name of a part."""
-    return f"part-{number:05}.arrow"
 
 
 _worker: list[Tokenising] = []
@@ -233,20 +190,19 @@ def _begin(how: Tokenising) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # of this worker: one of as many as there are cores
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process: the run's own one decides
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    gc.freeze()
+    gc.disable()  # looking for cycles among a part's million integers costs a fifth of the time and finds none
     _worker.append(how)
 
 
 def _end_with_parent() -> None:
-    """A killed run can't tell its workers, which would wait for rows for ever."""
+    """End this worker when the run is killed: it can't tell its workers, which would wait for rows for ever."""
     parent = parent_process()
     assert parent is not None
     parent.join()
     os._exit(1)
 
 
-def _work(path: Path, rows: Sequence[Row]) -> PartInfo:
-    gc.disable()  # looking for cycles among a part's million integers costs a fifth of the time and finds none
-    try:
-        return _worker[0].write(path, rows, _is_first(path))
-    finally:
-        gc.enable()
+def _work(path: Path, rows: Sequence[Row]) -> Part:
+    gc.collect()  # of what the part before left: little, since imports are frozen
+    return _worker[0].write(path, rows)

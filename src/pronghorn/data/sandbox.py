@@ -6,9 +6,10 @@ too: each round of a loop and each call is counted, and what could make a huge v
 
 from __future__ import annotations
 
+import operator
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Sized
 from functools import lru_cache, wraps
 from typing import Any
 
@@ -26,6 +27,7 @@ MOST_WIDTH = 100_000
 MOST_BITS = 1_000_000
 """Of an integer."""
 
+OPERATORS = {"+": operator.add, "*": operator.mul, "**": operator.pow, "%": operator.mod}
 _WIDTHS = {"batch", "center", "expandtabs", "indent", "ljust", "rjust", "round", "slice", "to_bytes", "zfill"}
 _WIDE_FORMAT = re.compile(r"\d{6}|%[^%a-zA-Z]*\*|\{[^{}]*\{")
 
@@ -69,27 +71,22 @@ class _Limits:
         if characters > MOST_CHARACTERS:
             raise LimitError(f"makes a value of more than {MOST_CHARACTERS:,} characters")
 
-    def join(self, *parts: Any) -> str:
-        """The template's `~`."""
+    def concatenate(self, *parts: Any) -> str:
+        """Compute the template's `~`."""
         return str(self.measured("".join(map(str, parts))))
 
-    def times(self, left: Any, right: Any) -> Any:
-        for many, of in ((left, right), (right, left)):
-            if isinstance(many, int) and isinstance(of, Sized):
-                self.fits(many * len(of))
-        return self.measured(left * right)
-
-    def power(self, left: Any, right: Any) -> Any:
-        if isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > MOST_BITS:
-            raise LimitError(f"makes a number of more than {MOST_BITS:,} bits")
-        return self.measured(left**right)
-
-    def remainder(self, left: Any, right: Any) -> Any:
-        self._check("format", [left])
-        return self.measured(left % right)
-
-    def plus(self, left: Any, right: Any) -> Any:
-        return self.measured(left + right)
+    def operate(self, context: Any, sign: str, left: Any, right: Any) -> Any:
+        """Compute one of the template's other operators on values."""
+        if sign == "*":
+            for many, of in ((left, right), (right, left)):
+                if isinstance(many, int) and isinstance(of, Sized):
+                    self.fits(many * len(of))
+        elif sign == "**" and isinstance(left, int) and isinstance(right, int):
+            if left.bit_length() * right > MOST_BITS:
+                raise LimitError(f"makes a number of more than {MOST_BITS:,} bits")
+        elif sign == "%":
+            self._check("format", [left])
+        return self.measured(OPERATORS[sign](left, right))
 
     def filter(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         skip = 1 if hasattr(function, "jinja_pass_arg") else 0  # the environment or context before the value
@@ -150,62 +147,45 @@ def _compiled(text: str) -> tuple[Any, _Limits]:
     environment = compile_template("").environment.overlay()  # transformers' own stays as it is
     environment.globals = {name: each for name, each in environment.globals.items() if name != "lipsum"}
     environment.filters = {name: limits.filter(name, each) for name, each in environment.filters.items()}
-    environment.call = limits.call(environment.call)
-    operators = {
-        nodes.Add: limits.plus,
-        nodes.Mul: limits.times,
-        nodes.Pow: limits.power,
-        nodes.Mod: limits.remainder,
-        nodes.Concat: limits.join,
-    }
-    environment.filters.update({f"pronghorn {kind.__name__}": limit for kind, limit in operators.items()})
+    environment.filters["pronghorn concatenate"] = lambda first, *others: limits.concatenate(first, *others)
     environment.filters["pronghorn step"] = pass_context(lambda *_: limits.step())  # never folded into a constant
+    environment.call = limits.call(environment.call)
+    environment.intercepted_binops, environment.call_binop = frozenset(OPERATORS), limits.operate
 
     class Counted(NodeTransformer):
-        """Puts filters, which compiled templates call directly, into loops and macros and in the place of operators."""
+        """Puts filters, which compiled templates call directly, into loops and macros and in the place of `~`."""
 
-        def visit_Add(self, node: Any) -> nodes.Node:
+        def visit_Concat(self, node: Any) -> nodes.Node:
             self.generic_visit(node)
-            first, *others = node.nodes if isinstance(node, nodes.Concat) else (node.left, node.right)
-            return filtered(f"pronghorn {type(node).__name__}", first, others).set_lineno(node.lineno)
-
-        visit_Mul = visit_Pow = visit_Mod = visit_Concat = visit_Add
+            first, *others = node.nodes
+            return nodes.Filter(first, "pronghorn concatenate", others, [], None, None).set_lineno(node.lineno)
 
         def visit_For(self, node: Any) -> nodes.Node:
             self.generic_visit(node)
-            step = nodes.ExprStmt(filtered("pronghorn step", nodes.Const(None), []))
-            node.body.insert(0, step.set_lineno(node.lineno))
+            step = nodes.Filter(nodes.Const(None), "pronghorn step", [], [], None, None)
+            node.body.insert(0, nodes.ExprStmt(step).set_lineno(node.lineno))
             return node
 
         visit_Macro = visit_CallBlock = visit_For
 
-    def filtered(name: str, on: nodes.Expr, others: list[nodes.Expr]) -> nodes.Filter:
-        return nodes.Filter(on, name, others, [], None, None)
-
     tree = Counted().visit(environment.parse(text)).set_environment(environment)
-    return environment.from_string(tree), limits
+    template = environment.from_string(tree)
+    template.globals = dict(template.globals)  # of a ChainMap, a rendering's context takes longer than the rendering
+    return template, limits
 
 
-class ChatTemplate:
-    """A chat template, ready to render many conversations; making a context for each would take longer than most."""
+def render(text: str, **values: Any) -> str:
+    """Render the template `text` as `apply_chat_template` would.
 
-    def __init__(self, text: str, special_tokens: Mapping[str, Any]) -> None:
-        template, self._limits = _compiled(text)
-        self._known = {**template.globals, "documents": None, **special_tokens}
-        self._context, self._root = template.new_context(self._known, shared=True), template.root_render_func
-
-    def render(self, messages: Sequence[Any], tools: Sequence[Any] | None, answer: bool) -> str:
-        """Render the conversation as `apply_chat_template` would; `answer` adds the generation prompt.
-
-        Raises LimitError, jinja's TemplateError where the template refuses, and whatever else it fails with.
-        """
-        self._context.vars.clear()  # what the template set for the conversation before
-        self._known.update(messages=messages, tools=tools, add_generation_prompt=answer)
-        self._limits.begin()
-        pieces, size = [], 0
-        for piece in self._root(self._context):
-            size += len(piece)
-            if size > MOST_CHARACTERS:
-                raise LimitError(f"writes more than {MOST_CHARACTERS:,} characters")
-            pieces.append(piece)
-        return "".join(pieces)
+    Raises:
+        LimitError: it takes more than it may. TemplateError and whatever else it fails with: as jinja does.
+    """
+    template, limits = _compiled(text)
+    limits.begin()
+    pieces, size = [], 0
+    for piece in template.generate(values):
+        size += len(piece)
+        if size > MOST_CHARACTERS:
+            raise LimitError(f"writes more than {MOST_CHARACTERS:,} characters")
+        pieces.append(piece)
+    return "".join(pieces)

@@ -5,35 +5,71 @@ repeats it whole, as often as it fits, and what is left over is drawn from it wi
 than once oftener than another of its source. The draw depends on the seed alone. Without weights each row is used once.
 """
 
-import hashlib
 import random
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pronghorn.config import Source
-from pronghorn.data.files import READERS, count, objects, without_nulls
-from pronghorn.data.rows import Row, RowReader, for_sft
-from pronghorn.data.values import reading
+from pronghorn.config import Format, Source
+from pronghorn.data.files import READERS, estimate_rows, read_file, reading, without_nulls
+from pronghorn.data.formats import RowReader
+from pronghorn.data.rows import OnBad, Preference, Row
 from pronghorn.errors import DataError
+from pronghorn.state import digest
 
-NO_DATA = ("", ".md")
+
+def read_rows(
+    path: str | Path, columns: Mapping[str, str] | None = None, format: Format = "auto", on_bad: OnBad | None = None
+) -> list[Row]:
+    """Read every row of a file or folder for supervised fine-tuning; arguments and errors are `RowReader`'s."""
+    return list(read_source(Source(path=Path(path)), RowReader(format, columns, on_bad)))
 
 
-@dataclass(frozen=True, slots=True)
-class SourceCount:
-    """What became of a source: `rows` read, `dropped` refused rows (data.bad_rows: drop), `used` after its weight."""
+def read_source(source: Source, reader: RowReader) -> Iterator[Row]:
+    """Yield the rows of one source as they are read, one format for all its files.
 
-    path: str
-    format: str
-    rows: int
-    dropped: int
-    used: int
+    Raises:
+        DataError: a source that isn't there or can't be read, preference pairs, and what `RowReader.read` refuses.
+    """
+    for path, values in _values(source):
+        for row in reader.read(path, values):
+            if isinstance(row, Preference):
+                raise DataError(
+                    f"{row.source}: a preference pair, and supervised fine-tuning would not know its rejected side",
+                    "name what to train on, e.g. data.format: alpaca with data.columns: {output: chosen}, or write the "
+                    "chosen answers as conversations; pairs are for DPO, which is not built yet",
+                )
+            yield row
+
+
+def fingerprint(source: Source) -> list[tuple[str, str]]:
+    """Return (name, digest) of each file of a source; of a hub set the hash that `datasets` gives it.
+
+    Raises:
+        DataError: a file or folder that isn't there or can't be read.
+    """
+    content = _open(source)
+    if not isinstance(content, list):
+        return [(source.path.as_posix(), content._fingerprint)]
+    digests = []
+    for file in content:
+        with reading(file):
+            digests.append((str(file), digest(file)))
+    return digests
+
+
+def count_rows(source: Source) -> int | None:
+    """Estimate how many rows a source has, for the progress bar; None where counting would be reading."""
+    content = _open(source)
+    if not isinstance(content, list):
+        return len(content)
+    counts = [estimate_rows(file) for file in content]
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None
 
 
 def mixture(lengths: Sequence[int], weights: Sequence[float], seed: int) -> list[list[int]]:
-    """For each source the indices of its rows to train on, with repeats; they are Σ lengths in all.
+    """Return for each source the indices of its rows to train on, with repeats; they are Σ lengths in all.
 
     Shares are rounded by largest remainders (the earlier source first), so each is within one row of exact.
     """
@@ -51,87 +87,60 @@ def mixture(lengths: Sequence[int], weights: Sequence[float], seed: int) -> list
     return taken
 
 
-def read_source(source: Source, reader: RowReader) -> Iterator[Row]:
-    """The rows of one source as they are read, one format for all its files. Raises DataError as
-    `rows.read_rows`."""
-    for path, values in _open(source):
-        yield from for_sft(reader.stream(path, values))
+def _values(source: Source) -> Iterator[tuple[str, Iterator[tuple[int, Any]]]]:
+    """Yield (name, values with their lines) of each file of a source, or of its hub set."""
+    content = _open(source)
+    if isinstance(content, list):
+        for file in content:
+            yield str(file), read_file(file)
+    else:  # null fields of nested records are left out as in Parquet
+        rows = ({name: without_nulls(child) for name, child in row.items()} for row in content)
+        yield source.path.as_posix(), enumerate(rows, 1)
 
 
-def fingerprint(source: Source) -> list[tuple[str, str]]:
-    """(name, hash of its content) of each file of a source; of a hub set the hash that `datasets` gives it.
-
-    Raises DataError for a file or folder that can't be read.
-    """
-    if _exists(source.path):
-        return [(str(file), _hash(file)) for file in _files(source.path)]
-    if source.is_hub_name:
-        return [(source.path.as_posix(), _hub_set(source.path.as_posix())._fingerprint)]
-    return []  # which reading refuses
-
-
-def count_rows(source: Source) -> int | None:
-    """About how many rows a source has, for the progress bar; None where counting would be reading."""
-    if _exists(source.path):
-        counts = [count(file) for file in _files(source.path)]
-        known = [n for n in counts if n is not None]
-        return sum(known) if len(known) == len(counts) else None
-    return len(_hub_set(source.path.as_posix())) if source.is_hub_name else None
-
-
-def _hash(file: Path) -> str:
-    with reading(file), file.open("rb") as content:
-        return hashlib.file_digest(content, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-
-
-def _open(source: Source) -> Iterator[tuple[str, Iterator[tuple[int, Any]]]]:
-    """(name, values with their lines) of each file of a source."""
+def _open(source: Source) -> Any:
+    """Return the list of a source's files, or the hub set that it names."""
     path = source.path
-    if _exists(path):
+    with reading(path):
+        exists = path.exists()
+    if exists:
         files = _files(path)
         if not files:
             raise DataError(f"{path}: no data in this folder", f"put {', '.join(READERS)} files there")
-        for file in files:
-            yield str(file), objects(file)
-    elif source.is_hub_name:
-        yield path.as_posix(), _hub(path.as_posix())
-    else:
-        raise DataError(f"{path}: no such file", "mend data.train or data.eval; paths start at the current directory")
-
-
-def _exists(path: Path) -> bool:
-    with reading(path):
-        return path.exists()
+        return files
+    if source.is_hub_name:
+        return _hub_set(path.as_posix())
+    raise DataError(f"{path}: no such file", "mend data.train or data.eval; paths start at the current directory")
 
 
 def _files(path: Path) -> list[Path]:
-    """The file, or a folder's files at any depth, sorted; hidden ones, read-mes and licences aside. An unknown kind is
-    an error when it is read; DataError for links that lead nowhere, pipes and names that aren't UTF-8."""
+    """Return the file, or a folder's files at any depth, sorted; hidden ones, read-mes and licences aside.
+
+    Raises:
+        DataError: links that lead nowhere, pipes and names that aren't UTF-8. (Reading refuses an unknown kind.)
+    """
+    files = [path]
     with reading(path):
-        inside = sorted(path.rglob("*")) if path.is_dir() else []
-    found = [] if path.is_dir() else [path]
-    for file in inside:
-        hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
-        aside = hidden or file.suffix in NO_DATA or file.stem.upper() in ("LICENSE", "README")
-        if not aside and not file.is_dir():
-            found.append(file)
-    for file in found:
+        if path.is_dir():
+            files = [
+                file
+                for file in sorted(path.rglob("*"))
+                if not any(part.startswith(".") for part in file.relative_to(path).parts)
+                and file.suffix not in ("", ".md")
+                and file.stem.upper() not in ("LICENSE", "README")
+                and not file.is_dir()
+            ]
+    for file in files:
         name = str(file).encode("utf-8", "backslashreplace").decode()
         if name != str(file):
             raise DataError(f"{name}: a file name that is not UTF-8", "rename it")
         if not file.is_file():
             raise DataError(f"{file}: no file that can be read: a pipe, or a link that leads nowhere", "take it away")
-    return found
-
-
-def _hub(name: str) -> Iterator[tuple[int, Any]]:
-    """The rows of a hub set's split `train`, null fields of nested records left out as in Parquet."""
-    for row, value in enumerate(_hub_set(name), 1):
-        yield row, {key: without_nulls(each) for key, each in value.items()}
+    return files
 
 
 def _hub_set(name: str) -> Any:
-    """A hub set's split `train`, downloaded once by `datasets` and memory-mapped."""
+    """Return a hub set's split `train`, downloaded once by `datasets` and memory-mapped."""
     import datasets
     from datasets.exceptions import DatasetsError
 

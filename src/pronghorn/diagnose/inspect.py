@@ -170,7 +170,7 @@ def inspect(recipe: Recipe, split: Split = "train", examples: int = 3, progress:
 def example_of(document: Document, tokenizer: PreTrainedTokenizerBase) -> Example:
     """Return the document with its tokens' texts."""
     pieces = pieces_of(document.input_ids, document.labels, tokenizer)
-    return Example(document.source, len(document), document.labelled, pieces)
+    return Example(document.source, len(document), document.supervised, pieces)
 
 
 def pieces_of(ids: Sequence[int], labels: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[Piece]:

@@ -61,7 +61,7 @@ class Subject:
     @property
     def n_labels(self) -> int:
         """Supervised tokens of all rows."""
-        return sum(document.labelled for document in self.documents)
+        return sum(document.supervised for document in self.documents)
 
 
 def compared_positions(documents: list[Document]) -> list[list[int]]:
@@ -165,7 +165,7 @@ class Run:
         """The rows' own mean losses, weighed by their labels."""
         total = 0.0
         for row, batch in zip(self.subject.rows, self._batches(), strict=True):
-            labels = sum(document.labelled for document in row)
+            labels = sum(document.supervised for document in row)
             with self._autocast():
                 total += self.model(**batch, use_cache=False).loss.item() * labels if labels else 0.0
         return total / self.subject.n_labels
@@ -206,7 +206,7 @@ class Run:
     @torch.no_grad()
     def shift(self) -> int | None:
         """By how many tokens labels are shifted, as the loss of one document tells; None where no shift explains it."""
-        document = min((d for d in self.subject.documents if d.labelled > 1), key=len, default=None)
+        document = min((d for d in self.subject.documents if d.supervised > 1), key=len, default=None)
         if document is None:
             return None
         labels = torch.tensor([*document.labels, *[IGNORE_INDEX] * 2])

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from pronghorn.data.batch import Collator
 from pronghorn.data.packed_rows import PackedRows
-from pronghorn.data.row_types import Message
+from pronghorn.data.rows import Message
 from pronghorn.data.template import render
 from pronghorn.device import processes
 from pronghorn.errors import DataError

@@ -1,7 +1,7 @@
 """Training on responses only, for scripts that know it from Unsloth: labels from the token ids of two markers.
 
-Recipes don't need it: data.chat finds the assistant's turns through the chat template. This is for a trainer whose data
-set is tokenised already, where the text is gone and the ids of the markers are what is left to go by.
+Recipes don't need it: data.labels finds the assistant's turns through the chat template. This is for a trainer whose
+data set is tokenised already, where the text is gone and the ids of the markers are what is left to go by.
 """
 
 from __future__ import annotations
