@@ -195,7 +195,7 @@ def products_triton(
     dtype: torch.dtype,
     both: Tensor | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
-    """Do what `products` does, by the kernels."""
+    """Do what `products` does, by its Triton kernels."""
     (tokens, width), rank, padded = dy.shape, ranks[0], max(16, next_power_of_2(ranks[0]))
     shape = tile(width, padded)
     missing = [0] * (MAX_ADAPTERS - len(columns))

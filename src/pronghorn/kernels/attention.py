@@ -132,6 +132,7 @@ def _rows_of(ptr, rows, row_stride, end, D: tl.constexpr):
 
 @triton.jit
 def _store_rows(ptr, value, rows, row_stride, end, D: tl.constexpr):
+    """Store [ROWS, D] of one head, up to the document's end."""
     at = ptr + rows.to(tl.int64)[:, None] * row_stride + tl.arange(0, D)[None, :]
     tl.store(at, value.to(ptr.dtype.element_ty), mask=(rows < end)[:, None])
 
@@ -142,6 +143,7 @@ def _forward(
     q_row, q_head, k_row, k_head, v_row, v_head, out_row, group, scale, window,
     WINDOW: tl.constexpr, SINK: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
+    """Attend from a tile of queries: q, out [T, H, D]; k, v [T, H_kv, D]; sinks [H]; lse [H, T]."""
     head = tl.program_id(0).to(tl.int64)
     first, start, end = _tile(tiles_ptr, tl.program_id(1))
     if first < end:
@@ -183,6 +185,10 @@ def _backward_queries(
     q_row, q_head, k_row, k_head, v_row, v_head, out_row, grad_row, group, scale, unit, window,
     WINDOW: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
+    """Write δ and dq of a tile of queries, key by key.
+
+    do, q, out, dq: [T, H, D]; k, v: [T, H_kv, D]; lse, delta: [H, T].
+    """
     head = tl.program_id(0).to(tl.int64)
     first, start, end = _tile(tiles_ptr, tl.program_id(1))
     if first < end:
@@ -220,6 +226,10 @@ def _backward_keys(
     q_row, q_head, k_row, k_head, v_row, v_head, out_row, grad_row, group, scale, unit, window,
     WINDOW: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
+    """Write dk and dv of a tile of keys, over all queries and query heads that see it.
+
+    do, q: [T, H, D]; k, v, dk, dv: [T, H_kv, D]; lse, delta: [H, T].
+    """
     kv_head = tl.program_id(0).to(tl.int64)
     first, _, end = _tile(tiles_ptr, tl.program_id(1))
     if first < end:
@@ -261,7 +271,7 @@ def forward_triton(
     window: int | None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Do what `forward` does, by the kernels."""
+    """Do what `forward` does, by its Triton kernels."""
     tokens, heads, dim = q.shape
     out = q.new_empty(tokens, heads, dim)
     lse = torch.empty(heads, tokens, dtype=torch.float32, device=q.device)
@@ -286,7 +296,7 @@ def backward_triton(
     scale: float,
     window: int | None,
 ) -> Tensor:
-    """Do what `backward` does, by the kernels."""
+    """Do what `backward` does, by its Triton kernels."""
     tokens, heads, dim = q.shape
     kv_heads = k.shape[1]
     grads = q.new_empty(tokens, heads + 2 * kv_heads, dim)

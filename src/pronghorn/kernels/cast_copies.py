@@ -46,6 +46,7 @@ def _copy(
     TARGET: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Copy a part of a pair."""
     pair, part = tl.program_id(0), tl.program_id(1)
     source = tl.load(table_ptr + pair).to(tl.pointer_type(SOURCE))
     target = tl.load(table_ptr + N + pair).to(tl.pointer_type(TARGET))

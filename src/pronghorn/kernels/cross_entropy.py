@@ -128,7 +128,7 @@ def _gradients(
 
 
 def cross_entropy_triton_(logits: Tensor, targets: Tensor, ignore_index: int, softcap: float | None) -> Tensor:
-    """Do what `cross_entropy_` does, by the kernels."""
+    """Do what `cross_entropy_` does, by its Triton kernels."""
     rows, vocab = logits.shape
     count = cdiv(vocab, BLOCKS * BLOCK)
     losses, chosen = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(2))

@@ -75,6 +75,7 @@ def _activate(g, GELU: tl.constexpr):
 
 @triton.jit
 def _forward(gu_ptr, a_ptr, WIDTH, GELU: tl.constexpr, BLOCK: tl.constexpr):
+    """Activate a part of a row: gu [T, 2·WIDTH]; a [T, WIDTH]."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < WIDTH
@@ -89,6 +90,10 @@ def _forward_with_low_rank(
     gu_ptr, xa_ptr, b_ptr, a_ptr, T, WIDTH, scale,
     GELU: tl.constexpr, GATE: tl.constexpr, UP: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
+    """Add the low-rank products to a tile and activate it.
+
+    gu: [T, 2·WIDTH]; xa: [T, GATE + UP]; b: [2·WIDTH, GATE + UP]; a: [T, WIDTH].
+    """
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     k = tl.arange(0, R)
@@ -115,6 +120,7 @@ def _forward_with_low_rank(
 
 @triton.jit
 def _backward(da_ptr, gu_ptr, dgu_ptr, WIDTH, GELU: tl.constexpr, BLOCK: tl.constexpr):
+    """Write dg and du, and a over da: da [T, WIDTH]; gu, dgu [T, 2·WIDTH]."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < WIDTH
@@ -129,7 +135,7 @@ def _backward(da_ptr, gu_ptr, dgu_ptr, WIDTH, GELU: tl.constexpr, BLOCK: tl.cons
 
 
 def forward_triton(gate_up: Tensor, activation: str) -> Tensor:
-    """Do what `forward` does, by the kernels."""
+    """Do what `forward` does, by its Triton kernels."""
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     a = gate_up.new_empty(tokens, width)
     launch(_forward, (tokens, cdiv(width, BLOCK)), gate_up, a, width, GELU=activation == "gelu_tanh", BLOCK=BLOCK)
@@ -151,7 +157,7 @@ def tile(rank: int, bytes_: int) -> tuple[int, int, int]:
 def forward_with_low_rank_triton_(
     gate_up: Tensor, xa: Tensor, b: Tensor, scale: float, activation: str, ranks: tuple[int, int]
 ) -> Tensor:
-    """Do what `forward_with_low_rank_` does, by the kernels."""
+    """Do what `forward_with_low_rank_` does, by its Triton kernels."""
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     a = gate_up.new_empty(tokens, width)
     padded = max(16, next_power_of_2(max(ranks)))
@@ -165,7 +171,7 @@ def forward_with_low_rank_triton_(
 
 
 def backward_triton_(da: Tensor, gate_up: Tensor, activation: str, donated: bool = False) -> Tensor:
-    """Do what `backward_` does, by the kernels."""
+    """Do what `backward_` does, by its Triton kernels."""
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     dgu = gate_up if donated else torch.empty_like(gate_up)
     grid = (tokens, cdiv(width, BLOCK))

@@ -103,6 +103,7 @@ def _multiply(
     E: tl.constexpr, EXPERTS: tl.constexpr, GATHER: tl.constexpr, ADD: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
+    """Multiply a tile: x [T, K]; w [E, K, N]; y [S, N]; offsets [E]; rows [S]."""
     across = tl.cdiv(N, COLS)
     expert, start, end = _tile_of(offsets_ptr, tl.program_id(0) // across, E, EXPERTS, ROWS)
     if expert < E:
@@ -137,6 +138,7 @@ def _outer(
     x_ptr, y_ptr, g_ptr, offsets_ptr, x_rows_ptr, y_rows_ptr, M, N, scale,
     X_GATHER: tl.constexpr, Y_GATHER: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
+    """Add up a tile of an expert: x [T, M]; y [T, N]; g [E, M, N]; offsets [E]; x_rows, y_rows [S]."""
     across = tl.cdiv(N, COLS)
     expert = tl.program_id(1)
     m = (tl.program_id(0) // across) * ROWS + tl.arange(0, ROWS)
@@ -196,7 +198,7 @@ def outer_triton(
     scale: float,
     tile: Tile | None = None,
 ) -> Tensor:
-    """Do what `outer` does, by the kernels."""
+    """Do what `outer` does, by its Triton kernels."""
     (m, n), experts = (x.shape[1], y.shape[1]), len(offsets)
     result = torch.empty(experts, m, n, dtype=dtype, device=x.device)
     tile = tile or outer_tile(x.dtype, m, n)

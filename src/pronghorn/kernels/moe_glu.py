@@ -119,6 +119,7 @@ def _forward(
     h_ptr, bias_ptr, experts_ptr, a_ptr, WIDTH, alpha, limit,
     KIND: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Activate a part of a row: h [S, 2·WIDTH]; bias [E, 2·WIDTH]; experts [S]; a [S, WIDTH]."""
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * BLOCK
     cols, inside, _, _ = _columns(start, WIDTH, BLOCK)
@@ -133,6 +134,10 @@ def _backward(
     d_ptr, h_ptr, w_ptr, slots_ptr, bias_ptr, experts_ptr, dh_ptr, dw_ptr, WIDTH, alpha, limit,
     KIND: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Write a row's dh, w·a over d, and the gradient of its weight.
+
+    d: [S, WIDTH]; h, dh: [S, 2·WIDTH]; w, dw: [T, K]; slots, experts: [S]; bias: [E, 2·WIDTH].
+    """
     row = tl.program_id(0).to(tl.int64)
     expert, slot = tl.load(experts_ptr + row).to(tl.int64), tl.load(slots_ptr + row).to(tl.int64)
     w = tl.load(w_ptr + slot).to(tl.float32)
@@ -154,7 +159,7 @@ def _backward(
 
 
 def forward_triton(h: Tensor, gate: Gate, bias: Tensor | None, experts: Tensor) -> Tensor:
-    """Do what `forward` does, by the kernels."""
+    """Do what `forward` does, by its Triton kernels."""
     rows, width = h.shape[0], h.shape[1] // 2
     a = h.new_empty(rows, width)
     launch(
@@ -168,7 +173,7 @@ def forward_triton(h: Tensor, gate: Gate, bias: Tensor | None, experts: Tensor) 
 def backward_triton_(
     d: Tensor, h: Tensor, weights: Tensor, slots: Tensor, gate: Gate, bias: Tensor | None, experts: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Do what `backward_` does, by the kernels."""
+    """Do what `backward_` does, by its Triton kernels."""
     rows, width = d.shape
     weights = weights.contiguous()
     dh, dw = torch.empty_like(h), torch.empty_like(weights)

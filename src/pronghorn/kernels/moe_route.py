@@ -29,6 +29,7 @@ def route_reference(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, ...]
 
 @triton.jit
 def _count(ids_ptr, counts_ptr, S, blocks, EXPERTS: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr):
+    """Count a block's slots of each expert: ids [S]; counts [E, blocks]."""
     block = tl.program_id(0)
     slots = block * BLOCK + tl.arange(0, BLOCK)
     ids = tl.load(ids_ptr + slots, mask=slots < S, other=E).to(tl.int32)
@@ -42,6 +43,7 @@ def _place(
     ids_ptr, counts_ptr, upto_ptr, offsets_ptr, slots_ptr, tokens_ptr, experts_ptr, inverse_ptr, S, K, blocks,
     EXPERTS: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Place a block's slots: ids, slots, tokens, experts, inverse [S]; counts, upto [E, blocks]; offsets [E]."""
     block = tl.program_id(0)
     slots = block * BLOCK + tl.arange(0, BLOCK)
     inside = slots < S
@@ -60,7 +62,7 @@ def _place(
 
 
 def route_triton(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, ...]:
-    """Do what `route` does, by the kernels."""
+    """Do what `route` does, by its Triton kernels."""
     ids = top_k_index.contiguous()
     size, k = ids.numel(), ids.shape[1]
     blocks = max(cdiv(size, BLOCK), 1)  # without tokens, too, somebody writes the offsets

@@ -68,6 +68,7 @@ def _combine(
     x_ptr, rows_ptr, w_ptr, bias_ptr, experts_ptr, y_ptr, WIDTH,
     K: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Add up a token's rows: x [S, WIDTH]; rows, w, experts [T, K]; bias [E, WIDTH]; y [T, WIDTH]."""
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < WIDTH
@@ -97,7 +98,7 @@ def gather_triton(x: Tensor, places: Tensor) -> Tensor:
 def combine_triton(
     x: Tensor, rows: Tensor, weights: Tensor | None, bias: Tensor | None, experts: Tensor | None
 ) -> Tensor:
-    """Do what `combine` does, by the kernels."""
+    """Do what `combine` does, by its Triton kernels."""
     (tokens, k), width = rows.shape, x.shape[1]
     y = x.new_empty(tokens, width)
     weights = None if weights is None else weights.contiguous()

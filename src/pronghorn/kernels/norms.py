@@ -45,6 +45,7 @@ TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: 
 
 @triton.jit
 def _sums(table_ptr, sums_ptr, N, parts, TYPE: tl.constexpr, BLOCK: tl.constexpr):
+    """Add up the squares of a part of a tensor: table int64 [2, N], addresses and sizes; sums [N, parts]."""
     tensor, part = tl.program_id(0), tl.program_id(1)
     x_ptr = tl.load(table_ptr + tensor).to(tl.pointer_type(TYPE))
     size = tl.load(table_ptr + N + tensor)

@@ -27,6 +27,7 @@ def _add(
     y_ptr, x_ptr, xa_ptr, b_ptr, out_ptr, T, N, scale,
     RANK: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
+    """Add a tile: y, x, out [T, N]; xa [T, RANK]; b [N, RANK]."""
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     inside = (rows < T)[:, None] & (cols < N)[None, :]
@@ -46,7 +47,7 @@ def _add(
 
 
 def add_triton_(y: Tensor, x: Tensor, low_rank: LowRank | None) -> Tensor:
-    """Do what `add_` does, by the kernels."""
+    """Do what `add_` does, by its Triton kernels."""
     tokens, width = y.shape
     xa, b, scale = low_rank or (y, y, 0.0)  # which nobody reads
     rank = 0 if low_rank is None else xa.shape[1]

@@ -55,14 +55,13 @@ def _wide(x: Tensor) -> torch.dtype:
 
 _PROGRAMS = 264
 """That sum dw: two a multiprocessor of a H200, the best of seven numbers there."""
-
-
 SUM_ROWS, SUM_COLS = 64, 16
 """Of the programs' sums, that are loaded at a time, and that a program adds up."""
 
 
 @triton.jit
 def _forward(x_ptr, w_ptr, y_ptr, r_ptr, x_stride, y_stride, H, eps, offset, BLOCK: tl.constexpr):
+    """Normalise a row: x, y [T, H]; w [H]; r [T]."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     inside = cols < H
@@ -78,6 +77,10 @@ def _backward(
     dy_ptr, x_ptr, w_ptr, r_ptr, more_ptr, dx_ptr, dw_ptr, dy_stride, x_stride, dx_stride, T, H, offset, programs,
     WEIGHT: tl.constexpr, MORE: tl.constexpr, STAGES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Write dx of every `programs`-th row, and the program's part of dw.
+
+    dy, x, more (added to dx), dx: [T, H]; w: [H]; r: [T]; dw: [programs, H].
+    """
     cols = tl.arange(0, BLOCK)
     inside = cols < H
     w = tl.load(w_ptr + cols, mask=inside, other=0.0).to(tl.float32) + offset
@@ -111,7 +114,7 @@ def _sum(parts_ptr, dw_ptr, N, H, ROWS: tl.constexpr, COLS: tl.constexpr):
 def forward_triton(
     x: Tensor, weight: Tensor, eps: float, offset: float, dtype: torch.dtype | None = None, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Do what `forward` does, by the kernels."""
+    """Do what `forward` does, by its Triton kernels."""
     size = x.shape[-1]
     y = torch.empty_like(x, dtype=dtype or x.dtype, memory_format=torch.contiguous_format) if out is None else out
     rstd = torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device=x.device)

@@ -162,6 +162,7 @@ def _unturn_heads(
     grad_ptr, x_ptr, w_ptr, dw_ptr, c, s, heads, eps, offset,
     NORM: tl.constexpr, WEIGHT: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
+    """Turn a token's heads back, in place: grad, x [heads, 2·HALF]; w, dw [2·HALF]; c, s [1, HALF]."""
     grad, real = _halves(grad_ptr, heads, HEADS, HALF)
     ya = tl.load(grad, mask=real, other=0.0).to(tl.float32)
     yb = tl.load(grad + HALF, mask=real, other=0.0).to(tl.float32)
@@ -188,6 +189,10 @@ def _backward(
     dqkv_ptr, qkv_ptr, cos_ptr, sin_ptr, qw_ptr, kw_ptr, dw_ptr, stride, q_heads, k_heads, eps, offset,
     NORM: tl.constexpr, WEIGHT: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
+    """Turn a token's q and k back.
+
+    dqkv, qkv: [T, (H + 2·H_kv)·D]; cos, sin: [T, D]; qw, kw: [D]; dw: [T, 2, D]; D = 2·HALF.
+    """
     token = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, HALF)[None, :]
     c = tl.load(cos_ptr + token * 2 * HALF + col).to(tl.float32)
