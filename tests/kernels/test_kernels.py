@@ -46,6 +46,19 @@ def test_interpreted() -> None:
     assert done.stdout.split("\n")[:-1] == [f"{name} ok" for name in NAMES]
 
 
+def test_files_of_operations_can_be_imported_without_triton() -> None:
+    script = """if True:
+        import importlib, pkgutil, sys
+        sys.modules["triton"] = None
+        import pronghorn.kernels
+        for module in pkgutil.iter_modules(pronghorn.kernels.__path__, "pronghorn.kernels."):
+            importlib.import_module(module.name)
+        """
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
     """Each kernel in its largest form: function, types of its arguments, compile-time values, warps."""
     from benchmarks import sm_clock
