@@ -94,13 +94,13 @@ def products(module: Any, x: Tensor, index: Tensor) -> Cases:
         operations = 2.0 * rows * weight.shape[1] * weight.shape[2]
         found[f"{name}: {best}"] = partial(multiply, many, weight, routing.offsets, best), operations
         if cuda:
-            from pronghorn.kernels import grouped_gemm_triton as triton
+            from pronghorn.kernels import grouped_gemm
 
             given = (
                 (plain, weight, routing.offsets, routing.tokens) if many is y else (many, weight, routing.offsets, None)
             )
             for tile in TILES:  # the products of y's width gather
-                work = partial(triton.multiply, *given, None, 1.0, triton.Tile(*tile))
+                work = partial(grouped_gemm.multiply_triton, *given, None, 1.0, grouped_gemm.Tile(*tile))
                 found[f"{name}: triton {tile}"] = work, operations
     return found
 

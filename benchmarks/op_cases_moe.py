@@ -15,7 +15,8 @@ from torch.nn import functional
 
 from benchmarks.op_case import LORA_SCALE, Case, Draw, Way, by_autograd, by_kernel
 from pronghorn.kernels import grouped_gemm, moe_glu, moe_rows
-from pronghorn.moe.route import Routing, route, route_by_sort
+from pronghorn.kernels.moe_route import route_reference
+from pronghorn.moe.route import Routing, route
 
 
 class Routed:
@@ -41,7 +42,7 @@ def route_case(draw: Draw, tokens: int, experts: int, k: int) -> Case:
     index = Routed(draw, tokens, experts, k).index
     names = Routing._fields[1:]
     return Case(
-        "moe_route", f"{tokens}x{k} of {experts}", tokens, lambda index: route_by_sort(index, experts), (index,), (),
+        "moe_route", f"{tokens}x{k} of {experts}", tokens, lambda index: route_reference(index, experts), (index,), (),
         names, (index.nbytes + 4.0 * (4 * index.numel() + experts), 0.0),
         lambda case: by_autograd(case, lambda index: tuple(route(index, experts))[1:]), trained=0,
     )  # fmt: skip

@@ -46,19 +46,32 @@ def test_interpreted() -> None:
     assert done.stdout.split("\n")[:-1] == [f"{name} ok" for name in NAMES]
 
 
+def test_files_of_operations_can_be_imported_without_triton() -> None:
+    script = """if True:
+        import importlib, pkgutil, sys
+        sys.modules["triton"] = None
+        import pronghorn.kernels
+        for module in pkgutil.iter_modules(pronghorn.kernels.__path__, "pronghorn.kernels."):
+            importlib.import_module(module.name)
+        """
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
     """Each kernel in its largest form: function, types of its arguments, compile-time values, warps."""
     from benchmarks import sm_clock
     from pronghorn.kernels import (
-        adapter_gradients_triton,
-        attention_triton,
-        cast_copies_triton,
-        cross_entropy_triton,
-        glu_triton,
-        norms_triton,
-        residual_triton,
-        rms_norm_triton,
-        rope_triton,
+        adapter_gradients,
+        attention,
+        cast_copies,
+        cross_entropy,
+        glu,
+        norms,
+        residual,
+        rms_norm,
+        rope,
     )
 
     x, wide, count, real = "*bf16", "*fp32", "i32", "fp32"
@@ -79,7 +92,8 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
         "y_ptr": x,
         "target_ptr": "*i64",
         "loss_ptr": wide,
-        "scratch_ptr": "*i64",
+        "parts_ptr": wide,
+        "chosen_ptr": wide,
         "V": count,
         "stride": count,
         "ignore": count,
@@ -95,27 +109,27 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
     heads = {"NORM": True, "Q": 64, "K": 8, "HALF": 64}
     return {
         "cast copies": (
-            cast_copies_triton._copy,
+            cast_copies._copy,
             {"table_ptr": "*i64", "N": count, "parts": count},
             {
-                "SOURCE": cast_copies_triton.TYPES[torch.float32],
-                "TARGET": cast_copies_triton.TYPES[torch.bfloat16],
-                "BLOCK": cast_copies_triton.BLOCK,
+                "SOURCE": cast_copies.TYPES[torch.float32],
+                "TARGET": cast_copies.TYPES[torch.bfloat16],
+                "BLOCK": cast_copies.BLOCK,
             },
             4,
         ),
-        "rms_norm": (rms_norm_triton._forward, norm, {"BLOCK": 8192}, 16),
+        "rms_norm": (rms_norm._forward, norm, {"BLOCK": 8192}, 16),
         "rms_norm, sums": (
-            rms_norm_triton._sum,
+            rms_norm._sum,
             {"parts_ptr": wide, "dw_ptr": x, "N": count, "H": count},
-            {"ROWS": rms_norm_triton.SUM_ROWS, "COLS": rms_norm_triton.SUM_COLS},
+            {"ROWS": rms_norm.SUM_ROWS, "COLS": rms_norm.SUM_COLS},
             4,
         ),
         **{
             f"rms_norm backward, {block}, {stream}, {product}": (
-                rms_norm_triton._backward,
+                rms_norm._backward,
                 {**norm, **dict.fromkeys(("x_ptr", "more_ptr", "dx_ptr"), stream), "dy_ptr": product},
-                {"WEIGHT": True, "MORE": True, "STAGES": rms_norm_triton.stages(block, read), "BLOCK": block},
+                {"WEIGHT": True, "MORE": True, "STAGES": rms_norm.stages(block, read), "BLOCK": block},
                 16,
             )
             for block in (2048, 4096, 8192)
@@ -124,70 +138,69 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
         "clock": (sm_clock._read, {"out_ptr": "*i64"}, {"MOST": 132}, 1),
         **{
             f"residual, {kind}": (
-                residual_triton._add,
+                residual._add,
                 {**add, **dict.fromkeys(("xa_ptr", "b_ptr"), kind)},
-                {"RANK": 128, **low_rank(residual_triton.TILE, 128)},
-                residual_triton.TILE[2],
+                {"RANK": 128, **low_rank(residual.TILE, 128)},
+                residual.TILE[2],
             )
             for kind in (x, wide)
         },
         "residual, no adapter": (
-            residual_triton._add,
+            residual._add,
             add,
-            {"RANK": 0, **low_rank(residual_triton.TILE, 16)},
-            residual_triton.TILE[2],
+            {"RANK": 0, **low_rank(residual.TILE, 16)},
+            residual.TILE[2],
         ),
         **parts_of_adapters_gradients([(256, 4, 2, 32)]),
         "adapters' gradients, sums": (
-            adapter_gradients_triton._sums,
+            adapter_gradients._sums,
             sums,
             {"ADAPTERS": 3, "RANK": 32, "BOTH": True, "TOGETHER": 16, "BLOCK": 512},
             4,
         ),
-        "glu": (glu_triton._forward, gate, {"GELU": True, "BLOCK": 1024}, 4),
+        "glu": (glu._forward, gate, {"GELU": True, "BLOCK": 1024}, 4),
         **{
             f"glu, ranks {rank}, {kind}": (
-                glu_triton._forward_with_low_rank,
+                glu._forward_with_low_rank,
                 {**gate, **dict.fromkeys(("gu_ptr", "xa_ptr", "b_ptr", "a_ptr"), kind)},
-                {"GELU": True, "GATE": rank, "UP": rank, **low_rank(glu_triton.tile(rank, bytes_), rank)},
-                glu_triton.tile(rank, bytes_)[2],
+                {"GELU": True, "GATE": rank, "UP": rank, **low_rank(glu.tile(rank, bytes_), rank)},
+                glu.tile(rank, bytes_)[2],
             )
             for rank in (16, 32, 64, 128)
             for kind, bytes_ in ((x, 2), (wide, 4))
         },
-        "glu backward": (glu_triton._backward, gate, {"GELU": True, "BLOCK": 1024}, 4),
+        "glu backward": (glu._backward, gate, {"GELU": True, "BLOCK": 1024}, 4),
         **{
             f"rope, even {even}": (
-                rope_triton._forward,
+                rope._forward,
                 turn,
                 {"NORM": True, "EVEN": even, "Q_BLOCKS": 5, "BLOCKS": 6, "TOKENS": 1, "HEADS": 8, "HALF": 64},
                 2,
             )
             for even in (True, False)
         },
-        "rope backward": (rope_triton._backward, turn, {**heads, "WEIGHT": True}, 4),
-        "attention": (attention_triton._forward, attend, {**tile, "SINK": True, "COLS": 32}, 4),
-        "attention, queries": (attention_triton._backward_queries, attend, {**tile, "COLS": 32}, 4),
-        "attention, keys": (attention_triton._backward_keys, attend, {**tile, "COLS": 64}, 4),
+        "rope backward": (rope._backward, turn, {**heads, "WEIGHT": True}, 4),
+        "attention": (attention._forward, attend, {**tile, "SINK": True, "COLS": 32}, 4),
+        "attention, queries": (attention._backward_queries, attend, {**tile, "COLS": 32}, 4),
+        "attention, keys": (attention._backward_keys, attend, {**tile, "COLS": 64}, 4),
         **{
             f"norms of {kind}": (
-                norms_triton._sums,
+                norms._sums,
                 {"table_ptr": "*i64", "sums_ptr": wide, "N": count, "parts": count},
-                {"TYPE": kind, "BLOCK": norms_triton.BLOCK},
+                {"TYPE": kind, "BLOCK": norms.BLOCK},
                 4,
             )
-            for kind in norms_triton.TYPES.values()
+            for kind in norms.TYPES.values()
         },
         **{
-            f"cross-entropy, {dtype}, {vocab} {stride} apart": (
-                cross_entropy_triton._kernel,
+            f"cross-entropy, {kernel}, {dtype}": (
+                kernel,
                 {**loss, "y_ptr": dtype},
-                cross_entropy_triton.form(vocab, stride, bytes_, aligned=True, capped=True)
-                | {"PACKED": bytes_ == 2, "PHASE": cross_entropy_triton.AT_ONCE.value},
-                cross_entropy_triton.WARPS,
+                {"CAP": True, "PARTS": 16, "BLOCKS": cross_entropy.BLOCKS, "BLOCK": cross_entropy.BLOCK, **places},
+                cross_entropy.WARPS,
             )
-            for dtype, bytes_ in ((x, 2), (wide, 4))
-            for vocab, stride in ((128256, 128256), (50257, 50257))
+            for dtype in (x, wide)
+            for kernel, places in ((cross_entropy._parts, {}), (cross_entropy._gradients, {"PLACES": 16}))
         },
     }
 
@@ -202,7 +215,7 @@ def parts_of_adapters_gradients(
     tiles: list[tuple[int, int, int, int]],
 ) -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
     """As `kernels`: columns, warps, stages and padded rank, with and without dy's copy."""
-    from pronghorn.kernels.adapter_gradients_triton import _parts
+    from pronghorn.kernels.adapter_gradients import _parts
 
     types = dict.fromkeys(("dy_ptr", "b_ptr", "xa_ptr", "both_ptr"), "*bf16")
     types |= {"dya_ptr": "*fp32", "db_ptr": "*fp32"}
@@ -221,7 +234,7 @@ def parts_of_adapters_gradients(
 
 def of_hopper() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
     """As `kernels`: what is larger there, or runs there only."""
-    from pronghorn.kernels.adapter_gradients_triton import tile
+    from pronghorn.kernels.adapter_gradients import tile
 
     tiles = [(tile(width, rank), rank) for width, rank in ((4096, 16), (28672, 32))]
     return parts_of_adapters_gradients([(each.cols, each.warps, each.stages, rank) for each, rank in tiles])
@@ -230,9 +243,9 @@ def of_hopper() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
 @needs_triton
 def test_numbers_of_tokens_share_a_compiled_kernel() -> None:
     """Rows of 16, 17 and 1 tokens run the same code: one more compiled in the midst of a training would be a pause."""
-    from pronghorn.kernels import glu_triton, residual_triton, rope_triton
+    from pronghorn.kernels import glu, residual, rope
 
-    for kernel in (glu_triton._forward_with_low_rank, residual_triton._add, rope_triton._forward):
+    for kernel in (glu._forward_with_low_rank, residual._add, rope._forward):
         assert {each.name for each in kernel.params if each.do_not_specialize} == {"T"}
 
 

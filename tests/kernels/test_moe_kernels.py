@@ -38,7 +38,7 @@ def test_interpreted() -> None:
 
 def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int, int]]:
     """Each kernel in its largest form: function, types of its arguments, compile-time values, warps, stages."""
-    from pronghorn.kernels import grouped_gemm_triton, moe_glu_triton, moe_route_triton, moe_rows_triton
+    from pronghorn.kernels import grouped_gemm, moe_glu, moe_route, moe_rows
 
     types = dict.fromkeys(("x_ptr", "y_ptr", "w_ptr", "h_ptr", "a_ptr", "d_ptr", "dh_ptr", "dw_ptr"), "*bf16")
     types |= {
@@ -55,24 +55,24 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int, int]]
     experts = {"E": 128, "EXPERTS": 128}
     sort = (types, {**experts, "BLOCK": 128}, 8, 3)
     found = {
-        "gather": (moe_rows_triton._gather, types, {"K": 8, "BLOCK": 4096}, 16, 3),
-        "combine": (moe_rows_triton._combine, types, {"K": 8, "WEIGHT": True, "BIAS": True, "BLOCK": 1024}, 4, 3),
-        "gate": (moe_glu_triton._forward, types, {"KIND": 2, "BIAS": True, "BLOCK": 1024}, 4, 3),
-        "gate backward": (moe_glu_triton._backward, types, {"KIND": 2, "BIAS": True, "BLOCK": 1024}, 4, 3),
-        "count": (moe_route_triton._count, *sort),
-        "place": (moe_route_triton._place, *sort),
+        "gather": (moe_rows._gather, types, {"K": 8, "BLOCK": 4096}, 16, 3),
+        "combine": (moe_rows._combine, types, {"K": 8, "WEIGHT": True, "BIAS": True, "BLOCK": 1024}, 4, 3),
+        "gate": (moe_glu._forward, types, {"KIND": 2, "BIAS": True, "BLOCK": 1024}, 4, 3),
+        "gate backward": (moe_glu._backward, types, {"KIND": 2, "BIAS": True, "BLOCK": 1024}, 4, 3),
+        "count": (moe_route._count, *sort),
+        "place": (moe_route._place, *sort),
     }
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
         wide = {each: f"*{name}" if kind == "*bf16" else kind for each, kind in types.items()}
         for columns in (16, 2048) if name == "bf16" else (2048,):
-            tile = grouped_gemm_triton.multiply_tile(dtype, columns)
+            tile = grouped_gemm.multiply_tile(dtype, columns)
             sizes = {"ROWS": tile.rows, "COLS": tile.cols, "DEPTH": tile.depth}
             constants = {**experts, "GATHER": True, "ADD": True, "w_k": 1, **sizes}
-            found[f"multiply {tile}"] = grouped_gemm_triton._multiply, wide, constants, tile.warps, tile.stages
-            tile = grouped_gemm_triton.outer_tile(dtype, columns, 2048)
+            found[f"multiply {tile}"] = grouped_gemm._multiply, wide, constants, tile.warps, tile.stages
+            tile = grouped_gemm.outer_tile(dtype, columns, 2048)
             sizes = {"ROWS": tile.rows, "COLS": tile.cols, "DEPTH": tile.depth}
             constants = {"X_GATHER": True, "Y_GATHER": True, **sizes}
-            found[f"outer {tile}"] = grouped_gemm_triton._outer, wide, constants, tile.warps, tile.stages
+            found[f"outer {tile}"] = grouped_gemm._outer, wide, constants, tile.warps, tile.stages
     return found
 
 

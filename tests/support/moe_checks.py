@@ -12,15 +12,11 @@ from torch import Tensor
 
 from pronghorn.kernels import (
     grouped_gemm,
-    grouped_gemm_triton,
     moe_glu,
-    moe_glu_triton,
-    moe_route_triton,
+    moe_route,
     moe_rows,
-    moe_rows_triton,
 )
-from pronghorn.moe.route import route_by_sort
-from support.kernel_checks import compare, random, written
+from support.kernel_checks import Kernels, References, compare, random, written
 
 # (tokens, top-k, experts, how tokens choose)
 ROUTINGS = ((1, 1, 1, "even"), (63, 2, 5, "even"), (257, 4, 8, "skewed"), (33, 8, 12, "one takes all"))
@@ -48,7 +44,7 @@ def indices(tokens: int, k: int, experts: int, how: str) -> Tensor:
 def check_route(device: str, dtype: torch.dtype) -> None:
     for tokens, k, experts, how in ((0, 2, 5, "even"), *routings(device)):
         index = indices(tokens, k, experts, how).to(device).mT.contiguous().mT  # of any strides
-        pairs = zip(moe_route_triton.route(index, experts), route_by_sort(index, experts), strict=True)
+        pairs = zip(moe_route.route_triton(index, experts), moe_route.route_reference(index, experts), strict=True)
         for number, (mine, wanted) in enumerate(pairs):
             assert mine.dtype == wanted.dtype == torch.int32
             assert torch.equal(mine, wanted), (number, tokens, how)
@@ -57,23 +53,23 @@ def check_route(device: str, dtype: torch.dtype) -> None:
 def check_rows(device: str, dtype: torch.dtype) -> None:
     for tokens, k, experts, how in routings(device):
         index = indices(tokens, k, experts, how)
-        _, _, tokens_of, _, inverse = (part.to(device) for part in route_by_sort(index, experts))
+        _, _, tokens_of, _, inverse = (part.to(device) for part in moe_route.route_reference(index, experts))
         for width in (5, 4100) if tokens < 5 or device == "cuda" else ():
             x = random(tokens, width, device=device, dtype=dtype, seed=1)
-            assert torch.equal(moe_rows_triton.gather(x, inverse), x[tokens_of.long()])
+            assert torch.equal(moe_rows.gather_triton(x, inverse), x[tokens_of.long()])
             y = random(tokens * k, width, device=device, dtype=dtype, seed=2)
             w = random(k, tokens, device=device, dtype=torch.float32, seed=3).mT  # these three of any strides
             bias = random(width, experts, device=device, dtype=dtype, seed=4).mT
             index = index.mT.contiguous().mT
             for weights, biases in ((None, None), (w, None), (w.to(dtype), bias)):
                 arguments = y, inverse, weights, biases, None if biases is None else index.to(device)
-                compare("combine", moe_rows_triton.combine, moe_rows.combine, *arguments)
+                compare("combine", moe_rows.combine_triton, moe_rows.combine, *arguments)
 
 
 def check_glu(device: str, dtype: torch.dtype) -> None:
     for tokens, k, experts, how in routings(device)[1:]:
         index = indices(tokens, k, experts, how)
-        _, slots, _, owners, _ = (part.to(device) for part in route_by_sort(index, experts))
+        _, slots, _, owners, _ = (part.to(device) for part in moe_route.route_reference(index, experts))
         for width in (3, 1030) if tokens < 5 or device == "cuda" else ():
             h = random(tokens * k, 2 * width, device=device, dtype=dtype, seed=1) * 2
             d = random(tokens * k, width, device=device, dtype=dtype, seed=2)
@@ -81,8 +77,8 @@ def check_glu(device: str, dtype: torch.dtype) -> None:
             bias = random(2 * width, experts, device=device, dtype=dtype, seed=4).mT
             for gate in (moe_glu.Gate("silu"), moe_glu.Gate("gelu_tanh"), moe_glu.Gate("clamped", limit=1.5)):
                 more = gate, bias if gate.kind != "silu" else None, owners
-                compare(f"{gate.kind}", moe_glu_triton.forward, moe_glu.forward, h, *more)
-                launch, reference = (backward(module) for module in (moe_glu_triton, moe_glu))
+                compare(f"{gate.kind}", moe_glu.forward_triton, moe_glu.forward, h, *more)
+                launch, reference = (backward(module) for module in (Kernels(moe_glu), References(moe_glu)))
                 compare(f"{gate.kind} backward", launch, reference, d, h, w, slots, *more)
 
 
@@ -99,7 +95,7 @@ def backward(module: Any) -> Any:
 def check_grouped_gemm(device: str, dtype: torch.dtype) -> None:
     for tokens, k, experts, how in routings(device):
         index = indices(tokens, k, experts, how)
-        offsets, _, *both = (part.to(device) for part in route_by_sort(index, experts))
+        offsets, _, *both = (part.to(device) for part in moe_route.route_reference(index, experts))
         offsets = torch.cat([offsets.new_full((1,), 10**6), offsets])[1:]  # what lies before isn't read
         rows = moe_rows.Rows(both[0], both[2])
         for depth, columns in ((70, 130), (33, 3)) if device == "cpu" else ((6, 70), (100, 130), (33, 3)):
@@ -143,7 +139,6 @@ CHECKS = {
 }
 
 if __name__ == "__main__":
-    assert grouped_gemm_triton is not None
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     for name, check in CHECKS.items():

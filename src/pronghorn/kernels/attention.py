@@ -11,6 +11,8 @@ Source: FlashAttention-2, Dao 2023, arXiv:2307.08691. Its varlen kernels launch 
 head, nearly all of them empty where documents are short, add dq atomically and write dk and dv once for each query
 head. Here a list of tiles, made once a batch, says where the work is; each tile's owner writes it once, so results
 don't vary from run to run.
+
+Packed attention in Triton: a program has a tile of queries (forward, dq) or of keys (dk, dv) of one head.
 """
 
 from __future__ import annotations
@@ -18,10 +20,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pronghorn.kernels.launch import launch, tl, triton
+
 LOG2_E = 1.4426950408889634
 
 
-def forward(
+def forward_reference(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -31,19 +35,7 @@ def forward(
     window: int | None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out [T, H, D], lse [H, T]: base-2 logarithm of the sum of exp(s), in float32, or float64).
-
-    Args:
-        q: [T, H, D]; k, v: [T, H_kv, D], of any strides but for the last (slices of one product, for instance).
-        tiles: int32 [N, 3], each tile's first row and its document's start and end; empty where first ≥ end.
-        tile_rows: rows of a tile, of which those past its document's end are nobody's.
-        window: a query sees itself and the `window - 1` tokens before it; None for no limit.
-        sinks: [H], any float dtype, or None.
-    """
-    if q.is_cuda:
-        from pronghorn.kernels.attention_triton import forward as launch
-
-        return launch(q, k, v, tiles, tile_rows, scale, window, sinks)
+    """Do what `forward` does, in plain torch."""
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     wide = torch.promote_types(q.dtype, torch.float32)
     lse = torch.empty(q.shape[1], q.shape[0], dtype=wide)
@@ -58,7 +50,7 @@ def forward(
     return out, lse
 
 
-def backward(
+def backward_reference(
     d_out: Tensor,
     q: Tensor,
     k: Tensor,
@@ -70,14 +62,7 @@ def backward(
     scale: float,
     window: int | None,
 ) -> Tensor:
-    """[T, H + 2·H_kv, D]: dq, dk and dv side by side, as one product of q, k and v leaves them.
-
-    Args: those of `forward` (lse has counted the sinks), its results, and d_out [T, H, D], contiguous.
-    """
-    if q.is_cuda:
-        from pronghorn.kernels.attention_triton import backward as launch
-
-        return launch(d_out, q, k, v, out, lse, tiles, tile_rows, scale, window)
+    """Do what `backward` does, in plain torch."""
     heads, kv_heads = q.shape[1], k.shape[1]
     grads = q.new_empty(q.shape[0], heads + 2 * kv_heads, q.shape[2])
     for start, end in _documents(tiles):
@@ -123,3 +108,260 @@ def _scores(q: Tensor, k: Tensor, scale: float, window: int | None) -> Tensor:
     hidden = (distance < 0) | (distance >= (window or q.shape[0]))
     wide = torch.promote_types(q.dtype, torch.float32)
     return (scores.to(wide) * scale).masked_fill(hidden, float("-inf"))
+
+
+NEVER: tl.constexpr = tl.constexpr(-1e30)
+"""A score that isn't looked at: finite, so that a row's first block may be wholly outside its window. What is summed
+up there is multiplied by exp2(−1e30) = 0 when the first real score comes."""
+BITS: tl.constexpr = tl.constexpr(LOG2_E)
+"""From natural logarithms to base 2."""
+
+
+@triton.jit
+def _tile(tiles_ptr, index):
+    """(first row, document's start, its end)."""
+    return tl.load(tiles_ptr + index * 3), tl.load(tiles_ptr + index * 3 + 1), tl.load(tiles_ptr + index * 3 + 2)
+
+
+@triton.jit
+def _rows_of(ptr, rows, row_stride, end, D: tl.constexpr):
+    """[ROWS, D] of one head; zero past the document's end."""
+    at = ptr + rows.to(tl.int64)[:, None] * row_stride + tl.arange(0, D)[None, :]
+    return tl.load(at, mask=(rows < end)[:, None], other=0.0)
+
+
+@triton.jit
+def _store_rows(ptr, value, rows, row_stride, end, D: tl.constexpr):
+    """Store [ROWS, D] of one head, up to the document's end."""
+    at = ptr + rows.to(tl.int64)[:, None] * row_stride + tl.arange(0, D)[None, :]
+    tl.store(at, value.to(ptr.dtype.element_ty), mask=(rows < end)[:, None])
+
+
+@triton.jit(do_not_specialize_on_alignment=["tiles_ptr"])  # they may be a tail of the batch's
+def _forward(
+    q_ptr, k_ptr, v_ptr, sinks_ptr, out_ptr, lse_ptr, tiles_ptr, T,
+    q_row, q_head, k_row, k_head, v_row, v_head, out_row, group, scale, window,
+    WINDOW: tl.constexpr, SINK: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """Attend from a tile of queries: q, out [T, H, D]; k, v [T, H_kv, D]; sinks [H]; lse [H, T]."""
+    head = tl.program_id(0).to(tl.int64)
+    first, start, end = _tile(tiles_ptr, tl.program_id(1))
+    if first < end:
+        rows = first + tl.arange(0, ROWS)
+        k_ptr += head // group * k_head
+        v_ptr += head // group * v_head
+        q = _rows_of(q_ptr + head * q_head, rows, q_row, end, D)
+        top = tl.full((ROWS,), NEVER, tl.float32)
+        total = tl.zeros((ROWS,), tl.float32)
+        if SINK:  # a score that every query has seen before it looks at a key
+            top = tl.zeros((ROWS,), tl.float32) + tl.load(sinks_ptr + head).to(tl.float32) * BITS
+            total += 1.0
+        out = tl.zeros((ROWS, D), tl.float32)
+        begin = start
+        if WINDOW:
+            begin = tl.maximum(start, first - window + 1)
+        for n in range(begin, tl.minimum(first + ROWS, end), COLS):
+            cols = n + tl.arange(0, COLS)
+            k = _rows_of(k_ptr, cols, k_row, end, D)
+            v = _rows_of(v_ptr, cols, v_row, end, D)
+            s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            seen = cols[None, :] <= rows[:, None]
+            if WINDOW:
+                seen = seen & (rows[:, None] - cols[None, :] < window)
+            s = tl.where(seen, s, NEVER)
+            higher = tl.maximum(top, tl.max(s, 1))
+            p = tl.exp2(s - higher[:, None])
+            fade = tl.exp2(top - higher)
+            total = total * fade + tl.sum(p, 1)
+            out = tl.dot(p.to(v.dtype), v, out * fade[:, None], input_precision="ieee")
+            top = higher
+        _store_rows(out_ptr + head * D, out / total[:, None], rows, out_row, end, D)
+        tl.store(lse_ptr + head * T + rows, top + tl.log2(total), mask=rows < end)
+
+
+@triton.jit(do_not_specialize_on_alignment=["tiles_ptr"])  # they may be a tail of the batch's
+def _backward_queries(
+    do_ptr, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, delta_ptr, dq_ptr, tiles_ptr, T,
+    q_row, q_head, k_row, k_head, v_row, v_head, out_row, grad_row, group, scale, unit, window,
+    WINDOW: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """Write δ and dq of a tile of queries, key by key.
+
+    do, q, out, dq: [T, H, D]; k, v: [T, H_kv, D]; lse, delta: [H, T].
+    """
+    head = tl.program_id(0).to(tl.int64)
+    first, start, end = _tile(tiles_ptr, tl.program_id(1))
+    if first < end:
+        rows = first + tl.arange(0, ROWS)
+        k_ptr += head // group * k_head
+        v_ptr += head // group * v_head
+        q = _rows_of(q_ptr + head * q_head, rows, q_row, end, D)
+        do = _rows_of(do_ptr + head * D, rows, out_row, end, D)
+        out = _rows_of(out_ptr + head * D, rows, out_row, end, D)
+        delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1)
+        here = head * T + rows
+        tl.store(delta_ptr + here, delta, mask=rows < end)
+        lse = tl.load(lse_ptr + here, mask=rows < end, other=0.0)
+        dq = tl.zeros((ROWS, D), tl.float32)
+        begin = start
+        if WINDOW:
+            begin = tl.maximum(start, first - window + 1)
+        for n in range(begin, tl.minimum(first + ROWS, end), COLS):
+            cols = n + tl.arange(0, COLS)
+            k = _rows_of(k_ptr, cols, k_row, end, D)
+            v = _rows_of(v_ptr, cols, v_row, end, D)
+            s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            seen = cols[None, :] <= rows[:, None]
+            if WINDOW:
+                seen = seen & (rows[:, None] - cols[None, :] < window)
+            p = tl.where(seen, tl.exp2(s - lse[:, None]), 0.0)
+            ds = p * (tl.dot(do, tl.trans(v), input_precision="ieee") - delta[:, None])
+            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+        _store_rows(dq_ptr + head * D, dq * unit, rows, grad_row, end, D)
+
+
+@triton.jit(do_not_specialize_on_alignment=["tiles_ptr"])  # they may be a tail of the batch's
+def _backward_keys(
+    do_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, tiles_ptr, T,
+    q_row, q_head, k_row, k_head, v_row, v_head, out_row, grad_row, group, scale, unit, window,
+    WINDOW: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """Write dk and dv of a tile of keys, over all queries and query heads that see it.
+
+    do, q: [T, H, D]; k, v, dk, dv: [T, H_kv, D]; lse, delta: [H, T].
+    """
+    kv_head = tl.program_id(0).to(tl.int64)
+    first, _, end = _tile(tiles_ptr, tl.program_id(1))
+    if first < end:
+        cols = first + tl.arange(0, COLS)
+        k = _rows_of(k_ptr + kv_head * k_head, cols, k_row, end, D)
+        v = _rows_of(v_ptr + kv_head * v_head, cols, v_row, end, D)
+        dk = tl.zeros((COLS, D), tl.float32)
+        dv = tl.zeros((COLS, D), tl.float32)
+        stop = end
+        if WINDOW:
+            stop = tl.minimum(end, first + COLS + window - 1)
+        for head in range(kv_head * group, (kv_head + 1) * group):
+            for m in range(first, stop, ROWS):
+                rows = m + tl.arange(0, ROWS)
+                q = _rows_of(q_ptr + head * q_head, rows, q_row, end, D)
+                do = _rows_of(do_ptr + head * D, rows, out_row, end, D)
+                here = head * T + rows
+                lse = tl.load(lse_ptr + here, mask=rows < end, other=0.0)
+                delta = tl.load(delta_ptr + here, mask=rows < end, other=0.0)
+                s = tl.dot(k, tl.trans(q), input_precision="ieee") * scale
+                seen = (cols[:, None] <= rows[None, :]) & (rows < end)[None, :]
+                if WINDOW:
+                    seen = seen & (rows[None, :] - cols[:, None] < window)
+                p = tl.where(seen, tl.exp2(s - lse[None, :]), 0.0)
+                dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
+                ds = p * (tl.dot(v, tl.trans(do), input_precision="ieee") - delta[None, :])
+                dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+        _store_rows(dk_ptr + kv_head * D, dk * unit, cols, grad_row, end, D)
+        _store_rows(dv_ptr + kv_head * D, dv, cols, grad_row, end, D)
+
+
+def forward_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tiles: Tensor,
+    tile_rows: int,
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Do what `forward` does, by its Triton kernels."""
+    tokens, heads, dim = q.shape
+    out = q.new_empty(tokens, heads, dim)
+    lse = torch.empty(heads, tokens, dtype=torch.float32, device=q.device)
+    launch(
+        _forward, (heads, len(tiles)),
+        q, k, v, q if sinks is None else sinks, out, lse, tiles, tokens, *_strides(q, k, v), out.stride(0),
+        heads // k.shape[1], scale * LOG2_E, window or 0,
+        WINDOW=window is not None, SINK=sinks is not None, D=dim, ROWS=tile_rows, COLS=32, num_warps=4, num_stages=3,
+    )  # fmt: skip
+    return out, lse
+
+
+def backward_triton(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    tiles: Tensor,
+    tile_rows: int,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """Do what `backward` does, by its Triton kernels."""
+    tokens, heads, dim = q.shape
+    kv_heads = k.shape[1]
+    grads = q.new_empty(tokens, heads + 2 * kv_heads, dim)
+    dq, dk, dv = grads.split([heads, kv_heads, kv_heads], 1)
+    delta = torch.empty_like(lse)
+    strides = *_strides(q, k, v), out.stride(0), grads.stride(0)
+    numbers = tokens, *strides, heads // kv_heads, scale * LOG2_E, scale, window or 0
+    launch(
+        _backward_queries, (heads, len(tiles)),
+        d_out, q, k, v, out, lse, delta, dq, tiles, *numbers,
+        WINDOW=window is not None, D=dim, ROWS=tile_rows, COLS=32, num_warps=4, num_stages=3,
+    )  # fmt: skip
+    launch(
+        _backward_keys, (kv_heads, len(tiles)),
+        d_out, q, k, v, lse, delta, dk, dv, tiles, *numbers,
+        WINDOW=window is not None, D=dim, ROWS=64, COLS=tile_rows, num_warps=4, num_stages=2,
+    )  # fmt: skip
+    return grads
+
+
+def _strides(*tensors: Tensor) -> list[int]:
+    """Elements from row to row and from head to head of each."""
+    return [stride for tensor in tensors for stride in tensor.stride()[:2]]
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tiles: Tensor,
+    tile_rows: int,
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(out [T, H, D], lse [H, T]: base-2 logarithm of the sum of exp(s), in float32, or float64).
+
+    Args:
+        q: [T, H, D]; k, v: [T, H_kv, D], of any strides but for the last (slices of one product, for instance).
+        tiles: int32 [N, 3], each tile's first row and its document's start and end; empty where first ≥ end.
+        tile_rows: rows of a tile, of which those past its document's end are nobody's.
+        window: a query sees itself and the `window - 1` tokens before it; None for no limit.
+        sinks: [H], any float dtype, or None.
+    """
+    if q.is_cuda:
+        return forward_triton(q, k, v, tiles, tile_rows, scale, window, sinks)
+    return forward_reference(q, k, v, tiles, tile_rows, scale, window, sinks)
+
+
+def backward(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    tiles: Tensor,
+    tile_rows: int,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """[T, H + 2·H_kv, D]: dq, dk and dv side by side, as one product of q, k and v leaves them.
+
+    Args: those of `forward` (lse has counted the sinks), its results, and d_out [T, H, D], contiguous.
+    """
+    if q.is_cuda:
+        return backward_triton(d_out, q, k, v, out, lse, tiles, tile_rows, scale, window)
+    return backward_reference(d_out, q, k, v, out, lse, tiles, tile_rows, scale, window)

@@ -12,6 +12,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+
+    class _Absent:
+        """Stand for Triton where it isn't installed, so that files of operations can be imported."""
+
+        def __getattr__(self, name: str) -> Any:
+            return self
+
+        def __call__(self, *args: Any, **options: Any) -> Any:
+            return self
+
+    triton = tl = _Absent()
+
+__all__ = ["cdiv", "launch", "next_power_of_2", "tl", "triton"]
+
 _ALIGNMENT = 16
 """Bytes that Triton specialises the addresses of tensors by."""
 _MOST = 4096

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
+from pronghorn.kernels import moe_route
 from pronghorn.kernels.moe_rows import Rows
 
 
@@ -45,20 +45,4 @@ def route(top_k_index: Tensor, num_experts: int) -> Routing:
         top_k_index: integers [T, K] in [0, num_experts).
         num_experts: E.
     """
-    if top_k_index.is_cuda:
-        from pronghorn.kernels.moe_route_triton import route as group
-    else:
-        group = route_by_sort
-    return Routing(top_k_index.long(), *group(top_k_index, num_experts))
-
-
-def route_by_sort(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, ...]:
-    """The other fields of `Routing` by a stable sort and a search in it: the reference, and the CPU's way."""
-    ids = top_k_index.flatten().to(torch.int32)
-    experts, slots = ids.sort(stable=True)
-    every = torch.arange(num_experts, dtype=torch.int32, device=ids.device)
-    offsets = torch.searchsorted(experts, every, right=True, out_int32=True)
-    rows = torch.arange(len(ids), dtype=torch.int32, device=ids.device)
-    inverse = torch.empty_like(rows).scatter_(0, slots, rows)
-    slots = slots.to(torch.int32)
-    return offsets, slots, slots // top_k_index.shape[1], experts, inverse.view(top_k_index.shape)
+    return Routing(top_k_index.long(), *moe_route.route(top_k_index, num_experts))

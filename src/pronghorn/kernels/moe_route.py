@@ -1,19 +1,35 @@
-"""A stable counting sort of slots by expert in Triton: count in blocks, one running sum, place. No atomics."""
+"""Sort the slots of a top-k choice by expert, slots of one expert in their order.
+
+    offsets_e = Σ_{e' ≤ e} |{s: choice_s = e'}|        rows: slots sorted by (choice_s, s)
+
+By torch a stable sort; in Triton a counting sort: count in blocks, one running sum, place. No atomics.
+"""
 
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from pronghorn.kernels.launch import cdiv, launch, next_power_of_2
+from pronghorn.kernels.launch import cdiv, launch, next_power_of_2, tl, triton
 
 BLOCK = 128
 
 
+def route_reference(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, ...]:
+    """Do what `route` does, by a stable sort and a search in it."""
+    ids = top_k_index.flatten().to(torch.int32)
+    experts, slots = ids.sort(stable=True)
+    every = torch.arange(num_experts, dtype=torch.int32, device=ids.device)
+    offsets = torch.searchsorted(experts, every, right=True, out_int32=True)
+    rows = torch.arange(len(ids), dtype=torch.int32, device=ids.device)
+    inverse = torch.empty_like(rows).scatter_(0, slots, rows)
+    slots = slots.to(torch.int32)
+    return offsets, slots, slots // top_k_index.shape[1], experts, inverse.view(top_k_index.shape)
+
+
 @triton.jit
 def _count(ids_ptr, counts_ptr, S, blocks, EXPERTS: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr):
+    """Count a block's slots of each expert: ids [S]; counts [E, blocks]."""
     block = tl.program_id(0)
     slots = block * BLOCK + tl.arange(0, BLOCK)
     ids = tl.load(ids_ptr + slots, mask=slots < S, other=E).to(tl.int32)
@@ -27,6 +43,7 @@ def _place(
     ids_ptr, counts_ptr, upto_ptr, offsets_ptr, slots_ptr, tokens_ptr, experts_ptr, inverse_ptr, S, K, blocks,
     EXPERTS: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Place a block's slots: ids, slots, tokens, experts, inverse [S]; counts, upto [E, blocks]; offsets [E]."""
     block = tl.program_id(0)
     slots = block * BLOCK + tl.arange(0, BLOCK)
     inside = slots < S
@@ -44,8 +61,8 @@ def _place(
         tl.store(offsets_ptr + experts, upto, mask=experts < E)
 
 
-def route(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, ...]:
-    """As `moe.route.route_by_sort`."""
+def route_triton(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, ...]:
+    """Do what `route` does, by its Triton kernels."""
     ids = top_k_index.contiguous()
     size, k = ids.numel(), ids.shape[1]
     blocks = max(cdiv(size, BLOCK), 1)  # without tokens, too, somebody writes the offsets
@@ -57,3 +74,15 @@ def route(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, ...]:
     slots, tokens, experts, inverse = (counts.new_empty(size) for _ in range(4))
     launch(_place, (blocks,), ids, counts, upto, offsets, slots, tokens, experts, inverse, size, k, blocks, **options)
     return offsets, slots, tokens, experts, inverse.view(top_k_index.shape)
+
+
+def route(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, ...]:
+    """Return offsets [E], slots [S], tokens [S], experts [S] and inverse [T, K], int32 (`moe.route.Routing`).
+
+    Args:
+        top_k_index: integers [T, K] in [0, num_experts); S = T·K.
+        num_experts: E.
+    """
+    if top_k_index.is_cuda:
+        return route_triton(top_k_index, num_experts)
+    return route_reference(top_k_index, num_experts)
