@@ -30,7 +30,7 @@ from pronghorn.families.registry import FAMILIES as FAMILY_FACTS
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.models.attach import attach
 from pronghorn.models.lora import add_lora
-from pronghorn.parity.distance import Luck
+from pronghorn.parity.distance import BaselineNoise
 from pronghorn.parity.parameters import trainable
 from support.tiny import FAMILIES, MOE_FAMILIES, VOCAB, tiny_model
 
@@ -381,7 +381,7 @@ def test_a_reference_that_overflows_judges_nothing() -> None:
     plain = exact.index_fill(0, torch.tensor(0), torch.inf)
     passes = {n: Passes(x.max().item(), [x], x, {"w": x}, []) for n, x in (("plain", plain), ("exact", exact))}
     distances = checks.gradient_distances(
-        Passes(100.0, [], ours, {"w": ours}, []), **passes, luck=Luck({"w": 0.0}, 1.0)
+        Passes(100.0, [], ours, {"w": ours}, []), **passes, noise=BaselineNoise({"w": 0.0}, 1.0)
     )
     assert not checks.logits(ours, **passes).ok and not checks.gradients(distances, 1).ok
     assert not checks.loss("loss", 100.0, **passes).ok and not checks.loss("loss", torch.inf, **passes).ok

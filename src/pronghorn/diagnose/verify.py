@@ -25,7 +25,7 @@ from pronghorn.diagnose.verify_passes import Run, Subject
 from pronghorn.errors import DataError, UnsupportedError
 from pronghorn.models.attach import PathTaken
 from pronghorn.models.families import base_causal_lm
-from pronghorn.parity.distance import Distance, Luck
+from pronghorn.parity.distance import BaselineNoise, Distance
 
 SCHEMA = "pronghorn-verify-v1"
 
@@ -92,8 +92,8 @@ def verify(subject: Subject, say: Callable[[str], None] = lambda text: None) -> 
     subject.attach(run.model)
     ours, again = run.ours(), run.ours()
     own_loss, packed, alone = run.own_loss(), run.packed_logits(), run.alone_logits()
-    luck = Luck.of(plain.gradients, exact.gradients)
-    gradients = checks.gradient_distances(ours, plain, exact, luck)
+    noise = BaselineNoise.of(plain.gradients, exact.gradients)
+    gradients = checks.gradient_distances(ours, plain, exact, noise)
     found = [
         checks.loss("loss", own_loss, plain, exact),
         checks.loss("accumulated loss", ours.loss, plain, exact),
@@ -103,7 +103,7 @@ def verify(subject: Subject, say: Callable[[str], None] = lambda text: None) -> 
         *([] if ours.experts is None else [ours.experts]),
         checks.packed_or_alone(packed, alone, plain, exact),
         checks.sights(run.sight(packed=True), plain_sight),
-        checks.twice(ours, again, plain, exact, luck),
+        checks.twice(ours, again, plain, exact, noise),
     ]
     from_first = bool(checks.rows_off(packed, plain, exact)[run.first_tokens].any())
     causes = list(checks.causes({check.name: check for check in found}, gradients, from_first, run.shift))

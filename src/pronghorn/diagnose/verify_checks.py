@@ -1,13 +1,10 @@
 """What `verify` judges, the limit of each check, and the likely cause of what fails.
 
-The limits are three-way (`parity.distance`). A mean loss is one number, which plain may hit by luck: its error is
-taken as the root mean square over the documents' own mean losses, which the error of the mean can't exceed, and at
-least twice what independent labels would give. What isn't finite fails, in a limit too.
+The limits are three-way (`parity.distance`). What isn't finite fails, in a limit too.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +17,7 @@ from pronghorn.errors import UnsupportedError
 from pronghorn.export import merge
 from pronghorn.models.expert_gradients import RoutedTokens
 from pronghorn.models.families import base_causal_lm
-from pronghorn.parity.distance import EPS, Distance, Luck, distance, l2, listed, ratio
+from pronghorn.parity.distance import THREE_WAY, BaselineNoise, Distance, distance, listed, mean_limit, ratio
 from pronghorn.parity.parameters import canonical
 
 _ROTATED = ("q_proj", "k_proj", "q_norm", "k_norm")
@@ -60,12 +57,7 @@ class Check:
 
 def loss(name: str, value: float, plain: Passes, exact: Passes) -> Check:
     """A mean loss against exact's."""
-    errors = [p.double() - e.double() for p, e in zip(plain.losses, exact.losses, strict=True)]
-    labels = sum(map(len, errors))
-    by_document = math.sqrt(sum(len(e) * e.mean().item() ** 2 for e in errors) / labels)
-    by_label = 2 * l2(torch.cat(errors)) / labels
-    spread = max(by_document, by_label)
-    error, limit = abs(value - exact.loss), 2 * spread + 4 * EPS * abs(exact.loss)
+    error, limit = abs(value - exact.loss), mean_limit(plain.losses, exact.losses, exact.loss)
     return Check(name, ratio(error, limit) <= 1, error, limit, f"{value:.6f}, exact is {exact.loss:.6f}")
 
 
@@ -75,9 +67,9 @@ def logits(packed: Tensor, plain: Passes, exact: Passes) -> Check:
     return _of_distance("logits", found, f"{len(packed)} rows, relative L2 error {found.relative:.1e}")
 
 
-def gradient_distances(ours: Passes, plain: Passes, exact: Passes, luck: Luck) -> list[Distance]:
+def gradient_distances(ours: Passes, plain: Passes, exact: Passes, noise: BaselineNoise) -> list[Distance]:
     """Of every compared gradient, the one nearest to its limit first."""
-    found = [distance(n, ours.gradients[n], plain.gradients[n], g, luck) for n, g in exact.gradients.items()]
+    found = [distance(n, ours.gradients[n], plain.gradients[n], g, noise) for n, g in exact.gradients.items()]
     return sorted(found, key=lambda each: -each.excess)
 
 
@@ -130,7 +122,7 @@ def sights(ours: list[Sight], plain: list[Sight]) -> Check:
     return Check("sight", not wrong, len(wrong), 0, detail)
 
 
-def twice(ours: Passes, again: Passes, plain: Passes, exact: Passes, luck: Luck) -> Check:
+def twice(ours: Passes, again: Passes, plain: Passes, exact: Passes, noise: BaselineNoise) -> Check:
     """The same accumulated batch a second time."""
     pairs = {name: (g.nan_to_num(), again.gradients[name].nan_to_num()) for name, g in ours.gradients.items()}
     apart = [name for name, (first, second) in pairs.items() if not torch.equal(first, second)]
@@ -138,7 +130,7 @@ def twice(ours: Passes, again: Passes, plain: Passes, exact: Passes, luck: Luck)
         return Check("same twice", True, 0.0, 0.0, "loss and every gradient bit-equal")
     found = [
         distance(n, pairs[n][1].double() - pairs[n][0].double() + exact.gradients[n].double(),
-                 plain.gradients[n], exact.gradients[n], luck)
+                 plain.gradients[n], exact.gradients[n], noise)
         for n in apart
     ]  # fmt: skip
     repeat = loss("same twice", again.loss - ours.loss + exact.loss, plain, exact)
@@ -255,7 +247,7 @@ def rows_off(packed: Tensor, plain: Passes, exact: Passes) -> Tensor:
     """bool [R], the rows whose logits are further off than plain's worst row may be."""
     right = exact.logits.double()
     ours, allowed = ((x.double() - right).square().mean(-1).sqrt() for x in (packed, plain.logits))
-    return ~(ours <= 2 * allowed.max() + 4 * EPS * right.abs().max())
+    return ~(ours <= THREE_WAY.limit(allowed.max().item(), right.abs().max().item()))
 
 
 def _of_distance(name: str, found: Distance, detail: str) -> Check:

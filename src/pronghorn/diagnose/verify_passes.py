@@ -23,7 +23,7 @@ from pronghorn.models.attach import PathTaken, attached
 from pronghorn.models.expert_gradients import count_tokens
 from pronghorn.models.families import base_causal_lm
 from pronghorn.parity.parameters import canonical, trainable
-from pronghorn.parity.reference import accumulate, kept_gradients, part_by_part
+from pronghorn.parity.reference import accumulate, kept_gradients, layerwise_upcast
 
 LOGIT_ROWS = 384
 """Labelled rows whose logits are compared, spread over all."""
@@ -115,11 +115,11 @@ class Run:
 
     def references(self, wide: torch.dtype, say: Callable[[str], None]) -> tuple[Passes, Passes]:
         """The plain pass and the exact one; the latter in `wide`, without autocast."""
-        with part_by_part(base_causal_lm(self.model)) as widen:
+        with layerwise_upcast(base_causal_lm(self.model)) as upcast:
             say("plain transformers and PEFT, one document at a time")
             with self._autocast():
                 plain = self._documents()
-            widen(wide)
+            upcast(wide)
             say(f"the same in {str(wide).removeprefix('torch.')}, layer by layer")
             return plain, self._documents()
 
