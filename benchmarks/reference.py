@@ -18,7 +18,7 @@ from benchmarks.candidates.base import Spec, autocast, device, set_adapters, tra
 from benchmarks.workload import Row
 from pronghorn.data.packing import Document
 from pronghorn.models.families import base_causal_lm
-from pronghorn.parity.reference import accumulate, kept_gradients, part_by_part
+from pronghorn.parity.reference import accumulate, kept_gradients, layerwise_upcast
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,13 @@ def compute_reference(spec: Spec, row: Row, folder: Path) -> Reference:
     set_adapters(model, spec.seed)
     parameters = trainable(model)
     documents = [Document(list(row.input_ids[a:b]), list(row.labels[a:b])) for a, b in row.bounds]
-    with part_by_part(base_causal_lm(model)) as widen:
+    with layerwise_upcast(base_causal_lm(model)) as upcast:
         with autocast(spec.method):
             accumulate(model, documents, row.n_labels)
         kept = kept_gradients(parameters)
         plain = {name: parameters[name].grad.detach().clone() for name in kept}
         model.zero_grad()
-        widen(torch.float32)
+        upcast(torch.float32)
         passed = accumulate(model, documents, row.n_labels)
     sums = [None if each.losses is None else each.losses.sum().item() for each in passed]
     gradients = {name: parameters[name].grad.float().contiguous() for name in kept}

@@ -40,7 +40,7 @@ def test_memory_that_runs_out_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -
     def run_out(*_: Any) -> Any:
         raise RuntimeError(words)
 
-    monkeypatch.setattr("pronghorn.diagnose.verify.verify", run_out)
+    monkeypatch.setattr("pronghorn.diagnose.verify_checks.verify", run_out)
     for words in ("CUDA out of memory. Tried to allocate 2.00 GiB.", "[enforce] not enough: you can't allocate memory"):
         result = invoke("verify", "--model", "tiny", "--tokens", "32")
         assert result.exit_code == 1 and f"memory ran out: {words}" in result.stderr and "remedy: " in result.stderr

@@ -19,18 +19,17 @@ from pronghorn.cli.main import app
 from pronghorn.config import Recipe
 from pronghorn.data.batch import Collator, PackedBatch
 from pronghorn.diagnose import verify_checks as checks
-from pronghorn.diagnose.verify import Report, verify
-from pronghorn.diagnose.verify_checks import Passes
-from pronghorn.diagnose.verify_passes import Subject, perturb
-from pronghorn.diagnose.verify_subject import rows_of
-from pronghorn.diagnose.verify_subject import subject_of as of_recipe
+from pronghorn.diagnose.verify_checks import verify
+from pronghorn.diagnose.verify_reference import Passes, Subject, perturb, rows_of
+from pronghorn.diagnose.verify_reference import subject_of as of_recipe
+from pronghorn.diagnose.verify_report import Name, Report
 from pronghorn.errors import TrainingError
 from pronghorn.export import merge
 from pronghorn.families.registry import FAMILIES as FAMILY_FACTS
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.models.attach import attach
 from pronghorn.models.lora import add_lora
-from pronghorn.parity.distance import Luck
+from pronghorn.parity.distance import BaselineNoise
 from pronghorn.parity.parameters import trainable
 from support.tiny import FAMILIES, MOE_FAMILIES, VOCAB, tiny_model
 
@@ -381,10 +380,10 @@ def test_a_reference_that_overflows_judges_nothing() -> None:
     plain = exact.index_fill(0, torch.tensor(0), torch.inf)
     passes = {n: Passes(x.max().item(), [x], x, {"w": x}, []) for n, x in (("plain", plain), ("exact", exact))}
     distances = checks.gradient_distances(
-        Passes(100.0, [], ours, {"w": ours}, []), **passes, luck=Luck({"w": 0.0}, 1.0)
+        Passes(100.0, [], ours, {"w": ours}, []), **passes, noise=BaselineNoise({"w": 0.0}, 1.0)
     )
     assert not checks.logits(ours, **passes).ok and not checks.gradients(distances, 1).ok
-    assert not checks.loss("loss", 100.0, **passes).ok and not checks.loss("loss", torch.inf, **passes).ok
+    assert not checks.loss(Name.LOSS, 100.0, **passes).ok and not checks.loss(Name.LOSS, torch.inf, **passes).ok
     assert not passes["plain"].finite and passes["exact"].finite
 
 
@@ -486,7 +485,7 @@ def test_the_command_on_a_shape(method: str) -> None:
 
 
 def test_the_command_says_no(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pronghorn.diagnose.verify_subject.attach", lambda model, *args, **kwargs: dead(model))
+    monkeypatch.setattr("pronghorn.diagnose.verify_reference.attach", lambda model, *args, **kwargs: dead(model))
 
     def dead(model: Any) -> None:
         attach(model)
@@ -510,7 +509,7 @@ def test_padded_batches_are_not_called_right(recipe: Path) -> None:
 
 def test_rows_are_not_longer_than_training_s(recipe: Path) -> None:
     subject = of_recipe(Recipe.load(recipe), tokens=2048)
-    assert subject.row_tokens == 128 >= max(sum(map(len, row)) for row in subject.rows)
+    assert max(sum(map(len, row)) for row in subject.rows) <= 128
 
 
 def test_the_plan_is_training_s(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -522,7 +521,7 @@ def test_the_plan_is_training_s(recipe: Path, monkeypatch: pytest.MonkeyPatch) -
         asked.append((sizes, options))
         return Plan((Policy.RECOMPUTE_MLP,))
 
-    monkeypatch.setattr("pronghorn.diagnose.verify_subject.decided", decide)
+    monkeypatch.setattr("pronghorn.diagnose.verify_reference.decided", decide)
     changes = ["packing.rows_per_step=3", "train.gradient_accumulation_steps=2", "memory.budget=1GiB"]
     report = verify(of_recipe(Recipe.load(recipe, changes), tokens=64))
     assert asked == [((3, 128), {"packs": True, "autocast": None, "accumulates": True})]
@@ -539,10 +538,9 @@ def test_what_fits_is_kept_on_the_gpu(recipe: Path) -> None:
 
 def test_a_long_window_makes_no_row_longer_that_is_trained_on(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan has room for training's rows, and the probe of a window keeps nothing."""
-    monkeypatch.setattr("pronghorn.diagnose.verify_subject.probe_tokens", lambda config: 192)
+    monkeypatch.setattr("pronghorn.diagnose.verify_reference.probe_tokens", lambda model: 192)
     subject = of_recipe(Recipe.load(recipe), tokens=128)
-    assert subject.row_tokens == 200
-    for length, wanted in ((1, 128), (128, 128), (129, 200), (200, 200)):
+    for length, wanted in ((1, 128), (128, 128), (200, 200)):
         columns = {"input_ids": [1] * length, "labels": [-100] * length, "lengths": [length]}
         assert subject.collate([columns])["input_ids"].shape == (1, wanted)
 

@@ -21,7 +21,7 @@ from pronghorn.diagnose.shapes import SHAPES, checkpoint_of, shape_of
 from pronghorn.errors import ConfigError
 from pronghorn.models.attach import attach
 from pronghorn.models.families import base_causal_lm, recompute_layers
-from pronghorn.parity.reference import accumulate, part_by_part
+from pronghorn.parity.reference import accumulate, layerwise_upcast
 from support.documents import DRAWS, LENGTHS, ROW, attach_options, gradients, one_document_at_a_time
 from support.tiny import MOE_FAMILIES, packed_row, tiny_model
 from support.tolerance import ThreeWay, assert_three_way
@@ -200,8 +200,8 @@ def test_reference_widens_experts_with_adapters() -> None:
     set_adapters(model, 0)
     names = sorted(name for name, _ in model.named_parameters())
     ids = list(range(3, 30))
-    with part_by_part(base_causal_lm(model)) as widen:
-        widen(torch.float32)
+    with layerwise_upcast(base_causal_lm(model)) as upcast:
+        upcast(torch.float32)
         passed = accumulate(model, [Document(ids, [-100, *ids[1:]])], 26)
     assert passed[0].losses.dtype is torch.float32
     assert sorted(name for name, _ in model.named_parameters()) == names

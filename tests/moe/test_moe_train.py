@@ -24,7 +24,7 @@ from pronghorn.cli.main import app
 from pronghorn.config import Recipe
 from pronghorn.data.batch import Collator
 from pronghorn.data.packed_rows import PackedRows
-from pronghorn.diagnose.verify_passes import perturb
+from pronghorn.diagnose.verify_reference import perturb
 from pronghorn.errors import ConfigError, RunStopped
 from pronghorn.export.merge import save_merged
 from pronghorn.memory.plan import Plan, Policy

@@ -44,7 +44,7 @@ def verify(
     Loss, logits and every gradient against float32, one document at a time; what each layer's attention sees; packed
     documents against each alone; the same batch twice; merged weights; what was saved, loaded again. A difference may
     be twice what plain transformers in the same dtype is off by. Ends with code 1 if a check fails, and names the
-    likely cause. Nothing of yours is changed. A large model is widened a layer at a time. Without a recipe --model says
+    likely cause. Nothing of yours is changed. A large model is upcast a layer at a time. Without a recipe --model says
     what to compare, and --method, --dtype, --seed and --checkpoints how it is made.
 
     [bold]Examples[/]
@@ -70,9 +70,9 @@ def verify(
                 instead = "leave it out: the recipe says it (adapter.method, model.load_in_4bit, precision.dtype)"
                 raise ConfigError(f"--{option} is for --model", instead)
         from pronghorn.config import Recipe
-        from pronghorn.diagnose.verify import verify as run
-        from pronghorn.diagnose.verify_subject import subject_of
-        from pronghorn.diagnose.verify_terminal import render
+        from pronghorn.diagnose.verify_checks import verify as run
+        from pronghorn.diagnose.verify_reference import subject_of
+        from pronghorn.diagnose.verify_report import render
 
         say = progress()
         with tempfile.TemporaryDirectory(prefix="pronghorn-verify-") as scratch:

@@ -1,156 +1,182 @@
-"""What `verify` judges, the limit of each check, and the likely cause of what fails.
+"""Is the packed path right on this model and these documents? The checks on the passes of `verify_reference`.
 
-The limits are three-way (`parity.distance`). A mean loss is one number, which plain may hit by luck: its error is
-taken as the root mean square over the documents' own mean losses, which the error of the mean can't exceed, and at
-least twice what independent labels would give. What isn't finite fails, in a limit too.
+Everything that ours computes may be as far from exact as the three-way rule of `parity.distance` allows. What isn't
+finite fails, in a limit too.
 """
 
 from __future__ import annotations
 
-import math
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pronghorn.diagnose.verify_probe import Sight
-from pronghorn.errors import UnsupportedError
+from pronghorn.device import device_name, versions
+from pronghorn.diagnose.verify_reference import Passes, RoutedExperts, Run, Subject
+from pronghorn.diagnose.verify_report import Cause, Check, Finding, Name, Report
+from pronghorn.errors import DataError, UnsupportedError
 from pronghorn.export import merge
-from pronghorn.models.expert_gradients import RoutedTokens
 from pronghorn.models.families import base_causal_lm
-from pronghorn.parity.distance import EPS, Distance, Luck, distance, l2, listed, ratio
-from pronghorn.parity.parameters import canonical
-
-_ROTATED = ("q_proj", "k_proj", "q_norm", "k_norm")
+from pronghorn.parity.distance import THREE_WAY, BaselineNoise, Distance, distance, listed, mean_limit, ratio
+from pronghorn.parity.visibility import Visibility
 
 
-@dataclass(frozen=True)
-class Passes:
-    """What a pass over all rows came to; tensors on the host."""
+def verify(subject: Subject, say: Callable[[str], None] = lambda text: None) -> Report:
+    """Run the passes and judge them.
 
-    loss: float
-    losses: list[Tensor]
-    """[labels] of each document with labels; empty where the pass doesn't tell."""
-    logits: Tensor
-    """[R, V] at the compared positions; empty where the pass isn't asked for them."""
-    gradients: dict[str, Tensor]
-    dead: list[str]
-    """Trained tensors with no gradient, a zero one, or one that is not finite."""
-    experts: Check | None = None
-    """Whether every expert that saw tokens trains; None where the pass doesn't tell, or none is trained."""
+    Args:
+        say: is given a line on what is being done.
+    Raises:
+        DataError: nothing is labelled.
+        UnsupportedError: 4-bit weights in float32.
+        TrainingError: the disk of temporary files is full.
+    """
+    started = time.perf_counter()
+    if not subject.n_labels:
+        raise DataError("the rows to verify hold no label", "give documents with trained tokens")
+    say("loading")
+    run = Run(subject)
+    compute = subject.autocast or base_causal_lm(run.model).get_input_embeddings().weight.dtype
+    wide = torch.float64 if compute is torch.float32 else torch.float32
+    if wide is torch.float64 and any(hasattr(module, "compute_dtype") for module in run.model.modules()):
+        raise UnsupportedError(
+            "verify of 4-bit weights in float32 needs products in float64, which they have not",
+            "set precision.dtype (or --dtype) to bfloat16",
+        )
+    plain_visibility = run.visibility(packed=False)
+    plain, exact = run.references(wide, say)
+    say("attached")
+    subject.attach(run.model)
+    ours, again = run.ours(), run.ours()
+    own_loss, packed, alone = run.own_loss(), run.packed_logits(), run.alone_logits()
+    noise = BaselineNoise.of(plain.gradients, exact.gradients)
+    distances = gradient_distances(ours, plain, exact, noise)
+    verdicts = [
+        loss(Name.LOSS, own_loss, plain, exact),
+        loss(Name.ACCUMULATED_LOSS, ours.loss, plain, exact),
+        logits(packed, plain, exact),
+        gradients(distances, len(run.parameters)),
+        dead(ours.dead, exact.dead),
+        *([] if ours.routed is None else [experts(ours.routed)]),
+        packed_or_alone(packed, alone, plain, exact),
+        visibility(run.visibility(packed=True), plain_visibility),
+        twice(ours, again, plain, exact, noise),
+    ]
+    from_first = bool(rows_off(packed, plain, exact)[run.first_tokens].any())
+    findings = list(likely_causes(verdicts, distances, from_first, run))
+    if not plain.finite:
+        findings = [Finding(Cause.REFERENCE_OVERFLOWS)]
+    paths = run.paths()
+    say("merged, saved and loaded again")
+    of_files = [*merged(run.model), reloaded(*run.reloaded(), plain, exact)]
+    findings += [check.finding for check in of_files if not check.ok and check.finding]
+    return Report(
+        name=subject.name,
+        findings=findings,
+        checks=[*verdicts, *of_files],
+        worst=distances[:10],
+        tensors=len(distances),
+        dtype=str(compute).removeprefix("torch."),
+        reference=str(wide).removeprefix("torch."),
+        rows=[[len(document) for document in row] for row in subject.rows],
+        labels=subject.n_labels,
+        paths=paths,
+        device=device_name(),
+        versions=versions(),
+        seconds=time.perf_counter() - started,
+    )
 
-    @property
-    def finite(self) -> bool:
-        """Whether there is no infinity or NaN in all of it."""
-        return all(bool(x.isfinite().all()) for x in (*self.losses, self.logits, *self.gradients.values()))
 
-
-@dataclass(frozen=True)
-class Check:
-    """One verdict."""
-
-    name: str
-    ok: bool
-    value: float
-    limit: float
-    detail: str
-
-
-def loss(name: str, value: float, plain: Passes, exact: Passes) -> Check:
-    """A mean loss against exact's."""
-    errors = [p.double() - e.double() for p, e in zip(plain.losses, exact.losses, strict=True)]
-    labels = sum(map(len, errors))
-    by_document = math.sqrt(sum(len(e) * e.mean().item() ** 2 for e in errors) / labels)
-    by_label = 2 * l2(torch.cat(errors)) / labels
-    spread = max(by_document, by_label)
-    error, limit = abs(value - exact.loss), 2 * spread + 4 * EPS * abs(exact.loss)
+def loss(name: Name, value: float, plain: Passes, exact: Passes) -> Check:
+    """Check a mean loss against exact's."""
+    error, limit = abs(value - exact.loss), mean_limit(plain.losses, exact.losses, exact.loss)
     return Check(name, ratio(error, limit) <= 1, error, limit, f"{value:.6f}, exact is {exact.loss:.6f}")
 
 
 def logits(packed: Tensor, plain: Passes, exact: Passes) -> Check:
-    """Logits out of the packed rows."""
+    """Check the logits out of the packed rows."""
     found = distance("logits", packed, plain.logits, exact.logits)
-    return _of_distance("logits", found, f"{len(packed)} rows, relative L2 error {found.relative:.1e}")
+    return _of_distance(Name.LOGITS, found, f"{len(packed)} rows, relative L2 error {found.relative:.1e}")
 
 
-def gradient_distances(ours: Passes, plain: Passes, exact: Passes, luck: Luck) -> list[Distance]:
-    """Of every compared gradient, the one nearest to its limit first."""
-    found = [distance(n, ours.gradients[n], plain.gradients[n], g, luck) for n, g in exact.gradients.items()]
-    return sorted(found, key=lambda each: -each.excess)
+def gradient_distances(ours: Passes, plain: Passes, exact: Passes, noise: BaselineNoise) -> list[Distance]:
+    """Compare every kept gradient; the one nearest to its limit comes first."""
+    distances = [distance(n, ours.gradients[n], plain.gradients[n], g, noise) for n, g in exact.gradients.items()]
+    return sorted(distances, key=lambda tensor: -tensor.excess)
 
 
 def gradients(found: list[Distance], trained: int) -> Check:
-    """The gradients of the tensors that are compared, of so many; `found` as `gradient_distances` returns it."""
+    """Check the gradients that are compared, of so many; `found` as `gradient_distances` returns it."""
     worst = found[0]
     wrong = [each.name for each in found if not each.excess <= 1]
     detail = f"{len(found)} of {trained} trained tensors; worst {worst.name}, relative L2 error {worst.relative:.1e}"
-    return Check("gradients", not wrong, worst.excess, 1.0, f"off: {listed(wrong)}" if wrong else detail)
+    return Check(Name.GRADIENTS, not wrong, worst.excess, 1.0, f"off: {listed(wrong)}" if wrong else detail)
 
 
 def dead(names: list[str], in_exact: list[str]) -> Check:
-    """Tensors without a gradient that have one in the exact pass."""
+    """Check that every tensor with a gradient in the exact pass has one."""
     wrong = sorted(set(names) - set(in_exact))
     detail = f"no gradient, a zero or one that is not finite: {listed(wrong)}" if wrong else "every tensor has one"
-    return Check("no dead gradient", not wrong, len(wrong), 0, detail)
+    return Check(Name.DEAD, not wrong, len(wrong), 0, detail, Finding(Cause.NO_GRADIENT, listed(wrong)))
 
 
-def experts(routed: RoutedTokens) -> Check | None:
-    """Experts that tokens went to and whose slice of a trained tensor has no gradient; None where none is trained."""
-    if not any(routed.tensors()):
-        return None
-    wrong = [f"{canonical(name)}, expert {e} ({tokens} tokens)" for name, e, tokens in routed.untrained()]
-    detail = f"every expert that saw tokens trains; {len(routed.idle())} saw none"
-    return Check("experts train", not wrong, len(wrong), 0, f"no gradient: {listed(wrong)}" if wrong else detail)
+def experts(routed: RoutedExperts) -> Check:
+    """Check that every expert that tokens went to has a gradient in its slice of every trained tensor."""
+    wrong = [f"{name}, expert {expert} ({tokens} tokens)" for name, expert, tokens in routed.untrained]
+    detail = f"every expert that saw tokens trains; {routed.idle} saw none"
+    detail = f"no gradient: {listed(wrong)}" if wrong else detail
+    return Check(Name.EXPERTS, not wrong, len(wrong), 0, detail, Finding(Cause.EXPERT_NEVER_TRAINS, listed(wrong)))
 
 
 def packed_or_alone(packed: Tensor, alone: tuple[list[int], Tensor], plain: Passes, exact: Passes) -> Check:
-    """A document's logits among others and by itself, both through the attached model."""
+    """Compare a document's logits among others and by itself, both through the attached model."""
     rows, logits = alone
     found = distance("", packed[rows].double() - logits.double() + exact.logits[rows].double(),
                      plain.logits[rows], exact.logits[rows])  # fmt: skip
     same = "bit-equal" if torch.equal(packed[rows], logits) else f"{len(rows)} rows"
-    return _of_distance("packed as alone", found, same)
+    return _of_distance(Name.ALONE, found, same)
 
 
-def sights(ours: list[Sight], plain: list[Sight]) -> Check:
-    """What each layer's attention looks at, against transformers' own, document by document: exact."""
-    wrong = [i for i, (a, b) in enumerate(zip(ours, plain, strict=True)) if a.outside or a.inside != b.inside]
-    detail = f"the same tokens as transformers in all {len(ours)} layers"
+def visibility(ours: list[Visibility], plain: list[Visibility]) -> Check:
+    """Check what each layer's tokens see against transformers' own, document by document: exact."""
+    wrong = [(a, b) for a, b in zip(ours, plain, strict=True) if a.outside or a.inside != b.inside]
+    detail, cause = f"the same tokens as transformers in all {len(ours)} layers", Cause.MASK_OR_WINDOW
     if wrong:
-        layers = f"in layers {listed(list(map(str, wrong)))}"
-        mine, right = ours[wrong[0]], plain[wrong[0]]
+        layers = f"in layers {listed([str(a.layer) for a, _ in wrong])}"
+        mine, right = wrong[0]
         if mine.outside:
-            detail = f"a token is seen by another document {layers}"
+            detail, cause = f"a token is seen by another document {layers}", Cause.MASK_LEAKS
         elif min(mine.inside, default=0) < min(right.inside):
             detail = f"a token is seen by those before it {layers}"
         else:
             detail = f"a token is seen by {len(mine.inside)} tokens and not by {len(right.inside)} {layers}"
-    return Check("sight", not wrong, len(wrong), 0, detail)
+    return Check(Name.VISIBILITY, not wrong, len(wrong), 0, detail, Finding(cause, detail))
 
 
-def twice(ours: Passes, again: Passes, plain: Passes, exact: Passes, luck: Luck) -> Check:
-    """The same accumulated batch a second time."""
+def twice(ours: Passes, again: Passes, plain: Passes, exact: Passes, noise: BaselineNoise) -> Check:
+    """Compare the same accumulated batch a second time."""
     pairs = {name: (g.nan_to_num(), again.gradients[name].nan_to_num()) for name, g in ours.gradients.items()}
     apart = [name for name, (first, second) in pairs.items() if not torch.equal(first, second)]
     if not apart and ours.loss == again.loss:
-        return Check("same twice", True, 0.0, 0.0, "loss and every gradient bit-equal")
+        return Check(Name.TWICE, True, 0.0, 0.0, "loss and every gradient bit-equal")
     found = [
         distance(n, pairs[n][1].double() - pairs[n][0].double() + exact.gradients[n].double(),
-                 plain.gradients[n], exact.gradients[n], luck)
+                 plain.gradients[n], exact.gradients[n], noise)
         for n in apart
     ]  # fmt: skip
-    repeat = loss("same twice", again.loss - ours.loss + exact.loss, plain, exact)
+    repeat = loss(Name.TWICE, again.loss - ours.loss + exact.loss, plain, exact)
     worst = max(found, key=lambda each: each.excess, default=None)
     value = max(worst.excess if worst else 0.0, ratio(repeat.value, repeat.limit))
     most = max((each.relative for each in found), default=0.0)
     detail = f"{len(apart)} of {len(ours.gradients)} gradients not bit-equal, at most {most:.1e} apart (relative L2)"
-    return Check("same twice", value <= 1, value, 1.0, detail)
+    return Check(Name.TWICE, value <= 1, value, 1.0, detail, Finding(Cause.NOT_REPEATABLE, detail))
 
 
 def merged(model: Any) -> list[Check]:
-    """The weights that `save_pretrained_merged` would write against W + s·B·A, each; [] for a model without LoRA."""
+    """Compare each weight that `save_pretrained_merged` would write with W + s·B·A; [] for a model without LoRA."""
     base = base_causal_lm(model)
     adapted = {name: module for name, module in base.named_modules() if hasattr(module, "lora_A") and module.lora_A}
     if not adapted:
@@ -160,7 +186,7 @@ def merged(model: Any) -> list[Check]:
     try:
         state = merge.merged_state(base, dtype)
     except UnsupportedError as error:
-        return [Check("merged weights", True, 0, 0, f"not checked: {error.problem}")]
+        return [Check(Name.MERGED, True, 0, 0, f"not checked: {error.problem}")]
     forgot: list[str] = []
     off: list[str] = []
     worst = 0.0
@@ -177,13 +203,13 @@ def merged(model: Any) -> list[Check]:
                 (forgot if torch.equal(written, weight.to(dtype)) else off).append(name)
     detail = f"{len(adapted)} weights hold their adapter"
     if forgot or off:
-        told = ((forgot, "forgot its adapter"), (off, "is not W + s·B·A"))
-        detail = "; ".join(f"{what}: {listed(names)}" for names, what in told if names)
-    return [Check("merged weights", not (forgot or off), worst, 1.0, detail)]
+        kinds = ((forgot, "forgot its adapter"), (off, "is not W + s·B·A"))
+        detail = "; ".join(f"{what}: {listed(names)}" for names, what in kinds if names)
+    return [Check(Name.MERGED, not (forgot or off), worst, 1.0, detail, Finding(Cause.MERGE, detail))]
 
 
 def _delta(module: Any, adapter: str, weight: Tensor) -> Tensor:
-    """s·B·A of an adapter, of all experts where it is theirs, laid out as the weight is."""
+    """Compute s·B·A of an adapter (of all experts for theirs), laid out as the weight is."""
     a, b = (part[adapter].weight.double() for part in (module.lora_A, module.lora_B))
     if weight.dim() == 2:
         return module.scaling[adapter] * (b @ a).float()
@@ -194,71 +220,56 @@ def _delta(module: Any, adapter: str, weight: Tensor) -> Tensor:
 
 
 def reloaded(logits: Tensor, differ: list[str], plain: Passes, exact: Passes) -> Check:
-    """What was saved and loaded by plain transformers and PEFT against what was saved."""
+    """Compare what plain transformers and PEFT loaded with what was saved."""
     moved = logits.double() - plain.logits.double() + exact.logits.double()
     found = distance("", moved, plain.logits, exact.logits)
     equal = "logits bit-equal" if torch.equal(logits, plain.logits) else f"logits {found.relative:.1e} apart"
-    check = _of_distance("saved and reloaded", found, f"trained tensors bit-equal, {equal}")
+    detail = f"trained tensors bit-equal, {equal}"
+    check = _of_distance(Name.RELOADED, found, detail)
     if differ:
-        return Check(check.name, False, check.value, check.limit, f"tensors that differ: {listed(differ)}")
-    return check
+        detail = f"tensors that differ: {listed(differ)}"
+    return replace(check, ok=check.ok and not differ, detail=detail, finding=Finding(Cause.FILES, detail))
 
 
-def causes(
-    found: dict[str, Check], gradients: list[Distance], from_first: bool, shift: Callable[[], int | None]
-) -> Iterator[str]:
-    """What is likely wrong, in words.
+def likely_causes(checks: list[Check], distances: list[Distance], from_first: bool, run: Run) -> Iterator[Finding]:
+    """Tell what is likely wrong from which checks fail together.
 
     Args:
         from_first: whether logits are off at the first token of a document, which sees nothing but itself.
-        shift: by how many tokens labels are shifted; asked only if the loss is off and logits aren't.
     """
-    failed = {name for name, check in found.items() if not check.ok}
-    if "no dead gradient" in failed:
-        yield f"adapter or weight that gets no gradient: {found['no dead gradient'].detail.split(': ')[1]}"
-    if "experts train" in failed:
-        yield f"an expert that never trains: {found['experts train'].detail.split(': ')[1]}"
-    if "sight" in failed:
-        told = found["sight"].detail
-        yield f"{'leaking mask' if 'another document' in told else 'causal mask or sliding window'}: {told}"
-    elif "packed as alone" in failed:
-        yield "leaking mask: a document's logits depend on its neighbours"
-    elif "logits" in failed and from_first:
-        yield "forward pass: logits are off from a document's first token on (embeddings, norms, MLP or head)"
-    elif "logits" in failed:
-        yield "wrong RoPE position (or attention scale): logits are off from a document's second token on"
-    elif failed == {"gradients"}:
-        off = [each.name for each in gradients if not each.excess <= 1]
-        if all(any(part in name for part in _ROTATED) for name in off):
-            yield "wrong RoPE position (or attention scale): only gradients of queries and keys are off"
+    failed = {check.name: check for check in checks if not check.ok}
+    for name in (Name.DEAD, Name.EXPERTS, Name.VISIBILITY):
+        if name in failed and (finding := failed[name].finding):
+            yield finding
+    if Name.VISIBILITY in failed:
+        pass  # explains logits and gradients, too
+    elif Name.ALONE in failed:
+        yield Finding(Cause.NEIGHBOURS_MATTER)
+    elif Name.LOGITS in failed:
+        yield Finding(Cause.FORWARD if from_first else Cause.POSITION)
+    elif failed.keys() == {Name.GRADIENTS}:
+        off = [tensor.name for tensor in distances if not tensor.excess <= 1]
+        if all(name.startswith(run.position_dependent) for name in off):
+            yield Finding(Cause.POSITION_IN_GRADIENTS)
         else:
-            yield f"backward pass: logits and loss are right, gradients are not: {listed(off)}"
-    if "loss" in failed and "logits" not in failed:
-        shifted = shift()
-        if shifted in (0, 2):
-            yield f"label shift: each token learns {'itself' if shifted == 0 else 'the one after the next'}"
-        else:
-            yield "loss: logits are right and the loss made of them is not"
-    elif "accumulated loss" in failed and "loss" not in failed:
-        yield "accumulation: a micro-batch's loss is not divided by the labels of the whole accumulated batch"
-    if "same twice" in failed:
-        yield f"not repeatable: {found['same twice'].detail}"
-
-
-def file_causes(found: list[Check]) -> list[str]:
-    """Likely causes in what is written."""
-    told = {"merged weights": "merged weight", "saved and reloaded": "saving or loading:"}
-    return [f"{told[check.name]} {check.detail}" for check in found if check.name in told and not check.ok]
+            yield Finding(Cause.BACKWARD, listed(off))
+    if Name.LOSS in failed and Name.LOGITS not in failed:
+        by_shift = {None: Cause.LOSS, 0: Cause.LABELS_NOT_SHIFTED, 2: Cause.LABELS_SHIFTED_TWICE}
+        yield Finding(by_shift.get(run.shift(), Cause.LOSS))
+    elif Name.ACCUMULATED_LOSS in failed and Name.LOSS not in failed:
+        yield Finding(Cause.ACCUMULATION)
+    if Name.TWICE in failed and (finding := failed[Name.TWICE].finding):
+        yield finding
 
 
 def rows_off(packed: Tensor, plain: Passes, exact: Passes) -> Tensor:
-    """bool [R], the rows whose logits are further off than plain's worst row may be."""
+    """Return bool [R], the rows whose logits are further off than plain's worst row may be."""
     right = exact.logits.double()
     ours, allowed = ((x.double() - right).square().mean(-1).sqrt() for x in (packed, plain.logits))
-    return ~(ours <= 2 * allowed.max() + 4 * EPS * right.abs().max())
+    return ~(ours <= THREE_WAY.limit(allowed.max().item(), right.abs().max().item()))
 
 
-def _of_distance(name: str, found: Distance, detail: str) -> Check:
+def _of_distance(name: Name, found: Distance, detail: str) -> Check:
     by_rms = ratio(found.rms, found.rms_limit) >= ratio(found.maximum, found.maximum_limit)
     value, limit = (found.rms, found.rms_limit) if by_rms else (found.maximum, found.maximum_limit)
     return Check(name, found.excess <= 1, value, limit, detail)

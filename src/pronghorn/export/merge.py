@@ -19,10 +19,8 @@ from pronghorn.errors import ConfigError, TrainingError, UnsupportedError
 from pronghorn.export.folder import whole_folder
 from pronghorn.models.experts import low_rank_factors
 from pronghorn.models.families import base_causal_lm, has_experts
+from pronghorn.parity.distance import MERGED_LOGITS, relative_error
 
-# Relative L2 error of the logits that rounding the merged weights once explains, with room; a forgotten adapter that
-# was trained at all is far beyond it, and `_check` also asks how much of the adapter's effect the merge holds.
-_LOGIT_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _ROOM = 2**30
 """Bytes beside the weights that a forward of a few tokens takes, with room."""
 
@@ -214,11 +212,11 @@ def _check(model: Any, folder: Path, dtype: torch.dtype) -> None:
         folder, dtype=dtype, device_map={"": place}, trust_remote_code=False
     ).eval()
     merged = reloaded(input_ids=tokens.to(place)).logits.to(adapted)
-    rows = adapted.norm(dim=-1)
-    by_token = ((merged - adapted).norm(dim=-1) / rows).median().item()
-    # rounding sends a token or two to other experts, whose logits then say nothing about the merge
-    error = by_token if has_experts(base.config) else ((merged - adapted).norm() / rows.norm()).item()
-    limit = _LOGIT_TOLERANCE[dtype]
+    if has_experts(base.config):  # rounding sends a token or two to other experts, so only the median token counts
+        error = ((merged - adapted).norm(dim=-1) / adapted.norm(dim=-1)).median().item()
+    else:
+        error = relative_error(merged, adapted)
+    limit = MERGED_LOGITS[dtype].limit(0.0)  # a forgotten adapter that was trained at all is far beyond it
     if not error <= limit:
         raise TrainingError(
             f"the merged checkpoint's logits differ from the adapted model's by {error:.2e} (limit {limit:.0e})",

@@ -1,7 +1,7 @@
 """transformers and PEFT one document at a time, in the dtype of training and in a wider one.
 
 Nothing is packed here, so whatever leaks between packed documents shows. Each part's weights (a decoder layer, the
-embeddings, the last norm, the head) are widened only while the part runs, and again with it in the backward pass, so
+embeddings, the last norm, the head) are upcast only while the part runs, and again with it in the backward pass, so
 that a model is judged on the GPU that trains it, whatever its size. The same passes in the dtype of training tell how
 much of a difference is rounding.
 """
@@ -29,7 +29,7 @@ KEPT_ELEMENTS = 2**29
 as make a comparison worth its time."""
 
 
-class WidenedPart(nn.Module):
+class UpcastPart(nn.Module):
     """A part of a model that runs in `dtype` (None: as it is), recomputed in the backward pass."""
 
     def __init__(self, part: nn.Module) -> None:
@@ -50,28 +50,28 @@ class WidenedPart(nn.Module):
     def _run(self, inputs: Tensor, *args: Any, **kwargs: Any) -> Any:
         if self.dtype is None:
             return self.part(inputs, *args, **kwargs)
-        widened = {
+        weights = {
             # what is frozen stays a parameter: PEFT parametrises experts' weights, and gives others back as buffers
             name: p.to(self.dtype) if p.requires_grad else nn.Parameter(p.to(self.dtype), requires_grad=False)
             for name, p in self.part.named_parameters()
             if p.is_floating_point()
         }
-        return functional_call(self.part, widened, (inputs, *args), kwargs)
+        return functional_call(self.part, weights, (inputs, *args), kwargs)
 
 
 @contextmanager
-def part_by_part(model: Any) -> Iterator[Callable[[torch.dtype], None]]:
-    """Run a transformers causal LM part by part; leaves it as it was. Not for an attached model.
+def layerwise_upcast(model: Any) -> Iterator[Callable[[torch.dtype], None]]:
+    """Run a transformers causal LM part by part, and leave it as it was. Not for an attached model.
 
     Yields:
-        What makes every part compute in the given dtype from then on; before, they run as they are.
+        A function that makes every part compute in the given dtype from then on; until it is called they run as is.
     """
     layers, backbone = model.base_model.layers, model.base_model
     plain = list(layers)
     embedding, norm, head = model.get_input_embeddings(), backbone.norm, model.get_output_embeddings()
     quantised = [(m, m.compute_dtype) for m in model.modules() if hasattr(m, "compute_dtype")]
     precision = torch.get_float32_matmul_precision()
-    parts = [WidenedPart(part) for part in (*plain, embedding, norm, head)]
+    parts = [UpcastPart(part) for part in (*plain, embedding, norm, head)]
 
     def place(layer_parts: Sequence[nn.Module], embedding: nn.Module, norm: nn.Module, head: nn.Module) -> None:
         for i, part in enumerate(layer_parts):
@@ -82,7 +82,7 @@ def part_by_part(model: Any) -> Iterator[Callable[[torch.dtype], None]]:
 
     experts = getattr(model.config, "_experts_implementation", None)
 
-    def widen(dtype: torch.dtype) -> None:
+    def upcast(dtype: torch.dtype) -> None:
         if dtype is torch.float64 and has_experts(model.config):
             model.set_experts_implementation("eager")  # grouped products have no float64
         for part in parts:
@@ -93,7 +93,7 @@ def part_by_part(model: Any) -> Iterator[Callable[[torch.dtype], None]]:
     torch.set_float32_matmul_precision("highest")
     place(parts[: len(plain)], *parts[len(plain) :])
     try:
-        yield widen
+        yield upcast
     finally:
         place(plain, embedding, norm, head)
         if has_experts(model.config):

@@ -1,10 +1,18 @@
-"""The passes that `verify` compares: plain, exact and ours, and what else the attached model is asked."""
+"""What `verify` compares: passes over the same weights and tokens.
+
+    plain      transformers and PEFT, one document at a time, in the dtype of training
+    exact      the same in float32 (float64 where training is float32), a layer's weights upcast at a time
+    ours       the attached model on packed rows, accumulated as the trainer does
+
+Beside them the attached model is asked what a token reaches in each layer, and what comes back from its files.
+"""
 
 from __future__ import annotations
 
 import gc
+import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate as running_sum
@@ -12,19 +20,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 
+from pronghorn.config import Recipe
+from pronghorn.data.batch import Collator
 from pronghorn.data.packing import IGNORE_INDEX, Document
-from pronghorn.diagnose import verify_checks as checks
-from pronghorn.diagnose.verify_checks import Check, Passes
-from pronghorn.diagnose.verify_probe import NEIGHBOUR, Sight, probe_tokens, sight
+from pronghorn.errors import ConfigError
 from pronghorn.export.folder import whole_folder
-from pronghorn.models.attach import PathTaken, attached
-from pronghorn.models.expert_gradients import count_tokens
+from pronghorn.memory.plan import Plan
+from pronghorn.models.attach import PathTaken, attach, attached
+from pronghorn.models.expert_gradients import RoutedTokens, count_tokens
 from pronghorn.models.families import base_causal_lm
+from pronghorn.models.load import default_device, resolve_dtype
 from pronghorn.parity.parameters import canonical, trainable
-from pronghorn.parity.reference import accumulate, kept_gradients, part_by_part
+from pronghorn.parity.reference import accumulate, kept_gradients, layerwise_upcast
+from pronghorn.parity.visibility import NEIGHBOUR, Visibility, position_dependent, probe_tokens, visible_positions
+from pronghorn.train.build import attach_options, autocast_dtype, load
+from pronghorn.train.documents import find, prepare, tokenizer_for
 
+DOCUMENTS_A_ROW = 3
+"""At least: longer documents are cut to their last tokens, where the answer is."""
 LOGIT_ROWS = 384
 """Labelled rows whose logits are compared, spread over all."""
 FIRST_TOKENS = 64
@@ -49,7 +65,7 @@ class Subject:
     rows: list[list[Document]]
     """The documents of each packed row; all rows are one accumulated batch."""
     row_tokens: int
-    """What `collate` makes of a row, at most."""
+    """The longest row that `collate` makes."""
     autocast: torch.dtype | None = None
     """Around the forward pass, if training does."""
 
@@ -62,6 +78,142 @@ class Subject:
     def n_labels(self) -> int:
         """Supervised tokens of all rows."""
         return sum(document.supervised for document in self.documents)
+
+
+def subject_of(
+    recipe: Recipe, tokens: int, documents: Iterable[Mapping[str, Any]] | None = None, console: Console | None = None
+) -> Subject:
+    """Make from a recipe what is judged: its model and its training path, on its own first documents.
+
+    Args:
+        tokens: of the first row, at most max_seq_length; the second has half as many, so that they count differently.
+        documents: instead of the recipe's: `input_ids` and `labels` of each.
+        console: shown what happens while data are read.
+    Raises:
+        ConfigError: the recipe doesn't pack, or has no room for a document; and with DataError, UnsupportedError as
+            training would. What is made raises PlanDoesNotFit when it is built, as training does.
+    """
+    if not recipe.packing.enabled:
+        raise ConfigError("verify judges packed rows, and packing.enabled is false", "set packing.enabled=true for it")
+    tokens = min(tokens, recipe.model.max_seq_length)
+    quiet = Console(quiet=True)
+    found = find(recipe)
+    device = default_device()
+    dtype = resolve_dtype(recipe.precision.dtype, device)
+    tokenizer = tokenizer_for(recipe, found)
+    if documents is None:
+        documents = prepare(recipe, "train", tokenizer, console or quiet).dataset
+    rows = rows_of(documents, tokens)
+    config = found.config if found.config is not None else found.base and found.base.config
+    limit = getattr(config, "max_position_embeddings", None) or sys.maxsize
+    full = recipe.adapter.method == "full"
+    plan: Plan | None = None
+
+    def build() -> Any:
+        """Its plan is made here, as training's: when nothing else is on the card, and for training's rows."""
+        nonlocal plan
+        model, handle = load(recipe, found, tokenizer, quiet)
+        plan = resolve(
+            handle,
+            recipe.packing.rows_per_step,
+            recipe.model.max_seq_length,
+            packs=True,
+            autocast=autocast_dtype(recipe),
+            accumulates=recipe.train.gradient_accumulation_steps > 1,
+        )
+        handle.detach()
+        return model
+
+    def attach_as_trained(model: Any) -> object:
+        return attach(model, plan, **attach_options(recipe))
+
+    def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
+        """Pad rows to what the plan has room for; only the probe of a window is longer."""
+        length = max(tokens, sum(len(row["input_ids"]) for row in rows))
+        return Collator(length, tokenizer.pad_token_id or 0)(rows)
+
+    def reload(folder: Path) -> Any:
+        if not full:
+            tokenizer.save_pretrained(folder)  # tells how many tokens were added
+        return find(recipe, folder).model(torch.float32 if full else dtype, device)
+
+    return Subject(
+        name=recipe.model.name,
+        build=build,
+        attach=attach_as_trained,
+        collate=collate,
+        reload=reload,
+        rows=rows,
+        row_tokens=limit,
+        autocast=autocast_dtype(recipe),
+    )
+
+
+def rows_of(documents: Iterable[Mapping[str, Any]], tokens: int) -> list[list[Document]]:
+    """Two rows of whole or cut documents: up to `tokens`, and up to half as many.
+
+    Raises:
+        ConfigError: `tokens` leave no room for a document.
+    """
+    if tokens < 2 * DOCUMENTS_A_ROW:
+        least = f"make model.max_seq_length at least {2 * DOCUMENTS_A_ROW}, and --tokens"
+        raise ConfigError(f"rows of {tokens} tokens hold no {DOCUMENTS_A_ROW} documents", least)
+    rows: list[list[Document]] = []
+    remaining = iter(documents)
+    for room in (tokens, tokens // 2):
+        row, left = [], room
+        for each in remaining:
+            cut = min(room // DOCUMENTS_A_ROW, left)
+            ids, labels = list(each["input_ids"])[-cut:], list(each["labels"])[-cut:]
+            labels[0] = IGNORE_INDEX
+            if all(label == IGNORE_INDEX for label in labels):
+                continue
+            row.append(Document(ids, labels))
+            left -= len(ids)
+            if left < 2:
+                break
+        if row:
+            rows.append(row)
+    return rows
+
+
+@dataclass(frozen=True)
+class RoutedExperts:
+    """Which experts were given tokens, and trained."""
+
+    untrained: list[tuple[str, int, int]]
+    """(tensor, expert, tokens) for experts that saw tokens and whose slice has no gradient."""
+    idle: int
+    """Experts that saw none."""
+
+
+def routed_experts(routed: RoutedTokens) -> RoutedExperts | None:
+    """Read the counts after the backward; None where no expert is trained."""
+    if not any(routed.tensors()):
+        return None
+    untrained = [(canonical(name), expert, tokens) for name, expert, tokens in routed.untrained()]
+    return RoutedExperts(untrained, len(routed.idle()))
+
+
+@dataclass(frozen=True)
+class Passes:
+    """The results of a pass over all rows; tensors on the host."""
+
+    loss: float
+    losses: list[Tensor]
+    """[labels] of each document with labels; empty where the pass doesn't tell."""
+    logits: Tensor
+    """[R, V] at the compared positions; empty where the pass isn't asked for them."""
+    gradients: dict[str, Tensor]
+    dead: list[str]
+    """Trained tensors with no gradient, a zero one, or one that is not finite."""
+    routed: RoutedExperts | None = None
+    """None where the pass doesn't tell, or no expert is trained."""
+
+    @property
+    def finite(self) -> bool:
+        """Tell whether there is no infinity or NaN in it."""
+        return all(bool(x.isfinite().all()) for x in (*self.losses, self.logits, *self.gradients.values()))
 
 
 def compared_positions(documents: list[Document]) -> list[list[int]]:
@@ -110,16 +262,17 @@ class Run:
         self.kept = set(kept_gradients(self.parameters))
         base = base_causal_lm(self.model)
         self.device = base.device
-        self.probe = min(probe_tokens(base.config), subject.row_tokens - 2 * NEIGHBOUR)
+        self.probe = min(probe_tokens(base), subject.row_tokens - 2 * NEIGHBOUR)
+        self.position_dependent = position_dependent(base)
         self.first_tokens = [t == 0 for document in self.positions for t in document]
 
     def references(self, wide: torch.dtype, say: Callable[[str], None]) -> tuple[Passes, Passes]:
         """The plain pass and the exact one; the latter in `wide`, without autocast."""
-        with part_by_part(base_causal_lm(self.model)) as widen:
+        with layerwise_upcast(base_causal_lm(self.model)) as upcast:
             say("plain transformers and PEFT, one document at a time")
             with self._autocast():
                 plain = self._documents()
-            widen(wide)
+            upcast(wide)
             say(f"the same in {str(wide).removeprefix('torch.')}, layer by layer")
             return plain, self._documents()
 
@@ -145,8 +298,8 @@ class Run:
                     loss = self.model(**batch, use_cache=False, num_items_in_batch=items).loss
                 loss.backward()
                 total += loss.item()
-        experts = checks.experts(routed)
-        return replace(self._take([], total, torch.empty(0)), experts=experts)
+        experts = routed_experts(routed)  # before gradients are taken off the model
+        return replace(self._take([], total, torch.empty(0)), routed=experts)
 
     def _take(self, losses: list[Tensor], loss: float, logits: Tensor) -> Passes:
         """Take the gradients off the model: on the host, for the next pass needs the room."""
@@ -172,11 +325,11 @@ class Run:
 
     def packed_logits(self) -> Tensor:
         """[R, V], the compared logits out of the packed rows."""
-        found, number = [], 0
+        logits, number = [], 0
         for row in self.subject.rows:
-            found.append(self._logits(row, self.positions[number : number + len(row)]))
+            logits.append(self._logits(row, self.positions[number : number + len(row)]))
             number += len(row)
-        return torch.cat(found)
+        return torch.cat(logits)
 
     def alone_logits(self) -> tuple[list[int], Tensor]:
         """Those of some documents, each alone in its row; with the indices of the rows of `packed_logits`."""
@@ -197,11 +350,11 @@ class Run:
             out = self.model(**batch, use_cache=False, logits_to_keep=torch.tensor(keep, device=self.device))
         return out.logits[0].cpu()
 
-    def sight(self, packed: bool) -> list[Sight]:
-        """What a token reaches in each layer, in a packed row or alone."""
+    def visibility(self, packed: bool) -> list[Visibility]:
+        """Find what a token reaches in each layer, in a packed row or alone."""
         base, sample = base_causal_lm(self.model), self.subject.documents[0]
         with self._autocast():
-            return sight(base, sample, self.probe, packed and self._batch)
+            return visible_positions(base, sample, self.probe, packed and self._batch)
 
     @torch.no_grad()
     def shift(self) -> int | None:
@@ -220,8 +373,8 @@ class Run:
                 return shift
         return None
 
-    def reloaded(self, plain: Passes, exact: Passes) -> Check:
-        """Save as users do, let go of the model, load what was saved, compare tensors and logits."""
+    def reloaded(self) -> tuple[Tensor, list[str]]:
+        """Save as users do, let go of the model and load what was saved: its logits, and the tensors that differ."""
         trained = {name: p.detach().to("cpu", copy=True) for name, p in self.parameters.items()}
         with tempfile.TemporaryDirectory(prefix="pronghorn-verify-") as scratch:
             folder = Path(scratch) / "saved"
@@ -238,7 +391,7 @@ class Run:
         with torch.no_grad(), self._autocast():
             passed = accumulate(again, self.subject.documents, self.subject.n_labels, self.positions)
         logits = torch.cat([each.logits for each in passed if each.logits is not None])
-        return checks.reloaded(logits, differ, plain, exact)
+        return logits, differ
 
     def _batches(self) -> Iterator[dict[str, Any]]:
         return (self._batch(row) for row in self.subject.rows)

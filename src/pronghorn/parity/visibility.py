@@ -1,0 +1,133 @@
+"""What a token reaches in each layer, and which parameters only act through positions, as the model's family tells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from pronghorn.data.packing import IGNORE_INDEX, Document
+from pronghorn.families.registry import family_of
+from pronghorn.families.spec import Attention, BlockKind, Experts, GatedMLP
+
+NEIGHBOUR = 4
+"""Tokens of the documents before and after the probed one."""
+AT = 2
+"""The token of the probed document that is replaced: there are some before it, which must not see it."""
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """What sees a token in one token-mixing block of a layer."""
+
+    layer: int
+
+    inside: tuple[int, ...]
+    """The positions of the probed document that see its token `AT`."""
+    outside: bool
+    """Whether another document sees it."""
+
+
+def token_mixers(model: Any) -> list[tuple[int, nn.Module, BlockKind]]:
+    """List the blocks of a causal LM's layers that read other tokens, as its family has them: layer, module, kind."""
+    family = family_of(model.config)
+    return [
+        (number, layer.get_submodule(block.module), block.kind)
+        for number, layer in enumerate(model.base_model.layers)
+        for block in family.blocks(layer)
+        if not isinstance(block.kind, GatedMLP | Experts)
+    ]
+
+
+def probe_tokens(model: Any) -> int:
+    """Return the tokens of a probed document that is longer than what any token of it sees."""
+    windows = (kind.window(module) or 0 for _, module, kind in token_mixers(model) if isinstance(kind, Attention))
+    return max(*windows, NEIGHBOUR) + AT + NEIGHBOUR
+
+
+def position_dependent(model: Any) -> tuple[str, ...]:
+    """Return the prefixes of parameters that only reach the loss through rotated queries and keys."""
+    names = {module: name for name, module in model.named_modules()}
+    prefixes = []
+    for _, module, kind in token_mixers(model):
+        if isinstance(kind, Attention):
+            projections = kind.qkv[:2] if len(kind.qkv) == 3 else kind.qkv  # a linear of all three counts
+            parts = (*projections, kind.query_norm, kind.key_norm)
+            prefixes += [f"{names[module]}.{part}." for part in parts if part]
+    return tuple(prefixes)
+
+
+@torch.no_grad()
+def visible_positions(
+    model: Any,
+    sample: Document,
+    length: int,
+    make_batch: Callable[[list[Document]], dict[str, Any]] | Literal[False],
+) -> list[Visibility]:
+    """Find exactly what a token reaches in each layer: replace one input row and see which outputs change.
+
+    An output that doesn't see the row has the same bits, so this needs no tolerance. The inputs are random and the same
+    for every path, so that trained attention that hardly looks somewhere doesn't hide it.
+
+    Args:
+        model: attached or not.
+        sample: where the probe's tokens come from.
+        length: tokens of the probed document; a longer window isn't reached.
+        make_batch: packs documents into a batch on the device; False runs the probed document alone.
+    """
+    tokens = (sample.input_ids * (length // len(sample) + 1))[:length]
+
+    def document(n: int) -> Document:
+        return Document(tokens[:n], [IGNORE_INDEX] * n)
+
+    start = 0 if make_batch is False else NEIGHBOUR
+    if make_batch is False:
+        batch: dict[str, Any] = {"input_ids": torch.tensor(tokens, device=model.device)[None]}
+    else:
+        batch = make_batch([document(NEIGHBOUR), document(length), document(NEIGHBOUR)])
+        del batch["labels"]
+    generator = torch.Generator().manual_seed(0)
+    inputs, other = torch.randn(2, length, model.config.hidden_size, generator=generator)
+    row = torch.randn(batch["input_ids"].shape[1], model.config.hidden_size, generator=generator)
+    row[start : start + length] = inputs
+    visibility: list[Visibility] = []
+
+    def look(number: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        given: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        before = row.to(given)[None]
+        rest = {name: value for name, value in kwargs.items() if name != "hidden_states"}
+
+        def mixed(states: Tensor) -> Tensor:
+            out = module.forward(states, *args[1:], **rest)
+            return out[0] if isinstance(out, tuple) else out
+
+        right = mixed(before)
+
+        def seen_by(token: int) -> list[int]:
+            after = before.clone()
+            after[0, token] = other[AT].to(given)
+            changed = mixed(after) != right
+            return changed[0].any(-1).nonzero().flatten().tolist()
+
+        seen = seen_by(start + AT)
+        inside = tuple(t - start for t in seen if start <= t < start + length)
+        outside = len(inside) < len(seen) or (start > 0 and max(seen_by(start - 1), default=0) >= start)
+        visibility.append(Visibility(number, inside, outside))
+
+    hooks = [
+        module.register_forward_hook(partial(look, number), with_kwargs=True)
+        for number, module, _ in token_mixers(model)
+    ]
+    was_training = model.training
+    model.eval()
+    try:
+        model(**batch, use_cache=False, logits_to_keep=1)
+    finally:
+        model.train(was_training)
+        for hook in hooks:
+            hook.remove()
+    return visibility
