@@ -11,17 +11,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from typer.testing import CliRunner
 
 from benchmarks import ops
-from benchmarks.op_case import Case, Draw, Way, by_autograd
+from benchmarks.op_case import Case, Draw, OpCandidate, Way, by_autograd, judge
 from benchmarks.op_cases import GATE_ROWS, linear_loss_case
-from benchmarks.op_gate import OpCandidate, judge
 from benchmarks.op_list import OPS, cases
 from benchmarks.ops import OpsOptions, Stopwatch, bench_ops, measure
 from benchmarks.record import read_results
 from benchmarks.timing import HostClock
 from pronghorn.parity.distance import distance
+from support import programs
 
 EVERY = [(op, index) for op, (_, _, tiny) in OPS.items() for index in range(len(tiny))]
 
@@ -30,9 +29,8 @@ def a_case(op: str, index: int = 0, dtype: torch.dtype = torch.float32) -> Case:
     return list(cases(op, 32, "cpu", dtype).values())[index]()
 
 
-def invoke(*arguments: object, **environment: str) -> Any:
-    columns = {"NO_COLOR": "1", "COLUMNS": "250"}
-    return CliRunner().invoke(ops.app, [*map(str, arguments)], env=columns | environment)
+def invoke(*arguments: object) -> Any:
+    return programs.invoke(ops, *arguments)
 
 
 # --- the gate
@@ -171,7 +169,7 @@ def test_who_can_not_be_made_at_full_size_fails_alone(monkeypatch: pytest.Monkey
             raise RuntimeError("no room")
         return by_autograd(some, some.formula)
 
-    monkeypatch.setattr("benchmarks.ops._other", lambda *_: OpCandidate("other", make))
+    monkeypatch.setattr("benchmarks.ops.other", lambda *_: OpCandidate("other", make))
     ours, plain, other = measure(case, ("other",), 2, Stopwatch("cpu"), "cpu")
     assert ours.timings and plain.timings and not other.timings
     assert other.gate["reasons"] == ["RuntimeError: no room"]
@@ -237,7 +235,7 @@ def test_without_room_for_the_ceiling_times_stay(monkeypatch: pytest.MonkeyPatch
     def too_large(*_: Any) -> Any:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(ops, "_ceilings", too_large)
+    monkeypatch.setattr(ops, "measure_ceilings", too_large)
     pronghorn, _ = measure(a_case("swiglu"), (), 2, Stopwatch("cpu"), "cpu")
     assert pronghorn.timings["step"] and "no ceiling: OutOfMemoryError: no room" in pronghorn.notes
 
@@ -298,7 +296,7 @@ def test_a_figure_is_work_over_time_and_its_share_of_the_copy() -> None:
     candidate = OpCandidate("pronghorn", case.pronghorn, gate={"green": True, "reasons": [], "errors": {}})
     candidate.timings = {"forward": [2.0, 1.0, 4.0], "backward": [5.0], "step": [7.0, 6.0, 9.0]}
     candidate.work, candidate.ceiling_ms = {"forward": 8e6, "backward": 20e6}, {"forward": 1.5}
-    result = ops._result(case.op, case.shape, case.tokens, False, candidate, OpsOptions(), "cuda")
+    result = ops.result_of(case, candidate, OpsOptions(), "cuda")
     assert result.extra["reached"] == {"forward": 4.0, "backward": 4.0}  # GB/s
     assert result.extra["share_of_ceiling"] == {"forward": 0.75}
     assert result.ceilings == pytest.approx({"copy_bytes_per_s_forward": 8e6 / 1.5e-3})

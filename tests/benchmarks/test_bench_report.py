@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from benchmarks import plots
+from benchmarks import plots, report
 from benchmarks.record import Result, Workload, read_results, write_results
-from benchmarks.report import app, collect, markdown, replaced
+from benchmarks.report import collect, markdown, replaced
 from pronghorn.errors import ConfigError, DataError
+from support import programs
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "bench-report.md"
@@ -99,7 +99,7 @@ def tables(folder: Path) -> str:
 
 
 def invoke(*arguments: object) -> Any:
-    return CliRunner().invoke(app, [*map(str, arguments)], env={"NO_COLOR": "1", "COLUMNS": "200"})
+    return programs.invoke(report, *arguments)
 
 
 @pytest.fixture
