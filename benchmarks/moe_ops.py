@@ -1,8 +1,8 @@
-"""A layer of experts against transformers' ways of computing it, and its large products tile by tile.
+"""A layer of experts against transformers' ways of computing it.
 
 Random weights of Qwen3-30B-A3B's and gpt-oss-20b's shapes, bfloat16. The gate comes first: the frozen layer must be as
 near to float32 as transformers' eager experts are, forward and backward, or nothing is timed and the status is 1;
-adapters and single tiles are judged by the tests. `benchmarks.ops` times the parts of the layer.
+adapters are judged by the tests. `benchmarks.ops` times the parts of the layer.
 
     python -m benchmarks.moe_ops --out moe_ops.json
 """
@@ -27,16 +27,11 @@ from benchmarks.counts import measure_ceilings
 from benchmarks.program import parser_of, run
 from benchmarks.record import Result, Workload, check_out, command_line, keeper, write_results
 from benchmarks.timing import CudaClock, HostClock
-from pronghorn.kernels.grouped_gemm import choose, multiply
 from pronghorn.models import experts as ours
-from pronghorn.moe.route import route
 from pronghorn.parity.distance import distance
 
 SHAPES = {"qwen3-30b-a3b": (128, 8, 2048, 768), "gpt-oss-20b": (32, 4, 2880, 2880)}
-TILES = ((128, 128, 64, 8, 3), (128, 256, 64, 8, 3), (128, 128, 64, 4, 4), (64, 128, 64, 4, 4), (64, 256, 64, 8, 4))
 RANK = 16
-Cases = dict[str, tuple[Callable[[], Any], float]]
-"""What is timed, and its operations; 0 for a layer."""
 
 
 def make(name: str, sizes: tuple[int, int, int, int], tokens: int, device: str) -> tuple[Any, Tensor, Tensor, Tensor]:
@@ -77,41 +72,13 @@ def gate(module: Any, x: Tensor, index: Tensor, w: Tensor) -> tuple[bool, list[A
     return all(check.excess <= 1 for check in checks), [asdict(check) for check in checks]
 
 
-def products(module: Any, x: Tensor, index: Tensor) -> Cases:
-    """List the layer's large products by the way that this device takes, and by Triton tile by tile."""
-    plain, cuda, routing = x.detach(), x.is_cuda, route(index, module.num_experts)
-    w1, w2 = (weight if module.is_transposed else weight.transpose(1, 2) for weight in ours.weights(module))
-    (width, hidden), rows = w2.shape[1:], index.numel()
-    h, d, y = (torch.randn(rows, size, device=x.device, dtype=x.dtype) for size in (2 * width, width, hidden))
-    best, _ = choose(x.device, x.dtype, (hidden, width))
-    cases: Cases = {}
-    for name, (many, weight) in {
-        "gate_up": (y, w1),
-        "down": (d, w2),
-        "d down": (y, w2.mT),
-        "d gate_up": (h, w1.mT),
-    }.items():
-        operations = 2.0 * rows * weight.shape[1] * weight.shape[2]
-        cases[f"{name}: {best}"] = partial(multiply, many, weight, routing.offsets, best), operations
-        if cuda:
-            from pronghorn.kernels import grouped_gemm_triton as triton
-
-            given = (
-                (plain, weight, routing.offsets, routing.tokens) if many is y else (many, weight, routing.offsets, None)
-            )
-            for tile in TILES:  # the products of y's width gather
-                work = partial(triton.multiply, *given, None, 1.0, triton.Tile(*tile))
-                cases[f"{name}: triton {tile}"] = work, operations
-    return cases
-
-
-def layers(module: Any, x: Tensor, index: Tensor, w: Tensor) -> Cases:
+def layers(module: Any, x: Tensor, index: Tensor, w: Tensor) -> dict[str, Callable[[], Any]]:
     """List the whole layer, frozen and with PEFT's adapter, by each way."""
-    cases: Cases = {}
+    cases: dict[str, Callable[[], Any]] = {}
     dy, others = torch.randn_like(x), ["eager", *(["grouped_mm"] if x.is_cuda else [])]
     for way in (ours.NAME, *others):
         for name, grad in (("forward", None), ("forward and backward", dy)):
-            cases[f"layer {name}: {way}"] = partial(outputs, module, module, way, x, index, w, grad), 0
+            cases[f"layer {name}: {way}"] = partial(outputs, module, module, way, x, index, w, grad)
     holder = nn.ModuleDict({"experts": module})
     targets = [f"experts.{name}" for name in ("gate_up_proj", "down_proj")]
     adapted = get_peft_model(holder, LoraConfig(r=RANK, target_modules=[], target_parameters=targets))  # type: ignore
@@ -119,7 +86,7 @@ def layers(module: Any, x: Tensor, index: Tensor, w: Tensor) -> Cases:
     for each in ours.wrappers(adapted):  # hands A and B over to our way only: others fold, as PEFT does
         each.__class__ = ours.wrapper_class(type(each))
     for way in (ours.NAME, *others):
-        cases[f"layer with LoRA: {way}"] = partial(outputs, wrapper, module, way, x, index, w, dy), 0
+        cases[f"layer with LoRA: {way}"] = partial(outputs, wrapper, module, way, x, index, w, dy)
     return cases
 
 
@@ -157,11 +124,9 @@ def main(given: argparse.Namespace) -> bool:
         green, checks = gate(*made)
         times: dict[str, list[float]] = {}
         print(name, "gate", "green" if green else f"RED {checks}", flush=True)
-        for case, (work, amount) in {**products(*made[:3]), **layers(*made)}.items() if green else ():
-            times[case] = milliseconds(work, clock, given.repeats)
-            median = statistics.median(times[case])
-            rate = f"{amount / median / 1e9:8.2f} TFLOP/s" if amount else ""
-            print(f"  {case:45} {median:9.3f} ms {rate}", flush=True)
+        for case, call in layers(*made).items() if green else ():
+            times[case] = milliseconds(call, clock, given.repeats)
+            print(f"  {case:45} {statistics.median(times[case]):9.3f} ms", flush=True)
         work = Workload(f"{name}, experts of one layer", "experts", given.tokens, "a random router", -1.0, 0)
         gated = {"green": green, "checks": checks}
         results.append(Result(command_line(), "pronghorn", work, gated, times, ceilings=ceilings, commit=given.commit))

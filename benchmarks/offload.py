@@ -143,7 +143,8 @@ def main(given: argparse.Namespace) -> bool:
     ]  # fmt: skip
     write_results(results, given.out)
     rows_shown = [
-        {"way": f"{name} ({states[name]})", "step, ms": f"{medians[name]:,.1f}", "least": f"{min(way.milliseconds):,.1f}",
+        {"way": f"{name} ({states[name]})",
+         "step, ms": f"{medians[name]:,.1f}", "least": f"{min(way.milliseconds):,.1f}",
          "greatest": f"{max(way.milliseconds):,.1f}", "MHz": clocks.get(name), "peak, GiB": f"{way.peak / 2**30:.2f}"}
         for name, way in ways.items() if checked["green"]
     ]  # fmt: skip

@@ -39,7 +39,7 @@ REPEATS = 5
 
 
 def measure(rows: list[Any], tokenizer: Any) -> tuple[dict[str, list[float]], int, bool]:
-    """Return the milliseconds of each candidate, the tokens of the texts, and whether all of them gave the same tokens."""
+    """Return the milliseconds of each candidate, the tokens of the texts, and whether all gave the same."""
     how = Tokenising(tokenizer, "completion", None)
     texts = [each.text for each in _render(rows, tokenizer, "completion")]
     encode = tokenizer.backend_tokenizer.encode_batch
