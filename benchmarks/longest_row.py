@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import math
 import time
+from bisect import bisect_right
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -38,6 +39,8 @@ from pronghorn.models.attach import attach
 POLICIES = dict(zip(("keep", "norms", "mlp", "layer", "offload"), Policy, strict=True))
 STEP = 64
 """Rows are multiples of so many tokens."""
+MOST = 2**24
+"""Tokens that no row reaches."""
 APART = 5
 """Percent of the predicted row from one that is tried to the next."""
 FARTHEST = 20
@@ -51,14 +54,9 @@ def predicted(shape: ModelDims, tokens: int, policy: Policy) -> int:
 
 
 def longest(shape: ModelDims, policy: Policy, budget: int) -> int:
-    """Return the most tokens, a multiple of STEP, by bisection: more tokens never take less."""
-    least, most = 0, 1
-    while predicted(shape, most * STEP, policy) <= budget:
-        least, most = most, 2 * most
-    while most - least > 1:
-        middle = (least + most) // 2
-        least, most = (middle, most) if predicted(shape, middle * STEP, policy) <= budget else (least, middle)
-    return least * STEP
+    """Return the most tokens, a multiple of STEP, within a budget: more tokens never take less."""
+    lengths = range(STEP, MOST, STEP)
+    return STEP * bisect_right(lengths, budget, key=lambda tokens: predicted(shape, tokens, policy))
 
 
 def next_percent(trained: Sequence[int], failed: Sequence[int]) -> int | None:

@@ -1,4 +1,4 @@
-"""What memory costs in time: Pronghorn's `auto` within several limits, against other ways and others' modes.
+"""Measure what memory costs in time: Pronghorn's `auto` within several limits, against other ways and others' modes.
 
     python -m benchmarks.memory_time --model Llama-3.1-8B --limits 8 --against unsloth:off,unsloth:auto,hf:on
     python -m benchmarks.memory_time --model Llama-3.2-1B --cards 8GiB,12GiB,16GiB,24GiB --against unsloth:auto
@@ -37,7 +37,7 @@ from pronghorn.models import auto_plan
 
 
 def limits(model: str, method: Method, tokens: int, count: int) -> list[int]:
-    """Evenly from what the smallest plan takes to what keeping everything does, in MiB steps."""
+    """Return limits evenly from what the smallest plan takes to what keeping everything does, in MiB steps."""
     from transformers import AutoConfig
 
     fields = shape_of(model)
@@ -54,7 +54,7 @@ Asked = tuple[str, Any, int | None]
 
 
 def groups(given: argparse.Namespace) -> list[list[Asked]]:
-    """Who is measured by turns with the first of the group."""
+    """Return who is measured by turns with the first of the group."""
     others = [name.partition(":")[::2] for name in given.against]
     for name, mode in others:
         if name not in CANDIDATES or mode not in get_args(Recompute):
@@ -69,17 +69,19 @@ def groups(given: argparse.Namespace) -> list[list[Asked]]:
 
 
 def candidate_of(asked: Asked, spec: Spec) -> CandidateResult:
+    """Return a candidate that was asked for, nothing measured yet."""
     candidate, mode, memory = asked
     spec = replace(spec, candidate=candidate, recompute=mode, memory=memory)
     return CandidateResult(f"{candidate}, {recompute_label(spec)}", spec)
 
 
 def draw(files: Sequence[Path], plot: Path) -> None:
-    every = [each for file in files for each in read_results(file)]
-    work, device = every[0].workload, every[0].device
-    alike = [each for each in every if (each.workload, each.device) == (work, device)]
-    shown = [each for each in alike if each.gate["green"] and each.timings_ms and each.memory_bytes]
-    plot.write_bytes(memory_time(f"{work.shape}, {work.tokens:,} tokens, {device}", shown))
+    """Draw the results of the first one's workload and device; red gates are left out."""
+    results = [result for file in files for result in read_results(file)]
+    work, device = results[0].workload, results[0].device
+    alike = [result for result in results if (result.workload, result.device) == (work, device)]
+    drawn = [result for result in alike if result.shown and result.memory_bytes]
+    plot.write_bytes(memory_time(f"{work.shape}, {work.tokens:,} tokens, {device}", drawn))
 
 
 def arguments() -> argparse.ArgumentParser:

@@ -83,8 +83,8 @@ def layers(module: Any, x: Tensor, index: Tensor, w: Tensor) -> dict[str, Callab
     targets = [f"experts.{name}" for name in ("gate_up_proj", "down_proj")]
     adapted = get_peft_model(holder, LoraConfig(r=RANK, target_modules=[], target_parameters=targets))  # type: ignore
     wrapper: Any = adapted.base_model.model["experts"]
-    for each in ours.wrappers(adapted):  # hands A and B over to our way only: others fold, as PEFT does
-        each.__class__ = ours.wrapper_class(type(each))
+    for adapter in ours.wrappers(adapted):  # hands A and B over to our way only: others fold, as PEFT does
+        adapter.__class__ = ours.wrapper_class(type(adapter))
     for way in (ours.NAME, *others):
         cases[f"layer with LoRA: {way}"] = partial(outputs, wrapper, module, way, x, index, w, dy)
     return cases

@@ -131,9 +131,8 @@ def main(given: argparse.Namespace) -> bool:
         saved = medians["one buffer"] - medians["two buffers"]
         extra |= {"copy_ms": c, "compute_ms": g, "predicted_ms": predicted, "saved_ms": saved, "hidden_share": hidden}
         cycles = {name: medians[name] * clocks[name] for name in WAYS}
-        extra["saved_cycles_share"] = (cycles["one buffer"] - cycles["two buffers"]) / (
-            predicted * clocks["one buffer"]
-        )
+        saved_cycles = cycles["one buffer"] - cycles["two buffers"]
+        extra["saved_cycles_share"] = saved_cycles / (predicted * clocks["one buffer"])
         extra["layers_ms"] = {"one buffer": [vars(t) for t in one], "two buffers": [vars(t) for t in two]}
     work = Workload(given.shape, "lora", given.tokens, "lognormal", 1.0, given.seed)
     results = [
@@ -149,7 +148,8 @@ def main(given: argparse.Namespace) -> bool:
         for name, way in ways.items() if checked["green"]
     ]  # fmt: skip
     show(rows_shown, f"{given.shape}, gate {checked}")
-    print({key: round(value, 3) for key, value in extra.items() if isinstance(value, float)})
+    if checked["green"]:
+        print({key: round(value, 3) for key, value in extra.items() if isinstance(value, float)})
     return checked["green"]
 
 

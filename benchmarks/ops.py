@@ -209,7 +209,7 @@ def other(name: str, case: Case, device: str) -> OpCandidate:
 
 def measure_ceilings(case: Case, candidates: Sequence[OpCandidate], repeats: int, watch: Stopwatch) -> None:
     """Time a copy of as many bytes (half read, half written), or as many operations of a plain product."""
-    known: dict[float, float] = {}
+    of_amount: dict[float, float] = {}
 
     def milliseconds(work: Callable[[], Any]) -> float:
         way = Way(lambda: None, lambda _: work(), None, lambda *_: {}, (0.0, 0.0))
@@ -223,12 +223,12 @@ def measure_ceilings(case: Case, candidates: Sequence[OpCandidate], repeats: int
     for candidate in candidates:
         for part, amount in candidate.work.items():
             if case.product is not None:
-                known[amount] = amount * per_operation
-            elif amount not in known:
+                of_amount[amount] = amount * per_operation
+            elif amount not in of_amount:
                 source = torch.empty(int(amount) // 2, dtype=torch.uint8, device=case.inputs[0].device)
                 target = torch.empty_like(source)
-                known[amount] = milliseconds(functools.partial(target.copy_, source))
-            candidate.ceiling_ms[part] = known[amount]
+                of_amount[amount] = milliseconds(functools.partial(target.copy_, source))
+            candidate.ceiling_ms[part] = of_amount[amount]
 
 
 def result_of(case: Case, candidate: OpCandidate, options: OpsOptions, device: str) -> Result:

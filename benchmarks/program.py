@@ -50,7 +50,7 @@ def show(rows: Sequence[Mapping[str, Any]], title: str = "") -> None:
     import pandas as pd
 
     print(f"\n{title}" if title else "")
-    print(pd.DataFrame(rows).fillna("–").to_string(index=False, justify="left"), flush=True)
+    print(pd.DataFrame(rows).astype(object).fillna("–").to_string(index=False, justify="left"), flush=True)
 
 
 def packed_batches(model: Any, tokens: int, seed: int) -> list[dict[str, Any]]:

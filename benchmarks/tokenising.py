@@ -41,7 +41,7 @@ REPEATS = 5
 def measure(rows: list[Any], tokenizer: Any) -> tuple[dict[str, list[float]], int, bool]:
     """Return the milliseconds of each candidate, the tokens of the texts, and whether all gave the same."""
     how = Tokenising(tokenizer, "completion", None)
-    texts = [each.text for each in _render(rows, tokenizer, "completion")]
+    texts = [document.text for document in _render(rows, tokenizer, "completion")]
     encode = tokenizer.backend_tokenizer.encode_batch
     with tempfile.TemporaryDirectory() as folder:
         candidates: dict[str, Callable[[], Any]] = {
@@ -63,9 +63,9 @@ def measure(rows: list[Any], tokenizer: Any) -> tuple[dict[str, list[float]], in
         from datasets import Dataset
 
         ours = Dataset.from_file(str(Path(folder) / "part-00000.arrow"))["input_ids"]
-    theirs = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-    bare = [each.ids for each in encode(texts, add_special_tokens=False)]
-    return times, sum(map(len, theirs)), list(ours) == theirs == bare
+    plain = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    bare = [encoding.ids for encoding in encode(texts, add_special_tokens=False)]
+    return times, sum(map(len, plain)), list(ours) == plain == bare
 
 
 def arguments() -> argparse.ArgumentParser:

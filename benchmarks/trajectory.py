@@ -47,7 +47,7 @@ Batches = list[tuple[dict[str, Any], int]]  # a model's arguments, and how many 
 
 @dataclass(frozen=True)
 class Run:
-    """Hold a candidate's training from one seed, in nats a supervised token; held out before, halfway and at the end."""
+    """Hold a training from one seed, in nats a supervised token; held out before, halfway and at the end."""
 
     losses: list[float]
     heldout: list[float]
