@@ -23,32 +23,21 @@ from datasets import Dataset
 from trl import SFTConfig
 
 from benchmarks.counts import measure_ceilings
-from benchmarks.program import parser_of, run, show
+from benchmarks.program import gsm8k, parser_of, run, show
 from benchmarks.record import Result, Workload, check_out, command_line, read_results, write_results
 from pronghorn.api import FastLanguageModel
-from pronghorn.data.chat import fit, label_rows
-from pronghorn.data.rows import read_rows
 from pronghorn.errors import ConfigError
 from pronghorn.train.trainer import SFTTrainer
 
-COLUMNS = {"prompt": "question", "completion": "answer"}
 
-
-def documents(path: Path, tokenizer: Any, row: int, limit: int) -> Dataset:
-    """Tokenise the first rows of a file."""
-    rows = read_rows(path, COLUMNS)[:limit]
-    made = fit(label_rows(rows, tokenizer).documents, row, "truncate").documents
-    return Dataset.from_dict({"input_ids": [d.input_ids for d in made], "labels": [d.labels for d in made]})
-
-
-def train(given: argparse.Namespace, packing: bool, train_rows: int) -> dict[str, Any]:
+def train(given: argparse.Namespace, packing: bool) -> dict[str, Any]:
     """Train and evaluate with packed rows or padded batches."""
     model, tokenizer = FastLanguageModel.from_pretrained(
         str(given.model), max_seq_length=given.row, use_gradient_checkpointing=False
     )
     model = FastLanguageModel.get_peft_model(model, r=16, lora_alpha=32)
-    data = documents(given.data / "train.jsonl", tokenizer, given.row, train_rows)
-    held_out = documents(given.data / "test.jsonl", tokenizer, given.row, 400)
+    data = Dataset.from_list(gsm8k(given.data / "train.jsonl", tokenizer, given.row, given.train_rows))
+    held_out = Dataset.from_list(gsm8k(given.data / "test.jsonl", tokenizer, given.row, 400))
     mean = statistics.mean(len(ids) for ids in data["input_ids"])
     with tempfile.TemporaryDirectory() as folder:
         config = SFTConfig(
@@ -137,7 +126,7 @@ def main(given: argparse.Namespace) -> bool:
     check_out(given.out)
     ceilings, results = measure_ceilings(), []
     for candidate, packing in (("packed", True), ("padded", False)):
-        outcome = train(given, packing, given.train_rows)
+        outcome = train(given, packing)
         gc.collect()
         torch.cuda.empty_cache()
         green = outcome["after"] < outcome["before"] - 0.1

@@ -53,6 +53,16 @@ def show(rows: Sequence[Mapping[str, Any]], title: str = "") -> None:
     print(pd.DataFrame(rows).astype(object).fillna("–").to_string(index=False, justify="left"), flush=True)
 
 
+def gsm8k(file: Path, tokenizer: Any, longest: int, most: int | None = None) -> list[dict[str, list[int]]]:
+    """Tokenise the first rows of a file of GSM8K, the answers supervised, cut after `longest` tokens."""
+    from pronghorn.data.chat import fit, label_rows
+    from pronghorn.data.rows import read_rows
+
+    rows = read_rows(file, {"prompt": "question", "completion": "answer"})[:most]
+    documents = fit(label_rows(rows, tokenizer).documents, longest, "truncate").documents
+    return [{"input_ids": document.input_ids, "labels": document.labels} for document in documents]
+
+
 def packed_batches(model: Any, tokens: int, seed: int) -> list[dict[str, Any]]:
     """Make the rows of `workload.make_rows` (log-normal documents, all supervised) as Pronghorn's batches, on the
     model's device."""

@@ -30,10 +30,8 @@ from benchmarks import program
 from benchmarks.candidates.base import device, weights_dtype
 from benchmarks.record import Result, Workload, check_out, command_line, keeper, write_results
 from pronghorn.data.batch import Collator
-from pronghorn.data.chat import fit, label_rows
 from pronghorn.data.packed_rows import PackedRows
 from pronghorn.data.packing import IGNORE_INDEX
-from pronghorn.data.rows import read_rows
 from pronghorn.errors import ConfigError
 from pronghorn.models.attach import attach
 from pronghorn.models.lora import add_lora
@@ -73,12 +71,6 @@ def judge(reference: Sequence[Run], plain: Sequence[Run], pronghorn: Sequence[Ru
         near = off["heldout"] <= off["heldout_limit"] and off["curve"] <= off["curve_limit"]
         seeds.append(off | {"green": near and off["fall"] >= LEAST_FALL})
     return {"spread": spread, "seeds": seeds, "green": all(seed["green"] for seed in seeds)}
-
-
-def documents(file: Path, tokenizer: Any, row: int) -> list[dict[str, Any]]:
-    """Tokenise a file's conversations."""
-    rows = label_rows(read_rows(file, {"prompt": "question", "completion": "answer"}), tokenizer).documents
-    return [{"input_ids": d.input_ids, "labels": d.labels} for d in fit(rows, row, "truncate").documents]
 
 
 def batches(rows: PackedRows, collate: Collator | None) -> Batches:
@@ -169,7 +161,7 @@ def main(given: argparse.Namespace) -> bool:
     check_out(given.out)
     torch.set_float32_matmul_precision("highest")
     tokenizer = AutoTokenizer.from_pretrained(given.model)
-    texts = {name: documents(given.data / f"{name}.jsonl", tokenizer, given.row) for name in ("train", "test")}
+    texts = {name: program.gsm8k(given.data / f"{name}.jsonl", tokenizer, given.row) for name in ("train", "test")}
     held_out = PackedRows(texts["test"], given.row).first(HELD_OUT_ROWS)
     dtypes = {"reference": torch.float32, "plain": weights_dtype("lora"), "pronghorn": weights_dtype("lora")}
     runs: dict[str, list[Run]] = {name: [] for name in dtypes}
