@@ -104,7 +104,7 @@ def draw(results: Sequence[Result], file: Path) -> None:
 
 
 def arguments() -> argparse.ArgumentParser:
-    """Declare the program's given."""
+    """Declare the program's arguments."""
     parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, help="SmolLM2-135M-Instruct as a safetensors folder")
     parser.add_argument("--data", type=Path, help="folder with GSM8K's train.jsonl and test.jsonl")

@@ -27,6 +27,7 @@ from transformers import AutoTokenizer
 from benchmarks.program import parser_of, run, show
 from benchmarks.record import Result, Workload, check_out, command_line, write_results
 from pronghorn.data.chat import _render
+from pronghorn.data.control_tokens import ControlTokens
 from pronghorn.data.parts import Tokenising
 from pronghorn.data.rows import read_rows
 
@@ -40,8 +41,9 @@ REPEATS = 5
 
 def measure(rows: list[Any], tokenizer: Any) -> tuple[dict[str, list[float]], int, bool]:
     """Return the milliseconds of each candidate, the tokens of the texts, and whether all gave the same."""
-    how = Tokenising(tokenizer, "completion", None)
-    texts = [document.text for document in _render(rows, tokenizer, "completion")]
+    how = Tokenising(tokenizer, "completion", None, "escape")
+    rendered = _render(rows, tokenizer, "completion", None, None, ControlTokens(tokenizer), "escape")
+    texts = [document.text for document in rendered]
     encode = tokenizer.backend_tokenizer.encode_batch
     with tempfile.TemporaryDirectory() as folder:
         candidates: dict[str, Callable[[], Any]] = {

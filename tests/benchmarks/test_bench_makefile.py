@@ -134,6 +134,19 @@ def test_offload_runs_on_the_cpu(tmp_path: Path) -> None:
     assert not ways[0].extra["megahertz"] and "saved_cycles_share" not in ways[0].extra
 
 
+def test_tokenising_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It calls what the data package has; a tokenizer without a chat template doesn't give the same tokens."""
+    from benchmarks import tokenising
+    from pronghorn.data.rows import read_rows
+    from pronghorn.diagnose.shapes import byte_tokenizer
+
+    monkeypatch.setattr(tokenising, "REPEATS", 1)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "one and one", "completion": "two"}\n' * 3)
+    rows = read_rows(tmp_path / "rows.jsonl", {})
+    times, tokens, _ = tokenising.measure(rows, byte_tokenizer(512))
+    assert tokens > 0 and [len(series) for series in times.values()] == [1, 1, 1]
+
+
 @pytest.mark.parametrize("n", [6, 8, 10, 12, 20, 21, 60])
 def test_the_interval_of_a_median_covers_it_in_95_of_100(n: int) -> None:
     from benchmarks.always_on import of_median_95
