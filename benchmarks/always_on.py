@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import math
 import statistics
 import tempfile
@@ -32,14 +31,13 @@ from datasets import Dataset
 from transformers import TrainerCallback
 from trl import SFTConfig
 
-from benchmarks.record import write_json
+from benchmarks.program import parser_of, run
+from benchmarks.record import Facts
 from benchmarks.timing import STEPS_A_TURN, CudaClock, HostClock
 from benchmarks.workload import make_rows
-from pronghorn.device import device_name, versions
 from pronghorn.diagnose.shapes import checkpoint_of
 from pronghorn.models.load import default_device, load_model
 from pronghorn.models.lora import add_lora
-from pronghorn.train.page import check_writable
 from pronghorn.train.trainer import SFTTrainer
 
 WARM_TURNS = 4
@@ -47,38 +45,15 @@ DOCUMENTS = 16
 """Of equal length in every row, so that all steps are alike."""
 
 
+CALLS = ("training_step", "get_batch_samples", "log", "_clip_grad_norm", "_get_grad_norm")
+NORMS = CALLS[3:]
+"""Stock takes the norms of gradients in the one where it clips, in the other, for its log, where it doesn't."""
+
+
 class Stock(trl.SFTTrainer):
     """TRL's trainer, timed on the host, below Pronghorn's."""
 
     inner = norms = 0.0
-
-    def _below(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        began = time.thread_time()
-        result = call(*args, **kwargs)
-        self.inner += time.thread_time() - began
-        return result
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._below(super().training_step, *args, **kwargs)
-
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        return self._below(super().get_batch_samples, *args, **kwargs)
-
-    def log(self, *args: Any, **kwargs: Any) -> None:
-        self._below(super().log, *args, **kwargs)
-
-    def _of_norms(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        before = self.inner
-        result = self._below(call, *args, **kwargs)
-        self.norms += self.inner - before
-        return result
-
-    def _clip_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
-        return self._of_norms(super()._clip_grad_norm, *args, **kwargs)
-
-    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
-        """Where nothing is clipped stock takes the norms here, for the log."""
-        return self._of_norms(super()._get_grad_norm, *args, **kwargs)
 
 
 class ByTurns(SFTTrainer, Stock):
@@ -88,37 +63,44 @@ class ByTurns(SFTTrainer, Stock):
         super().__init__(*args, **kwargs)
         self.clock, self.marks, self.outer, self.told = clock, [], 0.0, True
         judge = self._watch.on_pre_optimizer_step
-        self._watch.on_pre_optimizer_step = lambda *a, **k: self._outside(judge, *a, **k) if self.told else None
+        self._watch.on_pre_optimizer_step = lambda *a, **k: self.outside(judge, *a, **k) if self.told else None
 
-    def _outside(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def outside(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call what Pronghorn does, timed on the host."""
         began = time.thread_time()
         result = call(*args, **kwargs)
         self.outer += time.thread_time() - began
         return result
 
-    def _either(self, name: str, *args: Any, **kwargs: Any) -> Any:
+
+def _below(name: str) -> Callable[..., Any]:
+    def call(self: Stock, *args: Any, **kwargs: Any) -> Any:
+        began = time.thread_time()
+        result = getattr(super(Stock, self), name)(*args, **kwargs)
+        seconds = time.thread_time() - began
+        self.inner += seconds
+        self.norms += seconds if name in NORMS else 0.0
+        return result
+
+    return call
+
+
+def _either(name: str) -> Callable[..., Any]:
+    def call(self: ByTurns, *args: Any, **kwargs: Any) -> Any:
         if self.told:
-            return self._outside(getattr(super(), name), *args, **kwargs)
+            return self.outside(getattr(super(ByTurns, self), name), *args, **kwargs)
         return getattr(super(SFTTrainer, self), name)(*args, **kwargs)
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._either("training_step", *args, **kwargs)
+    return call
 
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        return self._either("get_batch_samples", *args, **kwargs)
 
-    def log(self, *args: Any, **kwargs: Any) -> None:
-        self._either("log", *args, **kwargs)
-
-    def _clip_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
-        return self._either("_clip_grad_norm", *args, **kwargs)
-
-    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
-        return self._either("_get_grad_norm", *args, **kwargs)
+for _name in CALLS:
+    setattr(Stock, _name, _below(_name))
+    setattr(ByTurns, _name, _either(_name))
 
 
 class Turns(TrainerCallback):
-    """Marks each step's beginning, and changes what the trainer tells after each turn."""
+    """Mark each step's beginning, and change what the trainer tells after each turn."""
 
     def __init__(self) -> None:
         self.trainer: Any = None
@@ -136,27 +118,23 @@ class Turns(TrainerCallback):
             trainer.told = (step // STEPS_A_TURN) % 2 == 0
 
 
-def build(arguments: argparse.Namespace, checkpoint: Path, folder: Path, most: float) -> tuple[ByTurns, Turns]:
-    """The trainer, which clips gradients to a norm of `most` (0: doesn't)."""
+def build(given: argparse.Namespace, checkpoint: Path, folder: Path, most: float) -> tuple[ByTurns, Turns]:
+    """Return the trainer, which clips gradients to a norm of `most` (0: doesn't)."""
     device = default_device()
     torch.set_num_threads(1)
     cuda = device.type == "cuda"
-    model, tokenizer = load_model(
-        checkpoint,
-        max_seq_length=arguments.tokens,
-        dtype=torch.bfloat16 if cuda else torch.float32,
-        device=device,
-    )
+    dtype = torch.bfloat16 if cuda else torch.float32
+    model, tokenizer = load_model(checkpoint, max_seq_length=given.tokens, dtype=dtype, device=device)
     model = add_lora(model, r=16, lora_alpha=16)
-    steps = STEPS_A_TURN * (WARM_TURNS + 2 * arguments.pairs)
-    length = arguments.tokens // DOCUMENTS
+    steps = STEPS_A_TURN * (WARM_TURNS + 2 * given.pairs)
+    length = given.tokens // DOCUMENTS
     rows = make_rows(length * DOCUMENTS, "one", 1.0, model.config.vocab_size, seed=0)
     ids = [list(row.input_ids[i * length :][:length]) for row in rows for i in range(DOCUMENTS)]
     documents = [{"input_ids": document, "labels": document} for document in ids]
     config = SFTConfig(
         output_dir=str(folder / "out"),
         packing=True,
-        max_length=arguments.tokens,
+        max_length=given.tokens,
         per_device_train_batch_size=1,
         max_steps=steps,
         max_grad_norm=most,
@@ -182,17 +160,20 @@ def build(arguments: argparse.Namespace, checkpoint: Path, folder: Path, most: f
 
 
 def of_median_95(ordered: Sequence[float]) -> tuple[float, float]:
-    """Between which of some ordered values their median lies with 95 % at least, whatever their distribution: as many
-    of n lie below it as tosses of a coin. All of fewer than six are less than that."""
+    """Return between which of some ordered values their median lies with 95 % at least, whatever their distribution.
+
+    As many of n lie below it as tosses of a coin. All of fewer than six are less than that.
+    """
     n = len(ordered)
     left_out = [k for k in range(1, n) if 2 * sum(math.comb(n, i) for i in range(k)) <= 0.05 * 2**n]
     least = max(left_out, default=1) - 1
     return ordered[least], ordered[n - 1 - least]
 
 
-def measure(arguments: argparse.Namespace, checkpoint: Path, folder: Path, most: float) -> dict[str, Any]:
+def measure(given: argparse.Namespace, checkpoint: Path, folder: Path, most: float) -> dict[str, Any]:
+    """Train once, and compare the turns with the figures to those without."""
     gc.collect()  # a training before, whose memory and graphs shouldn't go in the midst of this one
-    trainer, turns = build(arguments, checkpoint, folder, most)
+    trainer, turns = build(given, checkpoint, folder, most)
     trainer.train()
     trainer.marks.append(trainer.clock.mark())
     # a turn's first step begins within the one before it: its figures are told late
@@ -202,7 +183,7 @@ def measure(arguments: argparse.Namespace, checkpoint: Path, folder: Path, most:
         for first in range(WARM_TURNS * STEPS_A_TURN, len(times), STEPS_A_TURN)
     ]
     costs = sorted(told / untold - 1 for told, untold in zip(medians[::2], medians[1::2], strict=True))
-    steps = STEPS_A_TURN * arguments.pairs
+    steps = STEPS_A_TURN * given.pairs
     # with them, gradients are clipped by norms that the watch has taken: that stock's own aren't counts, too
     ours, stock = (seconds * 1e3 / steps for seconds in (turns.outer_told - turns.inner_told, turns.stock_norms))
     step = statistics.median(medians[1::2])
@@ -217,32 +198,23 @@ def measure(arguments: argparse.Namespace, checkpoint: Path, folder: Path, most:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments() -> argparse.ArgumentParser:
+    """Declare the program's arguments."""
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default="Llama-3.2-1B", help="a shape's name or a model's folder")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--pairs", type=int, default=20, help="turns with and without the figures")
-    parser.add_argument("--out", type=Path, default=None)
-    parser.add_argument("--commit", default="unknown")
-    arguments = parser.parse_args()
-    if arguments.out is not None:
-        check_writable(arguments.out)
-    with tempfile.TemporaryDirectory() as name:
+    return parser
+
+
+def main(given: argparse.Namespace) -> None:
+    """Measure a training that clips gradients, and one that doesn't."""
+    with tempfile.TemporaryDirectory() as name, Facts(given, "trl") as facts:
         folder = Path(name)
-        checkpoint = checkpoint_of(arguments.model, folder, seed=0)
-        found = {
-            "model": arguments.model,
-            "tokens": arguments.tokens,
-            **measure(arguments, checkpoint, folder, most=1.0),
-            "without_clipping": measure(arguments, checkpoint, folder, most=0.0),
-            "device": device_name(),
-            "versions": versions("trl"),
-            "commit": arguments.commit,
-        }
-    print(json.dumps(found))
-    if arguments.out is not None:
-        write_json({"schema": 1, **found}, arguments.out)
+        checkpoint = checkpoint_of(given.model, folder, seed=0)
+        facts |= {"model": given.model, "tokens": given.tokens, **measure(given, checkpoint, folder, most=1.0)}
+        facts["without_clipping"] = measure(given, checkpoint, folder, most=0.0)
 
 
 if __name__ == "__main__":
-    main()
+    run(arguments, main)

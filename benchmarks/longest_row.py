@@ -11,37 +11,36 @@ allocator decides what still fits. LoRA r16 on all linears, AdamW, documents of 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import time
+from bisect import bisect_right
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from transformers import AutoConfig
 
 from benchmarks.candidates.base import lora_model
-from benchmarks.record import unfinished, write_json
+from benchmarks.program import parser_of, run, show
+from benchmarks.record import Facts
 from pronghorn.cli.options import grow_segments
 from pronghorn.data.batch import Collator
-from pronghorn.device import device_name, versions
 from pronghorn.diagnose.shapes import SHAPES, shape_of
+from pronghorn.errors import ConfigError
 from pronghorn.memory.devices import parse_bytes
-from pronghorn.memory.estimate import CONTEXT_BYTES, GIB, MemoryModel, ModelDims, TrainSetup
+from pronghorn.memory.estimate import CONTEXT_BYTES, MemoryModel, ModelDims, TrainSetup
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.models import auto_plan
 from pronghorn.models.attach import attach
-from pronghorn.train.page import check_writable
 
 POLICIES = dict(zip(("keep", "norms", "mlp", "layer", "offload"), Policy, strict=True))
 STEP = 64
 """Rows are multiples of so many tokens."""
+MOST = 2**24
+"""Tokens that no row reaches."""
 APART = 5
 """Percent of the predicted row from one that is tried to the next."""
 FARTHEST = 20
@@ -49,24 +48,19 @@ FARTHEST = 20
 
 
 def predicted(shape: ModelDims, tokens: int, policy: Policy) -> int:
-    """Bytes of the process. CUDA graphs are off: they are for short steps."""
+    """Return the bytes of the process. CUDA graphs are off: they are for short steps."""
     step = MemoryModel.of(shape, TrainSetup(tokens, accumulates=False))
     return step.process(step.peak((policy,) * len(shape.layers)))
 
 
 def longest(shape: ModelDims, policy: Policy, budget: int) -> int:
-    """Tokens, a multiple of STEP, by bisection: more tokens never take less."""
-    least, most = 0, 1
-    while predicted(shape, most * STEP, policy) <= budget:
-        least, most = most, 2 * most
-    while most - least > 1:
-        middle = (least + most) // 2
-        least, most = (middle, most) if predicted(shape, middle * STEP, policy) <= budget else (least, middle)
-    return least * STEP
+    """Return the most tokens, a multiple of STEP, within a budget: more tokens never take less."""
+    lengths = range(STEP, MOST, STEP)
+    return STEP * bisect_right(lengths, budget, key=lambda tokens: predicted(shape, tokens, policy))
 
 
 def next_percent(trained: Sequence[int], failed: Sequence[int]) -> int | None:
-    """Of the predicted row, the length to try next, given those that were tried; None when enough is known."""
+    """Return the length to try next in percent of the predicted row, or None when enough is known."""
     if trained and failed:
         return None
     farther = max(trained) + APART if trained else min(failed) - APART if failed else 100
@@ -74,14 +68,14 @@ def next_percent(trained: Sequence[int], failed: Sequence[int]) -> int | None:
 
 
 def row_of(tokens: int, percent: int) -> int:
-    """Tokens of a row that is at least so many percent of the predicted one, or, if shorter, at most."""
+    """Return the tokens of a row that is at least so many percent of the predicted one, or, if shorter, at most."""
     parts = tokens * percent / (100 * STEP)
     return STEP * (math.ceil(parts) if percent > 100 else math.floor(parts))
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What all rows have in common."""
+    """Hold what all rows have in common."""
 
     fields: dict[str, Any]
     """Of the model's configuration."""
@@ -92,7 +86,7 @@ class Setting:
 
 
 def train(setting: Setting, policy: Policy, tokens: int) -> tuple[int, float] | None:
-    """(bytes at the peak, seconds of the last step), or None where the row is too long. For a process of its own."""
+    """Return the bytes at the peak and the last step's seconds, or None where the row is too long."""
     grow_segments()  # as the commands do, before torch starts with the GPU
     total = torch.cuda.get_device_properties().total_memory
     torch.cuda.set_per_process_memory_fraction(min((setting.budget - CONTEXT_BYTES) / total, 1.0))
@@ -132,59 +126,48 @@ def meet(shape: ModelDims, name: str, setting: Setting) -> dict[str, Any]:
         kinds = MemoryModel.of(shape, TrainSetup(length, accumulates=False)).peak((policy,) * len(shape.layers))
         tried: dict[str, Any] = {"tokens": length, "predicted_bytes": sum(kinds.values())}  # as torch counts the peak
         with ProcessPoolExecutor(1, get_context("spawn")) as process:
-            found = process.submit(train, setting, policy, length).result()
-        if found is None:
+            outcome = process.submit(train, setting, policy, length).result()
+        if outcome is None:
             tried["out_of_memory"] = True
         else:
-            tried["peak_bytes"], tried["step_s"] = found
+            tried["peak_bytes"], tried["step_s"] = outcome
         row["tried"].append(tried)
-        (failed if found is None else trained).append(percent)
-    row["longest_tokens"] = max((each["tokens"] for each in row["tried"] if "peak_bytes" in each), default=0)
+        (failed if outcome is None else trained).append(percent)
+    row["longest_tokens"] = max(
+        (row_tried["tokens"] for row_tried in row["tried"] if "peak_bytes" in row_tried), default=0
+    )
     row["met"] = 100 in trained and min(failed, default=math.inf) <= 100 + APART
     return row
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments() -> argparse.ArgumentParser:
+    """Declare the program's arguments."""
+    parser = parser_of(__doc__)
     parser.add_argument("--shape", default="Llama-3.1-8B", help="SHAPE@12: with its first 12 layers")
-    parser.add_argument("--memory", default=None, help="as on a card of so much, like 80GiB; all there is if not given")
+    parser.add_argument("--memory", help="as on a card of so much, like 80GiB; all there is if not given")
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES), help="some of them")
     parser.add_argument("--document", type=int, default=8192, help="tokens of each document")
     parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--commit", default="unknown")
-    given = parser.parse_args()
+    return parser
+
+
+def main(given: argparse.Namespace) -> None:
+    """Meet every policy's prediction, and show for each the longest row that trained."""
     fields = shape_of(given.shape)
     if fields is None:
-        parser.error(f"--shape {given.shape} is unknown: use one of {', '.join(SHAPES)}")
-    check_writable(given.out)
+        raise ConfigError(f"--shape {given.shape} is unknown", f"use one of {', '.join(SHAPES)}")
     total = torch.cuda.get_device_properties().total_memory
     budget = total if given.memory is None else parse_bytes(given.memory, "--memory")
     setting = Setting(fields, budget, given.document, given.steps)
     shape = auto_plan.dims_of(auto_plan.skeleton(AutoConfig.for_model(**fields)))
-    table = Table("policy", "predicted tokens", "trains", "GiB there", "predicted", "seconds a step", "met")
-    facts = {
-        "schema": 1,
-        "shape": given.shape,
-        "layers": len(shape.layers),
-        "memory_bytes": budget,
-        "document": given.document,
-    }
-    facts |= {"device": device_name(), "versions": versions(), "commit": given.commit}
-    found = []
-    for name in given.policies:
-        found.append(meet(shape, name, setting))
-        write_json({**facts, "policies": found}, unfinished(given.out))
-        last = [each for each in found[-1]["tried"] if each["tokens"] == found[-1]["longest_tokens"]] or [{}]
-        table.add_row(
-            name, f"{found[-1]['predicted_tokens']:,}", f"{found[-1]['longest_tokens']:,}",
-            *(f"{last[0].get(key, 0) / GIB:.2f}" for key in ("peak_bytes", "predicted_bytes")),
-            f"{last[0].get('step_s', 0):.2f}", "yes" if found[-1]["met"] else "no",
-        )  # fmt: skip
-        Console().print(json.dumps(found[-1]), soft_wrap=True)
-    write_json({**facts, "policies": found}, given.out)
-    Console().print(table)
+    with Facts(given) as facts:
+        facts |= {"shape": given.shape, "layers": len(shape.layers), "memory_bytes": budget, "document": given.document}
+        facts["policies"] = []
+        for name in given.policies:
+            facts["policies"].append(meet(shape, name, setting))
+            facts.keep()
+    show([{key: value for key, value in row.items() if key != "tried"} for row in facts["policies"]], given.shape)
 
 
 if __name__ == "__main__":
-    main()
+    run(arguments, main)

@@ -1,8 +1,8 @@
-"""A layer of experts against transformers' ways of computing it, and its large products tile by tile.
+"""A layer of experts against transformers' ways of computing it.
 
 Random weights of Qwen3-30B-A3B's and gpt-oss-20b's shapes, bfloat16. The gate comes first: the frozen layer must be as
 near to float32 as transformers' eager experts are, forward and backward, or nothing is timed and the status is 1;
-adapters and single tiles are judged by the tests. `benchmarks.ops` times the parts of the layer.
+adapters are judged by the tests. `benchmarks.ops` times the parts of the layer.
 
     python -m benchmarks.moe_ops --out moe_ops.json
 """
@@ -14,7 +14,6 @@ import statistics
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,22 +24,18 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssExp
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeExperts
 
 from benchmarks.counts import measure_ceilings
+from benchmarks.program import parser_of, run
 from benchmarks.record import Result, Workload, check_out, command_line, keeper, write_results
 from benchmarks.timing import CudaClock, HostClock
-from pronghorn.kernels.grouped_gemm import choose, multiply
 from pronghorn.models import experts as ours
-from pronghorn.moe.route import route
 from pronghorn.parity.distance import distance
 
 SHAPES = {"qwen3-30b-a3b": (128, 8, 2048, 768), "gpt-oss-20b": (32, 4, 2880, 2880)}
-TILES = ((128, 128, 64, 8, 3), (128, 256, 64, 8, 3), (128, 128, 64, 4, 4), (64, 128, 64, 4, 4), (64, 256, 64, 8, 4))
 RANK = 16
-Cases = dict[str, tuple[Callable[[], Any], float]]
-"""What is timed, and its operations; 0 for a layer."""
 
 
 def make(name: str, sizes: tuple[int, int, int, int], tokens: int, device: str) -> tuple[Any, Tensor, Tensor, Tensor]:
-    """(experts module, x, top-k indices, top-k weights)."""
+    """Return (experts module, x, top-k indices, top-k weights)."""
     count, k, hidden, width = sizes
     torch.manual_seed(0)
     if name.startswith("qwen3"):
@@ -56,8 +51,8 @@ def make(name: str, sizes: tuple[int, int, int, int], tokens: int, device: str) 
     return module, x, top.indices, (top.values / top.values.sum(-1, keepdim=True)).requires_grad_()
 
 
-def run(call: Any, module: Any, way: str, x: Tensor, index: Tensor, w: Tensor, dy: Tensor | None) -> list[Tensor]:
-    """The layer by one of the registered ways; with dy, its gradients too (an adapter's as well)."""
+def outputs(call: Any, module: Any, way: str, x: Tensor, index: Tensor, w: Tensor, dy: Tensor | None) -> list[Tensor]:
+    """Return the layer by one of the registered ways; with dy, its gradients too (an adapter's as well)."""
     module.config._experts_implementation = way
     out = call(x, index, w)
     trained = [parameter for parameter in call.parameters() if parameter.requires_grad]
@@ -65,66 +60,38 @@ def run(call: Any, module: Any, way: str, x: Tensor, index: Tensor, w: Tensor, d
 
 
 def gate(module: Any, x: Tensor, index: Tensor, w: Tensor) -> tuple[bool, list[Any]]:
-    """Errors and limits of output, dx and dw on the first tokens, with float32 eager experts as the truth."""
+    """Return errors and limits of output, dx and dw on the first tokens, with float32 eager experts as the truth."""
     x, index, w = (part[:512].detach() for part in (x, index, w))
     dy, results = torch.randn_like(x), []
     for way, dtype in ((ours.NAME, x.dtype), ("eager", x.dtype), ("eager", torch.float32)):
         given = [part.to(dtype).requires_grad_() for part in (x, w)]
-        results.append(run(module.to(dtype), module, way, given[0], index, given[1], dy.to(dtype)))
+        results.append(outputs(module.to(dtype), module, way, given[0], index, given[1], dy.to(dtype)))
     module.to(x.dtype)
     names = ("out", "dx", "dw")
     checks = [distance(name, *parts) for name, *parts in zip(names, *results, strict=True)]
     return all(check.excess <= 1 for check in checks), [asdict(check) for check in checks]
 
 
-def products(module: Any, x: Tensor, index: Tensor) -> Cases:
-    """The layer's large products by the way that this device takes, and by Triton tile by tile."""
-    plain, cuda, routing = x.detach(), x.is_cuda, route(index, module.num_experts)
-    w1, w2 = (weight if module.is_transposed else weight.transpose(1, 2) for weight in ours.weights(module))
-    (width, hidden), rows = w2.shape[1:], index.numel()
-    h, d, y = (torch.randn(rows, size, device=x.device, dtype=x.dtype) for size in (2 * width, width, hidden))
-    best, _ = choose(x.device, x.dtype, (hidden, width))
-    found: Cases = {}
-    for name, (many, weight) in {
-        "gate_up": (y, w1),
-        "down": (d, w2),
-        "d down": (y, w2.mT),
-        "d gate_up": (h, w1.mT),
-    }.items():
-        operations = 2.0 * rows * weight.shape[1] * weight.shape[2]
-        found[f"{name}: {best}"] = partial(multiply, many, weight, routing.offsets, best), operations
-        if cuda:
-            from pronghorn.kernels import grouped_gemm
-
-            given = (
-                (plain, weight, routing.offsets, routing.tokens) if many is y else (many, weight, routing.offsets, None)
-            )
-            for tile in TILES:  # the products of y's width gather
-                work = partial(grouped_gemm.multiply_triton, *given, None, 1.0, grouped_gemm.Tile(*tile))
-                found[f"{name}: triton {tile}"] = work, operations
-    return found
-
-
-def layers(module: Any, x: Tensor, index: Tensor, w: Tensor) -> Cases:
-    """The whole layer, frozen and with PEFT's adapter, by each way."""
-    found: Cases = {}
+def layers(module: Any, x: Tensor, index: Tensor, w: Tensor) -> dict[str, Callable[[], Any]]:
+    """List the whole layer, frozen and with PEFT's adapter, by each way."""
+    cases: dict[str, Callable[[], Any]] = {}
     dy, others = torch.randn_like(x), ["eager", *(["grouped_mm"] if x.is_cuda else [])]
     for way in (ours.NAME, *others):
         for name, grad in (("forward", None), ("forward and backward", dy)):
-            found[f"layer {name}: {way}"] = partial(run, module, module, way, x, index, w, grad), 0
+            cases[f"layer {name}: {way}"] = partial(outputs, module, module, way, x, index, w, grad)
     holder = nn.ModuleDict({"experts": module})
     targets = [f"experts.{name}" for name in ("gate_up_proj", "down_proj")]
     adapted = get_peft_model(holder, LoraConfig(r=RANK, target_modules=[], target_parameters=targets))  # type: ignore
     wrapper: Any = adapted.base_model.model["experts"]
-    for each in ours.wrappers(adapted):  # hands A and B over to our way only: others fold, as PEFT does
-        each.__class__ = ours.wrapper_class(type(each))
+    for adapter in ours.wrappers(adapted):  # hands A and B over to our way only: others fold, as PEFT does
+        adapter.__class__ = ours.wrapper_class(type(adapter))
     for way in (ours.NAME, *others):
-        found[f"layer with LoRA: {way}"] = partial(run, wrapper, module, way, x, index, w, dy), 0
-    return found
+        cases[f"layer with LoRA: {way}"] = partial(outputs, wrapper, module, way, x, index, w, dy)
+    return cases
 
 
 def milliseconds(work: Callable[[], Any], clock: Any, repeats: int) -> list[float]:
-    """Of some calls, each behind enough waiting that the host has launched it by then."""
+    """Time some calls, each behind enough waiting that the host has launched it by then."""
     times: list[float] = []
     for repeat in range(repeats + 3):
         if isinstance(clock, CudaClock):
@@ -135,14 +102,17 @@ def milliseconds(work: Callable[[], Any], clock: Any, repeats: int) -> list[floa
     return times
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--out", type=Path, required=True)
+def arguments() -> argparse.ArgumentParser:
+    """Declare the program's arguments."""
+    parser = parser_of(__doc__)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--commit", default="unknown", help="of this source")
     parser.add_argument("--divide", type=int, default=1, help="all sizes by this, to try the script on a CPU")
-    given = parser.parse_args()
+    return parser
+
+
+def main(given: argparse.Namespace) -> bool:
+    """Judge and time the layer of every shape; tell whether all gates were green."""
     check_out(given.out)
     cuda = torch.cuda.is_available()
     clock, ceilings = (CudaClock(), measure_ceilings()) if cuda else (HostClock(), {})
@@ -154,27 +124,16 @@ def main() -> None:
         green, checks = gate(*made)
         times: dict[str, list[float]] = {}
         print(name, "gate", "green" if green else f"RED {checks}", flush=True)
-        for case, (work, amount) in {**products(*made[:3]), **layers(*made)}.items() if green else ():
-            times[case] = milliseconds(work, clock, given.repeats)
-            median = statistics.median(times[case])
-            shown = f"{amount / median / 1e9:8.2f} TFLOP/s" if amount else ""
-            print(f"  {case:45} {median:9.3f} ms {shown}", flush=True)
+        for case, call in layers(*made).items() if green else ():
+            times[case] = milliseconds(call, clock, given.repeats)
+            print(f"  {case:45} {statistics.median(times[case]):9.3f} ms", flush=True)
         work = Workload(f"{name}, experts of one layer", "experts", given.tokens, "a random router", -1.0, 0)
-        results.append(
-            Result(
-                command_line(),
-                "pronghorn",
-                work,
-                {"green": green, "checks": checks},
-                times,
-                ceilings=ceilings,
-                commit=given.commit,
-            )
-        )
+        gated = {"green": green, "checks": checks}
+        results.append(Result(command_line(), "pronghorn", work, gated, times, ceilings=ceilings, commit=given.commit))
         keeper(given.out)(results)
     write_results(results, given.out)
-    raise SystemExit(0 if all(result.gate["green"] for result in results) else 1)
+    return all(result.gate["green"] for result in results)
 
 
 if __name__ == "__main__":
-    main()
+    run(arguments, main)

@@ -15,19 +15,16 @@ import argparse
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.candidates.base import device, lora_model
+from benchmarks.candidates.base import lora_model
+from benchmarks.program import packed_batches, parser_of, run, show
 from benchmarks.record import Result, Workload, check_out, command_line, write_results
 from benchmarks.timing import WARM_STEPS, CudaClock, HostClock, schedule
-from benchmarks.workload import make_rows
-from pronghorn.data.batch import Collator
 from pronghorn.diagnose.shapes import SHAPES, shape_of
+from pronghorn.errors import ConfigError
 from pronghorn.memory.offload import LayerTiming
 from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import Handle, attach
@@ -35,14 +32,8 @@ from pronghorn.models.attach import Handle, attach
 WAYS = {"two buffers": Plan.offload(2), "one buffer": Plan.offload(1), "recompute": Plan.recompute()}
 
 
-def batches(model: Any, tokens: int, seed: int) -> list[dict[str, Any]]:
-    collator = Collator(tokens, pad_token_id=0)
-    rows = make_rows(tokens, "lognormal", 1.0, model.config.vocab_size, seed)
-    return [{name: value.to(device()) for name, value in collator([vars(row)]).items()} for row in rows]
-
-
 def gradients(model: Any, batch: dict[str, Any], plan: Plan) -> list[torch.Tensor]:
-    """Of two micro-batches, the second through memory that the first one used."""
+    """Return those of two micro-batches, the second through memory that the first one used."""
     attach(model, plan, graph="off")
     model.zero_grad()
     for _ in range(2):
@@ -51,16 +42,17 @@ def gradients(model: Any, batch: dict[str, Any], plan: Plan) -> list[torch.Tenso
 
 
 def gate(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
+    """Compare every way's gradients with those of recomputation, bit by bit."""
     wanted, equal = gradients(model, batch, WAYS["recompute"]), {}
     for name, plan in ({"recompute, again": WAYS["recompute"]} | WAYS).items():
-        found = gradients(model, batch, plan)
-        equal[name] = len(found) == len(wanted) > 0 and all(map(torch.equal, found, wanted))
+        own = gradients(model, batch, plan)
+        equal[name] = len(own) == len(wanted) > 0 and all(map(torch.equal, own, wanted))
     return {"gradients equal bit by bit": equal, "green": all(equal.values())}
 
 
 @dataclass
 class Steps:
-    """Of a way, turn after turn."""
+    """Hold what a way took, turn after turn."""
 
     milliseconds: list[float] = field(default_factory=list)
     megahertz: list[float] = field(default_factory=list)
@@ -69,8 +61,8 @@ class Steps:
     """Bytes."""
 
 
-def turn(model: Any, plan: Plan, rows: Sequence[dict[str, Any]], steps: int, found: Steps) -> Handle:
-    """So many steps after warm ones, added to those `found`."""
+def turn(model: Any, plan: Plan, rows: Sequence[dict[str, Any]], steps: int, done: Steps) -> Handle:
+    """Time steps after warm ones, and add them to those `done`."""
     cuda = torch.cuda.is_available()
     if cuda:
         from benchmarks import sm_clock  # with Triton
@@ -86,14 +78,14 @@ def turn(model: Any, plan: Plan, rows: Sequence[dict[str, Any]], steps: int, fou
         marks.append(clock.mark())
         ticks += [sm_clock.mark(model.device)] if cuda else []
         if step >= 0:
-            found.milliseconds += clock.milliseconds(marks)
-            found.megahertz += [sm_clock.megahertz(*ticks)] if cuda else []
-    found.peak = max(found.peak, torch.cuda.max_memory_allocated() if cuda else 0)
+            done.milliseconds += clock.milliseconds(marks)
+            done.megahertz += [sm_clock.megahertz(*ticks)] if cuda else []
+    done.peak = max(done.peak, torch.cuda.max_memory_allocated() if cuda else 0)
     return handle
 
 
 def layer_timings(model: Any, plan: Plan, rows: Sequence[dict[str, Any]]) -> list[LayerTiming]:
-    """Of one step after warm ones; none on the CPU."""
+    """Return those of one step after warm ones; none on the CPU."""
     engine = turn(model, plan, rows, 1, Steps()).offload_engine
     assert engine is not None
     engine.timed = True
@@ -102,34 +94,32 @@ def layer_timings(model: Any, plan: Plan, rows: Sequence[dict[str, Any]]) -> lis
     return engine.timings()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments() -> argparse.ArgumentParser:
+    """Declare the program's arguments."""
+    parser = parser_of(__doc__)
     parser.add_argument("--shape", default="Llama-3.1-8B", help="SHAPE@12: with its first 12 layers")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--repeats", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--commit", default="unknown")
-    arguments = parser.parse_args()
-    shape = shape_of(arguments.shape)
+    return parser
+
+
+def main(given: argparse.Namespace) -> bool:
+    """Judge, time by turns, and read the layers' events; tell whether gradients agreed."""
+    shape = shape_of(given.shape)
     if shape is None:
-        parser.error(f"--shape {arguments.shape} is unknown: use one of {', '.join(SHAPES)}")
-    check_out(arguments.out)
-    model = lora_model(shape, arguments.seed)
-    rows = batches(model, arguments.tokens, arguments.seed)
+        raise ConfigError(f"--shape {given.shape} is unknown", f"use one of {', '.join(SHAPES)}")
+    check_out(given.out)
+    model = lora_model(shape, given.seed)
+    rows = packed_batches(model, given.tokens, given.seed)
     checked = gate(model, rows[0])
     resting = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
     ways = {name: Steps() for name in WAYS}
     states = {}
-    for name, steps in schedule(list(WAYS), arguments.repeats):
+    for name, steps in schedule(list(WAYS), given.repeats):
         states[name] = turn(model, WAYS[name], rows, steps, ways[name]).report[-1].why
     medians = {name: statistics.median(way.milliseconds) for name, way in ways.items()}
     clocks = {name: statistics.median(way.megahertz) for name, way in ways.items() if way.megahertz}
-    table = Table("way", "step ms", "least", "greatest", "MHz", "peak GiB", title=f"{arguments.shape}, gate {checked}")
-    for name, way in ways.items():
-        figures = (f"{value:,.1f}" for value in (medians[name], min(way.milliseconds), max(way.milliseconds)))
-        clock = f"{clocks[name]:,.0f}" if clocks else "–"
-        table.add_row(f"{name} ({states[name]})", *figures, clock, f"{way.peak / 2**30:.2f}")
     extra: dict[str, Any] = {"layers": model.config.num_hidden_layers, "states": states, "megahertz": clocks}
     one, two = (layer_timings(model, WAYS[name], rows) for name in ("one buffer", "two buffers"))
     if one:
@@ -141,25 +131,27 @@ def main() -> None:
         saved = medians["one buffer"] - medians["two buffers"]
         extra |= {"copy_ms": c, "compute_ms": g, "predicted_ms": predicted, "saved_ms": saved, "hidden_share": hidden}
         cycles = {name: medians[name] * clocks[name] for name in WAYS}
-        at_one_clock = (cycles["one buffer"] - cycles["two buffers"]) / (predicted * clocks["one buffer"])
-        extra["saved_cycles_share"] = at_one_clock
+        saved_cycles = cycles["one buffer"] - cycles["two buffers"]
+        extra["saved_cycles_share"] = saved_cycles / (predicted * clocks["one buffer"])
         extra["layers_ms"] = {"one buffer": [vars(t) for t in one], "two buffers": [vars(t) for t in two]}
-        table.caption = (
-            f"c {c:.2f} ms, g {g:.2f} ms a layer; (L - 1)·min(c, g): {predicted:.1f} ms; saved: {saved:.1f} ms, "
-            f"{saved / predicted:.0%} of it, in cycles {at_one_clock:.0%}; hidden by events: {hidden:.1%}; "
-            f"second buffer: {(ways['two buffers'].peak - ways['one buffer'].peak) / 2**30:+.2f} GiB"
-        )
-    Console(width=140).print(table)
-    work = Workload(arguments.shape, "lora", arguments.tokens, "lognormal", 1.0, arguments.seed)
+    work = Workload(given.shape, "lora", given.tokens, "lognormal", 1.0, given.seed)
     results = [
-        Result(command_line(), f"pronghorn, {name}", work, checked, {"step": way.milliseconds}, commit=arguments.commit,
+        Result(command_line(), f"pronghorn, {name}", work, checked, {"step": way.milliseconds}, commit=given.commit,
                memory_bytes={"resting": resting, "peak": way.peak}, extra=extra)
         for name, way in ways.items()
     ]  # fmt: skip
-    write_results(results, arguments.out)
-    if not checked["green"]:
-        raise SystemExit("gradients differ: the figures mean nothing")
+    write_results(results, given.out)
+    rows_shown = [
+        {"way": f"{name} ({states[name]})",
+         "step, ms": f"{medians[name]:,.1f}", "least": f"{min(way.milliseconds):,.1f}",
+         "greatest": f"{max(way.milliseconds):,.1f}", "MHz": clocks.get(name), "peak, GiB": f"{way.peak / 2**30:.2f}"}
+        for name, way in ways.items() if checked["green"]
+    ]  # fmt: skip
+    show(rows_shown, f"{given.shape}, gate {checked}")
+    if checked["green"]:
+        print({key: round(value, 3) for key, value in extra.items() if isinstance(value, float)})
+    return checked["green"]
 
 
 if __name__ == "__main__":
-    main()
+    run(arguments, main)

@@ -1,4 +1,4 @@
-"""The ops of a dense layer and of the loss: each one's formula as transformers writes it, its inputs, the ways."""
+"""Make the cases of a dense layer's ops and of the loss: the formula as transformers writes it, inputs, ways."""
 
 from __future__ import annotations
 
@@ -65,12 +65,9 @@ def glu_case(draw: Draw, tokens: int, width: int, activation: glu.Activation) ->
         return by_kernel(
             case,
             lambda gate_up: (glu.forward(gate_up, activation),),
-            lambda _, gate_up, da: (
-                glu.backward_(da, gate_up, activation),
-                da,
-            ),  # a in da's place, for LoRA's gradients
+            lambda _, gate_up, da: (glu.backward_(da, gate_up, activation), da),  # a in da's place, for LoRA
             owned=(0,),
-            again="a",
+            again=("a",),
             more=case.grads[0].nbytes,
         )
 
@@ -96,8 +93,8 @@ def glu_case(draw: Draw, tokens: int, width: int, activation: glu.Activation) ->
 
 
 def glu_lora_case(draw: Draw, tokens: int, width: int, rank: int) -> Case:
-    """SwiGLU of gate and up with LoRA's part added on the way; gate_up: [T, 2·I], xa: [T, R], b: [2·I, R], of which
-    gate's adapter and up's have half of the ranks each: the rest is zero."""
+    """Make SwiGLU of gate and up, LoRA's part added on the way; gate_up: [T, 2·I], xa: [T, R], b: [2·I, R], half
+    of whose ranks are gate's adapter's and half up's: the rest is zero."""
 
     def formula(gate_up: Tensor, xa: Tensor, b: Tensor) -> tuple[Tensor, ...]:
         whole = gate_up + LORA_SCALE * (xa @ b.t())
@@ -160,9 +157,9 @@ def adapters_case(draw: Draw, tokens: int, rank: int, *widths: int) -> Case:
     wide = torch.promote_types(draw.dtype, torch.float32)
 
     def formula(dy: Tensor, b: Tensor, xa: Tensor) -> tuple[Tensor, ...]:
-        """Gradients of B are rounded to the products' dtype first, as under autocast."""
+        """Round the gradients of B to the products' dtype first, as under autocast."""
         parts = zip(columns, xa.split(ranks, 1), strict=True)
-        db = torch.cat([dy[:, mine].t() @ part for mine, part in parts])
+        db = torch.cat([dy[:, own].t() @ part for own, part in parts])
         return LORA_SCALE * (dy @ b), LORA_SCALE * db.to(torch.promote_types(db.dtype, wide))
 
     def pronghorn(case: Case) -> Way:
@@ -241,7 +238,7 @@ def rope_case(draw: Draw, tokens: int, query: int, key_value: int, dim: int, nor
 
 
 def loss_case(draw: Draw, tokens: int, vocab: int) -> Case:
-    """Logits [M, V] of as many rows as a chunk of linear cross-entropy has, an eighth without a label."""
+    """Make logits [M, V] of as many rows as a chunk of linear cross-entropy has, an eighth without a label."""
     rows = min(tokens, linear_cross_entropy.rows_of_a_chunk(torch.empty(vocab, 1, dtype=draw.dtype, device="meta")))
     targets = draw.targets(rows, vocab)
 

@@ -1,4 +1,4 @@
-"""The ops of a layer with experts; experts are drawn at random, each token's different ones (`moe.route`).
+"""Make the cases of a layer with experts, which are drawn at random, each token's different ones (`moe.route`).
 
 Formulas of products loop over experts with numbers of rows that the host knows: without the synchronisation that
 transformers' loop has, and in a form that compiles.
@@ -20,7 +20,7 @@ from pronghorn.moe.route import Routing, route
 
 
 class Routed:
-    """T tokens, each with K of E experts."""
+    """Route T tokens, each with K of E experts."""
 
     def __init__(self, draw: Draw, tokens: int, experts: int, k: int) -> None:
         scores = torch.rand(tokens, experts, generator=draw.generator, device=draw.device)
@@ -33,12 +33,12 @@ class Routed:
         self.label = f"{tokens}x{k} of {experts}"
 
     def products(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Rows [S, K] times the weights [E, K, N] of their experts, expert by expert."""
+        """Multiply rows [S, K] with the weights [E, K, N] of their experts, expert by expert."""
         return torch.cat([rows @ w for rows, w in zip(x.split(self.sizes), weight.unbind(), strict=True)])
 
 
 def route_case(draw: Draw, tokens: int, experts: int, k: int) -> Case:
-    """The order of rows from top-k indices: int64 [T, K]."""
+    """Make the order of rows from top-k indices: int64 [T, K]."""
     index = Routed(draw, tokens, experts, k).index
     names = Routing._fields[1:]
     return Case(
@@ -114,9 +114,9 @@ def glu_case(draw: Draw, tokens: int, experts: int, k: int, width: int, clamped:
             bias, d = (others[0] if len(others) == 2 else None), others[-1]
             return d, *moe_glu.backward_(d, h, w, slots, gate, bias, owners)
 
-        def results(state: Any, found: Any) -> dict[str, Tensor]:
+        def results(state: Any, grads: Any) -> dict[str, Tensor]:
             (a,), (_, w, *_), _ = state
-            weighted, dh, dw = found
+            weighted, dh, dw = grads
             again = (w.flatten()[slots].unsqueeze(-1).float() * a).to(a.dtype)
             return {"w a": weighted, "dh": dh, "dw": dw, "w a again": again}
 
@@ -163,7 +163,7 @@ def gemm_case(
 
 
 def lora_case(draw: Draw, tokens: int, experts: int, k: int, inner: int, width: int, rank: int) -> Case:
-    """The experts' LoRA of one weight: x: [T, K], A: [E, r, K], B: [E, N, r], added to y: [S, N]; back, dA and dB."""
+    """Make the experts' LoRA of a weight: x: [T, K], A: [E, r, K], B: [E, N, r], added to y: [S, N]; back, dA, dB."""
     routed = Routed(draw, tokens, experts, k)
     rows, offsets = routed.routing.rows, routed.routing.offsets
     way: grouped_gemm.Way = "triton" if draw.device == "cuda" else "loop"

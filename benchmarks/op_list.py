@@ -66,11 +66,11 @@ OPS: dict[str, tuple[Callable[..., Case], tuple[tuple[Any, ...], ...], tuple[tup
 
 
 def cases(op: str, tokens: int, device: str, dtype: torch.dtype) -> dict[str, Callable[[], Case]]:
-    """What makes each of an op's cases, by its sizes; the last has an odd number of tokens."""
+    """Return what makes each of an op's cases, by its sizes; the last has an odd number of tokens."""
     make, large, tiny = OPS[op]
     shapes = large if device == "cuda" else tiny
-    found: dict[str, Callable[[], Case]] = {}
+    makers: dict[str, Callable[[], Case]] = {}
     for number, shape in enumerate(shapes, 1):
         sizes = max(1, tokens - (number == len(shapes) > 1)), *shape
-        found[", ".join(str(size) for size in sizes if size is not None)] = partial(make, Draw(device, dtype), *sizes)
-    return found
+        makers[", ".join(str(size) for size in sizes if size is not None)] = partial(make, Draw(device, dtype), *sizes)
+    return makers

@@ -1,28 +1,36 @@
-"""Time each kernel against its formula in plain torch, that compiled, and Liger's: `python -m benchmarks.ops`."""
+"""Time each kernel: Pronghorn's, the same formula in plain torch, that compiled by torch, and Liger's.
+
+Before any clock starts outputs and gradients are compared with the formula in float64; who is more than twice as far
+off as plain torch is shown as failed and its figures are withheld. Ends with code 1 if Pronghorn itself fails.
+
+Forward and backward are timed apart, by turns, with cold caches. The ceiling is a copy of as many bytes, or a product
+of the same size, in the same run. Figures are medians with minimum and maximum. Without a GPU it runs on the CPU with
+small shapes, and says so.
+
+    python -m benchmarks.ops --out ops.json
+    python -m benchmarks.ops --op rms_norm --op swiglu --tokens 16384 --against compile
+"""
 
 from __future__ import annotations
 
+import argparse
 import functools
 import importlib.util
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import torch
-import typer
-from rich.console import Console
 from torch import Tensor
 
-from benchmarks.op_case import Case, Way, by_autograd
-from benchmarks.op_gate import OpCandidate, describe, free_memory, judge
+from benchmarks.op_case import Case, OpCandidate, Way, by_autograd, describe, free_memory, judge
 from benchmarks.op_list import OPS, cases
-from benchmarks.options import Commit, Results, names
+from benchmarks.program import names, parser_of, run
 from benchmarks.record import Result, Workload, check_out, command_line, keeper, write_results
-from benchmarks.tables import ops_table
+from benchmarks.tables import ops_table, print_results
 from benchmarks.timing import Clock, CudaClock, HostClock, spread
-from pronghorn.cli.errors import plain_errors
-from pronghorn.cli.options import Debug, grow_segments, progress
+from pronghorn.cli.options import grow_segments, progress
 from pronghorn.device import versions
 from pronghorn.errors import ConfigError
 
@@ -35,6 +43,7 @@ the host has launched all of it by then, so that the device's work is measured a
 LONGER = 1, 2, 4, 8
 """Times as long a wait, where the host, busy with other things, had not."""
 LATE = "the host was late, however long the GPU waited: some times are the host's"
+Dtype = Literal["bfloat16", "float16", "float32"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +54,7 @@ class OpsOptions:
     """Empty: all."""
     tokens: int | None = None
     """Rows T; None: 8192 on a GPU, 64 on the CPU."""
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    dtype: Dtype = "bfloat16"
     repeats: int = 20
     against: tuple[str, ...] | None = None
     """None: all on a GPU; nobody on the CPU, where compiling takes longer than all the rest."""
@@ -53,7 +62,7 @@ class OpsOptions:
 
 
 class Stopwatch:
-    """Times parts on the current device, each with cold caches."""
+    """Time parts on the current device, each with cold caches."""
 
     def __init__(self, device: str) -> None:
         self._clock: Clock = HostClock()
@@ -66,8 +75,10 @@ class Stopwatch:
             self._flush = torch.empty(2 * cache, dtype=torch.uint8, device=device)
 
     def timed(self, way: Way, calls: int = 0) -> dict[str, float]:
-        """Milliseconds of one forward and one backward on fresh inputs; `calls` as a case's. Where the host was late,
-        once more with a longer wait."""
+        """Return the milliseconds of one forward and one backward on fresh inputs; `calls` as a case's.
+
+        Where the host was late, they run once more with a longer wait.
+        """
         for longer in LONGER:
             self.late = False
             state, forward = self._part(functools.partial(way.forward, way.start()), calls, longer)
@@ -79,7 +90,7 @@ class Stopwatch:
         return {**times, "step": sum(times.values())}
 
     def _part(self, work: Callable[[], Any], calls: int, longer: int) -> tuple[Any, float]:
-        """What `work` returns, and its milliseconds.
+        """Return what `work` returns, and its milliseconds.
 
         The cache is filled with written lines, as it is in training: what a part leaves there unwritten at its end it
         pays for at its start. Then the GPU is held until the host is ahead.
@@ -99,27 +110,6 @@ class Stopwatch:
         return result, milliseconds
 
 
-def check_options(options: OpsOptions) -> OpsOptions:
-    """The options with what was left open filled in.
-
-    Raises:
-        ConfigError: an unknown op or candidate (the known ones are listed), a number below 1.
-    """
-    known = {"--op": (options.ops, tuple(OPS)), "--against": (options.against or (), OTHERS)}
-    for flag, (given, allowed) in known.items():
-        for name in given:
-            if name not in allowed:
-                raise ConfigError(f"{flag} {name} is unknown", f"use {', '.join(allowed)}")
-    cuda = torch.cuda.is_available()
-    tokens = options.tokens if options.tokens is not None else 8192 if cuda else 64
-    for flag, value in (("--tokens", tokens), ("--repeats", options.repeats)):
-        if value < 1:
-            raise ConfigError(f"{flag} {value} is below 1", "give a positive number")
-    against = options.against if options.against is not None else OTHERS if cuda else ()
-    ops = tuple(dict.fromkeys(options.ops or OPS))
-    return replace(options, ops=ops, tokens=tokens, against=tuple(dict.fromkeys(against)))
-
-
 def bench_ops(
     options: OpsOptions, log: Callable[[str], None], on_result: Callable[[Sequence[Result]], None]
 ) -> list[Result]:
@@ -131,40 +121,43 @@ def bench_ops(
         log: takes a line about what is being done.
         on_result: takes the results so far after each case.
     Raises:
-        ConfigError: options that can't be served.
+        ConfigError: an unknown op or candidate (the known ones are listed), a number below 1.
     """
-    options = check_options(options)
-    assert options.tokens is not None and options.against is not None
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    tokens = options.tokens if options.tokens is not None else 8192 if device == "cuda" else 64
+    against = options.against if options.against is not None else OTHERS if device == "cuda" else ()
+    for flag, given, allowed in (("--op", options.ops, tuple(OPS)), ("--against", against, OTHERS)):
+        if unknown := [name for name in given if name not in allowed]:
+            raise ConfigError(f"{flag} {unknown[0]} is unknown", f"use {', '.join(allowed)}")
+    for flag, value in (("--tokens", tokens), ("--repeats", options.repeats)):
+        if value < 1:
+            raise ConfigError(f"{flag} {value} is below 1", "give a positive number")
     watch = Stopwatch(device)
     results: list[Result] = []
-    for op in options.ops:
-        for sizes, make in cases(op, options.tokens, device, getattr(torch, options.dtype)).items():
+    for op in dict.fromkeys(options.ops or OPS):
+        for sizes, make in cases(op, tokens, device, getattr(torch, options.dtype)).items():
             log(f"{op} {sizes}")
             try:
-                results += _results(make(), options, watch, device)
+                case = make()
+                candidates = measure(case, tuple(dict.fromkeys(against)), options.repeats, watch, device)
+                results += [result_of(case, candidate, options, device) for candidate in candidates]
             except Exception as error:  # memory that a small card hasn't, say: the other cases are measured
-                lost = OpCandidate("pronghorn", _pronghorn)
+                lost = OpCandidate("pronghorn", lambda case: case.pronghorn(case))
                 lost.fail(describe(error))
-                results.append(_result(op, sizes, options.tokens, False, lost, options, device))
+                nothing = Case(op, sizes, tokens, lambda *_: (), (), (), (), (0.0, 0.0), lost.make)
+                results.append(result_of(nothing, lost, options, device))
                 free_memory()
             on_result(results)
     return results
 
 
-def _results(case: Case, options: OpsOptions, watch: Stopwatch, device: str) -> list[Result]:
-    candidates = measure(case, options.against or (), options.repeats, watch, device)
-    product = case.product is not None
-    return [_result(case.op, case.shape, case.tokens, product, candidate, options, device) for candidate in candidates]
-
-
 def measure(case: Case, against: Sequence[str], repeats: int, watch: Stopwatch, device: str) -> list[OpCandidate]:
-    """One case: the gate, then times by turns, then the ceiling at the same size."""
+    """Measure one case: the gate, then times by turns, then the ceiling at the same size."""
     torch.compiler.reset()  # shapes of other cases are none of this one's business
     candidates = [
-        OpCandidate("pronghorn", _pronghorn),
+        OpCandidate("pronghorn", lambda some: some.pronghorn(some)),
         OpCandidate("torch", lambda some: by_autograd(some, some.formula)),
-        *(_other(name, case, device) for name in against),
+        *(other(name, case, device) for name in against),
     ]
     if device != "cuda":
         candidates[0].notes.append("the torch code that Pronghorn runs on a CPU; its Triton kernel needs a GPU")
@@ -191,19 +184,21 @@ def measure(case: Case, against: Sequence[str], repeats: int, watch: Stopwatch, 
         if case.work[1] and not work[1]:
             candidate.notes.append("makes the gradients of cross-entropies in the forward")
     try:
-        _ceilings(case, timed, repeats, watch)
+        measure_ceilings(case, timed, repeats, watch)
     except torch.OutOfMemoryError as error:
         for candidate in timed:
             candidate.notes.append(f"no ceiling: {describe(error)}")
     return candidates
 
 
-def _other(name: str, case: Case, device: str) -> OpCandidate:
+def other(name: str, case: Case, device: str) -> OpCandidate:
+    """Return torch.compile or Liger as a candidate, failed already where it can't run."""
     if name == "compile":
         compiled = functools.cache(lambda formula: torch.compile(formula, dynamic=False, fullgraph=True))
         return OpCandidate(name, lambda some: by_autograd(some, compiled(some.formula)))
-    candidate = OpCandidate(name, _liger)
-    if case.liger is None:
+    liger: Any = case.liger
+    candidate = OpCandidate(name, liger)
+    if liger is None:
         candidate.fail("has no kernel for this op")
     elif importlib.util.find_spec("liger_kernel") is None:
         candidate.fail("not installed: pip install liger-kernel")
@@ -212,18 +207,9 @@ def _other(name: str, case: Case, device: str) -> OpCandidate:
     return candidate
 
 
-def _pronghorn(case: Case) -> Way:
-    return case.pronghorn(case)
-
-
-def _liger(case: Case) -> Way:
-    assert case.liger is not None
-    return case.liger(case)
-
-
-def _ceilings(case: Case, candidates: Sequence[OpCandidate], repeats: int, watch: Stopwatch) -> None:
-    """How long a copy of as many bytes takes (half read, half written), or as many operations of a plain product."""
-    known: dict[float, float] = {}
+def measure_ceilings(case: Case, candidates: Sequence[OpCandidate], repeats: int, watch: Stopwatch) -> None:
+    """Time a copy of as many bytes (half read, half written), or as many operations of a plain product."""
+    of_amount: dict[float, float] = {}
 
     def milliseconds(work: Callable[[], Any]) -> float:
         way = Way(lambda: None, lambda _: work(), None, lambda *_: {}, (0.0, 0.0))
@@ -237,18 +223,17 @@ def _ceilings(case: Case, candidates: Sequence[OpCandidate], repeats: int, watch
     for candidate in candidates:
         for part, amount in candidate.work.items():
             if case.product is not None:
-                known[amount] = amount * per_operation
-            elif amount not in known:
+                of_amount[amount] = amount * per_operation
+            elif amount not in of_amount:
                 source = torch.empty(int(amount) // 2, dtype=torch.uint8, device=case.inputs[0].device)
                 target = torch.empty_like(source)
-                known[amount] = milliseconds(functools.partial(target.copy_, source))
-            candidate.ceiling_ms[part] = known[amount]
+                of_amount[amount] = milliseconds(functools.partial(target.copy_, source))
+            candidate.ceiling_ms[part] = of_amount[amount]
 
 
-def _result(
-    op: str, shape: str, tokens: int, product: bool, candidate: OpCandidate, options: OpsOptions, device: str
-) -> Result:
-    """`product`: whether the ceiling is one; otherwise it is a copy."""
+def result_of(case: Case, candidate: OpCandidate, options: OpsOptions, device: str) -> Result:
+    """Make the result of what became of a candidate in a case."""
+    product = case.product is not None
     rate = "TFLOP/s" if product else "GB/s"
     reached, share, ceilings = {}, {}, {}
     for part, amount in candidate.work.items() if candidate.timings else ():
@@ -261,7 +246,7 @@ def _result(
     return Result(
         command=command_line(),
         candidate=candidate.name,
-        workload=Workload(f"{shape} {options.dtype}", op, tokens, "one", 1.0, 0),
+        workload=Workload(f"{case.shape} {options.dtype}", case.op, case.tokens, "one", 1.0, 0),
         gate=candidate.gate,
         timings_ms=candidate.timings,
         ceilings=ceilings,
@@ -278,56 +263,27 @@ def _result(
     )
 
 
-app = typer.Typer(rich_markup_mode="rich", add_completion=False, pretty_exceptions_enable=False)
+def arguments() -> argparse.ArgumentParser:
+    """Declare the program's arguments."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--op", action="append", default=[], metavar="NAME", help=f"some of {', '.join(OPS)}")
+    parser.add_argument("--tokens", type=int, help="rows; 8192, or 64 on the CPU, if not given")
+    parser.add_argument("--dtype", choices=get_args(Dtype), default="bfloat16", help="of inputs and outputs")
+    parser.add_argument("--repeats", type=int, default=20, help="timed calls of each candidate")
+    parser.add_argument("--against", type=names, metavar="NAMES", help=f"{', '.join(OTHERS)}; on a GPU both by default")
+    return parser
 
 
-@app.command()
-def ops(
-    op: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help=f"{', '.join(OPS)}; all if none is given. Can be repeated."),
-    ] = None,
-    tokens: Annotated[int | None, typer.Option(help="Rows; 8192, or 64 on the CPU, if not given.")] = None,
-    dtype: Annotated[
-        Literal["bfloat16", "float16", "float32"], typer.Option(help="Of inputs and outputs.")
-    ] = "bfloat16",
-    repeats: Annotated[int, typer.Option(help="Timed calls of each candidate.")] = 20,
-    against: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAMES", help="compile, liger; with commas. If not given, both on a GPU, none on the CPU."
-        ),
-    ] = None,
-    out: Results = None,
-    commit: Commit = "unknown",
-    debug: Debug = False,
-) -> None:
-    """Time each kernel: Pronghorn's, the same formula in plain torch, that compiled by torch, and Liger's.
-
-    Before any clock starts outputs and gradients are compared with the formula in float64; who is more than twice as
-    far off as plain torch is shown as failed and its figures are withheld. Ends with code 1 if Pronghorn itself fails.
-
-    Forward and backward are timed apart, by turns, with cold caches. The ceiling is a copy of as many bytes, or a
-    product of the same size, in the same run. Figures are medians with minimum and maximum. Without a GPU it runs on
-    the CPU with small shapes, and says so.
-
-    [bold]Examples[/]
-
-      python -m benchmarks.ops --out ops.json
-
-      python -m benchmarks.ops --op rms_norm --op swiglu --tokens 16384 --against compile
-    """
-    with plain_errors(debug):
-        check_out(out)
-        grow_segments()
-        others = None if against is None else names(against)
-        options = OpsOptions(tuple(op or ()), tokens, dtype, repeats, others, commit)
-        results = bench_ops(options, progress(), keeper(out))
-        write_results(results, out)
-        Console().print(ops_table(results))
-    if not all(result.gate["green"] for result in results if result.candidate == "pronghorn"):
-        raise typer.Exit(1)
+def main(given: argparse.Namespace) -> bool:
+    """Measure, write and show; tell whether all of Pronghorn's gates were green."""
+    check_out(given.out)
+    grow_segments()
+    options = OpsOptions(tuple(given.op), given.tokens, given.dtype, given.repeats, given.against, given.commit)
+    results = bench_ops(options, progress(), keeper(given.out))
+    write_results(results, given.out)
+    print_results(results, ops_table(results), "Ops")
+    return all(result.gate["green"] for result in results if result.candidate == "pronghorn")
 
 
 if __name__ == "__main__":
-    app()
+    run(arguments, main)

@@ -1,6 +1,6 @@
 """Predicted against measured: peak memory and step time of models of real shapes with random weights, on one GPU.
 
-python -m benchmarks.plan [--cases TEXT] [--checkpoints FOLDER] [--out FILE] [--commit ID]
+    python -m benchmarks.plan [--cases TEXT] [--checkpoints FOLDER] [--out FILE] [--commit ID]
 
 A case's last part is a policy for every layer, or a budget that the planner fills. Peaks are torch's, with what CUDA
 graphs hold; predicted times are the table's, and those after a layer was measured.
@@ -8,7 +8,6 @@ graphs hold; predicted times are the table's, and those after a layer was measur
 
 import argparse
 import gc
-import json
 import statistics
 import tempfile
 from dataclasses import replace
@@ -16,15 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.candidates.base import set_adapters
-from benchmarks.record import unfinished, write_json
+from benchmarks.program import packed_batches, parser_of, run, show
+from benchmarks.record import Facts
 from benchmarks.timing import CudaClock
 from benchmarks.workload import make_rows
-from pronghorn.data.batch import Collator
-from pronghorn.device import graph_bytes, versions
+from pronghorn.device import graph_bytes
 from pronghorn.diagnose.shapes import checkpoint_of
 from pronghorn.errors import PronghornError
 from pronghorn.memory.devices import parse_bytes
@@ -36,7 +33,6 @@ from pronghorn.models.attach import attach
 from pronghorn.models.auto_plan import cuda_device_spec, dims_of, measured_times, setup_of
 from pronghorn.models.load import load_model
 from pronghorn.models.lora import add_lora
-from pronghorn.train.page import check_writable
 
 POLICIES = ("keep", "norms", "mlp", "layer", "offload")
 CASES = """
@@ -53,18 +49,18 @@ WARM, TIMED = 16, 8
 
 
 def load(shape: str, method: str, folder: Path) -> Any:
+    """Load a shape with random weights, and with LoRA unless everything is trained."""
     dtype = torch.float32 if method == "full" else torch.bfloat16
     path = checkpoint_of(shape, folder, seed=0)
     model, _ = load_model(path, max_seq_length=8192, dtype=dtype, load_in_4bit=method == "qlora")
-    if method == "full":
-        return model.train()
-    model = add_lora(model)
-    set_adapters(model, seed=0)
+    if method != "full":
+        model = add_lora(model)
+        set_adapters(model, seed=0)
     return model.train()
 
 
 def measure(model: Any, batches: list[dict[str, Any]], autocast: bool) -> tuple[int, float]:
-    """(peak bytes without those of graphs, median ms) of whole steps with AdamW."""
+    """Return peak bytes without those of graphs, and the median ms, of whole steps with AdamW."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-6, fused=True)
     clock, times = CudaClock(), []
     for step in range(WARM + TIMED):
@@ -83,13 +79,13 @@ def measure(model: Any, batches: list[dict[str, Any]], autocast: bool) -> tuple[
 
 
 def one(model: Any, method: str, tokens: int, wanted: str) -> dict[str, float]:
+    """Predict and measure one case."""
     autocast, device = torch.bfloat16 if method == "full" else None, model.device
     shape, work = dims_of(model), setup_of(model, tokens, autocast, accumulates=False)
     card, held = cuda_device_spec(device), graph_bytes()
-    collator = Collator(tokens, pad_token_id=0)
     rows = make_rows(tokens, "lognormal", 1.0, shape.vocab, seed=0)
     work = replace(work, documents=tokens * len(rows) // sum(len(row.lengths) for row in rows))  # as of a recipe's data
-    batches = [{name: value.to(device) for name, value in collator([vars(row)]).items()} for row in rows]
+    batches = packed_batches(model, tokens, seed=0)  # of the same rows
     if wanted in POLICIES:
         made = Plan((list(Policy)[POLICIES.index(wanted)],) * len(shape.layers))
     else:
@@ -113,33 +109,32 @@ def one(model: Any, method: str, tokens: int, wanted: str) -> dict[str, float]:
     }
 
 
-def row(result: dict[str, Any]) -> list[str]:
-    """Of the table: each measured figure, and its predictions with their errors."""
-    cells = [result["case"]]
+def row(result: dict[str, Any]) -> dict[str, str]:
+    """Return a case's measured figures, and its predictions with their errors."""
+    cells = {"case": result["case"], "error": result.get("error", "")}
     for measured, predictions, unit in (("peak_bytes", ["predicted"], GIB), ("step_ms", ["table", "calibrated"], 1)):
-        cells.append(f"{result[measured] / unit:.2f}")
-        for name in predictions:
-            value = result[f"{name}_{measured.split('_')[1]}"]
-            cells += [f"{value / unit:.2f}", f"{value / result[measured] - 1:+.1%}"]
+        if measured in result:
+            cells[measured] = f"{result[measured] / unit:.2f}"
+            for name in predictions:
+                value = result[f"{name}_{measured.split('_')[1]}"]
+                cells[f"{name}_{measured}"] = f"{value / unit:.2f} ({value / result[measured] - 1:+.1%})"
     return cells
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments() -> argparse.ArgumentParser:
+    """Declare the program's arguments."""
+    parser = parser_of(__doc__)
     parser.add_argument("--cases", default="", help="only those that contain this text")
-    parser.add_argument("--checkpoints", type=Path, default=None, help="where random checkpoints are kept")
-    parser.add_argument("--out", type=Path, default=None)
-    parser.add_argument("--commit", default="unknown")
-    arguments = parser.parse_args()
-    console = Console()
-    table = Table("case", "GiB", "predicted", "error", "ms", "table", "error", "calibrated", "error")
-    found: list[dict[str, Any]] = []
+    parser.add_argument("--checkpoints", type=Path, help="where random checkpoints are kept")
+    return parser
+
+
+def main(given: argparse.Namespace) -> None:
+    """Measure every case, the next one alone on the device."""
+    cases = [part.strip() for part in CASES.strip().replace("\n", ";").split(";") if given.cases in part]
     loaded = model = None
-    cases = [part.strip() for part in CASES.strip().replace("\n", ";").split(";") if arguments.cases in part]
-    if arguments.out is not None:
-        check_writable(arguments.out)
-    facts = {"schema": 1, "device": torch.cuda.get_device_name(), "versions": versions(), "commit": arguments.commit}
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, Facts(given) as facts:
+        facts["cases"] = []
         for case in cases:
             shape, method, tokens, wanted = case.split()
             try:
@@ -147,22 +142,18 @@ def main() -> None:
                     loaded = model = None
                     gc.collect()
                     torch.cuda.empty_cache()
-                    model = load(shape, method, arguments.checkpoints or Path(scratch))
+                    model = load(shape, method, given.checkpoints or Path(scratch))
                     loaded = shape, method
-                found.append({"case": case, **one(model, method, int(tokens), wanted)})
-                table.add_row(*row(found[-1]))
+                facts["cases"].append({"case": case, **one(model, method, int(tokens), wanted)})
             except (PronghornError, torch.OutOfMemoryError) as error:
-                found.append({"case": case, "error": f"{type(error).__name__}: {str(error)[:200]}"})
+                facts["cases"].append({"case": case, "error": f"{type(error).__name__}: {str(error)[:200]}"})
             gc.collect()
             torch._C._cuda_clearCublasWorkspaces()  # of streams that only this case's graphs and calibration used
-            torch.cuda.empty_cache()  # the next case is measured alone
-            console.print(json.dumps(found[-1]), soft_wrap=True)
-            if arguments.out is not None:
-                write_json({**facts, "cases": found}, unfinished(arguments.out))
-    console.print(table)
-    if arguments.out is not None:
-        write_json({**facts, "cases": found}, arguments.out)
+            torch.cuda.empty_cache()
+            print(facts["cases"][-1], flush=True)
+            facts.keep()
+    show([row(result) for result in facts["cases"]])
 
 
 if __name__ == "__main__":
-    main()
+    run(arguments, main)

@@ -31,6 +31,8 @@ STYLE: dict[str, Any] = {
     "legend.frameon": False,
     "figure.constrained_layout.use": True,
 } | dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK)
+WORDS = {"tokens": "{} tokens", "recompute": "recompute {}", "supervised": "{} supervised", "seed": "seed {}"}
+FIELDS = ["method", "tokens", "recompute", "lengths", "supervised", "seed"]
 
 
 def draw(table: pd.DataFrame) -> dict[str, bytes]:
@@ -45,16 +47,13 @@ def draw(table: pd.DataFrame) -> dict[str, bytes]:
     with _style():
         for device, cases in cases_of(table, "step").items():
             every = pd.concat(cases)
-            shown, slug = every[every["shown"]], _slug(every["result"].iloc[0].device)
-            if shown.empty:
-                continue
-            figures[f"step-{slug}.svg"] = _svg(_times(device, every, colours))
-            for model, of_model in shown.groupby("model", sort=False):
-                points = of_model[of_model["peak"].notna()]
+            slug = _slug(every["result"].iloc[0].device)
+            if every["shown"].any():
+                figures[f"step-{slug}.svg"] = _svg(_times(device, every, colours))
+            for model, rows in every.groupby("model", sort=False):
+                points = rows[rows["shown"] & rows["peak"].notna()]
                 if not points.empty:
-                    label = _differences(
-                        every[every["model"] == model], "method", "tokens", "lengths", "supervised", "seed"
-                    )
+                    label = _differences(rows, [field for field in FIELDS if field != "recompute"])
                     points = points.assign(line=points["candidate"] + label, mode=points["recompute"])
                     figure = _memory_time(f"{model}, {device}", points, colours)
                     figures[f"memory-time-{slug}-{_slug(str(model))}.svg"] = _svg(figure)
@@ -102,13 +101,12 @@ def _svg(figure: Any, creator: str = STAMP) -> bytes:
     return written.getvalue()
 
 
-def _differences(rows: pd.DataFrame, *fields: str) -> pd.Series:
+def _differences(rows: pd.DataFrame, fields: Sequence[str]) -> pd.Series:
     """Return for each row what tells its case from others of its model, as ", field, field"."""
-    words = {"tokens": "{} tokens", "recompute": "recompute {}", "supervised": "{} supervised", "seed": "seed {}"}
     text = pd.Series("", index=rows.index)
     for field in fields:
         if rows[field].nunique() > 1:
-            text += ", " + rows[field].map(words.get(field, "{}").format)
+            text += ", " + rows[field].map(WORDS.get(field, "{}").format)
     return text
 
 
@@ -116,18 +114,17 @@ def _times(title: str, rows: pd.DataFrame, colours: dict[str, str]) -> Any:
     """Draw bars of a step's median: a panel a model (each with its own scale), a group of bars a case."""
     from matplotlib.figure import Figure
 
-    fields = ("method", "tokens", "recompute", "lengths", "supervised", "seed")
     panels = []
-    for model, group in rows.groupby("model", sort=False):
-        bars = group.assign(label=group["candidate"] + _differences(group, *fields))
+    for model, of_model in rows.groupby("model", sort=False):
+        bars = of_model.assign(label=of_model["candidate"] + _differences(of_model, FIELDS))
         bars["group"] = bars.groupby("case", sort=False).ngroup()
         if bars["shown"].any():
             panels.append((model, bars[bars["shown"]]))
     heights = [len(bars) + bars["group"].nunique() for _, bars in panels]
     figure = Figure(figsize=(7.6, 0.3 + sum(0.3 + 0.24 * height for height in heights)))
     figure.suptitle(f"Time of a step, {title}", fontsize=10, x=0.01, ha="left")
-    found = figure.subplots(len(panels), squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
-    for axes, (model, bars) in zip(found, panels, strict=True):
+    every_axes = figure.subplots(len(panels), squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
+    for axes, (model, bars) in zip(every_axes, panels, strict=True):
         places = [i + 0.7 * group for i, group in enumerate(bars["group"])]
         drawn = axes.barh(places, bars["step"], color=[colours[name] for name in bars["candidate"]])
         ratios = [f", {ratio[0]:.2f} ×" if ratio else "" for ratio in bars["ratio"]]
@@ -153,10 +150,9 @@ def _memory_time(title: str, points: pd.DataFrame, colours: dict[str, str]) -> A
         colour = colours[group["candidate"].iloc[0]]
         axes.plot(group["peak"], group["step"], "o-", color=colour, linewidth=1.2, markersize=5, label=line)
         for i, point in enumerate(group.itertuples()):
-            left = i == 0 and len(group) > 1
-            place: dict[str, Any] = {"xytext": (-6 if left else 6, 0), "ha": "right" if left else "left"}
-            at = (point.peak, point.step)
-            axes.annotate(point.mode, at, **place, textcoords="offset points", va="center", fontsize=8, color=colour)
+            side, ends = (-6, "right") if i == 0 and len(group) > 1 else (6, "left")
+            text = {"textcoords": "offset points", "va": "center", "fontsize": 8, "color": colour}
+            axes.annotate(point.mode, (point.peak, point.step), xytext=(side, 0), ha=ends, **text)
     axes.set_xlim(*_limits(points["peak"]))
     axes.set_ylim(*_limits(points["step"]))
     figure.legend(loc="outside lower center", ncols=2, labelcolor="linecolor", fontsize=8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import statistics
@@ -82,6 +83,34 @@ def write_json(value: Any, path: Path) -> None:
     """Write the whole file or nothing, and delete what was kept of the run so far."""
     write_text(path, json.dumps(value, indent=1) + "\n")
     unfinished(path).unlink(missing_ok=True)
+
+
+class Facts(dict[str, Any]):
+    """Hold what a program found that has a form of its own; written and printed when the block ends without an error.
+
+    Raises:
+        ConfigError: --out can't be written, before anything is measured.
+    """
+
+    def __init__(self, given: argparse.Namespace, *packages: str) -> None:
+        self._path: Path | None = given.out
+        if self._path is not None:
+            check_writable(self._path)
+        super().__init__(schema=1, device=device_name(), versions=versions(*packages), commit=given.commit)
+
+    def keep(self) -> None:
+        """Write what there is so far beside the file: the run may be cut off."""
+        if self._path is not None:
+            write_text(unfinished(self._path), json.dumps(self, indent=1) + "\n")
+
+    def __enter__(self) -> Facts:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        if kind is None:
+            print(json.dumps(self))
+            if self._path is not None:
+                write_json(self, self._path)
 
 
 def unfinished(path: Path) -> Path:

@@ -1,26 +1,32 @@
-"""Write docs/benchmarks.md's tables and figures from result files: `python -m benchmarks.report`.
+"""Write docs/benchmarks.md's tables and figures from the results of benchmarks.step and benchmarks.ops.
 
-    files  ->  a table of results, the newest of each  ->  Markdown between markers, SVG in docs/plots
+Give it all results at once: files, or folders of them; benchmarks/results if nothing is given. Tables go between
+<!-- bench:step --> and <!-- /bench:step -->, and the same with ops; figures are SVG. Of two results of the same
+candidate and workload the newer counts, and a line says so. Figures of a candidate whose gate was not green are
+withheld.
+
+    python -m benchmarks.report
+    python -m benchmarks.report --check
+    python -m benchmarks.report my-results --page results.md --plots plots
 
 A case is one workload on one device; it is a row of the page, and every candidate's result of it is a column.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import pandas as pd
-import typer
-from rich.console import Console
 
+from benchmarks.program import parser_of, run
 from benchmarks.record import Result, read_results
 from benchmarks.tables import MISSING
-from pronghorn.cli.errors import plain_errors
-from pronghorn.cli.options import Debug
 from pronghorn.errors import ConfigError, DataError
 from pronghorn.parity.distance import listed
 from pronghorn.state import new_file
@@ -36,6 +42,7 @@ COLUMNS = {
 }
 LEADING = 2
 """So many of them are shown in any case, the others where rows differ in them."""
+MODES = ("off", "on", "offload", "auto")
 ON_CPU = ": says that it works, not how fast a GPU is"
 MFU = "MFU at 4N, of TFLOP/s"
 REASON_LENGTH, PLACES = 200, 3
@@ -45,6 +52,10 @@ LEGEND = {
     "ops": "Medians of forward and backward together. ×: times as long as Pronghorn's. In brackets the share of the "
     "ceiling that forward and backward reach: a copy of as many bytes, or a product of the same size, in the same run.",
 }
+LEGEND_OF_MFU = (
+    " MFU counts 4 operations a weight and token, the head's for unsupervised tokens, too, "
+    "against a bf16 product measured in the same run."
+)
 
 
 def collect(paths: Sequence[Path]) -> tuple[pd.DataFrame, list[str]]:
@@ -61,12 +72,12 @@ def collect(paths: Sequence[Path]) -> tuple[pd.DataFrame, list[str]]:
         if not path.exists():
             raise ConfigError(f"{path} is no file and no folder", "give result files, or the folder they are in")
         for file in sorted(path.glob("*.json")) if path.is_dir() else [path]:
-            found = [row for result in read_results(file) if (row := _row(result, file)) is not None]
-            if not found and file is path:
+            of_file = [row for result in read_results(file) if (row := _row(result, file)) is not None]
+            if not of_file and file is path:
                 raise DataError(f"{path} has no results of benchmarks.step or .ops", "give a file that one wrote")
-            if not found:
+            if not of_file:
                 notes.append(f"{file.name}: nothing of benchmarks.step or .ops, left out")
-            rows += found
+            rows += of_file
     if not rows:
         where, remedy = ", ".join(map(str, paths)), "write some: python -m benchmarks.step … --out FILE.json"
         raise DataError(f"no results of benchmarks.step or .ops in {where}", remedy)
@@ -86,7 +97,7 @@ def collect(paths: Sequence[Path]) -> tuple[pd.DataFrame, list[str]]:
 
 
 def _row(result: Result, file: Path) -> dict[str, Any] | None:
-    """Return a result's fields, and its cell on the page; None for results of other programs."""
+    """Return what the page shows of a result; None for results of other programs."""
     kind, work, extra = _KIND.search(result.command), result.workload, result.extra
     if kind is None:
         return None
@@ -96,7 +107,7 @@ def _row(result: Result, file: Path) -> dict[str, Any] | None:
         raise DataError(f"{file}: date {result.date!r} is none", "write it like 2026-11-21") from error
     experts = " on experts, too" if extra.get("experts") == "lora" else ""
     judged = bool(result.gate.keys() - {"green", "reasons"})  # a gate of reasons alone never saw any numbers
-    reason = " ".join(" ".join(result.gate.get("reasons", ["no reason given"])).split())[:REASON_LENGTH]
+    recompute = str(extra.get("recompute", MISSING))
     return {
         "kind": kind[1],
         "device": result.device + (ON_CPU if extra.get("on_cpu") else ""),
@@ -105,7 +116,8 @@ def _row(result: Result, file: Path) -> dict[str, Any] | None:
         "op": work.method,
         "method": work.method + experts + (f" (r {extra['rank']})" if extra.get("rank") else ""),
         "tokens": f"{work.tokens:,}",
-        "recompute": str(extra.get("recompute", MISSING)),
+        "recompute": recompute,
+        "mode": MODES.index(recompute) if recompute in MODES else len(MODES),
         "lengths": work.lengths,
         "supervised": f"{work.supervised_share:.0%}",
         "seed": str(work.seed),
@@ -117,7 +129,7 @@ def _row(result: Result, file: Path) -> dict[str, Any] | None:
         "result": result,
         "shown": result.shown,
         "verdict": None if result.gate.get("green") else "failed" if judged else "not judged",
-        "reason": reason,
+        "reason": " ".join(" ".join(result.gate.get("reasons", ["no reason given"])).split())[:REASON_LENGTH],
         "n": extra.get("mfu", {}).get("N", 0),
         "step": result.median("step") if result.shown else float("nan"),
         "peak": result.memory_bytes.get("peak", float("nan")) / 2**30,
@@ -127,16 +139,12 @@ def _row(result: Result, file: Path) -> dict[str, Any] | None:
 
 def cases_of(table: pd.DataFrame, kind: str) -> dict[str, list[pd.DataFrame]]:
     """Return the cases of one kind, device by device, small models first; an op's as they were measured."""
-    devices: dict[str, list[pd.DataFrame]] = {}
-    order = ["size", "model", "method", "tokens", "recompute", "supervised", "position"]
     part = table[table["kind"] == kind]
-    modes = ("off", "on", "offload", "auto")
-    rank = {"recompute": lambda column: column.map(lambda mode: modes.index(mode) if mode in modes else len(modes))}
     if kind == "step":
-        part = part.sort_values(order, key=lambda column: rank.get(column.name, lambda same: same)(column))
-    for case in part["case"].unique():
-        found = part[part["case"] == case].sort_values("position")
-        devices.setdefault(found["device"].iloc[0], []).append(found)
+        part = part.sort_values(["size", "model", "method", "tokens", "mode", "supervised", "position"])
+    devices: dict[str, list[pd.DataFrame]] = {}
+    for _, case in part.groupby("case", sort=False):
+        devices.setdefault(case["device"].iloc[0], []).append(case.sort_values("position"))
     return devices
 
 
@@ -154,71 +162,62 @@ def markdown(table: pd.DataFrame, kind: str) -> str:
             else:
                 common.append(f"{field} {cells[0]}")
         leading = len(columns)
-        columns |= {f"{name}, ms": [_time(case, name) for case in cases] for name in names}
+        columns |= {f"{name}, ms": [_cell(case, name, _time) for case in cases] for name in names}
         for head, figure in FIGURES.items() if kind == "step" else ():
-            cells = [_figure(case, names[0], figure) for case in cases]
+            cells = [_cell(case[case["shown"]], names[0], figure) for case in cases]
             if set(cells) != {MISSING}:
                 columns[head] = cells
         rule = ["---"] * leading + ["---:"] * (len(columns) - leading)
         lines = [list(columns), rule, *zip(*columns.values(), strict=True)]
+        remarks = [f"All rows: {', '.join(common)}."] if common else []
+        remarks += [LEGEND[kind] + LEGEND_OF_MFU * (MFU in columns), *_remarks(cases, every)]
         parts.append(f"**{_escaped(device)}**")
         parts.append("\n".join(f"| {' | '.join(map(_escaped, line))} |" for line in lines))
-        parts.append("\n".join(f"- {_escaped(line)}" for line in _remarks(cases, kind, MFU in columns, common)))
+        parts.append("\n".join(f"- {_escaped(line)}" for line in remarks))
     return "\n\n".join(parts)
 
 
-def _of(case: pd.DataFrame, name: str) -> pd.Series | None:
-    found = case[case["candidate"] == name]
-    return None if found.empty else found.iloc[0]
-
-
-def _figure(case: pd.DataFrame, name: str, figure: Callable[[Result], str]) -> str:
-    found = _of(case, name)
+def _cell(case: pd.DataFrame, name: str, figure: Callable[[Any, pd.DataFrame], str]) -> str:
+    """Return a figure of a candidate in a case, or why there is none."""
+    rows = case[case["candidate"] == name]
+    if rows.empty:
+        return MISSING
+    row = rows.iloc[0]
     try:
-        return MISSING if found is None or not found["shown"] else figure(found["result"])
+        return figure(row, case) if row["shown"] else row["verdict"] or "not timed"
     except KeyError:
         return MISSING
 
 
-def _time(case: pd.DataFrame, name: str) -> str:
-    """Return a candidate's time, memory or shares of ceilings, and its ratio to Pronghorn's, or why there is none."""
-    found = _of(case, name)
-    if found is None:
-        return MISSING
-    if not found["shown"]:
-        return found["verdict"] or "not timed"
-    if found["kind"] == "step":
-        cell = f"{found['step']:.1f}" + (f", {found['peak']:.1f} GiB" if found["peak"] == found["peak"] else "")
-        return cell + (", {:.2f} × ({:.2f} to {:.2f})".format(*found["ratio"]) if found["ratio"] else "")
-    first, cell = _of(case, "pronghorn"), f"{found['step']:.3g}"
-    if first is not None and first["shown"] and name != "pronghorn" and first["file"] == found["file"]:
-        cell += f", {found['step'] / first['step']:.2f} ×"
-    shares = [f"{share:.0%}" for share in found["result"].extra.get("share_of_ceiling", {}).values()]
+def _time(row: Any, case: pd.DataFrame) -> str:
+    """Return a candidate's time, memory or shares of ceilings, and its ratio to Pronghorn's."""
+    if row["kind"] == "step":
+        cell = f"{row['step']:.1f}" + (f", {row['peak']:.1f} GiB" if row["peak"] == row["peak"] else "")
+        return cell + (", {:.2f} × ({:.2f} to {:.2f})".format(*row["ratio"]) if row["ratio"] else "")
+    cell = f"{row['step']:.3g}"
+    first = case[(case["candidate"] == "pronghorn") & case["shown"] & (case["file"] == row["file"])]
+    if row["candidate"] != "pronghorn" and not first.empty:
+        cell += f", {row['step'] / first['step'].iloc[0]:.2f} ×"
+    shares = [f"{share:.0%}" for share in row["result"].extra.get("share_of_ceiling", {}).values()]
     return cell + (f" ({', '.join(shares)})" if shares else "")
 
 
-def _mfu(result: Result) -> str:
+def _mfu(row: Any, case: pd.DataFrame) -> str:
     """Return the share of the ceiling; full fine-tuning needs the weights' gradients, too, so its measure is named."""
+    result = row["result"]
     mfu, peak = result.extra["mfu"], f"{result.ceilings['matmul_tflops']:.0f}"
     return f"{mfu['6N']:.1%} (6N), {peak}" if result.workload.method == "full" else f"{mfu['4N']:.1%}, {peak}"
 
 
-FIGURES: dict[str, Callable[[Result], str]] = {
-    "tokens/s": lambda result: f"{result.extra['tokens_per_s']['real']:,.0f}",
+FIGURES: dict[str, Callable[[Any, pd.DataFrame], str]] = {
+    "tokens/s": lambda row, case: f"{row['result'].extra['tokens_per_s']['real']:,.0f}",
     MFU: _mfu,
 }
 
 
-def _remarks(cases: Sequence[pd.DataFrame], kind: str, has_mfu: bool, common: Sequence[str]) -> list[str]:
+def _remarks(cases: Sequence[pd.DataFrame], every: pd.DataFrame) -> list[str]:
     """List what must be known to judge a table."""
-    every = pd.concat(cases)
-    lines = [f"All rows: {', '.join(common)}."] if common else []
-    lines.append(LEGEND[kind])
-    if has_mfu:
-        lines[-1] += (
-            " MFU counts 4 operations a weight and token, the head's for unsupervised tokens, too, "
-            "against a bf16 product measured in the same run."
-        )
+    lines = []
     withheld = every[every["verdict"].notna()]
     for (name, verdict, reason), group in withheld.groupby(["candidate", "verdict", "reason"], sort=False):
         where = listed(list(group["op"] + " " + group["shape"]), PLACES)
@@ -231,9 +230,8 @@ def _remarks(cases: Sequence[pd.DataFrame], kind: str, has_mfu: bool, common: Se
     for result in every["result"]:
         for package, version in result.versions.items():
             versions.setdefault(package, set()).add(version)
-    named = (f"{package} {' and '.join(sorted(found))}" for package, found in versions.items())
-    lines.append(f"Versions: {', '.join(named)}.")
-    return lines
+    of_packages = (f"{package} {' and '.join(sorted(numbers))}" for package, numbers in versions.items())
+    return [*lines, f"Versions: {', '.join(of_packages)}."]
 
 
 def _escaped(text: str) -> str:
@@ -282,65 +280,43 @@ def render(table: pd.DataFrame, page: Path, plots: Path) -> dict[Path, bytes]:
     return {page: text.encode(), **figures}
 
 
-app = typer.Typer(rich_markup_mode="rich", add_completion=False, pretty_exceptions_enable=False)
+def arguments() -> argparse.ArgumentParser:
+    """Declare the program's arguments."""
+    parser = parser_of(__doc__, measures=False)
+    parser.add_argument("results", nargs="*", type=Path, metavar="FILE|DIR")
+    parser.add_argument("--page", type=Path, default=Path("docs/benchmarks.md"), help="tables go between its markers")
+    parser.add_argument("--plots", type=Path, default=Path("docs/plots"), metavar="DIR", help="for the figures")
+    parser.add_argument("--check", action="store_true", help="write nothing; code 1 if page or figures are out of date")
+    return parser
 
 
-@app.command()
-def report(
-    results: Annotated[
-        list[Path] | None,
-        typer.Argument(metavar="FILES|DIR", help="Result files, or folders of them; benchmarks/results if not given."),
-    ] = None,
-    page: Annotated[
-        Path, typer.Option(metavar="FILE", help="Its tables are written between markers.", dir_okay=False)
-    ] = Path("docs/benchmarks.md"),
-    plots: Annotated[Path, typer.Option(metavar="DIR", help="For the figures.", file_okay=False)] = Path("docs/plots"),
-    check: Annotated[
-        bool, typer.Option("--check", help="Write nothing; end with code 1 if page or figures are out of date.")
-    ] = False,
-    debug: Debug = False,
-) -> None:
-    """Write tables and figures from the results of benchmarks.step and benchmarks.ops, all of them given at once.
+def main(given: argparse.Namespace) -> bool:
+    """Write what is out of date, or tell; return False if something is and nothing may be written."""
+    from benchmarks.plots import STAMP
 
-    Tables go between <!-- bench:step --> and <!-- /bench:step -->, and the same with ops; figures are SVG. Of two
-    results of the same candidate and workload the newer counts, and a line says so. Figures of a candidate whose gate
-    was not green are withheld.
-
-    [bold]Examples[/]
-
-      python -m benchmarks.report
-
-      python -m benchmarks.report --check
-
-      python -m benchmarks.report my-results --page results.md --plots plots
-    """
-    with plain_errors(debug):
-        from benchmarks.plots import STAMP
-
-        console = Console(highlight=False, soft_wrap=True)
-        table, notes = collect(results or [Path("benchmarks/results")])
-        for note in notes:
-            console.print(note, style="dim", markup=False)
-        wanted = render(table, page, plots)
-        outdated = [path for path, content in wanted.items() if not path.is_file() or path.read_bytes() != content]
-        drawn = [path for path in sorted(plots.glob("*.svg")) if STAMP.encode() in path.read_bytes()]
-        unused = [path for path in drawn if path not in wanted]  # others' figures carry no stamp
-        for path in outdated:
-            console.print(f"{'out of date' if check else 'written'}: {path}", markup=False)
-            if not check:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                with new_file(path) as file:
-                    file.write(wanted[path])
-        for path in unused:
-            console.print(f"{'no longer made' if check else 'removed'}: {path}", markup=False)
-            if not check:
-                path.unlink()
-        if not outdated and not unused:
-            console.print(f"up to date: {page} and {len(wanted) - 1} figures in {plots}", markup=False)
-    if check and (outdated or unused):
-        Console(stderr=True).print("[bold]remedy:[/] python -m benchmarks.report")
-        raise typer.Exit(1)
+    table, notes = collect(given.results or [Path("benchmarks/results")])
+    wanted = render(table, given.page, given.plots)
+    outdated = [path for path, content in wanted.items() if not path.is_file() or path.read_bytes() != content]
+    drawn = [path for path in sorted(given.plots.glob("*.svg")) if STAMP.encode() in path.read_bytes()]
+    unused = [path for path in drawn if path not in wanted]  # others' figures carry no stamp
+    print(*notes, sep="\n")
+    for path in outdated:
+        print(f"{'out of date' if given.check else 'written'}: {path}")
+    for path in unused:
+        print(f"{'no longer made' if given.check else 'removed'}: {path}")
+    if not outdated and not unused:
+        print(f"up to date: {given.page} and {len(wanted) - 1} figures in {given.plots}")
+    elif given.check:
+        print("remedy: python -m benchmarks.report", file=sys.stderr)
+        return False
+    for path in outdated:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with new_file(path) as file:
+            file.write(wanted[path])
+    for path in unused:
+        path.unlink()
+    return True
 
 
 if __name__ == "__main__":
-    app()
+    run(arguments, main)

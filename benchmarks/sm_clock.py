@@ -1,4 +1,4 @@
-"""At what clock the GPU's multiprocessors ran between two points, counted by themselves.
+"""Tell at what clock the GPU's multiprocessors ran between two points, counted by themselves.
 
 A card bound by its power lowers their clock under load and raises it in a pause, so that of two ways to do the same
 work the one that waits also computes faster. Cycles compare them as a fixed clock would.
@@ -19,7 +19,7 @@ PROGRAMS = 8
 
 @triton.jit
 def _read(out_ptr, MOST: tl.constexpr):
-    """Cycles and nanoseconds, at the place of the multiprocessor that runs this."""
+    """Write cycles and nanoseconds, at the place of the multiprocessor that runs this."""
     sm = tl.inline_asm_elementwise("mov.u32 $0, %smid;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
     cycles = tl.inline_asm_elementwise("mov.u64 $0, %clock64;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
     nanoseconds = tl.inline_asm_elementwise(
@@ -30,7 +30,7 @@ def _read(out_ptr, MOST: tl.constexpr):
 
 
 def mark(device: Any) -> Tensor:
-    """A point in the current stream's work: int64 [2, multiprocessors], to be read once the stream has come there."""
+    """Mark a point in the current stream's work: int64 [2, multiprocessors], to be read once it is reached."""
     count = torch.cuda.get_device_properties(device).multi_processor_count
     out = torch.zeros(2, count, dtype=torch.int64, device=device)
     _read[(PROGRAMS * count,)](out, MOST=count, num_warps=1)
@@ -38,7 +38,7 @@ def mark(device: Any) -> Tensor:
 
 
 def megahertz(begin: Tensor, end: Tensor) -> float:
-    """The mean clock between two marks: the median over all multiprocessors that both saw. Waits for the device."""
+    """Return the mean clock between two marks, the median of all multiprocessors that both saw; wait for them."""
     seen = (begin > 0).all(0) & (end > 0).all(0)
     cycles, nanoseconds = (end - begin)[:, seen].double()
     return (1e3 * cycles / nanoseconds).median().item()

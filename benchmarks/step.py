@@ -1,12 +1,22 @@
-"""Time a training step of several candidates, each in a process of its own: `python -m benchmarks.step`.
+"""Time a training step: Pronghorn's, and others' on the same weights, adapters, rows and optimiser.
+
+Every candidate runs in a process of its own, by turns with Pronghorn. Before any clock starts its loss, gradients,
+isolation of documents and weight updates are compared with plain transformers and PEFT in float32, document by
+document; who fails is shown as failed and its figures are withheld. Ends with code 1 if Pronghorn itself fails.
+Figures are medians with minimum and maximum. Without a GPU it runs on the CPU, and says so.
+
+    python -m benchmarks.step --model Llama-3.2-1B --against unsloth,hf-compile --out llama-1b.json
+    python -m benchmarks.step --model Qwen3-14B --method qlora --recompute on --checkpoints checkpoints
+    python -m benchmarks.step --model Llama-3.2-1B --ablate layers=stock --ablate layers=stock+attention=flash
+    python -m benchmarks.step --model Llama-3.2-1B --tree ../pronghorn-before
+    python -m benchmarks.step --model tiny --tokens 256 --against hf
 
     checkpoint, rows, ceilings, reference  ->  for each candidate: load, gate  ->  A B A B ...  ->  results
-
-Each candidate is measured in a pair with the first, so that both saw the same minutes of the same machine.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import shutil
@@ -17,24 +27,20 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-import typer
-from rich.console import Console
+from typing import Any, get_args
 
 from benchmarks.candidates import CANDIDATES, Spec
 from benchmarks.candidates.base import RANK, Experts, Method, Recompute, has_experts
 from benchmarks.candidates.pronghorn import SWITCHES
-from benchmarks.options import Commit, Results, names
 from benchmarks.pairs import CandidateResult, PairedRunner
+from benchmarks.program import names, parser_of, run
 from benchmarks.record import Result, Workload, check_out, command_line, keeper, write_results
 from benchmarks.reference import Reference
-from benchmarks.tables import step_table
+from benchmarks.tables import print_results, step_table
 from benchmarks.timing import by_part, spread
-from benchmarks.worker import Worker
-from benchmarks.workload import Row, check_rows, make_rows
-from pronghorn.cli import options as shared
-from pronghorn.cli.errors import plain_errors
+from benchmarks.worker import ROOT, Worker
+from benchmarks.workload import Row, check_rows
+from pronghorn.cli.options import grow_segments, progress
 from pronghorn.diagnose.shapes import check_model, shape_of
 from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.memory.devices import parse_bytes
@@ -58,6 +64,8 @@ class StepOptions:
     against: tuple[str, ...] = ()
     ablate: tuple[str, ...] = ()
     """Each a switch of Pronghorn, NAME=VALUE, or several joined by +."""
+    trees: tuple[Path, ...] = ()
+    """Other checkouts of Pronghorn."""
     pythons: Mapping[str, str] = field(default_factory=dict)
     """Interpreters of candidates that have one of their own."""
     repeats: int = 20
@@ -81,8 +89,8 @@ class Prepared:
     """Memory of the GPU, 0 without one."""
 
 
-def check_options(options: StepOptions) -> dict[str, tuple[str, dict[str, str]]]:
-    """Return every candidate's label with its name and switches, Pronghorn first.
+def candidates_of(options: StepOptions, spec: Spec) -> list[CandidateResult]:
+    """Return every candidate that was asked for, Pronghorn first, and refuse what can't be served.
 
     Raises:
         ConfigError: an unknown model, candidate or switch (the known ones are listed), or a value out of range.
@@ -103,21 +111,45 @@ def check_options(options: StepOptions) -> dict[str, tuple[str, dict[str, str]]]
         raise ConfigError(f"{given} is less than CUDA and libraries take", "give 1GiB or more")
     if options.repeats < 1:
         raise ConfigError(f"--repeats {options.repeats} is below 1", "time at least one step, 20 is common")
-    candidates: dict[str, tuple[str, dict[str, str]]] = {"pronghorn": ("pronghorn", {})}
-    for ablation in options.ablate:
-        switches = {name: value for name, _, value in (part.partition("=") for part in ablation.split("+"))}
-        for name, value in switches.items():
-            if value not in SWITCHES.get(name, ()):
-                known = ", ".join(f"{name}={value}" for name, values in SWITCHES.items() for value in values)
-                raise ConfigError(f"ablation {ablation!r} is unknown", f"use one of {known}, or some joined by +")
-        candidates[f"pronghorn, {ablation.replace('+', ', ')}"] = ("pronghorn", switches)
-    for name in (*options.against, *options.pythons):
-        if name not in CANDIDATES:
-            raise ConfigError(f"candidate {name!r} is unknown", f"use some of {', '.join(CANDIDATES)}")
     for name, python in options.pythons.items():
         if shutil.which(python) is None:
             raise ConfigError(f"--python {name}={python} is no program", "give the path of an interpreter")
-    return candidates | {name: (name, {}) for name in options.against if name != "pronghorn"}
+    for name in (*options.against, *options.pythons):
+        if name not in CANDIDATES:
+            raise ConfigError(f"candidate {name!r} is unknown", f"use some of {', '.join(CANDIDATES)}")
+
+    def candidate(label: str, name: str = "pronghorn", tree: Path = ROOT, **switches: str) -> CandidateResult:
+        own = replace(spec, candidate=name, switches=switches)
+        return CandidateResult(label, own, options.pythons.get(name, sys.executable), tree)
+
+    candidates = [candidate("pronghorn")]
+    for ablation in options.ablate:
+        switches = {name: value for name, _, value in (part.partition("=") for part in ablation.split("+"))}
+        if any(value not in SWITCHES.get(name, ()) for name, value in switches.items()):
+            known = ", ".join(f"{name}={value}" for name, values in SWITCHES.items() for value in values)
+            raise ConfigError(f"ablation {ablation!r} is unknown", f"use one of {known}, or some joined by +")
+        candidates.append(candidate(f"pronghorn, {ablation.replace('+', ', ')}", **switches))
+    for tree in options.trees:
+        if not (tree / "benchmarks/worker.py").is_file():
+            raise ConfigError(f"--tree {tree} has no benchmarks/worker.py", "give a checkout's root folder")
+        candidates.append(candidate(f"pronghorn, tree {tree.resolve().name}", tree=tree.resolve()))
+    return candidates + [candidate(name, name) for name in dict.fromkeys(options.against) if name != "pronghorn"]
+
+
+def spec_of(options: StepOptions) -> Spec:
+    """Return what every candidate is asked to build, but for the checkpoint and what its rows tell."""
+    return Spec(
+        candidate="pronghorn",
+        checkpoint="",
+        method=options.method,
+        recompute=options.recompute,
+        tokens=options.tokens,
+        longest=0,
+        documents=0,
+        seed=options.seed,
+        experts=options.experts,
+        memory=options.memory,
+    )
 
 
 def bench_step(
@@ -132,18 +164,10 @@ def bench_step(
         ConfigError, DataError: options that can't be served.
         WorkerError: the checkpoint or the reference could not be made.
     """
-    candidates = check_options(options)
+    candidates_of(options, spec_of(options))
     with tempfile.TemporaryDirectory(prefix="pronghorn-bench-") as name:
         prepared = prepare(options, Path(name), log)
-        found = [
-            CandidateResult(
-                label,
-                replace(prepared.spec, candidate=candidate, switches=switches),
-                options.pythons.get(candidate, sys.executable),
-            )
-            for label, (candidate, switches) in candidates.items()
-        ]
-        return measure(options, prepared, found, Path(name), log, on_result)
+        return measure(options, prepared, candidates_of(options, prepared.spec), Path(name), log, on_result)
 
 
 def measure(
@@ -169,29 +193,15 @@ def measure(
 
 def prepare(options: StepOptions, folder: Path, log: Callable[[str], None]) -> Prepared:
     """Make checkpoint, rows, ceilings and reference, in a process that ends before anything is measured."""
-    with closing(Worker("prepare", folder / "prepare.log")) as worker:
-        log(f"checkpoint of {options.model}")
-        kept = (options.checkpoints or folder).resolve()
-        model = options.model if shape_of(options.model) else str(Path(options.model).resolve())
-        made = worker.call("checkpoint", model=model, folder=kept, seed=options.seed)
-        rows = make_rows(options.tokens, options.lengths, options.supervised, made["vocab_size"], options.seed)
-        spec = Spec(
-            candidate="hf",
-            checkpoint=made["path"],
-            method=options.method,
-            recompute=options.recompute,
-            memory=options.memory,
-            tokens=options.tokens,
-            longest=max(max(row.lengths) for row in rows),
-            documents=max(len(row.lengths) for row in rows),
-            seed=options.seed,
-            experts=options.experts,
-        )
-        log("ceilings of the device")
-        ceilings = worker.call("ceilings")
-        log("reference in float32, document by document")
-        reference = worker.call("reference", spec=spec, row=rows[0], folder=folder)
-    return Prepared(spec, rows, reference, ceilings, made["matmul_parameters"], made["device"], made["device_bytes"])
+    log(f"checkpoint of {options.model}, ceilings of the device, reference in float32, document by document")
+    model = options.model if shape_of(options.model) else str(Path(options.model).resolve())
+    checkpoints = (options.checkpoints or folder).resolve()
+    with closing(Worker(folder / "prepare.log")) as worker:
+        made = worker.call(
+            "prepare", model=model, folder=checkpoints, lengths=options.lengths, supervised=options.supervised,
+            spec=spec_of(options),
+        )  # fmt: skip
+    return Prepared(**made)
 
 
 def recompute_label(spec: Spec) -> str:
@@ -242,116 +252,69 @@ def result_of(options: StepOptions, candidate: CandidateResult, prepared: Prepar
     )
 
 
-app = typer.Typer(rich_markup_mode="rich", add_completion=False, pretty_exceptions_enable=False)
+def arguments() -> argparse.ArgumentParser:
+    """Declare the program's arguments."""
+    parser = parser_of(__doc__)
+    parser.add_argument(
+        "--model", required=True, metavar="SHAPE|PATH",
+        help="a known shape with random weights (SHAPE@12: its first 12 layers), or a model's folder",
+    )  # fmt: skip
+    parser.add_argument("--method", choices=get_args(Method), default="lora", help="LoRA's rank is 16")
+    parser.add_argument("--tokens", type=int, default=8192, help="of a packed row, one row a step")
+    parser.add_argument(
+        "--lengths", default="lognormal", metavar="FILE|lognormal|one",
+        help="of documents: a JSON list to draw from, log-normal (mean about 180), or one document a row",
+    )  # fmt: skip
+    parser.add_argument(
+        "--supervised", type=float, default=1.0, help="share of each document's tokens with labels, from its end"
+    )
+    parser.add_argument(
+        "--recompute", choices=get_args(Recompute), default="off",
+        help="recompute layers in the backward pass; offload also moves their inputs to the host; auto is each one's "
+        "own default: Pronghorn's plan, Unsloth's offloading, and recomputing for the others",
+    )  # fmt: skip
+    parser.add_argument("--memory", metavar="SIZE", help="of the GPU for each, as on a smaller card: 8GiB, say")
+    parser.add_argument(
+        "--experts", choices=get_args(Experts), default="frozen", help="whether experts get adapters, too"
+    )
+    parser.add_argument("--against", type=names, default=(), metavar="NAMES", help=f"{', '.join(CANDIDATES)}")
+    parser.add_argument(
+        "--ablate", action="append", default=[], metavar="NAME=VALUE",
+        help="Pronghorn with a switch turned, as one more candidate; several joined by +; can be repeated: "
+        + "; ".join(f"{name}={'|'.join(values)}" for name, values in SWITCHES.items()),
+    )  # fmt: skip
+    parser.add_argument(
+        "--tree", action="append", default=[], type=Path, metavar="DIR",
+        help="Pronghorn of another checkout, measured by its own benchmarks, as one more candidate; can be repeated",
+    )  # fmt: skip
+    parser.add_argument(
+        "--python", action="append", default=[], metavar="NAME=PATH",
+        help="another interpreter for a candidate, with its own packages; can be repeated",
+    )  # fmt: skip
+    parser.add_argument("--repeats", type=int, default=20, help="timed steps of each candidate in a pair")
+    parser.add_argument("--seed", type=int, default=0, help="of random weights, adapters and tokens")
+    parser.add_argument("--checkpoints", type=Path, metavar="DIR", help="keep written ones here, and use those there")
+    return parser
 
 
-@app.command(no_args_is_help=True)
-def step(
-    model: Annotated[
-        str,
-        typer.Option(
-            metavar="SHAPE|PATH",
-            help="A known shape with random weights (SHAPE@12: its first 12 layers), or a model's folder.",
-        ),
-    ],
-    method: shared.Method = "lora",
-    tokens: Annotated[int, typer.Option(help="Tokens of a packed row, one row a step.")] = 8192,
-    lengths: Annotated[
-        str,
-        typer.Option(
-            metavar="FILE|lognormal|one",
-            help="Document lengths: a JSON list to draw from, log-normal (mean about 180), or one document a row.",
-        ),
-    ] = "lognormal",
-    supervised: Annotated[
-        float, typer.Option(help="Share of each document's tokens that have labels, from its end.")
-    ] = 1.0,
-    recompute: Annotated[
-        Literal["off", "on", "offload", "auto"],
-        typer.Option(
-            help="Recompute layers in the backward pass; offload also moves their inputs to the host; auto is each "
-            "one's own default: Pronghorn's plan, Unsloth's offloading, and recomputing for the others."
-        ),
-    ] = "off",
-    memory: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="What each may take of the GPU, as on a smaller card: 8GiB, say."),
-    ] = None,
-    experts: Annotated[
-        Literal["frozen", "lora"], typer.Option(help="Whether experts get adapters too; by default attention alone.")
-    ] = "frozen",
-    against: Annotated[
-        str,
-        typer.Option(
-            metavar="NAMES", help="hf, hf-compile, hf-flex, hf-sdpa, liger, liger-sdpa, unsloth; with commas."
-        ),
-    ] = "",
-    ablate: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=VALUE",
-            help="Pronghorn with a switch turned, as one more candidate: layers=stock, packing_metadata=per_layer, "
-            "attention=masked, offload_buffers=1; several joined by +. Can be repeated.",
-        ),
-    ] = None,
-    python: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=PATH", help="Another interpreter for a candidate, with its own packages. Can be repeated."
-        ),
-    ] = None,
-    repeats: Annotated[int, typer.Option(help="Timed steps of each candidate in a pair.")] = 20,
-    seed: shared.Seed = 0,
-    checkpoints: shared.Checkpoints = None,
-    out: Results = None,
-    commit: Commit = "unknown",
-    debug: shared.Debug = False,
-) -> None:
-    """Time a training step: Pronghorn's, and others' on the same weights, adapters, rows and optimiser.
-
-    Every candidate runs in a process of its own, by turns with Pronghorn. Before any clock starts its loss, gradients,
-    isolation of documents and weight updates are compared with plain transformers and PEFT in float32, document by
-    document; who fails is shown as failed and its figures are withheld. Ends with code 1 if Pronghorn itself fails.
-
-    Figures are medians with minimum and maximum. Without a GPU it runs on the CPU, and says so.
-
-    [bold]Examples[/]
-
-      python -m benchmarks.step --model Llama-3.2-1B --against unsloth,hf-compile --out llama-1b.json
-
-      python -m benchmarks.step --model Qwen3-14B --method qlora --recompute on --checkpoints checkpoints
-
-      python -m benchmarks.step --model Llama-3.2-1B --ablate layers=stock --ablate layers=stock+attention=flash
-
-      python -m benchmarks.step --model tiny --tokens 256 --against hf
-    """
-    with plain_errors(debug):
-        check_out(out)
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, or a checkpoint of many GB stays behind
-        shared.grow_segments()
-        options = StepOptions(
-            model=model,
-            method=method,
-            tokens=tokens,
-            lengths=lengths,
-            supervised=supervised,
-            recompute=recompute,
-            memory=None if memory is None else parse_bytes(memory, "--memory"),
-            experts=experts,
-            against=names(against),
-            ablate=tuple(ablate or ()),
-            pythons=dict(each.partition("=")[::2] for each in python or ()),
-            repeats=repeats,
-            seed=seed,
-            checkpoints=checkpoints,
-            commit=commit,
-        )
-        results = bench_step(options, shared.progress(), keeper(out))
-        write_results(results, out)
-        Console().print(step_table(results))
-    if not results[0].gate["green"]:
-        raise typer.Exit(1)
+def main(given: argparse.Namespace) -> bool:
+    """Measure, write and show; tell whether Pronghorn's gate was green."""
+    check_out(given.out)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, or a checkpoint of many GB stays behind
+    grow_segments()
+    asked = dict(vars(given))
+    for name in ("out", "debug", "tree", "python"):
+        del asked[name]
+    asked["memory"] = None if given.memory is None else parse_bytes(given.memory, "--memory")
+    asked |= {"ablate": tuple(given.ablate), "trees": tuple(given.tree)}
+    options = StepOptions(**asked, pythons=dict(entry.partition("=")[::2] for entry in given.python))
+    results = bench_step(options, progress(), keeper(given.out))
+    write_results(results, given.out)
+    title = f"{results[0].workload.shape}, {options.method}, {options.tokens} tokens a step ({options.lengths}, "
+    title += f"{options.supervised:.0%} supervised), recompute {results[0].extra['recompute']}"
+    print_results(results, step_table(results), title)
+    return bool(results[0].gate["green"])
 
 
 if __name__ == "__main__":
-    app()
+    run(arguments, main)

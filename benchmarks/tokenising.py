@@ -5,14 +5,13 @@ writes the part of the cache. The tokenizer gets the texts rendered already, as 
 `datasets.map` pipelines make, and as the Rust library's bare `encode_batch`. One thread, alternating, each timed run
 behind one of its own, medians.
 
-    python -m benchmarks.tokenising --tokenizer SMOLLM2_FOLDER --data DIR --out DIR
+    python -m benchmarks.tokenising --tokenizer SMOLLM2_FOLDER --data DIR --out tokenising.json
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import math
 import os
 import statistics
 import tempfile
@@ -23,10 +22,9 @@ from typing import Any
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread for everybody
 
-from rich.console import Console
-from rich.table import Table
 from transformers import AutoTokenizer
 
+from benchmarks.program import parser_of, run, show
 from benchmarks.record import Result, Workload, check_out, command_line, write_results
 from pronghorn.data.labels import Labeller
 from pronghorn.data.parts import Tokenising
@@ -41,7 +39,7 @@ REPEATS = 5
 
 
 def measure(rows: list[Any], tokenizer: Any) -> tuple[dict[str, list[float]], int, bool]:
-    """Milliseconds of each candidate, the tokens of the texts, and whether all of them gave the same tokens."""
+    """Return the milliseconds of each candidate, the tokens of the texts, and whether all gave the same."""
     how = Tokenising(tokenizer, "completion", None, "escape")
     labeller = Labeller(tokenizer, "completion", None, "escape")
     texts = [labeller.render(row).text for row in rows]
@@ -66,57 +64,49 @@ def measure(rows: list[Any], tokenizer: Any) -> tuple[dict[str, list[float]], in
         from datasets import Dataset
 
         ours = Dataset.from_file(str(Path(folder) / "part-00000.arrow"))["input_ids"]
-    theirs = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-    bare = [each.ids for each in encode(texts, add_special_tokens=False)]
-    return times, sum(map(len, theirs)), list(ours) == theirs == bare
+    plain = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    bare = [encoding.ids for encoding in encode(texts, add_special_tokens=False)]
+    return times, sum(map(len, plain)), list(ours) == plain == bare
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments() -> argparse.ArgumentParser:
+    """Declare the program's arguments."""
+    parser = parser_of(__doc__)
     parser.add_argument("--tokenizer", type=Path, required=True, help="folder of a fast tokenizer with a chat template")
     parser.add_argument("--data", type=Path, required=True, help="folder of the data sets")
     parser.add_argument("--rows", type=int, default=3000, help="at most so many of each")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--commit", default="unknown")
-    arguments = parser.parse_args()
-    out = arguments.out / "tokenising.json"
-    check_out(out)
-    tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
-    table = Table(title=f"Tokens a second and core, {arguments.tokenizer.name}")
-    for column in ("data", "tokens a row", "pronghorn", "tokenizer(texts)", "ratio", "encode_batch", "ratio"):
-        table.add_column(column)
-    results = []
+    return parser
+
+
+def main(given: argparse.Namespace) -> bool:
+    """Time every set; tell whether all gave the same tokens."""
+    check_out(given.out)
+    tokenizer, results, shown = AutoTokenizer.from_pretrained(given.tokenizer), [], []
     for name, (file, columns) in SETS.items():
-        rows = read_rows(arguments.data / file, columns)[: arguments.rows]
+        rows = read_rows(given.data / file, columns)[: given.rows]
         times, tokens, same = measure(rows, tokenizer)
-        rates = {candidate: tokens / statistics.median(each) * 1e3 for candidate, each in times.items()}
+        rates = {candidate: tokens / statistics.median(series) * 1e3 for candidate, series in times.items()}
         results += [
             Result(
                 command=command_line(),
                 candidate=candidate,
-                workload=Workload(arguments.tokenizer.name, "tokenise", tokens, name, -1.0, 0),
+                workload=Workload(given.tokenizer.name, "tokenise", tokens, name, -1.0, 0),
                 gate={"same_tokens": same, "green": same},
-                timings_ms={"all": each},
+                timings_ms={"all": series},
                 extra={"rows": len(rows), "tokens_per_s_and_core": rates[candidate]},
-                commit=arguments.commit,
+                commit=given.commit,
                 device="CPU, one thread",
             )
-            for candidate, each in times.items()
+            for candidate, series in times.items()
         ]
-        ours = rates["pronghorn"] if same else math.nan
-        ratios = [ours / rates[candidate] for candidate in ("tokenizer(texts)", "encode_batch")]
-        table.add_row(
-            name,
-            f"{tokens / len(rows):.0f}",
-            f"{rates['pronghorn']:,.0f}" if same else "withheld: other tokens",
-            f"{rates['tokenizer(texts)']:,.0f}",
-            f"{ratios[0]:.2f}",
-            f"{rates['encode_batch']:,.0f}",
-            f"{ratios[1]:.2f}",
-        )
-    write_results(results, out)
-    Console(width=120).print(table)
+        row = {"data": name, "tokens a row": f"{tokens / len(rows):.0f}"}
+        for candidate, rate in rates.items() if same else ():
+            row |= {candidate: f"{rate:,.0f}, ours {rates['pronghorn'] / rate:.2f} ×"}
+        shown.append(row if same else row | {"pronghorn": "withheld: other tokens"})
+    write_results(results, given.out)
+    show(shown, f"Tokens a second and core, {given.tokenizer.name}")
+    return all(result.gate["green"] for result in results)
 
 
 if __name__ == "__main__":
-    main()
+    run(arguments, main)

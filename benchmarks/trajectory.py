@@ -9,7 +9,7 @@ rows, their order and the adapters' start; the spread of the reference's held-ou
 CPU all three compute in float32. Ends with status 1 where the gate (`judge`) is red: for documents that see each other,
 adapters scaled by 0.9 or untrained ones, say; gradients off by a few percent are for `tests/train/test_trajectory.py`.
 
-    python -m benchmarks.trajectory --model SMOLLM2_FOLDER --data gsm8k/ --out DIR
+    python -m benchmarks.trajectory --model SMOLLM2_FOLDER --data gsm8k/ --out FILE
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks import program
 from benchmarks.candidates.base import device, weights_dtype
 from benchmarks.record import Result, Workload, check_out, command_line, keeper, write_results
 from pronghorn.data.batch import Collator
-from pronghorn.data.labels import label_rows
-from pronghorn.data.overflow import fit
 from pronghorn.data.packed_rows import PackedRows
 from pronghorn.data.packing import IGNORE_INDEX
-from pronghorn.data.sources import read_rows
+from pronghorn.errors import ConfigError
 from pronghorn.models.attach import attach
 from pronghorn.models.lora import add_lora
 from pronghorn.parity.parameters import trainable
@@ -46,7 +45,7 @@ Batches = list[tuple[dict[str, Any], int]]  # a model's arguments, and how many 
 
 @dataclass(frozen=True)
 class Run:
-    """One candidate's training from one seed, in nats a supervised token; held out before, halfway and at the end."""
+    """Hold a training from one seed, in nats a supervised token; held out before, halfway and at the end."""
 
     losses: list[float]
     heldout: list[float]
@@ -54,33 +53,28 @@ class Run:
 
 
 def judge(reference: Sequence[Run], plain: Sequence[Run], pronghorn: Sequence[Run]) -> dict[str, Any]:
-    """Whether Pronghorn is as near to the reference as 16 bits and the noise allow; the runs are one a seed.
+    """Judge whether Pronghorn is as near to the reference as 16 bits and the noise allow; the runs are one a seed.
 
     For every seed: its held-out loss is off by at most twice what plain's is, or the spread of the reference's over
     seeds; its losses' root mean square distance is at most twice plain's + 0.001; and the reference learns.
     """
     ends = [run.heldout[-1] for run in reference]
     spread, root, seeds = max(ends) - min(ends), math.sqrt(len(reference[0].losses)), []
-    for exact, stock, mine in zip(reference, plain, pronghorn, strict=True):
-        found = {
-            "heldout": abs(mine.heldout[-1] - exact.heldout[-1]),
+    for exact, stock, ours in zip(reference, plain, pronghorn, strict=True):
+        off = {
+            "heldout": abs(ours.heldout[-1] - exact.heldout[-1]),
             "heldout_limit": max(2 * abs(stock.heldout[-1] - exact.heldout[-1]), spread, ROUNDING),
-            "curve": math.dist(mine.losses, exact.losses) / root,
+            "curve": math.dist(ours.losses, exact.losses) / root,
             "curve_limit": 2 * math.dist(stock.losses, exact.losses) / root + CURVE_FLOOR,
             "fall": exact.heldout[0] - exact.heldout[-1],
         }
-        near = found["heldout"] <= found["heldout_limit"] and found["curve"] <= found["curve_limit"]
-        seeds.append(found | {"green": near and found["fall"] >= LEAST_FALL})
+        near = off["heldout"] <= off["heldout_limit"] and off["curve"] <= off["curve_limit"]
+        seeds.append(off | {"green": near and off["fall"] >= LEAST_FALL})
     return {"spread": spread, "seeds": seeds, "green": all(seed["green"] for seed in seeds)}
 
 
-def documents(file: Path, tokenizer: Any, row: int) -> list[dict[str, Any]]:
-    rows = label_rows(read_rows(file, {"prompt": "question", "completion": "answer"}), tokenizer).documents
-    return [{"input_ids": d.input_ids, "labels": d.labels} for d in fit(rows, row, "truncate").documents]
-
-
 def batches(rows: PackedRows, collate: Collator | None) -> Batches:
-    """On the device: packed by `collate`; without one, a row's documents side by side, int64 [documents, longest]."""
+    """Return batches on the device: packed by `collate`, or without one a row's documents side by side, padded."""
     fills, made = {"input_ids": 0, "labels": IGNORE_INDEX, "attention_mask": 0}, []
     for row in (rows[index] for index in range(len(rows))):
         masked = row | {"attention_mask": [1] * len(row["input_ids"])}
@@ -93,7 +87,7 @@ def batches(rows: PackedRows, collate: Collator | None) -> Batches:
 
 
 def build(folder: Path, dtype: torch.dtype, seed: int, start: dict[str, torch.Tensor]) -> Any:
-    """The model with the adapters of `start`, which the first one built fills."""
+    """Return the model with the adapters of `start`, which the first one built fills."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
     model = add_lora(model.to(device()), r=16, lora_alpha=32, random_state=seed)
     with torch.no_grad():
@@ -104,6 +98,7 @@ def build(folder: Path, dtype: torch.dtype, seed: int, start: dict[str, torch.Te
 
 @torch.no_grad()
 def heldout_loss(model: Any, held_out: Batches) -> float:
+    """Return the mean loss over all supervised tokens."""
     model.eval()
     total = sum(model(**batch, use_cache=False).loss.double() * labels for batch, labels in held_out)
     model.train()
@@ -111,11 +106,11 @@ def heldout_loss(model: Any, held_out: Batches) -> float:
 
 
 def train(model: Any, rows: Batches, held_out: Batches, name: str) -> Run:
-    """A step a row, with a line of progress now and then; losses otherwise wait on the device."""
+    """Take a step a row, with a line of progress now and then; losses otherwise wait on the device."""
     adapters = list(trainable(model).values())
     optimiser = torch.optim.AdamW(adapters, lr=LEARNING_RATE, weight_decay=0.0, fused=device().type == "cuda")
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: min(1.0, (step + 1) / WARM_UP))
-    began, losses, found = time.perf_counter(), [], [heldout_loss(model, held_out)]
+    began, losses, heldout = time.perf_counter(), [], [heldout_loss(model, held_out)]
     for step, (batch, _) in enumerate(rows, 1):
         loss = model(**batch, use_cache=False).loss
         loss.backward()
@@ -123,16 +118,16 @@ def train(model: Any, rows: Batches, held_out: Batches, name: str) -> Run:
         optimiser.zero_grad()
         schedule.step()
         losses.append(loss.detach())
-        found += [heldout_loss(model, held_out)] if step in (len(rows) // 2, len(rows)) else []
+        heldout += [heldout_loss(model, held_out)] if step in (len(rows) // 2, len(rows)) else []
         if step % SHOWN_EVERY == 0 or step == len(rows):
             seconds = time.perf_counter() - began
             left = seconds / step * (len(rows) - step)
             print(f"{name}: step {step}, loss {loss:.4f}, {seconds:.0f} s, {left:.0f} s left", flush=True)
-    return Run([float(loss) for loss in losses], found, time.perf_counter() - began)
+    return Run([float(loss) for loss in losses], heldout, time.perf_counter() - began)
 
 
 def draw(runs: dict[str, list[Run]], file: Path) -> None:
-    """The first seed's losses, and every seed's distance from the reference."""
+    """Draw the first seed's losses, and every seed's distance from the reference."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.6, 4), layout="constrained")
@@ -147,39 +142,39 @@ def draw(runs: dict[str, list[Run]], file: Path) -> None:
     figure.savefig(file, facecolor="white")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments() -> argparse.ArgumentParser:
+    """Declare the program's arguments."""
+    parser = program.parser_of(__doc__)
     parser.add_argument("--model", type=Path, required=True, help="SmolLM2-135M-Instruct as a safetensors folder")
     parser.add_argument("--data", type=Path, required=True, help="folder with GSM8K's train.jsonl and test.jsonl")
     for name, default in (("--steps", 200), ("--row", 2048), ("--seeds", 3)):
         parser.add_argument(name, type=int, default=default)
-    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--plot", type=Path, help="draw the losses into this file")
-    parser.add_argument("--commit", default="unknown")
-    arguments = parser.parse_args()
-    for needed in (arguments.model / "config.json", arguments.data / "train.jsonl", arguments.data / "test.jsonl"):
+    return parser
+
+
+def main(given: argparse.Namespace) -> bool:
+    """Train every candidate from every seed; tell whether the gate is green."""
+    for needed in (given.model / "config.json", given.data / "train.jsonl", given.data / "test.jsonl"):
         if not needed.is_file():
-            parser.error(f"{needed} is missing: give the model's folder as --model and GSM8K's as --data")
-    out = arguments.out / "trajectory-smollm2.json"
-    check_out(out)
+            raise ConfigError(f"{needed} is missing", "give the model's folder as --model and GSM8K's as --data")
+    check_out(given.out)
     torch.set_float32_matmul_precision("highest")
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    texts = {name: documents(arguments.data / f"{name}.jsonl", tokenizer, arguments.row) for name in ("train", "test")}
-    held_out = PackedRows(texts["test"], arguments.row).first(HELD_OUT_ROWS)
+    tokenizer = AutoTokenizer.from_pretrained(given.model)
+    texts = {name: program.gsm8k(given.data / f"{name}.jsonl", tokenizer, given.row) for name in ("train", "test")}
+    held_out = PackedRows(texts["test"], given.row).first(HELD_OUT_ROWS)
     dtypes = {"reference": torch.float32, "plain": weights_dtype("lora"), "pronghorn": weights_dtype("lora")}
     runs: dict[str, list[Run]] = {name: [] for name in dtypes}
-    by_seed = [
-        PackedRows(texts["train"], arguments.row, seed).first(arguments.steps) for seed in range(arguments.seeds)
-    ]
-    if (fewest := min(map(len, by_seed))) < arguments.steps:
-        parser.error(f"--steps {arguments.steps}, but the data fill {fewest} rows: lower it or --row")
+    by_seed = [PackedRows(texts["train"], given.row, seed).first(given.steps) for seed in range(given.seeds)]
+    if (fewest := min(map(len, by_seed))) < given.steps:
+        raise ConfigError(f"--steps {given.steps}, but the data fill {fewest} rows", "lower it or --row")
     paths: list[str] = []
     for seed, rows in enumerate(by_seed):
         start: dict[str, torch.Tensor] = {}
         for name, done in runs.items():
-            model = build(arguments.model, dtypes[name], seed, start)
+            model = build(given.model, dtypes[name], seed, start)
             handle = attach(model, layers="fused") if name == "pronghorn" else None
-            collate = Collator(arguments.row, pad_token_id=0) if handle else None
+            collate = Collator(given.row, pad_token_id=0) if handle else None
             done.append(train(model, batches(rows, collate), batches(held_out, collate), f"seed {seed}, {name}"))
             paths = [f"{line.part}: {line.path} ({line.why})" for line in handle.report] if handle else []
         gate = judge(**runs)
@@ -187,23 +182,23 @@ def main() -> None:
             Result(
                 command=command_line(),
                 candidate=f"{name}, {str(dtypes[name])[6:]}",
-                workload=Workload(arguments.model.name, "lora r16", arguments.row, "gsm8k", -1.0, 0),
+                workload=Workload(given.model.name, "lora r16", given.row, "gsm8k", -1.0, 0),
                 gate=gate,
                 timings_ms={"run": [run.seconds * 1e3 for run in done]},
                 extra={"seeds": [asdict(run) for run in done], "paths": paths if name == "pronghorn" else []},
-                commit=arguments.commit,
+                commit=given.commit,
             )
             for name, done in runs.items()
         ]
-        keeper(out)(results)
-    write_results(results, out)
-    if arguments.plot:
-        draw(runs, arguments.plot)
+        keeper(given.out)(results)
+    write_results(results, given.out)
+    if given.plot:
+        draw(runs, given.plot)
     for name, done in runs.items():
         print(name, *(" -> ".join(f"{loss:.4f}" for loss in run.heldout) for run in done), sep="   ")
     print(gate)
-    raise SystemExit(0 if gate["green"] else 1)
+    return gate["green"]
 
 
 if __name__ == "__main__":
-    main()
+    program.run(arguments, main)

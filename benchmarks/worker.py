@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import gc
 import itertools
+import json
 import os
 import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
 from benchmarks.candidates import CANDIDATES, Built, Spec
 from benchmarks.timing import Clock, CudaClock, HostClock, timed_step
-from benchmarks.workload import Row
+from benchmarks.workload import Row, make_rows
 from pronghorn.errors import PronghornError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,38 +45,40 @@ class Worker:
     """Hold a running worker process; end it by `close`.
 
     Args:
-        role: `candidate`, or `prepare` for what is made once.
         log: takes whatever the process prints; its end is shown with an error. The process runs in the log's folder.
-        python: its interpreter; one that isn't ours imports its own packages, and this repository's source.
+        python: its interpreter; one that isn't ours imports its own packages, and the tree's source.
+        tree: the checkout whose `benchmarks` and `src/pronghorn` it imports.
     """
 
-    def __init__(self, role: str, log: Path, python: str = sys.executable) -> None:
-        self._log = log
-        paths = [*map(os.path.abspath, sys.path)] if python == sys.executable else [str(ROOT), str(ROOT / "src")]
+    def __init__(self, log: Path, python: str = sys.executable, tree: Path = ROOT) -> None:
+        self._log, self._busy = log, False
+        ours = map(os.path.abspath, sys.path) if python == sys.executable else ()
         quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "UNSLOTH_DISABLE_STATISTICS": "1"}
-        self._connection, theirs = Pipe()
-        os.set_inheritable(theirs.fileno(), True)
-        with theirs, log.open("w") as output:
+        self._connection, child = Pipe()
+        os.set_inheritable(child.fileno(), True)
+        with child, log.open("w") as output:
             self._process = subprocess.Popen(
-                [python, "-m", "benchmarks.worker", role, str(theirs.fileno())],
+                [python, "-m", "benchmarks.worker", "candidate", str(child.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=os.environ | quiet | {"PYTHONPATH": os.pathsep.join(paths)},
+                env=os.environ | quiet | {"PYTHONPATH": os.pathsep.join([str(tree), str(tree / "src"), *ours])},
                 cwd=log.parent,  # some libraries leave folders where they are started
                 close_fds=False,  # it holds the lock of `benchmarks/on_a_gpu.sh`, too, should this process die first
             )
 
     def call(self, function: str, **arguments: Any) -> Any:
-        """Call a method of the process's role and return what it returns.
+        """Call a method of the process and return what it returns.
 
         Raises:
             OutOfMemory: the device's memory was too small.
             WorkerError: any other error there, or the process died.
         """
         try:
+            self._busy = True
             self._connection.send((function, arguments))
             error, reply = self._connection.recv()
+            self._busy = False
         except (EOFError, OSError):
             code = self._process.wait()
             raise WorkerError(f"its process ended with code {code} during {function!r}", self._last_words()) from None
@@ -88,8 +92,10 @@ class Worker:
         return "\n".join(["look at the end of its output", *lines])
 
     def close(self) -> None:
-        """Let the process end, or kill it if it doesn't; waits until its memory is free."""
+        """Let the process end, or kill it if it doesn't or is still at work; wait until its memory is free."""
         self._connection.close()
+        if self._busy:
+            self._process.kill()
         try:
             self._process.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
@@ -98,10 +104,43 @@ class Worker:
 
 
 class CandidateProcess:
-    """Do what a candidate's process is called for, in this order: load, gate, steps and rest by turns, gate, count."""
+    """Do what a process is called for: `prepare` once, or load, gate, steps and rest by turns, gate, count."""
 
     _built: Built
     _optimizer: Any
+
+    def prepare(self, model: str, folder: Path, lengths: str, supervised: float, spec: Spec) -> dict[str, Any]:
+        """Make what all candidates share, in a process that ends before any of them starts, so that its memory is free.
+
+        Args:
+            model: a shape, whose checkpoint is written into `folder` unless it is there, or a model's folder.
+            lengths: as in `workload.make_rows`; `supervised` too.
+            spec: without checkpoint, longest and documents.
+        """
+        import torch
+
+        from benchmarks.counts import matmul_parameters, measure_ceilings
+        from benchmarks.reference import compute_reference
+        from pronghorn.device import device_name
+        from pronghorn.diagnose.shapes import checkpoint_of
+
+        path = checkpoint_of(model, folder, spec.seed)
+        vocab = json.loads((path / "config.json").read_text())["vocab_size"]
+        rows = make_rows(spec.tokens, lengths, supervised, vocab, spec.seed)
+        longest, documents = max(max(row.lengths) for row in rows), max(len(row.lengths) for row in rows)
+        spec = replace(spec, checkpoint=str(path), longest=longest, documents=documents)
+        cuda = torch.cuda.is_available()
+        ceilings = measure_ceilings() if cuda else {}
+        torch.cuda.empty_cache()
+        return {
+            "spec": spec,
+            "rows": rows,
+            "ceilings": ceilings,
+            "reference": compute_reference(spec, rows[0], Path.cwd()),
+            "matmul_parameters": matmul_parameters(model),
+            "device": device_name(),
+            "device_bytes": torch.cuda.get_device_properties().total_memory if cuda else 0,
+        }
 
     def load(self, spec: Spec, rows: list[Row]) -> dict[str, Any]:
         """Import the library, load the checkpoint, set the adapters, make the optimiser."""
@@ -115,8 +154,7 @@ class CandidateProcess:
         from pronghorn.device import versions
         from pronghorn.memory.estimate import CONTEXT_BYTES
 
-        self._spec, self._rows = spec, itertools.cycle(rows)
-        self._first_row = rows[0]
+        self._spec, self._first_row, self._rows = spec, rows[0], itertools.cycle(rows)
         self._cuda = torch.cuda.is_available()
         self._clock: Clock = CudaClock() if self._cuda else HostClock()
         if self._cuda and spec.memory is not None:
@@ -153,16 +191,19 @@ class CandidateProcess:
 
         from pronghorn.device import peak_bytes
 
+        def retries() -> int:
+            return torch.cuda.memory_stats().get("num_alloc_retries", 0) if self._cuda else 0
+
         for _ in range(warm):
             self._step()
-        retries = self._retries()
+        before = retries()
         if self._cuda:
             torch.cuda.reset_peak_memory_stats()
         times, losses = zip(*(self._step() for _ in range(count)), strict=True)
         return {
             "steps": list(times),
             "losses": list(losses),
-            "memory_retries": self._retries() - retries,
+            "memory_retries": retries() - before,
             "peak": peak_bytes(torch.device("cuda")) if self._cuda else None,
         }
 
@@ -214,55 +255,11 @@ class CandidateProcess:
         self._synchronize()
         return [forward, lambda: self._loss.backward(), update]
 
-    def _retries(self) -> int:
-        import torch
-
-        return torch.cuda.memory_stats().get("num_alloc_retries", 0) if self._cuda else 0
-
     def _synchronize(self) -> None:
         import torch
 
         if self._cuda:
             torch.cuda.synchronize()
-
-
-class PreparingProcess:
-    """Make what all candidates share, before any of them starts; the process ends then, so that its memory is free."""
-
-    def checkpoint(self, model: str, folder: Path, seed: int) -> dict[str, Any]:
-        """Write a shape's checkpoint unless it is there; return where it is, and what its config tells."""
-        import json
-
-        import torch
-
-        from benchmarks.counts import matmul_parameters
-        from pronghorn.device import device_name
-        from pronghorn.diagnose.shapes import checkpoint_of
-
-        path = checkpoint_of(model, folder, seed)
-        return {
-            "path": str(path),
-            "vocab_size": json.loads((path / "config.json").read_text())["vocab_size"],
-            "matmul_parameters": matmul_parameters(model),
-            "device": device_name(),
-            "device_bytes": torch.cuda.get_device_properties().total_memory if torch.cuda.is_available() else 0,
-        }
-
-    def ceilings(self) -> dict[str, float]:
-        """Measure what this GPU reaches now (`counts.measure_ceilings`); nothing on the CPU."""
-        import torch
-
-        from benchmarks.counts import measure_ceilings
-
-        found = measure_ceilings() if torch.cuda.is_available() else {}
-        torch.cuda.empty_cache()
-        return found
-
-    def reference(self, spec: Spec, row: Row, folder: Path) -> Any:
-        """Compute the gate's reference for a row."""
-        from benchmarks.reference import compute_reference
-
-        return compute_reference(spec, row, folder)
 
 
 def serve(process: Any, connection: Connection) -> None:
@@ -283,4 +280,4 @@ def serve(process: Any, connection: Connection) -> None:
 
 
 if __name__ == "__main__":
-    serve({"candidate": CandidateProcess, "prepare": PreparingProcess}[sys.argv[1]](), Connection(int(sys.argv[2])))
+    serve(CandidateProcess(), Connection(int(sys.argv[2])))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-import json
+import importlib
 import math
 import re
 import shlex
 import subprocess
-import sys
 import time
 from concurrent.futures import Executor, Future
 from pathlib import Path
@@ -18,12 +16,12 @@ import pytest
 import typer
 from transformers import AutoConfig
 
-from benchmarks import ops, step
 from benchmarks.record import read_results
-from benchmarks.step import StepOptions, check_options
+from benchmarks.step import StepOptions, candidates_of, spec_of
 from pronghorn.cli.main import app
 from pronghorn.diagnose.shapes import shape_of
 from pronghorn.models import auto_plan
+from support import programs
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks"
@@ -36,7 +34,7 @@ EARLIER = {
     "longest-row-48gib-one-process": "longest-row-48gib",
     "packing-metadata-llama-3.2-1b": "ablations-llama-3.2-1b",
     "plan-calibrated": "plan",
-    "trees-eef0da6": "benchmarks/compare_trees.py, which needs another tree",
+    "trees-eef0da6": "benchmarks.step --tree, in its earlier form",
     "spike-fp8-layer": "benchmarks/spikes/fp8_layer.py, tried once",
     "profile-llama-3.2-1b": "pronghorn profile, of a recipe with that checkpoint",
     "step-llama-3.1-8b-qlora-written-out": "step-llama-3.1-8b-qlora",
@@ -64,30 +62,22 @@ def commands() -> list[list[str]]:
     return [line[line.index("python") + 1 :] for line in lines]
 
 
-def options_of(command: list[str]) -> tuple[set[str], list[str]]:
-    """(the options a command knows, what follows its name)."""
-    name, given = command[1], command[2:]
-    programs = {"benchmarks.step": step.app, "benchmarks.ops": ops.app, "pronghorn": app}
-    if name not in programs:
-        return set(re.findall(r'"(--[a-z-]+)"', (ROOT / f"{name.replace('.', '/')}.py").read_text())), given
-    known = typer.main.get_command(programs[name])
-    while isinstance(known, typer.core.TyperGroup):
-        known = known.commands[given.pop(0)]
-    return {name for parameter in known.params for name in parameter.opts}, given
-
-
 def test_commands_are_known() -> None:
+    """Their arguments parse, their models exist, and a step can serve its candidates."""
     ran = commands()
     assert len(ran) > 25
-    for command in ran:
-        options, given = options_of(command)
-        assert {part for part in given if part.startswith("--")} <= options, command
-        values = {key: value for key, value in itertools.pairwise(given) if key.startswith("--")}
-        model = values.get("--shape", values.get("--model", "tiny"))
+    for _, name, *given in ran:
+        if name == "pronghorn":
+            verify = typer.main.get_command(app).commands[given[0]]  # type: ignore[attr-defined]
+            known = {option for parameter in verify.params for option in parameter.opts}
+            assert {part for part in given if part.startswith("--")} <= known
+            continue
+        parsed = vars(importlib.import_module(name).arguments().parse_args(given))
+        model = str(parsed.get("shape", parsed.get("model") or "tiny"))
         assert "/" in model or shape_of(model), model
-        against = tuple(name.split(":")[0] for name in values["--against"].split(",")) if "--against" in values else ()
-        ablate = tuple(value for key, value in itertools.pairwise(given) if key == "--ablate")
-        check_options(StepOptions("tiny", against=against, ablate=ablate))
+        if name == "benchmarks.step":
+            options = StepOptions("tiny", against=parsed["against"], ablate=tuple(parsed["ablate"]))
+            candidates_of(options, spec_of(options))
 
 
 @pytest.mark.parametrize(("limit", "tried"), [(102, [100, 105]), (109, [100, 105, 110]), (96, [95, 100])])
@@ -101,13 +91,7 @@ def test_longest_row_is_searched_on_both_sides(limit: int, tried: list[int]) -> 
     assert sorted(trained + failed) == tried
     assert row_of(3840, 100) == 3840 and row_of(3840, 105) == 4032
     assert row_of(3840, 103) == 3968 and row_of(3840, 97) == 3712  # at least 3 % longer, at least 3 % shorter
-
-
-def test_search_for_the_longest_row_ends() -> None:
-    from benchmarks.longest_row import next_percent
-
-    assert next_percent([100, 105, 110, 115, 120], []) is None
-    assert next_percent([], [100, 95, 90, 85, 80]) is None
+    assert next_percent([100, 105, 110, 115, 120], []) is next_percent([], [100, 95, 90, 85, 80]) is None
 
 
 def test_a_row_that_can_not_be_shorter_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,20 +119,32 @@ def test_a_row_that_can_not_be_shorter_ends_the_search(monkeypatch: pytest.Monke
     assert found["longest_tokens"] == 0 and not found["met"]
 
 
-def test_offload_runs_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offload_runs_on_the_cpu(tmp_path: Path) -> None:
     """Right gradients, and no figure that only a GPU has."""
     from benchmarks import offload
 
     if offload.torch.cuda.is_available():
         pytest.skip("times a GPU there")
     out = tmp_path / "offload.json"
-    command = f"offload.py --shape tiny --tokens 64 --repeats 1 --out {out}"
-    monkeypatch.setattr(sys, "argv", command.split())
-    offload.main()
+    done = programs.invoke(offload, "--shape", "tiny", "--tokens", "64", "--repeats", "1", "--out", out)
+    assert done.exit_code == 0, done.output
     ways = read_results(out)
     assert [way.candidate for way in ways] == [f"pronghorn, {name}" for name in offload.WAYS]
     assert all(way.gate["green"] and way.timings_ms["step"] for way in ways)
     assert not ways[0].extra["megahertz"] and "saved_cycles_share" not in ways[0].extra
+
+
+def test_tokenising_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It calls what the data package has; a tokenizer without a chat template doesn't give the same tokens."""
+    from benchmarks import tokenising
+    from pronghorn.data.sources import read_rows
+    from pronghorn.diagnose.shapes import byte_tokenizer
+
+    monkeypatch.setattr(tokenising, "REPEATS", 1)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "one and one", "completion": "two"}\n' * 3)
+    rows = read_rows(tmp_path / "rows.jsonl", {})
+    times, tokens, _ = tokenising.measure(rows, byte_tokenizer(512))
+    assert tokens > 0 and [len(series) for series in times.values()] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("n", [6, 8, 10, 12, 20, 21, 60])
@@ -164,27 +160,29 @@ def test_the_interval_of_a_median_covers_it_in_95_of_100(n: int) -> None:
     assert coverage(low + 1, high + 1) >= 0.95 > coverage(low + 2, high)
 
 
-def test_a_red_gate_is_not_drawn() -> None:
-    pytest.importorskip("matplotlib")
-    from benchmarks.plot import draw
+def test_a_red_gate_is_not_drawn(tmp_path: Path) -> None:
+    """The figure is of the committed results, as many bars as there are green gates."""
+    matplotlib = pytest.importorskip("matplotlib")
+    from benchmarks.packed_vs_padded import draw
 
-    results = json.loads((FOLDER / "results/packed-vs-padded-smollm2.json").read_text())
-    results[1]["gate"]["green"] = False
-    for axes in draw(results).axes:
-        assert [text.get_text() for text in axes.get_yticklabels()] == ["packed"] and len(axes.patches) == 1
+    results = read_results(FOLDER / "results/packed-vs-padded-smollm2.json")
+    draw(results, tmp_path / "both.svg")
+    if f"matplotlib=={matplotlib.__version__}" in (ROOT / "constraints.txt").read_text():
+        both = re.sub(r'"[^"]*#?[mp][0-9a-f]{10}[^"]*"', "", (tmp_path / "both.svg").read_text())
+        assert both == re.sub(r'"[^"]*#?[mp][0-9a-f]{10}[^"]*"', "", (ROOT / "docs/packed-vs-padded.svg").read_text())
+    results[1].gate["green"] = False
+    draw(results, tmp_path / "one.svg")
+    drawn = (tmp_path / "one.svg").read_text()
+    assert "packed" in drawn and "padded" not in drawn and "padded" in (tmp_path / "both.svg").read_text()
 
 
 def test_every_result_has_its_target() -> None:
-    made = {part for command in commands() for part in command if part.endswith(".json")}
-    targets = {Path(part).stem for part in made} | {"packed-vs-padded-smollm2", "trajectory-smollm2", "tokenising"}
-    shown = {path.stem for path in (FOLDER / "results").rglob("*.json")}
-    assert shown - targets == set(EARLIER)
-    named = {name for name in EARLIER.values() if " " not in name}
-    assert named <= targets
+    targets = {Path(part).stem for command in commands() for part in command if part.endswith(".json")}
+    results = {path.stem for path in (FOLDER / "results").rglob("*.json")}
+    assert results - targets == set(EARLIER)
+    assert {name for name in EARLIER.values() if " " not in name} <= targets
     programs = {path.stem for path in FOLDER.glob("*.py") if '__name__ == "__main__"' in path.read_text()}
-    assert programs - {command[1].split(".")[-1] for command in commands()} == {
-        *("compare_trees", "packing", "plot", "report", "worker")  # the first needs another tree
-    }
+    assert programs - {command[1].split(".")[-1] for command in commands()} == {"packing", "report", "worker"}
 
 
 def test_one_command_a_gpu(tmp_path: Path) -> None:

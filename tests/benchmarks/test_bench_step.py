@@ -2,42 +2,43 @@
 
 from __future__ import annotations
 
-import json
+import builtins
 import os
 import random
 import re
 import subprocess
 import sys
 import sysconfig
+import threading
 import time
 import venv
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import pairwise
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
-from typer.testing import CliRunner
 
 from benchmarks import ops, pairs, step
+from benchmarks.candidates import CANDIDATES
 from benchmarks.candidates.base import Spec
 from benchmarks.counts import matmul_parameters
 from benchmarks.gate import judge
 from benchmarks.pairs import CandidateResult, PairedRunner
 from benchmarks.record import Result, Workload, command_line, keeper, read_results, write_results
 from benchmarks.reference import Reference, compute_reference
-from benchmarks.step import Prepared, StepOptions, recompute_label, result_of
+from benchmarks.step import Prepared, StepOptions, candidates_of, recompute_label, result_of, spec_of
 from benchmarks.tables import step_table
 from benchmarks.timing import STEPS_A_TURN
 from benchmarks.worker import CandidateProcess, OutOfMemory, Worker, WorkerError, serve
 from benchmarks.workload import document_lengths, make_rows
 from pronghorn.diagnose.shapes import SHAPES, checkpoint_of
-from pronghorn.errors import DataError, PronghornError
+from pronghorn.errors import ConfigError, DataError
 from pronghorn.parity.parameters import canonical
+from support import programs
 
 GREEN = {
     "dtype": "float32", "loss": 2.0, "grad_norm": 1.0, "gradient_error": 0.0, "gradient_errors": {"w": 0.0},
@@ -49,8 +50,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def invoke(*arguments: str) -> Any:
-    environment = {"COLUMNS": "200", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
-    return CliRunner().invoke(step.app, arguments, env=environment)
+    return programs.invoke(step, *arguments)
 
 
 # --- rows and checkpoints
@@ -80,14 +80,6 @@ def test_commands_in_results_tell_no_folder(monkeypatch: pytest.MonkeyPatch) -> 
     given = ["/home/me/benchmarks/step.py", "--model=/home/me/llama/", "--out", "/home/me/a.json", "--against=hf", "x="]
     monkeypatch.setattr(sys, "argv", given)
     assert command_line() == "python -m benchmarks.step --model=llama --out a.json --against=hf x="
-
-
-def test_pronghorn_is_imported_where_its_import_is_timed() -> None:
-    code = (
-        "import sys; from benchmarks.candidates import CANDIDATES; CANDIDATES['pronghorn'].prepare()\n"
-        "assert {'pronghorn.models.attach', 'transformers', 'peft'} <= sys.modules.keys()"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_documents_of_one_token_are_left_out(tmp_path: Path) -> None:
@@ -182,7 +174,7 @@ def test_where_nothing_can_be_written_is_told_before_anything_is_measured(
     monkeypatch.setattr("benchmarks.step.Worker", None)
     monkeypatch.setattr("benchmarks.ops.Stopwatch", None)
     (tmp_path / "file").touch()
-    result = CliRunner().invoke(program.app, [*arguments, "--out", str(tmp_path / "file" / "results.json")])
+    result = programs.invoke(program, *arguments, "--out", tmp_path / "file" / "results.json")
     assert result.exit_code == 1 and "can't be written" in result.output, result.output
 
 
@@ -213,7 +205,7 @@ def test_a_process_keeps_what_libraries_print_away_from_its_answers() -> None:
 
 
 def test_a_process_that_dies_or_fails_is_told_with_its_last_words(tmp_path: Path) -> None:
-    with closing(Worker("candidate", tmp_path / "log")) as worker:
+    with closing(Worker(tmp_path / "log")) as worker:
         with pytest.raises(WorkerError, match="no_such_command"):
             worker.call("no_such_command")
         worker._process.kill()
@@ -228,6 +220,19 @@ def test_a_process_imports_nothing_heavy_before_its_library() -> None:
     assert done.stdout.strip() == "set()"
 
 
+def test_pronghorn_is_imported_where_its_import_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    imported: set[str] = set()
+    real = builtins.__import__
+
+    def recorded(name: str, *args: Any, **kwargs: Any) -> Any:
+        imported.update((name, *(f"{name}.{part}" for part in (args[2] if len(args) > 2 and args[2] else ()))))
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", recorded)
+    CANDIDATES["pronghorn"].prepare()
+    assert {"pronghorn.FastLanguageModel", "transformers", "peft"} <= imported
+
+
 @pytest.mark.slow
 def test_a_candidate_may_have_an_interpreter_of_its_own(tmp_path: Path) -> None:
     """It imports its own packages, not ours, and this repository's source."""
@@ -237,7 +242,7 @@ def test_a_candidate_may_have_an_interpreter_of_its_own(tmp_path: Path) -> None:
     (packages / "theirs.pth").write_text(f"{ours}\n")
     (packages / "only_there.py").write_text("")
     python = str(tmp_path / "other/bin/python")
-    with closing(Worker("candidate", tmp_path / "log", python)) as worker:
+    with closing(Worker(tmp_path / "log", python)) as worker:
         with pytest.raises(WorkerError, match="no_such_command"):
             worker.call("no_such_command")
         assert os.readlink(f"/proc/{worker._process.pid}/exe") == os.path.realpath(python)
@@ -250,9 +255,23 @@ def test_a_process_holds_the_lock_on_its_gpu(tmp_path: Path) -> None:
     """`benchmarks/on_a_gpu.sh` opens the lock, and the GPU is taken as long as anybody has it open."""
     lock = (tmp_path / "gpu.lock").open("w")
     os.set_inheritable(lock.fileno(), True)
-    with closing(Worker("candidate", tmp_path / "log")) as worker:
+    with closing(Worker(tmp_path / "log")) as worker:
         held = [os.path.realpath(fd) for fd in Path(f"/proc/{worker._process.pid}/fd").iterdir()]
     assert str(tmp_path / "gpu.lock") in held
+
+
+class ThreadWorker(Worker):
+    """A worker's calls answered by a thread, through the same pipe: starting a process takes seconds."""
+
+    def __init__(self, log: Path, *_: Any) -> None:
+        self._log, self._busy = log, False
+        self._connection, child = Pipe()
+        self._thread = threading.Thread(target=serve, args=(CandidateProcess(), child), daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._connection.close()
+        self._thread.join()
 
 
 # --- turns, with processes that only pretend
@@ -265,7 +284,7 @@ class FakeWorker:
     asked: list[str]
     alive: set[str]
 
-    def __init__(self, role: str, log: Path, python: str) -> None:
+    def __init__(self, log: Path, python: str, tree: Path) -> None:
         self.name = log.stem
         self.alive.add(self.name)
 
@@ -386,9 +405,8 @@ def test_memory_time_refuses_before_anything_starts(tmp_path: Path, monkeypatch:
         (["--cards", "8GiB,500MiB"], "500 MiB is less than CUDA and libraries take"),
         (["--out", str(tmp_path)], "can't be written"),
     ):
-        monkeypatch.setattr(sys, "argv", ["memory_time.py", "--model", "tiny", *arguments])
-        with pytest.raises(PronghornError, match=problem):
-            memory_time.main()
+        done = programs.invoke(memory_time, "--model", "tiny", *arguments)
+        assert done.exit_code == 1 and problem in done.stderr, done.output
 
 
 def test_a_device_that_holds_only_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -504,7 +522,7 @@ def test_figures_and_table(tmp_path: Path) -> None:
     assert results[0].extra["tokens_per_s"] == pytest.approx({"real": 50_000, "supervised": 12_500})
     assert results[1].timings_ms == {} and "tokens_per_s" not in results[1].extra
     cells = table(results)
-    assert cells["gate"] == ["green", "FAILED"]
+    assert cells["gate"] == ["green", "not judged"]
     assert cells["step, ms (min to max)"] == ["2.0 (1.0 to 6.0)", "–"]
     assert cells["MFU at 4N"] == ["40.0%", "–"] and cells["supervised tokens/s"] == ["12,500", "–"]
     assert cells["peak memory, GiB"] == ["3.00", "–"] and cells["launches a step"] == ["–", "–"]
@@ -516,75 +534,82 @@ def test_figures_and_table(tmp_path: Path) -> None:
 
 def table(results: list[Result]) -> dict[str, list[str]]:
     """The table's cells by the name of their row."""
-    console = Console(width=160)
-    with console.capture() as captured:
-        console.print(step_table(results))
-    rows = [line.split("│")[1:-1] for line in captured.get().splitlines() if line.startswith("│")]
-    return {name.strip(): [cell.strip() for cell in others] for name, *others in rows}
+    return {name: list(cells) for name, *cells in step_table(results).itertuples()}
 
 
 # --- the whole command
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
-def test_a_run_that_is_ended_leaves_no_checkpoint_behind(tmp_path: Path) -> None:
+def test_a_run_that_is_ended_leaves_nothing_behind(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.step", "--model", "tiny", "--tokens", "64"]
     with subprocess.Popen(
         command, env=os.environ | {"TMPDIR": str(tmp_path)}, cwd=ROOT, stderr=subprocess.DEVNULL
     ) as run:
-        while not list(tmp_path.glob("pronghorn-bench-*/tiny-seed0")) and run.poll() is None:
+        while not list(tmp_path.glob("pronghorn-bench-*/prepare.log")) and run.poll() is None:
             time.sleep(0.1)
         run.terminate()
     assert run.returncode == 130 and not list(tmp_path.glob("pronghorn-bench-*"))
 
 
-@pytest.mark.slow
-def test_a_whole_run_on_the_cpu(tmp_path: Path) -> None:
-    """The first command of benchmarks/README.md, with more candidates."""
+def test_a_whole_run_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first command of benchmarks/README.md, with one more candidate."""
+    monkeypatch.setattr(step, "Worker", ThreadWorker)
+    monkeypatch.setattr(pairs, "Worker", ThreadWorker)
     (line,) = re.findall(
         r"^python -m benchmarks\.step (.* tiny .*)$", (ROOT / "benchmarks/README.md").read_text(), re.M
     )
-    readme = line.split()
-    assert readme == ["--model", "tiny", "--tokens", "256", "--against", "hf"]
+    assert line.split() == ["--model", "tiny", "--tokens", "256", "--against", "hf"]
     out = tmp_path / "results.json"
-    result = invoke(
-        *readme, "--supervised", "0.5", "--repeats", "2", "--out", str(out),
-        "--against", "hf,unsloth", "--ablate", "packing_metadata=per_layer",
-    )  # fmt: skip
-    assert result.exit_code == 0, result.output
-    assert "On the CPU" in result.output and "unsloth: not installed: pip install unsloth" in result.output
-    ours, ablated, hf, unsloth = read_results(out)
-    assert ablated.candidate == "pronghorn, packing_metadata=per_layer" and hf.candidate == "hf"
-    for found in (ours, ablated, hf):
-        assert found.gate["green"] and found.extra["on_cpu"] and "CPU" in found.device
-        assert found.workload.supervised_share == 0.5 and found.workload.shape == "tiny"
-        speed = found.extra["tokens_per_s"]
-        assert speed["real"] == pytest.approx(256 / found.median("step") * 1e3)
+    more = ("--supervised", "0.5", "--repeats", "2", "--out", str(out), "--against", "hf,unsloth")
+    monkeypatch.chdir(tmp_path)
+    done = invoke(*line.split(), *more)
+    assert done.exit_code == 0, done.output
+    assert "On the CPU" in done.output and "unsloth: not installed: pip install unsloth" in done.output
+    ours, hf, unsloth = read_results(out)
+    for result in (ours, hf):
+        assert result.gate["green"] and result.extra["on_cpu"] and "CPU" in result.device
+        assert result.workload.supervised_share == 0.5 and result.workload.shape == "tiny"
+        speed = result.extra["tokens_per_s"]
+        assert speed["real"] == pytest.approx(256 / result.median("step") * 1e3)
         assert 0.4 < speed["supervised"] / speed["real"] < 0.6
-        assert found.extra["import_s"] > 0 and found.extra["first_step_s"] > 0
-    assert len(hf.timings_ms["step"]) == 2 and len(ours.timings_ms["step"]) == 4
+        assert result.extra["import_s"] > 0 and result.extra["first_step_s"] > 0
+    assert len(hf.timings_ms["step"]) == 2 and len(ours.timings_ms["step"]) == 2
     assert hf.extra["paired_with"]["candidate"] == "pronghorn" and not ours.extra["paired_with"]
     assert ours.gate["loss"] == pytest.approx(hf.gate["loss"], rel=1e-5)  # the same weights, adapters and rows
     assert not unsloth.gate["green"] and unsloth.timings_ms == {}
-    out.write_text(json.dumps([asdict(ours)]))
-    assert read_results(out)[0] == ours
 
 
-@pytest.mark.slow
 def test_a_folder_is_a_model_too(stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Given relative to the current folder; failing its own gate ends the command with code 1."""
-    monkeypatch.chdir(stories.parent)
-    out = tmp_path / "results.json"
-    arguments = ["--model", stories.name, "--tokens", "96", "--lengths", "one", "--repeats", "1", "--out", str(out)]
-    result = invoke(*arguments)
-    assert result.exit_code == 0, result.output
-    (found,) = read_results(out)
-    assert found.workload.shape == stories.name and found.gate["isolation"] is None  # one document
-    red = replace(found, gate={"green": False, "reasons": ["planted"]}, timings_ms={})
-    monkeypatch.setattr("benchmarks.step.bench_step", lambda *_: [red])
-    result = invoke(*arguments)
-    assert result.exit_code == 1 and "FAILED" in result.output and "planted" in result.output
-    assert read_results(out)[0].timings_ms == {}
+    monkeypatch.chdir(tmp_path)
+    spec = spec_of(StepOptions(str(stories), tokens=96))
+    prepared = CandidateProcess().prepare(str(stories), tmp_path, "one", 1.0, spec)
+    assert prepared["spec"].checkpoint == str(stories) and prepared["spec"].longest == 96
+    assert prepared["reference"].loss > 0 and Path(prepared["reference"].gradients).parent == tmp_path
+
+
+def test_failing_its_own_gate_ends_the_command_with_code_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    row = Workload("tiny", "lora", 8, "one", 1.0, 0)
+    red = Result("", "pronghorn", row, {"green": False, "reasons": ["planted"], "loss": 1.0}, {"step": [66.6]})
+    red.extra["recompute"] = "off"
+    monkeypatch.setattr(step, "bench_step", lambda *_: [red])
+    done = invoke("--model", "tiny", "--out", str(tmp_path / "results.json"))
+    assert done.exit_code == 1 and "FAILED" in done.output and "planted" in done.output and "66.6" not in done.output
+
+
+def test_another_checkout_is_measured_by_its_own_source(tmp_path: Path) -> None:
+    """Told by the paths of its process."""
+    (tmp_path / "old/benchmarks").mkdir(parents=True)
+    (tmp_path / "old/benchmarks/__init__.py").touch()
+    (tmp_path / "old/benchmarks/worker.py").write_text("import sys; sys.exit(len(sys.argv))")
+    options = StepOptions("tiny", trees=(tmp_path / "old",))
+    _, other = candidates_of(options, spec_of(options))
+    assert other.label == "pronghorn, tree old" and other.spec.candidate == "pronghorn"
+    with closing(Worker(tmp_path / "log", other.python, other.tree)) as worker:  # noqa: SIM117
+        with pytest.raises(WorkerError, match="ended with code 3 "):
+            worker.call("load")
+    with pytest.raises(ConfigError, match="give a checkout's root"):
+        candidates_of(replace(options, trees=(tmp_path,)), spec_of(options))
 
 
 def test_what_ran_is_told_for_the_steps_own_autocast(stories: Path, monkeypatch: pytest.MonkeyPatch) -> None:
