@@ -30,6 +30,7 @@ from pronghorn.train.record import RunRecord
 from pronghorn.train.refusals import refuse_fsdp, use_one_gpu
 from pronghorn.train.run import run
 from pronghorn.train.run_folder import lock_folder
+from pronghorn.train.run_state import open_run_state
 from support.runs import QUIET, Make, finish, start
 
 SHORT: dict[str, Any] = {"train": {"max_steps": 2, "save_steps": 1}, "data": {"eval_rows": 1}}
@@ -244,6 +245,17 @@ def test_a_journal_or_manifest_of_other_types_is_an_error(
         path.write_text(json.dumps(whole))
     # of the right type, and the model's fingerprint is compared when there is a model
     assert taken == [("before", -1.5), ("judged", True), ("stopped", "\0")]
+
+
+def test_the_journal_of_an_earlier_version_is_read_and_its_keys_are_kept(make: Make, tmp_path: Path) -> None:
+    recipe = make("run")
+    written = {"before": 2.5, "answers": ["a cat"], "judged": True, "trained": 5, "stopped": "patience", "data": {}}
+    written |= {"recipe": recipe.to_dict(), "processes": 1, "resumed_at": [3], "versions": {"torch": "2"}}
+    (tmp_path / "journal.json").write_text(json.dumps(written | {"schema": "pronghorn-journal-v1"}))
+    state_read = open_run_state(tmp_path, recipe, allow=False)
+    assert (state_read.eval_loss_before, state_read.samples_before, state_read.baseline_done) == (2.5, ["a cat"], True)
+    state_read.write(tmp_path)
+    assert json.loads((tmp_path / "journal.json").read_text()) == written | {"schema": "pronghorn-journal-v1"}
 
 
 @pytest.mark.parametrize("wrong", ["x", [3], {"trainable": 3}, None])
