@@ -216,7 +216,7 @@ def test_a_piped_question_that_can_not_be_served_fails_at_a_terminal_too(
 
 def test_what_commands_a_terminal_is_not_shown(short_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     session = load_chat(short_run, max_new_tokens=4)
-    monkeypatch.setattr(session, "_answer", lambda side, history: "a\x1b]0;title\x07\x9b2J [b]\n\tc")
+    monkeypatch.setattr(session, "_reply", lambda side, history: "a\x1b]0;title\x07\x9b2J [b]\n\tc")
     for width in (80, 120):
         console = Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
         asked = iter(["Who?", "/quit"])
@@ -272,7 +272,7 @@ def test_a_prompt_is_not_ended_before_its_answer(stories: Path) -> None:
 
 def test_answers_are_greedy_or_drawn(short_run: Path) -> None:
     """Whatever the checkpoint's own settings say."""
-    plain = dict(load_chat(short_run, max_new_tokens=8).answers("Who?"))
+    plain = dict(load_chat(short_run, max_new_tokens=8).replies("Who?"))
     session = load_chat(short_run, max_new_tokens=8)
     settings = session.models["base"].generation_config
     settings.do_sample, settings.temperature = True, 5.0
