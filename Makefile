@@ -1,5 +1,6 @@
 # make demo   a real model trained on real text, about five minutes on two CPU cores (uses the GPU if there is one)
 # make test   everything CI checks: style, types, import contract, tests
+# make test-all   the same with the slow tests: long matrices, the README's commands, the notebook
 # make gpu    the tests that need a GPU, and the first benchmarks (benchmarks/Makefile has all); no network needed
 #
 # Each makes its own .venv. Arguments:
@@ -26,7 +27,7 @@ BENCH_PYTHON := $(abspath $(VENV)/bin/python)
 READY := $(VENV)/.ready
 endif
 
-.PHONY: demo test check gpu clean
+.PHONY: demo test test-all check gpu clean
 
 demo: $(READY)
 	$(PY) demo/prepare.py
@@ -34,6 +35,9 @@ demo: $(READY)
 
 test: check
 	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder --shared=$(SHARED)
+
+test-all: check
+	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder --shared=$(SHARED) -m "not gpu"
 
 check: $(READY)
 	$(PY) -m ruff format --check .

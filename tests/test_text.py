@@ -20,7 +20,7 @@ import pronghorn.cli
 from pronghorn.cli.console import Console
 from pronghorn.cli.errors import LONGEST
 from pronghorn.cli.main import app
-from pronghorn.cli.summary import summary
+from pronghorn.cli.train import summary
 from pronghorn.text import clip, short, visible
 from pronghorn.train.page import write_page
 from support.run_records import record

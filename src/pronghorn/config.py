@@ -83,7 +83,7 @@ class Source(Section):
 
     @property
     def is_hub_name(self) -> bool:
-        """Whether the path, where nothing is there, can be a hub set's name: "owner/name"."""
+        """Tell whether the path, if it does not exist, can be the name of a data set on the hub: "owner/name"."""
         return bool(re.fullmatch(r"[\w.-]+/[\w.-]+", self.path.as_posix())) and self.path.suffix not in DATA_FILES
 
 
@@ -123,7 +123,7 @@ class Data(Section):
     workers: int | None = Field(None, gt=0, description="processes that tokenise large sets; null is one a core")
 
     def sources(self, split: Literal["train", "eval"]) -> list[Source]:
-        """What `train` or `eval` names, each with its own settings or else the section's; [] where it isn't set.
+        """Return the sources of `train` or `eval`, each with its own settings or else the section's.
 
         Raises ConfigError for a mixture where some sources have a weight and others none.
         """
@@ -263,6 +263,7 @@ class Recipe(Section):
         return self.model_dump(mode="json")
 
     def _check(self) -> None:
+        """Refuse settings that contradict each other, and files that don't exist."""
         if os.path.realpath(self.train.output) == os.getcwd():  # `resolve` raises at a loop of links
             raise ConfigError("train.output is the current folder", "give the run a folder of its own")
         kinds = ", ".join(DATA_FILES)
@@ -312,7 +313,7 @@ def _read(path: Path) -> str:
 
 
 def fields() -> Iterator[tuple[str, str, str, str]]:
-    """Every key of the recipe as (key, type, default, description), for help texts and docs."""
+    """Yield every key of the recipe as (key, type, default, description), for help texts and docs."""
     for name, section in Recipe.model_fields.items():
         for key, field in section.annotation.model_fields.items():  # type: ignore[union-attr]
             default = "required" if field.is_required() else yaml.safe_dump(field.default, default_flow_style=True)
@@ -321,7 +322,7 @@ def fields() -> Iterator[tuple[str, str, str, str]]:
 
 
 def _type_name(kind: Any) -> str:
-    """A type as people write it: `int | null`, `lora | full`, `list[str]`."""
+    """Return a type as people write it: `int | null`, `lora | full`, `list[str]`."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return _type_name(arguments[0])

@@ -50,7 +50,7 @@ class Device:
 
 
 def probe(index: int | None = None) -> Device:
-    """The GPU `index` (None: the current one), or the CPU where there is no GPU.
+    """Probe the GPU `index` (None: the current one), or the CPU where there is no GPU.
 
     Raises:
         ConfigError: no GPU of that index.
@@ -73,7 +73,7 @@ def probe(index: int | None = None) -> Device:
 
 @functools.cache
 def has_flash_varlen() -> bool:
-    """Whether this build of torch has the flash varlen kernel with grouped heads and windows (asks no device)."""
+    """Tell whether this build of torch has the flash varlen kernel with grouped heads and windows (asks no device)."""
     import torch
 
     operator = getattr(torch.ops.aten, "_flash_attention_forward", None)
@@ -82,7 +82,7 @@ def has_flash_varlen() -> bool:
 
 @functools.cache
 def has_cudnn_attention() -> bool:
-    """Whether this build of torch has cuDNN's attention with the log-sum-exp its backward wants (asks no device)."""
+    """Tell whether this build of torch has cuDNN's attention with the log-sum-exp for its backward (asks no device)."""
     import torch
 
     names = ("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward")
@@ -94,12 +94,12 @@ def has_cudnn_attention() -> bool:
 
 @functools.cache
 def has_triton() -> bool:
-    """Whether Triton, which kernels are written in, is installed (it comes with torch for CUDA on Linux)."""
+    """Tell whether Triton, which kernels are written in, is installed (it comes with torch for CUDA on Linux)."""
     return importlib.util.find_spec("triton") is not None
 
 
 def graph_bytes() -> int:
-    """GPU memory that CUDA graphs hold for their own tensors, which torch does not count as allocated."""
+    """Return the bytes that CUDA graphs hold for their own tensors, which torch does not count as allocated."""
     import torch
 
     ours = [part for part in torch.cuda.memory_snapshot() if tuple(part["segment_pool_id"]) != (0, 0)]
@@ -107,7 +107,7 @@ def graph_bytes() -> int:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """GPU memory in use at most since torch's counts were reset, that of CUDA graphs included.
+    """Return the most GPU memory in use since torch's counts were reset, that of CUDA graphs included.
 
     What was allocated before graphs were captured may be given back for them, so the most allocated and what they hold
     may sum to more than there ever was; the most that the allocator held is a bound, too."""
@@ -118,7 +118,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether memory ran out: by the error itself, or by one during whose handling it was raised (a CUDA graph's
+    """Tell whether memory ran out: by the error itself, or by one during whose handling it was raised (a CUDA graph's
     capture that is broken off says only that it was)."""
     import torch
 
@@ -130,21 +130,21 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def device_name() -> str:
-    """The current GPU's name, or CPU with its architecture."""
+    """Return the current GPU's name, or CPU with its architecture."""
     import torch
 
     return torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})"
 
 
 def processes() -> int:
-    """How many processes train together; 1 without torch.distributed."""
+    """Return how many processes train together; 1 without torch.distributed."""
     import torch.distributed as dist
 
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def versions(*more: str) -> dict[str, str]:
-    """Versions of what a figure depends on, and of `more` packages that are installed."""
+    """Return the versions of what a figure depends on, and of `more` packages that are installed."""
     found = {"python": platform.python_version()}
     for package in (*_PACKAGES, *more):
         try:
@@ -155,14 +155,14 @@ def versions(*more: str) -> dict[str, str]:
 
 
 def _cores() -> int:
-    """Cores this process may run on, which in a container are fewer than the machine's."""
+    """Count the cores this process may run on, which in a container are fewer than the machine's."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def _ram_bytes() -> int:
-    """Physical memory of the host; 0 where the system doesn't say."""
+    """Return the physical memory of the host; 0 where the system doesn't say."""
     names: dict[str, int] = getattr(os, "sysconf_names", {})
     if "SC_PHYS_PAGES" not in names or "SC_PAGE_SIZE" not in names:
         return 0

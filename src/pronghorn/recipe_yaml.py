@@ -48,9 +48,9 @@ def _number(loader: _Loader, node: yaml.ScalarNode) -> int | float:
         )
     if node.tag.endswith(":float"):
         return loader.construct_yaml_float(node)
-    if len(text) > 80 or not -(2**63) <= (found := loader.construct_yaml_int(node)) < 2**63:
+    if len(text) > 80 or not -(2**63) <= (number := loader.construct_yaml_int(node)) < 2**63:
         raise ConfigError(f"{_place(loader, node)}: {short(text)} has more than 64 bits", "write a smaller number")
-    return found
+    return number
 
 
 _Loader.yaml_implicit_resolvers = {  # a date is a text: none of a recipe's keys takes one
@@ -108,6 +108,7 @@ def _values(node: yaml.Node, counted: dict[yaml.Node, int]) -> int:
 
 
 def _place(loader: _Loader, node: yaml.Node) -> str:
+    """Return the file and line of a node."""
     return f"{loader.name} line {node.start_mark.line + 1}"
 
 

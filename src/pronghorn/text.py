@@ -36,6 +36,7 @@ def clip(text: str, most: int) -> str:
 
 
 def _written(character: str) -> str:
+    """Return a character, or its escape if it can't be seen."""
     unseen = unicodedata.category(character) in _UNSEEN and character not in _JOINERS and character not in "\n\t"
     return character.encode("unicode_escape").decode() if unseen else character
 

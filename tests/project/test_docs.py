@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from pathlib import Path
@@ -36,6 +37,24 @@ def test_the_keys_a_guide_names_are_in_the_recipe(page: str) -> None:
     named = [(section, key) for section, key in named if key not in ("jsonl", "html", "safetensors")]
     unknown = [f"{section}.{key}" for section, key in named if key not in SECTIONS[section]]
     assert not [key for key in unknown if key not in METHODS]
+
+
+WALK = re.findall(r"`([\w.]+)` \((\S+\.py)\)", (DOCS / "walk.md").read_text())
+
+
+@pytest.mark.parametrize(("name", "file"), WALK, ids=[name for name, _ in WALK])
+def test_a_function_of_the_walk_is_defined_in_its_file(name: str, file: str) -> None:
+    body: list[ast.stmt] = ast.parse((DOCS.parent / "src/pronghorn" / file).read_text()).body
+    for part in name.split("."):
+        named = [node for node in body if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name == part]
+        assert named, part
+        body = named[-1].body
+
+
+def test_every_line_of_the_walk_names_a_function() -> None:
+    lines = re.findall(r"^\d+\. .*", (DOCS / "walk.md").read_text(), re.MULTILINE)
+    assert 35 <= len(lines) <= 50 and [int(line.split(".")[0]) for line in lines] == list(range(1, len(lines) + 1))
+    assert all(re.match(r"\d+\. `[\w.]+` \(\S+\.py\) ", line) for line in lines)
 
 
 METHODS = {"model.save_pretrained_gguf", "model.push_to_hub"}

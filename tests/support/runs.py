@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import traceback
 from collections.abc import Callable
@@ -22,19 +23,22 @@ Make = Callable[..., Recipe]
 
 
 @pytest.fixture
-def make(stories: Path, shared: Path, tmp_path: Path) -> Make:
-    """Recipes of a run in `tmp_path / name`; every one is deterministic and has dropout."""
-    rows = (shared / "data/gsm8k/test.jsonl").read_text().splitlines()
-    (tmp_path / "train.jsonl").write_text("\n".join(rows[:60]))
-    (tmp_path / "eval.jsonl").write_text("\n".join(rows[60:90]))
+def make(stories: Path, shared: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """Recipes of a run in `tmp_path / name`; every one is deterministic and has dropout. All have the same rows."""
+    data = tmp_path_factory.getbasetemp() / "rows"
+    if not data.exists():
+        data.mkdir()
+        rows = (shared / "data/gsm8k/test.jsonl").read_text().splitlines()
+        (data / "train.jsonl").write_text("\n".join(rows[:60]))
+        (data / "eval.jsonl").write_text("\n".join(rows[60:90]))
 
     def recipe(name: str, **changes: dict[str, Any]) -> Recipe:
         table: dict[str, dict[str, Any]] = {
             "model": {"name": str(stories), "max_seq_length": 512},
             "adapter": {"r": 4, "lora_dropout": 0.1},
             "data": {
-                "train": tmp_path / "train.jsonl",
-                "eval": tmp_path / "eval.jsonl",
+                "train": data / "train.jsonl",
+                "eval": data / "eval.jsonl",
                 "columns": {"prompt": "question", "completion": "answer"},
                 "overflow": "drop",
                 "eval_rows": 2,
@@ -58,13 +62,17 @@ def make(stories: Path, shared: Path, tmp_path: Path) -> Make:
 
 
 @pytest.fixture
-def unfinished(make: Make, tmp_path: Path, monkeypatch: Any) -> Path:
-    """The folder of a run that was stopped after step 5 of 12."""
-    with monkeypatch.context() as patch:
-        patch.setattr(RunControl, "on_step_begin", lambda self, args, state, *rest, **_: stop_at(self, state, 5))
-        with pytest.raises(RunStopped):
-            run(make("run"), QUIET)
-    return tmp_path / "run"
+def unfinished(
+    make: Make, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """The folder of a run that was stopped after step 5 of 12; a copy of one that is trained once for all tests."""
+    stopped = tmp_path_factory.getbasetemp() / "stopped"
+    if not stopped.exists():
+        with monkeypatch.context() as patch:
+            patch.setattr(RunControl, "on_step_begin", lambda self, args, state, *rest, **_: stop_at(self, state, 5))
+            with pytest.raises(RunStopped):
+                run(make("run", train={"output": stopped}), QUIET)
+    return Path(shutil.copytree(stopped, tmp_path / "run"))
 
 
 def stop_at(control: RunControl, state: Any, step: int) -> None:

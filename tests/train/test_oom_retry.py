@@ -21,7 +21,7 @@ from accelerate import Accelerator
 from rich.console import Console
 from torch import Tensor
 
-from pronghorn.cli.summary import summary
+from pronghorn.cli.train import summary
 from pronghorn.config import Recipe
 from pronghorn.device import is_out_of_memory
 from pronghorn.errors import ConfigError, TrainingError, UnsupportedError

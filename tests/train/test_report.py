@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from pronghorn.cli.summary import summary
+from pronghorn.cli.train import summary
 from pronghorn.errors import DataError, UnsupportedError
 from pronghorn.train.progress import ProgressCallback, duration, track
 from pronghorn.train.record import RunRecord

@@ -22,7 +22,8 @@ from pronghorn.models.load import load_model
 from pronghorn.models.lora import add_lora
 from pronghorn.train.build import build
 from pronghorn.train.record import RunRecord
-from pronghorn.train.run import _must_have_improved, run
+from pronghorn.train.run import run
+from pronghorn.train.run_folder import must_have_improved
 
 
 @pytest.fixture
@@ -140,7 +141,7 @@ def test_a_loss_that_does_not_fall_fails_after_saving(recipe: Any, tmp_path: Pat
     with pytest.raises(TrainingError, match=r"is not a fall of 9\.0 or more"):
         run(recipe(train={"min_improvement": 9.0, "max_steps": 1}), QUIET)
     with pytest.raises(TrainingError, match="to nan, which"):
-        _must_have_improved(recipe(train={"min_improvement": 0.0}), {"before": 1.0, "after": float("nan")})
+        must_have_improved(recipe(train={"min_improvement": 0.0}), {"before": 1.0, "after": float("nan")})
     assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").is_file()
     assert (tmp_path / "run" / "run.json").is_file()
 

@@ -23,16 +23,17 @@ from pronghorn.cli.main import app
 from pronghorn.config import Recipe
 from pronghorn.errors import ConfigError, DataError, PronghornError, TrainingError, UnsupportedError
 from pronghorn.train import run as run_module
+from pronghorn.train import run_folder
 from pronghorn.train.checkpoint import checkpoints
 from pronghorn.train.control import RunControl
-from pronghorn.train.journal import sole_run
 from pronghorn.train.record import RunRecord
 from pronghorn.train.run import run
+from pronghorn.train.run_folder import lock_folder
+from pronghorn.train.run_state import open_run_state
 from pronghorn.train.validate import check_no_fsdp, use_one_gpu
 from support.runs import QUIET, Make, finish, start
 
 SHORT: dict[str, Any] = {"train": {"max_steps": 2, "save_steps": 1}, "data": {"eval_rows": 1}}
-ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
 
 
 def short(make: Make, name: str = "run", **changes: dict[str, Any]) -> Recipe:
@@ -47,7 +48,7 @@ def test_a_run_that_starts_while_another_reads_its_data_is_refused(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rate: float
 ) -> None:
     """The lock is held before the folder is looked at, so that no run takes another's weights for its own."""
-    monkeypatch.setattr("pronghorn.train.journal.PATIENCE", 0.1)
+    monkeypatch.setattr("pronghorn.train.run_folder.PATIENCE", 0.1)
     prepare, others = run_module.prepare, []
 
     def while_reading(*args: Any) -> Any:
@@ -164,17 +165,16 @@ def _flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize(
-    "name", ["optimizer.pt", "adapter_model.safetensors", "trainer_state.json", "rng_state.pth", "manifest.json"]
-)
-def test_one_flipped_bit_is_refused_and_the_older_one_taken_if_allowed(
-    make: Make, unfinished: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_flipped_bit_is_refused_and_the_older_one_taken_if_allowed(make: Make, unfinished: Path) -> None:
     before = (unfinished / "journal.json").read_bytes()
-    _flip(unfinished / "checkpoint-5" / name)
-    with pytest.raises(DataError, match=r"checkpoint-5.*--allow-older to go on from checkpoint-4") as refused:
-        run(make("run"), QUIET)
-    assert name in refused.value.problem and (unfinished / "journal.json").read_bytes() == before
+    for name in ("optimizer.pt", "adapter_model.safetensors", "trainer_state.json", "rng_state.pth", "manifest.json"):
+        whole = (unfinished / "checkpoint-5" / name).read_bytes()
+        _flip(unfinished / "checkpoint-5" / name)
+        with pytest.raises(DataError, match=r"checkpoint-5.*--allow-older to go on from checkpoint-4") as refused:
+            run(make("run"), QUIET)
+        assert name in refused.value.problem and (unfinished / "journal.json").read_bytes() == before
+        (unfinished / "checkpoint-5" / name).write_bytes(whole)
+    _flip(unfinished / "checkpoint-5/optimizer.pt")
     assert run(make("run"), QUIET, allow_older=True).resumed_at == [4]
 
 
@@ -184,7 +184,7 @@ def test_a_terminal_is_asked_whether_the_older_one_is_meant(
     (unfinished / "checkpoint-5/manifest.json").unlink()
     terminal, asked, answers = Console(force_terminal=True, quiet=True), [], iter([False, True])
     monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
-    monkeypatch.setattr(run_module.Confirm, "ask", lambda text, **_: asked.append(text) or next(answers))
+    monkeypatch.setattr(run_folder.Confirm, "ask", lambda text, **_: asked.append(text) or next(answers))
     with pytest.raises(DataError, match=r"manifest\.json can't be read"):
         run(make("run"), terminal)
     assert run(make("run"), terminal).resumed_at == [4]
@@ -245,6 +245,17 @@ def test_a_journal_or_manifest_of_other_types_is_an_error(
         path.write_text(json.dumps(whole))
     # of the right type, and the model's fingerprint is compared when there is a model
     assert taken == [("before", -1.5), ("judged", True), ("stopped", "\0")]
+
+
+def test_the_journal_of_an_earlier_version_is_read_and_its_keys_are_kept(make: Make, tmp_path: Path) -> None:
+    recipe = make("run")
+    written = {"before": 2.5, "answers": ["a cat"], "judged": True, "trained": 5, "stopped": "patience", "data": {}}
+    written |= {"recipe": recipe.to_dict(), "processes": 1, "resumed_at": [3], "versions": {"torch": "2"}}
+    (tmp_path / "journal.json").write_text(json.dumps(written | {"schema": "pronghorn-journal-v1"}))
+    state_read = open_run_state(tmp_path, recipe, allow=False)
+    assert (state_read.eval_loss_before, state_read.samples_before, state_read.baseline_done) == (2.5, ["a cat"], True)
+    state_read.write(tmp_path)
+    assert json.loads((tmp_path / "journal.json").read_text()) == written | {"schema": "pronghorn-journal-v1"}
 
 
 @pytest.mark.parametrize("wrong", ["x", [3], {"trainable": 3}, None])
@@ -326,7 +337,7 @@ def test_planted_links_are_not_followed(make: Make, tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     (victim / "checkpoint-1").mkdir(parents=True)
     (victim / "keep").write_text("keep")
-    with sole_run(tmp_path / "run"):
+    with lock_folder(tmp_path / "run"):
         pass
     for name in (".report.html.writing", ".run.json.unfinished", ".journal.json.unfinished"):
         (tmp_path / "run" / name).symlink_to(victim / "keep")
@@ -351,8 +362,11 @@ def test_a_hangup_saves_and_leaves_although_the_terminal_is_gone(make: Make, tmp
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe.to_dict()))
     process, terminal = pty.fork()
     if not process:
-        command = [sys.executable, "-m", "pronghorn", "train", str(tmp_path / "recipe.yaml")]
-        os.execve(sys.executable, command, ENVIRONMENT)
+        try:  # the fork spares it the imports
+            sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+            app(["train", str(tmp_path / "recipe.yaml")])
+        finally:
+            os._exit(0)
     shown = b""
     while b"tokens/s" not in shown:  # the bar of a training that goes on
         shown += os.read(terminal, 65536)

@@ -17,7 +17,6 @@ from support.fused import with_adapters
 from support.tolerance import ThreeWay
 
 STEPS, HELD_OUT, ROW = 30, 4, 256
-RUNS = 3
 
 
 def batches(tokenizer: Any, file: Path, seed: int) -> list[dict[str, Any]]:
@@ -46,13 +45,14 @@ def train(model: Any, rows: list[dict[str, Any]], layers: Any) -> torch.Tensor:
     return torch.stack(losses)
 
 
-def test_losses_follow_float64(stories: Path, shared: Path) -> None:
+@pytest.mark.parametrize("runs", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_losses_follow_float64(stories: Path, shared: Path, runs: int) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(stories)
     model = with_adapters(AutoModelForCausalLM.from_pretrained(stories, attn_implementation="sdpa"))
     errors = ThreeWay()
-    for seed in range(RUNS):
+    for seed in range(runs):
         rows = batches(tokenizer, shared / "data/gsm8k/train.jsonl", seed)
         exact = train(copy.deepcopy(model).double(), rows, "stock")
         ours, plain = train(model, rows, "fused"), train(model, rows, "stock")

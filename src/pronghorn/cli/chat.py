@@ -3,25 +3,66 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
 from pronghorn.cli.console import Console
+from pronghorn.cli.errors import plain_errors
+from pronghorn.cli.options import Debug
 from pronghorn.errors import DataError
 from pronghorn.text import visible
 
 if TYPE_CHECKING:
-    from pronghorn.train.talk import Talk
+    from pronghorn.train.chat import ChatSession
 
 WIDE = 100
 COMMANDS = {"/reset": "forget the conversation", "/quit": "leave (so do Ctrl-D and Ctrl-C)"}
 
 
-def converse(talk: Talk, console: Console) -> None:
+def chat(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Output folder of a finished run.")],
+    system: Annotated[str | None, typer.Option(help="System prompt, instead of the recipe's.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of an answer at most.")] = 256,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="How freely answers are drawn; 0 always the likeliest.")
+    ] = 0.0,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model, as the run did.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Talk to what RUN trained and to what it began from, side by side, through the template of the training.
+
+    Questions come from the terminal or, a line each, from a pipe. /reset forgets the conversation; /quit, Ctrl-D and
+    Ctrl-C leave. A model without a chat template continues each question as it is, by itself.
+
+    [bold]Examples[/]
+
+      pronghorn chat runs/demo
+
+      echo "What does abs do?" | pronghorn chat runs/demo
+    """
+    with plain_errors(debug):
+        from pronghorn.train.chat import load_chat
+
+        options = {} if system is None else {"system": system}
+        session = load_chat(
+            run,
+            trust_remote_code=trust_remote_code,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            **options,
+        )
+        converse(session, Console())
+
+
+def converse(session: ChatSession, console: Console) -> None:
     """Ask and answer until the input ends. A turn that can't be served is told at a terminal, which goes on.
 
     Raises:
@@ -29,8 +70,8 @@ def converse(talk: Talk, console: Console) -> None:
     """
     typed = console.is_terminal and sys.stdin.isatty()
     if typed:
-        told = ", ".join(f"[bold]{command}[/]: {what}" for command, what in COMMANDS.items())
-        console.print(f"Ask what you like. {told}.")
+        help_line = ", ".join(f"[bold]{command}[/]: {what}" for command, what in COMMANDS.items())
+        console.print(f"Ask what you like. {help_line}.")
     while True:
         try:
             text = console.input("[bold]you>[/] " if typed else "").strip()
@@ -40,14 +81,13 @@ def converse(talk: Talk, console: Console) -> None:
         if text == "/quit":
             return
         if text == "/reset":
-            talk.reset()
+            session.reset()
             console.print("Forgotten.")
         elif text.startswith("/") and text[1:].isalpha():
-            known = ", ".join(COMMANDS)
-            console.print(f"{escape(text)} is no command: {known}")
+            console.print(f"{escape(text)} is no command: {', '.join(COMMANDS)}")
         elif text:
             try:
-                _show(talk, text, console)
+                _show(session, text, console)
             except KeyboardInterrupt:
                 console.print("Stopped; the question is forgotten.")
             except DataError as error:
@@ -56,15 +96,16 @@ def converse(talk: Talk, console: Console) -> None:
                 console.print(Text(f"{error.problem}: {error.remedy}", style="yellow"))
 
 
-def _show(talk: Talk, text: str, console: Console) -> None:
+def _show(session: ChatSession, text: str, console: Console) -> None:
+    """Print both sides' replies."""
     if not console.is_terminal or console.width < WIDE:
-        for side, answer in talk.answers(text):
-            console.print(f"[bold]{side}:[/] {escape(answer)}", highlight=False, soft_wrap=True)
+        for side, reply in session.replies(text):
+            console.print(f"[bold]{side}:[/] {escape(reply)}", highlight=False, soft_wrap=True)
         return
     with console.status("both are answering"):
-        answers = dict(talk.answers(text))
+        replies = dict(session.replies(text))
     table = Table.grid(expand=True, padding=(0, 1))
-    for _ in answers:
+    for _ in replies:
         table.add_column(ratio=1)
-    table.add_row(*(Panel(Text(visible(answer)), title=side, title_align="left") for side, answer in answers.items()))
+    table.add_row(*(Panel(Text(visible(reply)), title=side, title_align="left") for side, reply in replies.items()))
     console.print(table)

@@ -95,6 +95,7 @@ def _short_of(error: BaseException | None) -> str | None:
 
 
 def _tell(problem: str, remedy: str) -> NoReturn:
+    """Print a problem and its remedy, and leave with code 1."""
     console = _stderr()
     console.print(f"[bold red]error:[/] {escape(clip(problem, LONGEST))}")
     console.print(f"[bold]remedy:[/] {escape(clip(remedy, LONGEST))}")
@@ -102,6 +103,7 @@ def _tell(problem: str, remedy: str) -> NoReturn:
 
 
 def _stderr() -> Console:
+    """Make the console of error messages."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     console.show_cursor()  # a progress bar that was torn down may have hidden it
     return console

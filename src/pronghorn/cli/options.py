@@ -31,7 +31,7 @@ Checkpoints = Annotated[
 
 
 def progress() -> Callable[[str], None]:
-    """Tells on stderr what is being done, and since when in seconds."""
+    """Make a function that prints on stderr what is being done, and after how many seconds."""
     console, began = Console(stderr=True, highlight=False), time.monotonic()
     return lambda text: console.print(f"{time.monotonic() - began:4.0f} s  {text}", style="dim", markup=False)
 
@@ -50,5 +50,5 @@ def stay_quiet() -> None:
 
 
 def main_process() -> bool:
-    """Whether this is the one that talks: torchrun's other ranks have nothing to add."""
+    """Tell whether this process prints: torchrun's other ranks have nothing to add."""
     return os.environ.get("RANK", "0") == "0"

@@ -30,6 +30,7 @@ from pronghorn.errors import ConfigError
 from pronghorn.export.folder import whole_folder
 from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import PathTaken, attach, attached
+from pronghorn.models.auto_plan import resolve
 from pronghorn.models.expert_gradients import RoutedTokens, count_tokens
 from pronghorn.models.families import base_causal_lm
 from pronghorn.models.load import default_device, resolve_dtype

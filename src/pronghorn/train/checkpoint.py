@@ -32,7 +32,7 @@ class Fingerprint:
 
     @classmethod
     def of(cls, model: Any) -> Fingerprint:
-        """Of a model as it is before DDP or FSDP wrap it. Waits for the device once."""
+        """Take the fingerprint of a model, before DDP or FSDP wrap it. Waits for the device once."""
         trainable: list[str] = []
         frozen: list[str] = []
         values: list[torch.Tensor] = []
@@ -69,13 +69,13 @@ def check_model(folder: Path, manifest: dict[str, Any], fingerprint: Fingerprint
 
 
 def checkpoints(output: Path) -> list[Path]:
-    """The checkpoints in a run's folder, earliest step first."""
-    found = [path for path in output.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
-    return sorted(found, key=step_of)
+    """Return the checkpoints in a run's folder, earliest step first."""
+    folders = [path for path in output.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
+    return sorted(folders, key=step_of)
 
 
 def step_of(checkpoint: Path) -> int:
-    """The optimiser steps done when it was saved."""
+    """Return the optimiser steps done when it was saved."""
     return int(checkpoint.name.removeprefix("checkpoint-"))
 
 
@@ -83,8 +83,8 @@ def keep_newest(output: Path, count: int | None, best: Path | None) -> None:
     """Delete all but the last `count` checkpoints that were written (None, or below 1 as in transformers: delete none)
     and the `best`."""
     # not by step: a training begun anew in the folder of a longer one would lose each of its own at once
-    found = sorted(checkpoints(output), key=lambda path: path.stat().st_mtime_ns)
-    for path in [] if count is None or count < 1 else found[: max(len(found) - count, 0)]:
+    oldest_first = sorted(checkpoints(output), key=lambda path: path.stat().st_mtime_ns)
+    for path in [] if count is None or count < 1 else oldest_first[: max(len(oldest_first) - count, 0)]:
         if best is None or path.name != best.name:
             state.remove_folder(path)
 

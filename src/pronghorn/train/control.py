@@ -32,7 +32,7 @@ LOG_SECONDS = 30.0
 
 
 class RunControl(TrainerCallback):
-    """Saves every `save_minutes`; saves and stops at a signal, after `max_minutes` of training in all, or after
+    """Save every `save_minutes`; save and stop at a signal, after `max_minutes` of training in all, or after
     `patience` evaluations in a row without a lower loss. Every better evaluation is saved too. What is saved is logged
     first, and no run goes without a log for long.
 
@@ -53,7 +53,7 @@ class RunControl(TrainerCallback):
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """Within it SIGINT, SIGTERM and SIGHUP ask for a stop after the step; a second one, later, ends the program as
+        """Take SIGINT, SIGTERM and SIGHUP as a wish to stop after the step; a second one, later, ends the program as
         usual, unless it is SIGHUP again, which both a terminal and its shell send.
 
         A SIGHUP that is ignored (`nohup`) stays so. Does nothing outside the main thread, where Python allows no signal
@@ -72,8 +72,8 @@ class RunControl(TrainerCallback):
             if number == HANGUP:
                 self.hang_up()
             elif time.monotonic() - first > SAME_SIGNAL:
-                for each, handler in earlier.items():
-                    signal.signal(each, handler)
+                for other, handler in earlier.items():
+                    signal.signal(other, handler)
                 signal.raise_signal(number)
             if not self._asked:
                 self._asked, first = number, time.monotonic()
@@ -117,7 +117,7 @@ class RunControl(TrainerCallback):
             self.stopped = "patience"
 
     def out_of_patience(self, state: Any) -> bool:
-        """Whether the last `patience` evaluations were all no better than one before them."""
+        """Tell whether the last `patience` evaluations were all no better than one before them."""
         return self.patience is not None and _evaluations_since_best(state) >= self.patience
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -127,15 +127,15 @@ class RunControl(TrainerCallback):
         self._saved = time.monotonic()
 
     def _agree(self, wishes: list[int], device: torch.device) -> list[int]:
-        """The largest of all ranks' wishes, of this step or (on a GPU) of the step before."""
+        """Return the largest of all ranks' wishes, of this step or (on a GPU) of the step before."""
         if processes() == 1:
             return wishes
         ready, self._pending = self._pending, None
-        mine = torch.tensor(wishes, dtype=torch.int32)
+        own = torch.tensor(wishes, dtype=torch.int32)
         if device.type == "cpu":
-            dist.all_reduce(mine, op=dist.ReduceOp.MAX)
-            return mine.tolist()
-        shared = mine.pin_memory().to(device, non_blocking=True)
+            dist.all_reduce(own, op=dist.ReduceOp.MAX)
+            return own.tolist()
+        shared = own.pin_memory().to(device, non_blocking=True)
         dist.all_reduce(shared, op=dist.ReduceOp.MAX)
         host = torch.empty(len(wishes), dtype=torch.int32, pin_memory=True)
         host.copy_(shared, non_blocking=True)
@@ -149,10 +149,11 @@ class RunControl(TrainerCallback):
 
 
 def _evaluations_since_best(state: Any) -> int:
+    """Count the evaluations after the one of the lowest loss."""
     losses = [entry["eval_loss"] for entry in state.log_history if "eval_loss" in entry]
     return len(losses) - 1 - losses.index(min(losses)) if losses else 0
 
 
 def trained_seconds(state: Any) -> float:
-    """Wall-clock seconds of training and evaluating so far, those before a resume included, as far as logged."""
+    """Return the logged seconds of training and evaluating so far, those before a resume included."""
     return sum(entry.get("step_seconds", 0.0) + entry.get("eval_runtime", 0.0) for entry in state.log_history)

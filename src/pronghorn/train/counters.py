@@ -33,7 +33,7 @@ class StepCounters:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around the fetching of batches. While the device is still busy with the step before, waiting costs nothing:
+        """Time the fetching of batches. While the device is still busy with the step before, waiting costs nothing, so
         the share is at most this."""
         began = time.perf_counter()
         self._started = self._started or began
@@ -44,7 +44,7 @@ class StepCounters:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Around what is no part of a step: its time isn't counted."""
+        """Leave out the time of what is no part of a step."""
         started, began = self._started, time.perf_counter()
         try:
             yield
@@ -63,8 +63,8 @@ class StepCounters:
             self._padded.append(torch.stack([inputs["attention_mask"].sum(), (inputs["labels"][:, 1:] != -100).sum()]))
 
     def take(self, device: torch.device) -> dict[str, float]:
-        """The figures since the last time: real and labelled tokens, seconds, and what follows from them as shares.
-        All processes call it, each with its device."""
+        """Return the figures since the last time: real and supervised tokens, seconds, and shares of them. All
+        processes call it, each with its device."""
         tokens, labelled, places = self._tokens, self._labelled, self._places
         for counted in self._padded:
             tokens, labelled = tokens + int(counted[0]), labelled + int(counted[1])
@@ -74,7 +74,7 @@ class StepCounters:
             tokens, labelled, places = counts.tolist()
         now = time.perf_counter()
         seconds = now - (self._started or now)
-        found = {
+        figures = {
             "tokens": tokens,
             "labelled_tokens": labelled,
             "step_seconds": seconds,
@@ -85,4 +85,4 @@ class StepCounters:
         }
         self._reset()
         self._started = now
-        return found
+        return figures

@@ -16,8 +16,10 @@ from pronghorn.train.progress import RowsProgress
 
 
 def find(recipe: Recipe, name: str | Path | None = None, weights: bool = True) -> FoundModel:
-    """The recipe's model, or the one called `name` with the recipe's options; nothing is loaded, and without `weights`
-    these needn't be there."""
+    """Find the recipe's model, or the one called `name` with the recipe's options; nothing is loaded.
+
+    Without `weights` the files of the weights needn't exist.
+    """
     return find_model(
         name or recipe.model.name,
         max_seq_length=recipe.model.max_seq_length,
@@ -28,7 +30,7 @@ def find(recipe: Recipe, name: str | Path | None = None, weights: bool = True) -
 
 
 def tokenizer_for(recipe: Recipe, found: FoundModel) -> Any:
-    """The model's tokenizer with the recipe's new tokens and chat template."""
+    """Load the model's tokenizer with the recipe's new tokens and chat template."""
     template = find_template(recipe.data.chat_template)
     tokenizer = found.tokenizer()
     if recipe.adapter.new_tokens:
@@ -39,7 +41,7 @@ def tokenizer_for(recipe: Recipe, found: FoundModel) -> Any:
 
 
 def prepare(recipe: Recipe, split: Literal["train", "eval"], tokenizer: Any, console: Console) -> Prepared:
-    """The documents of `data.train` or `data.eval`; raises as `data.cache.documents`."""
+    """Tokenise `data.train` or `data.eval`, and print what happened to the rows; raises as `data.cache.documents`."""
     with RowsProgress(console) as progress:
         prepared = documents(recipe.data, split, tokenizer, recipe.model.max_seq_length, recipe.train.seed, progress)
     for count in prepared.counts:

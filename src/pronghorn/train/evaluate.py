@@ -19,7 +19,7 @@ from pronghorn.models.families import base_causal_lm, has_experts
 
 @torch.no_grad()
 def heldout_loss(model: Any, rows: PackedRows, indices: Sequence[int], collator: Collator, track: Any = None) -> float:
-    """Mean cross-entropy in nats over every labelled token of the rows named by `indices`.
+    """Return the mean cross-entropy in nats over every supervised token of the rows named by `indices`.
 
     Ranks share the rows and all get the same mean. `track` wraps this rank's iterable, to show progress.
     """
@@ -28,9 +28,9 @@ def heldout_loss(model: Any, rows: PackedRows, indices: Sequence[int], collator:
     was_training = model.training
     model.eval()
     total = torch.zeros(2, dtype=torch.float64, device=model.device)  # nats, labels
-    mine = _share(indices)
+    own_rows = _share(indices)
     try:
-        for index, counts in mine if track is None else track(mine):
+        for index, counts in own_rows if track is None else track(own_rows):
             batch = {name: value.to(model.device) for name, value in collator([rows[index]]).items()}
             n = batch["packed"].n_labels
             loss = model(**batch, **alone).loss.double() * n
@@ -44,12 +44,13 @@ def heldout_loss(model: Any, rows: PackedRows, indices: Sequence[int], collator:
 
 
 def _share(indices: Sequence[int]) -> list[tuple[int, bool]]:
-    """This rank's rows and whether each counts. All ranks get equally many: sharded models communicate in a forward."""
+    """Return this rank's rows and whether each counts. All ranks get equally many: sharded
+    models communicate in a forward."""
     ranks = processes()
     rank = dist.get_rank() if ranks > 1 else 0
-    each = -(-len(indices) // ranks)
-    mine = list(indices)[rank::ranks]
-    return [(index, True) for index in mine] + [(indices[0], False)] * (each - len(mine))
+    rows_a_rank = -(-len(indices) // ranks)
+    own = list(indices)[rank::ranks]
+    return [(index, True) for index in own] + [(indices[0], False)] * (rows_a_rank - len(own))
 
 
 @torch.no_grad()
@@ -61,7 +62,7 @@ def answer(
     system: str | None = None,
     temperature: float = 0.0,
 ) -> str:
-    """The model's answer to the last of a conversation's turns, through the chat template if there is one, as in
+    """Generate the answer to the last of a conversation's turns, through the chat template if there is one, as in
     training; at temperature 0 the greedy one.
 
     Raises:
@@ -103,7 +104,7 @@ def answer(
 
 
 def _ends(model: Any, tokenizer: Any) -> list[int]:
-    """The tokens that end an answer: the checkpoint's own and the tokenizer's, which is the chat template's."""
+    """Return the tokens that end an answer: the checkpoint's own and the tokenizer's, which is the chat template's."""
     own = model.generation_config.eos_token_id
     ends = [own] if isinstance(own, int) else list(own or [])
     return [*ends, *({tokenizer.eos_token_id} - {None, *ends})]

@@ -152,7 +152,7 @@ class GradientWatch(TrainerCallback):
 
 
 def gradient_norms(gradients: list[Any], device: torch.device) -> Tensor:
-    """float32 [N] on the device: each gradient's L2 norm; 0 for a missing one and for a shard without elements.
+    """Return each gradient's L2 norm, float32 [N] on the device; 0 for a missing one and for a shard without elements.
 
     Of a sharded gradient (DTensor) its local part's.
     """
@@ -166,8 +166,10 @@ def gradient_norms(gradients: list[Any], device: torch.device) -> Tensor:
 
 
 def gradient_flags(found: Tensor) -> Tensor:
-    """float32 [2, N] of norms: whether each gradient has a non-zero entry, and a non-finite one (`kernels.norms` tells
-    how small and how large); all ranks agree."""
+    """Return flags, float32 [2, N]: whether each gradient has a non-zero entry, and a non-finite one.
+
+    `kernels.norms` says how small and how large entries may be. All ranks agree.
+    """
     flags = (torch.stack([found, found - found]) != 0).float()  # inf - inf and nan - nan are nan
     if processes() > 1:
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
@@ -175,12 +177,12 @@ def gradient_flags(found: Tensor) -> Tensor:
 
 
 def _written(gradients: list[Any]) -> dict[int, int]:
-    """How often each was written to, by its identity, which is its own as long as somebody has it."""
+    """Return how often each was written to, by its identity, which is its own as long as somebody has it."""
     return {id(gradient): gradient._version for gradient in gradients}
 
 
 def _plain(gradients: list[Any]) -> bool:
-    """None is missing, none is sharded."""
+    """Tell whether none is missing and none is sharded."""
     return set(map(type, gradients)) == {Tensor}
 
 

@@ -33,7 +33,7 @@ WAITING = 0.1
 
 
 class ProgressCallback(TrainerCallback):
-    """Shows step, loss, tokens a second, elapsed and remaining time while a `Trainer` trains; rank 0 only.
+    """Show step, loss, tokens a second, elapsed and remaining time while a `Trainer` trains; rank 0 only.
 
     The trainer tells callbacks nothing when a step raises: call `close` then, so that the terminal's cursor comes back.
     """
@@ -41,7 +41,7 @@ class ProgressCallback(TrainerCallback):
     def __init__(self, console: Console, max_minutes: float | None = None) -> None:
         self.console = console
         self._limit = math.inf if max_minutes is None else 60 * max_minutes
-        self._first = self._told = 0
+        self._first = self._printed = 0
         self._progress: Progress | None = None
         self._task = TaskID(0)
         self._started = 0.0
@@ -50,7 +50,7 @@ class ProgressCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._started = time.perf_counter()
         self._limit -= trained_seconds(state)
-        self._first = self._told = state.global_step
+        self._first = self._printed = state.global_step
         self._figures = ""
         if not state.is_world_process_zero or not self.console.is_terminal:
             return
@@ -67,8 +67,8 @@ class ProgressCallback(TrainerCallback):
             self._figures += f" · waits {logs['data_wait_share']:.0%} for data"
         self._show(state)
         every = max(1, state.max_steps // _LINES)
-        due = state.global_step // every > self._told // every
-        self._told = state.global_step
+        due = state.global_step // every > self._printed // every
+        self._printed = state.global_step
         if self._progress is None and state.is_world_process_zero and (due or state.global_step >= state.max_steps):
             self._print_line(state)
 
@@ -112,7 +112,7 @@ def track(iterable: Iterable[T], description: str, total: int | None, console: C
 
 
 class RowsProgress:
-    """Shows rows being tokenised: a bar with the time left on a terminal, and a line a source when all are done.
+    """Show rows being tokenised: a bar with the time left on a terminal, and a line a source when all are done.
 
     A context manager; called with (source, rows done, rows in all or None). Nothing is shown for what is done at once.
     """
@@ -141,11 +141,12 @@ class RowsProgress:
 
 
 def _done(task: Task, what: str = "") -> str:
+    """Return how much was done in how long."""
     return f"{task.completed:,.0f}{what} in {duration(task.elapsed or 0.0)}"
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people read them: 8.2 s, 3 min 05 s, 2 h 07 min."""
+    """Return seconds as people read them: 8.2 s, 3 min 05 s, 2 h 07 min."""
     if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -155,6 +156,7 @@ def duration(seconds: float) -> str:
 
 
 def _bar(console: Console, transient: bool = False) -> Progress:
+    """Make a progress bar, which shows only on a terminal."""
     return Progress(
         TextColumn("[bold]{task.description}"),
         BarColumn(bar_width=None),

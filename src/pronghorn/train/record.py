@@ -58,7 +58,7 @@ class RunRecord:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Median over `steps` of real tokens per second; the first entry, with the warm-up, counts only if alone."""
+        """Return the median of real tokens per second; the first entry, with the warm-up, counts only if alone."""
         rates = [step["tokens"] / step["seconds"] for step in self.steps if step["seconds"] > 0]
         return statistics.median(rates[1:] or rates) if rates else None
 
@@ -88,6 +88,26 @@ class RunRecord:
         return record
 
 
+def steps_of_log(history: list[dict[str, float]]) -> list[dict[str, float]]:
+    """Return the trainer's log as a record's `steps`."""
+    return [
+        {
+            "step": entry["step"],
+            "loss": entry["loss"],
+            "learning_rate": entry["learning_rate"],
+            "grad_norm": entry.get("grad_norm", 0.0),
+            "tokens": entry["tokens"],
+            "labelled": entry["labelled_tokens"],
+            "seconds": entry["step_seconds"],
+            "packing_efficiency": entry["packing_efficiency"],
+            "data_wait_share": entry["data_wait_share"],
+            "skipped": entry["skipped_steps"],
+        }
+        for entry in history
+        if "loss" in entry
+    ]
+
+
 def write_table(path: Path, schema: str, table: dict[str, Any]) -> Path:
     """Write a JSON file of the run's folder, whole or not at all; TrainingError if it can't be written."""
     try:
@@ -113,7 +133,7 @@ def read_table(path: Path, schema: str, kind: type[T], remedy: str) -> T:
 
 
 def _finite(value: Any) -> Any:
-    """The same with null for NaN and infinity, which JSON lacks."""
+    """Replace by null NaN and infinity, which JSON lacks."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -45,7 +45,7 @@ _STYLE: Any = {
 
 
 def check_report_dependencies() -> None:
-    """Raises UnsupportedError if the report can't be drawn here; called before training, not after."""
+    """Refuse to train (UnsupportedError) where the report can't be drawn afterwards."""
     if importlib.util.find_spec("matplotlib") is None:
         raise UnsupportedError(
             "report.html needs matplotlib, which is not installed",
@@ -93,7 +93,7 @@ def rewrite_report(path: Path) -> Path:
 
 
 def headlines(record: RunRecord) -> list[tuple[str, str, str]]:
-    """(label, figure, note) of each card."""
+    """Return (label, figure, note) of each card."""
     before, after = record.heldout["before"], record.heldout["after"]
     cards = []
     if before is not None and after is not None:
@@ -131,7 +131,7 @@ def headlines(record: RunRecord) -> list[tuple[str, str, str]]:
 
 
 def _short(count: float) -> str:
-    """1,234,567 as 1.2M."""
+    """Return 1,234,567 as 1.2M."""
     for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if count >= size:
             return f"{count / size:.1f}{unit}"
@@ -139,7 +139,7 @@ def _short(count: float) -> str:
 
 
 def _packing_table(packing: dict[str, Any]) -> list[tuple[str, str]]:
-    """Names and figures in reading order; what a record doesn't hold is left out."""
+    """Return names and figures in reading order; what a record doesn't hold is left out."""
     names = {
         "documents": "Documents",
         "dropped": "Documents dropped",
@@ -158,6 +158,7 @@ def _packing_table(packing: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _loss_chart(record: RunRecord) -> str:
+    """Draw the training loss, the evaluations, and the held-out loss before and after."""
     steps = [step["step"] for step in record.steps]
     losses = [step["loss"] for step in record.steps]
 
@@ -166,8 +167,8 @@ def _loss_chart(record: RunRecord) -> str:
         for step in record.resumed_at:
             axes.axvline(step, color=_GRID, linewidth=1.5, linestyle=(0, (2, 2)))
         if record.evaluations:
-            found = [(each["step"], each["loss"]) for each in record.evaluations if math.isfinite(each["loss"])]
-            axes.plot(*zip(*found, strict=True), "o-", color=_MARK, linewidth=1, markersize=4, zorder=3)
+            points = [(entry["step"], entry["loss"]) for entry in record.evaluations if math.isfinite(entry["loss"])]
+            axes.plot(*zip(*points, strict=True), "o-", color=_MARK, linewidth=1, markersize=4, zorder=3)
         before, after = record.heldout["before"], record.heldout["after"]
         ends = (steps[0], steps[-1]) if steps else (0, 1)
         for x, y, side in ((ends[0], before, 1), (ends[1], after, -1)):
@@ -188,6 +189,7 @@ def _loss_chart(record: RunRecord) -> str:
 
 
 def _speed_chart(record: RunRecord) -> str:
+    """Draw the tokens per second of each logged step, and their median."""
     timed = [step for step in record.steps if step["seconds"] > 0]
     timed = timed[1:] or timed  # the first has the warm-up; the median leaves it out too
 
@@ -205,7 +207,7 @@ def _speed_chart(record: RunRecord) -> str:
 
 
 def _curve(axes: Axes, x: Sequence[float], y: Sequence[float]) -> None:
-    """Few points as they are; many faintly, under their mean over a twentieth of them around each."""
+    """Plot few points as they are; many faintly, under their moving mean over a twentieth of them."""
     if len(y) < 60:
         axes.plot(x, y, color=_LINE, linewidth=2, marker="o" if len(y) < 12 else None, markersize=4)
         return
@@ -216,7 +218,7 @@ def _curve(axes: Axes, x: Sequence[float], y: Sequence[float]) -> None:
 
 
 def _svg(name: str, title: str, draw: Any) -> str:
-    """A chart as an SVG element to stand inside HTML; `name` keeps its ids apart from the other charts'."""
+    """Return a chart as an SVG element for an HTML page; `name` keeps its ids apart from the other charts'."""
     import matplotlib
     from markupsafe import Markup
     from matplotlib.backends.backend_svg import FigureCanvasSVG

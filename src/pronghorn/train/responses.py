@@ -20,23 +20,23 @@ Ids = tuple[int, ...]
 
 
 def train_on_responses_only(trainer: Trainer, instruction_part: str, response_part: str) -> Trainer:
-    """Trains only what follows a `response_part` up to the next `instruction_part` (or the document's end).
+    """Train only what follows a `response_part` up to the next `instruction_part` (or the document's end).
 
     Args:
         trainer: a `pronghorn.SFTTrainer` or `trl.SFTTrainer`; its train and evaluation sets get new labels.
         instruction_part: what begins a user's turn, e.g. "<|im_start|>user\\n".
         response_part: what begins an assistant's turn, e.g. "<|im_start|>assistant\\n".
     Returns:
-        The same trainer. A token that was not trained before isn't now. Documents without a label left are dropped,
+        The same trainer. A token that was not supervised before isn't now. Documents without a label left are dropped,
         with a warning that counts them.
     Raises:
         ConfigError: an empty part, or two that are the same.
         DataError: no document holds the response part, or the data set has no `input_ids`.
         UnsupportedError: a streamed data set; rows that TRL wrapped without keeping where documents begin.
     """
-    given: Any = trainer
-    instruction = _spellings(instruction_part, given.processing_class, "instruction")
-    response = _spellings(response_part, given.processing_class, "response")
+    owner: Any = trainer
+    instruction = _spellings(instruction_part, owner.processing_class, "instruction")
+    response = _spellings(response_part, owner.processing_class, "response")
     if instruction.keys() & response.keys():
         raise ConfigError(
             f"instruction_part {instruction_part!r} and response_part {response_part!r} have the same tokens",
@@ -46,13 +46,13 @@ def train_on_responses_only(trainer: Trainer, instruction_part: str, response_pa
     markers += [Marker(ids, *around, begins=True) for ids, around in response.items()]
     done: dict[str, Any] = {}
     for name in ("train_dataset", "eval_dataset"):
-        dataset = getattr(given, name, None)
+        dataset = getattr(owner, name, None)
         if isinstance(dataset, dict):
-            done[name] = {key: _relabelled(each, f"{name} {key}", markers, given) for key, each in dataset.items()}
+            done[name] = {key: _relabelled(part, f"{name} {key}", markers, owner) for key, part in dataset.items()}
         elif dataset is not None:
-            done[name] = _relabelled(dataset, name, markers, given)
+            done[name] = _relabelled(dataset, name, markers, owner)
     for name, dataset in done.items():  # all or none: an error leaves the trainer as it was
-        setattr(given, name, dataset)
+        setattr(owner, name, dataset)
     return trainer
 
 
@@ -68,10 +68,10 @@ class Marker:
 
 
 def response_labels(ids: Sequence[int], markers: Iterable[Marker], tokenizer: Any) -> list[int]:
-    """One document's labels: `ids` from after a response marker up to the next instruction marker, -100 elsewhere.
+    """Return one document's labels: `ids` after a response marker up to the next instruction marker, -100 elsewhere.
 
-    Where several markers match, the one of most tokens counts. The first token is never trained, nor one that a marker
-    shares with the text after it.
+    Where several markers match, the one of most tokens counts. Neither the first token nor one that a marker shares
+    with the text after it is supervised.
     """
     ordered = sorted(markers, key=lambda marker: -len(marker.ids))
     labels = [IGNORE_INDEX] * len(ids)
@@ -91,28 +91,29 @@ def response_labels(ids: Sequence[int], markers: Iterable[Marker], tokenizer: An
 
 
 def _after(lead: str, before: Sequence[int], tokenizer: Any) -> bool:
-    """Whether the text before ends with `lead`; nothing before but special tokens will do too."""
+    """Tell whether the text before ends with `lead`; nothing before but special tokens will do too."""
     if not lead or all(token in tokenizer.all_special_ids for token in before):
         return True
     return str(tokenizer.decode(list(before[-1 - len(lead) :]))).endswith(lead)
 
 
 def _past(tail: str, ids: Sequence[int], at: int, tokenizer: Any) -> int | None:
-    """Where the tokens from `at` on have said `tail`; None where they say something else."""
+    """Return the position where the tokens from `at` on have spelled `tail`, or None if they spell something else."""
     for end in range(at, min(at + len(tail), len(ids)) + 1):
-        said = str(tokenizer.decode(list(ids[at:end]))) if end > at else ""
-        if said.startswith(tail):
+        text = str(tokenizer.decode(list(ids[at:end]))) if end > at else ""
+        if text.startswith(tail):
             return end
-        if not tail.startswith(said):
+        if not tail.startswith(text):
             return None
     return None
 
 
 def _spellings(part: str, tokenizer: Any, name: str) -> dict[Ids, tuple[str, str]]:
-    """The token ids of a marker at a text's beginning and after white space or text, which many tokenizers spell
-    otherwise (SentencePiece has "▁###" after a space and "###" after a newline), each with the white space that must
-    come before and after: a newline that begins the part may be one token with what stands before it, and one that ends
-    it with the newline that a turn begins with.
+    """Return the token ids of a marker, each with the white space that must come before and after it.
+
+    Many tokenizers spell a marker otherwise at a text's beginning than after other text: SentencePiece has "▁###" after
+    a space and "###" after a newline. A newline that begins the part may be one token with what stands before it, and
+    one that ends it with the newline that a turn begins with.
 
     A space that ends the part may be one token with the word that follows, so a spelling without it counts too.
     """
@@ -128,19 +129,19 @@ def _spellings(part: str, tokenizer: Any, name: str) -> dict[Ids, tuple[str, str
     bodies += [(part.lstrip(), (lead, "")), (part.strip(" ").lstrip(), (lead, ""))]
     if tail.strip(" "):
         bodies += [(part.rstrip(), ("", tail)), (part.strip(), (lead, tail))]
-    found: dict[Ids, tuple[str, str]] = {}
+    spellings: dict[Ids, tuple[str, str]] = {}
     for body, around in bodies:
-        found.setdefault(ids(body), around)
+        spellings.setdefault(ids(body), around)
         for before in ("\n", " ", "a", "."):
             whole, alone = ids(before + body), ids(before)
             if whole[: len(alone)] == alone:
-                found.setdefault(whole[len(alone) :], around)
-    found.pop((), None)
-    return found
+                spellings.setdefault(whole[len(alone) :], around)
+    spellings.pop((), None)
+    return spellings
 
 
 def _relabelled(dataset: Any, name: str, markers: list[Marker], trainer: Any) -> Any:
-    """The data set with the new labels, without the documents that have none left."""
+    """Return the data set with the new labels, without the documents that have none left."""
     documents: Any = dataset.documents if isinstance(dataset, PackedRows) else dataset
     if not hasattr(documents, "__len__"):
         raise UnsupportedError(f"{name} is streamed", "load it whole (streaming=False)")
@@ -179,7 +180,7 @@ def _relabelled(dataset: Any, name: str, markers: list[Marker], trainer: Any) ->
 
 
 def _labels_of(row: Any, markers: list[Marker], tokenizer: Any) -> list[int]:
-    """The labels of a row of one document, or of as many as its `seq_lengths` says."""
+    """Return the labels of a row of one document, or of as many as its `seq_lengths` says."""
     ids, before = list(row["input_ids"]), row.get("labels") or row["input_ids"]
     labels: list[int] = []
     for length in row.get("seq_lengths") or [len(ids)]:

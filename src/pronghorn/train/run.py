@@ -1,50 +1,40 @@
-"""A whole run from a recipe: load, read, pack, train, judge by held-out loss, save, report."""
+"""A whole run from a recipe. Read it from the top: every function is called in the order in which it stands here."""
 
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from accelerate.utils import broadcast_object_list
 from rich.console import Console
 from rich.markup import escape
-from rich.prompt import Confirm
 from transformers import TrainerState
 from trl import SFTConfig
 
 from pronghorn.config import Recipe
 from pronghorn.data.batch import Collator
+from pronghorn.data.cache import Prepared
 from pronghorn.data.packed_rows import PackedRows, PackingStats
 from pronghorn.device import device_name, peak_bytes, processes, versions
-from pronghorn.errors import ConfigError, DataError, PronghornError, RunStopped, TrainingError
+from pronghorn.errors import DataError, PronghornError, RunStopped
 from pronghorn.export.folder import whole_folder
+from pronghorn.models.attach import Handle
 from pronghorn.models.load import trainable_parameters
 from pronghorn.train.build import autocast_dtype, load, make_trainer, planned_steps, training_arguments
-from pronghorn.train.checkpoint import checkpoints, clear_leftovers, step_of, verify
+from pronghorn.train.checkpoint import step_of
 from pronghorn.train.control import RunControl, trained_seconds
 from pronghorn.train.documents import find, prepare, tokenizer_for
 from pronghorn.train.evaluate import answer, heldout_loss
-from pronghorn.train.journal import (
-    Journal,
-    changes,
-    check_data,
-    check_output,
-    check_processes,
-    open_journal,
-    recipe_hash,
-    sole_run,
-)
 from pronghorn.train.progress import ProgressCallback, track
-from pronghorn.train.record import FILE_NAME as RECORD
-from pronghorn.train.record import RunRecord
-from pronghorn.train.report import FILE_NAME as REPORT
-from pronghorn.train.report import check_report_dependencies, rewrite_report, write_report
+from pronghorn.train.record import RunRecord, steps_of_log
+from pronghorn.train.report import check_report_dependencies, write_report
+from pronghorn.train.run_folder import must_have_improved, open_folder
+from pronghorn.train.run_state import RunState, check_data, check_processes, recipe_hash
 from pronghorn.train.trainer import SFTTrainer
 from pronghorn.train.validate import check_no_fsdp, use_one_gpu
 
@@ -55,7 +45,7 @@ def run(recipe: Recipe, console: Console, allow: bool = False, allow_older: bool
     """Do what the recipe says and leave the adapter (or model), `run.json` and `report.html` in its output folder.
 
     A run that was killed or stopped goes on from its newest checkpoint when it is called again; of a finished one only
-    what is missing is made. The folder is locked over the whole run, and nothing there is read before it is.
+    what is missing is made. The folder is locked over the whole run, and nothing in it is read before it is.
 
     Args:
         allow: go on although recipe, data or the number of processes changed.
@@ -67,230 +57,108 @@ def run(recipe: Recipe, console: Console, allow: bool = False, allow_older: bool
             `train.min_improvement` (which is judged last, with everything saved).
     """
     started = time.perf_counter()
-    output = Path(recipe.train.output)
+    args = _training_arguments(recipe, console)
+    with ExitStack() as locked:
+        opened = _from_main_process(args, lambda: open_folder(recipe, console, locked, allow, allow_older))
+        if isinstance(opened, RunRecord):
+            return opened
+        current = _build(recipe, console, args, *opened, allow)
+        _measure_baseline(current)
+        try:
+            _train(current)
+        finally:
+            current.progress.close()
+        _save_model(current)
+        record = _make_record(current, started)
+        if current.trainer.accelerator.is_main_process:
+            record.write(current.output)
+            if recipe.report.html:
+                write_report(record, current.output)
+    must_have_improved(recipe, record.heldout)
+    return record
+
+
+def _training_arguments(recipe: Recipe, console: Console) -> SFTConfig:
+    """Return the trainer's arguments; refuse what can't be served before anything is read or loaded."""
     args = training_arguments(recipe)
     check_no_fsdp(args)
-    several = use_one_gpu(args, "-m pronghorn train RECIPE")
-    if several is not None:
-        console.print(f"[yellow]{escape(several)}[/]", highlight=False)
+    one_gpu = use_one_gpu(args, "-m pronghorn train RECIPE")
+    if one_gpu is not None:
+        console.print(f"[yellow]{escape(one_gpu)}[/]", highlight=False)
     if recipe.report.html:
         check_report_dependencies()
-    with ExitStack() as held:
-
-        def begin() -> tuple[Journal, Path | None] | RunRecord:
-            check_output(output)
-            held.enter_context(sole_run(output))
-            clear_leftovers(output)
-            if (output / RECORD).exists():
-                return _finish(recipe, output, console)
-            return open_journal(output, recipe, allow), _newest(recipe, output, console, allow, allow_older)
-
-        begun = _from_main(args, begin)
-        if isinstance(begun, RunRecord):
-            return begun
-        return _run(recipe, args, *begun, console, allow, started)
+    return args
 
 
-def _from_main(args: SFTConfig, make: Callable[[], T]) -> T:
+def _from_main_process(args: SFTConfig, make: Callable[[], T]) -> T:
     """Return on every process what `make` returns on the main one, or raise its error."""
-    made: list[Any] = [None]
+    result: list[Any] = [None]
     if args.process_index == 0:
         try:
-            made[0] = make()
+            result[0] = make()
         except PronghornError as error:
-            made[0] = error
-    broadcast_object_list(made)
-    if isinstance(made[0], PronghornError):
-        raise made[0]
-    return made[0]
+            result[0] = error
+    broadcast_object_list(result)
+    if isinstance(result[0], PronghornError):
+        raise result[0]
+    return result[0]
 
 
-def _finish(recipe: Recipe, output: Path, console: Console) -> RunRecord:
-    """Write the report that a finished run of the same recipe lacks, and judge the run again.
+@dataclass
+class _Run:
+    """What the phases of a run hand on."""
 
-    Raises:
-        ConfigError: nothing is missing, or it is a run of another recipe.
-        DataError: `run.json` can't be read.
-        TrainingError: the held-out loss did not fall as asked for.
-    """
-    record = RunRecord.read(output)
-    if not changes(record.recipe, recipe.to_dict()):
-        lacks = recipe.report.html and not (output / REPORT).exists()
-        if lacks:
-            rewrite_report(output)
-            console.print(f"The run in {escape(str(output))} was finished; its report was missing and is written")
-        _must_have_improved(recipe, record.heldout)
-        if lacks:
-            return record
-    raise ConfigError(f"{output} already holds a finished run", "choose another train.output or delete the folder")
+    recipe: Recipe
+    console: Console
+    state: RunState
+    newest: Path | None
+    """The checkpoint to go on from."""
+    documents: Prepared
+    heldout: PackedRows | None
+    packing: PackingStats
+    handle: Handle
+    trainer: SFTTrainer
+    control: RunControl
+    progress: ProgressCallback
 
+    @property
+    def output(self) -> Path:
+        """Return the run's folder."""
+        return Path(self.recipe.train.output)
 
-def _newest(recipe: Recipe, output: Path, console: Console, allow: bool, allow_older: bool) -> Path | None:
-    """Return the checkpoint to go on from, if there is one, whose contents are what its manifest says.
-
-    Raises:
-        DataError: it is damaged, and no older one is there or may be taken.
-        ConfigError: it is of another recipe.
-    """
-    found = checkpoints(output)
-    while found:
-        newest = found.pop()
-        try:
-            made_by = verify(newest).get("recipe")
-        except DataError as error:
-            if not found:
-                raise DataError(error.problem, f"delete {newest.name} and run again, from the start") from error
-            older = found[-1].name
-            if not allow_older and console.is_terminal and sys.stdin.isatty():
-                console.print(escape(error.problem))
-                allow_older = Confirm.ask(f"Go on from {older}?", console=console, default=False)
-            if not allow_older:
-                raise DataError(
-                    error.problem, f"give --allow-older to go on from {older}, or put the files back"
-                ) from error
-            console.print(f"[yellow]{escape(error.problem)}: going on from {older}[/]")
-            continue
-        if made_by != recipe_hash(recipe) and not allow:
-            raise ConfigError(
-                f"{newest} was trained by another recipe",
-                "choose another train.output, or give --allow to go on from it with this recipe",
-            )
-        return newest
-    return None
+    def write_state(self) -> None:
+        """Write `journal.json` on the main process."""
+        if self.trainer.accelerator.is_main_process:
+            self.state.write(self.output)
 
 
-def _run(
-    recipe: Recipe,
-    args: SFTConfig,
-    journal: Journal,
-    newest: Path | None,
-    console: Console,
-    allow: bool,
-    started: float,
-) -> RunRecord:
-    """Load, train from `newest` or the start, judge and save; the run's folder is locked."""
-    output = Path(recipe.train.output)
-    found = find(recipe)
-    tokenizer = tokenizer_for(recipe, found)
+def _build(
+    recipe: Recipe, console: Console, args: SFTConfig, state: RunState, newest: Path | None, allow: bool
+) -> _Run:
+    """Read and tokenise the data, load the model, and make the trainer."""
+    source = find(recipe)
+    tokenizer = tokenizer_for(recipe, source)
     documents = prepare(recipe, "train", tokenizer, console)
-    check_data(journal, "train", documents.key, allow)
+    check_data(state, "train", documents.key, allow)
     heldout = None
     if recipe.data.eval is not None:
-        held = prepare(recipe, "eval", tokenizer, console)
-        check_data(journal, "eval", held.key, allow)
-        heldout = PackedRows(held.dataset, recipe.model.max_seq_length).first(recipe.data.eval_rows)
+        eval_documents = prepare(recipe, "eval", tokenizer, console)
+        check_data(state, "eval", eval_documents.key, allow)
+        heldout = PackedRows(eval_documents.dataset, recipe.model.max_seq_length).first(recipe.data.eval_rows)
     console.print(f"[bold]Loading[/] {escape(recipe.model.name)}")
-    model, handle = load(recipe, found, tokenizer, console)
+    model, handle = load(recipe, source, tokenizer, console)
     control = RunControl(recipe.train.max_minutes, recipe.train.save_minutes, recipe.train.patience)
     control.hang_up = lambda: setattr(console, "quiet", True)
     progress = ProgressCallback(console, recipe.train.max_minutes)
     trainer = make_trainer(recipe, model, tokenizer, documents.dataset, heldout, [control, progress], args)
     trainer.recipe, trainer.checked = recipe_hash(recipe), newest
-    check_processes(journal, processes(), allow)
-    main = trainer.accelerator.is_main_process
-    packing = _packing(recipe, trainer, documents.dataset, console)
-    if not journal.judged:
-        journal.before, journal.answers = _judge(recipe, trainer, heldout, console, "before")
-        journal.judged = True
-    _note(journal, trainer)
-    trainer.note = lambda text: console.print(f"[yellow]{escape(text)}[/]")
-    try:
-        _train(recipe, trainer, control, journal, newest, console)
-    finally:
-        progress.close()
-    if main:
-        with whole_folder(output / ("adapter" if recipe.adapter.method == "lora" else "model")) as folder:
-            model.save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
-    after, answers_after = _judge(recipe, trainer, heldout, console, "after")
-
-    history: list[Any] = trainer.state.log_history
-    record = RunRecord(
-        recipe=recipe.to_dict(),
-        model=recipe.model.name,
-        device=device_name(),
-        versions=versions(),
-        packing={
-            **vars(packing),
-            "dropped": documents.dropped,
-            "truncated": documents.truncated,
-            "split": documents.split,
-            "sources": [asdict(count) for count in documents.counts],
-        },
-        paths=[vars(path) for path in handle.paths(autocast_dtype(recipe))],
-        steps=_steps(history),
-        heldout={"before": journal.before, "after": after, "rows": len(heldout) if heldout is not None else 0},
-        samples=[
-            {"prompt": prompt, "before": first, "after": last}
-            for prompt, first, last in zip(recipe.report.sample_prompts, journal.answers, answers_after, strict=True)
-        ],
-        trainable=trainable_parameters(model),
-        seconds=time.perf_counter() - started + control.seconds_before,
-        stopped=journal.stopped or ("max_steps" if recipe.train.max_steps else "epochs"),
-        peak_memory_bytes=peak_bytes(model.device) if model.device.type == "cuda" else None,
-        evaluations=[{"step": e["step"], "loss": e["eval_loss"]} for e in history if "eval_loss" in e],
-        resumed_at=journal.resumed_at,
-        out_of_memory=[entry["out_of_memory"] for entry in history if "out_of_memory" in entry],
-    )
-    if main:
-        record.write(output)
-        if recipe.report.html:
-            write_report(record, output)
-    _must_have_improved(recipe, record.heldout)
-    return record
+    check_processes(state, processes(), allow)
+    packing = _packing_stats(recipe, trainer, documents.dataset, console)
+    return _Run(recipe, console, state, newest, documents, heldout, packing, handle, trainer, control, progress)
 
 
-def _train(
-    recipe: Recipe, trainer: SFTTrainer, control: RunControl, journal: Journal, newest: Path | None, console: Console
-) -> None:
-    """Train from `newest`, or the start, to the end; leave the model with the weights to keep."""
-    ended, state = False, trainer.state
-    if newest is not None:
-        state = TrainerState.load_from_json(str(newest / "trainer_state.json"))
-        impatient = control.out_of_patience(state)
-        # killed between the last checkpoint and its note in the journal, which may be of a checkpoint that is gone
-        noted = journal.stopped == "max_minutes" and journal.trained == state.global_step
-        ended = state.global_step >= planned_steps(trainer) or impatient or noted
-    if ended:
-        journal.stopped = "patience" if impatient else "max_minutes" if noted else None
-        console.print(f"Training had ended at step {state.global_step}; what is left is to save and to judge")
-        assert newest is not None
-        trainer.state = state
-        control.seconds_before = trained_seconds(state)
-        trainer.load_weights(newest)
-    else:
-        if newest is not None:
-            console.print(f"Going on from {newest.name}")
-            journal.resumed_at.append(step_of(newest))
-        journal.trained = journal.stopped = None
-        _note(journal, trainer)
-        with control.signals():
-            trainer.train(resume_from_checkpoint=None if newest is None else str(newest))
-        last = trainer.state.global_step
-        if control.signal:
-            raise RunStopped(
-                f"stopped by {control.stopped} after step {last}; checkpoint-{last} is saved",
-                "run the same command to go on",
-                control.signal,
-            )
-        journal.trained, journal.stopped = last, control.stopped
-        _note(journal, trainer)
-    best = trainer.state.best_model_checkpoint
-    if best is not None and recipe.train.load_best and step_of(Path(best)) != trainer.state.global_step:
-        console.print(f"The lowest held-out loss was at step {step_of(Path(best))}: those weights are kept")
-        try:
-            trainer.load_weights(Path(best))
-        except DataError as error:
-            raise DataError(error.problem, "set train.load_best=false to keep the weights of the last step") from error
-
-
-def _note(journal: Journal, trainer: SFTTrainer) -> None:
-    if trainer.accelerator.is_main_process:
-        journal.write(Path(str(trainer.args.output_dir)))
-
-
-def _packing(recipe: Recipe, trainer: SFTTrainer, documents: Any, console: Console) -> PackingStats:
-    """How full the rows are; without packing, how full they would be."""
+def _packing_stats(recipe: Recipe, trainer: SFTTrainer, documents: Any, console: Console) -> PackingStats:
+    """Print and return how full the rows are; without packing, how full they would be."""
     packed: Any = trainer.train_dataset
     if not recipe.packing.enabled:
         packed = PackedRows(documents, recipe.model.max_seq_length, seed=recipe.train.seed)
@@ -308,16 +176,25 @@ def _packing(recipe: Recipe, trainer: SFTTrainer, documents: Any, console: Conso
     return packing
 
 
-def _judge(
-    recipe: Recipe, trainer: SFTTrainer, heldout: PackedRows | None, console: Console, when: str
-) -> tuple[float | None, list[str]]:
-    """Held-out loss (None without held-out data) and the answers to the sample prompts."""
-    model: Any = trainer.model
-    tokenizer: Any = trainer.processing_class
+def _measure_baseline(current: _Run) -> None:
+    """Measure the held-out loss and answer the sample prompts before training, unless an earlier start did."""
+    state = current.state
+    if not state.baseline_done:
+        state.eval_loss_before, state.samples_before = _evaluate(current, "before")
+        state.baseline_done = True
+    current.write_state()
+    current.trainer.note = lambda text: current.console.print(f"[yellow]{escape(text)}[/]")
+
+
+def _evaluate(current: _Run, when: str) -> tuple[float | None, list[str]]:
+    """Return the held-out loss (None without held-out data) and the answers to the sample prompts."""
+    recipe, console, heldout = current.recipe, current.console, current.heldout
+    model: Any = current.trainer.model
+    tokenizer: Any = current.trainer.processing_class
     loss = None
     if heldout is not None:
         collator = Collator(recipe.model.max_seq_length, tokenizer.pad_token_id)
-        with trainer.accelerator.autocast():
+        with current.trainer.accelerator.autocast():
             loss = heldout_loss(
                 model,
                 heldout,
@@ -327,34 +204,112 @@ def _judge(
             )
         console.print(f"[bold]Held-out loss {when} training[/] {loss:.4f}")
     tokens, system = recipe.report.sample_tokens, recipe.data.system_prompt
-    asked = [[{"role": "user", "content": prompt}] for prompt in recipe.report.sample_prompts]
-    return loss, [answer(model, tokenizer, turns, tokens, system) for turns in asked]
+    conversations = [[{"role": "user", "content": prompt}] for prompt in recipe.report.sample_prompts]
+    return loss, [answer(model, tokenizer, turns, tokens, system) for turns in conversations]
 
 
-def _steps(history: list[dict[str, float]]) -> list[dict[str, float]]:
-    """The trainer's log as the run record's steps."""
-    return [
-        {
-            "step": entry["step"],
-            "loss": entry["loss"],
-            "learning_rate": entry["learning_rate"],
-            "grad_norm": entry.get("grad_norm", 0.0),
-            "tokens": entry["tokens"],
-            "labelled": entry["labelled_tokens"],
-            "seconds": entry["step_seconds"],
-            "packing_efficiency": entry["packing_efficiency"],
-            "data_wait_share": entry["data_wait_share"],
-            "skipped": entry["skipped_steps"],
-        }
-        for entry in history
-        if "loss" in entry
-    ]
+def _train(current: _Run) -> None:
+    """Train from the newest checkpoint, or the start, to the end; leave the model with the weights to keep."""
+    if not _load_if_trained(current):
+        _train_on(current)
+    trainer = current.trainer
+    best = trainer.state.best_model_checkpoint
+    if best is None or not current.recipe.train.load_best or step_of(Path(best)) == trainer.state.global_step:
+        return
+    current.console.print(f"The lowest held-out loss was at step {step_of(Path(best))}: those weights are kept")
+    try:
+        trainer.load_weights(Path(best))
+    except DataError as error:
+        raise DataError(error.problem, "set train.load_best=false to keep the weights of the last step") from error
 
 
-def _must_have_improved(recipe: Recipe, heldout: dict[str, Any]) -> None:
-    wanted, before, after = recipe.train.min_improvement, heldout.get("before"), heldout.get("after")
-    if wanted is not None and before is not None and after is not None and not before - after >= wanted:
-        raise TrainingError(
-            f"the held-out loss went from {before:.4f} to {after:.4f}, which is not a fall of {wanted} or more",
-            "train longer, or change train.learning_rate; the run is saved and its report tells more",
+def _load_if_trained(current: _Run) -> bool:
+    """Load the newest checkpoint's weights if training had ended with it, and tell whether it had."""
+    state, newest, trainer = current.state, current.newest, current.trainer
+    if newest is None:
+        return False
+    saved = TrainerState.load_from_json(str(newest / "trainer_state.json"))
+    impatient = current.control.out_of_patience(saved)
+    # killed between the last checkpoint and its note in the journal, which may be of a checkpoint that is gone
+    out_of_time = state.stopped == "max_minutes" and state.trained == saved.global_step
+    if not (saved.global_step >= planned_steps(trainer) or impatient or out_of_time):
+        return False
+    state.stopped = "patience" if impatient else "max_minutes" if out_of_time else None
+    current.console.print(f"Training had ended at step {saved.global_step}; what is left is to save and to judge")
+    trainer.state = saved
+    current.control.seconds_before = trained_seconds(saved)
+    trainer.load_weights(newest)
+    return True
+
+
+def _train_on(current: _Run) -> None:
+    """Train until the last step, the time limit, the end of patience or a signal (RunStopped)."""
+    state, newest, trainer, control = current.state, current.newest, current.trainer, current.control
+    if newest is not None:
+        current.console.print(f"Going on from {newest.name}")
+        state.resumed_at.append(step_of(newest))
+    state.trained = state.stopped = None
+    current.write_state()
+    with control.signals():
+        trainer.train(resume_from_checkpoint=None if newest is None else str(newest))
+    last = trainer.state.global_step
+    if control.signal:
+        raise RunStopped(
+            f"stopped by {control.stopped} after step {last}; checkpoint-{last} is saved",
+            "run the same command to go on",
+            control.signal,
         )
+    state.trained, state.stopped = last, control.stopped
+    current.write_state()
+
+
+def _save_model(current: _Run) -> None:
+    """Save the adapter, or the whole model, and the tokenizer on the main process."""
+    model: Any = current.trainer.model
+    tokenizer: Any = current.trainer.processing_class
+    if current.trainer.accelerator.is_main_process:
+        name = "adapter" if current.recipe.adapter.method == "lora" else "model"
+        with whole_folder(current.output / name) as folder:
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+
+
+def _make_record(current: _Run, started: float) -> RunRecord:
+    """Measure the trained model and return all that is known of the run."""
+    recipe, state, documents, heldout = current.recipe, current.state, current.documents, current.heldout
+    loss_after, samples_after = _evaluate(current, "after")
+    history: list[Any] = current.trainer.state.log_history
+    model: Any = current.trainer.model
+    return RunRecord(
+        recipe=recipe.to_dict(),
+        model=recipe.model.name,
+        device=device_name(),
+        versions=versions(),
+        packing={
+            **vars(current.packing),
+            "dropped": documents.dropped,
+            "truncated": documents.truncated,
+            "split": documents.split,
+            "sources": [asdict(count) for count in documents.counts],
+        },
+        paths=[vars(path) for path in current.handle.paths(autocast_dtype(recipe))],
+        steps=steps_of_log(history),
+        heldout={
+            "before": state.eval_loss_before,
+            "after": loss_after,
+            "rows": 0 if heldout is None else len(heldout),
+        },
+        samples=[
+            {"prompt": prompt, "before": before, "after": after}
+            for prompt, before, after in zip(
+                recipe.report.sample_prompts, state.samples_before, samples_after, strict=True
+            )
+        ],
+        trainable=trainable_parameters(model),
+        seconds=time.perf_counter() - started + current.control.seconds_before,
+        stopped=state.stopped or ("max_steps" if recipe.train.max_steps else "epochs"),
+        peak_memory_bytes=peak_bytes(model.device) if model.device.type == "cuda" else None,
+        evaluations=[{"step": e["step"], "loss": e["eval_loss"]} for e in history if "eval_loss" in e],
+        resumed_at=state.resumed_at,
+        out_of_memory=[entry["out_of_memory"] for entry in history if "out_of_memory" in entry],
+    )

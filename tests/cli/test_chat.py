@@ -1,4 +1,4 @@
-"""Talking to base and adapter of a run."""
+"""Chats with base and adapter of a run."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from pronghorn.config import Recipe
 from pronghorn.errors import ConfigError, DataError
 from pronghorn.models.load import load_model
 from pronghorn.train import evaluate
+from pronghorn.train.chat import load_chat
 from pronghorn.train.run import run
-from pronghorn.train.talk import load_talk
 from support.tiny import tiny_model
 
 TEMPLATE = (
@@ -44,7 +44,13 @@ def recipe(folder: Path, stories: Path, **changes: Any) -> Recipe:
                 "chat_template": str(folder / "t.jinja"),
                 **changes.get("data", {}),
             },
-            "train": {"output": folder / "run", "max_steps": 30, "learning_rate": 2e-2, "warmup_steps": 0},
+            "train": {
+                "output": folder / "run",
+                "max_steps": 30,
+                "learning_rate": 2e-2,
+                "warmup_steps": 0,
+                **changes.get("train", {}),
+            },
             "report": {"html": False, **changes.get("report", {})},
         }
     )
@@ -72,22 +78,22 @@ def test_both_sides_answer_from_a_pipe(trained: Path) -> None:
 
 def test_each_side_remembers_its_own_words(stories: Path, tmp_path: Path) -> None:
     run(recipe(tmp_path, stories), Console(quiet=True))
-    talk = load_talk(tmp_path / "run", max_new_tokens=8, system="Be kind.")
-    first = dict(talk.answers("Who?"))
-    assert dict(talk.answers("And then?")).keys() == {"base", "trained"}
+    session = load_chat(tmp_path / "run", max_new_tokens=8, system="Be kind.")
+    first = dict(session.replies("Who?"))
+    assert dict(session.replies("And then?")).keys() == {"base", "trained"}
     for side, answer in first.items():
-        history = talk.histories[side]
+        history = session.histories[side]
         assert [turn["role"] for turn in history] == ["user", "assistant"] * 2 and history[1]["content"] == answer
-    assert talk.tokenizer.chat_template == TEMPLATE
+    assert session.tokenizer.chat_template == TEMPLATE
 
 
 def test_two_columns_on_a_wide_terminal(stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(recipe(tmp_path, stories), Console(quiet=True))
-    talk = load_talk(tmp_path / "run", max_new_tokens=24)
+    session = load_chat(tmp_path / "run", max_new_tokens=24)
     console = Console(file=io.StringIO(), force_terminal=True, width=120, color_system=None)
     asked = iter(["Who?", "/quit"])
     monkeypatch.setattr(console, "input", lambda _: next(asked))
-    converse(talk, console)
+    converse(session, console)
     output = console.file.getvalue()  # type: ignore[attr-defined]
     assert any("base" in line and "trained" in line for line in output.splitlines())
     assert "A cat sat on a mat." in output
@@ -122,8 +128,8 @@ def test_an_answer_ends_where_the_template_of_the_training_ends_turns(stories: P
     changes["report"] = {"sample_prompts": ["Who?"], "sample_tokens": 60}
     settings = recipe(tmp_path, stories, **changes, adapter={"modules_to_save": ["embed_tokens"]})
     record = run(settings, Console(quiet=True))
-    talk = load_talk(tmp_path / "run", max_new_tokens=60)
-    assert dict(talk.answers("Who?"))["trained"] == record.samples[0]["after"] == "A cat sat on a mat."
+    session = load_chat(tmp_path / "run", max_new_tokens=60)
+    assert dict(session.replies("Who?"))["trained"] == record.samples[0]["after"] == "A cat sat on a mat."
 
 
 @pytest.mark.parametrize(
@@ -141,17 +147,18 @@ def test_an_answer_ends_where_the_template_of_the_training_ends_turns(stories: P
 def test_the_base_is_the_base(adapter: dict[str, Any], stories: Path, tmp_path: Path) -> None:
     """Whatever was trained: switching the adapter off gives back no bias that was trained in place."""
     base = model_folder(tmp_path / "base", stories)
-    run(recipe(tmp_path, stories, model={"name": str(base)}, adapter=adapter), Console(quiet=True))
-    talk = load_talk(tmp_path / "run", max_new_tokens=2)
-    assert list(dict(talk.answers("A cat sat?"))) == ["base", "trained"]  # the base has rows for new tokens, too
+    settings = recipe(tmp_path, stories, model={"name": str(base)}, adapter=adapter, train={"max_steps": 5})
+    run(settings, Console(quiet=True))
+    session = load_chat(tmp_path / "run", max_new_tokens=2)
+    assert list(dict(session.replies("A cat sat?"))) == ["base", "trained"]  # the base has rows for new tokens, too
     fresh, _ = load_model(base, max_seq_length=256)
     ids = torch.arange(3, 40)[None]
     with torch.no_grad():
         expected = fresh.eval()(input_ids=ids).logits
-        with talk._side("base", talk.models["base"]):
-            assert torch.equal(talk.models["base"](input_ids=ids).logits[..., :512], expected)
-        with talk._side("trained", talk.models["trained"]):
-            assert not torch.allclose(talk.models["trained"](input_ids=ids).logits[..., :512], expected, atol=1e-3)
+        with session._side("base", session.models["base"]):
+            assert torch.equal(session.models["base"](input_ids=ids).logits[..., :512], expected)
+        with session._side("trained", session.models["trained"]):
+            assert not torch.allclose(session.models["trained"](input_ids=ids).logits[..., :512], expected, atol=1e-3)
 
 
 @pytest.fixture(scope="module")
@@ -160,27 +167,25 @@ def short_run(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureR
     folder = tmp_path_factory.mktemp("short")
     stories = request.getfixturevalue("stories")
     shutil.copytree(stories, folder / "base")
-    table = recipe(folder, stories, model={"name": str(folder / "base")}).to_dict()
-    table["train"]["max_steps"] = 1
-    run(Recipe.model_validate(table), Console(quiet=True))
+    run(recipe(folder, stories, model={"name": str(folder / "base")}, train={"max_steps": 1}), Console(quiet=True))
     return folder / "run"
 
 
 def test_a_conversation_longer_than_the_positions_of_the_model(
     short_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    talk = load_talk(short_run, max_new_tokens=500)
+    session = load_chat(short_run, max_new_tokens=500)
     long = "A very long story of a cat. " * 60
-    model, asked = talk.models["base"], []
+    model, asked = session.models["base"], []
     generate = model.generate
     monkeypatch.setattr(model, "generate", lambda **given: asked.append(given) or generate(**given))
-    dict(talk.answers("Who? " * 20))
+    dict(session.replies("Who? " * 20))
     for given in asked:
         assert given["input_ids"].shape[1] + given["max_new_tokens"] == 512, "as far as the positions go"
-    before = {side: list(history) for side, history in talk.histories.items()}
+    before = {side: list(history) for side, history in session.histories.items()}
     with pytest.raises(DataError, match="and the model 512 positions: ask something shorter, or begin again"):
-        list(talk.answers(long))
-    assert talk.histories == before, "a turn that failed is remembered by neither"
+        list(session.replies(long))
+    assert session.histories == before, "a turn that failed is remembered by neither"
     result = ask(short_run, long + "\n", "--max-new-tokens", "4")
     assert result.exit_code == 1 and "512 positions" in result.stderr
 
@@ -188,12 +193,12 @@ def test_a_conversation_longer_than_the_positions_of_the_model(
 def test_a_terminal_goes_on_after_a_turn_that_can_not_be_served(
     short_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    talk = load_talk(short_run, max_new_tokens=4)
+    session = load_chat(short_run, max_new_tokens=4)
     console = Console(file=io.StringIO(), force_terminal=True, width=80, color_system=None)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     asked = iter(["A cat. " * 400, "/etc/hosts?", "/quit"])
     monkeypatch.setattr(console, "input", lambda _: next(asked))
-    converse(talk, console)
+    converse(session, console)
     output = console.file.getvalue()  # type: ignore[attr-defined]
     assert "512 positions" in output and output.count("base:") == 1, "a path is a question, no command"
 
@@ -205,34 +210,34 @@ def test_a_piped_question_that_can_not_be_served_fails_at_a_terminal_too(
     console = Console(file=io.StringIO(), force_terminal=True, width=80, color_system=None)
     monkeypatch.setattr("sys.stdin", io.StringIO("A cat. " * 400 + "\n"))
     with pytest.raises(DataError, match="512 positions"):
-        converse(load_talk(short_run, max_new_tokens=4), console)
+        converse(load_chat(short_run, max_new_tokens=4), console)
     assert "you>" not in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_what_commands_a_terminal_is_not_shown(short_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    talk = load_talk(short_run, max_new_tokens=4)
-    monkeypatch.setattr(talk, "_answer", lambda side, history: "a\x1b]0;title\x07\x9b2J [b]\n\tc")
+    session = load_chat(short_run, max_new_tokens=4)
+    monkeypatch.setattr(session, "_reply", lambda side, history: "a\x1b]0;title\x07\x9b2J [b]\n\tc")
     for width in (80, 120):
         console = Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
         asked = iter(["Who?", "/quit"])
         monkeypatch.setattr(console, "input", lambda _, asked=asked: next(asked))
-        converse(talk, console)
+        converse(session, console)
         output = console.file.getvalue()  # type: ignore[attr-defined]
         assert r"a\x1b]0;title\x07\x9b2J [b]" in output and not {"\x07", "\x9b"} & set(output)
         assert "\x1b]" not in output
 
 
 def test_system_prompts(short_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert load_talk(short_run).system is None and load_talk(short_run, system="Be kind.").system == "Be kind."
-    assert load_talk(short_run, system="").system is None
+    assert load_chat(short_run).system is None and load_chat(short_run, system="Be kind.").system == "Be kind."
+    assert load_chat(short_run, system="").system is None
     (short_run / "adapter" / "chat_template.jinja").rename(short_run / "aside")
     try:
         with pytest.raises(ConfigError, match="has no chat template"):
-            load_talk(short_run, system="Be kind.")
-        talk = load_talk(short_run, max_new_tokens=4)
+            load_chat(short_run, system="Be kind.")
+        session = load_chat(short_run, max_new_tokens=4)
         seen = []
-        monkeypatch.setattr(talk, "tokenizer", Spy(talk.tokenizer, seen))
-        list(talk.answers("Who?"))
+        monkeypatch.setattr(session, "tokenizer", Spy(session.tokenizer, seen))
+        list(session.replies("Who?"))
         assert seen == ["Who?", "Who?"], "a prompt is used as it is"
     finally:
         (short_run / "aside").rename(short_run / "adapter" / "chat_template.jinja")
@@ -267,14 +272,14 @@ def test_a_prompt_is_not_ended_before_its_answer(stories: Path) -> None:
 
 def test_answers_are_greedy_or_drawn(short_run: Path) -> None:
     """Whatever the checkpoint's own settings say."""
-    plain = dict(load_talk(short_run, max_new_tokens=8).answers("Who?"))
-    talk = load_talk(short_run, max_new_tokens=8)
-    settings = talk.models["base"].generation_config
+    plain = dict(load_chat(short_run, max_new_tokens=8).replies("Who?"))
+    session = load_chat(short_run, max_new_tokens=8)
+    settings = session.models["base"].generation_config
     settings.do_sample, settings.temperature = True, 5.0
-    assert dict(talk.answers("Who?")) == plain
-    talk.temperature = 5.0
-    talk.reset()
-    assert dict(talk.answers("Who?")) != plain
+    assert dict(session.replies("Who?")) == plain
+    session.temperature = 5.0
+    session.reset()
+    assert dict(session.replies("Who?")) != plain
 
 
 def test_runs_that_can_not_be_loaded(short_run: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Talking to what a run trained, beside what it began from: each side with its own conversation."""
+"""A chat with what a run trained, beside what it began from: each side has its own conversation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIDES = ("base", "trained")
 
 
 @dataclass
-class Talk:
+class ChatSession:
     """Models and conversations of both sides. With an adapter one model serves both; where weights of the base itself
     were trained, two do."""
 
@@ -37,8 +37,8 @@ class Talk:
         """Forget what was said."""
         self.histories = {side: [] for side in SIDES}
 
-    def answers(self, text: str) -> Iterator[tuple[str, str]]:
-        """(side, answer) of each side to the user's `text`. Once both have answered both remember it; a turn that
+    def replies(self, text: str) -> Iterator[tuple[str, str]]:
+        """Yield (side, reply) of each side to the user's `text`. Once both have replied both remember it; a turn that
         fails or is interrupted neither does.
 
         Raises:
@@ -47,25 +47,27 @@ class Talk:
         turns = {}
         for side in SIDES:
             turns[side] = [{"role": "user", "content": text}]
-            said = self._answer(side, [*self.histories[side], *turns[side]])
-            turns[side].append({"role": "assistant", "content": said})
-            yield side, said
+            reply = self._reply(side, [*self.histories[side], *turns[side]])
+            turns[side].append({"role": "assistant", "content": reply})
+            yield side, reply
         for side, turn in turns.items():
             self.histories[side] += turn
 
-    def _answer(self, side: str, history: list[dict[str, str]]) -> str:
+    def _reply(self, side: str, history: list[dict[str, str]]) -> str:
+        """Return one side's reply to a conversation."""
         model = self.models[side]
         with self._side(side, model):
             return answer(model, self.tokenizer, history, self.max_new_tokens, self.system, self.temperature)
 
     @contextmanager
     def _side(self, side: str, model: Any) -> Iterator[None]:
+        """Switch the adapter off for the base's side where both share a model."""
         off = side == "base" and model is self.models["trained"]
         with model.disable_adapter() if off else nullcontext():
             yield
 
 
-def load_talk(folder: Path, *, trust_remote_code: bool = False, **options: Any) -> Talk:
+def load_chat(folder: Path, *, trust_remote_code: bool = False, **options: Any) -> ChatSession:
     """Load what the run in `folder` trained and what it began from.
 
     An adapter and its base share one copy of the base's weights. Where a run trained weights of the base itself (full
@@ -74,7 +76,7 @@ def load_talk(folder: Path, *, trust_remote_code: bool = False, **options: Any) 
     Args:
         trust_remote_code: run Python code that comes with the checkpoint, if the run did: a run's folder may be
             anyone's, so it doesn't decide that by itself.
-        options: Talk's; `system` is the recipe's if it is left out, and "" is none.
+        options: ChatSession's; `system` is the recipe's if it is left out, and "" is none.
     Raises:
         ConfigError: no run, one that isn't finished, one that needs `trust_remote_code`, or a system prompt for a model
             without a chat template.
@@ -116,11 +118,11 @@ def load_talk(folder: Path, *, trust_remote_code: bool = False, **options: Any) 
     if not lora or trained.active_peft_config.bias != "none":  # the adapter off wouldn't give the base back
         base = began.model(dtype, device).eval()
         grow_embeddings(base, tokenizer)
-    return Talk({"base": base, "trained": trained}, tokenizer, system, **options)
+    return ChatSession({"base": base, "trained": trained}, tokenizer, system, **options)
 
 
 def _recipe(folder: Path) -> Recipe:
-    """The recipe of the finished run in `folder`."""
+    """Return the recipe of the finished run in `folder`."""
     if not folder.is_dir():
         raise ConfigError(f"{folder} is no folder", "give the output folder of a finished run")
     if not (folder / "run.json").exists() and (folder / "journal.json").exists():

@@ -1,0 +1,53 @@
+"""`pronghorn data inspect`: what a recipe's data becomes before training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from pronghorn.cli.console import Console
+from pronghorn.cli.errors import plain_errors
+from pronghorn.cli.options import Debug, Overrides, RecipeFile
+
+
+def inspect_data(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    split: Annotated[Literal["train", "eval"], typer.Option("--split", help="Show data.train or data.eval.")] = "train",
+    rows: Annotated[int, typer.Option("--rows", min=0, help="Show so many documents, token by token.")] = 3,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="PATH", help="Write it all to one page, too.", dir_okay=False)
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Show what RECIPE's data becomes before training: which tokens are supervised, how long documents are, how they
+    pack.
+
+    Reads, renders and tokenises as training does, with the tokenizer only: no weights are loaded. Supervised tokens are
+    coloured, or between ⟦ and ⟧ where there are no colours. What looks wrong although it is allowed is told last.
+
+    [bold]Examples[/]
+
+      pronghorn data inspect recipes/gpu-lora.yaml
+
+      pronghorn data inspect my.yaml --split eval --rows 10 --html eval.html
+
+      pronghorn data inspect my.yaml data.loss_on=last model.max_seq_length=8192
+    """
+    console = Console()
+    with plain_errors(debug):
+        from pronghorn.config import Recipe
+        from pronghorn.train.page import check_page
+
+        settings = Recipe.load(recipe, overrides or [])
+        check_page(html)
+        from pronghorn.diagnose.inspect import inspect, show, write_report
+        from pronghorn.train.progress import RowsProgress
+
+        with RowsProgress(console) as progress:
+            found = inspect(settings, split, rows, progress)
+        show(found, console)
+        if html is not None:
+            console.print(f"\nPage: {write_report(found, html)}", markup=False, soft_wrap=True)

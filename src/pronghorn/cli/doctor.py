@@ -1,0 +1,40 @@
+"""`pronghorn doctor`: whether this machine and installation can train."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from pronghorn.cli.console import Console
+from pronghorn.cli.errors import plain_errors
+from pronghorn.cli.options import Debug
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON, for programs.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Check this machine and installation, and name the command that mends what is wrong.
+
+    Ends with code 1 if something needed is missing or has an unsupported version; what is merely slower is told, not
+    punished.
+
+    [bold]Examples[/]
+
+      pronghorn doctor
+
+      pronghorn doctor --json > doctor.json
+    """
+    with plain_errors(debug):
+        from pronghorn.diagnose.doctor import diagnose, healthy, render
+
+        findings = diagnose()
+        if as_json:
+            typer.echo(json.dumps([asdict(finding) for finding in findings], indent=1))
+        else:
+            Console().print(render(findings))
+    if not healthy(findings):
+        raise typer.Exit(1)

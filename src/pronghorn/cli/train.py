@@ -1,0 +1,80 @@
+"""`pronghorn train`: a whole run, and the table that it ends with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from pronghorn.cli.console import Console
+from pronghorn.cli.errors import plain_errors
+from pronghorn.cli.options import Debug, Overrides, RecipeFile, main_process
+
+if TYPE_CHECKING:
+    from pronghorn.train.record import RunRecord
+
+
+def train(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    allow: Annotated[
+        bool,
+        typer.Option(
+            "--allow", help="Go on with an unfinished run although its recipe, data or number of processes changed."
+        ),
+    ] = False,
+    allow_older: Annotated[
+        bool,
+        typer.Option("--allow-older", help="Where the newest checkpoint is damaged, go on from the one before."),
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Train what RECIPE says, and leave the adapter (or model), run.json and report.html in its output folder.
+
+    The held-out loss is measured before and after, so the run says itself whether it helped. Ctrl-C, SIGTERM and a
+    dropped connection save a checkpoint and leave; the same command goes on from there, and after a crash from the
+    newest checkpoint.
+
+    [bold]Examples[/]
+
+      pronghorn train recipes/gpu-lora.yaml
+
+      pronghorn train recipes/gpu-lora.yaml train.max_steps=20
+
+      pronghorn train my.yaml 'report.sample_prompts=["What is a mutex?"]'
+    """
+    console = Console(quiet=not main_process())
+    with plain_errors(debug):
+        from pronghorn.config import Recipe
+
+        settings = Recipe.load(recipe, overrides or [])
+        from pronghorn.train.run import run
+
+        record = run(settings, console, allow, allow_older)
+        console.print()
+        console.print(summary(record, Path(settings.train.output)))
+
+
+def summary(record: RunRecord, output: Path) -> Table:
+    """Make a table of the report's headlines, the paths taken, answers, and where the run's files are."""
+    from pronghorn.train.report import FILE_NAME, headlines
+
+    table = Table.grid(padding=(0, 3, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, figure, note in headlines(record):
+        table.add_row(label, f"{escape(figure)} [dim]({escape(note)})[/]")
+    for path in record.paths:
+        line = f"{path['part']}: {path['path']}"
+        table.add_row("Path taken", escape(line) + f" [dim]({escape(path['why'])})[/]")
+    for sample in record.samples:
+        table.add_row("Asked", escape(sample["prompt"]))
+        table.add_row("  before", escape(sample["before"]))
+        table.add_row("  after", escape(sample["after"]))
+    table.add_row("Output", escape(str(output)))
+    if (output / FILE_NAME).is_file():
+        table.add_row("Report", escape(str(output / FILE_NAME)))
+    return table

@@ -1,0 +1,139 @@
+"""What is known of an unfinished run: enough to go on after anything, and to refuse to go on with another.
+
+`journal.json` is written before training (the recipe, what the data hash to, the held-out loss before) and again when
+training has ended, each time whole. `run.json` is there when everything is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter
+
+from pronghorn.config import Recipe
+from pronghorn.device import versions
+from pronghorn.errors import ConfigError
+from pronghorn.train.record import read_table, write_table
+
+FILE_NAME = "journal.json"
+SCHEMA = "pronghorn-journal-v1"
+
+FREE = (
+    "report",
+    "data.cache",
+    "data.workers",
+    "train.output",
+    "train.max_minutes",
+    "train.min_improvement",
+    "train.save_steps",
+    "train.save_minutes",
+    "train.keep_checkpoints",
+    "train.load_best",
+    "train.logging_steps",
+    "train.report_to",
+)
+"""Keys, or whole sections, that a resumed run may change: they change no step of the training."""
+
+
+@dataclass
+class RunState:
+    """The state of an unfinished run. Where a field has an alias, that is its key in the file."""
+
+    recipe: dict[str, dict[str, Any]]
+    data: dict[str, str] = field(default_factory=dict)
+    """Hashes of the tokenised data, by split."""
+    eval_loss_before: Annotated[float | None, Field(alias="before")] = None
+    """Held-out loss before training."""
+    samples_before: Annotated[list[str], Field(alias="answers")] = field(default_factory=list)
+    """The sample prompts' answers before training."""
+    baseline_done: Annotated[bool, Field(alias="judged")] = False
+    """`eval_loss_before` and `samples_before` are there."""
+    trained: int | None = None
+    """The last step, once training has ended; it holds as long as that step's checkpoint is the newest."""
+    stopped: str | None = None
+    """Why it ended before the last planned step, if it did."""
+    processes: int | None = None
+    """How many trained, so that each step had the rows of so many."""
+    resumed_at: list[int] = field(default_factory=list)
+    """The steps at which the run was taken up again."""
+    versions: dict[str, str] = field(default_factory=versions)
+    schema: str = SCHEMA
+
+    def write(self, output: Path) -> None:
+        """Write `journal.json` into the run's folder; TrainingError if it can't be written."""
+        write_table(output / FILE_NAME, SCHEMA, TypeAdapter(RunState).dump_python(self, by_alias=True))
+
+
+def open_run_state(output: Path, recipe: Recipe, allow: bool) -> RunState:
+    """Return the state of the unfinished run in `output`, or a new one where nothing was begun.
+
+    Only the holder of the folder's lock may call this.
+
+    Raises:
+        ConfigError: unless `allow`, a run of another recipe.
+        DataError: a file that can't be read.
+    """
+    path = output / FILE_NAME
+    if not path.exists():
+        return RunState(recipe.to_dict())
+    remedy = "restore the file, go on with the version that began the run, or choose another train.output"
+    state = read_table(path, SCHEMA, RunState, remedy)
+    changes = changed_keys(state.recipe, recipe.to_dict())
+    if changes and not allow:
+        listed = "; ".join(f"{key} was {old!r}, is {new!r}" for key, old, new in changes)
+        raise ConfigError(
+            f"{output} holds an unfinished run of another recipe: {listed}",
+            "put them back, choose another train.output, or give --allow to go on with the changed recipe",
+        )
+    if changes:
+        state.trained = state.stopped = None  # there may be more to train now
+    if state.recipe.get("report") != recipe.to_dict()["report"]:
+        state.baseline_done = False  # the loaded model, before a checkpoint's weights, answers the prompts of now
+    if state.baseline_done and state.eval_loss_before is None and recipe.data.eval is not None:
+        state.eval_loss_before = math.nan  # which JSON lacks
+    state.recipe = recipe.to_dict()
+    return state
+
+
+def changed_keys(earlier: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Return (key, earlier value, value now) of every recipe key that differs and isn't free to."""
+    old, new = _fixed_keys(earlier), _fixed_keys(now)
+    return [(key, old.get(key), new.get(key)) for key in {**old, **new} if old.get(key) != new.get(key)]
+
+
+def recipe_hash(recipe: Recipe) -> str:
+    """Hash the keys of a recipe that aren't free to change: checkpoints name the recipe that trained them by it."""
+    fixed = {key: value for key, value in _fixed_keys(recipe.to_dict()).items() if value is not None}
+    return hashlib.blake2b(json.dumps(fixed, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _fixed_keys(recipe: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys, as section.key, that a resumed run may not change."""
+    flat = {f"{section}.{key}": value for section, keys in recipe.items() for key, value in keys.items()}
+    return {key: value for key, value in flat.items() if key not in FREE and key.partition(".")[0] not in FREE}
+
+
+def check_data(state: RunState, split: str, key: str, allow: bool) -> None:
+    """Note what the data of `split` hash to; refuse other data than the run began with, unless `allow`."""
+    earlier = state.data.setdefault(split, key)
+    if earlier != key and not allow:
+        raise ConfigError(
+            f"data.{split}: the data, the tokenizer or the chat template changed since the run began",
+            "put them back, choose another train.output, or give --allow to go on with the data as they are",
+        )
+    state.data[split] = key
+
+
+def check_processes(state: RunState, count: int, allow: bool) -> None:
+    """Note how many processes train; refuse another number than the run began with, unless `allow`."""
+    if state.processes not in (None, count) and not allow:
+        raise ConfigError(
+            f"the run began with {state.processes} processes and would go on with {count}, its steps with other rows",
+            "start as many, choose another train.output, or give --allow to go on with these",
+        )
+    state.processes = count
