@@ -35,6 +35,7 @@ from pronghorn.layers.watch import Watch
 from pronghorn.layers.weight_layout import merge_weights
 from pronghorn.memory.plan import POLICY, Policy
 from pronghorn.memory.recompute import OUTPUT_NOT_WANTED, WHOLE_LAYER, has_own_forward
+from pronghorn.precision.compute import Compute
 
 RUN = "_pronghorn_run"
 """The attribute of a layer that holds its `LayerRun`."""
@@ -128,10 +129,11 @@ class FusedLayers:
     Args:
         backbone: what holds embeddings, layers and the last norm.
         backend: of packed attention.
+        compute: in what frozen weights multiply.
     """
 
-    def __init__(self, backbone: Any, family: FamilySpec, backend: Backend) -> None:
-        self.backbone, self.builder = backbone, LayerBuilder(family, backend)
+    def __init__(self, backbone: Any, family: FamilySpec, backend: Backend, compute: Compute = Compute.DTYPE) -> None:
+        self.backbone, self.builder = backbone, LayerBuilder(family, backend, compute)
         self._builds: list[_Build] = []
         """The last one used comes first; adapters that are switched off and on find the one before again."""
         self._count = 0
@@ -139,7 +141,7 @@ class FusedLayers:
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedLayers:
         """Return fused layers for the copied model, which builds its own blocks."""
         backbone = copy.deepcopy(self.backbone, memo)
-        return FusedLayers(backbone, self.builder.family, self.builder.backend)
+        return FusedLayers(backbone, self.builder.family, self.builder.backend, self.builder.compute)
 
     @property
     def generation(self) -> int:
@@ -164,6 +166,8 @@ class FusedLayers:
         if weight.is_meta:
             return
         dtype = _products_dtype(weight)
+        if self.builder.compute.is_fp8:
+            return  # what multiplies are the codes, which are made where layers are built
         for layer in self._own_layers():
             storages = self.builder.storages(layer, dtype)
             frozen = [each for each in storages if not base_of(each.linears[0]).weight.requires_grad]
@@ -250,7 +254,7 @@ class FusedLayers:
             targets += [target for linear in linears for target, _ in linear.copies]
             sources += [source for linear in linears for _, source in linear.copies]
         copies = CastCopies(targets, sources, by_table=not for_capture)
-        return _Build(dtype, runs, copies, Watch(layers), self._count)
+        return _Build(dtype, runs, copies, Watch(layers, self.builder.compute.is_fp8), self._count)
 
 
 def is_fused(layer: nn.Module) -> bool:

@@ -45,6 +45,7 @@ from pronghorn.models.graph import Graph, TrunkGraphs, graphed_class
 from pronghorn.models.metadata import LAYERS, share_metadata
 from pronghorn.models.report import Decisions, PathTaken, decide, longest_tiled, query_of, render
 from pronghorn.models.subject import check_subject
+from pronghorn.precision.compute import Compute
 
 Layers = Literal["auto", "fused", "stock"]
 
@@ -58,6 +59,7 @@ class AttachOptions:
     layers: Layers = "auto"
     graph: Graph = "auto"
     moe_routing: experts.Routing = "once"
+    compute: Compute = Compute.DTYPE
 
     def check(self, config: Any) -> None:
         """Raise ConfigError for a value that is unknown, or that the model has no use for."""
@@ -173,6 +175,7 @@ def attach(
     layers: Layers = "auto",
     graph: Graph = "auto",
     moe_routing: experts.Routing = "once",
+    compute: str = "dtype",
 ) -> Handle:
     """Give a model Pronghorn's packed path. Idempotent: a second call with the same options returns the first handle,
     with what PEFT has put on the experts since.
@@ -197,7 +200,7 @@ def attach(
     check_subject(model)
     base = base_causal_lm(model)
     family = check_config(base.config)
-    options = AttachOptions(attention, packing_metadata, layers, graph, moe_routing)
+    options = AttachOptions(attention, packing_metadata, layers, graph, moe_routing, Compute(compute))
     options.check(base.config)
     name = implementation(attention, packing_metadata)
     current: Handle | None = getattr(base, "_pronghorn_handle", None)
@@ -219,7 +222,7 @@ def attach(
     hook = base.base_model.register_forward_pre_hook(share_metadata, with_kwargs=True)
     previous_class: Any = type(base)
     base.__class__ = packed_class(previous_class)
-    fused_layers = FusedLayers(base.base_model, family, attention) if fused else None
+    fused_layers = FusedLayers(base.base_model, family, attention, options.compute) if fused else None
     if fused_layers is not None:
         fused_layers.install()
         base.base_model.__dict__[LAYERS] = fused_layers
