@@ -63,7 +63,7 @@ def kernels() -> dict[str, Any]:
     for columns in (4096, 14336, 28672):
         x = torch.randn(TOKENS, columns, device="cuda", dtype=torch.bfloat16)
         x[0], x[1, 3], x[2, 5], x[3, :2] = 0.0, float("inf"), float("nan"), 1e30
-        factors = torch.rand(columns, device="cuda") + 0.5
+        factors = torch.rand(columns, device="cuda").bfloat16() + 0.5
         for c in (None, factors):
             codes, scales = quantise.quantise_rows(x, c)
             want, want_scales = quantise.quantise_rows_reference(x, c)
@@ -83,15 +83,15 @@ def kernels() -> dict[str, Any]:
         entry(f"write out {shape}", lambda s=source, o=out: nf4.write_out(s, o), size * 2.516, same)
         other = f"bitsandbytes writes out {shape}"
         entry(other, lambda w=weight, o=want: dequantize_4bit(w.data, w.quant_state, out=o), size * 2.516, True)
-        scales, values = source.row_scales(), torch.empty(rows, columns, device="cuda")
-        nf4.write_out(source, values)
-        codes = (values / scales[:, None]).to(quantise.DTYPE).float()
+        inverse = 1 / source.row_scales()
+        factors = source.statistics().view(rows, -1) * inverse[:, None]
+        codes = nf4._values(source, factors.flatten()).to(quantise.DTYPE).float()
         for across in (False, True):
             made = torch.empty((columns, rows) if across else (rows, columns), dtype=quantise.DTYPE, device="cuda")
-            nf4.write_codes(source, scales, made, across)
+            nf4.write_codes(source, inverse, made, across)
             same = torch.equal(made.float(), codes.t() if across else codes)
             name = f"write codes {shape}" + (" across" if across else "")
-            call = lambda s=source, c=scales, m=made, a=across: nf4.write_codes(s, c, m, a)  # noqa: E731
+            call = lambda s=source, c=inverse, m=made, a=across: nf4.write_codes(s, c, m, a)  # noqa: E731
             entry(name, call, size * 1.516, same)
         eight = quantise.quantise_rows(base)[0]
         same = torch.equal(quantise.transposed(eight).float(), eight.float().t())

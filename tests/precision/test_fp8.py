@@ -10,13 +10,10 @@ from bitsandbytes.nn import Params4bit
 
 from pronghorn.kernels.nf4 import NF4Weight, write_out
 from pronghorn.kernels.quantise import quantise_rows
-from pronghorn.memory.plan import Plan
-from pronghorn.models.attach import attach
 from pronghorn.models.lora import add_lora
 from pronghorn.precision.fp8 import FP8Source, FP8Weight, NF4CodesSource
 from pronghorn.precision.source import Activation, LowRankGrad
-from support.documents import LENGTHS, ROW, gradients, one_document_at_a_time
-from support.tiny import packed_row, tiny_model
+from support.tiny import tiny_model
 
 
 def sources() -> list[tuple[str, Any, torch.Tensor]]:
@@ -27,11 +24,12 @@ def sources() -> list[tuple[str, Any, torch.Tensor]]:
     written = [torch.empty(weight.shape) for weight in weights]
     for weight, out in zip(packed, written, strict=True):
         write_out(NF4Weight.of(weight), out)
-    from_four = FP8Weight.of(written)
-    return [
-        ("resident", FP8Source(dense, True), dense.dequantise().double()),
-        ("from NF4", NF4CodesSource(packed, True), from_four.dequantise().double()),
-    ]
+    from_four = NF4CodesSource(packed, True)
+    codes = from_four._codes(False).double()
+    assert torch.equal(from_four._codes(True).double(), codes.t())
+    meant = codes * from_four._scales.double()[:, None]
+    assert ((meant - torch.cat(written)).abs() <= torch.cat(written).abs() * 2**-4 + 1e-4).all()
+    return [("resident", FP8Source(dense, True), dense.dequantise().double()), ("from NF4", from_four, meant)]
 
 
 @pytest.mark.parametrize("index", [0, 1])
@@ -45,7 +43,7 @@ def test_products_are_exact_on_their_operands(index: int) -> None:
     assert torch.equal(source.forward(Activation(x), bias), source.forward(Activation(x), None) + bias)
     assert torch.equal(source.forward(Activation(x, codes, scales), None), source.forward(Activation(x), None))
 
-    by_columns = (weight.abs().amax(1) / 448).float()
+    by_columns = source._columns.float()
     codes, scales = quantise_rows(dy, by_columns)
     exact = (codes.double() * scales.double()) @ (weight / by_columns.double()[:, None])
     got = source.input_grad(Activation(dy), None)

@@ -4,7 +4,7 @@
 
 Two codes a byte, the first one in the high half. As 8 bits for a product in FP8 (`kernels.quantise`):
 
-    s_n = max_b |a_nb| / 448        codes_nk = e4m3(w_nk / s_n)
+    s_n = max_b |a_nb| / 448        codes_nk = e4m3(table[code_nk] · (a_nb · (1 / s_n)))
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.quantise import DTYPE, LIMIT, SMALLEST
+from pronghorn.kernels.quantise import DTYPE, weight_scales
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +65,7 @@ class NF4Weight:
     def row_scales(self) -> Tensor:
         """Return s, float32 [N]; of rows that no block crosses."""
         most = self.statistics().abs().view(self.shape[0], -1).amax(1)
-        return (most * self.table.abs().max() / LIMIT).clamp(min=SMALLEST)
+        return weight_scales(most * self.table.abs().max())
 
 
 def write_out(weight: NF4Weight, out: Tensor) -> None:
@@ -80,27 +80,28 @@ def write_out(weight: NF4Weight, out: Tensor) -> None:
 
 def write_out_reference(weight: NF4Weight, out: Tensor) -> None:
     """Do the same in plain torch."""
-    out.copy_(_values(weight))
+    out.copy_(_values(weight, weight.statistics()))
 
 
-def write_codes(weight: NF4Weight, scales: Tensor, out: Tensor, across: bool = False) -> None:
-    """Write e4m3(W / s) into `out` [N, K], or [K, N] if `across`; either may be columns of a wider tensor.
+def write_codes(weight: NF4Weight, inverse: Tensor, out: Tensor, across: bool = False) -> None:
+    """Write W's codes into `out` [N, K], or [K, N] if `across`; either may be columns of a wider tensor.
 
     Args:
-        scales: s, float32 [N].
+        inverse: 1 / s, float32 [N].
     """
     if out.is_cuda:
         from pronghorn.kernels.nf4_triton import write_codes as launch
 
-        launch(weight, scales, out, across)
+        launch(weight, inverse, out, across)
     else:
-        codes = (_values(weight) / scales[:, None]).to(DTYPE).view(torch.uint8)
+        factors = (weight.statistics().view(weight.shape[0], -1) * inverse[:, None]).flatten()
+        codes = _values(weight, factors).to(DTYPE).view(torch.uint8)
         out.view(torch.uint8).copy_(codes.t() if across else codes)
 
 
-def _values(weight: NF4Weight) -> Tensor:
-    """Return W in float32."""
+def _values(weight: NF4Weight, factors: Tensor) -> Tensor:
+    """Return table[code] · factor in float32 [N, K], a factor a block."""
     packed = weight.packed.int()
     codes = torch.stack([packed >> 4, packed & 15], 1).flatten()[: weight.shape[0] * weight.shape[1]]
-    scales = weight.statistics().repeat_interleave(weight.block)[: len(codes)]
-    return (weight.table[codes] * scales).view(weight.shape)
+    each = factors.repeat_interleave(weight.block)[: len(codes)]
+    return (weight.table[codes] * each).view(weight.shape)

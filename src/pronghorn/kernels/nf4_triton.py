@@ -11,6 +11,10 @@ from pronghorn.kernels.nf4 import NF4Weight
 
 BYTES = 2048
 """Of codes, that a program reads."""
+WARPS = 4
+ALONG, ACROSS = (4, 16), (64, 2)
+"""Rows and blocks of values of a program's tile, for codes as they lie and for their transpose."""
+CODE_WARPS = 4
 
 
 @triton.jit
@@ -55,27 +59,30 @@ def _write_codes(
     levels_ptr,  # [256]
     outer_ptr,  # [blocks/256]
     offset_ptr,  # [1]
-    scales_ptr,  # [N]
+    inverse_ptr,  # [N]
     out_ptr,  # [N, K], or [K, N] if ACROSS
     N, K, out_stride,
-    HALF: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, OUTER: tl.constexpr, ACROSS: tl.constexpr,
+    HALF: tl.constexpr,  # bytes a block
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, OUTER: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
-    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    bytes_ = tl.program_id(1) * (COLS // 2) + tl.arange(0, COLS // 2)
-    inside = (rows < N)[:, None] & (bytes_ < K // 2)[None, :]
-    at = rows[:, None] * (K // 2) + bytes_[None, :]
-    byte = tl.load(packed_ptr + at, mask=inside, other=0).to(tl.int32)
-    absmax = _absmax(absmax_ptr, levels_ptr, outer_ptr, offset_ptr, at // HALF, inside, OUTER)
-    row_scale = tl.load(scales_ptr + rows, mask=rows < N, other=1.0)[:, None]
-    high, low = tl.load(table_ptr + (byte >> 4)) * absmax, tl.load(table_ptr + (byte & 15)) * absmax
-    values = tl.interleave(high / row_scale, low / row_scale).to(out_ptr.dtype.element_ty)
-    cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
-    there = (rows < N)[:, None] & (cols < K)[None, :]
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    row_blocks = K // (2 * HALF)
+    inside = (row < N)[:, None] & (block < row_blocks)[None, :]
+    at = row[:, None] * row_blocks + block[None, :]
+    absmax = _absmax(absmax_ptr, levels_ptr, outer_ptr, offset_ptr, at, inside, OUTER)
+    factor = (absmax * tl.load(inverse_ptr + row, mask=row < N, other=1.0)[:, None])[:, :, None]
+    bytes_ = at[:, :, None] * HALF + tl.arange(0, HALF)[None, None, :]
+    byte = tl.load(packed_ptr + bytes_, mask=inside[:, :, None], other=0).to(tl.int32)
+    high, low = tl.load(table_ptr + (byte >> 4)) * factor, tl.load(table_ptr + (byte & 15)) * factor
+    codes = tl.interleave(high, low).to(out_ptr.dtype.element_ty).reshape(ROWS, BLOCKS * 2 * HALF)
+    col = tl.program_id(1) * (BLOCKS * 2 * HALF) + tl.arange(0, BLOCKS * 2 * HALF)
+    there = (row < N)[:, None] & (col < K)[None, :]
     if ACROSS:
-        to = out_ptr + cols.to(tl.int64)[:, None] * out_stride + rows[None, :]
-        tl.store(to, tl.trans(values), mask=tl.trans(there))
+        to = out_ptr + col.to(tl.int64)[:, None] * out_stride + row[None, :]
+        tl.store(to, tl.trans(codes), mask=tl.trans(there))
     else:
-        tl.store(out_ptr + rows[:, None] * out_stride + cols[None, :], values, mask=there)
+        tl.store(out_ptr + row[:, None] * out_stride + col[None, :], codes, mask=there)
 
 
 def _tensors(weight: NF4Weight) -> tuple[tuple[Tensor, ...], int]:
@@ -93,16 +100,17 @@ def write_out(weight: NF4Weight, out: Tensor) -> None:
     blocks = max(BYTES // half, 1)
     launch(
         _write_out, (cdiv(count, blocks * half),), *tensors, out, count,
-        HALF=half, BLOCKS=blocks, OUTER=outer, num_warps=8, enable_fp_fusion=False,
+        HALF=half, BLOCKS=blocks, OUTER=outer, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
 
 
-def write_codes(weight: NF4Weight, scales: Tensor, out: Tensor, across: bool) -> None:
+def write_codes(weight: NF4Weight, inverse: Tensor, out: Tensor, across: bool) -> None:
     """As `nf4.write_codes`."""
     tensors, outer = _tensors(weight)
-    rows, cols = (64, 128) if across else (8, 512)
-    grid = (cdiv(weight.shape[0], rows), cdiv(weight.shape[1], cols))
+    rows, blocks = ACROSS if across else ALONG
+    grid = (cdiv(weight.shape[0], rows), cdiv(weight.shape[1], blocks * weight.block))
     launch(
-        _write_codes, grid, *tensors, scales, out, *weight.shape, out.stride(0),
-        HALF=weight.block // 2, ROWS=rows, COLS=cols, OUTER=outer, ACROSS=across, num_warps=8, enable_fp_fusion=False,
+        _write_codes, grid, *tensors, inverse, out, *weight.shape, out.stride(0),
+        HALF=weight.block // 2, ROWS=rows, BLOCKS=blocks, OUTER=outer, ACROSS=across, num_warps=CODE_WARPS,
+        enable_fp_fusion=False,
     )  # fmt: skip

@@ -10,6 +10,7 @@ from torch import Tensor
 from pronghorn.kernels.launch import cdiv, launch, next_power_of_2
 from pronghorn.kernels.quantise import DTYPE
 
+PER_WARP = 1024
 WIDEST = 32768
 """Columns of a row that a program holds in registers."""
 
@@ -29,25 +30,26 @@ def _rows(
         inside = cols < K
         x = tl.load(x_ptr + row * x_stride + cols, mask=inside, other=0.0).to(tl.float32)
         if COLUMNS:
-            x *= tl.load(columns_ptr + cols, mask=inside, other=0.0)
+            x *= tl.load(columns_ptr + cols, mask=inside, other=0.0).to(tl.float32)
         scale = _scale(x)
         tl.store(scales_ptr + row, scale)
-        tl.store(codes_ptr + row * K + cols, (x / scale).to(codes_ptr.dtype.element_ty), mask=inside)
+        tl.store(codes_ptr + row * K + cols, (x * tl.div_rn(1.0, scale)).to(codes_ptr.dtype.element_ty), mask=inside)
     else:
         scale = 0.0
         for start in range(0, K, BLOCK):
             inside = start + cols < K
             x = tl.load(x_ptr + row * x_stride + start + cols, mask=inside, other=0.0).to(tl.float32)
             if COLUMNS:
-                x *= tl.load(columns_ptr + start + cols, mask=inside, other=0.0)
+                x *= tl.load(columns_ptr + start + cols, mask=inside, other=0.0).to(tl.float32)
             scale = tl.maximum(scale, _scale(x), propagate_nan=tl.PropagateNan.ALL)
         tl.store(scales_ptr + row, scale)
+        inverse = tl.div_rn(1.0, scale)
         for start in range(0, K, BLOCK):
             inside = start + cols < K
             x = tl.load(x_ptr + row * x_stride + start + cols, mask=inside, other=0.0).to(tl.float32)
             if COLUMNS:
-                x *= tl.load(columns_ptr + start + cols, mask=inside, other=0.0)
-            tl.store(codes_ptr + row * K + start + cols, (x / scale).to(codes_ptr.dtype.element_ty), mask=inside)
+                x *= tl.load(columns_ptr + start + cols, mask=inside, other=0.0).to(tl.float32)
+            tl.store(codes_ptr + row * K + start + cols, (x * inverse).to(codes_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -55,7 +57,7 @@ def _scale(x):
     """max |x| / 448, at least 1e-30; NaN if x has one, which a maximum alone would drop."""
     bad = tl.max((x != x).to(tl.int32), 0)
     most = tl.max(tl.abs(x), 0)
-    return tl.where(bad > 0, float("nan"), tl.maximum(most / 448.0, 1e-30))
+    return tl.where(bad > 0, float("nan"), tl.maximum(tl.div_rn(most, 448.0), 1e-30))
 
 
 @triton.jit
@@ -78,7 +80,7 @@ def quantise_rows(x: Tensor, columns: Tensor | None) -> tuple[Tensor, Tensor]:
     scales = torch.empty(count, 1, dtype=torch.float32, device=x.device)
     whole = size <= WIDEST
     block = next_power_of_2(size) if whole else 4096
-    warps = min(max(block // 1024, 4), 16)
+    warps = min(max(block // PER_WARP, 4), 16)
     launch(
         _rows, (count,), x, scales if columns is None else columns, codes, scales, x.stride(0), size,
         COLUMNS=columns is not None, WHOLE=whole, BLOCK=block, num_warps=warps,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pronghorn.kernels.nf4 import NF4Weight, write_codes
-from pronghorn.kernels.quantise import DTYPE, quantise_rows, transposed
+from pronghorn.kernels.quantise import DTYPE, quantise_rows, transposed, weight_scales
 from pronghorn.precision.source import Activation, Lifetime, LowRankGrad, WeightSource
 
 
@@ -35,9 +35,12 @@ class FP8Weight:
     @classmethod
     def of(cls, weights: Sequence[Tensor]) -> FP8Weight:
         """Quantise weights [N_i, K], one below the other."""
-        parts = [quantise_rows(weight.detach()) for weight in weights]
-        codes = torch.cat([codes.view(torch.uint8) for codes, _ in parts]).view(DTYPE)
-        return cls(codes, transposed(codes), torch.cat([scales for _, scales in parts]).view(-1))
+        scales = torch.cat([weight_scales(weight.detach().abs().amax(1)) for weight in weights])
+        codes = torch.empty(len(scales), weights[0].shape[1], dtype=DTYPE, device=scales.device)
+        rows = [len(weight) for weight in weights]
+        for weight, part, each in zip(weights, codes.split(rows), scales.split(rows), strict=True):
+            part.copy_(weight.detach().float() * (1 / each)[:, None])
+        return cls(codes, transposed(codes), scales)
 
     def dequantise(self) -> Tensor:
         """Return codes · s in float32 [N, K]."""
@@ -68,7 +71,8 @@ class FP8Source(WeightSource):
 
     def __init__(self, weight: FP8Weight, exact: bool) -> None:
         self.weight, self._exact = weight, exact
-        self._ones = torch.ones(1, weight.codes.shape[1], device=weight.codes.device)
+        self._ones = torch.ones(weight.codes.shape[1], device=weight.codes.device)
+        self._columns = weight.scales.bfloat16()
 
     def forward(self, x: Activation, bias: Tensor | None) -> Tensor:
         codes, scales = _codes(x)
@@ -78,8 +82,8 @@ class FP8Source(WeightSource):
 
     def input_grad(self, dy: Activation, low_rank: LowRankGrad | None) -> Tensor:
         weight = self.weight
-        codes, scales = quantise_rows(dy.dense, weight.scales)
-        dx = scaled_product(codes, scales, weight.across, self._ones.view(-1), dy.dense.dtype, self._exact)
+        codes, scales = quantise_rows(dy.dense, self._columns)
+        dx = scaled_product(codes, scales, weight.across, self._ones, dy.dense.dtype, self._exact)
         return dx if low_rank is None else dx.addmm_(low_rank.dya, low_rank.a)
 
 
@@ -95,27 +99,29 @@ class NF4CodesSource(WeightSource):
     def __init__(self, weights: Sequence[Any], exact: bool) -> None:
         self._weights, self._exact = [NF4Weight.of(weight) for weight in weights], exact
         self._rows = [weight.shape[0] for weight in self._weights]
-        self._scales = [weight.row_scales() for weight in self._weights]
-        self._all_scales = torch.cat(self._scales)
-        self._ones = torch.ones(self._weights[0].shape[1], device=self._all_scales.device)
+        scales = [weight.row_scales() for weight in self._weights]
+        self._inverse = [1 / each for each in scales]
+        self._scales = torch.cat(scales)
+        self._columns = self._scales.bfloat16()
+        self._ones = torch.ones(self._weights[0].shape[1], device=self._scales.device)
 
     def forward(self, x: Activation, bias: Tensor | None) -> Tensor:
         codes, scales = _codes(x)
-        y = scaled_product(codes, scales, self._codes(False), self._all_scales, x.dense.dtype, self._exact)
+        y = scaled_product(codes, scales, self._codes(False), self._scales, x.dense.dtype, self._exact)
         return y if bias is None else y.add_(bias)
 
     def input_grad(self, dy: Activation, low_rank: LowRankGrad | None) -> Tensor:
-        codes, scales = quantise_rows(dy.dense, self._all_scales)
+        codes, scales = quantise_rows(dy.dense, self._columns)
         dx = scaled_product(codes, scales, self._codes(True), self._ones, dy.dense.dtype, self._exact)
         return dx if low_rank is None else dx.addmm_(low_rank.dya, low_rank.a)
 
     def _codes(self, across: bool) -> Tensor:
         """Write W [N, K] as codes, or [K, N] if `across`."""
         rows, cols = sum(self._rows), self._weights[0].shape[1]
-        whole = torch.empty((cols, rows) if across else (rows, cols), dtype=DTYPE, device=self._all_scales.device)
+        whole = torch.empty((cols, rows) if across else (rows, cols), dtype=DTYPE, device=self._scales.device)
         parts = whole.split(self._rows, 1 if across else 0)
-        for weight, scales, part in zip(self._weights, self._scales, parts, strict=True):
-            write_codes(weight, scales, part, across)
+        for weight, inverse, part in zip(self._weights, self._inverse, parts, strict=True):
+            write_codes(weight, inverse, part, across)
         return whole
 
 
