@@ -9,12 +9,12 @@ from torch import Tensor
 from pronghorn.kernels.launch import cdiv, launch
 from pronghorn.kernels.nf4 import NF4Weight
 
-BYTES = 2048
+BYTES = 4096
 """Of codes, that a program reads."""
 WARPS = 4
-ALONG, ACROSS = (4, 16), (64, 2)
+ALONG, ACROSS = (1, 64), (64, 1)
 """Rows and blocks of values of a program's tile, for codes as they lie and for their transpose."""
-CODE_WARPS = 4
+CODE_WARPS = 2
 
 
 @triton.jit

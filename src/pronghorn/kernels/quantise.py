@@ -1,6 +1,6 @@
 """Quantise the rows of a matrix to e4m3 (FP8 formats: Micikevicius et al. 2022, arXiv:2209.05433).
 
-    s_t = max_k |x_tk · c_k| / 448        codes_tk = e4m3(x_tk · c_k · (1 / s_t))        x · c ≈ codes · s
+    s_t = max_k |x_tk · c_k| · (1/448)      codes_tk = e4m3(x_tk · c_k · (1 / s_t))        x · c ≈ codes · s
 
 c is a factor a column: the scales of a weight's rows, which the product dy W needs on the other side. So that c can be
 read in 16 bits, these are bfloat16 numbers (`weight_scales`).
@@ -35,13 +35,13 @@ def quantise_rows(x: Tensor, columns: Tensor | None = None) -> tuple[Tensor, Ten
 def quantise_rows_reference(x: Tensor, columns: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Do the same in plain torch."""
     wide = x.float() if columns is None else x.float() * columns.float()
-    scales = (wide.abs().amax(1, keepdim=True) / LIMIT).clamp(min=SMALLEST)
+    scales = (wide.abs().amax(1, keepdim=True) * (1 / LIMIT)).clamp(min=SMALLEST)
     return (wide * (1 / scales)).to(DTYPE), scales
 
 
 def weight_scales(most: Tensor) -> Tensor:
     """Return the scales, float32 [N] and bfloat16 numbers each, of rows whose largest entries are `most`."""
-    scales = (most.float() / LIMIT).clamp(min=SMALLEST)
+    scales = (most.float() * (1 / LIMIT)).clamp(min=SMALLEST)
     rounded = scales.bfloat16()
     up = torch.nextafter(rounded, torch.full_like(rounded, torch.inf))  # not down: the largest entry would not fit
     return torch.where(rounded.float() < scales, up, rounded).float()

@@ -10,7 +10,8 @@ from torch import Tensor
 from pronghorn.kernels.launch import cdiv, launch, next_power_of_2
 from pronghorn.kernels.quantise import DTYPE
 
-PER_WARP = 1024
+PER_WARP = 2048
+"""Columns of a row that a warp holds."""
 WIDEST = 32768
 """Columns of a row that a program holds in registers."""
 
@@ -57,7 +58,7 @@ def _scale(x):
     """max |x| / 448, at least 1e-30; NaN if x has one, which a maximum alone would drop."""
     bad = tl.max((x != x).to(tl.int32), 0)
     most = tl.max(tl.abs(x), 0)
-    return tl.where(bad > 0, float("nan"), tl.maximum(tl.div_rn(most, 448.0), 1e-30))
+    return tl.where(bad > 0, float("nan"), tl.maximum(most * (1.0 / 448.0), 1e-30))
 
 
 @triton.jit
