@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pronghorn.kernels.quantise import DTYPE, LIMIT, quantise_rows, transposed
+from pronghorn.kernels.quantise import DTYPE, LIMIT, quantise_rows, quantise_rows_reference, transposed
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -44,3 +44,21 @@ def test_the_transpose_has_the_same_codes() -> None:
     codes, _ = quantise_rows(torch.randn(37, 130))
     across = transposed(codes)
     assert across.is_contiguous() and torch.equal(across.float(), codes.float().t())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(1, 1), (3, 63), (17, 1000), (64, 14336), (5, 40000)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_kernel_gives_the_references_bits(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    x = torch.randn(shape, device="cuda").to(dtype)
+    if len(x) > 4:
+        x[0], x[1, 0], x[2, 0], x[3, 0] = 0.0, float("inf"), float("nan"), 6e4
+    wide = torch.full((shape[0], shape[1] + 8), float("nan"), device="cuda", dtype=dtype)
+    wide[:, : shape[1]] = x
+    columns = (torch.rand(shape[1], device="cuda") + 0.5).bfloat16()
+    for given in (None, columns):
+        codes, scales = quantise_rows(wide[:, : shape[1]], given)
+        want, want_scales = quantise_rows_reference(x, given)
+        assert torch.equal(scales.nan_to_num(-1), want_scales.nan_to_num(-1))
+        assert torch.equal(codes.float().nan_to_num(-1), want.float().nan_to_num(-1))
+    assert torch.equal(transposed(codes).view(torch.uint8), codes.view(torch.uint8).t())

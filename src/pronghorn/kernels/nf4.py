@@ -94,9 +94,14 @@ def write_codes(weight: NF4Weight, inverse: Tensor, out: Tensor, across: bool = 
 
         launch(weight, inverse, out, across)
     else:
-        factors = (weight.statistics().view(weight.shape[0], -1) * inverse[:, None]).flatten()
-        codes = _values(weight, factors).to(DTYPE).view(torch.uint8)
-        out.view(torch.uint8).copy_(codes.t() if across else codes)
+        write_codes_reference(weight, inverse, out, across)
+
+
+def write_codes_reference(weight: NF4Weight, inverse: Tensor, out: Tensor, across: bool) -> None:
+    """Do the same in plain torch."""
+    factors = (weight.statistics().view(weight.shape[0], -1) * inverse[:, None]).flatten()
+    codes = _values(weight, factors).to(DTYPE).view(torch.uint8)
+    out.view(torch.uint8).copy_(codes.t() if across else codes)
 
 
 def _values(weight: NF4Weight, factors: Tensor) -> Tensor:

@@ -22,12 +22,14 @@ from torch import Tensor, nn
 from pronghorn.attention import explicit
 from pronghorn.attention.backends import Backend
 from pronghorn.data.batch import PackedBatch
+from pronghorn.errors import UnsupportedError
 from pronghorn.families.spec import FamilySpec
 from pronghorn.kernels.cast_copies import CastCopies
 from pronghorn.kernels.rms_norm import rms_norm
 from pronghorn.layers.attention import AttentionBlock
 from pronghorn.layers.block import Block, Call
 from pronghorn.layers.build import STORAGE, LayerBuilder, is_foreign
+from pronghorn.layers.fused_linear import fits_fp8
 from pronghorn.layers.linears import base_of
 from pronghorn.layers.stock import StockBlock
 from pronghorn.layers.subclass import moving, subclass
@@ -35,7 +37,8 @@ from pronghorn.layers.watch import Watch
 from pronghorn.layers.weight_layout import merge_weights
 from pronghorn.memory.plan import POLICY, Policy
 from pronghorn.memory.recompute import OUTPUT_NOT_WANTED, WHOLE_LAYER, has_own_forward
-from pronghorn.precision.compute import Compute
+from pronghorn.precision.compute import MULTIPLE, Compute, check_device
+from pronghorn.precision.fp8 import FP8Source, NF4CodesSource
 
 RUN = "_pronghorn_run"
 """The attribute of a layer that holds its `LayerRun`."""
@@ -173,6 +176,40 @@ class FusedLayers:
             frozen = [each for each in storages if not base_of(each.linears[0]).weight.requires_grad]
             with torch.inference_mode(False):
                 merge_weights(frozen, dtype)
+
+    def check_compute(self) -> None:
+        """Refuse 8-bit products that these layers can't have; does nothing where none are asked for.
+
+        Raises:
+            UnsupportedError: the device has none, the model computes in float32, or a weight's sizes don't fit.
+        """
+        compute = self.builder.compute
+        if not compute.is_fp8:
+            return
+        dtype = self.backbone.get_input_embeddings().weight.dtype
+        check_device(compute, self.backbone.device)
+        if dtype is torch.float32:
+            raise UnsupportedError(f"compute = '{compute}' for a model in float32", "load it in bfloat16 (dtype)")
+        for layer in self.backbone.layers:
+            for storage in self.builder.storages(layer, dtype):
+                if not fits_fp8(storage, dtype):
+                    sizes = [f"{base.out_features} x {base.in_features}" for base in map(base_of, storage.linears)]
+                    raise UnsupportedError(
+                        f"compute = '{compute}' for weights of {', '.join(sizes)}: no multiples of {MULTIPLE}",
+                        "leave compute out (products in the model's dtype)",
+                    )
+
+    def in_fp8(self) -> tuple[int, int]:
+        """Count the layers' products of frozen weights that are in 8 bits, and all products of weights."""
+        linears = [
+            linear
+            for build in self._builds[:1]
+            for run in build.runs.values()
+            for block in run.blocks
+            if isinstance(block, Block)
+            for linear in block.linears
+        ]
+        return sum(isinstance(linear.source, FP8Source | NF4CodesSource) for linear in linears), len(linears)
 
     def reason(self, autocast: torch.dtype | None) -> str | None:
         """Say why some block, experts aside, would not be computed here now (under autocast in that dtype), or None."""

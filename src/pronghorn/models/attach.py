@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from pronghorn.attention.backends import Backend, choose
 from pronghorn.attention.packed import NAME_PREFIX, Metadata, implementation
-from pronghorn.errors import ConfigError
+from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.layers.build import watched
 from pronghorn.layers.decoder import FusedLayers
 from pronghorn.layers.subclass import own_class, restore
@@ -200,7 +200,7 @@ def attach(
     check_subject(model)
     base = base_causal_lm(model)
     family = check_config(base.config)
-    options = AttachOptions(attention, packing_metadata, layers, graph, moe_routing, Compute(compute))
+    options = AttachOptions(attention, packing_metadata, layers, graph, moe_routing, Compute.of(compute))
     options.check(base.config)
     name = implementation(attention, packing_metadata)
     current: Handle | None = getattr(base, "_pronghorn_handle", None)
@@ -214,6 +214,10 @@ def attach(
     whole = fused and not has_experts(base.config)
     if plan is not None:
         policies_of(plan, base.base_model.layers, whole)  # refused before anything is changed
+    if options.compute.is_fp8:
+        if not fused:
+            raise UnsupportedError(f"compute = '{options.compute}' needs fused layers", "use layers='fused', on CUDA")
+        FusedLayers(base.base_model, family, attention, options.compute).check_compute()
     if current is not None:
         current.detach()
     previous = base.config._attn_implementation

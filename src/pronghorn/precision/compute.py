@@ -6,7 +6,7 @@ from enum import StrEnum
 
 import torch
 
-from pronghorn.errors import UnsupportedError
+from pronghorn.errors import ConfigError, UnsupportedError
 
 CAPABILITY = (8, 9)
 """The first compute capability with 8-bit products: Ada."""
@@ -23,6 +23,13 @@ class Compute(StrEnum):
     """e4m3 with a scale a row, summed up in float32 by the tensor cores' fast accumulation."""
     FP8_EXACT = "fp8_exact"
     """The same with exact accumulation, about 9 % slower a product."""
+
+    @classmethod
+    def of(cls, name: str) -> Compute:
+        """Read a compute's name. Raises ConfigError for an unknown one."""
+        if name not in list(cls):
+            raise ConfigError(f"compute {name!r} is unknown", f"use one of {', '.join(cls)}")
+        return cls(name)
 
     @property
     def is_fp8(self) -> bool:
