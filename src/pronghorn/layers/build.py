@@ -22,6 +22,7 @@ from pronghorn.layers.stock import StockBlock
 from pronghorn.layers.watch import HOOKS
 from pronghorn.layers.weight_layout import GroupStorage
 from pronghorn.memory.recompute import has_own_forward
+from pronghorn.precision.compute import Compute
 
 STORAGE = "_pronghorn_storage"
 """The attribute of a layer that holds its `GroupStorage`s while it is attached."""
@@ -36,10 +37,12 @@ class LayerBuilder:
 
     Args:
         backend: of packed attention.
+        compute: in what frozen weights multiply.
     """
 
     family: FamilySpec
     backend: Backend
+    compute: Compute = Compute.DTYPE
 
     def blocks(self, layer: Any, dtype: torch.dtype) -> list[Block | StockBlock]:
         """Make the blocks of a layer, with products in `dtype`, merging weights that don't lie together yet."""
@@ -73,7 +76,7 @@ class LayerBuilder:
             mixes = not isinstance(block.kind, GatedMLP | Experts)
             before = layer.get_submodule(block.before)
             return StockBlock(layer.get_submodule(block.module), before, after, mixes, reason)
-        linears = [FusedLinear(self._storage(layer, block, group), dtype) for group in block.kind.linears]
+        linears = [FusedLinear(self._storage(layer, block, group), dtype, self.compute) for group in block.kind.linears]
         before = self.norm(layer.get_submodule(block.before))
         after = None if block.after is None else self.norm(layer.get_submodule(block.after))
         module: Any = layer.get_submodule(block.module)

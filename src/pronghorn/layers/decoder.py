@@ -22,12 +22,14 @@ from torch import Tensor, nn
 from pronghorn.attention import explicit
 from pronghorn.attention.backends import Backend
 from pronghorn.data.batch import PackedBatch
+from pronghorn.errors import UnsupportedError
 from pronghorn.families.spec import FamilySpec
 from pronghorn.kernels.cast_copies import CastCopies
 from pronghorn.kernels.rms_norm import rms_norm
 from pronghorn.layers.attention import AttentionBlock
 from pronghorn.layers.block import Block, Call
 from pronghorn.layers.build import STORAGE, LayerBuilder, is_foreign
+from pronghorn.layers.fused_linear import fits_fp8
 from pronghorn.layers.linears import base_of
 from pronghorn.layers.stock import StockBlock
 from pronghorn.layers.subclass import moving, subclass
@@ -35,6 +37,8 @@ from pronghorn.layers.watch import Watch
 from pronghorn.layers.weight_layout import GroupStorage, merge_weights
 from pronghorn.memory.plan import POLICY, Policy
 from pronghorn.memory.recompute import OUTPUT_NOT_WANTED, WHOLE_LAYER, has_own_forward
+from pronghorn.precision.compute import MULTIPLE, Compute, check_device
+from pronghorn.precision.fp8 import FP8Source, NF4CodesSource
 
 RUN = "_pronghorn_run"
 """The attribute of a layer that holds its `LayerRun`."""
@@ -133,10 +137,11 @@ class FusedLayers:
     Args:
         backbone: what holds embeddings, layers and the last norm.
         backend: of packed attention.
+        compute: in what frozen weights multiply.
     """
 
-    def __init__(self, backbone: Any, family: FamilySpec, backend: Backend) -> None:
-        self.backbone, self.builder = backbone, LayerBuilder(family, backend)
+    def __init__(self, backbone: Any, family: FamilySpec, backend: Backend, compute: Compute = Compute.DTYPE) -> None:
+        self.backbone, self.builder = backbone, LayerBuilder(family, backend, compute)
         self._builds: list[_Build] = []
         """The last one used comes first; adapters that are switched off and on find the one before again."""
         self._count = 0
@@ -145,7 +150,7 @@ class FusedLayers:
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedLayers:
         """Return fused layers for the copied model, which builds its own blocks."""
         backbone = copy.deepcopy(self.backbone, memo)
-        return FusedLayers(backbone, self.builder.family, self.builder.backend)
+        return FusedLayers(backbone, self.builder.family, self.builder.backend, self.builder.compute)
 
     @property
     def generation(self) -> int:
@@ -170,6 +175,9 @@ class FusedLayers:
         weight = self.backbone.get_input_embeddings().weight
         if weight.is_meta:
             return
+        if self.builder.compute.is_fp8:
+            self._merged = True  # what multiplies are the codes, which are made where layers are built
+            return
         dtype = _products_dtype(weight)
         for layer in self._own_layers():
             storages = self.builder.storages(layer, dtype)
@@ -181,6 +189,40 @@ class FusedLayers:
     def adopt_adapters(self) -> None:
         """Merge weights again before the next forward: adapters were added."""
         self._merged = False
+
+    def check_compute(self) -> None:
+        """Refuse 8-bit products that these layers can't have; does nothing where none are asked for.
+
+        Raises:
+            UnsupportedError: the device has none, the model computes in float32, or a weight's sizes don't fit.
+        """
+        compute = self.builder.compute
+        if not compute.is_fp8:
+            return
+        dtype = self.backbone.get_input_embeddings().weight.dtype
+        check_device(compute, self.backbone.device)
+        if dtype is torch.float32:
+            raise UnsupportedError(f"compute = '{compute}' for a model in float32", "load it in bfloat16 (dtype)")
+        for layer in self.backbone.layers:
+            for storage in self.builder.storages(layer, dtype):
+                if not fits_fp8(storage, dtype):
+                    sizes = [f"{base.out_features} x {base.in_features}" for base in map(base_of, storage.linears)]
+                    raise UnsupportedError(
+                        f"compute = '{compute}' for weights of {', '.join(sizes)}: no multiples of {MULTIPLE}",
+                        "leave compute out (products in the model's dtype)",
+                    )
+
+    def in_fp8(self) -> tuple[int, int]:
+        """Count the layers' products of frozen weights that are in 8 bits, and all products of weights."""
+        linears = [
+            linear
+            for build in self._builds[:1]
+            for run in build.runs.values()
+            for block in run.blocks
+            if isinstance(block, Block)
+            for linear in block.linears
+        ]
+        return sum(isinstance(linear.source, FP8Source | NF4CodesSource) for linear in linears), len(linears)
 
     def reason(self, autocast: torch.dtype | None) -> str | None:
         """Say why some block, experts aside, would not be computed here now (under autocast in that dtype), or None."""
@@ -274,7 +316,7 @@ class FusedLayers:
             targets += [target for linear in linears for target, _ in linear.copies]
             sources += [source for linear in linears for _, source in linear.copies]
         copies = CastCopies(targets, sources, by_table=not for_capture)
-        return _Build(dtype, runs, copies, layers, Watch(layers), self._count)
+        return _Build(dtype, runs, copies, layers, Watch(layers, self.builder.compute.is_fp8), self._count)
 
 
 def is_fused(layer: nn.Module) -> bool:

@@ -21,6 +21,8 @@ from pronghorn.kernels.adapter_gradients import matmul
 from pronghorn.kernels.residual import LowRank
 from pronghorn.layers.linears import Adapter, adapter_of, base_of, is_4bit, unmerge_disabled
 from pronghorn.layers.weight_layout import GroupStorage
+from pronghorn.precision.compute import MULTIPLE, Compute
+from pronghorn.precision.fp8 import FP8Source, NF4CodesSource
 from pronghorn.precision.source import Activation, CopiedSource, DenseSource, LowRankGrad, NF4Source, WeightSource
 
 LowRankGrads = tuple[Tensor, list[Tensor]]
@@ -32,9 +34,10 @@ class FusedLinear:
 
     Args:
         storage: of linears that `linears.unfused_reason` doesn't refuse.
+        compute: in what a frozen weight multiplies.
     """
 
-    def __init__(self, storage: GroupStorage, dtype: torch.dtype) -> None:
+    def __init__(self, storage: GroupStorage, dtype: torch.dtype, compute: Compute = Compute.DTYPE) -> None:
         for linear in storage.linears:
             unmerge_disabled(linear)
         self.bases = [base_of(linear) for linear in storage.linears]
@@ -49,8 +52,9 @@ class FusedLinear:
                 self.adapters.append((slice(end - width, end), adapter))
                 self.ranks[index] = len(adapter.a)
         self.full: bool = first.weight.requires_grad
-        below = storage.rank_below(dtype)
-        self.source = self._source(storage, below)
+        in_fp8 = compute.is_fp8 and not self.full and fits_fp8(storage, dtype)
+        below = 0 if in_fp8 else storage.rank_below(dtype)
+        self.source = _fp8_source(storage, compute) if in_fp8 else self._source(storage, below)
         self.scale = self.adapters[0][1].scale if self.adapters else 1.0
         self.columns = [columns for columns, _ in self.adapters]
         self.adapter_ranks = [len(adapter.a) for _, adapter in self.adapters]
@@ -161,3 +165,20 @@ class FusedLinear:
         dya, dbs = given
         das = matmul(dya.t(), x, self.adapters[0][1].a.dtype).split(self.adapter_ranks)
         return grads + [grad for pair in zip(das, dbs, strict=True) for grad in pair]
+
+
+def fits_fp8(storage: GroupStorage, dtype: torch.dtype) -> bool:
+    """Tell whether a group's weights can multiply in 8 bits: 16-bit activations, sizes that the products take, and
+    4-bit blocks that end with the rows."""
+    weights = [base_of(linear) for linear in storage.linears]
+    sizes = [size for base in weights for size in (base.in_features, base.out_features)]
+    if dtype is torch.float32 or any(size % MULTIPLE for size in sizes):
+        return False
+    return all(not is_4bit(base) or base.in_features % base.weight.blocksize == 0 for base in weights)
+
+
+def _fp8_source(storage: GroupStorage, compute: Compute) -> WeightSource:
+    exact = compute is Compute.FP8_EXACT
+    if is_4bit(base_of(storage.linears[0])):
+        return NF4CodesSource([base_of(linear).weight for linear in storage.linears], exact)
+    return FP8Source(storage.codes(), exact)

@@ -27,9 +27,10 @@ class Watch:
 
     Args:
         roots: decoder layers.
+        copied: frozen weights were copied when layers were built (as 8-bit codes), so that writing to them matters.
     """
 
-    def __init__(self, roots: Iterable[nn.Module]) -> None:
+    def __init__(self, roots: Iterable[nn.Module], copied: bool = False) -> None:
         roots = list(roots)
         modules: list[Any] = [module for root in roots for module in root.modules()]
         modules = list(dict.fromkeys(modules))
@@ -44,6 +45,7 @@ class Watch:
         self._numbers = [(module.__dict__, name) for module in called for name in _NUMBERS if name in module.__dict__]
         self._adapted = [module for module in called if "lora_A" in module._modules]
         self._tensors = [p for p in chain.from_iterable(self._parameters) if p is not None and not _is_sharded(p)]
+        self._written = [p for p in self._tensors if copied and not p.requires_grad]
         self._before = self._look()
 
     def same(self) -> bool:
@@ -58,6 +60,7 @@ class Watch:
         found += ["forward" in held for held in self._roots]
         found += map(Tensor.data_ptr, self._tensors)
         found += map(attrgetter("requires_grad"), self._tensors)
+        found += map(attrgetter("_version"), self._written)
         found += [held[name] for held, name in self._numbers if name in held]
         found += map(_ADAPTER, self._adapted)
         found += chain.from_iterable([each.scaling.values() for each in self._adapted])

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pronghorn.layers.linears import adapter_of, base_of, is_4bit
+from pronghorn.precision.fp8 import FP8Weight
 
 WIDE = 2
 """Inputs an output from which on A lies below W: putting dy and s · dy B side by side costs a copy of dy."""
@@ -32,6 +33,7 @@ class GroupStorage:
         self._bias: Tensor | None = None
         self._below: Tensor | None = None
         """The A that there is room for: a backward may still read it when another adapter is switched on."""
+        self._codes: tuple[Any, FP8Weight] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GroupStorage:
         """Return an empty storage of the copied linears, whose weights lie as these do."""
@@ -61,6 +63,16 @@ class GroupStorage:
         if self._bias is None or not in_place(self._bias, biases):
             self._bias = self._merge(biases)
         return self._bias
+
+    def codes(self) -> FP8Weight:
+        """Return the weights in 8 bits, quantised again only where one was moved, written to or merged into."""
+        weights = self._weights()
+        merged = [tuple(getattr(linear, "merged_adapters", ())) for linear in self.linears]
+        state = [(id(w), w.data_ptr(), w._version) for w in weights], merged
+        if self._codes is None or self._codes[0] != state:
+            self._codes = None  # freed before the others are made
+            self._codes = state, FP8Weight.of(weights)
+        return self._codes[1]
 
     def is_merged(self, dtype: torch.dtype) -> bool:
         """Tell whether `weight` would leave the weights where they are."""

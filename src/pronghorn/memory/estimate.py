@@ -83,6 +83,8 @@ class TrainSetup:
     """LoRA rank on the experts' weights."""
     itemsize: int = 2
     """Bytes of an element of the products: 2 in bf16 and fp16, 4 in float32."""
+    fp8: bool = False
+    """Frozen linears multiply in 8 bits, experts apart (`precision.compute`)."""
     fused: bool = True
     """Layers are Pronghorn's fused ones; else transformers' and PEFT's."""
     trained_whole: int = 0
@@ -134,6 +136,9 @@ def resting_bytes(dims: ModelDims, setup: TrainSetup) -> dict[str, int]:
     weights = p * (4 if full else b)
     if setup.method == "qlora":  # 4 bits each, 8 of absmax for 64 elements, and 32 for 256 of those
         weights = (p - linear) * b + linear // 2 + linear // 64 + linear // 4096
+    if setup.fp8:  # codes in two layouts, unless they are written out of 4 bits, and scales of rows
+        rows = sum(each.out for layer in dims.layers for each in layer.linears)
+        weights += 10 * rows if setup.method == "qlora" else 2 * linear + 6 * rows
     adapters = sum(count * setup.adapters(layer) for layer, count in dims.kinds.items())
     copies = 0  # of A and B in the products' dtype, B of a merged product with zeros beside each block
     for layer, count in dims.kinds.items() if setup.fused else ():
@@ -240,10 +245,10 @@ def working_bytes(layer: LayerSpec, setup: TrainSetup) -> int:
     if layer.experts:
         return t * (h * (setup.stream_bytes + b) + b * (2 * i + max(layer.experts.chosen * h, i)))
     states, activation = t * h * (setup.stream_bytes + b), t * i * b * (1 if setup.fused else 3)
-    if setup.method != "qlora":
-        return states + activation
-    # Weights are written out for a product: down's, or gate's and up's.
-    return states + max(activation + h * i * b, 2 * h * i * b)
+    # of down's input gradient, then of gate's and up's: activations' codes, and weights that are written out
+    codes = (t * h, 2 * t * i) if setup.fp8 else (0, 0)
+    written = (1 if setup.fp8 else b) * h * i if setup.method == "qlora" else 0
+    return states + max(activation + codes[0] + written, codes[1] + 2 * written)
 
 
 def head_bytes(dims: ModelDims, setup: TrainSetup) -> int:

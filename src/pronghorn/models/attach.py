@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from pronghorn.attention.backends import Backend, choose
 from pronghorn.attention.packed import NAME_PREFIX, Metadata, implementation
-from pronghorn.errors import ConfigError
+from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.layers.build import watched
 from pronghorn.layers.decoder import FusedLayers
 from pronghorn.layers.subclass import own_class, restore
@@ -46,6 +46,7 @@ from pronghorn.models.graph import BackboneGraphs, Graph, graphed_class
 from pronghorn.models.metadata import LAYERS, share_metadata
 from pronghorn.models.report import Decisions, PathTaken, decide, longest_tiled, query_of, render
 from pronghorn.models.subject import check_subject
+from pronghorn.precision.compute import Compute
 
 Attention = Literal["auto", "tiled", "flash", "per_document"]
 Layers = Literal["auto", "fused", "stock"]
@@ -70,6 +71,7 @@ class AttachOptions:
     attention: Attention = "auto"
     layers: Layers = "auto"
     graph: Graph = "auto"
+    compute: Compute = Compute.DTYPE
     experimental: Experimental = Experimental()
 
     @property
@@ -230,6 +232,7 @@ def attach(
     attention: Attention = "auto",
     layers: Layers = "auto",
     graph: Graph = "auto",
+    compute: str = "dtype",
     experimental: Experimental | Mapping[str, Any] | None = None,
 ) -> Handle:
     """Give a model Pronghorn's packed path. A second call with the same options returns the first handle, with adapters
@@ -244,6 +247,8 @@ def attach(
         graph: launch fused layers as CUDA graphs (`models.graph`): `on`, `off`, or `auto`, where the first steps show
             that launching takes the host as long as computing takes the device. Never where the plan's budget has no
             memory for them (`Plan.graph`).
+        compute: in what frozen weights multiply: `dtype`, the model's, or `fp8`, in 8 bits by rows (`fp8_exact`: with
+            exact accumulation); experts stay in the model's dtype.
         experimental: switches for measurements, an `Experimental` or its fields by name.
     Returns:
         The handle: `.report` tells every path taken, `.detach()` restores the model.
@@ -254,7 +259,7 @@ def attach(
     check_subject(model)
     base = base_causal_lm(model)
     family = check_config(base.config)
-    options = AttachOptions(attention, layers, graph, _switches(experimental))
+    options = AttachOptions(attention, layers, graph, Compute.of(compute), _switches(experimental))
     options.check(base.config)
     current, fused, graphed = attached(base), options.fuses(base), options.graphs(base)
     if current is not None:
@@ -265,6 +270,10 @@ def attach(
         plan = plan or current.plan
     if plan is not None:
         policies_of(plan, base.base_model.layers, fused and not has_experts(base.config))  # before anything is changed
+    if options.compute.is_fp8:
+        if not fused:
+            raise UnsupportedError(f"compute = '{options.compute}' needs fused layers", "use layers='fused', on CUDA")
+        FusedLayers(base.base_model, family, options.backend, options.compute).check_compute()
     if current is not None:
         current.detach()
     previous_attention, backbone = base.config._attn_implementation, base.base_model
@@ -273,7 +282,7 @@ def attach(
     _set_attention(base, implementation(options.backend, options.experimental.packing_metadata))
     hook = backbone.register_forward_pre_hook(share_metadata, with_kwargs=True)
     base.__class__ = packed_class(previous_class)
-    fused_layers = FusedLayers(backbone, family, options.backend) if fused else None
+    fused_layers = FusedLayers(backbone, family, options.backend, options.compute) if fused else None
     if fused_layers is not None:
         fused_layers.install()
         backbone.__dict__[LAYERS] = fused_layers

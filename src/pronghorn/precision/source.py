@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pronghorn.kernels.nf4 import NF4Weight, write_out
+
 
 class Lifetime(StrEnum):
     """How long the tensor that a product reads is there."""
@@ -126,7 +128,8 @@ class NF4Source(WeightSource):
     lifetime = Lifetime.PER_USE
 
     def __init__(self, weights: Sequence[Any], dtype: torch.dtype, below: int) -> None:
-        self._weights, self._dtype, self._below = list(weights), dtype, below
+        self._weights, self._below = [NF4Weight.of(weight) for weight in weights], below
+        self._stored, self._dtype = weights[0].quant_state.dtype, dtype
         self.side_by_side = below > 0
 
     def forward(self, x: Activation, bias: Tensor | None) -> Tensor:
@@ -143,14 +146,9 @@ class NF4Source(WeightSource):
 
     def _written_out(self, more: int) -> Tensor:
         """Return W [N + more, K] in the products' dtype, the last rows uninitialised."""
-        from bitsandbytes.functional import dequantize_4bit
-
-        states = [weight.quant_state for weight in self._weights]
-        rows, device = [state.shape[0] for state in states], self._weights[0].device
-        whole = torch.empty(sum(rows) + more, states[0].shape[1], dtype=states[0].dtype, device=device)
-        for weight, state, part in zip(self._weights, states, whole.split([*rows, more]), strict=False):
-            if part.is_cuda:
-                dequantize_4bit(weight.data, state, out=part)
-            else:  # bitsandbytes writes into a given tensor on GPUs only
-                part.copy_(dequantize_4bit(weight.data, state))
+        rows = [weight.shape[0] for weight in self._weights]
+        first = self._weights[0]
+        whole = first.packed.new_empty(sum(rows) + more, first.shape[1], dtype=self._stored)
+        for weight, part in zip(self._weights, whole.split([*rows, more]), strict=False):
+            write_out(weight, part)
         return whole.to(self._dtype)

@@ -1,0 +1,56 @@
+"""In which numbers frozen weights are multiplied, and where that can be."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import torch
+
+from pronghorn.errors import ConfigError, UnsupportedError
+
+CAPABILITY = (8, 9)
+"""The first compute capability with 8-bit products: Ada."""
+MULTIPLE = 16
+"""Rows and columns of a weight that an 8-bit product takes are a multiple of this."""
+
+
+class Compute(StrEnum):
+    """In what the products of frozen weights, forward and input gradient, are computed."""
+
+    DTYPE = "dtype"
+    """The model's dtype."""
+    FP8 = "fp8"
+    """e4m3 with a scale a row, summed up in float32 by the tensor cores' fast accumulation."""
+    FP8_EXACT = "fp8_exact"
+    """The same with exact accumulation, about 9 % slower a product."""
+
+    @classmethod
+    def of(cls, name: str) -> Compute:
+        """Read a compute's name. Raises ConfigError for an unknown one."""
+        if name not in list(cls):
+            raise ConfigError(f"compute {name!r} is unknown", f"use one of {', '.join(cls)}")
+        return cls(name)
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether products are in 8 bits."""
+        return self is not Compute.DTYPE
+
+
+def check_device(compute: Compute, device: torch.device) -> None:
+    """Refuse 8-bit products where the device has none.
+
+    On the CPU they are emulated in float32, to try things out and to test.
+
+    Raises:
+        UnsupportedError: a GPU without 8-bit products.
+    """
+    if not compute.is_fp8 or device.type != "cuda":
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if capability < CAPABILITY:
+        name, version = torch.cuda.get_device_name(device), ".".join(map(str, capability))
+        raise UnsupportedError(
+            f"compute = '{compute}' needs compute capability 8.9 or newer, and {name} has {version}",
+            "leave compute out (products in the model's dtype); load_in_4bit makes the model smaller there",
+        )

@@ -1,0 +1,130 @@
+"""Frozen weights that multiply in 8 bits.
+
+    y  = s_x · (codes_x codes_Wᵀ) · s_W                    x ≈ codes_x · s_x by rows, W ≈ codes_W · s_W by rows
+    dx = s_g · (codes_g codes_W)                           g = dy · s_W, by columns; g ≈ codes_g · s_g by rows
+
+Both products read the same codes of W (the second one transposed), so dx is the gradient of the very y that was
+computed. LoRA's part is added in the activations' dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pronghorn.kernels.nf4 import NF4Weight, write_codes
+from pronghorn.kernels.quantise import DTYPE, quantise_rows, transposed, weight_scales
+from pronghorn.precision.source import Activation, Lifetime, LowRankGrad, WeightSource
+
+
+@dataclass(frozen=True, eq=False)
+class FP8Weight:
+    """W [N, K] in 8 bits, in both layouts that products need."""
+
+    codes: Tensor
+    """e4m3 [N, K]."""
+    across: Tensor
+    """The same, [K, N]."""
+    scales: Tensor
+    """s, float32 [N]."""
+
+    @classmethod
+    def of(cls, weights: Sequence[Tensor]) -> FP8Weight:
+        """Quantise weights [N_i, K], one below the other."""
+        scales = torch.cat([weight_scales(weight.detach().abs().amax(1)) for weight in weights])
+        codes = torch.empty(len(scales), weights[0].shape[1], dtype=DTYPE, device=scales.device)
+        rows = [len(weight) for weight in weights]
+        for weight, part, each in zip(weights, codes.split(rows), scales.split(rows), strict=True):
+            part.copy_(weight.detach().float() * (1 / each)[:, None])
+        return cls(codes, transposed(codes), scales)
+
+    def dequantise(self) -> Tensor:
+        """Return codes · s in float32 [N, K]."""
+        return self.codes.float() * self.scales[:, None]
+
+
+def scaled_product(
+    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor | None, dtype: torch.dtype, exact: bool
+) -> Tensor:
+    """Return (a · a_scales) (b · b_scales)ᵀ [M, N] in `dtype`.
+
+    Args:
+        a: e4m3 [M, K]; a_scales: float32 [M, 1].
+        b: e4m3 [N, K]; b_scales: float32 [N], or None for ones.
+        exact: sums in float32 all the way, where the tensor cores' own sums keep some 14 bits.
+    """
+    if not a.is_cuda:
+        y = (a.float() * a_scales) @ (b.float() if b_scales is None else b.float() * b_scales[:, None]).t()
+        return y.to(dtype)
+    scales = torch.ones(1, len(b), device=b.device) if b_scales is None else b_scales.view(1, -1)
+    return torch._scaled_mm(a, b.t(), a_scales, scales, out_dtype=dtype, use_fast_accum=not exact)
+
+
+class FP8Source(WeightSource):
+    """W in 8 bits, resident in both layouts."""
+
+    lifetime = Lifetime.RESIDENT
+
+    def __init__(self, weight: FP8Weight, exact: bool) -> None:
+        self.weight, self._exact = weight, exact
+        self._ones = torch.ones(weight.codes.shape[1], device=weight.codes.device)
+        self._columns = weight.scales.bfloat16()
+
+    def forward(self, x: Activation, bias: Tensor | None) -> Tensor:
+        codes, scales = _codes(x)
+        weight = self.weight
+        y = scaled_product(codes, scales, weight.codes, weight.scales, x.dense.dtype, self._exact)
+        return y if bias is None else y.add_(bias)
+
+    def input_grad(self, dy: Activation, low_rank: LowRankGrad | None) -> Tensor:
+        weight = self.weight
+        codes, scales = quantise_rows(dy.dense, self._columns)
+        dx = scaled_product(codes, scales, weight.across, self._ones, dy.dense.dtype, self._exact)
+        return dx if low_rank is None else dx.addmm_(low_rank.dya, low_rank.a)
+
+
+class NF4CodesSource(WeightSource):
+    """bitsandbytes' 4-bit weights, written out as 8-bit codes for each product.
+
+    Args:
+        weights: `Params4bit`, one below the other, whose blocks of values cross no row.
+    """
+
+    lifetime = Lifetime.PER_USE
+
+    def __init__(self, weights: Sequence[Any], exact: bool) -> None:
+        self._weights, self._exact = [NF4Weight.of(weight) for weight in weights], exact
+        self._rows = [weight.shape[0] for weight in self._weights]
+        scales = [weight.row_scales() for weight in self._weights]
+        self._inverse = [1 / each for each in scales]
+        self._scales = torch.cat(scales)
+        self._columns = self._scales.bfloat16()
+        self._ones = torch.ones(self._weights[0].shape[1], device=self._scales.device)
+
+    def forward(self, x: Activation, bias: Tensor | None) -> Tensor:
+        codes, scales = _codes(x)
+        y = scaled_product(codes, scales, self._codes(False), self._scales, x.dense.dtype, self._exact)
+        return y if bias is None else y.add_(bias)
+
+    def input_grad(self, dy: Activation, low_rank: LowRankGrad | None) -> Tensor:
+        codes, scales = quantise_rows(dy.dense, self._columns)
+        dx = scaled_product(codes, scales, self._codes(True), self._ones, dy.dense.dtype, self._exact)
+        return dx if low_rank is None else dx.addmm_(low_rank.dya, low_rank.a)
+
+    def _codes(self, across: bool) -> Tensor:
+        """Write W [N, K] as codes, or [K, N] if `across`."""
+        rows, cols = sum(self._rows), self._weights[0].shape[1]
+        whole = torch.empty((cols, rows) if across else (rows, cols), dtype=DTYPE, device=self._scales.device)
+        parts = whole.split(self._rows, 1 if across else 0)
+        for weight, inverse, part in zip(self._weights, self._inverse, parts, strict=True):
+            write_codes(weight, inverse, part, across)
+        return whole
+
+
+def _codes(x: Activation) -> tuple[Tensor, Tensor]:
+    """Return x's codes and scales, made by whoever made x, or now."""
+    return quantise_rows(x.dense) if x.codes is None or x.scales is None else (x.codes, x.scales)

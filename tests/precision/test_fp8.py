@@ -1,0 +1,153 @@
+"""Products in 8 bits: exact on what they are given, and layers whose frozen weights multiply so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from bitsandbytes.nn import Params4bit
+
+from pronghorn.errors import PronghornError
+from pronghorn.kernels.nf4 import NF4Weight, write_out
+from pronghorn.kernels.quantise import quantise_rows
+from pronghorn.memory.plan import Plan
+from pronghorn.models.attach import attach
+from pronghorn.models.lora import add_lora
+from pronghorn.precision.fp8 import FP8Source, FP8Weight, NF4CodesSource
+from pronghorn.precision.source import Activation, LowRankGrad
+from support.documents import LENGTHS, ROW, gradients
+from support.tiny import packed_row, tiny_model
+
+
+def sources() -> list[tuple[str, Any, torch.Tensor]]:
+    """Each kind of source with the weight that it stands for, in float64."""
+    weights = [torch.randn(32, 64) * 0.02, torch.randn(16, 64)]
+    dense = FP8Weight.of(weights)
+    packed = [Params4bit(weight, quant_type="nf4").to("cpu") for weight in weights]
+    written = [torch.empty(weight.shape) for weight in weights]
+    for weight, out in zip(packed, written, strict=True):
+        write_out(NF4Weight.of(weight), out)
+    from_four = NF4CodesSource(packed, True)
+    codes = from_four._codes(False).double()
+    assert torch.equal(from_four._codes(True).double(), codes.t())
+    meant = codes * from_four._scales.double()[:, None]
+    assert ((meant - torch.cat(written)).abs() <= torch.cat(written).abs() * 2**-4 + 1e-4).all()
+    return [("resident", FP8Source(dense, True), dense.dequantise().double()), ("from NF4", from_four, meant)]
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_products_are_exact_on_their_operands(index: int) -> None:
+    _, source, weight = sources()[index]
+    x, dy = torch.randn(7, 64).bfloat16(), torch.randn(7, 48).bfloat16()
+    codes, scales = quantise_rows(x)
+    bias = torch.randn(48).bfloat16()
+    exact = (codes.double() * scales.double()) @ weight.t()
+    assert ((source.forward(Activation(x), None).double() - exact).abs() <= exact.abs() * 2**-8 + 1e-6).all()
+    assert torch.equal(source.forward(Activation(x), bias), source.forward(Activation(x), None) + bias)
+    assert torch.equal(source.forward(Activation(x, codes, scales), None), source.forward(Activation(x), None))
+
+    by_columns = source._columns.float()
+    codes, scales = quantise_rows(dy, by_columns)
+    exact = (codes.double() * scales.double()) @ (weight / by_columns.double()[:, None])
+    got = source.input_grad(Activation(dy), None)
+    assert ((got.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-5).all()
+    given = LowRankGrad(torch.randn(7, 4).bfloat16(), torch.randn(4, 64).bfloat16(), None)
+    added = source.input_grad(Activation(dy), given).double()
+    assert ((added - exact - given.dya.double() @ given.a.double()).abs() <= added.abs() * 2**-7 + 0.05).all()
+
+
+def adapted(family: str) -> Any:
+    model = add_lora(tiny_model(family, intermediate_size=96).bfloat16(), r=4, lora_alpha=8)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.02)
+    return model.train()
+
+
+@pytest.fixture(scope="module")
+def batch() -> dict[str, Any]:
+    return packed_row(LENGTHS, ROW)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_moe"])
+def test_layers_learn_nearly_what_bf16_learns(family: str, batch: dict[str, Any]) -> None:
+    model, found = adapted(family), {}
+    for compute in ("dtype", "fp8"):
+        handle = attach(model, Plan.keep(), layers="fused", compute=compute)
+        model.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        found[compute] = loss.item(), {name: grad.double() for name, grad in gradients(model).items()}
+        products = handle.layers.in_fp8()
+        assert products == (
+            (0 if compute == "dtype" else products[1]),
+            len(model.model.model.layers) * products[1] // 3,
+        )
+    assert found["fp8"][0] != found["dtype"][0]
+    assert found["fp8"][0] == pytest.approx(found["dtype"][0], rel=0.05)
+    cosines = {
+        name: torch.nn.functional.cosine_similarity(grad.flatten(), found["dtype"][1][name].flatten(), 0).item()
+        for name, grad in found["fp8"][1].items()
+    }
+    assert min(cosines.values()) > 0.9, min(cosines.items(), key=lambda item: item[1])
+
+
+def test_documents_stay_apart(batch: dict[str, Any]) -> None:
+    """Scales are a row's own: no document's numbers depend on another's."""
+    model = adapted("llama")
+    attach(model, Plan.keep(), layers="fused", compute="fp8")
+    other = dict(batch)
+    first = sum(LENGTHS[:2])
+    other["input_ids"] = batch["input_ids"].clone()
+    other["input_ids"][0, first:] = 7
+    with torch.no_grad():
+        logits = [model(**{k: v for k, v in row.items() if k != "labels"}).logits[0] for row in (batch, other)]
+    assert torch.equal(logits[0][:first], logits[1][:first]) and not torch.equal(*logits)
+
+
+def test_codes_follow_the_weights(batch: dict[str, Any]) -> None:
+    model = adapted("llama")
+    attach(model, Plan.keep(), layers="fused", compute="fp8")
+
+    def loss() -> float:
+        with torch.no_grad():
+            return model(**batch).loss.item()
+
+    before = loss()
+    with model.disable_adapter():
+        assert loss() != before
+    assert loss() == before
+    weight = model.model.model.layers[1].mlp.down_proj.base_layer.weight
+    with torch.no_grad():
+        weight.mul_(2.0)
+    after = loss()
+    assert after != before
+    with torch.no_grad():
+        weight.mul_(0.5)
+    assert loss() == before
+    merged_before = loss()
+    model.merge_adapter()
+    assert loss() == pytest.approx(merged_before, rel=0.05)
+    model.unmerge_adapter()
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "problem"),
+    [
+        ({}, {"layers": "stock", "compute": "fp8"}, "needs fused layers"),
+        ({}, {"layers": "fused", "compute": "fp4"}, "compute 'fp4' is unknown"),
+        ({"intermediate_size": 88}, {"layers": "fused", "compute": "fp8"}, "for weights of 88 x 64, 88 x 64"),
+        ({"dtype": torch.float32}, {"layers": "fused", "compute": "fp8"}, "for a model in float32"),
+    ],
+)
+def test_what_can_not_be_is_refused_before_anything_changes(
+    changes: dict[str, Any], options: dict[str, Any], problem: str
+) -> None:
+    dtype = changes.pop("dtype", torch.bfloat16)
+    model = tiny_model("llama", **{"intermediate_size": 96, **changes}).to(dtype)
+    before = type(model), type(model.model.layers[0])
+    with pytest.raises(PronghornError, match=problem):
+        attach(model, Plan.keep(), **options)
+    assert (type(model), type(model.model.layers[0])) == before
