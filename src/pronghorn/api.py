@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -35,6 +35,7 @@ class FastLanguageModel:
         *,
         full_finetuning: bool = False,
         attention: Attention = "auto",
+        compute: Literal["dtype", "fp8", "fp8_exact"] = "dtype",
         trust_remote_code: bool = False,
         token: str | None = None,
         revision: str | None = None,
@@ -52,7 +53,7 @@ class FastLanguageModel:
                 recompute them, and their inputs wait in host memory; "auto" recomputes until `pronghorn.SFTTrainer`
                 knows the batch, and on CUDA then keeps what fits.
             full_finetuning: train every weight; they are kept in float32 (the trainer computes in 16 bits).
-            attention: as in `pronghorn.attach`.
+            attention, compute: as in `pronghorn.attach`.
         Returns:
             (model, tokenizer); `model.max_seq_length` tells the row length to trainers.
         Raises:
@@ -60,6 +61,11 @@ class FastLanguageModel:
         """
         _refuse(unsupported, "from_pretrained")
         plan = Plan.asked(use_gradient_checkpointing)
+        if compute != "dtype" and (full_finetuning or not packing):
+            raise ConfigError(
+                f"compute = {compute!r} with " + ("full_finetuning" if full_finetuning else "packing=False"),
+                "leave compute out: 8-bit products are for frozen weights and packed rows",
+            )
         if full_finetuning and load_in_4bit:
             raise ConfigError("full_finetuning with load_in_4bit: 4-bit weights can't be trained", "choose one")
         if full_finetuning and resolve_dtype(dtype, torch.device("cpu")) is not torch.float32:  # None is float32 there
@@ -82,7 +88,7 @@ class FastLanguageModel:
                 "merge it first (save_pretrained_merged), or leave full_finetuning out to train it on",
             )
         if packing:
-            attach(model, plan, attention=attention)
+            attach(model, plan, attention=attention, compute=compute)
         else:
             _set_recompute(model, use_gradient_checkpointing)
         model.hub_revision = revision  # for the adapter's configuration

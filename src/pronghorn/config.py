@@ -212,6 +212,11 @@ class Precision(Section):
         "auto",
         description="or fp32, bf16, fp16; auto: bfloat16 on a GPU, float16 on one before Ampere, float32 on the CPU",
     )
+    compute: Literal["dtype", "fp8", "fp8_exact"] = Field(
+        "dtype",
+        description="in what frozen linears multiply: dtype, or in 8 bits by rows (Ada and newer, packed rows, LoRA); "
+        "fp8_exact sums exactly, 9 % slower a product. See docs/precision.md",
+    )
 
 
 class Report(Section):
@@ -289,10 +294,30 @@ class Recipe(Section):
         for tool in self.train.report_to:
             if importlib.util.find_spec(tool) is None:
                 raise ConfigError(f"train.report_to: {tool} is not installed", f"pip install {tool}")
+        self._check_compute()
         if self.adapter.method == "full" and self.model.load_in_4bit:
             raise ConfigError(
                 "adapter.method: full with model.load_in_4bit: 4-bit weights can't be trained",
                 "set adapter.method: lora or load_in_4bit: false",
+            )
+
+    def _check_compute(self) -> None:
+        compute, remedy = self.precision.compute, "leave precision.compute out, or"
+        if compute == "dtype":
+            return
+        if self.adapter.method == "full":
+            raise ConfigError(
+                f"precision.compute: {compute} with adapter.method: full: 8-bit products are for frozen weights",
+                f"{remedy} set adapter.method: lora",
+            )
+        if not self.packing.enabled:
+            raise ConfigError(
+                f"precision.compute: {compute} with packing.enabled: false: padded batches go through transformers",
+                f"{remedy} set packing.enabled: true",
+            )
+        if self.precision.dtype == "float32":
+            raise ConfigError(
+                f"precision.compute: {compute} with precision.dtype: float32", f"{remedy} set precision.dtype: bfloat16"
             )
 
 

@@ -96,6 +96,11 @@ def subject_of(
     """
     if not recipe.packing.enabled:
         raise ConfigError("verify judges packed rows, and packing.enabled is false", "set packing.enabled=true for it")
+    if recipe.precision.compute != "dtype":
+        raise ConfigError(
+            f"verify has no limits for precision.compute: {recipe.precision.compute} yet",
+            "set precision.compute=dtype for it; docs/precision.md says what 8 bits cost",
+        )
     tokens = min(tokens, recipe.model.max_seq_length)
     quiet = Console(quiet=True)
     found = find(recipe)

@@ -126,6 +126,7 @@ def setup_of(
         ranks=ranks,
         expert_rank=max((max(wrapper.r.values()) for wrapper in experts.wrappers(base)), default=0),
         itemsize=(autocast or embeddings.dtype).itemsize,
+        fp8=fuses and handle is not None and handle.options.compute.is_fp8,
         fused=fuses and unfused_reason(base, autocast) is None,
         trained_whole=0 if method == "full" else sum(whole.values()),
         graph=fuses and autocast is None and (handle is None or handle.options.graph != "off"),

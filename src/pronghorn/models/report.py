@@ -14,6 +14,7 @@ from pronghorn.layers.decoder import output_is_seen
 from pronghorn.memory.plan import Policy
 from pronghorn.models.causal_lm import has_own_loss
 from pronghorn.models.families import has_experts, head_dim, recomputes_layers
+from pronghorn.precision.compute import Compute
 
 if TYPE_CHECKING:
     from pronghorn.models.attach import Handle
@@ -92,6 +93,7 @@ def render(handle: Handle, autocast: torch.dtype | None) -> list[PathTaken]:
         PathTaken("packing metadata", switches.packing_metadata, metadata[switches.packing_metadata]),
         PathTaken("decoder layers", decisions.layers, decisions.layers_reason),
         *(PathTaken(*line) for line in experts),
+        *_products(handle),
         PathTaken("CUDA graph of the layers", decisions.graph, decisions.graph_reason),
         PathTaken("loss", *_LOSS[decisions.loss]),
         PathTaken("padded batches, generate()", unpacked, "they carry a mask or a cache"),
@@ -108,6 +110,19 @@ _LOSS = {
         "it is not transformers' cross-entropy",
     ),
 }
+
+
+def _products(handle: Handle) -> list[PathTaken]:
+    """Tell in what frozen weights multiply, where that isn't the model's dtype."""
+    compute, layers = handle.options.compute, handle.layers
+    if not compute.is_fp8 or layers is None:
+        return []
+    in_fp8, products = layers.in_fp8()
+    path = f"FP8 by rows, {'exact' if compute is Compute.FP8_EXACT else 'fast'} accumulation"
+    if in_fp8 < products:
+        path = f"{path}; {products - in_fp8} of {products} in the model's dtype, whose weights are trained"
+    rest = " (experts apart)" if handle.experts is not None else ""
+    return [PathTaken("products of frozen weights", path + rest, "asked for")]
 
 
 def query_of(model: Any, autocast: torch.dtype | None = None) -> torch.Tensor:

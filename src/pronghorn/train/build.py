@@ -89,7 +89,11 @@ def load(recipe: Recipe, found: FoundModel, tokenizer: Any, console: Console) ->
 
 def attach_options(recipe: Recipe) -> dict[str, Any]:
     """Return what `attach` is told of a recipe's packed path."""
-    return {"attention": recipe.packing.attention, "graph": recipe.packing.graph}
+    return {
+        "attention": recipe.packing.attention,
+        "graph": recipe.packing.graph,
+        "compute": recipe.precision.compute,
+    }
 
 
 def training_arguments(recipe: Recipe) -> SFTConfig:
