@@ -30,7 +30,7 @@ def verify(subject: Subject, say: Callable[[str], None] = lambda text: None) -> 
     Args:
         say: is given a line on what is being done.
     Raises:
-        DataError: nothing is labelled.
+        DataError: nothing is supervised.
         UnsupportedError: 4-bit weights in float32.
         TrainingError: the disk of temporary files is full.
     """

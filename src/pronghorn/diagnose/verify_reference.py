@@ -223,14 +223,14 @@ class Passes:
 
 
 def compared_positions(documents: list[Document]) -> list[list[int]]:
-    """The positions of each document whose logits are compared: labelled ones, and first tokens."""
-    labelled = [
+    """The positions of each document whose logits are compared: supervised ones, and first tokens."""
+    supervised = [
         (number, t)
         for number, document in enumerate(documents)
         for t in range(len(document) - 1)
         if document.labels[t + 1] != IGNORE_INDEX
     ]
-    chosen = set(labelled[:: -(-len(labelled) // LOGIT_ROWS)]) | {
+    chosen = set(supervised[:: -(-len(supervised) // LOGIT_ROWS)]) | {
         (number, 0) for number in range(min(len(documents), FIRST_TOKENS))
     }
     positions: list[list[int]] = [[] for _ in documents]

@@ -36,7 +36,7 @@ def linear_cross_entropy(
     Args:
         hidden: [M, H]; weight: [V, H], of the same dtype or wider (it is rounded to hidden's, its gradient isn't).
         targets: int64 [M], `ignore_index` where nothing is predicted.
-        divisor: the labelled tokens of the whole accumulated batch; an int, or a scalar on the device.
+        divisor: the supervised tokens of the whole accumulated batch; an int, or a scalar on the device.
         softcap: c of c·tanh(y/c), or None.
     Returns:
         float32 (float64) scalar.

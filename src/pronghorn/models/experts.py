@@ -179,7 +179,7 @@ def balancing_loss(
 
     Args:
         router_logits: [T, E] of each layer; labels: int64 [1, T], unshifted, -100 where nothing is predicted.
-        num_items: the labelled tokens of the accumulated batch; None for this batch's own.
+        num_items: the supervised tokens of the accumulated batch; None for this batch's own.
     """
     function = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
     if function is None:

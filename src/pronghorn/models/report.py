@@ -101,10 +101,10 @@ def render(handle: Handle, autocast: torch.dtype | None) -> list[PathTaken]:
     ]
 
 
-_KNOWN = "the batch knows its labelled positions"
+_KNOWN = "the batch knows its supervised positions"
 _LOSS = {
-    LossPath.SUPERVISED: ("labelled tokens only, in chunks", _KNOWN),
-    LossPath.SUPERVISED_LAST_LAYER: ("labelled tokens only, in chunks; the last layer's MLP, too", _KNOWN),
+    LossPath.SUPERVISED: ("supervised tokens only, in chunks", _KNOWN),
+    LossPath.SUPERVISED_LAST_LAYER: ("supervised tokens only, in chunks; the last layer's MLP, too", _KNOWN),
     LossPath.OWN_FUNCTION: (
         "the model's own loss_function, of all logits",
         "it is not transformers' cross-entropy",

@@ -39,7 +39,7 @@ class RunRecord:
     evaluations), packing_efficiency and data_wait_share (shares of 1)}, since the entry before; and skipped, the steps
     without an update so far."""
     heldout: dict[str, int | float | None]
-    """{before, after} in nats per labelled token (None: no held-out data), rows."""
+    """{before, after} in nats per supervised token (None: no held-out data), rows."""
     samples: list[dict[str, str]]
     """Each {prompt, before, after}."""
     trainable: dict[str, Number]

@@ -97,7 +97,7 @@ def headlines(record: RunRecord) -> list[tuple[str, str, str]]:
     before, after = record.heldout["before"], record.heldout["after"]
     cards = []
     if before is not None and after is not None:
-        note = f"over {record.heldout['rows']:,} rows, nats per labelled token"
+        note = f"over {record.heldout['rows']:,} rows, nats per supervised token"
         change = (after - before) / before if before else math.nan
         if math.isfinite(change):
             note = f"{change:+.1%} ".replace("-", "−") + note
@@ -145,7 +145,7 @@ def _packing_table(packing: dict[str, Any]) -> list[tuple[str, str]]:
         "dropped": "Documents dropped",
         "truncated": "Documents truncated",
         "tokens": "Tokens",
-        "labelled_tokens": "Labelled tokens",
+        "labelled_tokens": "Supervised tokens",
         "rows": "Rows",
         "row_tokens": "Tokens of a row",
     }
