@@ -29,6 +29,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from benchmarks.program import parser_of, run
+from benchmarks.record import check_out
 from pronghorn.data.batch import Collator
 from pronghorn.data.packing import IGNORE_INDEX
 from pronghorn.device import device_name, versions
@@ -194,17 +196,20 @@ def interval(values: list[float]) -> dict[str, float]:
     return {"mean": round(statistics.mean(values), 3), "half": round(half, 3)}
 
 
-def main() -> None:
-    """Train every candidate from every seed; print a table and write one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", type=Path, required=True)
+def arguments() -> argparse.ArgumentParser:
+    """Declare the program's arguments."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--model", type=Path, required=True, help="folder, or the package that carries a GGUF file")
     parser.add_argument("--data", type=Path, required=True, help="folder with train.jsonl and test.jsonl")
-    parser.add_argument("--out", type=Path)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--held-out", type=int, default=300, help="rows of the test set")
-    parser.add_argument("--commit", default="unknown")
-    given = parser.parse_args()
+    return parser
+
+
+def main(given: argparse.Namespace) -> None:
+    """Train every candidate from every seed; print a table and write one JSON object."""
+    check_out(given.out)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.backends.cuda.matmul.allow_tf32 = False
     base, tokenizer = load(given.model)
@@ -274,4 +279,4 @@ def summary(results: dict[str, dict[str, list[Any]]]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    run(arguments, main)

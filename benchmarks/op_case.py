@@ -113,7 +113,7 @@ def by_kernel(
         return [x.clone() if i in owned else x for i, x in enumerate(case.inputs)], [x.clone() for x in case.grads]
 
     def results(state: Any, grads: Any) -> dict[str, Tensor]:
-        names = (*case.names, *again)
+        names = (*case.names, *(f"{name} again" for name in again))
         return dict(zip(names, (*state[0][: len(names) - len(grads)], *grads), strict=True))
 
     def backwards(state: Any) -> Any:

@@ -15,13 +15,14 @@ import statistics
 from collections.abc import Callable
 from datetime import UTC, datetime
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.program import parser_of, run
+from benchmarks.record import check_out
 from pronghorn.data.batch import Collator
 from pronghorn.device import device_name, versions
 from pronghorn.kernels import nf4, quantise
@@ -99,13 +100,16 @@ def kernels() -> dict[str, Any]:
     return results
 
 
-def main() -> None:
+def arguments() -> argparse.ArgumentParser:
+    """Declare the program's arguments."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--layers", type=int, default=4, help="of the model that is timed")
+    return parser
+
+
+def main(given: argparse.Namespace) -> None:
     """Print and write one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--commit", default="unknown")
-    parser.add_argument("--layers", type=int, default=4)
-    given = parser.parse_args()
+    check_out(given.out)
     result: dict[str, Any] = {"schema": "pronghorn-precision-v1", "tokens": TOKENS, "layers": given.layers}
     result["kernels"] = kernels()
     result["by base and compute"] = layers(given.layers)
@@ -202,4 +206,4 @@ def to_nf4(model: Any) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(arguments, main)

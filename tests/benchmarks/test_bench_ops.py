@@ -166,7 +166,7 @@ def test_who_raises_while_timed_loses_its_figures(monkeypatch: pytest.MonkeyPatc
 
     def tires(*arguments: Any) -> Tensor:
         calls.append(1)
-        if len(calls) > 10:  # 2 a round: in the second timed one
+        if len(calls) > 5:  # in the second timed round
             raise RuntimeError("out of breath")
         return whole(*arguments)
 

@@ -521,7 +521,7 @@ def test_the_plan_is_training_s(recipe: Path, monkeypatch: pytest.MonkeyPatch) -
         asked.append((sizes, options))
         return Plan((Policy.RECOMPUTE_MLP,))
 
-    monkeypatch.setattr("pronghorn.diagnose.verify_reference.decided", decide)
+    monkeypatch.setattr("pronghorn.diagnose.verify_reference.resolve", decide)
     changes = ["packing.rows_per_step=3", "train.gradient_accumulation_steps=2", "memory.budget=1GiB"]
     report = verify(of_recipe(Recipe.load(recipe, changes), tokens=64))
     assert asked == [((3, 128), {"packs": True, "autocast": None, "accumulates": True})]

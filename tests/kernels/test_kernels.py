@@ -274,7 +274,16 @@ ALIGNED = {
 
 
 @needs_triton
-@pytest.mark.parametrize(("capability", "kilobytes"), [(80, 163), (86, 99), (89, 99), (90, 227), (100, 227), (120, 99)])
+@pytest.mark.parametrize(
+    ("capability", "kilobytes"),
+    [
+        (90, 227),
+        *(
+            pytest.param(*card, marks=pytest.mark.slow)
+            for card in ((80, 163), (86, 99), (89, 99), (100, 227), (120, 99))
+        ),
+    ],
+)
 def test_compiled_for_every_card(capability: int, kilobytes: int) -> None:
     """From Ampere to Blackwell, within the shared memory that each has for a block."""
     import triton

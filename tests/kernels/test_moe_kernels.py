@@ -77,7 +77,7 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int, int]]
 
 
 @needs_triton
-@pytest.mark.parametrize("capability", [86, 90, 120])
+@pytest.mark.parametrize("capability", [90, *(pytest.param(card, marks=pytest.mark.slow) for card in (86, 120))])
 def test_compiled_for_every_card(capability: int) -> None:
     """Within the 99 KB of shared memory that the smallest of them has for a block; large tiles are loaded ahead."""
     import triton

@@ -9,6 +9,7 @@ from bitsandbytes.nn import Params4bit
 
 from pronghorn.kernels.nf4 import NF4Weight, write_codes, write_codes_reference, write_out, write_out_reference
 from pronghorn.kernels.quantise import DTYPE
+from support.marks import needs_triton
 
 
 def made(rows: int, cols: int, nested: bool, device: str = "cpu", spread: float = 1.0) -> Params4bit:
@@ -54,3 +55,31 @@ def test_codes_stand_for_the_weight(across: bool, shape: tuple[int, int], device
     assert torch.equal(out.float(), again.float())
     error = (codes * scales[:, None] - values).abs()
     assert (error <= values.abs() * 2**-4 + scales[:, None] * 2**-10).all()
+
+
+@needs_triton
+@pytest.mark.parametrize("capability", [90, *(pytest.param(card, marks=pytest.mark.slow) for card in (80, 89, 120))])
+def test_compiled_for_other_cards(capability: int) -> None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from pronghorn.kernels import nf4, quantise
+
+    floats, bytes_ = (
+        dict.fromkeys(("table_ptr", "levels_ptr", "outer_ptr", "offset_ptr", "inverse_ptr"), "*fp32"),
+        "*u8",
+    )
+    numbers = dict.fromkeys(("count", "N", "K", "out_stride", "x_stride"), "i32")
+    types = {**floats, **numbers, "packed_ptr": bytes_, "absmax_ptr": bytes_}
+    cases = [(nf4._write_out, {**types, "out_ptr": "*bf16"}, {"HALF": 32, "BLOCKS": 64, "OUTER": 256})]
+    if capability >= 89:  # e4m3 begins there
+        tile = {"HALF": 32, "ROWS": 64, "BLOCKS": 1, "OUTER": 256, "ACROSS": True}
+        rows = {"COLUMNS": True, "WHOLE": True, "BLOCK": 16384}
+        of_rows = {**numbers, "x_ptr": "*bf16", "columns_ptr": "*bf16", "codes_ptr": "*fp8e4nv", "scales_ptr": "*fp32"}
+        cases += [(nf4._write_codes, {**types, "out_ptr": "*fp8e4nv"}, tile), (quantise._rows, of_rows, rows)]
+    for kernel, given, constants in cases:
+        signature = {name: "constexpr" if name in constants else given[name] for name in kernel.arg_names}
+        places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+        compiled = triton.compile(ASTSource(kernel, signature, places), target=GPUTarget("cuda", capability, 32))
+        assert ".entry" in compiled.asm["ptx"] and compiled.metadata.shared <= 99 * 1024

@@ -102,12 +102,11 @@ def test_the_same_recipe_gives_the_same_run(recipe: Any, tmp_path: Path) -> None
     "changes",
     [
         {"packing": {"enabled": False, "rows_per_step": 3}},
-        {"packing": {"rows_per_step": 2, "metadata": "per_layer"}},
-        {"packing": {"attention": "masked"}, "memory": {"gradient_checkpointing": True}},
+        {"packing": {"rows_per_step": 2}, "memory": {"gradient_checkpointing": True}},
         {"adapter": {"method": "full"}},
         {"train": {"gradient_accumulation_steps": 2, "deterministic": False, "max_steps": 3}},
     ],
-    ids=["padded", "per_layer", "masked, recompute", "full", "accumulation"],
+    ids=["padded", "recompute", "full", "accumulation"],
 )
 def test_other_recipes(recipe: Any, tmp_path: Path, changes: dict[str, Any]) -> None:
     record = run(recipe(**changes), QUIET)
