@@ -319,7 +319,7 @@ def test_plans_that_layers_cannot_follow_are_refused() -> None:
     model = tiny_model("llama")
     before = trace(model)
     with pytest.raises(UnsupportedError, match="needs fused layers"):
-        attach(model, Plan(policies=(Policy.RECOMPUTE_CHEAP,)), layers="stock")
+        attach(model, Plan(policies=(Policy.RECOMPUTE_NORMS,)), layers="stock")
     with pytest.raises(ConfigError, match="2 policies for a model of 3 layers"):
         attach(model, Plan(policies=(Policy.KEEP, Policy.KEEP)))
     assert trace(model) == before
@@ -329,7 +329,7 @@ def test_a_failed_second_attach_leaves_the_first() -> None:
     model = tiny_model("llama")
     handle = attach(model)
     with pytest.raises(UnsupportedError):
-        attach(model, Plan(policies=(Policy.RECOMPUTE_CHEAP,)), experimental=MASKED)
+        attach(model, Plan(policies=(Policy.RECOMPUTE_NORMS,)), experimental=MASKED)
     assert attached(model) is handle
 
 
@@ -406,7 +406,7 @@ def test_a_plan_that_layers_cannot_follow_leaves_the_one_before() -> None:
     model = tiny_model("llama")
     handle = attach(model, Plan.recompute())
     with pytest.raises(UnsupportedError, match="needs fused layers"):
-        handle.replan(Plan(policies=(Policy.RECOMPUTE_CHEAP,)))
+        handle.replan(Plan(policies=(Policy.RECOMPUTE_NORMS,)))
     assert handle.plan == Plan.recompute() and recomputes_layers(model)
 
 

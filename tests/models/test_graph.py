@@ -403,7 +403,7 @@ def test_captured_layers_keep_no_norms_results_and_others_do(monkeypatch: pytest
 
     monkeypatch.setattr(graphs, "_backbone_forward", noted)
     forward_with(CudaOnTheCPU(), graphs, LENGTHS, monkeypatch)
-    assert seen == [Policy.RECOMPUTE_CHEAP] * 3 + [Policy.RECOMPUTE_MLP]
+    assert seen == [Policy.RECOMPUTE_NORMS] * 3 + [Policy.RECOMPUTE_MLP]
     assert [layer.__dict__.get(POLICY) for layer in layers] == policies and POLICY not in layers[0].__dict__
 
 

@@ -340,6 +340,9 @@ def _graph_refusal(model: Any, attention: Backend) -> str | None:
         return "weights besides adapters are trained"
     if not trained:
         return "nothing in the layers is trained"
+    handle = attached(model)
+    if handle is not None and handle.options.compute.is_fp8:
+        return "products in 8 bits have not been tried in a graph yet"
     linears = [module for module in model.base_model.modules() if "lora_A" in module._modules]
     if any(linear.merged for linear in linears):
         return "adapters are merged, so that nothing is trained"

@@ -48,7 +48,7 @@ def head_dim(config: Any) -> int:
 
 def recomputes_layers(model: nn.Module) -> bool:
     """Whether decoder layers, or parts of them, are recomputed in the backward pass (gradient checkpointing)."""
-    parts = (Policy.RECOMPUTE_CHEAP, Policy.RECOMPUTE_MLP)
+    parts = (Policy.RECOMPUTE_NORMS, Policy.RECOMPUTE_MLP)
     return any(
         getattr(module, "gradient_checkpointing", False) or module.__dict__.get(POLICY) in parts
         for module in model.modules()

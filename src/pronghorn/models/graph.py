@@ -374,7 +374,7 @@ def _without_norms(layers: Iterable[nn.Module]) -> Iterator[None]:
     kept = [(layer, policy) for layer, policy in policies if policy is not Policy.RECOMPUTE_MLP]  # it keeps less
     try:
         for layer, _ in kept:
-            layer.__dict__[POLICY] = Policy.RECOMPUTE_CHEAP
+            layer.__dict__[POLICY] = Policy.RECOMPUTE_NORMS
         yield
     finally:
         for layer, policy in kept:

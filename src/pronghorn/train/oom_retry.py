@@ -51,7 +51,7 @@ class OutOfMemory:
 
 _TIGHTER = {
     Policy.KEEP: Policy.RECOMPUTE_MLP,
-    Policy.RECOMPUTE_CHEAP: Policy.RECOMPUTE_MLP,
+    Policy.RECOMPUTE_NORMS: Policy.RECOMPUTE_MLP,
     Policy.RECOMPUTE_MLP: Policy.RECOMPUTE_LAYER,
     Policy.RECOMPUTE_LAYER: Policy.OFFLOAD,
     Policy.OFFLOAD: Policy.OFFLOAD,
