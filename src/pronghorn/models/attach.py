@@ -352,7 +352,6 @@ def _graph_refusal(model: Any, attention: Backend) -> str | None:
         return "adapters differ in dtype"  # and a graph's backward gives all gradients in one tensor
     if recomputes_layers(model):
         return "layers are recomputed"
-    handle = attached(model)
     if handle is not None and handle.plan is not None and not handle.plan.graph:
         return "the plan's budget has no memory for one"
     if any(not p.dtype.is_floating_point for p in model.base_model.parameters()):

@@ -120,16 +120,17 @@ def setup_of(
     distributed = _distributed()
     whole = {id(p): p.numel() for name, p in base.named_parameters() if p.requires_grad and "lora_" not in name}
     fuses = not padded and (embeddings.is_cuda if handle is None else handle.fuses)
+    fp8 = fuses and handle is not None and handle.options.compute.is_fp8
     return TrainSetup(
         tokens=tokens,
         method=method,
         ranks=ranks,
         expert_rank=max((max(wrapper.r.values()) for wrapper in experts.wrappers(base)), default=0),
         itemsize=(autocast or embeddings.dtype).itemsize,
-        fp8=fuses and handle is not None and handle.options.compute.is_fp8,
+        fp8=fp8,
         fused=fuses and unfused_reason(base, autocast) is None,
         trained_whole=0 if method == "full" else sum(whole.values()),
-        graph=fuses and autocast is None and (handle is None or handle.options.graph != "off"),
+        graph=fuses and not fp8 and autocast is None and (handle is None or handle.options.graph != "off"),
         padded=padded,
         accumulates=accumulates or distributed,
         distributed=distributed,
