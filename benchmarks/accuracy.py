@@ -27,8 +27,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from benchmarks.precision import to_nf4
 from benchmarks.program import parser_of, run
 from benchmarks.record import check_out
 from pronghorn.data.batch import Collator
@@ -121,18 +122,6 @@ def with_outliers(model: Any, factor: float) -> None:
                 linear.weight.data[:, :width:64] /= factor
         layer.mlp.up_proj.weight.data[:inner:64] *= factor
         layer.mlp.down_proj.weight.data[:, :inner:64] /= factor
-
-
-def to_nf4(model: Any) -> None:
-    """Put bitsandbytes' 4-bit linears into the layers."""
-    from bitsandbytes.nn import Linear4bit, Params4bit
-
-    for module in list(model.model.layers.modules()):
-        for name, linear in list(module.named_children()):
-            if type(linear) is nn.Linear:
-                new = Linear4bit(linear.in_features, linear.out_features, bias=False, compute_dtype=torch.bfloat16)
-                new.weight = Params4bit(linear.weight.data.cpu(), requires_grad=False, quant_type="nf4")
-                setattr(module, name, new.to(linear.weight.device))
 
 
 def adapted(base: Any, candidate: Candidate, seed: int, device: str) -> Any:

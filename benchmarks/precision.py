@@ -201,7 +201,7 @@ def to_nf4(model: Any) -> None:
             if type(linear) is torch.nn.Linear:
                 new = Linear4bit(linear.in_features, linear.out_features, bias=False, compute_dtype=torch.bfloat16)
                 new.weight = Params4bit(linear.weight.data.cpu(), requires_grad=False, quant_type="nf4")
-                setattr(module, name, new.to("cuda"))
+                setattr(module, name, new.to(linear.weight.device))
     model.is_loaded_in_4bit = True
 
 
