@@ -20,9 +20,10 @@ from pronghorn.config import Recipe
 from pronghorn.data.batch import Collator, PackedBatch
 from pronghorn.diagnose import verify_checks as checks
 from pronghorn.diagnose.verify_checks import verify
-from pronghorn.diagnose.verify_reference import Passes, Subject, perturb, rows_of
-from pronghorn.diagnose.verify_reference import subject_of as of_recipe
+from pronghorn.diagnose.verify_reference import Passes, perturb
 from pronghorn.diagnose.verify_report import Name, Report
+from pronghorn.diagnose.verify_subject import Subject, rows_of
+from pronghorn.diagnose.verify_subject import subject_of as of_recipe
 from pronghorn.errors import TrainingError
 from pronghorn.export import merge
 from pronghorn.families.registry import FAMILIES as FAMILY_FACTS
@@ -485,7 +486,7 @@ def test_the_command_on_a_shape(method: str) -> None:
 
 
 def test_the_command_says_no(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pronghorn.diagnose.verify_reference.attach", lambda model, *args, **kwargs: dead(model))
+    monkeypatch.setattr("pronghorn.diagnose.verify_subject.attach", lambda model, *args, **kwargs: dead(model))
 
     def dead(model: Any) -> None:
         attach(model)
@@ -521,7 +522,7 @@ def test_the_plan_is_training_s(recipe: Path, monkeypatch: pytest.MonkeyPatch) -
         asked.append((sizes, options))
         return Plan((Policy.RECOMPUTE_MLP,))
 
-    monkeypatch.setattr("pronghorn.diagnose.verify_reference.resolve", decide)
+    monkeypatch.setattr("pronghorn.diagnose.verify_subject.resolve", decide)
     changes = ["packing.rows_per_step=3", "train.gradient_accumulation_steps=2", "memory.budget=1GiB"]
     report = verify(of_recipe(Recipe.load(recipe, changes), tokens=64))
     assert asked == [((3, 128), {"packs": True, "autocast": None, "accumulates": True})]

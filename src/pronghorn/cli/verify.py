@@ -71,8 +71,8 @@ def verify(
                 raise ConfigError(f"--{option} is for --model", instead)
         from pronghorn.config import Recipe
         from pronghorn.diagnose.verify_checks import verify as run
-        from pronghorn.diagnose.verify_reference import subject_of
         from pronghorn.diagnose.verify_report import render
+        from pronghorn.diagnose.verify_subject import subject_of
 
         say = progress()
         with tempfile.TemporaryDirectory(prefix="pronghorn-verify-") as scratch:

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from pronghorn.device import device_name, versions
-from pronghorn.diagnose.verify_reference import Passes, RoutedExperts, Run, Subject
+from pronghorn.diagnose.verify_reference import Passes, RoutedExperts, Run
 from pronghorn.diagnose.verify_report import Cause, Check, Finding, Name, Report
+from pronghorn.diagnose.verify_subject import Subject
 from pronghorn.errors import DataError, UnsupportedError
 from pronghorn.export import merge
 from pronghorn.models.families import base_causal_lm

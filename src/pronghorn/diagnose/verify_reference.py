@@ -10,9 +10,8 @@ Beside them the attached model is asked what a token reaches in each layer, and 
 from __future__ import annotations
 
 import gc
-import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate as running_sum
@@ -20,167 +19,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 
-from pronghorn.config import Recipe
-from pronghorn.data.batch import Collator
 from pronghorn.data.packing import IGNORE_INDEX, Document
-from pronghorn.errors import ConfigError
+from pronghorn.diagnose.verify_subject import Subject
 from pronghorn.export.folder import whole_folder
-from pronghorn.memory.plan import Plan
-from pronghorn.models.attach import PathTaken, attach, attached
-from pronghorn.models.auto_plan import resolve
+from pronghorn.models.attach import PathTaken, attached
 from pronghorn.models.expert_gradients import RoutedTokens, count_tokens
 from pronghorn.models.families import base_causal_lm
-from pronghorn.models.load import default_device, resolve_dtype
 from pronghorn.parity.parameters import canonical, trainable
 from pronghorn.parity.reference import accumulate, kept_gradients, layerwise_upcast
 from pronghorn.parity.visibility import NEIGHBOUR, Visibility, position_dependent, probe_tokens, visible_positions
-from pronghorn.train.build import attach_options, autocast_dtype, load
-from pronghorn.train.documents import find, prepare, tokenizer_for
 
-DOCUMENTS_A_ROW = 3
-"""At least: longer documents are cut to their last tokens, where the answer is."""
 LOGIT_ROWS = 384
 """Labelled rows whose logits are compared, spread over all."""
 FIRST_TOKENS = 64
 """Documents whose first token's logits are compared as well: they tell a wrong position from a wrong layer."""
 ALONE = 12
 """Documents that are run through the attached model by themselves."""
-
-
-@dataclass(frozen=True)
-class Subject:
-    """What is judged. `build` makes it anew, so that nobody's model or file is touched."""
-
-    name: str
-    build: Callable[[], Any]
-    """The model to train as transformers and PEFT make it, on its device, nothing attached."""
-    attach: Callable[[Any], object]
-    """Puts it on the path that is judged."""
-    collate: Callable[[list[dict[str, Any]]], dict[str, Any]]
-    """Rows of `input_ids`, `labels` and `lengths` as a packed batch on the host."""
-    reload: Callable[[Path], Any]
-    """A plain model from what its `save_pretrained` wrote."""
-    rows: list[list[Document]]
-    """The documents of each packed row; all rows are one accumulated batch."""
-    row_tokens: int
-    """The longest row that `collate` makes."""
-    autocast: torch.dtype | None = None
-    """Around the forward pass, if training does."""
-
-    @property
-    def documents(self) -> list[Document]:
-        """Of all rows."""
-        return [document for row in self.rows for document in row]
-
-    @property
-    def n_labels(self) -> int:
-        """Supervised tokens of all rows."""
-        return sum(document.supervised for document in self.documents)
-
-
-def subject_of(
-    recipe: Recipe, tokens: int, documents: Iterable[Mapping[str, Any]] | None = None, console: Console | None = None
-) -> Subject:
-    """Make from a recipe what is judged: its model and its training path, on its own first documents.
-
-    Args:
-        tokens: of the first row, at most max_seq_length; the second has half as many, so that they count differently.
-        documents: instead of the recipe's: `input_ids` and `labels` of each.
-        console: shown what happens while data are read.
-    Raises:
-        ConfigError: the recipe doesn't pack, or has no room for a document; and with DataError, UnsupportedError as
-            training would. What is made raises PlanDoesNotFit when it is built, as training does.
-    """
-    if not recipe.packing.enabled:
-        raise ConfigError("verify judges packed rows, and packing.enabled is false", "set packing.enabled=true for it")
-    if recipe.precision.compute != "dtype":
-        raise ConfigError(
-            f"verify has no limits for precision.compute: {recipe.precision.compute} yet",
-            "set precision.compute=dtype for it; docs/precision.md says what 8 bits cost",
-        )
-    tokens = min(tokens, recipe.model.max_seq_length)
-    quiet = Console(quiet=True)
-    found = find(recipe)
-    device = default_device()
-    dtype = resolve_dtype(recipe.precision.dtype, device)
-    tokenizer = tokenizer_for(recipe, found)
-    if documents is None:
-        documents = prepare(recipe, "train", tokenizer, console or quiet).dataset
-    rows = rows_of(documents, tokens)
-    config = found.config if found.config is not None else found.base and found.base.config
-    limit = getattr(config, "max_position_embeddings", None) or sys.maxsize
-    full = recipe.adapter.method == "full"
-    plan: Plan | None = None
-
-    def build() -> Any:
-        """Its plan is made here, as training's: when nothing else is on the card, and for training's rows."""
-        nonlocal plan
-        model, handle = load(recipe, found, tokenizer, quiet)
-        plan = resolve(
-            handle,
-            recipe.packing.rows_per_step,
-            recipe.model.max_seq_length,
-            packs=True,
-            autocast=autocast_dtype(recipe),
-            accumulates=recipe.train.gradient_accumulation_steps > 1,
-        )
-        handle.detach()
-        return model
-
-    def attach_as_trained(model: Any) -> object:
-        return attach(model, plan, **attach_options(recipe))
-
-    def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
-        """Pad rows to what the plan has room for; only the probe of a window is longer."""
-        length = max(tokens, sum(len(row["input_ids"]) for row in rows))
-        return Collator(length, tokenizer.pad_token_id or 0)(rows)
-
-    def reload(folder: Path) -> Any:
-        if not full:
-            tokenizer.save_pretrained(folder)  # tells how many tokens were added
-        return find(recipe, folder).model(torch.float32 if full else dtype, device)
-
-    return Subject(
-        name=recipe.model.name,
-        build=build,
-        attach=attach_as_trained,
-        collate=collate,
-        reload=reload,
-        rows=rows,
-        row_tokens=limit,
-        autocast=autocast_dtype(recipe),
-    )
-
-
-def rows_of(documents: Iterable[Mapping[str, Any]], tokens: int) -> list[list[Document]]:
-    """Two rows of whole or cut documents: up to `tokens`, and up to half as many.
-
-    Raises:
-        ConfigError: `tokens` leave no room for a document.
-    """
-    if tokens < 2 * DOCUMENTS_A_ROW:
-        least = f"make model.max_seq_length at least {2 * DOCUMENTS_A_ROW}, and --tokens"
-        raise ConfigError(f"rows of {tokens} tokens hold no {DOCUMENTS_A_ROW} documents", least)
-    rows: list[list[Document]] = []
-    remaining = iter(documents)
-    for room in (tokens, tokens // 2):
-        row, left = [], room
-        for each in remaining:
-            cut = min(room // DOCUMENTS_A_ROW, left)
-            ids, labels = list(each["input_ids"])[-cut:], list(each["labels"])[-cut:]
-            labels[0] = IGNORE_INDEX
-            if all(label == IGNORE_INDEX for label in labels):
-                continue
-            row.append(Document(ids, labels))
-            left -= len(ids)
-            if left < 2:
-                break
-        if row:
-            rows.append(row)
-    return rows
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,8 @@ from torch.autograd.function import once_differentiable
 from pronghorn.data.batch import PackedBatch
 from pronghorn.device import is_out_of_memory
 from pronghorn.errors import TrainingError
-from pronghorn.layers.decoder import RUN, STEP, FusedLayers, Step
+from pronghorn.layers.decoder import RUN, STEP, FusedLayers
+from pronghorn.layers.step import Step
 from pronghorn.layers.subclass import moving, subclass
 from pronghorn.memory.plan import POLICY, Policy
 from pronghorn.models.graph_benefit import GraphBenefit
