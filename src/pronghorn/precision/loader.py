@@ -2,8 +2,8 @@
 
     for name, tensor in load(checkpoint(folder), rename=..., place=..., transform=...): ...
 
-A source yields `StoredTensor`s; each must be read before the next is asked for. Files are mapped into memory, so reading
-takes pages of the file's cache and none of the process's own.
+A source yields `StoredTensor`s; each must be read before the next is asked for. Files are mapped into memory, so
+reading takes pages of the file's cache and none of the process's own.
 """
 
 from __future__ import annotations
