@@ -20,10 +20,9 @@ from pronghorn.models.new_tokens import grow_embeddings
 from pronghorn.models.weights import (
     bitsandbytes_config,
     check_quantised,
-    check_weights,
-    json_value,
     whole_model,
 )
+from pronghorn.precision.loader import check_weights, json_value
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}

@@ -1,9 +1,8 @@
-"""Weights of a checkpoint: every one of them there, never pickled, quantised only by bitsandbytes."""
+"""Load a transformers model with every one of its weights, quantised only by bitsandbytes."""
 
 from __future__ import annotations
 
 import importlib.util
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,52 +10,6 @@ import torch
 from torch import nn
 
 from pronghorn.errors import DataError, UnsupportedError
-
-
-def check_weights(folder: Path) -> list[Path]:
-    """Return the safetensors files that loading reads: a whole model's, else its parts. Others in the folder may be
-    anything (Mistral's own beside transformers', old parts).
-
-    Raises:
-        DataError: there are none, or one is damaged, cut short, gone, or outside the folder.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    name = "adapter_model" if (folder / "adapter_config.json").is_file() else "model"
-    whole, index = folder / f"{name}.safetensors", folder / f"{name}.safetensors.index.json"
-    files = [whole] if whole.is_file() else []
-    if not files and index.is_file():
-        parts = json_value(index, "weight_map")
-        if not isinstance(parts, dict) or not all(isinstance(part, str) for part in parts.values()):
-            raise DataError(f"{index}: its weight_map names no files", "copy, download or save it again")
-        outside = [part for part in parts.values() if Path(part).is_absolute() or ".." in Path(part).parts]
-        if outside:
-            raise DataError(f"{index} names a file outside its folder ({outside[0]})", "download it again")
-        files = [folder / part for part in sorted(set(parts.values()))]
-    for file in files:
-        if not file.is_file():
-            raise DataError(f"{index} names {file.name}, which is not there", "copy or download it")
-        try:
-            with safe_open(file, "pt"):
-                pass  # opening compares the header with the file's size
-        except (SafetensorError, OSError) as error:
-            raise DataError(f"{file}: not a whole safetensors file ({error})", "copy or download it again") from error
-    if not files:
-        kinds = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf")
-        found = sorted(file.name for file in folder.iterdir() if file.suffix in kinds)
-        raise DataError(
-            f"{folder} holds no safetensors weights to load (found: {', '.join(found) or 'no weights at all'})",
-            "pickled weights are never read: convert them to safetensors; a GGUF file is given by its own path",
-        )
-    return files
-
-
-def json_value(path: Path, key: str) -> Any:
-    """What the JSON file holds under the key."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))[key]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DataError(f"{path}: no {key} to be read ({error!r})", "copy, download or save it again") from error
 
 
 def whole_model(name: str | Path, **options: Any) -> Any:

@@ -1,0 +1,234 @@
+"""Read the weights of a model one tensor at a time, from a checkpoint or made up, and hand them over by name.
+
+    for name, tensor in load(checkpoint(folder), rename=..., place=..., transform=...): ...
+
+A source yields `StoredTensor`s; each must be read before the next is asked for. Files are mapped into memory, so
+reading takes pages of the file's cache and none of the process's own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pronghorn.errors import DataError, UnsupportedError
+
+_WIDE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes that hold plain weights; one may be read where another is expected. Codes of 8 and 4 bits may not."""
+_DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
+    "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+"""safetensors' names."""
+_BLOCK = 2**22
+"""About how many elements of a generated tensor share a seed."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a source, not read yet."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    origin: str
+    """The file that holds it, for messages."""
+    rows: Callable[[int, int], Tensor]
+    """Read the slice [start:stop] of the first dimension."""
+
+    def read(self) -> Tensor:
+        """Read the whole tensor."""
+        return self.rows(0, self.shape[0] if self.shape else 1)
+
+
+def load(
+    source: Iterable[StoredTensor],
+    *,
+    rename: Callable[[str], str | None] | None = None,
+    place: Callable[[str, StoredTensor], Tensor] | None = None,
+    transform: Callable[[str, Tensor], Tensor] | None = None,
+    expected: Mapping[str, Tensor] | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield each tensor of a source by name, in the source's order. A tensor is a view of its file unless a hook
+    copies it, and is dropped before the next is read.
+
+    Args:
+        rename: the name that a stored tensor gets; None skips it, and nothing of it is read.
+        place: reads a tensor, or its shard, to where it belongs; without, all of it to the CPU.
+        transform: changes a tensor that was placed (quantises it).
+        expected: all tensors to load, by their new names (on the meta device, for instance).
+    Raises:
+        DataError: a tensor is missing from the source, has no place in `expected`, comes twice, or has another shape
+            there, or a dtype that doesn't convert.
+    """
+    seen: set[str] = set()
+    for stored in source:
+        name = rename(stored.name) if rename else stored.name
+        if name is None:
+            continue
+        if name in seen:
+            raise DataError(f"{stored.origin}: {name} comes twice", "download or save the checkpoint again")
+        seen.add(name)
+        if expected is not None:
+            _check_expected(name, stored, expected)
+        tensor = place(name, stored) if place else stored.read()
+        yield name, transform(name, tensor) if transform else tensor
+    missing = sorted(expected.keys() - seen) if expected is not None else []
+    if missing:
+        raise DataError(
+            f"the checkpoint lacks {len(missing)} of the model's weights ({', '.join(missing[:3])} ...)",
+            "download or copy it again: configuration and weights must be of one model",
+        )
+
+
+def _check_expected(name: str, stored: StoredTensor, expected: Mapping[str, Tensor]) -> None:
+    remedy = "configuration and weights must be of one model"
+    if name not in expected:
+        raise DataError(f"{stored.origin}: {stored.name} has no place in the model", remedy)
+    target = expected[name]
+    if stored.shape != tuple(target.shape):
+        raise DataError(f"{stored.origin}: {stored.name} is {[*stored.shape]}, not {[*target.shape]}", remedy)
+    if stored.dtype != target.dtype and not (stored.dtype in _WIDE and target.dtype in _WIDE):
+        raise DataError(f"{stored.origin}: {stored.name} is {stored.dtype}, not {target.dtype}", remedy)
+
+
+def checkpoint(path: Path) -> Iterator[StoredTensor]:
+    """Yield the tensors of a safetensors file, a folder of them (with an index if there are several) or a GGUF file,
+    file by file and in each file's own order. All files are checked before the first tensor comes.
+
+    Raises:
+        DataError: a file or a tensor that the index names is missing, or a file is damaged or cut short.
+    """
+    if path.suffix == ".gguf":
+        return _gguf(path)
+    return _safetensors(check_weights(path) if path.is_dir() else [path], path)
+
+
+def _safetensors(files: list[Path], path: Path) -> Iterator[StoredTensor]:
+    from safetensors import safe_open
+
+    for file in files:
+        _check_file(file)
+    index = path / "model.safetensors.index.json"
+    indexed = index.is_file() and not (path / "model.safetensors").is_file()
+    parts: dict[str, str] = json_value(index, "weight_map") if indexed else {}
+    for file in files if indexed else []:
+        with safe_open(file, "pt") as opened:
+            lost = {name for name, part in parts.items() if path / part == file} - set(opened.keys())
+        if lost:
+            raise DataError(f"{index} names {min(lost)}, which {file} lacks", "copy, download or save it again")
+    for file in files:
+        with safe_open(file, "pt") as opened:
+            for name in opened.offset_keys():
+                if indexed and path / parts.get(name, "") != file:
+                    continue  # an old part's
+                part = opened.get_slice(name)
+                shape, dtype = tuple(part.get_shape()), _DTYPES.get(part.get_dtype())
+                if dtype is None:
+                    raise DataError(f"{file}: {name} is {part.get_dtype()}", "save it in a dtype that torch has")
+
+                def rows(start: int, stop: int, name: str = name, shape: tuple[int, ...] = shape) -> Tensor:
+                    tensor: Tensor = opened.get_tensor(name)
+                    return tensor[start:stop] if shape else tensor
+
+                yield StoredTensor(name, shape, dtype, str(file), rows)
+
+
+def _gguf(path: Path) -> Iterator[StoredTensor]:
+    """Yield the tensors of a GGUF file under the file's own names, unpacked to float32 when they are read."""
+    try:
+        from gguf import GGUFReader
+        from gguf.quants import dequantize
+    except ImportError as error:
+        raise UnsupportedError(
+            f"{path.name} can't be read without the gguf package", "pip install 'pronghorn[gguf]'"
+        ) from error
+    try:
+        tensors = GGUFReader(str(path)).tensors
+    except (OSError, ValueError, IndexError, KeyError, OverflowError) as error:
+        raise DataError(f"{path} is no readable GGUF file ({error})", "download it again") from error
+    for packed in tensors:
+
+        def rows(start: int, stop: int, packed: Any = packed) -> Tensor:
+            return torch.tensor(dequantize(packed.data[start:stop], packed.tensor_type))
+
+        yield StoredTensor(packed.name, tuple(map(int, reversed(packed.shape))), torch.float32, str(path), rows)
+
+
+def generated(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, std: float = 0.02) -> Iterator[StoredTensor]:
+    """Yield random normal weights of the given shapes. Each block of rows is seeded by its tensor's name and its
+    number, so that any tensor, or shard of one, can be made alone."""
+    for name, shape in shapes.items():
+
+        def rows(start: int, stop: int, name: str = name, shape: tuple[int, ...] = shape) -> Tensor:
+            row, count = shape[1:], shape[0] if shape else 1
+            size = max(1, _BLOCK // max(1, math.prod(row)))
+            out = torch.empty(stop - start, *row, dtype=dtype)
+            for first in range(start // size * size, stop, size):
+                digest = hashlib.sha256(f"{name} {first // size}".encode()).digest()
+                generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
+                block = torch.randn(min(size, count - first), *row, generator=generator) * std
+                low, high = max(start, first), min(stop, first + len(block))
+                out[low - start : high - start] = block[low - first : high - first]
+            return out if shape else out[0]
+
+        yield StoredTensor(name, shape, dtype, "generated weights", rows)
+
+
+def check_weights(folder: Path) -> list[Path]:
+    """Return the safetensors files that loading reads: a whole model's, else its parts. Others in the folder may be
+    anything (Mistral's own beside transformers', old parts).
+
+    Raises:
+        DataError: there are none, or one is damaged, cut short, gone, or outside the folder.
+    """
+    name = "adapter_model" if (folder / "adapter_config.json").is_file() else "model"
+    whole, index = folder / f"{name}.safetensors", folder / f"{name}.safetensors.index.json"
+    files = [whole] if whole.is_file() else []
+    if not files and index.is_file():
+        parts = json_value(index, "weight_map")
+        if not isinstance(parts, dict) or not all(isinstance(part, str) for part in parts.values()):
+            raise DataError(f"{index}: its weight_map names no files", "copy, download or save it again")
+        outside = [part for part in parts.values() if Path(part).is_absolute() or ".." in Path(part).parts]
+        if outside:
+            raise DataError(f"{index} names a file outside its folder ({outside[0]})", "download it again")
+        files = [folder / part for part in sorted(set(parts.values()))]
+    for file in files:
+        if not file.is_file():
+            raise DataError(f"{index} names {file.name}, which is not there", "copy or download it")
+        _check_file(file)
+    if not files:
+        kinds = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf")
+        found = sorted(file.name for file in folder.iterdir() if file.suffix in kinds)
+        raise DataError(
+            f"{folder} holds no safetensors weights to load (found: {', '.join(found) or 'no weights at all'})",
+            "pickled weights are never read: convert them to safetensors; a GGUF file is given by its own path",
+        )
+    return files
+
+
+def json_value(path: Path, key: str) -> Any:
+    """What the JSON file holds under the key."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))[key]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DataError(f"{path}: no {key} to be read ({error!r})", "copy, download or save it again") from error
+
+
+def _check_file(file: Path) -> None:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, "pt"):
+            pass  # opening compares the header with the file's size
+    except (SafetensorError, OSError) as error:
+        raise DataError(f"{file}: not a whole safetensors file ({error})", "copy or download it again") from error
