@@ -22,22 +22,6 @@ EXCEPTIONS = {
     "diagnose/shapes.py": "sizes of known models, as data",
     "export/merge.py": "names not taken out yet",
     "layers/linears.py": "bitsandbytes' class Linear4bit",
-    **dict.fromkeys(
-        [
-            "diagnose/profile.py",
-            "diagnose/profile_trace.py",
-            "layers/build.py",
-            "layers/decoder.py",
-            "memory/recompute.py",
-            "models/adapter_files.py",
-            "models/experts.py",
-            "models/limits.py",
-            "models/lora.py",
-            "models/new_tokens.py",
-            "recipe_values.py",
-        ],
-        "names not taken out yet",
-    ),
     "models/gguf.py": "GGUF's own names of architectures and tensors",
     "models/gguf_tokenizer.py": "GGUF's own names of tokenizers",
 }

@@ -9,6 +9,7 @@ from typing import Any
 
 from pronghorn.errors import DataError
 from pronghorn.models.adapter_files import tensor_shapes
+from pronghorn.models.families import check_config
 
 LIMITS = {
     "num_hidden_layers": 1_000,
@@ -77,9 +78,10 @@ def check_weights_fit(folder: Path, files: list[Path], config: Any) -> None:
     """
     shapes = {key: shape for file in files for key, shape in tensor_shapes(file).items()}
     check_layers(folder, "num_hidden_layers", config.num_hidden_layers, shapes, _LAYER)
+    embeddings = f"{check_config(config).embeddings}.weight"
     expected = [config.vocab_size, config.hidden_size]
     for key, shape in shapes.items():
-        if key.endswith("embed_tokens.weight") and shape != expected:
+        if key.endswith(embeddings) and shape != expected:
             raise DataError(f"{folder}: config.json says {expected} for {key}, the weights hold {shape}", _REMEDY)
 
 
