@@ -61,7 +61,7 @@ def check_values(name: str | Path, config: Any) -> None:
                 f"{name}: rope_type {found!r} is unknown",
                 f"mend config.json: transformers has default, {', '.join(ROPE_INIT_FUNCTIONS)}",
             )
-    stops = config.eos_token_id
+    stops = getattr(config, "eos_token_id", None)  # transformers gives a configuration none of its own
     for stop in stops if isinstance(stops, list) else [stops]:
         if stop is not None and not 0 <= stop < config.vocab_size:
             raise DataError(
