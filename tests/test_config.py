@@ -243,7 +243,7 @@ def test_a_recipe_that_is_a_folder(folder: Path) -> None:
 def test_one_text_stands_for_a_list_of_it(folder: Path) -> None:
     recipe = load(folder, GOOD, "adapter.target_modules=q_proj, v_proj", "report.sample_prompts=Who?")
     assert recipe.adapter.target_modules == ["q_proj", "v_proj"] and recipe.report.sample_prompts == ["Who?"]
-    assert len(load(folder, GOOD, "adapter.target_modules=all-linear").adapter.target_modules) == 7
+    assert load(folder, GOOD, "adapter.target_modules=all-linear").adapter == load(folder, GOOD).adapter
     with pytest.raises(ConfigError, match=r"report_to\.0 = 'wandbb': input should be 'tensorboard'"):
         load(folder, GOOD, "train.report_to=wandbb")
 

@@ -20,7 +20,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pronghorn.errors import ConfigError
 from pronghorn.recipe_errors import explain, refuse_others
 from pronghorn.recipe_values import (
-    LINEARS,
+    ALL_LINEAR,
     File,
     FileOrName,
     Seed,
@@ -47,6 +47,7 @@ class Model(Section):
     max_seq_length: int = Field(gt=0, description="tokens of a packed row, and the most a document may have")
     load_in_4bit: bool = Field(False, description="NF4 base weights through bitsandbytes (QLoRA)")
     trust_remote_code: bool = Field(False, description="run Python code that comes with the checkpoint")
+    plugins: Texts = Field([], description="Python modules to import before the model loads; they register families")
 
 
 class Adapter(Section):
@@ -57,7 +58,9 @@ class Adapter(Section):
     lora_alpha: int = Field(16, ge=1, description="LoRA's scale is lora_alpha / r")
     lora_dropout: float = Field(0.0, ge=0, lt=1, description="dropout before the adapters")
     target_modules: Annotated[list[str], BeforeValidator(modules)] = Field(
-        LINEARS, min_length=1, description="the linears that get adapters; all-linear is this default"
+        [ALL_LINEAR],
+        min_length=1,
+        description="the linears that get adapters, e.g. [q_proj, v_proj]; all-linear: those of the model's family",
     )
     target_parameters: Texts = Field(
         [], description="weights of experts that get adapters: mlp.experts.gate_up_proj, mlp.experts.down_proj"

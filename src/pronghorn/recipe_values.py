@@ -45,9 +45,9 @@ def listed(value: object) -> object:
 
 
 def modules(value: object) -> object:
-    """Return names of linears, given as a list or between commas; all-linear (LLaMA-Factory: all) is the default."""
-    if value in ("all-linear", "all"):
-        return LINEARS
+    """Return names of linears, given as a list or between commas; LLaMA-Factory's `all` is the default."""
+    if value == "all":
+        return [ALL_LINEAR]
     return [name.strip() for name in value.split(",")] if isinstance(value, str) else value
 
 
@@ -70,4 +70,5 @@ FileOrName = Annotated[str, AfterValidator(_possible)]
 Texts = Annotated[list[str], BeforeValidator(listed)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]  # what numpy takes
 
-LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+ALL_LINEAR = "all-linear"
+"""The linears that the model's family adapts by default."""

@@ -320,7 +320,7 @@ def test_modules_are_named_by_the_family_s_spec() -> None:
     assert in_layer == {
         "model.layers.0": "layer",
         f"{prefix}self_attn": "attention",
-        f"{prefix}mlp": "mlp",
+        f"{prefix}mlp": "feed-forward",
         **{f"{prefix}{name}": "norm" for name in (*norms, "self_attn.q_norm", "self_attn.k_norm")},
     }
     assert names["model.embed_tokens"] == "embedding" and names["model.norm"] == "norm" and names["model"] == "backbone"

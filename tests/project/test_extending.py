@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -20,10 +21,16 @@ FILES = {
 def run(folder: Path, files: dict[str, str]) -> subprocess.CompletedProcess[str]:
     for name, text in files.items():
         (folder / name).write_text(text)
+    return python(folder, "check_ibex.py")
+
+
+def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in a folder, with this checkout's source."""
     path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "check_ibex.py"]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    )
 
 
 def test_a_family_from_outside_is_fused_and_equals_one_document_at_a_time(tmp_path: Path) -> None:
@@ -46,3 +53,80 @@ def test_the_check_of_the_page_can_fail(tmp_path: Path, name: str, before: str, 
     assert FILES[name].count(before) == 1
     done = run(tmp_path, {**FILES, name: FILES[name].replace(before, after)})
     assert done.returncode == 1 and "not close" in done.stderr, done.stdout + done.stderr
+
+
+SAVE = """
+import modeling_ibex
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+words = {chr(33 + i): i for i in range(94)} | {"<pad>": 94, "<eos>": 95}
+tokenizer = Tokenizer(models.WordLevel(words, unk_token="!"))
+tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+torch.manual_seed(0)
+modeling_ibex.IbexForCausalLM(modeling_ibex.IbexConfig()).save_pretrained("model")
+PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained("model")
+"""
+RECIPE = """
+model: {name: model, max_seq_length: 64, plugins: [modeling_ibex, ibex_family]}
+data: {train: train.jsonl, format: text, cache: cache}
+train: {output: out, max_steps: 2}
+"""
+
+
+@pytest.fixture(scope="module")
+def ibex(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with Ibex's files, a saved model, data and a recipe."""
+    folder = tmp_path_factory.mktemp("ibex")
+    files = {**FILES, "save.py": SAVE, "recipe.yaml": RECIPE, "train.jsonl": '{"text": "hello"}\n' * 64}
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    done = python(folder, "save.py")
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_the_planner_knows_a_family_from_outside(ibex: Path) -> None:
+    command = ["-m", "pronghorn", "plan", "recipe.yaml", "--device", "24GiB", "--json"]
+    done = python(ibex, *command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    setup = json.loads(done.stdout)["work"]
+    linears = ["attention.wq", "attention.wk", "attention.wv", "attention.wo", "feed_forward.w13", "feed_forward.w2"]
+    assert setup["ranks"] == dict.fromkeys(linears, 16), "LoRA's default targets"
+
+
+def test_a_family_from_outside_recomputes_its_mlp(ibex: Path) -> None:
+    """The loss and gradients are those of layers that keep everything."""
+    script = """
+import ibex_family, modeling_ibex, torch
+from pronghorn.memory.plan import Plan, Policy
+from pronghorn.memory.recompute import install
+from pronghorn.parity.reference import accumulate
+from pronghorn.data.packing import Document
+model = modeling_ibex.IbexForCausalLM(modeling_ibex.IbexConfig()).train()
+ids = list(range(9))
+def passed():
+    model.zero_grad()
+    [one] = accumulate(model, [Document(ids, [-100, *ids[1:]])], 8, [[0, 3]])
+    return one.losses, one.logits, [p.grad.clone() for p in model.parameters()]
+kept = passed()
+calls = []
+module = model.model.layers[0].feed_forward.w13
+module.register_forward_hook(lambda *_: calls.append(1))
+install(model, model.model.layers, Plan(policies=(Policy.RECOMPUTE_MLP,)))
+again = passed()
+assert len(calls) == 2, "once more in the backward pass"
+assert torch.equal(kept[0], again[0]) and torch.equal(kept[1], again[1]) and kept[1].shape == (2, 128)
+assert all(map(torch.equal, kept[2], again[2]))
+"""
+    (ibex / "recompute.py").write_text(script)
+    done = python(ibex, "recompute.py")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_plugin_that_can_t_be_imported_is_a_plain_error(ibex: Path) -> None:
+    done = python(ibex, "-m", "pronghorn", "plan", "recipe.yaml", "model.plugins=no_such_family", "--device", "24GiB")
+    assert done.returncode != 0 and "Traceback" not in done.stderr
+    text = " ".join(done.stderr.split())
+    assert "no_such_family" in text and "PYTHONPATH" in text, done.stderr

@@ -231,11 +231,9 @@ def parts_of(model: Any) -> dict[nn.Module, str]:
     for layer in backbone.layers:
         parts[layer] = "layer"
         for block in blocks(layer):
-            module, kind = layer.get_submodule(block.module), block.kind
-            parts[module] = "attention" if isinstance(kind, Attention) else "mlp"
-            inside = (kind.query_norm, kind.key_norm) if isinstance(kind, Attention) else ()
-            parts |= {module.get_submodule(path): "norm" for path in inside if path}
-            parts |= {layer.get_submodule(path): "norm" for path in (block.before, block.after) if path}
+            module = layer.get_submodule(block.module)
+            parts[module] = "attention" if isinstance(block.kind, Attention) else "feed-forward"
+            parts |= {layer.get_submodule(path): "norm" for path in block.norms}
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             parts[module] = "embedding"

@@ -133,7 +133,7 @@ def cause(span: Span | None, ranks: frozenset[int]) -> tuple[Cause, bool]:
         return (Cause.LORA if inner == "lora" else Cause.GEMM), again
     if sums:
         return Cause.ELEMENTWISE, again
-    block = inner in ("attention", "mlp", "layer")  # a fused layer computes what else these two do
+    block = inner in ("attention", "feed-forward", "layer")  # a fused layer computes what else these two do
     if block and ("aten::_foreach_copy_" in names or any(_low_rank(operation, ranks) for operation in operations)):
         return Cause.LORA, again
     if product is not None:

@@ -2,14 +2,17 @@
 
 from pronghorn.families.spec import Attention, Experts, FamilySpec, ResidualBlock, same_blocks, window_of_module
 
+EXPERTS = Experts(clamped_gate="GptOssExperts._apply_gate")
+
 GPT_OSS = FamilySpec(
     model_type="gpt_oss",
     members="gpt-oss 20b and 120b",
     source="transformers.models.gpt_oss",
     blocks=same_blocks(
         ResidualBlock("self_attn", Attention(window=window_of_module, sinks="sinks"), before="input_layernorm"),
-        ResidualBlock("mlp", Experts(), before="post_attention_layernorm"),
+        ResidualBlock("mlp", EXPERTS, before="post_attention_layernorm"),
     ),
+    experts=EXPERTS,
     load_attention="eager",
     halved_rotary=True,
     lora_targets=("q_proj", "k_proj", "v_proj", "o_proj"),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from importlib import import_module
 from typing import Any
 
-from pronghorn.errors import ConfigError, UnsupportedError
+from pronghorn.errors import ConfigError, PronghornError, UnsupportedError
 from pronghorn.families.gemma3 import GEMMA3
 from pronghorn.families.gpt_oss import GPT_OSS
 from pronghorn.families.llama import LLAMA
@@ -33,6 +35,24 @@ def register_family(spec: FamilySpec) -> None:
             "give the family a model_type of its own",
         )
     FAMILIES[spec.model_type] = spec
+
+
+def import_plugins(modules: Iterable[str]) -> None:
+    """Import modules by name; they register families from outside the package.
+
+    Raises:
+        ConfigError: a module that is missing or fails while it is imported.
+    """
+    for module in modules:
+        try:
+            import_module(module)
+        except PronghornError:
+            raise
+        except Exception as error:  # whatever the module does
+            raise ConfigError(
+                f"model.plugins: {module!r} can't be imported ({type(error).__name__}: {error})",
+                "install it, or add its folder to PYTHONPATH",
+            ) from error
 
 
 def family_of(config: Any) -> FamilySpec:

@@ -90,8 +90,14 @@ class Experts:
 
     experts: str = "experts"
     """The module that holds all experts' weights as 3-dimensional parameters."""
+    gate_up: str = "gate_up_proj"
+    """The parameter of all experts' gates and ups, [E, 2 I, H] or transposed."""
     down: str = "down_proj"
     """The parameter of all experts' down-projections, [E, H, I] or transposed."""
+    activation: str = "act_fn"
+    """The module that gates go through."""
+    clamped_gate: str | None = None
+    """The qualified name of the gating function where it is gpt-oss's: gate and up in turns, both clamped."""
 
     @property
     def linears(self) -> tuple[tuple[str, ...], ...]:
@@ -110,6 +116,14 @@ class ResidualBlock:
     after: str | None = None
     """Path of the RMSNorm of what f adds, where the family has one."""
 
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """List the paths of all RMSNorms below the layer, those of queries and keys too."""
+        kind = self.kind
+        inner = (kind.query_norm, kind.key_norm) if isinstance(kind, Attention) else ()
+        paths = (self.before, *(f"{self.module}.{path}" for path in inner if path is not None), self.after)
+        return tuple(path for path in paths if path is not None)
+
 
 @dataclass(frozen=True)
 class FamilySpec:
@@ -124,6 +138,12 @@ class FamilySpec:
     source: str
     """Module that defines the family's classes, e.g. `transformers.models.llama`. A module whose forward is from
     elsewhere was changed by somebody, and is called instead of computed."""
+    experts: Experts = Experts()
+    """What the layers' experts are, in families that have some."""
+    embeddings: str = "embed_tokens"
+    """The token embeddings' last name."""
+    head: str = "lm_head"
+    """The language-model head's last name."""
     norm_offset: float = 0.0
     """What an RMSNorm adds to its weight (1 in Gemma)."""
     load_attention: str = "sdpa"
@@ -144,6 +164,11 @@ class FamilySpec:
         """List the linears of one layer by their last names, in the order of the forward."""
         groups = (group for block in self.blocks(layer) for group in block.kind.linears)
         return tuple(path.rpartition(".")[2] for group in groups for path in group)
+
+    def feed_forward(self, layer: Any) -> str | None:
+        """Return the path of a layer's MLP or experts, or None where the layer has neither."""
+        kinds = GatedMLP, Experts
+        return next((block.module for block in self.blocks(layer) if isinstance(block.kind, kinds)), None)
 
 
 def same_blocks(*blocks: ResidualBlock) -> Callable[[Any], tuple[ResidualBlock, ...]]:

@@ -126,17 +126,15 @@ class LayerBuilder:
             return f"{type(module).__name__} has another forward than transformers'"
         if isinstance(block.kind, GatedMLP) and _activation(module, block.kind) is None:
             return f"activation {type(module.get_submodule(block.kind.activation)).__name__} has no kernel"
-        norms = [layer.get_submodule(path) for path in (block.before, block.after) if path is not None]
+        norms = [layer.get_submodule(path) for path in block.norms]
         if isinstance(block.kind, Attention):
-            kind = block.kind
-            norms += [module.get_submodule(path) for path in (kind.query_norm, kind.key_norm) if path is not None]
             dim = module.head_dim
             if next(layer.parameters()).is_cuda and (dim < 16 or dim & (dim - 1)):
                 return f"head_dim {dim} is no power of two"
         elif not isinstance(block.kind, GatedMLP):
             return f"{type(block.kind).__name__} has no fused form"
         for norm in norms:
-            if not (self.is_own(norm) and type(norm).__name__.endswith("RMSNorm")):
+            if not self.is_own(norm):
                 return f"{type(norm).__name__} has no kernel"
         for group in block.kind.linears:
             reason = unfused_reason([module.get_submodule(path) for path in group], dtype)

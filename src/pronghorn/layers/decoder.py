@@ -98,12 +98,15 @@ class FusedLayers:
         """Give layers and norms their fused classes."""
         for layer in self.backbone.layers:
             layer.__dict__[OWNER] = weakref.ref(self)
-        for module in self.backbone.modules():
-            own: Any = type(module)
-            if module in set(self.backbone.layers) and self.builder.is_own(module):
-                module.__class__ = _layer_class(own)
-            elif own.__name__.endswith("RMSNorm") and self.builder.is_own(module) and hasattr(module, "weight"):
-                module.__class__ = _norm_class(own, self.builder.family.norm_offset)
+        family, norms = self.builder.family, [self.backbone.norm]
+        for layer in filter(self.builder.is_own, self.backbone.layers):
+            own: Any = type(layer)
+            layer.__class__ = _layer_class(own)
+        for layer in self.backbone.layers:
+            norms += [layer.get_submodule(path) for block in family.blocks(layer) for path in block.norms]
+        for norm in filter(self.builder.is_own, norms):
+            own = type(norm)
+            norm.__class__ = _norm_class(own, family.norm_offset)
 
     def merge_weights(self) -> None:
         """Merge what layers multiply with (`weight_layout.merge_weights`). The first packed forward does so, before it

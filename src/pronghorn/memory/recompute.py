@@ -19,6 +19,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pronghorn.errors import TrainingError, UnsupportedError
+from pronghorn.families.registry import family_of
+from pronghorn.families.spec import FamilySpec
 from pronghorn.memory.offload import OffloadEngine
 from pronghorn.memory.plan import POLICY, Plan, Policy
 
@@ -84,7 +86,7 @@ class Installed:
         module.__dict__[name] = value
 
 
-def policies_of(plan: Plan, layers: Iterable[nn.Module], fused: bool) -> tuple[Policy, ...]:
+def policies_of(plan: Plan, family: FamilySpec, layers: Iterable[nn.Module], fused: bool) -> tuple[Policy, ...]:
     """A plan's policies for these layers.
 
     Args:
@@ -105,15 +107,21 @@ def policies_of(plan: Plan, layers: Iterable[nn.Module], fused: bool) -> tuple[P
             raise UnsupportedError(
                 f"{type(layer).__name__} can't be recomputed by transformers' gradient checkpointing", "use Plan.keep()"
             )
-        if policy is Policy.RECOMPUTE_MLP and has_own_forward(layer.mlp):
-            raise UnsupportedError(
-                f"the forward of {type(layer).__name__}.mlp was replaced by something else",
-                f"use '{Policy.RECOMPUTE_LAYER}', or take that hook off",
-            )
+        if policy is Policy.RECOMPUTE_MLP:
+            path = family.feed_forward(layer)
+            if path is None:
+                raise UnsupportedError(
+                    f"{type(layer).__name__} has no MLP to recompute", f"use '{Policy.RECOMPUTE_LAYER}'"
+                )
+            if has_own_forward(layer.get_submodule(path)):
+                raise UnsupportedError(
+                    f"the forward of {type(layer).__name__}.{path} was replaced by something else",
+                    f"use '{Policy.RECOMPUTE_LAYER}', or take that hook off",
+                )
     return policies
 
 
-def install(model: nn.Module, layers: Iterable[nn.Module], plan: Plan, fused: bool = False) -> Installed:
+def install(model: Any, layers: Iterable[nn.Module], plan: Plan, fused: bool = False) -> Installed:
     """Make each decoder layer of a causal LM follow the plan's policy for it.
 
     transformers' own switch is overruled: turned on by a trainer, it brings the plan's policies back; turned off, no
@@ -122,8 +130,8 @@ def install(model: nn.Module, layers: Iterable[nn.Module], plan: Plan, fused: bo
     Raises:
         ConfigError, UnsupportedError: as `policies_of`, before anything was changed.
     """
-    layers = list(layers)
-    policies = policies_of(plan, layers, fused)
+    layers, family = list(layers), family_of(model.config)
+    policies = policies_of(plan, family, layers, fused)
     offloaded = [index for index, policy in enumerate(policies) if policy is Policy.OFFLOAD]
     engine = OffloadEngine(offloaded[-1], plan.buffers) if offloaded else None
     installed = Installed(layers, policies, engine)
@@ -143,7 +151,9 @@ def install(model: nn.Module, layers: Iterable[nn.Module], plan: Plan, fused: bo
             guarded = functools.partial(_with_the_same_adapters, layer, run)
             installed.put(layer, "_gradient_checkpointing_func", guarded)
         elif policy is Policy.RECOMPUTE_MLP:
-            mlp: Any = layer.mlp  # which a fused layer doesn't call, unless it goes transformers' way
+            path = family.feed_forward(layer)
+            assert path is not None
+            mlp: Any = layer.get_submodule(path)  # which a fused layer doesn't call, unless it goes transformers' way
             installed.put(mlp, "forward", types.MethodType(_checkpointed_forward, mlp))
     installed.put(model, INSTALLED, installed)
     installed.put(model, "_set_gradient_checkpointing", types.MethodType(_switched, model))

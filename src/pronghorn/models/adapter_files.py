@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
+from pronghorn.families.registry import FAMILIES
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _INNER = r"(\.(token_adapter|modules_to_save|original_module|base_layer))*"
-_EMBEDDINGS = re.compile(rf"\.(embed_tokens|lm_head){_INNER}\.weight$")
 _LONGEST, _MOST = 1_000, 1_000
 """Characters of a pattern; patterns of a field, and copies of layers."""
 _MOST_PATHS = 10**8
@@ -79,13 +79,15 @@ def check_adapter_weights(folder: Path, table: dict[str, Any]) -> None:
     saved = tuple(table.get("modules_to_save") or ())
     biases = table.get("bias", "none") != "none"
 
+    embeddings = _embeddings()
+
     def declared(key: str) -> bool:
         parts = key.removeprefix("base_model.model.").split(".")
         modules = (".".join(parts[:count]) for count in range(1, len(parts)))
         return (
             any(part.startswith(own) for part in parts)
             or (biases and parts[-1] == "bias")
-            or _EMBEDDINGS.search(f".{key}") is not None
+            or embeddings.search(f".{key}") is not None
             or any(module.endswith(saved) for module in modules)
         )
 
@@ -105,14 +107,15 @@ def check_embeddings(folder: Path, base_rows: int) -> int | None:
         DataError: embeddings with the base's own number of rows that the configuration doesn't declare as trained.
     """
     shapes = tensor_shapes(folder / WEIGHTS)
-    keys = [key for key in shapes if _EMBEDDINGS.search(f".{key}")]
+    embeddings = _embeddings()
+    keys = [key for key in shapes if embeddings.search(f".{key}")]
     if not keys:
         return None
     rows = shapes[keys[0]][0]
     table = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     targets = table.get("target_modules") or ()
     named = [*([targets] if isinstance(targets, str) else targets), *(table.get("modules_to_save") or ())]
-    declared = table.get("trainable_token_indices") or any("embed_tokens" in n or "lm_head" in n for n in named)
+    declared = table.get("trainable_token_indices") or any(end in n for n in named for end in _ends())
     if rows == base_rows and not declared:
         raise DataError(
             f"{folder / WEIGHTS} would replace the base model's embeddings or head, which its configuration doesn't "
@@ -120,6 +123,16 @@ def check_embeddings(folder: Path, base_rows: int) -> int | None:
             "remove them from the file, or name them in modules_to_save of adapter_config.json",
         )
     return rows
+
+
+def _ends() -> set[str]:
+    """Return the names of embeddings and head in all families: an adapter doesn't say which its base is of."""
+    return {end for family in FAMILIES.values() for end in (family.embeddings, family.head)}
+
+
+def _embeddings() -> re.Pattern[str]:
+    """Return what finds the weights of embeddings and head among an adapter's tensors."""
+    return re.compile(rf"\.({'|'.join(map(re.escape, sorted(_ends())))}){_INNER}\.weight$")
 
 
 def tensor_shapes(file: Path) -> dict[str, list[int]]:

@@ -158,7 +158,7 @@ class Handle:
         self._check_unchanged("choose the plan before sharding the model")
         layers, whole = self.model.base_model.layers, self.fuses and not has_experts(self.model.config)
         if plan is not None:
-            policies_of(plan, layers, whole)  # refused before anything is changed
+            policies_of(plan, check_config(self.model.config), layers, whole)  # refused before anything is changed
         if self.installed is not None:
             self.installed.uninstall()
         self.plan, self.installed = plan, None
@@ -269,7 +269,8 @@ def attach(
             return current if plan in (None, current.plan) else current.replan(plan)
         plan = plan or current.plan
     if plan is not None:
-        policies_of(plan, base.base_model.layers, fused and not has_experts(base.config))  # before anything is changed
+        whole = fused and not has_experts(base.config)
+        policies_of(plan, family, base.base_model.layers, whole)  # before anything is changed
     if options.compute.is_fp8:
         if not fused:
             raise UnsupportedError(f"compute = '{options.compute}' needs fused layers", "use layers='fused', on CUDA")

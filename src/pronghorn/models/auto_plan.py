@@ -46,10 +46,11 @@ def dims_of(model: Any) -> ModelDims:
     if reason is not None:
         raise UnsupportedError(f"no plan is made: {reason}", "choose memory.gradient_checkpointing yourself")
     family, config = check_config(base.config), base.config
-    tables = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
+    tied = bool(getattr(config, "tie_word_embeddings", False))
+    tables = config.vocab_size * config.hidden_size * (1 if tied else 2)
     norms = sum(p.numel() for name, p in base.base_model.named_parameters(recurse=True) if _is_norm(name, p))
     layers = tuple(layer_spec(family, layer) for layer in base.base_model.layers)
-    return ModelDims(layers, config.vocab_size, tables + norms, config.tie_word_embeddings)
+    return ModelDims(layers, config.vocab_size, tables + norms, tied)
 
 
 def _is_norm(name: str, parameter: torch.Tensor) -> bool:

@@ -23,7 +23,9 @@ from torch.nn.utils.parametrize import is_parametrized
 from pronghorn.data.batch import PackedBatch
 from pronghorn.data.packing import IGNORE_INDEX
 from pronghorn.errors import UnsupportedError
+from pronghorn.families.registry import FAMILIES
 from pronghorn.families.spec import ACTIVATIONS
+from pronghorn.families.spec import Experts as ExpertsKind
 from pronghorn.kernels.grouped_gemm import choose
 from pronghorn.kernels.moe_glu import Gate
 from pronghorn.layers.subclass import own_class, subclass
@@ -33,7 +35,6 @@ from pronghorn.moe.route import route
 Routing = Literal["once", "loop"]
 NAME = "pronghorn_experts"
 """What the function is called in transformers' registry."""
-_WEIGHTS = ("gate_up_proj", "down_proj")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _HELD = "_pronghorn_lora"
 
@@ -118,7 +119,18 @@ def expert_modules(model: nn.Module) -> Iterator[Any]:
 def weight_names(model: nn.Module) -> list[str]:
     """The parameters that an adapter can be put on, as PEFT's `target_parameters` match them."""
     modules = set(expert_modules(model))
-    return [f"{name}.{weight}" for name, module in model.named_modules() if module in modules for weight in _WEIGHTS]
+    named = [(name, module) for name, module in model.named_modules() if module in modules]
+    return [f"{name}.{weight}" for name, module in named for weight in _weight_names(module)]
+
+
+def _kind(module: Any) -> ExpertsKind:
+    """Return what the family of an experts module says of it."""
+    return FAMILIES[module.config.model_type].experts
+
+
+def _weight_names(module: Any) -> tuple[str, str]:
+    kind = _kind(module)
+    return kind.gate_up, kind.down
 
 
 def low_rank_factors(wrapper: Any, adapter: str) -> tuple[Tensor, Tensor]:
@@ -153,9 +165,9 @@ def _forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weig
     if reason is not None:
         raise UnsupportedError(f"since attach, {reason}", "detach, change the model, then attach again")
     kind = hidden_states.device.type
-    (gate_up, gate_up_lora), (down, down_lora) = (_weight(module, name) for name in _WEIGHTS)
+    (gate_up, gate_up_lora), (down, down_lora) = (_weight(module, name) for name in _weight_names(module))
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else gate_up.dtype
-    biases = [getattr(module, f"{name}_bias") if module.has_bias else None for name in _WEIGHTS]
+    biases = [getattr(module, f"{name}_bias") if module.has_bias else None for name in _weight_names(module)]
     if not module.is_transposed:
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
     activation = gate(module)
@@ -197,10 +209,10 @@ def balancing_loss(
 
 def gate(module: Any) -> Gate | None:
     """The activation of an experts module; None for one that has no kernel."""
-    formula = type(module)._apply_gate.__qualname__
-    if formula == "GptOssExperts._apply_gate":  # gate and up in turns
+    formula, described = type(module)._apply_gate.__qualname__, _kind(module)
+    if formula == described.clamped_gate:
         return Gate("clamped", float(module.alpha), float(module.limit))
-    kind: Any = ACTIVATIONS.get(type(getattr(module, "act_fn", None)).__name__)
+    kind: Any = ACTIVATIONS.get(type(getattr(module, described.activation, None)).__name__)
     return Gate(kind) if kind and module.is_concatenated and formula == "_default_apply_gate" else None
 
 
@@ -208,7 +220,7 @@ def weights(module: Any) -> list[Tensor]:
     """gate_up and down as they are stored, without computing what PEFT has put around them."""
     return [
         module.parametrizations[name].original if is_parametrized(module, name) else getattr(module, name)
-        for name in _WEIGHTS
+        for name in _weight_names(module)
     ]
 
 
@@ -232,9 +244,10 @@ def wrappers(model: nn.Module) -> Iterator[Any]:
     modules = set(expert_modules(model))
     for module in model.modules():
         wrapper: Any = module
-        on_weight = getattr(module, "parameter_name", None) in _WEIGHTS and hasattr(module, "lora_A")
-        if on_weight and wrapper.get_base_layer() in modules:
-            yield wrapper
+        if hasattr(module, "parameter_name") and hasattr(module, "lora_A"):
+            inner = wrapper.get_base_layer()
+            if inner in modules and wrapper.parameter_name in _weight_names(inner):
+                yield wrapper
 
 
 def _active(wrapper: Any) -> list[str]:

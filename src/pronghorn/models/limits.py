@@ -9,6 +9,7 @@ from typing import Any
 
 from pronghorn.errors import DataError
 from pronghorn.models.adapter_files import tensor_shapes
+from pronghorn.models.families import check_config
 
 LIMITS = {
     "num_hidden_layers": 1_000,
@@ -60,7 +61,7 @@ def check_values(name: str | Path, config: Any) -> None:
                 f"{name}: rope_type {found!r} is unknown",
                 f"mend config.json: transformers has default, {', '.join(ROPE_INIT_FUNCTIONS)}",
             )
-    stops = config.eos_token_id
+    stops = getattr(config, "eos_token_id", None)  # transformers gives a configuration none of its own
     for stop in stops if isinstance(stops, list) else [stops]:
         if stop is not None and not 0 <= stop < config.vocab_size:
             raise DataError(
@@ -77,9 +78,10 @@ def check_weights_fit(folder: Path, files: list[Path], config: Any) -> None:
     """
     shapes = {key: shape for file in files for key, shape in tensor_shapes(file).items()}
     check_layers(folder, "num_hidden_layers", config.num_hidden_layers, shapes, _LAYER)
+    embeddings = f"{check_config(config).embeddings}.weight"
     expected = [config.vocab_size, config.hidden_size]
     for key, shape in shapes.items():
-        if key.endswith("embed_tokens.weight") and shape != expected:
+        if key.endswith(embeddings) and shape != expected:
             raise DataError(f"{folder}: config.json says {expected} for {key}, the weights hold {shape}", _REMEDY)
 
 

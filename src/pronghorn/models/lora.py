@@ -42,7 +42,7 @@ def add_lora(
         revision: of the base on the hub, saved with the adapter so that it is loaded with the same weights.
     Raises:
         ConfigError: the model has an adapter already, or rank or targets make no sense.
-        UnsupportedError: adapters on `lm_head` or the embeddings (`modules_to_save` trains them whole).
+        UnsupportedError: adapters on the head or the embeddings (`modules_to_save` trains them whole).
     """
     from peft import LoraConfig, get_peft_model
 
@@ -57,10 +57,10 @@ def add_lora(
         target_modules if isinstance(target_modules, str) else list(own if target_modules is None else target_modules)
     )
     names = [name for name, _ in model.named_modules()]
-    _check_targets(targets, names, bool(target_parameters), own)
+    _check_targets(targets, names, bool(target_parameters), own, _ends(model))
     _check_target_parameters(model, target_parameters or (), lora_dropout)
     check_whole_modules(model, modules_to_save or ())
-    ends = bool({"embed_tokens", "lm_head"} & {name.rsplit(".", 1)[-1] for name in modules_to_save or ()})
+    ends = bool(set(_ends(model)) & {name.rsplit(".", 1)[-1] for name in modules_to_save or ()})
     tied = bool(getattr(base_causal_lm(model).config, "tie_word_embeddings", False))
     config = LoraConfig(
         r=r,
@@ -90,6 +90,12 @@ def family_targets(model: Any) -> tuple[str, ...]:
     return family.lora_targets or tuple(dict.fromkeys(every))
 
 
+def _ends(model: Any) -> tuple[str, str]:
+    """Return the names of a causal LM's embeddings and head."""
+    family = check_config(base_causal_lm(model).config)
+    return family.embeddings, family.head
+
+
 def _named(wanted: str, names: Sequence[str]) -> list[str]:
     """The modules that PEFT takes a name in a list for: their own names, or the ends of these after a dot."""
     return [name for name in names if wanted and f".{name}".endswith(f".{wanted}")]
@@ -103,18 +109,21 @@ def check_whole_modules(model: Any, wanted: Sequence[str]) -> None:
     """
     names = [name for name, _ in model.named_modules()]
     layers = {name for name in names if name.rsplit(".", 1)[-1] == "layers"}
+    embeddings, head = _ends(model)
     for module in wanted:
         found = _named(module, names)
         if not found:
-            raise ConfigError(f"modules_to_save {module!r} is not in the model", "name e.g. embed_tokens or lm_head")
+            raise ConfigError(f"modules_to_save {module!r} is not in the model", f"name e.g. {embeddings} or {head}")
         if any(f"{inner}.".startswith(f"{name}.") for name in found for inner in layers):
             raise ConfigError(
                 f"modules_to_save {module!r} holds the model's layers",
-                "name modules beside or inside layers, e.g. lm_head; full_finetuning=True trains every weight",
+                f"name modules beside or inside layers, e.g. {head}; full_finetuning=True trains every weight",
             )
 
 
-def _check_targets(targets: str | list[str], names: Sequence[str], or_parameters: bool, own: Sequence[str]) -> None:
+def _check_targets(
+    targets: str | list[str], names: Sequence[str], or_parameters: bool, own: Sequence[str], ends: Sequence[str]
+) -> None:
     """PEFT passes over a name that matches nothing, if another does; a string it takes as a regular expression."""
     some = f"use some of {', '.join(own)}"
     if targets == "all-linear" or (not targets and or_parameters):
@@ -122,7 +131,7 @@ def _check_targets(targets: str | list[str], names: Sequence[str], or_parameters
     if not targets:
         raise ConfigError("target_modules names no module", some)
     for target in [targets] if isinstance(targets, str) else targets:
-        if target.rsplit(".", 1)[-1] in ("lm_head", "embed_tokens"):
+        if target.rsplit(".", 1)[-1] in ends:
             found = [target]
         elif isinstance(targets, str):
             check_pattern(target)
@@ -130,7 +139,7 @@ def _check_targets(targets: str | list[str], names: Sequence[str], or_parameters
         else:
             found = _named(target, names)
         for name in found:
-            if (end := name.rsplit(".", 1)[-1]) in ("lm_head", "embed_tokens"):
+            if (end := name.rsplit(".", 1)[-1]) in ends:
                 raise UnsupportedError(f"an adapter on {end} is not supported", "name it in modules_to_save instead")
         if not found and isinstance(targets, str):
             raise ConfigError(

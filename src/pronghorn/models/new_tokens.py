@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from pronghorn.errors import ConfigError
-from pronghorn.models.families import base_causal_lm
+from pronghorn.models.families import base_causal_lm, check_config
 
 
 def add_tokens(tokenizer: Any, tokens: Sequence[str]) -> None:
@@ -59,10 +59,12 @@ def trainable_tokens(
     if not tokens:
         return None
     ids = [int(i) for i in tokenizer.convert_tokens_to_ids(list(tokens))]
-    ends = ["embed_tokens"]
-    if not getattr(base_causal_lm(model).config, "tie_word_embeddings", False):
-        ends.append("lm_head")
-    elif "lm_head" in trained_whole:
+    config = base_causal_lm(model).config
+    family = check_config(config)
+    ends = [family.embeddings]
+    if not getattr(config, "tie_word_embeddings", False):
+        ends.append(family.head)
+    elif family.head in trained_whole:
         ends = []
     found = {end: ids for end in ends if end not in trained_whole}
     return found or None

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from pronghorn.data.packing import IGNORE_INDEX, Document
-from pronghorn.models.families import has_experts
+from pronghorn.models.families import base_causal_lm, has_experts
 from pronghorn.parity.distance import kind_of
 
 KEPT_ELEMENTS = 2**29
@@ -122,6 +123,7 @@ def accumulate(
         keep: for each document the positions whose logits are kept.
     """
     passed = []
+    selects = "logits_to_keep" in signature(base_causal_lm(model).forward).parameters
     for number, document in enumerate(documents):
         kept = list(keep[number]) if keep is not None else []
         labels = torch.tensor(document.labels, device=model.device)
@@ -131,7 +133,10 @@ def accumulate(
             continue
         ids = torch.tensor(document.input_ids, device=model.device)
         rows = torch.cat([predicting, torch.tensor(kept, dtype=torch.int64, device=model.device)])
-        logits = model(input_ids=ids[None], use_cache=False, logits_to_keep=rows).logits[0]
+        if selects:
+            logits = model(input_ids=ids[None], use_cache=False, logits_to_keep=rows).logits[0]
+        else:
+            logits = model(input_ids=ids[None], use_cache=False).logits[0, rows]
         losses = None
         if len(predicting):
             scores = logits[: len(predicting)]

@@ -20,7 +20,7 @@ from pronghorn.models.attach import Handle, attach
 from pronghorn.models.load import FoundModel, default_device, resolve_dtype
 from pronghorn.models.lora import add_lora
 from pronghorn.models.new_tokens import grow_embeddings, trainable_tokens
-from pronghorn.recipe_values import LINEARS
+from pronghorn.recipe_values import ALL_LINEAR
 from pronghorn.train.documents import find, prepare, tokenizer_for
 from pronghorn.train.trainer import SFTTrainer
 
@@ -73,7 +73,7 @@ def load(recipe: Recipe, found: FoundModel, tokenizer: Any, console: Console) ->
             r=adapter.r,
             lora_alpha=adapter.lora_alpha,
             lora_dropout=adapter.lora_dropout,
-            target_modules=None if adapter.target_modules == LINEARS else adapter.target_modules,
+            target_modules=None if adapter.target_modules == [ALL_LINEAR] else adapter.target_modules,
             target_parameters=adapter.target_parameters,
             bias=adapter.bias,
             use_rslora=adapter.use_rslora,

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from pronghorn.config import Recipe
 from pronghorn.errors import ConfigError, DataError
+from pronghorn.families.registry import import_plugins
 from pronghorn.models.load import FoundModel, default_device, find_model, resolve_dtype
 from pronghorn.models.new_tokens import grow_embeddings
 from pronghorn.train.evaluate import answer
@@ -87,6 +88,11 @@ def load_chat(folder: Path, *, trust_remote_code: bool = False, **options: Any) 
         raise ConfigError(
             f"the run in {folder} ran Python code that came with {recipe.model.name}", "allow it: --trust-remote-code"
         )
+    if recipe.model.plugins and not trust_remote_code:
+        raise ConfigError(
+            f"the run in {folder} imported {', '.join(recipe.model.plugins)}", "allow it: --trust-remote-code"
+        )
+    import_plugins(recipe.model.plugins)
     lora = recipe.adapter.method == "lora"
     path = folder / ("adapter" if lora else "model")
     if not path.is_dir():

@@ -10,6 +10,7 @@ from rich.console import Console
 from pronghorn.config import Recipe
 from pronghorn.data.cache import Prepared, documents
 from pronghorn.data.template import find_template
+from pronghorn.families.registry import import_plugins
 from pronghorn.models.load import FoundModel, find_model
 from pronghorn.models.new_tokens import add_tokens
 from pronghorn.train.progress import RowsProgress
@@ -20,6 +21,7 @@ def find(recipe: Recipe, name: str | Path | None = None, weights: bool = True) -
 
     Without `weights` the files of the weights needn't exist.
     """
+    import_plugins(recipe.model.plugins)
     return find_model(
         name or recipe.model.name,
         max_seq_length=recipe.model.max_seq_length,

@@ -1,0 +1,75 @@
+"""Only a family's file knows the names of a model: of its modules, linears and classes, and its model type."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pronghorn.families.registry import FAMILIES
+
+SOURCE = Path(__file__).parents[2] / "src" / "pronghorn"
+MODULES = r"\w+_proj|self_attn|mlp|embed_tokens|lm_head|act_fn"
+CLASSES = r"(?:Llama|Mi[sx]tral|Qwen\d|Gemma\d|GptOss|Olmoe)(?:Moe)?[A-Z]\w+|\w*RMSNorm|\w*Linear4bit"
+NAMES = re.compile(rf"(?<![\w-])(?:{MODULES}|{CLASSES})(?![\w-])")
+
+EXCEPTIONS = {
+    "config.py": "examples in keys' descriptions",
+    "data/template.py": "names of chat templates, which recipes give",
+    "diagnose/shapes.py": "sizes of known models, as data",
+    "export/merge.py": "names not taken out yet",
+    "layers/linears.py": "bitsandbytes' class Linear4bit",
+    "models/gguf.py": "GGUF's own names of architectures and tensors",
+    "models/gguf_tokenizer.py": "GGUF's own names of tokenizers",
+}
+"""Files that may hold such names, and why."""
+
+
+def names_in(text: str) -> Iterator[tuple[int, str]]:
+    """Yield (line, name) for a family's names in source text; docstrings may hold them."""
+    tree = ast.parse(text)
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            words = [node.value] if node.value in FAMILIES else NAMES.findall(node.value)
+        elif isinstance(node, ast.Attribute):
+            words = NAMES.findall(node.attr)
+        elif isinstance(node, ast.keyword) and node.arg is not None:
+            words = NAMES.findall(node.arg)
+        else:
+            continue
+        yield from ((node.lineno, word) for word in words)
+
+
+FILES = {
+    file.relative_to(SOURCE).as_posix(): list(names_in(file.read_text()))
+    for file in sorted(SOURCE.rglob("*.py"))
+    if "families" not in file.relative_to(SOURCE).parts[:-1]
+}
+
+
+def test_names_of_a_model_stand_in_its_family_s_file_only() -> None:
+    assert {file: names for file, names in FILES.items() if names and file not in EXCEPTIONS} == {}
+
+
+def test_every_exception_is_needed() -> None:
+    assert [file for file in EXCEPTIONS if not FILES[file]] == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'x = "q_proj"',
+        "layer.self_attn",
+        "f(lm_head=1)",
+        'f"{layer}.mlp"',
+        'kind == "gpt_oss"',
+        'name.endswith("RMSNorm")',
+        'formula == "GptOssExperts._apply_gate"',
+    ],
+)
+def test_the_search_sees_a_name(line: str) -> None:
+    assert [number for number, _ in names_in(f'"""About q_proj."""\n{line}')] == [2]
