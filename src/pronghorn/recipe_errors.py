@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,14 @@ def refuse_others(path: Path, table: dict[Any, Any]) -> None:
                 f"{path} is a configuration of {tool} ({key})",
                 f"write a recipe: {', '.join(names)}; docs/recipe.md has every key",
             )
+
+
+def without_removed(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the recipe of an earlier version's run without the keys that recipes no longer have."""
+    return {
+        section: {key: value for key, value in keys.items() if f"{section}.{key}" not in _REMOVED}
+        for section, keys in recipe.items()
+    }
 
 
 def explain(error: ValidationError, source: str, about: dict[str, str]) -> ConfigError:

@@ -23,6 +23,7 @@ from pronghorn.models.load import load_model
 from pronghorn.train import evaluate
 from pronghorn.train.chat import load_chat
 from pronghorn.train.run import run
+from pronghorn.train.run_state import changed_keys
 from support.tiny import tiny_model
 
 TEMPLATE = (
@@ -280,6 +281,19 @@ def test_answers_are_greedy_or_drawn(short_run: Path) -> None:
     session.temperature = 5.0
     session.reset()
     assert dict(session.replies("Who?")) != plain
+
+
+def test_a_run_of_an_earlier_version_answers(short_run: Path, tmp_path: Path) -> None:
+    """Its recipe has keys that recipes no longer have."""
+    folder = tmp_path / "copy"
+    shutil.copytree(short_run, folder)
+    table = json.loads((folder / "run.json").read_text())
+    before = json.loads(json.dumps(table["recipe"]))
+    table["recipe"]["packing"] |= {"metadata": "once", "moe_routing": "once"}
+    table["recipe"]["memory"]["offload_buffers"] = 2
+    (folder / "run.json").write_text(json.dumps(table))
+    assert not changed_keys(table["recipe"], before)
+    assert ask(folder, "Who?\n").exit_code == 0
 
 
 def test_runs_that_can_not_be_loaded(short_run: Path, tmp_path: Path) -> None:

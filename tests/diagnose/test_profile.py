@@ -80,7 +80,7 @@ def found_cause(made: Made, event: dict[str, Any]) -> tuple[Cause, bool]:
 def test_every_microsecond_of_a_device_has_one_cause() -> None:
     made = Made()
     made.host("pronghorn:step", 0, 1000)
-    made.device("gemm", 100, 300, 7, (*MODEL, "pronghorn:mlp", "aten::mm"))
+    made.device("gemm", 100, 300, 7, (*MODEL, "pronghorn:feed-forward", "aten::mm"))
     made.device("norm", 250, 280, 9, (*MODEL, "pronghorn:norm", "aten::mul"))  # wholly beside the product
     made.device("Memcpy HtoD (Pinned -> Device)", 250, 400, 8)  # 50 beside the product, 80 alone, 20 beside the next
     made.device("norm", 380, 410, 9, (*MODEL, "pronghorn:norm", "aten::mul"))
@@ -140,8 +140,8 @@ def test_a_processor_s_time_is_that_of_the_innermost_operation() -> None:
 @pytest.mark.parametrize(
     ("names", "shapes", "expected"),
     [
-        (("pronghorn:mlp", "aten::mm"), [[512, 64], [64, 172]], Cause.GEMM),
-        (("pronghorn:mlp", "aten::mm"), [[512, 64], [64, 12]], Cause.LORA),
+        (("pronghorn:feed-forward", "aten::mm"), [[512, 64], [64, 172]], Cause.GEMM),
+        (("pronghorn:feed-forward", "aten::mm"), [[512, 64], [64, 12]], Cause.LORA),
         (("pronghorn:attention", "aten::addmm_"), [[512, 64], [512, 4], [4, 64]], Cause.LORA),
         (("pronghorn:attention", "aten::_foreach_copy_"), [], Cause.LORA),
         (("pronghorn:attention", "pronghorn:lora", "aten::mul"), [[1, 512, 64]], Cause.LORA),
@@ -150,9 +150,9 @@ def test_a_processor_s_time_is_that_of_the_innermost_operation() -> None:
         (("pronghorn:attention", "aten::bmm"), [[8, 64, 8], [8, 8, 64]], Cause.ATTENTION),
         (("pronghorn:attention", "_Attention", "pronghorn:scores", "aten::empty"), [], Cause.ATTENTION),
         (("pronghorn:attention", "_Attention"), [], Cause.NORM),
-        (("pronghorn:mlp", "_Experts", "aten::_grouped_mm"), [[512, 64], [8, 64, 24]], Cause.GEMM),
-        (("pronghorn:mlp", "_Experts", "pronghorn:products", "aten::empty"), [], Cause.GEMM),
-        (("pronghorn:mlp", "_Experts", "pronghorn:adapters", "aten::empty"), [], Cause.LORA),
+        (("pronghorn:feed-forward", "_Experts", "aten::_grouped_mm"), [[512, 64], [8, 64, 24]], Cause.GEMM),
+        (("pronghorn:feed-forward", "_Experts", "pronghorn:products", "aten::empty"), [], Cause.GEMM),
+        (("pronghorn:feed-forward", "_Experts", "pronghorn:adapters", "aten::empty"), [], Cause.LORA),
         (("pronghorn:attention", "aten::contiguous", "aten::copy_"), [[1, 8, 512, 8]], Cause.ON_DEVICE),
         (("pronghorn:norm", "aten::copy_"), [], Cause.NORM),
         (("aten::add",), [], Cause.ELEMENTWISE),
@@ -184,7 +184,10 @@ def test_causes_outside_the_layers() -> None:
                 (Cause.COMMUNICATION, False),
             ),
             (("pronghorn:step", "pronghorn:backward", "aten::ones_like"), (Cause.UNEXPLAINED, False)),
-            ((f"{ENGINE}: X", "XBackward0", "pronghorn:layer", "pronghorn:mlp", "aten::silu"), (Cause.NORM, True)),
+            (
+                (f"{ENGINE}: X", "XBackward0", "pronghorn:layer", "pronghorn:feed-forward", "aten::silu"),
+                (Cause.NORM, True),
+            ),
         ]
     ):
         assert found_cause(made, made.nest(names, 20 * i, 20 * i + 10)) == expected
@@ -404,7 +407,7 @@ def test_an_error_in_training_takes_everything_away(recipe: Any, monkeypatch: py
 def test_advice_on_a_device() -> None:
     made = Made()
     made.host("pronghorn:step", 0, 1000)
-    made.device("gemm", 100, 300, 7, (*MODEL, "pronghorn:mlp", "aten::mm"))
+    made.device("gemm", 100, 300, 7, (*MODEL, "pronghorn:feed-forward", "aten::mm"))
     made.device("norm", 400, 520, 7, (*MODEL, "pronghorn:norm", "aten::mul"))
     made.device("Memcpy HtoD (Pageable -> Device)", 600, 650, 7)
     found = account_for(made.events, RANKS)
@@ -450,7 +453,7 @@ def test_the_page_of_hostile_names_is_inert(tmp_path: Path) -> None:
     made = Made()
     made.host("pronghorn:step", 0, 1000)
     for i in range(25):
-        made.device(f"{i}{HOSTILE}", 10 + 30 * i, 30 + 30 * i, 7, (*MODEL, "pronghorn:mlp", "aten::mm"))
+        made.device(f"{i}{HOSTILE}", 10 + 30 * i, 30 + 30 * i, 7, (*MODEL, "pronghorn:feed-forward", "aten::mm"))
     found = account_for(made.events, RANKS)
     found.plain_ms, found.device, found.versions = 1.0, HOSTILE, {"torch": HOSTILE}
     found.recipe = {"model": {"name": HOSTILE, "max_seq_length": 64}}

@@ -15,6 +15,7 @@ from pronghorn.errors import ConfigError, DataError
 from pronghorn.families.registry import import_plugins
 from pronghorn.models.load import FoundModel, default_device, find_model, resolve_dtype
 from pronghorn.models.new_tokens import grow_embeddings
+from pronghorn.recipe_errors import without_removed
 from pronghorn.train.evaluate import answer
 from pronghorn.train.record import RunRecord
 
@@ -136,7 +137,7 @@ def _recipe(folder: Path) -> Recipe:
             f"the run in {folder} is not finished", "run its `pronghorn train` command again to finish it"
         )
     try:
-        return Recipe.model_validate(RunRecord.read(folder).recipe)
+        return Recipe.model_validate(without_removed(RunRecord.read(folder).recipe))
     except ValidationError as error:
         key = ".".join(map(str, error.errors()[0]["loc"]))
         raise DataError(

@@ -18,6 +18,7 @@ from pydantic import Field, TypeAdapter
 from pronghorn.config import Recipe
 from pronghorn.device import versions
 from pronghorn.errors import ConfigError
+from pronghorn.recipe_errors import without_removed
 from pronghorn.train.record import read_table, write_table
 
 FILE_NAME = "journal.json"
@@ -102,7 +103,7 @@ def open_run_state(output: Path, recipe: Recipe, allow: bool) -> RunState:
 
 def changed_keys(earlier: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, Any, Any]]:
     """Return (key, earlier value, value now) of every recipe key that differs and isn't free to."""
-    old, new = _fixed_keys(earlier), _fixed_keys(now)
+    old, new = _fixed_keys(without_removed(earlier)), _fixed_keys(now)
     return [(key, old.get(key), new.get(key)) for key in {**old, **new} if old.get(key) != new.get(key)]
 
 
