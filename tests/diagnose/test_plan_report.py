@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,16 +30,21 @@ def names(value: Any, inside: str = "") -> Iterator[str]:
             yield from names(part, inside)
 
 
+def planned(model: Path, folder: Path, *arguments: str) -> Any:
+    """Run `pronghorn plan` for a model, of which the tokenizer and the configuration are read."""
+    (folder / "rows.jsonl").write_text('{"prompt": "a b", "completion": "c d e"}\n' * 4)
+    sections = {
+        "model": {"name": str(model), "max_seq_length": 64},
+        "data": {"train": str(folder / "rows.jsonl")},
+        "train": {"output": str(folder / "run")},
+    }
+    (folder / "recipe.yaml").write_text(json.dumps(sections))
+    return CliRunner().invoke(app, ["plan", str(folder / "recipe.yaml"), *arguments])
+
+
 @pytest.fixture
 def report(stories: Path, tmp_path: Path) -> Any:
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "a b", "completion": "c d e"}\n' * 4)
-    sections = {
-        "model": {"name": str(stories), "max_seq_length": 64},
-        "data": {"train": str(tmp_path / "rows.jsonl")},
-        "train": {"output": str(tmp_path / "run")},
-    }
-    (tmp_path / "recipe.yaml").write_text(json.dumps(sections))
-    done = CliRunner().invoke(app, ["plan", str(tmp_path / "recipe.yaml"), "--device", "rtx4090", "--json"])
+    done = planned(stories, tmp_path, "--device", "rtx4090", "--json")
     assert done.exit_code == 0, done.output
     return json.loads(done.stdout)
 
@@ -51,3 +57,21 @@ def test_every_field_is_documented(report: Any) -> None:
     page = (ROOT / "docs/plan.md").read_text()
     documented = page[page.index("## As JSON") :]
     assert not [name for name in set(names(report)) if f"`{name}`" not in documented]
+
+
+def test_products_in_8_bits_are_planned_for_a_card_that_has_them(stories: Path, tmp_path: Path) -> None:
+    """On a machine without a GPU, too: the plan is for the card that is named."""
+    model = tmp_path / "model"
+    shutil.copytree(stories, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"intermediate_size": 176}))
+    weights = {}
+    for compute in ("dtype", "fp8"):
+        done = planned(model, tmp_path, f"precision.compute={compute}", "--device", "h200", "--json")
+        assert done.exit_code == 0, done.output
+        told = json.loads(done.stdout)
+        weights[compute] = told["plan"]["predicted"]["weights"]
+        assert told["work"]["fp8"] == (compute == "fp8")
+    assert weights["fp8"] > weights["dtype"]
+    done = planned(model, tmp_path, "precision.compute=fp8", "--device", "rtx3090")
+    assert done.exit_code == 1 and "needs Ada, Hopper or Blackwell; rtx3090 is older" in done.stderr

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from pronghorn.config import Precision, Recipe
+from pronghorn.config import Recipe
 from pronghorn.data.packed_rows import PackedRows
 from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.memory.devices import DeviceSpec, device_spec, parse_bytes
@@ -81,7 +81,13 @@ def report_plan(recipe: Recipe, device: str | None, calibrate: bool, console: Co
     if calibrate and not (on_this_gpu and recipe.packing.enabled):
         raise ConfigError("--calibrate times packed rows on this machine's GPU", "leave it out, or --device")
     if not on_this_gpu and recipe.precision.dtype == "auto":  # the table's cards all have it
-        recipe = recipe.model_copy(update={"precision": Precision(dtype="bfloat16")})
+        precision = recipe.precision.model_copy(update={"dtype": "bfloat16"})
+        recipe = recipe.model_copy(update={"precision": precision})
+    if recipe.precision.compute != "dtype" and not spec.fp8:
+        raise UnsupportedError(
+            f"precision.compute: {recipe.precision.compute} needs Ada, Hopper or Blackwell; {spec.name} is older",
+            "leave precision.compute out, or name another --device",
+        )
     from pronghorn.train.build import autocast_dtype, load  # TRL's import takes seconds
 
     found_model, autocast = find(recipe, weights=False), autocast_dtype(recipe)
@@ -132,7 +138,9 @@ def _weightless(recipe: Recipe, found_model: FoundModel) -> Handle:
         raise UnsupportedError(problem, "plan for the folder it was made from")
     adapter = recipe.adapter.model_copy(update={"new_tokens": []})
     recipe = recipe.model_copy(update={"adapter": adapter})
-    model, _ = load(recipe, _Weightless(**vars(found_model)), None, Console(quiet=True))
+    # loading attaches for this machine, which may have no products in 8 bits; the plan is for another
+    here = recipe.model_copy(update={"precision": recipe.precision.model_copy(update={"compute": "dtype"})})
+    model, _ = load(here, _Weightless(**vars(found_model)), None, Console(quiet=True))
     return attach(model, layers="fused", **attach_options(recipe))
 
 

@@ -26,6 +26,8 @@ class DeviceSpec:
     pcie: float
     """Bytes a second to pinned host memory, each way; 0 where the host shares its memory: no offload."""
     source: str
+    fp8: bool = True
+    """Whether it has 8-bit products; true where the card isn't known."""
 
 
 PRODUCTS, COPIES, PCIE = 0.79, 0.89, 0.87
@@ -44,6 +46,8 @@ _TABLE: dict[str, tuple[float, float, float, float]] = {
     "gb10": (119.6, 125, 273, 0),
 }
 """Name: GiB, TFLOP/s, GB/s, GB/s of PCIe (0: unified memory)."""
+_WITHOUT_FP8 = ("rtx3090", "a100-40", "a100-80")
+"""Those before Ada."""
 
 
 def device_spec(name: str, memory_bytes: int | None = None) -> DeviceSpec:
@@ -66,7 +70,7 @@ def device_spec(name: str, memory_bytes: int | None = None) -> DeviceSpec:
     gib, tflops, bandwidth, pcie = _TABLE[like]
     source = "datasheet estimate" if known else f"datasheet estimate, with {like}'s rates"
     rates = tflops * 1e12 * PRODUCTS, bandwidth * 1e9 * COPIES, pcie * 1e9 * PCIE
-    return DeviceSpec(name, memory_bytes or int(gib * GIB), *rates, source)
+    return DeviceSpec(name, memory_bytes or int(gib * GIB), *rates, source, known not in _WITHOUT_FP8)
 
 
 def _as_driver_tells(name: str, memory_bytes: int) -> str | None:
