@@ -36,6 +36,7 @@ EARLIER = {
     "plan-calibrated": "plan",
     "trees-eef0da6": "benchmarks.step --tree, in its earlier form",
     "spike-fp8-layer": "a spike that became benchmarks/precision.py",
+    "precision-nf4-by-bitsandbytes": "precision",
     "spike-fp8-products": "benchmarks/spikes/fp8_products.py, tried once",
     "profile-llama-3.2-1b": "pronghorn profile, of a recipe with that checkpoint",
     "step-llama-3.1-8b-qlora-written-out": "step-llama-3.1-8b-qlora",

@@ -14,6 +14,7 @@ from pronghorn.errors import ConfigError
 from pronghorn.models import experts
 from pronghorn.models.attach import attach
 from pronghorn.models.expert_gradients import count_tokens
+from pronghorn.models.lora import add_lora
 from pronghorn.train.gradients import gradient_flags, gradient_norms
 from support.tiny import packed_row, tiny_model
 from support.tolerance import ThreeWay
@@ -283,3 +284,13 @@ def test_on_another_gpu_than_the_current_one(family: str, layers: Any, nan_memor
         found.append({name: p.grad.cpu() for name, p in model.named_parameters() if p.requires_grad})
     for name, gradient in found[0].items():
         assert torch.equal(gradient, found[1][name]), name
+
+
+@pytest.mark.parametrize("family", ["mixtral", "olmoe", "gpt_oss"])
+def test_a_dense_model_s_list_of_targets_adapts_attention(family: str) -> None:
+    """Scripts give all seven linears, whatever the model; of other lists nothing is left out."""
+    seven = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    model = add_lora(tiny_model(family), target_modules=seven)
+    assert set(model.peft_config["default"].target_modules) == set(seven[:4])
+    with pytest.raises(ConfigError, match="target module 'up_proj' is not in the model"):
+        add_lora(tiny_model(family), target_modules=["q_proj", "up_proj"])

@@ -174,3 +174,13 @@ def test_the_plan_counts_codes_and_no_graph() -> None:
         assert 0 < grown - more < 0.01 * weights
         times = [step_times(dims, setup, device_spec("h200")).step([Policy.KEEP] * 4) for setup in (plain, fp8)]
         assert 0.6 < times[1] / times[0] < 0.75
+
+
+def test_blocks_that_are_not_fused_are_told(batch: dict[str, Any]) -> None:
+    """They multiply in the model's dtype, and the plan doesn't count codes for them."""
+    model = add_lora(tiny_model("llama", intermediate_size=96).bfloat16(), r=4, lora_dropout=0.1)
+    handle = attach(model.train(), Plan.keep(), layers="fused", compute="fp8")
+    model(**batch).loss.backward()
+    [path] = [path for path in handle.report if path.part == "products of frozen weights"]
+    assert path.path.startswith("the model's dtype in blocks that aren't fused") and path.why == "LoRA dropout"
+    assert handle.layers.in_fp8() == (0, 0) and not setup_of(model, 512).fp8

@@ -125,6 +125,14 @@ assert all(map(torch.equal, kept[2], again[2]))
     assert done.returncode == 0, done.stderr
 
 
+def test_a_family_from_outside_is_verified(ibex: Path) -> None:
+    """Its forward takes no `logits_to_keep`."""
+    done = python(ibex, "-m", "pronghorn", "verify", "recipe.yaml", "--json")
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
+    checks = json.loads(done.stdout)["checks"]
+    assert len(checks) > 5 and all(check["ok"] for check in checks)
+
+
 def test_a_plugin_that_can_t_be_imported_is_a_plain_error(ibex: Path) -> None:
     done = python(ibex, "-m", "pronghorn", "plan", "recipe.yaml", "model.plugins=no_such_family", "--device", "24GiB")
     assert done.returncode != 0 and "Traceback" not in done.stderr

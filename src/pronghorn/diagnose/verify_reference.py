@@ -28,7 +28,7 @@ from pronghorn.models.attach import PathTaken, attached
 from pronghorn.models.expert_gradients import RoutedTokens, count_tokens
 from pronghorn.models.families import base_causal_lm
 from pronghorn.parity.parameters import canonical, trainable
-from pronghorn.parity.reference import accumulate, kept_gradients, layerwise_upcast
+from pronghorn.parity.reference import accumulate, kept_gradients, layerwise_upcast, logits_at
 from pronghorn.parity.visibility import NEIGHBOUR, Visibility, position_dependent, probe_tokens, visible_positions
 
 LOGIT_ROWS = 384
@@ -209,8 +209,7 @@ class Run:
         batch = self._batch(row)
         del batch["labels"]
         with self._autocast():
-            out = self.model(**batch, use_cache=False, logits_to_keep=torch.tensor(keep, device=self.device))
-        return out.logits[0].cpu()
+            return logits_at(self.model, torch.tensor(keep, device=self.device), **batch).cpu()
 
     def visibility(self, packed: bool) -> list[Visibility]:
         """Find what a token reaches in each layer, in a packed row or alone."""

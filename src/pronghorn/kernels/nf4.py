@@ -65,11 +65,6 @@ class NF4Weight:
         outer = self.outer.repeat_interleave(self.outer_block)[: len(self.absmax)]
         return self.levels[self.absmax.int()] * outer + self.offset
 
-    @property
-    def rows_are_blocks(self) -> bool:
-        """Whether no block of values crosses a row."""
-        return self.shape[1] % self.block == 0
-
     def row_scales(self) -> Tensor:
         """Return s, float32 [N]; of rows that no block crosses."""
         most = self.statistics().abs().view(self.shape[0], -1).amax(1)

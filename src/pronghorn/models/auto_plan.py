@@ -121,7 +121,8 @@ def setup_of(
     distributed = _distributed()
     whole = {id(p): p.numel() for name, p in base.named_parameters() if p.requires_grad and "lora_" not in name}
     fuses = not padded and (embeddings.is_cuda if handle is None else handle.fuses)
-    fp8 = fuses and handle is not None and handle.options.compute.is_fp8
+    fused = fuses and unfused_reason(base, autocast) is None
+    fp8 = fused and handle is not None and handle.options.compute.is_fp8
     return TrainSetup(
         tokens=tokens,
         method=method,
@@ -129,7 +130,7 @@ def setup_of(
         expert_rank=max((max(wrapper.r.values()) for wrapper in experts.wrappers(base)), default=0),
         itemsize=(autocast or embeddings.dtype).itemsize,
         fp8=fp8,
-        fused=fuses and unfused_reason(base, autocast) is None,
+        fused=fused,
         trained_whole=0 if method == "full" else sum(whole.values()),
         graph=fuses and not fp8 and autocast is None and (handle is None or handle.options.graph != "off"),
         padded=padded,

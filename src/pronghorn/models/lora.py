@@ -12,9 +12,13 @@ from typing import Any
 import torch
 
 from pronghorn.errors import ConfigError, UnsupportedError
+from pronghorn.families.spec import GatedMLP
 from pronghorn.models.adapter_files import check_pattern
 from pronghorn.models.experts import weight_names
-from pronghorn.models.families import base_causal_lm, check_config
+from pronghorn.models.families import base_causal_lm, check_config, has_experts
+
+DENSE_MLP = tuple(name for group in GatedMLP().linears for name in group)
+"""A gated MLP's linears by their usual names, which lists of targets hold even for models with experts."""
 
 
 def add_lora(
@@ -57,6 +61,9 @@ def add_lora(
         target_modules if isinstance(target_modules, str) else list(own if target_modules is None else target_modules)
     )
     names = [name for name, _ in model.named_modules()]
+    listed = not isinstance(targets, str)
+    if listed and has_experts(base_causal_lm(model).config) and set(targets) == {*own, *DENSE_MLP}:
+        targets = [target for target in targets if _named(target, names)]  # a dense model's list, as scripts have it
     _check_targets(targets, names, bool(target_parameters), own, _ends(model))
     _check_target_parameters(model, target_parameters or (), lora_dropout)
     check_whole_modules(model, modules_to_save or ())

@@ -93,7 +93,7 @@ def render(handle: Handle, autocast: torch.dtype | None) -> list[PathTaken]:
         PathTaken("packing metadata", switches.packing_metadata, metadata[switches.packing_metadata]),
         PathTaken("decoder layers", decisions.layers, decisions.layers_reason),
         *(PathTaken(*line) for line in experts),
-        *_products(handle),
+        *_products(handle, autocast),
         PathTaken("CUDA graph of the layers", decisions.graph, decisions.graph_reason),
         PathTaken("loss", *_LOSS[decisions.loss]),
         PathTaken("padded batches, generate()", unpacked, "they carry a mask or a cache"),
@@ -112,8 +112,8 @@ _LOSS = {
 }
 
 
-def _products(handle: Handle) -> list[PathTaken]:
-    """Tell in what frozen weights multiply, where that isn't the model's dtype."""
+def _products(handle: Handle, autocast: torch.dtype | None) -> list[PathTaken]:
+    """Tell in what frozen weights multiply, where 8 bits were asked for."""
     compute, layers = handle.options.compute, handle.layers
     if not compute.is_fp8 or layers is None:
         return []
@@ -121,8 +121,12 @@ def _products(handle: Handle) -> list[PathTaken]:
     path = f"FP8 by rows, {'exact' if compute is Compute.FP8_EXACT else 'fast'} accumulation"
     if in_fp8 < products:
         path = f"{path}; {products - in_fp8} of {products} in the model's dtype, whose weights are trained"
-    rest = " (experts apart)" if handle.experts is not None else ""
-    return [PathTaken("products of frozen weights", path + rest, "asked for")]
+    if handle.experts is not None:
+        path = f"{path} (experts apart)"
+    unfused = layers.reason(autocast)
+    if unfused is not None:
+        path = f"the model's dtype in blocks that aren't fused; in others {path}"
+    return [PathTaken("products of frozen weights", path, unfused or "asked for")]
 
 
 def query_of(model: Any, autocast: torch.dtype | None = None) -> torch.Tensor:

@@ -114,6 +114,15 @@ class Passed:
     """[kept, V] at the positions asked for, on the host; None if none were."""
 
 
+def logits_at(model: Any, rows: Tensor, **batch: Any) -> Tensor:
+    """Return the logits [R, V] of a batch's rows (int64 [R]); a model that can't leave the others out computes all."""
+    if "logits_to_keep" in signature(base_causal_lm(model).forward).parameters:
+        logits: Tensor = model(**batch, use_cache=False, logits_to_keep=rows).logits[0]
+        return logits
+    every: Tensor = model(**batch, use_cache=False).logits[0]
+    return every[rows]
+
+
 def accumulate(
     model: Any, documents: Sequence[Document], n_labels: int, keep: Sequence[Sequence[int]] | None = None
 ) -> list[Passed]:
@@ -123,7 +132,6 @@ def accumulate(
         keep: for each document the positions whose logits are kept.
     """
     passed = []
-    selects = "logits_to_keep" in signature(base_causal_lm(model).forward).parameters
     for number, document in enumerate(documents):
         kept = list(keep[number]) if keep is not None else []
         labels = torch.tensor(document.labels, device=model.device)
@@ -133,10 +141,7 @@ def accumulate(
             continue
         ids = torch.tensor(document.input_ids, device=model.device)
         rows = torch.cat([predicting, torch.tensor(kept, dtype=torch.int64, device=model.device)])
-        if selects:
-            logits = model(input_ids=ids[None], use_cache=False, logits_to_keep=rows).logits[0]
-        else:
-            logits = model(input_ids=ids[None], use_cache=False).logits[0, rows]
+        logits = logits_at(model, rows, input_ids=ids[None])
         losses = None
         if len(predicting):
             scores = logits[: len(predicting)]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from pronghorn.data.packing import IGNORE_INDEX, Document
 from pronghorn.families.registry import family_of
 from pronghorn.families.spec import Attention, BlockKind, Experts, GatedMLP
+from pronghorn.parity.reference import logits_at
 
 NEIGHBOUR = 4
 """Tokens of the documents before and after the probed one."""
@@ -125,7 +126,7 @@ def visible_positions(
     was_training = model.training
     model.eval()
     try:
-        model(**batch, use_cache=False, logits_to_keep=1)
+        logits_at(model, torch.zeros(1, dtype=torch.int64, device=model.device), **batch)
     finally:
         model.train(was_training)
         for hook in hooks:

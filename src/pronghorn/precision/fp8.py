@@ -47,21 +47,17 @@ class FP8Weight:
         return self.codes.float() * self.scales[:, None]
 
 
-def scaled_product(
-    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor | None, dtype: torch.dtype, exact: bool
-) -> Tensor:
+def scaled_product(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, dtype: torch.dtype, exact: bool) -> Tensor:
     """Return (a · a_scales) (b · b_scales)ᵀ [M, N] in `dtype`.
 
     Args:
         a: e4m3 [M, K]; a_scales: float32 [M, 1].
-        b: e4m3 [N, K]; b_scales: float32 [N], or None for ones.
+        b: e4m3 [N, K]; b_scales: float32 [N].
         exact: sums in float32 all the way, where the tensor cores' own sums keep some 14 bits.
     """
     if not a.is_cuda:
-        y = (a.float() * a_scales) @ (b.float() if b_scales is None else b.float() * b_scales[:, None]).t()
-        return y.to(dtype)
-    scales = torch.ones(1, len(b), device=b.device) if b_scales is None else b_scales.view(1, -1)
-    return torch._scaled_mm(a, b.t(), a_scales, scales, out_dtype=dtype, use_fast_accum=not exact)
+        return ((a.float() * a_scales) @ (b.float() * b_scales[:, None]).t()).to(dtype)
+    return torch._scaled_mm(a, b.t(), a_scales, b_scales.view(1, -1), out_dtype=dtype, use_fast_accum=not exact)
 
 
 class FP8Source(WeightSource):
