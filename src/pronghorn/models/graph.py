@@ -396,6 +396,10 @@ def _fingerprint(backbone: Any) -> list[Any]:
         for each in module._parameters.values():
             if each is not None:
                 found += each.data_ptr(), each.requires_grad and id(each)  # `_parameters` keeps those alive
-        hooks = *module._forward_hooks, *module._forward_pre_hooks, *module._backward_hooks
-        found += *hooks, module.__dict__.get("forward")
+        found += (
+            *module._forward_hooks,
+            *module._forward_pre_hooks,
+            *module._backward_hooks,
+            module.__dict__.get("forward"),
+        )
     return found
