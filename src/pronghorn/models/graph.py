@@ -240,12 +240,11 @@ class BackboneGraphs:
     def _backbone_forward(
         self, embeds: Tensor, position_ids: Tensor, packed: PackedBatch, step_of: Callable[[PackedBatch], Step]
     ) -> Tensor:
-        mask = packed.cu_seqlens.view(1, 1, 1, -1)  # a placeholder, as in `models.attach`
         return self._plain(
             self._backbone,
             inputs_embeds=embeds,
             position_ids=position_ids,
-            attention_mask=mask,
+            attention_mask=packed.cu_seqlens.view(1, 1, 1, -1),  # a placeholder, as in `models.metadata`
             packed=packed,
             use_cache=False,
             return_dict=True,
@@ -396,10 +395,6 @@ def _fingerprint(backbone: Any) -> list[Any]:
         for each in module._parameters.values():
             if each is not None:
                 found += each.data_ptr(), each.requires_grad and id(each)  # `_parameters` keeps those alive
-        found += (
-            *module._forward_hooks,
-            *module._forward_pre_hooks,
-            *module._backward_hooks,
-            module.__dict__.get("forward"),
-        )
+        hooks = *module._forward_hooks, *module._forward_pre_hooks, *module._backward_hooks
+        found += *hooks, module.__dict__.get("forward")
     return found
