@@ -94,6 +94,18 @@ def gradient_errors(parameters: dict[str, Tensor], reference: Reference) -> tupl
     return _relative(errors, norms)
 
 
+def gradient_cosines(parameters: dict[str, Tensor], reference: Reference) -> dict[str, float]:
+    """Return the cosine between each kept tensor's gradient and the reference's; 0 where one is missing."""
+    cosines = {}
+    with safe_open(reference.gradients, "pt", device=str(device())) as file:
+        for name in file.keys():  # noqa: SIM118  a safetensors file is no mapping
+            right = file.get_tensor(name).flatten()
+            ours = parameters[name].grad if name in parameters else None
+            similar = 0.0 if ours is None else torch.cosine_similarity(ours.detach().float().flatten(), right, dim=0)
+            cosines[name] = float(similar)
+    return cosines
+
+
 def _relative(errors: dict[str, float], norms: dict[str, float]) -> tuple[float, dict[str, float]]:
     total = (sum(e**2 for e in errors.values()) / sum(n**2 for n in norms.values())) ** 0.5
     return total, {name: errors[name] / norms[name] for name in errors}

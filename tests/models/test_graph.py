@@ -26,9 +26,11 @@ from pronghorn.layers.decoder import STEP
 from pronghorn.memory.plan import POLICY, Plan, Policy
 from pronghorn.models import metadata
 from pronghorn.models.attach import _graph_refusal, attach, attached
+from pronghorn.models.families import base_causal_lm
 from pronghorn.models.graph import MOST_GRAPHS, BackboneGraphs, _Captured, _Replay, graphed_class, runs_of
 from pronghorn.models.graph import _fingerprint as fingerprint_of_the_build
 from pronghorn.models.graph_benefit import LOOKED_AT, MEASURED_FORWARDS, MEASURED_REPLAYS, GraphBenefit
+from support.bases import based
 from support.changes import CHANGES, adapted
 from support.documents import LENGTHS, ROW, gradients
 from support.fused import BIASED, WIDE, with_adapters
@@ -47,9 +49,9 @@ def graph_path(handle: Any) -> tuple[str, str]:
     return path.path, path.why
 
 
-def losses_and_gradients(model: Any, graph: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+def losses_and_gradients(model: Any, graph: Any, compute: str = "dtype") -> tuple[list[float], dict[str, torch.Tensor]]:
     """Of several micro-batches, gradients summed up."""
-    attach(model, layers="fused", graph=graph)
+    attach(model, layers="fused", graph=graph, compute=compute)
     model.zero_grad()
     losses = []
     for seed, lengths in enumerate(ROWS):
@@ -91,6 +93,25 @@ def test_equal_to_the_layers_without_a_graph(family: str, dtype: torch.dtype) ->
         again, same = losses_and_gradients(model, "on")
         assert again == losses
         assert all(torch.equal(grads[name], same[name]) for name in grads)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("base", "compute"), [("bf16", "fp8"), ("nf4", "dtype"), ("nf4", "fp8_exact")])
+def test_bases_in_8_and_4_bits_are_captured(base: str, compute: str) -> None:
+    model = based("qwen3", base).to("cuda")
+    losses, grads = losses_and_gradients(model, "off", compute)
+    for _ in range(2):
+        again, same = losses_and_gradients(model, "on", compute)
+        assert again == losses
+        assert all(torch.equal(grads[name], same[name]) for name in grads)
+    [path] = [path for path in attached(model).report if path.part == "CUDA graph of the layers"]
+    assert path.path == "on", path.why
+    name = "model.layers.0.self_attn.q_proj.base_layer.weight"
+    if base == "bf16":  # codes made of a weight that was written to are made, and captured, again
+        with torch.no_grad():
+            base_causal_lm(model).get_parameter(name).mul_(1.5)
+        changed, _ = losses_and_gradients(model, "on", compute)
+        assert changed != losses and changed == losses_and_gradients(model, "off", compute)[0]
 
 
 @pytest.fixture

@@ -157,13 +157,13 @@ def test_what_can_not_be_is_refused_before_anything_changes(
     assert (type(model), type(model.model.layers[0])) == before
 
 
-def test_the_plan_counts_codes_and_no_graph() -> None:
+def test_the_plan_counts_codes() -> None:
     """Two bytes a weight over bf16, and less time; over NF4 no byte that counts."""
     model, setups = adapted("llama"), {}
     for compute in ("dtype", "fp8"):
         attach(model, Plan.keep(), layers="fused", compute=compute)
         setups[compute] = setup_of(model, 8192)
-    assert (setups["dtype"].fp8, setups["fp8"].fp8, setups["fp8"].graph) == (False, True, False)
+    assert (setups["dtype"].fp8, setups["fp8"].fp8, setups["fp8"].graph) == (False, True, True)
     config = AutoConfig.for_model("llama", num_hidden_layers=4, hidden_size=4096, intermediate_size=14336)
     with torch.device("meta"):
         dims = dims_of(AutoModelForCausalLM.from_config(config))

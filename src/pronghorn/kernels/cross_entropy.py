@@ -3,9 +3,8 @@
     ℓ_t = log Σ_v exp z_tv − z_t,label        z = y, or c·tanh(y/c) with a cap
     ∂ℓ_t/∂y_tv = (softmax(z_t)_v − [v = label]) · dz/dy        dz/dy = 1, or 1 − tanh²(y/c) with a cap
 
-By two Triton kernels, neither of which waits for another program: the first reads the logits and leaves the maximum and
-the sum of each part of a row; the second adds up a row's parts, always in one order, and writes the gradient over the
-logits. A part is short enough that a few hundred rows give every multiprocessor several programs.
+By one Triton kernel, a program a row, which reads the logits twice and writes them once. The second reading begins at
+the row's end, most of which is still in the cache. No program waits for another.
 
 Source: online softmax, Milakov and Gimelshein 2018, arXiv:1805.02867.
 """
@@ -15,15 +14,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.launch import cdiv, launch, next_power_of_2, tl, triton
+from pronghorn.kernels.launch import launch, tl, triton
 from pronghorn.kernels.tanh import tanh
 
-BLOCK, WARPS = 4096, 8
-"""Columns that a program holds at a time: 16 a thread, two loads of 16 bytes in 16 bits."""
-BLOCKS = 4
-"""Blocks of a part of a row."""
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 """A maximum to start from: with -inf, columns of -inf would give exp(-inf + inf)."""
+LOG2_E = tl.constexpr(1.4426950408889634)
+LANE = tl.constexpr(8)
+"""Logits of a thread that lie side by side: 16 bytes of 16 bits."""
+LANES, WARPS = 1024, 16
 
 
 def cross_entropy_reference_(logits: Tensor, targets: Tensor, ignore_index: int, softcap: float | None) -> Tensor:
@@ -42,6 +41,12 @@ def cross_entropy_reference_(logits: Tensor, targets: Tensor, ignore_index: int,
 
 
 @triton.jit
+def _exp(x):
+    """Return exp x, 0 below float32's normal numbers, for which `tl.exp` takes three instructions more."""
+    return tl.exp2(x * LOG2_E)
+
+
+@triton.jit
 def _cap(y, cap, CAP: tl.constexpr):
     """Return (z, tanh(y/c)) of logits y in float32; (y, y) without a cap."""
     y = y.to(tl.float32)
@@ -53,91 +58,78 @@ def _cap(y, cap, CAP: tl.constexpr):
 
 
 @triton.jit
-def _parts(
-    y_ptr,  # [M, V], rows `stride` apart
-    target_ptr,  # [M]
-    parts_ptr,  # [M, PARTS, 2]: maximum and sum
-    chosen_ptr,  # [M]: the label's logit, before the second kernel overwrites it
-    V, stride, ignore, cap,
-    CAP: tl.constexpr, PARTS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Leave the maximum and Σ exp(z − maximum) of a part of a row."""
-    row, part = tl.program_id(0).to(tl.int64) // PARTS, tl.program_id(0) % PARTS
-    target = tl.load(target_ptr + row)
-    if target != ignore:
-        y_ptr += row * stride
-        if part == 0:  # a label beyond the vocabulary makes the loss nan
-            valid = (target >= 0) & (target < V)
-            tl.store(chosen_ptr + row, tl.load(y_ptr + target, mask=valid, other=float("nan")).to(tl.float32))
-        # every lane sums for itself: one reduction at the end
-        highest = tl.full((BLOCK,), LOWEST, tl.float32)
-        total = tl.zeros((BLOCK,), tl.float32)
-        for block in range(BLOCKS):
-            cols = (part * BLOCKS + block) * BLOCK + tl.arange(0, BLOCK)
-            z, _ = _cap(tl.load(y_ptr + cols, mask=cols < V, other=float("-inf")), cap, CAP)
-            z = tl.where(cols < V, z, float("-inf"))  # a cap makes -c of it
-            new = tl.maximum(highest, z)
-            total = total * tl.exp(highest - new) + tl.exp(z - new)
-            highest = new
-        top = tl.max(highest, 0)
-        at = parts_ptr + (row * PARTS + part) * 2
-        tl.store(at, top)
-        tl.store(at + 1, tl.sum(total * tl.exp(highest - top), 0))
+def _add(m, s, z):
+    """Add the logits z [lanes, LANE] to each lane's maximum m and sum s of exp(z − m)."""
+    higher = tl.maximum(m, tl.max(z, 1))
+    return higher, s * _exp(m - higher) + tl.sum(_exp(z - higher[:, None]), 1)
 
 
 @triton.jit
-def _gradients(
-    y_ptr,  # [M, V], rows `stride` apart: logits, and then gradients
+def _gradient(y, m, scale, cap, CAP: tl.constexpr):
+    """Return ∂ℓ/∂y but for the label's −1, in y's dtype."""
+    z, t = _cap(y, cap, CAP)
+    p = _exp(z - m) * scale
+    return (p * (1.0 - t * t) if CAP else p).to(y.dtype)
+
+
+@triton.jit
+def _kernel(
+    y_ptr,  # [M, V], rows stride · STEP apart: logits, and then gradients
     target_ptr,  # [M]
-    parts_ptr,  # [M, PARTS, 2]
-    chosen_ptr,  # [M]
     loss_ptr,  # [M]
-    V, stride, ignore, cap,
-    CAP: tl.constexpr, PARTS: tl.constexpr, PLACES: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    V, stride, ignore, cap, CAP: tl.constexpr, STEP: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient over a part of a row, and the row's loss."""
-    # the last rows first: the first kernel left them in the cache
-    program = tl.num_programs(0) - 1 - tl.program_id(0)
-    row, part = program.to(tl.int64) // PARTS, program % PARTS
+    """Compute the loss of a row, and write its gradient over the logits."""
+    TILE: tl.constexpr = LANES * LANE
+    row = tl.program_id(0).to(tl.int64)
+    y_ptr += row * stride * STEP
+    cols = tl.arange(0, LANES)[:, None] * LANE + tl.arange(0, LANE)[None, :]
     target = tl.load(target_ptr + row)
-    y_ptr += row * stride
+    tiled = V // TILE * TILE  # what follows is less than a tile
+    rest = tiled + cols
     if target == ignore:
-        tl.store(loss_ptr + row, 0.0, mask=part == 0)
-        for block in range(BLOCKS):
-            cols = (part * BLOCKS + block) * BLOCK + tl.arange(0, BLOCK)
-            tl.store(y_ptr + cols, tl.zeros((BLOCK,), y_ptr.dtype.element_ty), mask=cols < V)
+        tl.store(loss_ptr + row, 0.0)
+        zeros = tl.zeros((LANES, LANE), y_ptr.dtype.element_ty)
+        for start in range(0, tiled, TILE):
+            tl.store(y_ptr + start + cols, zeros)
+        tl.store(y_ptr + rest, zeros, mask=rest < V)
     else:
-        # the row's maximum and sum
-        places = tl.arange(0, PLACES)
-        at = parts_ptr + (row * PARTS + places) * 2
-        highest = tl.load(at, mask=places < PARTS, other=LOWEST)
-        sums = tl.load(at + 1, mask=places < PARTS, other=0.0)
-        top = tl.max(highest, 0)
-        log_sum = tl.log(tl.sum(sums * tl.exp(highest - top), 0))
-        # its loss
-        chosen, _ = _cap(tl.load(chosen_ptr + row), cap, CAP)
-        tl.store(loss_ptr + row, top - chosen + log_sum, mask=part == 0)
-        # softmax − one at the label, times dz/dy
-        for block in range(BLOCKS):
-            cols = (part * BLOCKS + block) * BLOCK + tl.arange(0, BLOCK)
-            z, t = _cap(tl.load(y_ptr + cols, mask=cols < V, other=0.0), cap, CAP)
-            grad = tl.exp(z - top - log_sum) - tl.where(cols == target, 1.0, 0.0)
-            if CAP:
-                grad *= 1.0 - t * t
-            tl.store(y_ptr + cols, grad.to(y_ptr.dtype.element_ty), mask=cols < V)
+        # the maximum and the sum; each lane has its own, so that threads need not wait for each other
+        valid = (target >= 0) & (target < V)  # else the loss is nan, and nothing beside the row is written
+        chosen, chosen_tanh = _cap(tl.load(y_ptr + target, mask=valid, other=float("nan")), cap, CAP)
+        m = tl.full((LANES,), LOWEST, tl.float32)
+        s = tl.zeros((LANES,), tl.float32)
+        for start in range(0, tiled, TILE):
+            m, s = _add(m, s, _cap(tl.load(y_ptr + start + cols, eviction_policy="evict_last"), cap, CAP)[0])
+        last = tl.load(y_ptr + rest, mask=rest < V, other=0.0)
+        m, s = _add(m, s, tl.where(rest < V, _cap(last, cap, CAP)[0], float("-inf")))
+        highest = tl.max(m, 0)
+        whole = tl.sum(s * _exp(m - highest), 0)
+        tl.store(loss_ptr + row, highest - chosen + tl.log(whole))
+        # softmax times dz/dy, from the row's end
+        scale = 1.0 / whole
+        tl.debug_barrier()  # the label's logit is read before it is overwritten
+        tl.store(y_ptr + rest, _gradient(last, highest, scale, cap, CAP), mask=rest < V)
+        for done in range(0, tiled, TILE):
+            back = y_ptr + (tiled - TILE - done) + cols
+            y = tl.load(back, eviction_policy="evict_first")
+            tl.store(back, _gradient(y, highest, scale, cap, CAP), eviction_policy="evict_first")
+        # the label's
+        tl.debug_barrier()  # it is written over what every other column's is
+        grad = _exp(chosen - highest) * scale - 1.0
+        if CAP:
+            grad *= 1.0 - chosen_tanh * chosen_tanh
+        tl.store(y_ptr + target, grad.to(y_ptr.dtype.element_ty), mask=valid)
 
 
 def cross_entropy_triton_(logits: Tensor, targets: Tensor, ignore_index: int, softcap: float | None) -> Tensor:
-    """Do what `cross_entropy_` does, by its Triton kernels."""
+    """Do what `cross_entropy_` does, by its Triton kernel."""
     rows, vocab = logits.shape
-    count = cdiv(vocab, BLOCKS * BLOCK)
-    losses, chosen = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(2))
-    parts = torch.empty(rows, count, 2, dtype=torch.float32, device=logits.device)
-    numbers = vocab, logits.stride(0), ignore_index, softcap or 1.0
-    options = {"CAP": softcap is not None, "PARTS": count, "BLOCKS": BLOCKS, "BLOCK": BLOCK, "num_warps": WARPS}
-    launch(_parts, (rows * count,), logits, targets, parts, chosen, *numbers, **options)
-    places = {"PLACES": next_power_of_2(count)}
-    launch(_gradients, (rows * count,), logits, targets, parts, chosen, losses, *numbers, **options, **places)
+    losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    step = 8 if logits.stride(0) % 8 == 0 else 1  # known when compiling: loads of 16 bytes
+    numbers = vocab, logits.stride(0) // step, ignore_index, softcap or 1.0
+    options = {"CAP": softcap is not None, "STEP": step, "LANES": LANES, "num_warps": WARPS}
+    launch(_kernel, (rows,), logits, targets, losses, *numbers, **options)
     return losses
 
 

@@ -82,7 +82,7 @@ def frontier(memory: MemoryModel, times: StepTimes) -> Frontier:
 
 def _with_graph(made: Plan, dims: ModelDims, setup: TrainSetup, times: StepTimes, budget: int) -> Plan:
     """Return the plan, with CUDA graphs allowed if their memory is there, too, and counted where they are likely."""
-    graph = setup.graph and setup.fused and setup.method == "lora"
+    graph = setup.graph and setup.fused and setup.method != "full"
     memory = MemoryModel.of(dims, replace(setup, graph=graph))
     if made.predicted["process"] + memory.graph > budget:
         return replace(made, graph=False)

@@ -342,8 +342,6 @@ def _graph_refusal(model: Any, attention: Backend) -> str | None:
     if not trained:
         return "nothing in the layers is trained"
     handle = attached(model)
-    if handle is not None and handle.options.compute.is_fp8:
-        return "products in 8 bits have not been tried in a graph yet"
     linears = [module for module in model.base_model.modules() if "lora_A" in module._modules]
     if any(linear.merged for linear in linears):
         return "adapters are merged, so that nothing is trained"
@@ -355,8 +353,6 @@ def _graph_refusal(model: Any, attention: Backend) -> str | None:
         return "layers are recomputed"
     if handle is not None and handle.plan is not None and not handle.plan.graph:
         return "the plan's budget has no memory for one"
-    if any(not p.dtype.is_floating_point for p in model.base_model.parameters()):
-        return "the weights are quantised"
     if has_experts(model.config) and not str(model.config._experts_implementation).startswith(NAME_PREFIX):
         return f"experts go transformers' way, {model.config._experts_implementation}, which may wait for the device"
     if rope_limit(model.config) is not None:

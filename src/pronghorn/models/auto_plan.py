@@ -132,7 +132,7 @@ def setup_of(
         fp8=fp8,
         fused=fused,
         trained_whole=0 if method == "full" else sum(whole.values()),
-        graph=fuses and not fp8 and autocast is None and (handle is None or handle.options.graph != "off"),
+        graph=fuses and autocast is None and (handle is None or handle.options.graph != "off"),
         padded=padded,
         accumulates=accumulates or distributed,
         distributed=distributed,
