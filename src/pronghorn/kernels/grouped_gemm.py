@@ -82,7 +82,7 @@ def outer_tile(dtype: torch.dtype, m: int, n: int) -> Tile:
 
 
 @triton.jit
-def _tile_of(offsets_ptr, tile, E: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
+def tile_of(offsets_ptr, tile, E: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
     """(expert, first row, end row) of the tile-th tile when each expert's rows are cut into tiles; expert E past the
     last."""
     ids = tl.arange(0, EXPERTS)
@@ -105,7 +105,7 @@ def _multiply(
 ):  # fmt: skip
     """Multiply a tile: x [T, K]; w [E, K, N]; y [S, N]; offsets [E]; rows [S]."""
     across = tl.cdiv(N, COLS)
-    expert, start, end = _tile_of(offsets_ptr, tl.program_id(0) // across, E, EXPERTS, ROWS)
+    expert, start, end = tile_of(offsets_ptr, tl.program_id(0) // across, E, EXPERTS, ROWS)
     if expert < E:
         rows = start + tl.arange(0, ROWS)
         cols = (tl.program_id(0) % across) * COLS + tl.arange(0, COLS)

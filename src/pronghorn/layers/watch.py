@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from pronghorn.kernels.packed import PackedTensor
+
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _NUMBERS = ("scaling", "sliding_window", "variance_epsilon", "eps")
 """Attributes of modules that fused layers read and that somebody may set."""
@@ -44,7 +46,8 @@ class Watch:
         self._hooks = [hooks for module in called for name in HOOKS if (hooks := getattr(module, name)) is not None]
         self._numbers = [(module.__dict__, name) for module in called for name in _NUMBERS if name in module.__dict__]
         self._adapted = [module for module in called if "lora_A" in module._modules]
-        self._tensors = [p for p in chain.from_iterable(self._parameters) if p is not None and not _is_sharded(p)]
+        tensors = [p for p in chain.from_iterable(self._parameters) if p is not None and not _is_sharded(p)]
+        self._tensors = [part for p in tensors for part in (p.parts if isinstance(p, PackedTensor) else (p,))]
         self._written = [p for p in self._tensors if copied and not p.requires_grad]
         self._before = self._look()
 

@@ -28,6 +28,7 @@ from pronghorn.families.spec import ACTIVATIONS
 from pronghorn.families.spec import Experts as ExpertsKind
 from pronghorn.kernels.grouped_gemm import choose
 from pronghorn.kernels.moe_glu import Gate
+from pronghorn.kernels.packed import PackedTensor
 from pronghorn.layers.subclass import own_class, subclass
 from pronghorn.moe.experts import Experts, LowRank, experts
 from pronghorn.moe.route import route
@@ -37,6 +38,8 @@ NAME = "pronghorn_experts"
 """What the function is called in transformers' registry."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _HELD = "_pronghorn_lora"
+_MARKS = ("is_concatenated", "is_transposed", "num_experts")
+"""Attributes that `use_experts_implementation` gives its classes."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,8 @@ class ExpertLayers:
             return [("experts", f"transformers' {implementation}", why)]
         module = next(expert_modules(self.model))
         way, why = choose(weights(module)[0].device, dtype, _sizes(module))
+        if isinstance(weights(module)[0], PackedTensor) and way != "loop":
+            way, why = "triton", "weights are read in 4 bits"
         lines = [("experts", f"routed once, products by {way}", why)]
         adapted = list(wrappers(self.model))
         if adapted:
@@ -112,8 +117,7 @@ def register(registry: Any) -> None:
 
 def expert_modules(model: nn.Module) -> Iterator[Any]:
     """The modules that transformers' `use_experts_implementation` made switchable."""
-    marks = ("is_concatenated", "is_transposed", "num_experts")
-    return (module for module in model.modules() if all(hasattr(module, mark) for mark in marks))
+    return (module for module in model.modules() if all(hasattr(module, mark) for mark in _MARKS))
 
 
 def weight_names(model: nn.Module) -> list[str]:
@@ -121,6 +125,14 @@ def weight_names(model: nn.Module) -> list[str]:
     modules = set(expert_modules(model))
     named = [(name, module) for name, module in model.named_modules() if module in modules]
     return [f"{name}.{weight}" for name, module in named for weight in _weight_names(module)]
+
+
+def expert_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The weights of all experts, by their names."""
+    for name, module in model.named_modules():
+        if all(hasattr(module, mark) for mark in _MARKS):
+            for weight in _weight_names(module):
+                yield f"{name}.{weight}", getattr(module, weight)
 
 
 def _kind(module: Any) -> ExpertsKind:

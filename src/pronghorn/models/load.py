@@ -17,6 +17,7 @@ from pronghorn.models.families import check_config
 from pronghorn.models.limits import check_sizes, check_values, check_weights_fit
 from pronghorn.models.lora import check_whole_modules
 from pronghorn.models.new_tokens import grow_embeddings
+from pronghorn.models.packed_checkpoint import format_of, load_packed
 from pronghorn.models.weights import (
     bitsandbytes_config,
     check_quantised,
@@ -124,6 +125,8 @@ class FoundModel:
             check_config(model.config)
             check_max_seq_length(model.config, self.max_seq_length)
             return model.to(device)
+        if format_of(self.config) is not None:
+            return load_packed(self.name, self.config, dtype, device, self.hub)
         quantization = bitsandbytes_config(self.config, self.load_in_4bit, dtype)
         return whole_model(
             self.name,
@@ -234,7 +237,7 @@ def find_model(
     check_config(config)
     check_values(found, config)
     check_max_seq_length(config, max_seq_length)
-    check_quantised(config)
+    check_quantised(config, load_in_4bit)
     if files:
         check_weights_fit(path, files, config)
     if weights:

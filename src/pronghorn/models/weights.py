@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from pronghorn.errors import DataError, UnsupportedError
+from pronghorn.errors import ConfigError, DataError, UnsupportedError
+from pronghorn.models.packed_checkpoint import FORMATS, format_of, quantisation_of
 
 
 def whole_model(name: str | Path, **options: Any) -> Any:
@@ -32,20 +33,28 @@ def whole_model(name: str | Path, **options: Any) -> Any:
     return model
 
 
-def check_quantised(config: Any) -> None:
-    """Raise UnsupportedError for a checkpoint that is quantised by others than bitsandbytes."""
-    stored = getattr(config, "quantization_config", None)
-    method = (stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)) or ""
-    if stored is not None and str(getattr(method, "value", method)) != "bitsandbytes":
+def check_quantised(config: Any, load_in_4bit: bool) -> None:
+    """Refuse a checkpoint that is quantised in a way that isn't served, or that would have to be quantised twice.
+
+    Raises:
+        UnsupportedError: quantised by others than bitsandbytes and those of `packed_checkpoint.FORMATS`.
+        ConfigError: `load_in_4bit` of a checkpoint that is packed otherwise.
+    """
+    method = quantisation_of(config).get("quant_method", "")
+    method, form = str(getattr(method, "value", method)), format_of(config)
+    if form is not None and load_in_4bit:
+        raise ConfigError(f"load_in_4bit of a checkpoint in {form.name}", "leave it out: the weights stay as they are")
+    if method and method != "bitsandbytes" and form is None:
+        served = ", ".join(["bitsandbytes", *(form.name for form in FORMATS.values())])
         raise UnsupportedError(
-            f"the checkpoint is quantised by {method!r}", "use the 16-bit checkpoint, or one quantised by bitsandbytes"
+            f"the checkpoint is quantised by {method!r}", f"use the 16-bit checkpoint, or one quantised by {served}"
         )
 
 
 def bitsandbytes_config(config: Any, load_in_4bit: bool, dtype: torch.dtype) -> Any:
     """The bitsandbytes config to load with, or None; a checkpoint that is already quantised keeps its own."""
     stored = getattr(config, "quantization_config", None)
-    if stored is None and not load_in_4bit:
+    if (stored is None and not load_in_4bit) or format_of(config) is not None:
         return None
     if importlib.util.find_spec("bitsandbytes") is None:
         raise UnsupportedError("4-bit loading needs bitsandbytes", "pip install 'pronghorn[nf4]'")

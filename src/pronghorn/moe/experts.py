@@ -23,6 +23,7 @@ from pronghorn.kernels import moe_glu
 from pronghorn.kernels.grouped_gemm import Way, multiply, outer
 from pronghorn.kernels.moe_glu import Gate
 from pronghorn.kernels.moe_rows import Rows, combine
+from pronghorn.kernels.mxfp4 import MXFP4Tensor, multiply_packed
 from pronghorn.moe.route import Routing
 from pronghorn.ranges import ADAPTERS, PRODUCTS, part
 
@@ -93,9 +94,12 @@ class _Product:
 
     def multiply(self, x: Tensor, rows: Rows | None = None, transposed: bool = False) -> tuple[Tensor, Tensor | None]:
         """(y, x Aᵀ); transposed, of dy: (dx, dy B)."""
-        w = self.weight.detach().to(self.dtype)
         with part(PRODUCTS):
-            y = multiply(x, w.mT if transposed else w, self.offsets, self.way, rows=rows)
+            if isinstance(self.weight, MXFP4Tensor):
+                y = multiply_packed(x, self.weight, self.offsets, rows, transposed)
+            else:
+                w = self.weight.detach().to(self.dtype)
+                y = multiply(x, w.mT if transposed else w, self.offsets, self.way, rows=rows)
         if self.a is None or self.b is None:
             return y, None
         # expert by expert: PEFT's B is expert-minor

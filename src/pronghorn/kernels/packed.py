@@ -1,0 +1,96 @@
+"""Frozen weights that are stored in few bits and look like their dense tensor to whoever asks.
+
+A model's parameter may be one: it has the dense shape and dtype, so that PEFT, transformers and `module.to` treat it as
+any other. What Pronghorn computes reads the stored parts; any other operation on it gets the weight written out, which
+is right and slow. It can't be written to or trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from pronghorn.errors import UnsupportedError
+
+_aten: Any = torch.ops.aten
+_KEEPING = {_aten.detach.default, _aten.alias.default, _aten.clone.default, _aten.lift_fresh.default}
+"""Operations that return the same weight, or a copy of it, packed as it is."""
+
+
+class PackedTensor(Tensor):
+    """A weight in parts. A subclass says how they are written out.
+
+    Args:
+        parts: tensors of one device, as they are stored.
+        shape: of the dense weight.
+        dtype: of the dense weight when it is written out.
+    """
+
+    parts: tuple[Tensor, ...]
+
+    @staticmethod
+    def __new__(cls: Any, parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=parts[0].device)
+
+    def __init__(self, parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> None:
+        self.parts = tuple(parts)
+
+    def dequantise(self) -> Tensor:
+        """Return the dense weight, in this tensor's dtype."""
+        raise NotImplementedError
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the parts."""
+        return sum(part.nbytes for part in self.parts)
+
+    def of_parts(self, parts: Sequence[Tensor], dtype: torch.dtype | None = None) -> PackedTensor:
+        """Return the same weight with other parts, on another device for instance."""
+        return type(self)(parts, self.shape, dtype or self.dtype)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        stored = f"{self.stored_bytes:,} bytes on {self.device}"
+        return f"{type(self).__name__}({[*self.shape]}, dtype={self.dtype}, {stored})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied: Any = self.of_parts([part.clone() for part in self.parts])
+        memo[id(self)] = copied = nn.Parameter(copied, False) if isinstance(self, nn.Parameter) else copied
+        return copied
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        names = [f"part{number}" for number in range(len(self.parts))]
+        return names, (tuple(self.shape), self.dtype)
+
+    def __getattr__(self, name: str) -> Tensor:
+        if name.startswith("part") and name[4:].isdigit() and "parts" in self.__dict__:
+            return self.parts[int(name[4:])]
+        raise AttributeError(name)
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> PackedTensor:
+        return cls([inner[name] for name in sorted(inner)], *context)
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if isinstance(first, PackedTensor) and func in _KEEPING:
+            return first.of_parts([func(part, *args[1:], **kwargs) for part in first.parts])
+        if isinstance(first, PackedTensor) and func is _aten._to_copy.default:
+            moved = {name: value for name, value in kwargs.items() if name in ("device", "non_blocking")}
+            return first.of_parts([func(part, **moved) for part in first.parts], kwargs.get("dtype"))
+        if func._schema.is_mutable and isinstance(first, PackedTensor):
+            raise UnsupportedError(
+                f"a {cls.__name__} can't be written to ({func})", "load the model in 16 bits to change its weights"
+            )
+
+        def written_out(value: Any) -> Any:
+            return value.dequantise() if isinstance(value, PackedTensor) else value
+
+        return func(*tree_map(written_out, args), **tree_map(written_out, kwargs))

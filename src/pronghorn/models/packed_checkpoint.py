@@ -1,0 +1,185 @@
+"""Load checkpoints whose weights are stored in few bits, as they are: frozen, written out or multiplied per use.
+
+    config.json's quant_method  ->  a format  ->  skeleton on the meta device, its packed parameters in place
+    the loader's tensors, one at a time  ->  parts of these parameters, and all other weights in the model's dtype
+
+A format says which tensors of a checkpoint make up a parameter. Nothing is unpacked on the way: the device never holds
+more than the model and one tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pronghorn.errors import DataError, UnsupportedError
+from pronghorn.kernels.mxfp4 import GROUP, MXFP4Tensor
+from pronghorn.kernels.packed import PackedTensor
+from pronghorn.models.experts import expert_parameters
+from pronghorn.models.families import check_config
+from pronghorn.precision.loader import StoredTensor, checkpoint, load
+
+METADATA = ("*.json", "*.jinja", "*.txt", "*.model", "*.safetensors")
+"""Files of a hub's repository that loading reads; folders below it hold other formats."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a kind of packed checkpoint stores its parameters."""
+
+    name: str
+    """For people."""
+    packed: Callable[[Any, dict[str, Any]], Iterator[tuple[str, PackedTensor, dict[str, str]]]]
+    """Lists, of a skeleton and the checkpoint's quantization_config: a parameter's name, the tensor (on the meta
+    device) that takes its place, and the suffix of each part's stored name by the part's number."""
+
+
+def _mxfp4(model: Any, stored: dict[str, Any]) -> Iterator[tuple[str, PackedTensor, dict[str, str]]]:
+    """gpt-oss: `<parameter>_blocks` and `<parameter>_scales` of experts."""
+    for name, parameter in expert_parameters(model):
+        experts, k, n = parameter.shape
+        if k % GROUP:
+            raise UnsupportedError(
+                f"{name} has {k} rows an expert, and MXFP4 stores groups of {GROUP}", "use the 16-bit checkpoint"
+            )
+        blocks = torch.empty(experts, n, k // GROUP, GROUP // 2, dtype=torch.uint8, device="meta")
+        scales = torch.empty(experts, n, k // GROUP, dtype=torch.uint8, device="meta")
+        packed = MXFP4Tensor([blocks, scales], parameter.shape, parameter.dtype)
+        yield name, packed, {f"{name}_blocks": "0", f"{name}_scales": "1"}
+
+
+FORMATS = {"mxfp4": Format("MXFP4", _mxfp4)}
+"""By `quant_method` of a checkpoint's quantization_config."""
+
+
+def quantisation_of(config: Any) -> dict[str, Any]:
+    """Return a configuration's quantization_config as a dict, empty where it has none."""
+    stored = getattr(config, "quantization_config", None)
+    if stored is None:
+        return {}
+    return dict(stored) if isinstance(stored, dict) else dict(stored.to_dict())
+
+
+def format_of(config: Any) -> Format | None:
+    """Return the format of a checkpoint with this configuration; None for what transformers loads."""
+    method = quantisation_of(config).get("quant_method", "")
+    return FORMATS.get(str(getattr(method, "value", method)))
+
+
+def pack(model: Any, stored: dict[str, Any], form: Format) -> dict[str, tuple[str, int]]:
+    """Put packed parameters on the meta device into a skeleton.
+
+    Returns:
+        (parameter, number of its part) by the part's name in the checkpoint.
+    """
+    parts: dict[str, tuple[str, int]] = {}
+    for name, packed, names in list(form.packed(model, stored)):
+        _set(model, name, nn.Parameter(packed, requires_grad=False))
+        parts |= {part: (name, int(number)) for part, number in names.items()}
+    return parts
+
+
+def packed_skeleton(config: Any, dtype: torch.dtype | None = None) -> tuple[Any, dict[str, tuple[str, int]]]:
+    """Make the model of a packed checkpoint's configuration, weights on the meta device, buffers on the CPU.
+
+    Returns:
+        the model, and `pack`'s.
+    """
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+
+    stored, form = quantisation_of(config), format_of(config)
+    assert form is not None
+    plain = type(config).from_dict(config.to_dict())
+    del plain.quantization_config
+    plain._name_or_path = config._name_or_path
+    options = {"attn_implementation": check_config(plain).load_attention, "trust_remote_code": False}
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(plain, dtype=dtype or config.dtype or torch.bfloat16, **options)
+    return model, pack(model, stored, form)
+
+
+def load_packed(name: str | Path, config: Any, dtype: torch.dtype, device: torch.device, hub: dict[str, Any]) -> Any:
+    """Load a packed checkpoint from a folder or the hub.
+
+    Args:
+        dtype: of the weights that aren't packed, and of those that are when they are written out.
+    Raises:
+        DataError: files or tensors are missing, damaged or of other shapes or dtypes; nothing is half-loaded.
+    """
+    folder = _folder(name, hub)
+    model, parts = packed_skeleton(config, dtype)
+    tied = set(getattr(model, "all_tied_weights_keys", None) or {}) if model.config.tie_word_embeddings else set()
+    expected = {key: tensor for key, tensor in model.named_parameters() if not isinstance(tensor, PackedTensor)}
+    expected = {key: tensor for key, tensor in expected.items() if key not in tied}
+    for part, (parameter, number) in parts.items():
+        expected[part] = model.get_parameter(parameter).parts[number]
+    waiting: dict[str, dict[int, Tensor]] = {}
+
+    def rename(key: str) -> str | None:
+        return None if key in tied else key
+
+    def place(key: str, stored: StoredTensor) -> Tensor:
+        return stored.read().to(device, expected[key].dtype, copy=True)
+
+    bar = _progress(len(expected))
+    for key, tensor in load(checkpoint(folder), rename=rename, place=place, expected=expected):
+        bar.update()
+        if key not in parts:
+            _set(model, key, nn.Parameter(tensor, requires_grad=tensor.is_floating_point()))
+            continue
+        parameter, number = parts[key]
+        arrived = waiting.setdefault(parameter, {})
+        arrived[number] = tensor
+        skeleton: Any = model.get_parameter(parameter)
+        if len(arrived) == len(skeleton.parts):
+            whole = skeleton.of_parts([arrived[each] for each in sorted(arrived)])
+            _set(model, parameter, nn.Parameter(whole, requires_grad=False))
+            del waiting[parameter]
+    bar.close()
+    model.tie_weights()
+    for module in model.modules():
+        for key, buffer in module.named_buffers(recurse=False):
+            module._buffers[key] = buffer.to(device)
+    _generation_config(model, folder)
+    return model.eval()
+
+
+def _folder(name: str | Path, hub: dict[str, Any]) -> Path:
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(
+                str(name), revision=hub.get("revision"), token=hub.get("token"), allow_patterns=list(METADATA),
+                ignore_patterns=["*/*"],
+            )
+        )  # fmt: skip
+    except (OSError, ValueError) as error:
+        raise DataError(f"model {name} can't be had from the hub ({error})", "check the name and connection") from error
+
+
+def _generation_config(model: Any, folder: Path) -> None:
+    from transformers import GenerationConfig
+
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+
+
+def _progress(count: int) -> Any:
+    """A bar as transformers shows when it loads weights, hidden by the same settings."""
+    from transformers.utils import logging
+
+    return logging.tqdm(total=count, desc="Loading weights")
+
+
+def _set(model: Any, name: str, parameter: nn.Parameter) -> None:
+    path, _, leaf = name.rpartition(".")
+    model.get_submodule(path)._parameters[leaf] = parameter
