@@ -268,7 +268,7 @@ def test_a_pickled_adapter_is_never_read(stories: Path, tmp_path: Path) -> None:
         load(tmp_path / "adapter")
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq", "mxfp4"])
+@pytest.mark.parametrize("method", ["gptq", "awq", "hqq"])
 def test_other_quantisations_are_refused(stories: Path, tmp_path: Path, method: str) -> None:
     shutil.copytree(stories, tmp_path / "model")
     text = (tmp_path / "model" / "config.json").read_text()

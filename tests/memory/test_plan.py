@@ -398,7 +398,7 @@ def test_graphs_are_captured_where_the_budget_has_their_memory() -> None:
             assert (set(made.policies), made.graph) == ({Policy.KEEP}, graph)
             assert made.predicted.get("CUDA graph", 0) == counted * graph
             assert made.predicted["process"] == both - step.graph + counted * graph
-    for other in (replace(work, graph=False), replace(work, fused=False), replace(work, method="qlora")):
+    for other in (replace(work, graph=False), replace(work, fused=False), replace(work, method="full")):
         kinds = MemoryModel.of(dims, replace(other, graph=False)).peak(policies)
         least = MemoryModel.of(dims, replace(other, graph=False)).process(kinds)
         assert plan(dims, other, gpu, least, asked=Plan.keep()).graph
@@ -478,8 +478,8 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("Llama-3.1-8B", "Qwen3-14B"):
         config_of(name).save_pretrained(folder / name)
     foreign = config_of("tiny")
-    foreign.quantization_config = {"quant_method": "mxfp4"}
-    foreign.save_pretrained(folder / "mxfp4")
+    foreign.quantization_config = {"quant_method": "gptq"}
+    foreign.save_pretrained(folder / "gptq")
     (folder / "rows.jsonl").write_text('{"prompt": "a b", "completion": "c d e"}\n' * 40)
     path = folder / "recipe.yaml"
     path.write_text(
@@ -612,7 +612,7 @@ def test_layers_that_cannot_be_fused_are_planned_as_they_run(recipe: Path, chang
         (["memory.budget=600MiB", "--device", "h100"], "the smallest plan needs"),
         (["model.name=./no-such-folder", "--device", "h100"], "./no-such-folder"),
         (["model.name=model.gguf", "--device", "h100"], "GGUF"),
-        (["model.name={here}/mxfp4", "--device", "h100"], "quantised by 'mxfp4'"),
+        (["model.name={here}/gptq", "--device", "h100"], "quantised by 'gptq'"),
         (["model.max_seq_length=9999", "--device", "h100"], "max_seq_length 9999 > "),
         (["--device", "h100", "--calibrate"], "--calibrate times packed rows on this machine's GPU"),
     ],

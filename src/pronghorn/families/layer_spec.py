@@ -104,6 +104,11 @@ class LayerSpec:
         return sum(linear.weights for linear in self.linears)
 
     @property
+    def expert_weights(self) -> int:
+        """Elements of the experts' weights, biases aside."""
+        return 3 * self.hidden * self.experts.width * self.experts.count if self.experts else 0
+
+    @property
     def attention(self) -> AttentionSpec:
         [found] = [block for block in self.blocks if isinstance(block, AttentionSpec)]
         return found

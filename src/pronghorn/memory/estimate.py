@@ -85,6 +85,8 @@ class TrainSetup:
     """Bytes of an element of the products: 2 in bf16 and fp16, 4 in float32."""
     fp8: bool = False
     """Frozen linears multiply in 8 bits, experts apart (`precision.compute`)."""
+    expert_bytes: float | None = None
+    """Bytes of a number of experts' frozen weights where these are packed."""
     fused: bool = True
     """Layers are Pronghorn's fused ones; else transformers' and PEFT's."""
     trained_whole: int = 0
@@ -136,6 +138,8 @@ def resting_bytes(dims: ModelDims, setup: TrainSetup) -> dict[str, int]:
     weights = p * (4 if full else b)
     if setup.method == "qlora":  # 4 bits each, 8 of absmax for 64 elements, and 32 for 256 of those
         weights = (p - linear) * b + linear // 2 + linear // 64 + linear // 4096
+    if setup.expert_bytes is not None:
+        weights -= int(sum(layer.expert_weights for layer in dims.layers) * (b - setup.expert_bytes))
     if setup.fp8:  # codes in two layouts, unless they are written out of 4 bits, and scales of rows
         rows = sum(each.out for layer in dims.layers for each in layer.linears)
         weights += 10 * rows if setup.method == "qlora" else 2 * linear + 6 * rows

@@ -29,6 +29,7 @@ from pronghorn.memory.step_time import StepTimes, step_times
 from pronghorn.models import experts
 from pronghorn.models.attach import Handle, attach, attached
 from pronghorn.models.families import base_causal_lm, check_config
+from pronghorn.models.packed_checkpoint import format_of, packed_skeleton
 
 T = TypeVar("T")
 SECONDS = 0.3
@@ -93,6 +94,8 @@ def skeleton(config: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
     check_config(config)
+    if format_of(config) is not None:
+        return packed_skeleton(config)[0]
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
@@ -130,6 +133,7 @@ def setup_of(
         expert_rank=max((max(wrapper.r.values()) for wrapper in experts.wrappers(base)), default=0),
         itemsize=(autocast or embeddings.dtype).itemsize,
         fp8=fp8,
+        expert_bytes=experts.packed_bytes(base),
         fused=fused,
         trained_whole=0 if method == "full" else sum(whole.values()),
         graph=fuses and autocast is None and (handle is None or handle.options.graph != "off"),

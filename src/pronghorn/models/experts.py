@@ -135,6 +135,12 @@ def expert_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{name}.{weight}", getattr(module, weight)
 
 
+def packed_bytes(model: nn.Module) -> float | None:
+    """Bytes of a number of the experts' weights, or None where they are dense or there are none."""
+    first = next((weights(module)[0] for module in expert_modules(model)), None)
+    return first.stored_bytes / first.numel() if isinstance(first, PackedTensor) else None
+
+
 def _kind(module: Any) -> ExpertsKind:
     """Return what the family of an experts module says of it."""
     return FAMILIES[module.config.model_type].experts
