@@ -14,7 +14,7 @@ import torch
 from support.marks import needs_triton
 
 TESTS = Path(__file__).parents[1]
-NAMES = ("moe_route", "moe_rows", "moe_glu", "grouped_gemm")
+NAMES = ("moe_route", "moe_rows", "moe_glu", "grouped_gemm", "mxfp4")
 
 
 @pytest.mark.gpu
@@ -38,7 +38,7 @@ def test_interpreted() -> None:
 
 def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int, int]]:
     """Each kernel in its largest form: function, types of its arguments, compile-time values, warps, stages."""
-    from pronghorn.kernels import grouped_gemm, moe_glu, moe_route, moe_rows
+    from pronghorn.kernels import grouped_gemm, moe_glu, moe_route, moe_rows, mxfp4
 
     types = dict.fromkeys(("x_ptr", "y_ptr", "w_ptr", "h_ptr", "a_ptr", "d_ptr", "dh_ptr", "dw_ptr"), "*bf16")
     types |= {
@@ -62,6 +62,11 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int, int]]
         "count": (moe_route._count, *sort),
         "place": (moe_route._place, *sort),
     }
+    for across in (False, True):
+        tile, packed = mxfp4.TILE, {"blocks_ptr": "*u8", "scales_ptr": "*u8"}
+        sizes = {"ROWS": tile.rows, "COLS": tile.cols, "DEPTH": tile.depth, "GROUP": mxfp4.GROUP, "ACROSS": across}
+        constants = {**experts, "GATHER": not across, **sizes}
+        found[f"4-bit multiply {across}"] = mxfp4._multiply, {**types, **packed}, constants, tile.warps, tile.stages
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
         wide = {each: f"*{name}" if kind == "*bf16" else kind for each, kind in types.items()}
         for columns in (16, 2048) if name == "bf16" else (2048,):

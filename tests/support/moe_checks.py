@@ -15,6 +15,7 @@ from pronghorn.kernels import (
     moe_glu,
     moe_route,
     moe_rows,
+    mxfp4,
 )
 from support.kernel_checks import Kernels, References, compare, random, written
 
@@ -114,6 +115,39 @@ def check_grouped_gemm(device: str, dtype: torch.dtype) -> None:
             compare("outer, other side", outer("triton"), outer("loop"), y, x, offsets, None, rows)
 
 
+def check_mxfp4(device: str, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.randint(0, 256, (3, 256, 2, 16), dtype=torch.uint8, generator=generator).to(device)
+    scales = torch.arange(256, dtype=torch.uint8).expand(3, 2, 256).transpose(1, 2).contiguous().to(device)
+    found, right = (write(blocks, scales, dtype) for write in (mxfp4.write_out_triton, mxfp4.write_out_reference))
+    assert torch.equal(found.nan_to_num(7.0), right.nan_to_num(7.0)) and found.dtype is dtype
+    for tokens, k, experts, how in routings(device):
+        offsets, _, *both = (
+            part.to(device) for part in moe_route.route_reference(indices(tokens, k, experts, how), experts)
+        )
+        offsets = torch.cat([offsets.new_full((1,), 10**6), offsets])[1:]  # what lies before isn't read
+        rows = moe_rows.Rows(both[0], both[2])
+        for depth, columns in ((96, 70),) if device == "cpu" else ((32, 3), (96, 130), (320, 64)):
+            shape = experts, columns, depth // 32
+            blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=generator).to(device)
+            scales = torch.randint(120, 130, shape, dtype=torch.uint8, generator=generator).to(device)
+            weight = mxfp4.MXFP4Tensor([blocks, scales], (experts, depth, columns), dtype)
+            x = random(tokens, depth, device=device, dtype=dtype, seed=1)
+            dy = random(len(rows.tokens), columns, device=device, dtype=dtype, seed=2)
+            for given, order in ((x, rows), (x[rows.tokens.long()].contiguous(), None)):
+                compare("4-bit multiply", packed(True), packed(False), given, weight, offsets, order, False)
+            compare("4-bit multiply, transposed", packed(True), packed(False), dy, weight, offsets, None, True)
+
+
+def packed(triton: bool) -> Any:
+    def run(x: Tensor, weight: Any, offsets: Tensor, rows: moe_rows.Rows | None, transposed: bool) -> Tensor:
+        if triton:
+            return mxfp4.multiply_triton(x, weight, offsets, None if rows is None else rows.tokens, transposed)
+        return mxfp4.multiply_packed(x, weight, offsets, rows, transposed)
+
+    return run
+
+
 def multiply(way: Any) -> Any:
     def run(x: Tensor, weight: Tensor, offsets: Tensor, rows: moe_rows.Rows | None, out: Tensor | None) -> Tensor:
         added = {} if out is None else {"out": out.clone(), "scale": 0.5}
@@ -136,11 +170,12 @@ CHECKS = {
     "moe_rows": check_rows,
     "moe_glu": check_glu,
     "grouped_gemm": check_grouped_gemm,
+    "mxfp4": check_mxfp4,
 }
 
 if __name__ == "__main__":
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     for name, check in CHECKS.items():
-        check("cpu", torch.float16 if name == "grouped_gemm" else torch.float32)
+        check("cpu", torch.float16 if name in ("grouped_gemm", "mxfp4") else torch.float32)
         print(name, "ok", flush=True)

@@ -21,7 +21,8 @@ from pronghorn.kernels.packed import PackedTensor
 GROUP = 32
 """Numbers that share a scale."""
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-TILE = Tile(128, 128, 64, 8, 3)
+TILE, WIDE_TILE = Tile(128, 128, 64, 8, 3), Tile(64, 64, 32, 4, 2)
+"""Of products in 16 bits, and in float32."""
 BYTES = 4096
 """That a program writes out."""
 
@@ -43,18 +44,18 @@ def write_out_reference(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> T
 
 @triton.jit
 def _decode(nibbles):
-    """Return the numbers of nibbles, without their scale, in float32."""
+    """Return twice the numbers of nibbles, without their scale, in float32."""
     magnitude = (nibbles & 7).to(tl.int32)
-    normal = ((magnitude << 22) + (126 << 23)).to(tl.float32, bitcast=True)  # exponent and mantissa where float32's are
-    value = tl.where(magnitude < 2, magnitude.to(tl.float32) * 0.5, normal)
+    normal = ((magnitude << 22) + (127 << 23)).to(tl.float32, bitcast=True)  # exponent and mantissa where float32's are
+    value = tl.where(magnitude < 2, magnitude.to(tl.float32), normal)
     return tl.where(nibbles >= 8, -value, value)
 
 
 @triton.jit
 def _power(scales):
-    """Return 2^(s − 127) in float32, infinity for s = 255."""
-    bits = scales.to(tl.int32) << 23
-    return tl.where(bits == 0, 0x00400000, bits).to(tl.float32, bitcast=True)
+    """Return 2^(s − 128) in float32, which the largest s fits into; below 2^-126 there is no exponent for it."""
+    s = scales.to(tl.int32)
+    return tl.where(s < 2, 0x00200000 << s, (s - 1) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -138,12 +139,13 @@ def write_out_triton(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tens
 
 
 def multiply_triton(
-    x: Tensor, weight: MXFP4Tensor, offsets: Tensor, rows: Tensor | None, transposed: bool, tile: Tile = TILE
+    x: Tensor, weight: MXFP4Tensor, offsets: Tensor, rows: Tensor | None, transposed: bool, tile: Tile | None = None
 ) -> Tensor:
     """Do what `multiply_packed` does, by its Triton kernel."""
     experts, k, n = weight.shape
     count, width = len(x) if rows is None else len(rows), k if transposed else n
     y = x.new_empty(count, width)
+    tile = tile or (WIDE_TILE if x.dtype is torch.float32 else TILE)
     grid = (cdiv(count, tile.rows) + experts) * cdiv(width, tile.cols)
     launch(
         _multiply, (grid,), x, *weight.parts, y, offsets, offsets if rows is None else rows, n, k,
