@@ -15,14 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig
 
-from benchmarks.candidates.base import set_adapters
+from benchmarks.candidates.base import device, set_adapters
 from benchmarks.program import packed_batches, parser_of, run, show
 from benchmarks.record import Facts
 from benchmarks.timing import CudaClock
 from benchmarks.workload import make_rows
 from pronghorn.device import graph_bytes
-from pronghorn.diagnose.shapes import checkpoint_of
+from pronghorn.diagnose.shapes import checkpoint_of, shape_of
 from pronghorn.errors import PronghornError
 from pronghorn.memory.devices import parse_bytes
 from pronghorn.memory.estimate import GIB, MemoryModel
@@ -33,6 +34,8 @@ from pronghorn.models.attach import attach
 from pronghorn.models.auto_plan import cuda_device_spec, dims_of, measured_times, setup_of
 from pronghorn.models.load import load_model
 from pronghorn.models.lora import add_lora
+from pronghorn.models.packed_checkpoint import PackedSkeleton
+from pronghorn.precision.loader import generated
 
 POLICIES = ("keep", "norms", "mlp", "layer", "offload")
 CASES = """
@@ -43,13 +46,23 @@ Llama-3.2-1B full 8192 keep; Llama-3.2-1B full 8192 layer
 Llama-3.1-8B lora 8192 keep; Llama-3.1-8B lora 8192 mlp; Llama-3.1-8B lora 8192 24GiB; Llama-3.1-8B lora 8192 layer
 Llama-3.1-8B lora 8192 offload
 Llama-3.1-8B qlora 8192 keep; Llama-3.1-8B qlora 8192 12GiB
+gpt-oss-20b mxfp4 4096 offload; gpt-oss-20b mxfp4+experts 4096 offload; gpt-oss-20b mxfp4 4096 keep
+gpt-oss-120b mxfp4 4096 keep
 """
 WARM, TIMED = 16, 8
 """Steps; the first ones decide about CUDA graphs."""
 
 
 def load(shape: str, method: str, folder: Path) -> Any:
-    """Load a shape with random weights, and with LoRA unless everything is trained."""
+    """Load a shape with random weights, and with LoRA unless everything is trained; packed ones are made on the GPU."""
+    if method.startswith("mxfp4"):
+        config = AutoConfig.for_model(**shape_of(shape) or {}, quantization_config={"quant_method": "mxfp4"})
+        skeleton = PackedSkeleton.of(config, torch.bfloat16)
+        packed = skeleton.fill(generated(skeleton.expected(), device=device()), device())
+        targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if method.endswith("+experts") else []
+        packed = add_lora(packed, target_parameters=targets)
+        set_adapters(packed, seed=0)
+        return packed.train()
     dtype = torch.float32 if method == "full" else torch.bfloat16
     path = checkpoint_of(shape, folder, seed=0)
     model, _ = load_model(path, max_seq_length=8192, dtype=dtype, load_in_4bit=method == "qlora")
@@ -104,6 +117,7 @@ def one(model: Any, method: str, tokens: int, wanted: str) -> dict[str, float]:
         "peak_bytes": peak + graphs,
         "predicted_bytes": sum(kinds.values()),
         "step_ms": milliseconds,
+        "tokens_per_s": round(tokens / milliseconds * 1e3),
         "table_ms": table.step(made.policies, made.buffers),
         "calibrated_ms": calibrated.step(made.policies, made.buffers),
     }

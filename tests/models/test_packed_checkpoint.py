@@ -26,6 +26,7 @@ from support.documents import LENGTHS, ROW
 from support.fused import loss_and_gradients
 from support.packed_checkpoints import change, mxfp4_checkpoint
 from support.tiny import packed_row
+from support.tolerance import ThreeWay
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 GATE_UP = "model.layers.0.mlp.experts.gate_up_proj"
@@ -154,3 +155,23 @@ def test_what_is_packed_is_not_quantised_again_nor_trained(tmp_path: Path) -> No
         loaded(tmp_path / "other")
     with torch.no_grad(), pytest.raises(UnsupportedError, match="can't be written to"):
         loaded(tmp_path).get_parameter(GATE_UP).mul_(2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("targets", [[], EXPERTS])
+def test_4_bit_products_on_a_gpu_are_within_the_rule(tmp_path: Path, targets: list[str]) -> None:
+    """Against the same weights written out to bfloat16, and to float32."""
+    mxfp4_checkpoint(tmp_path)
+    rule, batch = ThreeWay(), {name: value.to("cuda") for name, value in packed_row(LENGTHS, ROW).items()}
+    packed, exact = (adapted(loaded(tmp_path, dtype), targets).to("cuda") for dtype in ("bfloat16", "float32"))
+    results = []
+    for model in (packed, dense(packed), dense(exact)):
+        attach(model, Plan.keep(), layers="fused" if model is not exact else "stock", graph="off")
+        results.append(loss_and_gradients(model, batch))
+    for name, right in results[2][1].items():
+        rule.add(name, results[0][1][name], results[1][1][name], right)
+    rule.check()
+    attach(packed, Plan.keep(), layers="fused", graph="on")
+    for _ in range(2):
+        loss, gradients = loss_and_gradients(packed, batch)
+        assert loss == results[0][0] and all(torch.equal(gradients[name], results[0][1][name]) for name in gradients)

@@ -105,8 +105,11 @@ def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
 
 def test_a_generated_tensor_depends_on_its_name_alone() -> None:
     shapes = {"a": (5000, 1500), "b": (5000, 1500), "norm": (7,)}
-    weights = dict(load(generated(shapes, torch.bfloat16)))
-    alone = {stored.name: stored for stored in generated({"b": shapes["b"]}, torch.bfloat16)}
+    expected = {name: torch.empty(shape, dtype=torch.bfloat16, device="meta") for name, shape in shapes.items()}
+    expected |= {f"{name}_scales": torch.empty(3, 5, dtype=torch.uint8, device="meta") for name in "ab"}
+    weights = dict(load(generated(expected), expected=expected))
+    alone = {stored.name: stored for stored in generated({"b": expected["b"]})}
+    assert weights["a_scales"].dtype is torch.uint8 and not torch.equal(weights["a_scales"], weights["b_scales"])
     assert torch.equal(alone["b"].rows(2700, 4999), weights["b"][2700:4999])
     assert not torch.equal(weights["a"], weights["b"])
     assert not torch.equal(weights["a"][:2000], weights["a"][2796:4796])  # blocks differ

@@ -29,7 +29,7 @@ from pronghorn.memory.step_time import StepTimes, step_times
 from pronghorn.models import experts
 from pronghorn.models.attach import Handle, attach, attached
 from pronghorn.models.families import base_causal_lm, check_config
-from pronghorn.models.packed_checkpoint import format_of, packed_skeleton
+from pronghorn.models.packed_checkpoint import PackedSkeleton, format_of
 
 T = TypeVar("T")
 SECONDS = 0.3
@@ -95,7 +95,7 @@ def skeleton(config: Any) -> Any:
 
     check_config(config)
     if format_of(config) is not None:
-        return packed_skeleton(config)[0]
+        return PackedSkeleton.of(config).model
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 

@@ -9,7 +9,7 @@ more than the model and one tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,24 +84,83 @@ def pack(model: Any, stored: dict[str, Any], form: Format) -> dict[str, tuple[st
     return parts
 
 
-def packed_skeleton(config: Any, dtype: torch.dtype | None = None) -> tuple[Any, dict[str, tuple[str, int]]]:
-    """Make the model of a packed checkpoint's configuration, weights on the meta device, buffers on the CPU.
+@dataclass(frozen=True)
+class PackedSkeleton:
+    """The model of a packed checkpoint, its weights on the meta device until `fill`, buffers on the CPU."""
 
-    Returns:
-        the model, and `pack`'s.
-    """
-    from accelerate import init_empty_weights
-    from transformers import AutoModelForCausalLM
+    model: Any
+    parts: dict[str, tuple[str, int]]
+    """(parameter, number of its part) by the part's name in the checkpoint."""
 
-    stored, form = quantisation_of(config), format_of(config)
-    assert form is not None
-    plain = type(config).from_dict(config.to_dict())
-    del plain.quantization_config
-    plain._name_or_path = config._name_or_path
-    options = {"attn_implementation": check_config(plain).load_attention, "trust_remote_code": False}
-    with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(plain, dtype=dtype or config.dtype or torch.bfloat16, **options)
-    return model, pack(model, stored, form)
+    @classmethod
+    def of(cls, config: Any, dtype: torch.dtype | None = None) -> PackedSkeleton:
+        """Make the model of a configuration whose quantization_config names one of `FORMATS`."""
+        from accelerate import init_empty_weights
+        from transformers import AutoModelForCausalLM
+
+        stored, form = quantisation_of(config), format_of(config)
+        assert form is not None
+        plain = type(config).from_dict(config.to_dict())
+        del plain.quantization_config
+        plain._name_or_path = config._name_or_path
+        options = {"attn_implementation": check_config(plain).load_attention, "trust_remote_code": False}
+        with init_empty_weights(include_buffers=False):
+            model = AutoModelForCausalLM.from_config(plain, dtype=dtype or config.dtype or torch.bfloat16, **options)
+        return cls(model, pack(model, stored, form))
+
+    @property
+    def tied(self) -> set[str]:
+        """Names of parameters that are others, too, and may be in a checkpoint or not."""
+        tied = getattr(self.model, "all_tied_weights_keys", None) or {}
+        return set(tied) if self.model.config.tie_word_embeddings else set()
+
+    def expected(self) -> dict[str, Tensor]:
+        """Return a tensor on the meta device for every tensor that a checkpoint must have, by its name there."""
+        plain = {
+            name: parameter
+            for name, parameter in self.model.named_parameters()
+            if not isinstance(parameter, PackedTensor) and name not in self.tied
+        }
+        return plain | {
+            part: self.model.get_parameter(name).parts[number] for part, (name, number) in self.parts.items()
+        }
+
+    def fill(self, source: Iterable[StoredTensor], device: torch.device) -> Any:
+        """Read all weights to a device, one at a time, and return the model.
+
+        Raises:
+            DataError: as `loader.load`; the model is not to be used then.
+        """
+        expected, tied = self.expected(), self.tied
+        waiting: dict[str, dict[int, Tensor]] = {}
+
+        def rename(key: str) -> str | None:
+            return None if key in tied else key
+
+        def place(key: str, stored: StoredTensor) -> Tensor:
+            tensor = stored.read()
+            return tensor.to(device, expected[key].dtype, copy=tensor.device.type == "cpu")  # not a view of the file
+
+        bar = _progress(len(expected))
+        for key, tensor in load(source, rename=rename, place=place, expected=expected):
+            bar.update()
+            if key not in self.parts:
+                _set(self.model, key, nn.Parameter(tensor, requires_grad=tensor.is_floating_point()))
+                continue
+            parameter, number = self.parts[key]
+            arrived = waiting.setdefault(parameter, {})
+            arrived[number] = tensor
+            skeleton: Any = self.model.get_parameter(parameter)
+            if len(arrived) == len(skeleton.parts):
+                whole = skeleton.of_parts([arrived[each] for each in sorted(arrived)])
+                _set(self.model, parameter, nn.Parameter(whole, requires_grad=False))
+                del waiting[parameter]
+        bar.close()
+        self.model.tie_weights()
+        for module in self.model.modules():
+            for key, buffer in module.named_buffers(recurse=False):
+                module._buffers[key] = buffer.to(device)
+        return self.model.eval()
 
 
 def load_packed(name: str | Path, config: Any, dtype: torch.dtype, device: torch.device, hub: dict[str, Any]) -> Any:
@@ -113,41 +172,9 @@ def load_packed(name: str | Path, config: Any, dtype: torch.dtype, device: torch
         DataError: files or tensors are missing, damaged or of other shapes or dtypes; nothing is half-loaded.
     """
     folder = _folder(name, hub)
-    model, parts = packed_skeleton(config, dtype)
-    tied = set(getattr(model, "all_tied_weights_keys", None) or {}) if model.config.tie_word_embeddings else set()
-    expected = {key: tensor for key, tensor in model.named_parameters() if not isinstance(tensor, PackedTensor)}
-    expected = {key: tensor for key, tensor in expected.items() if key not in tied}
-    for part, (parameter, number) in parts.items():
-        expected[part] = model.get_parameter(parameter).parts[number]
-    waiting: dict[str, dict[int, Tensor]] = {}
-
-    def rename(key: str) -> str | None:
-        return None if key in tied else key
-
-    def place(key: str, stored: StoredTensor) -> Tensor:
-        return stored.read().to(device, expected[key].dtype, copy=True)
-
-    bar = _progress(len(expected))
-    for key, tensor in load(checkpoint(folder), rename=rename, place=place, expected=expected):
-        bar.update()
-        if key not in parts:
-            _set(model, key, nn.Parameter(tensor, requires_grad=tensor.is_floating_point()))
-            continue
-        parameter, number = parts[key]
-        arrived = waiting.setdefault(parameter, {})
-        arrived[number] = tensor
-        skeleton: Any = model.get_parameter(parameter)
-        if len(arrived) == len(skeleton.parts):
-            whole = skeleton.of_parts([arrived[each] for each in sorted(arrived)])
-            _set(model, parameter, nn.Parameter(whole, requires_grad=False))
-            del waiting[parameter]
-    bar.close()
-    model.tie_weights()
-    for module in model.modules():
-        for key, buffer in module.named_buffers(recurse=False):
-            module._buffers[key] = buffer.to(device)
+    model = PackedSkeleton.of(config, dtype).fill(checkpoint(folder), device)
     _generation_config(model, folder)
-    return model.eval()
+    return model
 
 
 def _folder(name: str | Path, hub: dict[str, Any]) -> Path:
