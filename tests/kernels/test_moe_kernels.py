@@ -62,17 +62,15 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int, int]]
         "count": (moe_route._count, *sort),
         "place": (moe_route._place, *sort),
     }
-    for across in (False, True):
-        tile, packed = mxfp4.TILE, {"blocks_ptr": "*u8", "scales_ptr": "*u8"}
-        sizes = {"ROWS": tile.rows, "COLS": tile.cols, "DEPTH": tile.depth, "GROUP": mxfp4.GROUP, "ACROSS": across}
-        constants = {**experts, "GATHER": not across, **sizes}
-        found[f"4-bit multiply {across}"] = mxfp4._multiply, {**types, **packed}, constants, tile.warps, tile.stages
+    packed = {"blocks_ptr": "*u8", "scales_ptr": "*u8", "out_ptr": "*bf16", "count": "i32"}
+    found["4 bits written out"] = mxfp4._write_out, {**types, **packed}, {"ROWS": mxfp4.ROWS}, 8, 3
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
         wide = {each: f"*{name}" if kind == "*bf16" else kind for each, kind in types.items()}
         for columns in (16, 2048) if name == "bf16" else (2048,):
             tile = grouped_gemm.multiply_tile(dtype, columns)
             sizes = {"ROWS": tile.rows, "COLS": tile.cols, "DEPTH": tile.depth}
             constants = {**experts, "GATHER": True, "ADD": True, "w_k": 1, **sizes}
+            wide |= {"first": "i32", "last": "i32"}
             found[f"multiply {tile}"] = grouped_gemm._multiply, wide, constants, tile.warps, tile.stages
             tile = grouped_gemm.outer_tile(dtype, columns, 2048)
             sizes = {"ROWS": tile.rows, "COLS": tile.cols, "DEPTH": tile.depth}

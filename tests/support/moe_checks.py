@@ -110,6 +110,7 @@ def check_grouped_gemm(device: str, dtype: torch.dtype) -> None:
                     compare("multiply", multiply("triton"), multiply("loop"), given, weight, offsets, order, None)
                 start = random(len(rows.tokens), columns, device=device, dtype=dtype, seed=4)
                 compare("multiply, added", multiply("triton"), multiply("loop"), x, weight, offsets, rows, start)
+            compare("multiply, some", some_at_a_time, multiply("loop"), x, weight, offsets, rows, None)
             y = random(len(rows.tokens), columns, device=device, dtype=dtype, seed=5)
             compare("outer", outer("triton"), outer("loop"), x, y, offsets, rows, None)
             compare("outer, other side", outer("triton"), outer("loop"), y, x, offsets, None, rows)
@@ -125,25 +126,30 @@ def check_mxfp4(device: str, dtype: torch.dtype) -> None:
         offsets, _, *both = (
             part.to(device) for part in moe_route.route_reference(indices(tokens, k, experts, how), experts)
         )
-        offsets = torch.cat([offsets.new_full((1,), 10**6), offsets])[1:]  # what lies before isn't read
         rows = moe_rows.Rows(both[0], both[2])
-        for depth, columns in ((96, 70),) if device == "cpu" else ((32, 3), (96, 130), (320, 64)):
+        for depth, columns in ((32, 3), (96, 130), (320, 64)):
             shape = experts, columns, depth // 32
             blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=generator).to(device)
             scales = torch.randint(120, 130, shape, dtype=torch.uint8, generator=generator).to(device)
             weight = mxfp4.MXFP4Tensor([blocks, scales], (experts, depth, columns), dtype)
             x = random(tokens, depth, device=device, dtype=dtype, seed=1)
             dy = random(len(rows.tokens), columns, device=device, dtype=dtype, seed=2)
-            for given, order in ((x, rows), (x[rows.tokens.long()].contiguous(), None)):
-                compare("4-bit multiply", packed(True), packed(False), given, weight, offsets, order, False)
-            compare("4-bit multiply, transposed", packed(True), packed(False), dy, weight, offsets, None, True)
+            for scratch in (1, 3 * depth * columns * x.itemsize):  # an expert at a time, and three
+                run = of_few(scratch)
+                for given, order in ((x, rows), (x[rows.tokens.long()].contiguous(), None)):
+                    compare("4-bit multiply", run, mxfp4.multiply_packed, given, weight, offsets, order, False)
+                compare("4-bit multiply, transposed", run, mxfp4.multiply_packed, dy, weight, offsets, None, True)
 
 
-def packed(triton: bool) -> Any:
-    def run(x: Tensor, weight: Any, offsets: Tensor, rows: moe_rows.Rows | None, transposed: bool) -> Tensor:
-        if triton:
-            return mxfp4.multiply_triton(x, weight, offsets, None if rows is None else rows.tokens, transposed)
-        return mxfp4.multiply_packed(x, weight, offsets, rows, transposed)
+def of_few(scratch: int) -> Any:
+    """`multiply_packed` with so many bytes of experts written out at a time."""
+
+    def run(*arguments: Any) -> Tensor:
+        before, mxfp4.SCRATCH = mxfp4.SCRATCH, scratch
+        try:
+            return mxfp4.multiply_packed(*arguments)
+        finally:
+            mxfp4.SCRATCH = before
 
     return run
 
@@ -154,6 +160,15 @@ def multiply(way: Any) -> Any:
         return grouped_gemm.multiply(x, weight, offsets, way, rows=rows, **added)
 
     return run
+
+
+def some_at_a_time(x: Tensor, weight: Tensor, offsets: Tensor, rows: moe_rows.Rows, out: None) -> Tensor:
+    """All experts by a launch for two of them."""
+    y, tile = x.new_empty(len(rows.tokens), weight.shape[2]), grouped_gemm.multiply_tile(x.dtype, weight.shape[2])
+    for first in range(0, len(weight), 2):
+        part = weight[first : first + 2]
+        grouped_gemm.multiply_some(x, part, offsets, rows.tokens, y, first, tile)
+    return y
 
 
 def outer(way: Any) -> Any:

@@ -2,8 +2,8 @@
 
     w = ±{0, 0.5, 1, 1.5, 2, 3, 4, 6} · 2^(s − 127)        two numbers a byte, the lower 4 bits first
 
-Stored are W_eᵀ, [E, N, K] with K packed; layers multiply x [S, K] by W_e [K, N], and dy [S, N] by W_eᵀ. The kernels
-read 4 bits, write bfloat16 into shared memory and multiply that: nothing dense is ever in the device's memory.
+Stored are W_eᵀ, [E, N, K] with K packed; layers multiply x [S, K] by W_e [K, N], and dy [S, N] by W_eᵀ. A few experts
+at a time are written out to 16 bits and multiplied, so that little more than the 4 bits is ever in memory.
 
 Source: OCP Microscaling Formats (MX) Specification 1.0, 2023.
 """
@@ -13,18 +13,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.grouped_gemm import Tile, multiply, tile_of
-from pronghorn.kernels.launch import cdiv, launch, next_power_of_2, tl, triton
+from pronghorn.kernels.grouped_gemm import multiply, multiply_some, wide_tile
+from pronghorn.kernels.launch import cdiv, launch, tl, triton
 from pronghorn.kernels.moe_rows import Rows
 from pronghorn.kernels.packed import PackedTensor
 
 GROUP = 32
 """Numbers that share a scale."""
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-TILE, WIDE_TILE = Tile(128, 128, 64, 8, 3), Tile(64, 64, 32, 4, 2)
-"""Of products in 16 bits, and in float32."""
-BYTES = 4096
-"""That a program writes out."""
+ROWS = 256
+"""Blocks that a program writes out."""
+SCRATCH = 2**28
+"""Bytes of experts that are written out at a time: 8 of gpt-oss's gates and ups."""
 
 
 class MXFP4Tensor(PackedTensor):
@@ -59,100 +59,29 @@ def _power(scales):
 
 
 @triton.jit
-def _tile(
-    blocks_ptr, scales_ptr, lines, end, start, K, LINES: tl.constexpr, WIDE: tl.constexpr, GROUP: tl.constexpr
-):  # fmt: skip
-    """Return numbers [LINES, WIDE] from column `start` on of lines that are below `end`, in float32; 0 elsewhere."""
-    inside = (lines < end)[:, None]
-    line = lines.to(tl.int64)[:, None]
-    packed = start // 2 + tl.arange(0, WIDE // 2)[None, :]
-    held = tl.load(blocks_ptr + line * (K // 2) + packed, mask=inside & (packed < K // 2), other=0)
-    group = start // GROUP + tl.arange(0, WIDE // GROUP)[None, :]
-    scale = tl.load(scales_ptr + line * (K // GROUP) + group, mask=inside & (group < K // GROUP), other=0)
-    numbers = tl.reshape(tl.join(_decode(held & 15), _decode(held >> 4)), (LINES, WIDE // GROUP, GROUP))
-    return tl.reshape(numbers * _power(scale)[:, :, None], (LINES, WIDE))
-
-
-@triton.jit
 def _write_out(
-    blocks_ptr,  # [R, K / 2]
-    scales_ptr,  # [R, K / GROUP]
-    out_ptr,  # [R, K]
-    count,  # R · K / 2
-    BYTES: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    """Write the numbers of BYTES bytes."""
-    at = tl.program_id(0).to(tl.int64) * BYTES + tl.arange(0, BYTES)
-    held = tl.load(blocks_ptr + at, mask=at < count, other=0)
-    scale = _power(tl.load(scales_ptr + at * 2 // GROUP, mask=at < count, other=0))
-    numbers = tl.reshape(tl.join(_decode(held & 15) * scale, _decode(held >> 4) * scale), (2 * BYTES,))
-    to = tl.program_id(0).to(tl.int64) * (2 * BYTES) + tl.arange(0, 2 * BYTES)
-    tl.store(out_ptr + to, numbers.to(out_ptr.dtype.element_ty), mask=to < 2 * count)
-
-
-@triton.jit
-def _multiply(
-    x_ptr,  # [T, K], or dy [S, N] to be multiplied by Wᵀ
-    blocks_ptr,  # [E, N, K / 2]
-    scales_ptr,  # [E, N, K / GROUP]
-    y_ptr,  # [S, N], or dx [S, K]
-    offsets_ptr,  # [E]
-    rows_ptr,  # [S]
-    N, K,
-    E: tl.constexpr, EXPERTS: tl.constexpr, GATHER: tl.constexpr, ACROSS: tl.constexpr, GROUP: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
-):  # fmt: skip
-    """Multiply a tile: x W; with ACROSS, dy Wᵀ."""
-    width = K if ACROSS else N
-    depth = N if ACROSS else K
-    across = tl.cdiv(width, COLS)
-    expert, start, end = tile_of(offsets_ptr, tl.program_id(0) // across, E, EXPERTS, ROWS)
-    if expert < E:
-        rows = start + tl.arange(0, ROWS)
-        first = (tl.program_id(0) % across) * COLS
-        source = tl.minimum(rows, end - 1)  # rows outside read one that is inside: their results are not stored
-        if GATHER:
-            source = tl.load(rows_ptr + source)
-        steps = tl.arange(0, DEPTH)
-        x = x_ptr + source.to(tl.int64)[:, None] * depth + steps[None, :]
-        blocks = blocks_ptr + expert.to(tl.int64) * N * (K // 2)
-        scales = scales_ptr + expert.to(tl.int64) * N * (K // GROUP)
-        total = tl.zeros((ROWS, COLS), tl.float32)
-        for k in range(0, depth, DEPTH):
-            left = tl.load(x + k, mask=(steps < depth - k)[None, :], other=0.0)
-            if ACROSS:
-                right = _tile(blocks, scales, k + steps, N, first, K, DEPTH, COLS, GROUP)
-            else:
-                right = tl.trans(_tile(blocks, scales, first + tl.arange(0, COLS), N, k, K, COLS, DEPTH, GROUP))
-            total = tl.dot(left, right.to(left.dtype), total, input_precision="ieee")
-        cols = first + tl.arange(0, COLS)
-        y = y_ptr + rows.to(tl.int64)[:, None] * width + cols[None, :]
-        tl.store(y, total.to(y_ptr.dtype.element_ty), mask=(rows < end)[:, None] & (cols < width)[None, :])
+    blocks_ptr,  # [R, 16]
+    scales_ptr,  # [R]
+    out_ptr,  # [R, 32]
+    count,  # R
+    ROWS: tl.constexpr,
+):
+    """Write the numbers of ROWS blocks."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = (rows < count)[:, None]
+    held = tl.load(blocks_ptr + rows[:, None] * 16 + tl.arange(0, 16)[None, :], mask=inside, other=0)
+    scale = _power(tl.load(scales_ptr + rows, mask=rows < count, other=0))[:, None]
+    numbers = tl.reshape(tl.join(_decode(held & 15) * scale, _decode(held >> 4) * scale), (ROWS, 32))
+    at = out_ptr + rows[:, None] * 32 + tl.arange(0, 32)[None, :]
+    tl.store(at, numbers.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def write_out_triton(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Do what `write_out` does, by its Triton kernel."""
     out = torch.empty(*scales.shape[:-1], scales.shape[-1] * GROUP, dtype=dtype, device=blocks.device)
-    grid = (cdiv(blocks.numel(), BYTES),)
-    launch(_write_out, grid, blocks, scales, out, blocks.numel(), BYTES=BYTES, GROUP=GROUP, num_warps=8)
+    count = scales.numel()
+    launch(_write_out, (cdiv(count, ROWS),), blocks, scales, out, count, ROWS=ROWS, num_warps=8)
     return out
-
-
-def multiply_triton(
-    x: Tensor, weight: MXFP4Tensor, offsets: Tensor, rows: Tensor | None, transposed: bool, tile: Tile | None = None
-) -> Tensor:
-    """Do what `multiply_packed` does, by its Triton kernel."""
-    experts, k, n = weight.shape
-    count, width = len(x) if rows is None else len(rows), k if transposed else n
-    y = x.new_empty(count, width)
-    tile = tile or (WIDE_TILE if x.dtype is torch.float32 else TILE)
-    grid = (cdiv(count, tile.rows) + experts) * cdiv(width, tile.cols)
-    launch(
-        _multiply, (grid,), x, *weight.parts, y, offsets, offsets if rows is None else rows, n, k,
-        E=experts, EXPERTS=next_power_of_2(experts), GATHER=rows is not None, ACROSS=transposed, GROUP=GROUP,
-        ROWS=tile.rows, COLS=tile.cols, DEPTH=tile.depth, num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
-    return y
 
 
 def write_out(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -171,7 +100,17 @@ def multiply_packed(
         x: contiguous, 16 bits on a GPU.
         offsets, rows: as `grouped_gemm.multiply`'s.
     """
-    if x.is_cuda:
-        return multiply_triton(x, weight, offsets, None if rows is None else rows.tokens, transposed)
-    dense = weight.dequantise().to(x.dtype)
-    return multiply(x, dense.mT if transposed else dense, offsets, "loop", rows=rows)
+    if not x.is_cuda:
+        dense = weight.dequantise().to(x.dtype)
+        return multiply(x, dense.mT if transposed else dense, offsets, "loop", rows=rows)
+    blocks, scales = weight.parts
+    experts, k, n = weight.shape
+    width, tokens = k if transposed else n, None if rows is None else rows.tokens
+    y = x.new_empty(len(x) if tokens is None else len(tokens), width)
+    step = max(1, SCRATCH // (k * n * x.itemsize))
+    for first in range(0, experts, step):
+        dense = write_out(blocks[first : first + step], scales[first : first + step], x.dtype)
+        tile = wide_tile(x.dtype, width, x.device)
+        multiply_some(x, dense if transposed else dense.mT, offsets, tokens, y, first, tile)
+        del dense
+    return y

@@ -243,11 +243,14 @@ def working_bytes(layer: LayerSpec, setup: TrainSetup) -> int:
     """Count W, the most that comes and goes inside one layer's backward, which is in its MLP.
 
     The stream's gradient, down's operand and the activation, or its gradient; d(gate·up) takes gate·up's place. Of
-    experts d(gate·up) and either the activation or the rows' gradients.
+    experts d(gate·up) and either the activation or the rows' gradients, and the packed ones that are written out.
     """
+    from pronghorn.kernels.mxfp4 import SCRATCH
+
     t, h, i, b = setup.tokens, layer.hidden, width_of(layer), setup.itemsize
     if layer.experts:
-        return t * (h * (setup.stream_bytes + b) + b * (2 * i + max(layer.experts.chosen * h, i)))
+        scratch = 0 if setup.expert_bytes is None else min(SCRATCH, 2 * b * layer.expert_weights // 3)
+        return t * (h * (setup.stream_bytes + b) + b * (2 * i + max(layer.experts.chosen * h, i))) + scratch
     states, activation = t * h * (setup.stream_bytes + b), t * i * b * (1 if setup.fused else 3)
     # of down's input gradient, then of gate's and up's: activations' codes, and weights that are written out
     codes = (t * h, 2 * t * i) if setup.fp8 else (0, 0)

@@ -24,6 +24,8 @@ ELEMENTWISE = 0.75
 """Bandwidth of elementwise kernels against a plain copy."""
 FP8 = 0.5
 """Time of products by 8-bit rows against bf16's: 5.29 and 10.60 ms for those of a layer of 8B."""
+PACKED = 1.3
+"""Time of experts' products by Triton, from weights that are written out, against torch's of dense ones."""
 ATTENTION = 0.35
 """Attention's products against the largest product."""
 GAPS = 0.27
@@ -130,7 +132,8 @@ def _layer_times(layer: LayerSpec, setup: TrainSetup, device: DeviceSpec) -> Lay
     q, kv, experts = layer.attention.query, layer.attention.key_value, layer.experts
     rate, ms_per_byte = _rates(setup, device)
     cheaper = FP8 if setup.fp8 else 1.0
-    products = 2 * t * (cheaper * layer.linear_weights + (3 * h * i if experts else 0)) * rate
+    slower = 1.0 if setup.expert_bytes is None else PACKED
+    products = 2 * t * (cheaper * layer.linear_weights + (slower * 3 * h * i if experts else 0)) * rate
     attention = 2 * t * min(setup.documents, t) * q * 1e3 / (device.matmul * ATTENTION)
     norms = layer.norms * 2 * t * h * setup.stream_bytes * ms_per_byte
     around = t * (6 * h * setup.stream_bytes + (4 * q + 4 * kv + 3 * i) * b) * ms_per_byte
@@ -148,6 +151,8 @@ def _layer_times(layer: LayerSpec, setup: TrainSetup, device: DeviceSpec) -> Lay
     if setup.fp8:
         groups = [(group[0].inputs, sum(each.out for each in group)) for group in layer.groups]
         quantised = tuple(3 * t * sum(widths) * ms_per_byte for widths in zip(*groups, strict=True))
+    if setup.expert_bytes is not None:
+        written += (b + setup.expert_bytes) * layer.expert_weights * ms_per_byte
     forward = products + attention + norms + around + adapters + written + quantised[0] + gaps
     trained = 2 if setup.method == "full" else 1
     backward = trained * products + 2.5 * attention + 1.5 * (norms + around) + adapters + written + quantised[1] + gaps
