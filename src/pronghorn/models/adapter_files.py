@@ -12,6 +12,7 @@ from typing import Any
 
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
 from pronghorn.families.registry import FAMILIES
+from pronghorn.precision.loader import checkpoint
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _INNER = r"(\.(token_adapter|modules_to_save|original_module|base_layer))*"
@@ -137,12 +138,7 @@ def _embeddings() -> re.Pattern[str]:
 
 def tensor_shapes(file: Path) -> dict[str, list[int]]:
     """Read the tensors' names and shapes from a safetensors file's header; empty without the file."""
-    from safetensors import safe_open
-
-    if not file.is_file():
-        return {}
-    with safe_open(file, "pt") as weights:
-        return {key: list(weights.get_slice(key).get_shape()) for key in weights.keys()}  # noqa: SIM118
+    return {tensor.name: [*tensor.shape] for tensor in checkpoint(file)} if file.is_file() else {}
 
 
 def _check_patterns(path: Path, field: str, patterns: Iterable[Any]) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from pronghorn.errors import DataError, UnsupportedError
 from pronghorn.models.gguf_tokenizer import load_tokenizer
 from pronghorn.models.limits import check_layers, check_sizes, check_values
-from pronghorn.precision.loader import StoredTensor, checkpoint, load
+from pronghorn.precision.loader import StoredTensor, checkpoint, load, open_gguf
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")
 """`general.architecture` of dense families; Mistral's files call themselves llama."""
@@ -89,26 +89,12 @@ def tokenizer_of(path: Path) -> Any:
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Read the metadata of a GGUF file.
-
-    Raises:
-        DataError: it is no GGUF file or is cut short.
-        UnsupportedError: the `gguf` package is not installed.
-    """
-    try:
-        from gguf import GGUFReader
-    except ImportError as error:
-        raise UnsupportedError(
-            f"{path.name} can't be read without the gguf package", "pip install 'pronghorn[gguf]'"
-        ) from error
-    try:
-        reader = GGUFReader(str(path))
+    """Read the metadata of a GGUF file. Raises as `open_gguf` does."""
+    with open_gguf(path) as reader:
         metadata = {
             key: field.contents() for key, field in reader.fields.items() if key in _ARRAYS or len(field.data) < 100
         }
         tensors = {tensor.name: tensor for tensor in reader.tensors}
-    except (ValueError, IndexError, KeyError, OverflowError) as error:
-        raise DataError(f"{path} is no readable GGUF file ({error})", "download it again") from error
     factors = tensors.get("rope_freqs.weight")
     shapes = {name: [int(size) for size in tensor.shape] for name, tensor in tensors.items()}
     return GgufHeader(path, metadata, shapes, None if factors is None else [float(factor) for factor in factors.data])
