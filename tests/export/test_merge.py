@@ -144,16 +144,15 @@ def sample():
         time.sleep(0.001)
 
 config = LlamaConfig(vocab_size=64_000, hidden_size=512, intermediate_size=2048, num_hidden_layers=8)
-model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+model = AutoModelForCausalLM.from_config(config)
 model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
-merge._check = lambda *_: None  # which loads the whole model again
 merge.save_merged(get_peft_model(AutoModelForCausalLM.from_config(LlamaConfig(
     vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)),
     LoraConfig(target_modules="all-linear")), None, sys.argv[1] + "/small")  # all is imported
 before, grown, done = anonymous(), [], False
 sampler = threading.Thread(target=sample)
 sampler.start()
-merge.save_merged(model, None, sys.argv[1] + "/merged", dtype=torch.float16, max_shard_size="20MB")
+merge.save_merged(model, None, sys.argv[1] + "/merged", max_shard_size="20MB")
 done = True
 sampler.join()
 print(max(grown))
@@ -162,7 +161,7 @@ print(max(grown))
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_merging_holds_one_shard_in_memory(tmp_path: Path) -> None:
-    """200 MB in shards of at most 66 MB, an embedding's; a whole copy would be thrice that."""
+    """200 MB in shards of at most 66 MB, an embedding's, loaded again to be checked; a whole copy is thrice that."""
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**20)}  # what is held, not what the C library keeps
     command = [sys.executable, "-c", MEASURE, str(tmp_path)]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
