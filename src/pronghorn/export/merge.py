@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -94,30 +93,23 @@ def _write(base: Any, dtype: torch.dtype, folder: Path, max_shard_size: str) -> 
         del expected["lm_head.weight"]
     as_saved = revert_weight_conversion(plain, expected)
     # what is renamed or split together (a layer's experts) lies in one module
-    modules: dict[str, list[str]] = {}
-    for name in expected:
-        modules.setdefault(name.rpartition(".")[0], []).append(name)
-    module_of = {
-        name: module
-        for module, names in modules.items()
-        for name in revert_weight_conversion(plain, {name: expected[name] for name in names})
-    }
+    modules: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in expected.items():
+        modules.setdefault(name.rpartition(".")[0], {})[name] = tensor
+    module_of = {name: module for module, own in modules.items() for name in revert_weight_conversion(plain, own)}
     if module_of.keys() != as_saved.keys():  # but not in this model: read all, and rename then
-        modules, module_of = {"": list(expected)}, dict.fromkeys(as_saved, "")
-    order = dict.fromkeys(module_of[name] for name in as_saved)
-    weights = load((stored[name] for module in order for name in modules[module]), expected=expected)
+        modules, module_of = {"": expected}, dict.fromkeys(as_saved, "")
+    in_order = [modules[module] for module in dict.fromkeys(module_of[name] for name in as_saved)]
+    read = (dict(load((stored[name] for name in own), expected=own)) for own in in_order)
     sizes = {name: tensor.clone() for name, tensor in as_saved.items()}  # a view counts the bytes of all it views
     split = split_torch_state_dict_into_shards(sizes, max_shard_size=max_shard_size)
-    unread = iter(order)
     unwritten: dict[str, Tensor] = {}
     for file, names in logging.tqdm(split.filename_to_tensors.items(), desc="Writing merged shards"):
         while not unwritten.keys() >= set(names):
-            count = len(modules[next(unread)])
-            unwritten |= revert_weight_conversion(plain, dict(islice(weights, count)))
+            unwritten |= revert_weight_conversion(plain, next(read))
         shard = {name: unwritten.pop(name).contiguous() for name in names}
         save_file(shard, folder / file, metadata={"format": "pt"})
-        del shard
-    assert not unwritten and next(weights, None) is None
+        del shard  # before the next is read
     if split.is_sharded:
         index = {
             "metadata": {"total_parameters": plain.num_parameters(), **split.metadata},
@@ -147,7 +139,7 @@ def _plain_model(base: Any, dtype: torch.dtype, stored: dict[str, StoredTensor])
 
 def merged_tensors(base: Any, dtype: torch.dtype) -> Iterator[StoredTensor]:
     """Yield the base's weights under their plain names and in its order, with adapters merged, in `dtype`. Each is
-    computed when it is read, to the CPU.
+    computed, to the CPU, when it is read; that may be at any time, and more than once.
 
     Raises:
         UnsupportedError: an adapter or weight that can't be merged.
