@@ -50,9 +50,9 @@ def save_merged(
     target = Path(folder)
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise ConfigError(f"{target} is there already", "choose another folder or delete it")
-    here, disk = target.resolve() == Path.cwd(), os.path.ismount(target.resolve())
-    if here or disk:  # no other folder can take its place
-        what = "the current folder" if here else "where a disk is mounted"
+    current, disk = target.resolve() == Path.cwd(), os.path.ismount(target.resolve())
+    if current or disk:  # no other folder can take its place
+        what = "the current folder" if current else "where a disk is mounted"
         raise ConfigError(f"{target} is {what}", "give the merged model a folder of its own, in it")
     base = base_causal_lm(model)
     if any(getattr(module, "merged", False) for module in base.modules()):
@@ -156,7 +156,11 @@ def merged_tensors(base: Any, dtype: torch.dtype) -> Iterator[StoredTensor]:
         return StoredTensor(name, tuple(shape), of, "merged weights", rows)
 
     def linear_weights(module: Any, prefix: str, merged: Callable[[], Tensor]) -> Iterator[StoredTensor]:
-        _refuse_codes(module)
+        if not module.weight.is_floating_point() and getattr(module.weight, "quant_state", None) is None:
+            raise UnsupportedError(
+                f"{type(module).__name__} holds {module.weight.dtype} weights, which can't be merged",
+                "save the adapter with save_pretrained, or load the model in 16 or 4 bits",
+            )
         yield stored(f"{prefix}weight", (module.out_features, module.in_features), merged)
         if module.bias is not None:
             yield stored(f"{prefix}bias", module.bias.shape, module.bias.detach)
@@ -216,25 +220,16 @@ def _merged_experts(experts: Any) -> Tensor:
 
 def _refuse_other_than_lora(layer: Any, prefix: str, adapter: str) -> None:
     """Raise UnsupportedError for an adapter that is more than W + s·B·A of a linear (loaded from another library)."""
-    for kind, there in (
+    for kind, applies in (
         ("is not LoRA on a linear", not (hasattr(layer, "lora_A") and isinstance(layer.get_base_layer(), nn.Linear))),
         ("is DoRA", bool(getattr(layer, "use_dora", {}).get(adapter))),
         ("has a bias of its own", bool(getattr(layer, "lora_bias", {}).get(adapter))),
     ):
-        if there:
+        if applies:
             raise UnsupportedError(
                 f"the adapter of {prefix.removesuffix('.')} {kind}, which save_pretrained_merged can't merge",
                 "save the adapter with save_pretrained, or merge it with PEFT's merge_and_unload",
             )
-
-
-def _refuse_codes(linear: Any) -> None:
-    """Raise UnsupportedError for a linear whose weight is neither plain numbers nor bitsandbytes' 4 bits."""
-    if not linear.weight.is_floating_point() and getattr(linear.weight, "quant_state", None) is None:
-        raise UnsupportedError(
-            f"{type(linear).__name__} holds {linear.weight.dtype} weights, which can't be merged",
-            "save the adapter with save_pretrained, or load the model in 16 or 4 bits",
-        )
 
 
 def dense_weight(linear: Any) -> Tensor:
@@ -247,7 +242,7 @@ def dense_weight(linear: Any) -> Tensor:
 
 
 def _place_beside(device: torch.device, folder: Path) -> torch.device:
-    """Where a checkpoint is loaded beside the adapted model: on its device, or on the CPU if that has no room."""
+    """Return where a checkpoint is loaded beside the adapted model: its device, or the CPU if that has no room."""
     if device.type != "cuda":
         return device
     torch.cuda.empty_cache()

@@ -36,7 +36,7 @@ def check_adapter_config(path: Path) -> dict[str, Any]:
 
     table: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     kind = table.get("peft_type")
-    config = next((config for each, config in PEFT_TYPE_TO_CONFIG_MAPPING.items() if each.value == kind), None)
+    config = next((config for type_, config in PEFT_TYPE_TO_CONFIG_MAPPING.items() if type_.value == kind), None)
     if config is None or issubclass(config, PromptLearningConfig):
         what = "of an unknown kind" if config is None else "tokens before the prompt"
         raise UnsupportedError(

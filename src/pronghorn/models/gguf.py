@@ -1,4 +1,4 @@
-"""A GGUF file as a dense transformers model with its own tokenizer.
+"""Load a GGUF file as a dense transformers model with its own tokenizer.
 
 The loader unpacks the weights; the rest is read from the file's metadata, because what transformers makes of it trains
 wrong: SmolLM2 gets `<|im_start|>` as its stop token and digits glued together, Qwen2.5 stops at
@@ -54,7 +54,7 @@ class GgufHeader:
         return self.metadata.get("general.architecture", "")
 
     def of_model(self, key: str) -> Any:
-        """The value of `<architecture>.<key>`, or None."""
+        """Return the value of `<architecture>.<key>`, or None."""
         return self.metadata.get(f"{self.architecture}.{key}")
 
 
@@ -82,7 +82,7 @@ def load_gguf(path: Path, dtype: torch.dtype, device: torch.device | str = "cpu"
 
 
 def tokenizer_of(path: Path) -> Any:
-    """The tokenizer that `load_gguf` gives, without the weights. Raises as that does."""
+    """Load the tokenizer that `load_gguf` gives, without the weights. Raises as that does."""
     header = read_header(path)
     _check(header)
     return load_tokenizer(path, header.metadata)
@@ -195,7 +195,7 @@ def _names(architecture: str, parameters: Iterable[str], layers: int) -> dict[st
 
 
 def _llama3_rope(header: GgufHeader, rope: dict[str, Any], head_dim: int) -> dict[str, Any]:
-    """RoPE parameters that give the file's frequency factors: Llama 3.1's and 3.2's differ in `factor` alone.
+    """Return RoPE parameters that give the file's frequency factors: Llama 3.1's and 3.2's differ in `factor` alone.
 
     A wavelength of more than original / low positions is stretched by `factor`, one of less than original / high is
     kept, and between them the two frequencies are mixed.
