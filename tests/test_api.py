@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from pronghorn.data.batch import Collator
 from pronghorn.errors import ConfigError, DataError, TrainingError, UnsupportedError
 from pronghorn.models.attach import attached
 from pronghorn.models.families import recomputes_layers
+from pronghorn.precision.loader import StoredTensor
 from support.tiny import packed_row, tiny_model
 
 needs_bitsandbytes = pytest.mark.skipif(
@@ -532,17 +535,19 @@ def test_a_merge_that_forgets_new_tokens_is_caught(
 
     from pronghorn.export import merge
 
-    def forgets(base: Any, dtype: torch.dtype) -> dict[str, Any]:
-        return right(base, dtype) | {"model.embed_tokens.weight": rows.to(dtype)}
+    def forgets(base: Any, dtype: torch.dtype) -> Iterator[StoredTensor]:
+        for tensor in right(base, dtype):
+            bare = replace(tensor, rows=lambda start, stop: rows[start:stop].to(dtype))
+            yield bare if tensor.name == "model.embed_tokens.weight" else tensor
 
     plain, _ = load(stories, packing=False)
-    rows, right = plain.lm_head.weight.detach().clone(), merge.merged_state
+    rows, right = plain.lm_head.weight.detach().clone(), merge.merged_tensors
     new = [len(rows) - 2]
     model = get_peft_model(plain, LoraConfig(r=4, target_modules=["q_proj"], trainable_token_indices=new))
     for name, parameter in model.named_parameters():
         if "trainable_tokens_delta" in name:
             torch.nn.init.normal_(parameter)
-    monkeypatch.setattr(merge, "merged_state", forgets)
+    monkeypatch.setattr(merge, "merged_tensors", forgets)
     with pytest.raises(TrainingError, match="merge"):
         FastLanguageModel.save_pretrained_merged(model, tmp_path / "merged")
     monkeypatch.undo()

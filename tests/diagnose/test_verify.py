@@ -6,7 +6,7 @@ import errno
 import json
 import random
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from pronghorn.models.attach import attach
 from pronghorn.models.lora import add_lora
 from pronghorn.parity.distance import BaselineNoise
 from pronghorn.parity.parameters import trainable
+from pronghorn.precision.loader import StoredTensor
 from support.tiny import FAMILIES, MOE_FAMILIES, VOCAB, tiny_model
 
 TOKENS = 96
@@ -325,13 +326,15 @@ def test_a_backward_pass_that_differs_the_second_time(subject_of: Any) -> None:
 
 
 def test_a_merged_weight_that_forgot_its_adapter(subject_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    sound, name = merge.merged_state, "model.layers.1.self_attn.v_proj"
+    sound, name = merge.merged_tensors, "model.layers.1.self_attn.v_proj"
 
-    def forgetful(base: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        bare = base.get_submodule(name).get_base_layer().weight
-        return sound(base, dtype) | {f"{name}.weight": bare.detach().to("cpu", dtype)}
+    def forgetful(base: Any, dtype: torch.dtype) -> Iterator[StoredTensor]:
+        bare = base.get_submodule(name).get_base_layer().weight.detach()
+        for tensor in sound(base, dtype):
+            forgot = replace(tensor, rows=lambda start, stop: bare[start:stop].to("cpu", dtype))
+            yield forgot if tensor.name == f"{name}.weight" else tensor
 
-    monkeypatch.setattr(merge, "merged_state", forgetful)
+    monkeypatch.setattr(merge, "merged_tensors", forgetful)
     only_cause(verify(subject_of("llama")), f"merged weight forgot its adapter: {name}")
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,11 +48,12 @@ def write_gguf(
     skip: str = "",
     tokenizer: Callable[[Any], None] | None = None,
     pre: str = "gpt-2",
+    name: str = "tiny",
 ) -> Path:
     """Write `model` as llama.cpp's converter does: query and key rows of Llama interleaved, Gemma's norms plus one."""
     config, arch = model.config, architecture_of(model)
     writer = gguf.GGUFWriter(str(path), architecture or arch)
-    writer.add_name("tiny")
+    writer.add_name(name)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -70,19 +74,19 @@ def write_gguf(
     names = gguf.get_tensor_name_map(
         next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch), config.num_hidden_layers
     )
-    for name, weight in model.state_dict().items():
-        if (name == "lm_head.weight" and config.tie_word_embeddings) or (skip and skip in name):
+    for key, weight in model.state_dict().items():
+        if (key == "lm_head.weight" and config.tie_word_embeddings) or (skip and skip in key):
             continue
         value = weight.detach().float()
-        if arch == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
-            heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
+        if arch == "llama" and key.endswith(("q_proj.weight", "k_proj.weight")):
+            heads = config.num_attention_heads if "q_proj" in key else config.num_key_value_heads
             value = value.view(heads, 2, config.head_dim // 2, -1).transpose(1, 2).reshape(value.shape)
-        if arch == "gemma3" and name.endswith("norm.weight"):
+        if arch == "gemma3" and key.endswith("norm.weight"):
             value = value + 1
-        base, _, suffix = name.rpartition(".")
+        base, _, suffix = key.rpartition(".")
         writer.add_tensor(f"{names.get_name(base)}.{suffix}", value.contiguous().numpy())
-    for name, array in (extra or {}).items():
-        writer.add_tensor(name, array)
+    for key, array in (extra or {}).items():
+        writer.add_tensor(key, array)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -118,6 +122,52 @@ def test_the_weights_of_every_family_arrive(family: str, tmp_path: Path) -> None
     ids = torch.arange(20, 60)[None]
     with torch.no_grad():
         torch.testing.assert_close(loaded.eval()(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_a_file_that_calls_itself_mistral_loads(tmp_path: Path) -> None:
+    model = tiny("mistral").eval()
+    loaded, _ = load_gguf(write_gguf(tmp_path / "m.gguf", model, name="mistral"), torch.float32)
+    assert loaded.config.model_type == "mistral"
+    ids = torch.arange(20, 60)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(loaded.eval()(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-5)
+
+
+MEASURE = """
+import sys, threading, time
+from pathlib import Path
+import torch
+from pronghorn.models.gguf import load_gguf
+
+def anonymous():
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("RssAnon"))
+
+def sample():
+    while not done:
+        grown.append(anonymous() - before)
+        time.sleep(0.001)
+
+load_gguf(Path(sys.argv[1]), torch.bfloat16, "meta")  # all is imported
+before, grown, done = anonymous(), [], False
+sampler = threading.Thread(target=sample)
+sampler.start()
+load_gguf(Path(sys.argv[2]), torch.bfloat16, "meta")
+done = True
+sampler.join()
+print(max(grown))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_weights_that_go_to_another_device_never_lie_in_memory_whole(tmp_path: Path) -> None:
+    """260 MB go to the meta device, which keeps nothing: what grows is rows of one weight."""
+    write_gguf(tmp_path / "small.gguf", tiny())
+    wide = tiny_model("llama", vocab_size=300, hidden_size=512, intermediate_size=44_000, num_hidden_layers=1)
+    size = write_gguf(tmp_path / "wide.gguf", wide).stat().st_size
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**20)}  # what is held, not what the C library keeps
+    command = [sys.executable, "-c", MEASURE, str(tmp_path / "small.gguf"), str(tmp_path / "wide.gguf")]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert size > 256_000_000 and 2**20 < int(run.stdout) < 60_000_000
 
 
 def test_gemma_needs_its_own_tokenizer(tmp_path: Path) -> None:
@@ -280,6 +330,8 @@ def test_rows_longer_than_the_positions_of_the_model(tmp_path: Path) -> None:
     ("options", "error", "message"),
     [
         ({"architecture": "falcon"}, UnsupportedError, "architecture 'falcon' is not served"),
+        ({"architecture": "mistral"}, UnsupportedError, "architecture 'mistral' is not served"),
+        ({"extra": {"blk.0.attn_q.bias": np.zeros(64)}}, DataError, "blk.0.attn_q.bias has no place in the model"),
         ({"pre": "exotic"}, UnsupportedError, "tokenizer.ggml.pre 'exotic': put the model's tokenizer.json beside"),
         ({"changes": {"llama.expert_count": ("add_uint32", 8)}}, UnsupportedError, "mixture of 8 experts"),
         ({"changes": {"llama.rope.scaling.type": ("add_string", "yarn")}}, UnsupportedError, "RoPE scaling 'yarn'"),

@@ -89,9 +89,10 @@ def test_training_over_mxfp4_is_training_over_its_dense_weights(
     assert stored == 2 * len(base_causal_lm(packed).model.layers)
 
 
-def test_merging_writes_the_dense_weights_with_the_adapter(tmp_path: Path) -> None:
+@pytest.mark.parametrize("targets", [[], EXPERTS])
+def test_merging_writes_the_dense_weights_with_the_adapter(tmp_path: Path, targets: list[str]) -> None:
     mxfp4_checkpoint(tmp_path / "base")
-    model = adapted(loaded(tmp_path / "base"), EXPERTS)
+    model = adapted(loaded(tmp_path / "base"), targets)
     save_merged(model, None, tmp_path / "merged", dtype=torch.float32)
     ids = torch.randint(3, 90, (1, 40))
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager").eval()

@@ -185,7 +185,7 @@ def merged(model: Any) -> list[Check]:
     own = base.get_input_embeddings().weight.dtype
     dtype = own if own in (torch.float16, torch.bfloat16) else torch.bfloat16
     try:
-        state = merge.merged_state(base, dtype)
+        stored = {tensor.name: tensor for tensor in merge.merged_tensors(base, dtype)}
     except UnsupportedError as error:
         return [Check(Name.MERGED, True, 0, 0, f"not checked: {error.problem}")]
     forgot: list[str] = []
@@ -197,7 +197,7 @@ def merged(model: Any) -> list[Check]:
             weight = module.get_param().float() if of_experts else merge.dense_weight(module.get_base_layer())
             right = weight + sum(_delta(module, a, weight) for a in module.active_adapters if a in module.lora_A)
             key = f"{name.replace('.base_layer', '')}.{module.parameter_name if of_experts else 'weight'}"
-            written = state.pop(key).to(right.device)
+            written = stored[key].read().to(right.device)
             found = distance(name, written, right.to(dtype), right)
             worst = max(worst, found.excess)
             if not found.excess <= 1:

@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all, and a full disk told as what it is."""
+"""Folders that appear whole or not at all; a full disk is an error that says so."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def whole_folder(target: Path) -> Iterator[Path]:
     Raises:
         TrainingError: the disk is full.
     """
-    # told inside, while what filled the disk is still there, and outside for the flush and the move
+    # raised inside, while what filled the disk is still there, and outside for the flush and the move
     with _full_disk(target), state.new_folder(target) as folder, _full_disk(target):
         yield folder
 
@@ -39,11 +39,11 @@ def _full_disk(target: Path) -> Iterator[None]:
 
 
 def disk_is_full(error: BaseException, folder: Path) -> bool:
-    """Whether that is why writing into `folder` failed. Of safetensors' error only the text tells, and torch's says no
-    more than that its file isn't whole."""
+    """Tell whether that is why writing into `folder` failed. Of safetensors' error only the text says so, and torch's
+    says no more than that its file isn't whole."""
     if isinstance(error, PronghornError):
         return False
     if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in str(error):
         return True
-    there = next(each for each in (folder, *folder.absolute().parents) if each.exists())  # it may not have come so far
-    return isinstance(error, RuntimeError) and shutil.disk_usage(there).free < 2**20
+    made = next(path for path in (folder, *folder.absolute().parents) if path.exists())  # it may not have come so far
+    return isinstance(error, RuntimeError) and shutil.disk_usage(made).free < 2**20

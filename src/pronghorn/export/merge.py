@@ -2,13 +2,16 @@
 
     W' = W + (alpha / r) · B A        computed in float32, rounded once to the checkpoint's dtype
 
-The training model is only read. What was saved is loaded again and its logits compared with the adapted model's: a
-merge that forgot the adapter, or put it in the wrong place, is an error and leaves no folder behind.
+The training model is only read, and one shard of what is written lies in memory at a time. What was saved is loaded
+again and its logits compared with the adapted model's: a merge that forgot the adapter, or put it in the wrong place,
+is an error and leaves no folder behind.
 """
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +20,11 @@ from torch import Tensor, nn
 
 from pronghorn.errors import ConfigError, TrainingError, UnsupportedError
 from pronghorn.export.folder import whole_folder
+from pronghorn.kernels.packed import PackedTensor
 from pronghorn.models.experts import low_rank_factors
 from pronghorn.models.families import base_causal_lm, has_experts
 from pronghorn.parity.distance import MERGED_LOGITS, relative_error
+from pronghorn.precision.loader import StoredTensor, load
 
 _ROOM = 2**30
 """Bytes beside the weights that a forward of a few tokens takes, with room."""
@@ -46,9 +51,9 @@ def save_merged(
     target = Path(folder)
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise ConfigError(f"{target} is there already", "choose another folder or delete it")
-    here, disk = target.resolve() == Path.cwd(), os.path.ismount(target.resolve())
-    if here or disk:  # no other folder can take its place
-        what = "the current folder" if here else "where a disk is mounted"
+    current, disk = target.resolve() == Path.cwd(), os.path.ismount(target.resolve())
+    if current or disk:  # no other folder can take its place
+        what = "the current folder" if current else "where a disk is mounted"
         raise ConfigError(f"{target} is {what}", "give the merged model a folder of its own, in it")
     base = base_causal_lm(model)
     if any(getattr(module, "merged", False) for module in base.modules()):
@@ -59,107 +64,172 @@ def save_merged(
     own = base.get_input_embeddings().weight.dtype
     dtype = dtype or (own if own in (torch.float16, torch.bfloat16) else torch.bfloat16)
     with whole_folder(target) as writing:
-        merged = _merged_copy(base, dtype)
-        merged.save_pretrained(writing, max_shard_size=max_shard_size)
-        del merged
+        _write(base, dtype, writing, max_shard_size)
         if tokenizer is not None:
             tokenizer.save_pretrained(writing)
         _check(model, writing, dtype)
     return target
 
 
-def _merged_copy(base: Any, dtype: torch.dtype) -> Any:
-    """A plain model of the base's class on the CPU that owns the merged weights."""
-    original = type(base)
+@torch.no_grad()
+def _write(base: Any, dtype: torch.dtype, folder: Path, max_shard_size: str) -> None:
+    """Write the folder that `save_pretrained` would write of the merged model, one shard in memory at a time."""
+    from huggingface_hub import split_torch_state_dict_into_shards
+    from safetensors.torch import save_file
+    from transformers.utils import logging
+
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError as error:
+        raise UnsupportedError(
+            "this transformers has no core_model_loading.revert_weight_conversion, which names the weights of files",
+            "use a transformers that Pronghorn is tested with, or save the adapter with save_pretrained",
+        ) from error
+    stored = {tensor.name: tensor for tensor in merged_tensors(base, dtype)}
+    plain = _plain_model(base, dtype, stored)
+    plain.save_pretrained(folder, state_dict={})  # all but the weights
+    expected = plain.state_dict()
+    assert stored.keys() == expected.keys(), f"{stored.keys() ^ expected.keys()}"
+    if plain.config.tie_word_embeddings:
+        del expected["lm_head.weight"]
+    as_saved = revert_weight_conversion(plain, expected)
+    # what is renamed or split together (a layer's experts) lies in one module
+    modules: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in expected.items():
+        modules.setdefault(name.rpartition(".")[0], {})[name] = tensor
+    module_of = {name: module for module, own in modules.items() for name in revert_weight_conversion(plain, own)}
+    if module_of.keys() != as_saved.keys():  # but not in this model: read all, and rename then
+        modules, module_of = {"": expected}, dict.fromkeys(as_saved, "")
+    in_order = [modules[module] for module in dict.fromkeys(module_of[name] for name in as_saved)]
+    read = (dict(load((stored[name] for name in own), expected=own)) for own in in_order)
+    sizes = {name: tensor.clone() for name, tensor in as_saved.items()}  # a view counts the bytes of all it views
+    split = split_torch_state_dict_into_shards(sizes, max_shard_size=max_shard_size)
+    unwritten: dict[str, Tensor] = {}
+    for file, names in logging.tqdm(split.filename_to_tensors.items(), desc="Writing merged shards"):
+        while not unwritten.keys() >= set(names):
+            unwritten |= revert_weight_conversion(plain, next(read))
+        shard = {name: unwritten.pop(name).contiguous() for name in names}
+        save_file(shard, folder / file, metadata={"format": "pt"})
+        del shard  # before the next is read
+    if split.is_sharded:
+        index = {
+            "metadata": {"total_parameters": plain.num_parameters(), **split.metadata},
+            "weight_map": split.tensor_to_filename,
+        }
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+
+
+def _plain_model(base: Any, dtype: torch.dtype, stored: dict[str, StoredTensor]) -> Any:
+    """Return a model of the base's own class on the meta device, configured as the merged checkpoint is."""
     handle = getattr(base, "_pronghorn_handle", None)
-    if handle is not None:
-        original = handle.original_class
+    original = type(base) if handle is None else handle.original_class
     config = type(base.config).from_dict(base.config.to_dict())
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
-    config.dtype = dtype
-    state = merged_state(base, dtype)
     # `modules_to_save` trains a copy of a tied head or embedding: tying them again would drop one of the two
-    embedding, head = state["model.embed_tokens.weight"], state["lm_head.weight"]
-    config.tie_word_embeddings = config.tie_word_embeddings and torch.equal(embedding, head)
+    config.tie_word_embeddings = config.tie_word_embeddings and torch.equal(
+        stored["model.embed_tokens.weight"].read(), stored["lm_head.weight"].read()
+    )
     with torch.device("meta"):
-        plain = original(config)
-    plain.load_state_dict(state, strict=True, assign=True)
+        plain = original(config).to(dtype)
     plain.tie_weights()
-    # buffers that are no part of the state (RoPE's frequencies) come from the model itself
-    for name, buffer in base.named_buffers():
-        clean = name.replace(".base_layer", "")
-        if clean in dict(plain.named_buffers()):
-            module, _, leaf = clean.rpartition(".")
-            setattr(plain.get_submodule(module), leaf, buffer.detach().cpu())
     plain.generation_config = base.generation_config
     return plain
 
 
-@torch.no_grad()
-def merged_state(base: Any, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The base's state dict under its plain names, adapters merged, on the CPU in `dtype`."""
+def merged_tensors(base: Any, dtype: torch.dtype) -> Iterator[StoredTensor]:
+    """Yield the base's weights under their plain names and in its order, with adapters merged, in `dtype`. Each is
+    computed, to the CPU, when it is read; that may be at any time, and more than once.
+
+    Raises:
+        UnsupportedError: an adapter or weight that can't be merged.
+    """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper
 
-    state: dict[str, Tensor] = {}
+    def stored(name: str, shape: Sequence[int], compute: Callable[[], Tensor], of: torch.dtype = dtype) -> StoredTensor:
+        def rows(start: int, stop: int) -> Tensor:
+            with torch.no_grad():
+                tensor = compute().to(of)
+                if isinstance(tensor, PackedTensor):
+                    tensor = tensor.dequantise()
+                tensor = tensor.cpu()  # after the dtype: a GPU's float32 takes no host memory
+            return tensor[start:stop] if shape else tensor
 
-    def put(name: str, tensor: Tensor) -> None:
-        state[name] = tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype)
+        return StoredTensor(name, tuple(shape), of, "merged weights", rows)
 
-    def visit(module: nn.Module, prefix: str) -> None:
+    def linear_weights(module: Any, prefix: str, merged: Callable[[], Tensor]) -> Iterator[StoredTensor]:
+        if not module.weight.is_floating_point() and getattr(module.weight, "quant_state", None) is None:
+            raise UnsupportedError(
+                f"{type(module).__name__} holds {module.weight.dtype} weights, which can't be merged",
+                "save the adapter with save_pretrained, or load the model in 16 or 4 bits",
+            )
+        yield stored(f"{prefix}weight", (module.out_features, module.in_features), merged)
+        if module.bias is not None:
+            yield stored(f"{prefix}bias", module.bias.shape, module.bias.detach)
+
+    def visit(module: Any, prefix: str) -> Iterator[StoredTensor]:
         if isinstance(module, ModulesToSaveWrapper):
             active = [] if module.disable_adapters else module.active_adapters  # those that have a copy
-            visit(module.modules_to_save[active[0]] if active else module.original_module, prefix)
+            yield from visit(module.modules_to_save[active[0]] if active else module.original_module, prefix)
         elif hasattr(module, "token_adapter"):  # some rows of an embedding or head were trained
-            rows: Any = module.token_adapter
-            active = [] if rows.disable_adapters else rows.active_adapters
-            put(f"{prefix}weight", rows.get_merged_weights(active))
+            adapter = module.token_adapter
+            active = [] if adapter.disable_adapters else adapter.active_adapters
+            shape = adapter.get_base_layer().weight.shape
+            yield stored(f"{prefix}weight", shape, lambda: adapter.get_merged_weights(active))
         elif hasattr(module, "parameter_name"):  # an adapter of experts or router, around them or another adapter
-            experts: Any = module
-            visit(experts.base_layer, prefix)
-            weight = experts.get_param().float()
-            for adapter in [] if experts.disable_adapters else experts.active_adapters:
-                if adapter in experts.lora_A:
-                    a, b = low_rank_factors(experts, adapter)
-                    delta = experts.scaling[adapter] * (b.float() @ a.float())
-                    transposed = getattr(experts.get_base_layer(), "is_transposed", False)
-                    weight = weight + (delta.mT if transposed else delta).reshape(weight.shape)
-            put(f"{prefix}{experts.parameter_name}", weight)
+            adapted = f"{prefix}{module.parameter_name}"
+            for tensor in visit(module.base_layer, prefix):
+                own = tensor.name == adapted
+                yield stored(adapted, tensor.shape, lambda: _merged_experts(module)) if own else tensor
         elif isinstance(module, BaseTunerLayer):
             layer: Any = module
-            weight = dense_weight(layer.get_base_layer())
             for adapter in [] if layer.disable_adapters else layer.active_adapters:
                 _refuse_other_than_lora(layer, prefix, adapter)
-                if adapter in layer.lora_A:
-                    weight = weight + layer.get_delta_weight(adapter).float()
-            put(f"{prefix}weight", weight)
-            if layer.get_base_layer().bias is not None:
-                put(f"{prefix}bias", layer.get_base_layer().bias)
+            yield from linear_weights(layer.get_base_layer(), prefix, lambda: _merged_linear(layer))
         elif type(module).__name__ == "Linear4bit":
-            linear: Any = module
-            put(f"{prefix}weight", dense_weight(linear))
-            if linear.bias is not None:
-                put(f"{prefix}bias", linear.bias)
+            yield from linear_weights(module, prefix, lambda: dense_weight(module))
         else:
             persistent = {n: b for n, b in module.named_buffers(recurse=False) if n in module.state_dict()}
             for name, tensor in [*module.named_parameters(recurse=False), *persistent.items()]:
-                put(f"{prefix}{name}", tensor)
+                of = dtype if tensor.is_floating_point() else tensor.dtype
+                yield stored(f"{prefix}{name}", tensor.shape, tensor.detach, of)
             for name, child in module.named_children():
-                visit(child, f"{prefix}{name}.")
+                yield from visit(child, f"{prefix}{name}.")
 
-    visit(base, "")
-    return state
+    yield from visit(base, "")
+
+
+def _merged_linear(layer: Any) -> Tensor:
+    """Compute a linear's weight with its active adapters, in float32."""
+    weight = dense_weight(layer.get_base_layer())
+    for adapter in [] if layer.disable_adapters else layer.active_adapters:
+        if adapter in layer.lora_A:
+            weight = weight + layer.get_delta_weight(adapter).float()
+    return weight
+
+
+def _merged_experts(experts: Any) -> Tensor:
+    """Compute the parameter of experts, or a router, with its active adapters, in float32."""
+    weight = experts.get_param().float()
+    for adapter in [] if experts.disable_adapters else experts.active_adapters:
+        if adapter in experts.lora_A:
+            a, b = low_rank_factors(experts, adapter)
+            delta = experts.scaling[adapter] * (b.float() @ a.float())
+            transposed = getattr(experts.get_base_layer(), "is_transposed", False)
+            weight = weight + (delta.mT if transposed else delta).reshape(weight.shape)
+    return weight
 
 
 def _refuse_other_than_lora(layer: Any, prefix: str, adapter: str) -> None:
     """Raise UnsupportedError for an adapter that is more than W + s·B·A of a linear (loaded from another library)."""
-    for kind, there in (
+    for kind, applies in (
         ("is not LoRA on a linear", not (hasattr(layer, "lora_A") and isinstance(layer.get_base_layer(), nn.Linear))),
         ("is DoRA", bool(getattr(layer, "use_dora", {}).get(adapter))),
         ("has a bias of its own", bool(getattr(layer, "lora_bias", {}).get(adapter))),
     ):
-        if there:
+        if applies:
             raise UnsupportedError(
                 f"the adapter of {prefix.removesuffix('.')} {kind}, which save_pretrained_merged can't merge",
                 "save the adapter with save_pretrained, or merge it with PEFT's merge_and_unload",
@@ -167,12 +237,7 @@ def _refuse_other_than_lora(layer: Any, prefix: str, adapter: str) -> None:
 
 
 def dense_weight(linear: Any) -> Tensor:
-    """A linear's weight as float32 [out, in], dequantised if bitsandbytes holds it in 4 bits."""
-    if not linear.weight.is_floating_point() and getattr(linear.weight, "quant_state", None) is None:
-        raise UnsupportedError(
-            f"{type(linear).__name__} holds {linear.weight.dtype} weights, which can't be merged",
-            "save the adapter with save_pretrained, or load the model in 16 or 4 bits",
-        )
+    """Return a linear's weight as float32 [out, in], dequantised if bitsandbytes holds it in 4 bits."""
     if getattr(linear.weight, "quant_state", None) is None:
         return linear.weight.float()
     from bitsandbytes.functional import dequantize_4bit
@@ -181,7 +246,7 @@ def dense_weight(linear: Any) -> Tensor:
 
 
 def _place_beside(device: torch.device, folder: Path) -> torch.device:
-    """Where a checkpoint is loaded beside the adapted model: on its device, or on the CPU if that has no room."""
+    """Return where a checkpoint is loaded beside the adapted model: its device, or the CPU if that has no room."""
     if device.type != "cuda":
         return device
     torch.cuda.empty_cache()

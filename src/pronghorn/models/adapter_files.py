@@ -12,6 +12,7 @@ from typing import Any
 
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
 from pronghorn.families.registry import FAMILIES
+from pronghorn.precision.loader import checkpoint
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _INNER = r"(\.(token_adapter|modules_to_save|original_module|base_layer))*"
@@ -35,7 +36,7 @@ def check_adapter_config(path: Path) -> dict[str, Any]:
 
     table: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     kind = table.get("peft_type")
-    config = next((config for each, config in PEFT_TYPE_TO_CONFIG_MAPPING.items() if each.value == kind), None)
+    config = next((config for type_, config in PEFT_TYPE_TO_CONFIG_MAPPING.items() if type_.value == kind), None)
     if config is None or issubclass(config, PromptLearningConfig):
         what = "of an unknown kind" if config is None else "tokens before the prompt"
         raise UnsupportedError(
@@ -137,12 +138,7 @@ def _embeddings() -> re.Pattern[str]:
 
 def tensor_shapes(file: Path) -> dict[str, list[int]]:
     """Read the tensors' names and shapes from a safetensors file's header; empty without the file."""
-    from safetensors import safe_open
-
-    if not file.is_file():
-        return {}
-    with safe_open(file, "pt") as weights:
-        return {key: list(weights.get_slice(key).get_shape()) for key in weights.keys()}  # noqa: SIM118
+    return {tensor.name: [*tensor.shape] for tensor in checkpoint(file)} if file.is_file() else {}
 
 
 def _check_patterns(path: Path, field: str, patterns: Iterable[Any]) -> None:

@@ -1,7 +1,7 @@
-"""A GGUF file as a dense transformers model with its own tokenizer.
+"""Load a GGUF file as a dense transformers model with its own tokenizer.
 
-transformers unpacks the weights; everything else is read from the file's metadata, because what transformers makes of
-it trains wrong: SmolLM2 gets `<|im_start|>` as its stop token and digits glued together, Qwen2.5 stops at
+The loader unpacks the weights; the rest is read from the file's metadata, because what transformers makes of it trains
+wrong: SmolLM2 gets `<|im_start|>` as its stop token and digits glued together, Qwen2.5 stops at
 `<|endoftext|>`, Gemma's tokenizer splits differently, Llama 3.1's RoPE scaling is lost, and a dense model stays flagged
 as quantised. What the metadata doesn't settle is refused, never guessed.
 
@@ -12,22 +12,27 @@ from __future__ import annotations
 
 import math
 import re
-import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pronghorn.errors import DataError, UnsupportedError
 from pronghorn.models.gguf_tokenizer import load_tokenizer
 from pronghorn.models.limits import check_layers, check_sizes, check_values
-from pronghorn.models.weights import whole_model
+from pronghorn.precision.loader import StoredTensor, checkpoint, load, open_gguf
 
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
-"""`general.architecture` of dense families; Mistral's files mostly call themselves llama."""
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")
+"""`general.architecture` of dense families; Mistral's files call themselves llama."""
 
 _BLOCK = re.compile(r"^blk\.(\d+)\.")
+_ROPE = re.compile(r"^rope_freqs|\.attn_rot_embd\.")
+"""Tensors that are RoPE's and no weights."""
+_AT_ONCE = 2**22
+"""About how many numbers are unpacked to float32 at once."""
 _ARRAYS = ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type", "tokenizer.ggml.scores", "tokenizer.ggml.merges")
 
 
@@ -49,12 +54,12 @@ class GgufHeader:
         return self.metadata.get("general.architecture", "")
 
     def of_model(self, key: str) -> Any:
-        """The value of `<architecture>.<key>`, or None."""
+        """Return the value of `<architecture>.<key>`, or None."""
         return self.metadata.get(f"{self.architecture}.{key}")
 
 
-def load_gguf(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Load `path` as a dense model on the CPU, not flagged as quantised, and its tokenizer.
+def load_gguf(path: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> tuple[Any, Any]:
+    """Load `path` as a dense model and its tokenizer. Weights are unpacked one by one, to where they belong.
 
     A `tokenizer.json` beside the file is used instead of the file's own vocabulary. The ids of the special tokens are
     the metadata's in any case: on the tokenizer, the model's config and its generation config.
@@ -62,47 +67,34 @@ def load_gguf(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     Args:
         path: the `.gguf` file.
         dtype: of all weights.
+        device: of the model.
     Raises:
-        DataError: the file is damaged, or weights are missing from it.
+        DataError: the file is damaged, or weights are missing from it, or some have no place in the model.
         UnsupportedError: an architecture, RoPE scaling or tokenizer that is not served, or `gguf` is not installed.
     """
     path = Path(path)
     header = read_header(path)
     _check(header)
     tokenizer = load_tokenizer(path, header.metadata)
-    model = _load_weights(header, dtype)
+    model = _load_weights(header, dtype, torch.device(device))
     _set_token_ids(model, tokenizer, header.metadata)
     return model, tokenizer
 
 
 def tokenizer_of(path: Path) -> Any:
-    """The tokenizer that `load_gguf` gives, without the weights. Raises as that does."""
+    """Load the tokenizer that `load_gguf` gives, without the weights. Raises as that does."""
     header = read_header(path)
     _check(header)
     return load_tokenizer(path, header.metadata)
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Read the metadata of a GGUF file.
-
-    Raises:
-        DataError: it is no GGUF file or is cut short.
-        UnsupportedError: the `gguf` package is not installed.
-    """
-    try:
-        from gguf import GGUFReader
-    except ImportError as error:
-        raise UnsupportedError(
-            f"{path.name} can't be read without the gguf package", "pip install 'pronghorn[gguf]'"
-        ) from error
-    try:
-        reader = GGUFReader(str(path))
+    """Read the metadata of a GGUF file. Raises as `open_gguf` does."""
+    with open_gguf(path) as reader:
         metadata = {
             key: field.contents() for key, field in reader.fields.items() if key in _ARRAYS or len(field.data) < 100
         }
         tensors = {tensor.name: tensor for tensor in reader.tensors}
-    except (ValueError, IndexError, KeyError, OverflowError) as error:
-        raise DataError(f"{path} is no readable GGUF file ({error})", "download it again") from error
     factors = tensors.get("rope_freqs.weight")
     shapes = {name: [int(size) for size in tensor.shape] for name, tensor in tensors.items()}
     return GgufHeader(path, metadata, shapes, None if factors is None else [float(factor) for factor in factors.data])
@@ -137,9 +129,10 @@ def _check(header: GgufHeader) -> None:
         )
 
 
-def _load_weights(header: GgufHeader, dtype: torch.dtype) -> Any:
-    """The dense model, every weight of it from the file, without a trace of quantisation."""
+def _load_weights(header: GgufHeader, dtype: torch.dtype, device: torch.device) -> Any:
+    """Load the dense model, every weight of it from the file."""
     import transformers
+    from accelerate import init_empty_weights
 
     path = header.path
     config = transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
@@ -153,39 +146,56 @@ def _load_weights(header: GgufHeader, dtype: torch.dtype) -> Any:
         config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads if wide else config.head_dim
     if header.rope_factors is not None:
         config.rope_parameters = _llama3_rope(header, dict(config.rope_parameters), config.head_dim)
-    # only transformers that can keep blocks packed have GgufConfig; the others always unpack
-    gguf_config = getattr(transformers, "GgufConfig", None)
-    packed = {} if gguf_config is None else {"quantization_config": gguf_config(dequantize=True)}
-    with tempfile.TemporaryDirectory(prefix="pronghorn-gguf-") as alone:
-        folder = path.parent
-        if (folder / "adapter_config.json").is_file():  # transformers would load its base, or put it into this model
-            folder = Path(alone)
-            (folder / path.name).symlink_to(path.absolute())
-        model = whole_model(
-            folder,
-            gguf_file=path.name,
-            config=config,
-            trust_remote_code=False,
-            dtype=dtype,
-            attn_implementation="sdpa",
-            **packed,
-        )
-    for name in ("hf_quantizer", "quantization_method", "is_quantized"):
-        if name in vars(model):
-            delattr(model, name)
-    model.is_quantized = False
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    wrong = [name for name, weight in model.named_parameters() if weight.dtype != dtype]
-    if wrong:
-        raise UnsupportedError(f"{path}: {wrong[0]} was not unpacked to {dtype}", "use another GGUF file of this model")
-    model.config.dtype = dtype
+    # parameters wait for the file's; buffers are computed, as they aren't in it
+    with init_empty_weights(include_buffers=False):
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
+        ).eval()
+    expected = dict(model.named_parameters())
+    if config.tie_word_embeddings:
+        expected.pop("lm_head.weight", None)
+    names = _names(header.architecture, expected, config.num_hidden_layers)
+
+    offset = header.architecture == "gemma3"  # llama.cpp stores its norms plus one
+
+    def place(name: str, stored: StoredTensor) -> Tensor:
+        """Unpack a weight some rows at a time, so that little of it is float32 at once."""
+        weight = torch.empty(stored.shape, dtype=dtype, device=device)
+        rows = max(1, _AT_ONCE // math.prod(stored.shape[1:]))
+        for start in range(0, len(weight), rows):
+            block = stored.rows(start, min(start + rows, len(weight)))
+            weight[start : start + rows] = block - 1 if offset and name.endswith("norm.weight") else block
+        return weight
+
+    def reorder(name: str, weight: Tensor) -> Tensor:
+        """Put Llama's query and key rows, which llama.cpp interleaves, in transformers' order."""
+        if header.architecture != "llama" or not name.endswith(("q_proj.weight", "k_proj.weight")):
+            return weight
+        heads = config.num_attention_heads if name.endswith("q_proj.weight") else config.num_key_value_heads
+        return weight.view(heads, -1, 2, config.hidden_size).transpose(1, 2).reshape(weight.shape)
+
+    def rename(stored: str) -> str | None:
+        return names.get(stored, None if _ROPE.search(stored) else stored)  # others have no place: an error
+
+    weights = load(checkpoint(path), rename=rename, place=place, transform=reorder, expected=expected)
+    model.load_state_dict(dict(weights), strict=False, assign=True)
+    model.tie_weights()
     model.config._name_or_path = model.name_or_path = str(path)
-    return model
+    return model.to(device)
+
+
+def _names(architecture: str, parameters: Iterable[str], layers: int) -> dict[str, str]:
+    """Map the file's names of tensors to the model's."""
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    arch = next(key for key, name in MODEL_ARCH_NAMES.items() if name == architecture)
+    table = get_tensor_name_map(arch, layers)
+    parts = {name: name.rpartition(".") for name in parameters}
+    return {f"{table.get_name(module)}.{leaf}": name for name, (module, _, leaf) in parts.items()}
 
 
 def _llama3_rope(header: GgufHeader, rope: dict[str, Any], head_dim: int) -> dict[str, Any]:
-    """RoPE parameters that give the file's frequency factors: Llama 3.1's and 3.2's differ in `factor` alone.
+    """Return RoPE parameters that give the file's frequency factors: Llama 3.1's and 3.2's differ in `factor` alone.
 
     A wavelength of more than original / low positions is stretched by `factor`, one of less than original / high is
     kept, and between them the two frequencies are mixed.

@@ -1,4 +1,4 @@
-"""The tokenizer that a GGUF file describes, rebuilt from its metadata.
+"""Rebuild the tokenizer that a GGUF file describes from its metadata.
 
 Two kinds: byte-level BPE (`tokenizer.ggml.model` = gpt2), whose way of cutting text into words is known only by a name
 (`tokenizer.ggml.pre`), and SentencePiece BPE (llama), whose merges follow from the pieces' scores. Any other name or
@@ -28,7 +28,7 @@ PRE_TOKENIZERS = {"gpt-2": None, "smollm": None, "llama-bpe": _LLAMA3_WORDS, "qw
 
 
 def load_tokenizer(path: Path, metadata: dict[str, Any]) -> Any:
-    """The tokenizer of the GGUF file at `path`: from a `tokenizer.json` beside it, or rebuilt from `metadata`.
+    """Load the tokenizer of the GGUF file at `path`: from a `tokenizer.json` beside it, or rebuilt from `metadata`.
 
     Special tokens and the chat template are the metadata's; a missing padding token becomes the stop token.
 
@@ -151,12 +151,12 @@ def _sentence_piece(metadata: dict[str, Any]) -> Tokenizer:
 
 
 def _merges_from_scores(vocabulary: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """SentencePiece joins the neighbours whose union scores highest: all halves of all pieces, best piece first."""
+    """Return all halves of all pieces, best piece first: SentencePiece joins neighbours whose union scores highest."""
     merges = []
     for piece in sorted(vocabulary, key=lambda piece: (-scores[vocabulary[piece]], vocabulary[piece])):
         halves = [(piece[:at], piece[at:]) for at in range(1, len(piece))]
-        known = [(left, right) for left, right in halves if left in vocabulary and right in vocabulary]
-        merges += sorted(known, key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
+        pairs = [(left, right) for left, right in halves if left in vocabulary and right in vocabulary]
+        merges += sorted(pairs, key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
     return merges
 
 

@@ -55,10 +55,10 @@ def check_values(name: str | Path, config: Any) -> None:
             raise DataError(f"{name}: {field} {act!r} is no activation that transformers knows", "mend config.json")
     rope = getattr(config, "rope_parameters", None) or {}
     for kind in (rope, *(part for part in rope.values() if isinstance(part, dict))):
-        found = kind.get("rope_type", "default")
-        if found not in ("default", *ROPE_INIT_FUNCTIONS):
+        rope_type = kind.get("rope_type", "default")
+        if rope_type not in ("default", *ROPE_INIT_FUNCTIONS):
             raise DataError(
-                f"{name}: rope_type {found!r} is unknown",
+                f"{name}: rope_type {rope_type!r} is unknown",
                 f"mend config.json: transformers has default, {', '.join(ROPE_INIT_FUNCTIONS)}",
             )
     stops = getattr(config, "eos_token_id", None)  # transformers gives a configuration none of its own
@@ -91,8 +91,8 @@ def check_layers(where: str | Path, key: str, said: int, tensors: Any, layer: re
     Raises:
         DataError: names both numbers, and the layers that would be left out.
     """
-    found = {int(match[1]) for match in map(layer.search, tensors) if match}
-    if found and max(found) + 1 != said:
-        extra = sorted(index for index in found if index >= said)
+    layers = {int(match[1]) for match in map(layer.search, tensors) if match}
+    if layers and max(layers) + 1 != said:
+        extra = sorted(index for index in layers if index >= said)
         left = f": layers {extra[0]} to {extra[-1]} would be left out" if extra else ""
-        raise DataError(f"{where}: {key} {said:,}, but the weights hold {max(found) + 1} layers{left}", _REMEDY)
+        raise DataError(f"{where}: {key} {said:,}, but the weights hold {max(layers) + 1} layers{left}", _REMEDY)

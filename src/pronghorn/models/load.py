@@ -121,10 +121,10 @@ class FoundModel:
         if self.config is None:
             from pronghorn.models.gguf import load_gguf
 
-            model, _ = load_gguf(Path(self.name), dtype)
+            model, _ = load_gguf(Path(self.name), dtype, device)
             check_config(model.config)
             check_max_seq_length(model.config, self.max_seq_length)
-            return model.to(device)
+            return model
         if format_of(self.config) is not None:
             return load_packed(self.name, self.config, dtype, device, self.hub)
         quantization = bitsandbytes_config(self.config, self.load_in_4bit, dtype)

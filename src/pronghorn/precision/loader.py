@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -143,19 +144,32 @@ def _safetensors(files: list[Path], path: Path) -> Iterator[StoredTensor]:
                 yield StoredTensor(name, shape, dtype, str(file), rows)
 
 
-def _gguf(path: Path) -> Iterator[StoredTensor]:
-    """Yield the tensors of a GGUF file under the file's own names, unpacked to float32 when they are read."""
+@contextmanager
+def open_gguf(path: Path) -> Iterator[Any]:
+    """Open a GGUF file with gguf's reader, and tell of a damaged one while the block reads its header.
+
+    Raises:
+        DataError: it is no GGUF file or is cut short.
+        UnsupportedError: the `gguf` package is not installed.
+    """
     try:
         from gguf import GGUFReader
-        from gguf.quants import dequantize
     except ImportError as error:
         raise UnsupportedError(
             f"{path.name} can't be read without the gguf package", "pip install 'pronghorn[gguf]'"
         ) from error
     try:
-        tensors = GGUFReader(str(path)).tensors
+        yield GGUFReader(str(path))
     except (OSError, ValueError, IndexError, KeyError, OverflowError) as error:
         raise DataError(f"{path} is no readable GGUF file ({error})", "download it again") from error
+
+
+def _gguf(path: Path) -> Iterator[StoredTensor]:
+    """Yield the tensors of a GGUF file under the file's own names, unpacked to float32 when they are read."""
+    with open_gguf(path) as reader:
+        tensors = reader.tensors
+    from gguf.quants import dequantize
+
     for packed in tensors:
 
         def rows(start: int, stop: int, packed: Any = packed) -> Tensor:

@@ -1,0 +1,170 @@
+"""The merged folder, written shard by shard, is what transformers' `save_pretrained` writes of a merged model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+
+from pronghorn.errors import UnsupportedError
+from pronghorn.export import merge
+from pronghorn.export.merge import merged_tensors, save_merged
+from pronghorn.models.families import base_causal_lm
+from support.tiny import FAMILIES, MOE_FAMILIES, tiny_model
+
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+def adapted(family: str, **lora: Any) -> Any:
+    """A tiny model of the family, its adapter not zero."""
+    if family in MOE_FAMILIES:
+        lora = {"target_parameters": EXPERTS, **lora}
+    model = get_peft_model(tiny_model(family), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **lora))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name or "modules_to_save" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def save_as_transformers_does(model: Any, folder: Path, **options: Any) -> None:
+    """Save a plain model that holds all merged weights by `save_pretrained`."""
+    base = base_causal_lm(model)
+    state = {tensor.name: tensor.read().clone() for tensor in merged_tensors(base, torch.bfloat16)}
+    config = type(base.config).from_dict(base.config.to_dict())
+    head, embedding = state["lm_head.weight"], state["model.embed_tokens.weight"]
+    config.tie_word_embeddings = config.tie_word_embeddings and torch.equal(head, embedding)
+    plain = type(base)(config).to(torch.bfloat16)
+    plain.load_state_dict(state)
+    plain.tie_weights()
+    plain.generation_config = base.generation_config
+    plain.save_pretrained(folder, **options)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """Every file's bytes."""
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of all shards."""
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *MOE_FAMILIES])
+def test_a_merged_folder_is_what_transformers_writes(tmp_path: Path, family: str) -> None:
+    model = adapted(family)
+    save_merged(model, None, tmp_path / "merged")
+    save_as_transformers_does(model, tmp_path / "expected")
+    assert files(tmp_path / "merged") == files(tmp_path / "expected")
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *MOE_FAMILIES])
+def test_shards_are_those_that_transformers_writes(tmp_path: Path, family: str) -> None:
+    """All but those of fused experts: transformers keeps all parts of a layer's in one shard, larger than it may be."""
+    model = adapted(family)
+    save_merged(model, None, tmp_path / "merged", max_shard_size="30KB")
+    save_as_transformers_does(model, tmp_path / "expected", max_shard_size="30KB")
+    merged, expected = files(tmp_path / "merged"), files(tmp_path / "expected")
+    if family in FAMILIES or family == "gpt_oss":
+        assert merged == expected and len(merged) > 5
+        return
+    index = json.loads(merged["model.safetensors.index.json"])
+    reference = json.loads(expected["model.safetensors.index.json"])
+    assert index["metadata"] == reference["metadata"] and index["weight_map"].keys() == reference["weight_map"].keys()
+    largest = max(tensor.nbytes for tensor in tensors(tmp_path / "merged").values())
+    assert all(len(value) < max(30_000, largest) + 5_000 for value in merged.values())
+    weights, right = tensors(tmp_path / "merged"), tensors(tmp_path / "expected")
+    assert weights.keys() == right.keys() and all(torch.equal(weights[name], right[name]) for name in right)
+
+
+@pytest.mark.parametrize("modules", [[], ["lm_head"], ["embed_tokens"], ["lm_head", "embed_tokens"]])
+def test_a_tied_head_is_written_once_and_one_trained_apart_beside_it(tmp_path: Path, modules: list[str]) -> None:
+    model = adapted("gemma3_text", modules_to_save=modules)
+    assert model.config.tie_word_embeddings
+    save_merged(model, None, tmp_path / "merged")
+    save_as_transformers_does(model, tmp_path / "expected")
+    assert files(tmp_path / "merged") == files(tmp_path / "expected")
+
+
+def test_names_that_several_modules_share_in_files_are_converted_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Queries, keys and values become one tensor, which no module has alone."""
+
+    def fused(plain: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        out = {}
+        for name, tensor in state.items():
+            parts = [name.replace("q_proj", other) for other in ("q_proj", "k_proj", "v_proj")]
+            if "q_proj" in name and state.keys() >= set(parts):
+                out[name.replace("q_proj", "qkv")] = torch.cat([state[part] for part in parts])
+            elif "k_proj" not in name and "v_proj" not in name:
+                out[name] = tensor
+        return out
+
+    for module in ("core_model_loading", "modeling_utils"):
+        monkeypatch.setattr(f"transformers.{module}.revert_weight_conversion", fused)
+    monkeypatch.setattr(merge, "_check", lambda *_: None)  # transformers can't load what this made up
+    model = adapted("llama")
+    save_merged(model, None, tmp_path / "merged", max_shard_size="30KB")
+    save_as_transformers_does(model, tmp_path / "expected", max_shard_size="30KB")
+    assert "model.layers.0.self_attn.qkv.weight" in tensors(tmp_path / "merged")
+    assert files(tmp_path / "merged") == files(tmp_path / "expected")
+
+
+def test_a_transformers_that_names_weights_otherwise_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("transformers.core_model_loading.revert_weight_conversion")
+    with pytest.raises(UnsupportedError, match=r"has no core_model_loading\.revert_weight_conversion"):
+        save_merged(adapted("llama"), None, tmp_path / "merged")
+    assert not list(tmp_path.iterdir())
+
+
+MEASURE = """
+import sys, threading, time
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, LlamaConfig
+from pronghorn.export import merge
+
+def anonymous():
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("RssAnon"))
+
+def sample():
+    while not done:
+        grown.append(anonymous() - before)
+        time.sleep(0.001)
+
+config = LlamaConfig(vocab_size=64_000, hidden_size=512, intermediate_size=2048, num_hidden_layers=8)
+model = AutoModelForCausalLM.from_config(config)
+model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
+merge.save_merged(get_peft_model(AutoModelForCausalLM.from_config(LlamaConfig(
+    vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)),
+    LoraConfig(target_modules="all-linear")), None, sys.argv[1] + "/small")  # all is imported
+before, grown, done = anonymous(), [], False
+sampler = threading.Thread(target=sample)
+sampler.start()
+merge.save_merged(model, None, sys.argv[1] + "/merged", max_shard_size="20MB")
+done = True
+sampler.join()
+print(max(grown))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_merging_holds_one_shard_in_memory(tmp_path: Path) -> None:
+    """200 MB in shards of at most 66 MB, an embedding's, loaded again to be checked; a whole copy is thrice that."""
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**20)}  # what is held, not what the C library keeps
+    command = [sys.executable, "-c", MEASURE, str(tmp_path)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    sizes = [file.stat().st_size for file in (tmp_path / "merged").glob("*.safetensors")]
+    assert sum(sizes) > 2.8 * max(sizes)
+    assert 2**20 < int(run.stdout) < 1.5 * max(sizes)
