@@ -34,6 +34,7 @@ EARLIER = {
     "longest-row-48gib-one-process": "longest-row-48gib",
     "packing-metadata-llama-3.2-1b": "ablations-llama-3.2-1b",
     "plan-calibrated": "plan",
+    "plan-gpt-oss-20b-mxfp4-decoded-in-the-product": "plan-gpt-oss-mxfp4",
     "trees-eef0da6": "benchmarks.step --tree, in its earlier form",
     "spike-fp8-layer": "a spike that became benchmarks/precision.py",
     "precision-nf4-by-bitsandbytes": "precision",
@@ -49,6 +50,7 @@ EARLIER = {
     "step-mistral-7b-larger-chunks": "step-mistral-7b",
     "step-qwen3-0.6b-faster-host": "step-qwen3-0.6b",
     "step-qwen3-0.6b-once": "step-qwen3-0.6b",
+    "step-qwen3-14b-10-layers-qlora-fp8": "step-qwen3-14b-qlora-fp8",
     "step-qwen3-30b-a3b-graph": "step-qwen3-30b-a3b",
     "step-qwen3-30b-a3b-once": "step-qwen3-30b-a3b",
 }
