@@ -198,7 +198,7 @@ def generated(
             for first in range(start // size * size, stop, size):
                 digest = hashlib.sha256(f"{name} {first // size}".encode()).digest()
                 generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7]))
-                made = {"generator": generator, "device": device}
+                made: Any = {"generator": generator, "device": device}
                 shape = (min(size, count - first), *row)
                 if like.dtype is torch.uint8:
                     block = torch.randint(least, most, shape, dtype=like.dtype, **made)
