@@ -96,4 +96,5 @@ def in_4_bits(model: Any) -> Any:
                 new.weight = Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4").to("cpu")
                 new.bias = linear.bias
                 setattr(module, name, new)
+    model.is_loaded_in_4bit = True  # PEFT asks for it
     return model
