@@ -481,7 +481,9 @@ def test_the_command_says_no(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "The numbers are wrong." in result.stdout and "gets no gradient" in result.stdout
 
 
-@pytest.mark.parametrize("option", [["--method", "full"], ["--dtype", "float32"], ["--seed", "0"]])
+@pytest.mark.parametrize(
+    "option", [["--method", "full"], ["--dtype", "float32"], ["--compute", "fp8"], ["--seed", "0"]]
+)
 def test_what_makes_a_bare_model_is_not_passed_over_with_a_recipe(recipe: Path, option: list[str]) -> None:
     result = CliRunner().invoke(app, ["verify", str(recipe), *option])
     assert result.exit_code == 1 and f"{option[0]} is for --model" in result.output

@@ -273,3 +273,14 @@ def test_the_command_on_a_recipe(stories: Path, tmp_path: Path, monkeypatch: pyt
     checks = {check["name"]: check for check in found["checks"]}
     assert {name for name, check in checks.items() if not check["ok"]} <= {"cosine to float32"}, checks
     assert checks["8-bit products"]["detail"] == "12 of frozen weights" and "in 8 bits" in found["rule"]
+
+
+def test_the_command_on_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pronghorn.train.build import attach_options
+
+    for module in ("train.build", "diagnose.verify_subject"):
+        monkeypatch.setattr(f"pronghorn.{module}.attach_options", lambda r: {**attach_options(r), "layers": "fused"})
+    options = ["--model", "tiny", "--dtype", "bfloat16", "--compute", "fp8_exact", "--tokens", "128"]
+    result = CliRunner().invoke(app, ["verify", *options])
+    assert "8-bit products" in result.stdout and "of frozen weights" in result.stdout, result.output
+    assert "The numbers are wrong." not in result.stdout
