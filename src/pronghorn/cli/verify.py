@@ -85,7 +85,7 @@ def verify(
                 settings = Recipe.load(recipe or "", overrides or [])
             else:
                 say(f"checkpoint of {model}")
-                numbers = {"dtype": dtype, "compute": compute}
+                numbers: dict[str, str] = {"dtype": dtype, "compute": compute}
                 folder = checkpoints or Path(scratch)
                 settings, documents = _without_recipe(model, method, numbers, tokens, seed, folder)
             subject = subject_of(settings, tokens, documents, Console(stderr=True, highlight=False))
