@@ -275,6 +275,21 @@ def test_the_command_on_a_recipe(stories: Path, tmp_path: Path, monkeypatch: pyt
     assert checks["8-bit products"]["detail"] == "12 of frozen weights" and "in 8 bits" in found["rule"]
 
 
+def test_the_command_on_a_folder_in_4_bits(stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As bitsandbytes loads it, its statistics nested."""
+    from pronghorn.train.build import attach_options
+
+    shutil.copytree(stories, tmp_path / "model")
+    tiny_model("llama", intermediate_size=128, vocab_size=512).to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    for module in ("train.build", "diagnose.verify_subject"):
+        monkeypatch.setattr(f"pronghorn.{module}.attach_options", lambda r: {**attach_options(r), "layers": "fused"})
+    options = ["--model", str(tmp_path / "model"), "--method", "qlora", "--dtype", "bfloat16", "--compute", "fp8"]
+    result = CliRunner().invoke(app, ["verify", *options, "--tokens", "256", "--json"])
+    checks = {check["name"]: check for check in json.loads(result.stdout)["checks"]}
+    assert {name for name, check in checks.items() if not check["ok"]} <= {"cosine to float32"}, checks
+    assert checks["8-bit products"]["detail"] == "12 of frozen weights"
+
+
 def test_the_command_on_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     from pronghorn.train.build import attach_options
 

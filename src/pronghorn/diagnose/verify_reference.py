@@ -145,11 +145,12 @@ class Run:
         """
         products = self.fp8_products(self.model) if quantised else []
         with quantised_products(products), layerwise_upcast(base_causal_lm(self.model)) as upcast:
-            say(f"plain transformers and PEFT, {'8-bit products, ' if products else ''}one document at a time")
+            apart = "" if quantised else "; without 8 bits"
+            say(f"plain transformers and PEFT, one document at a time{apart}")
             with self._autocast():
                 plain = self._documents()
             upcast(wide)
-            say(f"the same in {str(wide).removeprefix('torch.')}, layer by layer")
+            say(f"the same in {str(wide).removeprefix('torch.')}, layer by layer{apart}")
             return plain, self._documents()
 
     def fp8_products(self, model: Any) -> list[list[nn.Module]]:
