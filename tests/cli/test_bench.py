@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from pronghorn.config import Recipe
 from pronghorn.data.batch import PackedBatch
 from pronghorn.diagnose import speed
 from pronghorn.errors import TrainingError
+from support.tiny import tiny_model
 
 
 @pytest.fixture
@@ -55,6 +57,27 @@ def test_plain_recomputes_where_the_recipe_lets_pronghorn_plan_for_it(recipe: Pa
     found = speed.compare(Recipe.load(recipe, []), Console(quiet=True), 2, 1)
     assert found.recomputes and found.tokens == 256
     assert len(found.pronghorn.step_ms) == len(found.plain.step_ms) == 2 and found.plain.peak_bytes is None
+
+
+@pytest.mark.parametrize("compute", ["fp8", "dtype"])
+def test_products_in_8_bits_may_be_further_from_plain_s_in_16(
+    recipe: Path, stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compute: str
+) -> None:
+    """Of a model whose logits are large enough for 8 bits to show, with 16 bits close by."""
+    from pronghorn.train.build import attach_options
+
+    shutil.copytree(stories, tmp_path / "model")
+    model = tiny_model("llama", intermediate_size=96, vocab_size=512)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(20.0)
+    model.bfloat16().save_pretrained(tmp_path / "model")
+    for module in ("train.build", "diagnose.speed"):
+        monkeypatch.setattr(f"pronghorn.{module}.attach_options", lambda r: {**attach_options(r), "layers": "fused"})
+    changes = [f"model.name={tmp_path / 'model'}", "precision.dtype=bfloat16", f"precision.compute={compute}"]
+    found = speed.compare(Recipe.load(recipe, changes), Console(quiet=True), 2, 1)
+    apart = abs(found.pronghorn.loss / found.plain.loss - 1)
+    limits = (speed.LOSS_LIMIT_16_BITS, speed.LOSS_LIMIT_FP8) if compute == "fp8" else (0, speed.LOSS_LIMIT_16_BITS)
+    assert limits[0] < apart < limits[1]
 
 
 def test_documents_that_see_each_other_are_refused(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import random
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -33,18 +32,8 @@ from pronghorn.models.lora import add_lora
 from pronghorn.parity.distance import BaselineNoise
 from pronghorn.parity.parameters import trainable
 from pronghorn.precision.loader import StoredTensor
-from support.tiny import FAMILIES, MOE_FAMILIES, VOCAB, tiny_model
-
-TOKENS = 96
-
-
-def documents(count: int = 12, seed: int = 0) -> list[dict[str, list[int]]]:
-    rng = random.Random(seed)
-    made = []
-    for _ in range(count):
-        ids = [rng.randrange(3, VOCAB) for _ in range(rng.randrange(12, 40))]
-        made.append({"input_ids": ids, "labels": [-100] * 3 + ids[3:]})
-    return made
+from support.tiny import FAMILIES, MOE_FAMILIES, tiny_model
+from support.verified import TOKENS, documents, only_cause
 
 
 @pytest.fixture(scope="module")
@@ -97,11 +86,6 @@ def planted(subject: Subject, plant: Callable[[Any], object]) -> Report:
         plant(model)
 
     return verify(replace(subject, attach=attach_and_plant))
-
-
-def only_cause(report: Report, words: str) -> None:
-    assert not report.ok
-    assert len(report.causes) == 1 and words in report.causes[0], (report.causes, report.checks)
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *MOE_FAMILIES])
@@ -500,7 +484,9 @@ def test_the_command_says_no(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "The numbers are wrong." in result.stdout and "gets no gradient" in result.stdout
 
 
-@pytest.mark.parametrize("option", [["--method", "full"], ["--dtype", "float32"], ["--seed", "0"]])
+@pytest.mark.parametrize(
+    "option", [["--method", "full"], ["--dtype", "float32"], ["--compute", "fp8"], ["--seed", "0"]]
+)
 def test_what_makes_a_bare_model_is_not_passed_over_with_a_recipe(recipe: Path, option: list[str]) -> None:
     result = CliRunner().invoke(app, ["verify", str(recipe), *option])
     assert result.exit_code == 1 and f"{option[0]} is for --model" in result.output

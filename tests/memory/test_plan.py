@@ -740,9 +740,9 @@ def test_the_trainer_plans_for_its_batches_and_for_one_device(
     )
     args.gradient_accumulation_steps = 1 + packing
     _resolve_plan(handle, args)
-    wanted = ((128, 7), {"autocast": torch.bfloat16, "padded": 0, "accumulates": True})
+    wanted = ((128, 7), {"autocast": torch.bfloat16, "padded": 0, "accumulates": True, "optimizer": "adamw_torch"})
     if not packing:
-        wanted = ((128, 7), {"autocast": torch.float16, "padded": 2, "accumulates": False})
+        wanted = ((128, 7), {"autocast": torch.float16, "padded": 2, "accumulates": False, "optimizer": "adamw_torch"})
     assert asked == ([wanted] if len(devices) == 1 else [])
     monkeypatch.setattr(auto_plan, "refusal", lambda model, fused: None if fused else "padded")
     asked.clear()

@@ -83,3 +83,18 @@ def packed_row(lengths: list[int], row_tokens: int, vocab: int = VOCAB, seed: in
     labels = torch.where(torch.rand(len(ids), generator=generator) < 0.67, ids, -100)
     row = {"input_ids": ids.tolist(), "labels": labels.tolist(), "lengths": lengths}
     return Collator(row_tokens, pad_token_id=0)([row])
+
+
+def in_4_bits(model: Any) -> Any:
+    """The linears of the model's layers in bitsandbytes' NF4; call it before adapters are added."""
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    for module in list(model.model.layers.modules()):
+        for name, linear in list(module.named_children()):
+            if type(linear) is torch.nn.Linear:
+                new = Linear4bit(linear.in_features, linear.out_features, bias=linear.bias is not None)
+                new.weight = Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4").to("cpu")
+                new.bias = linear.bias
+                setattr(module, name, new)
+    model.is_loaded_in_4bit = True  # PEFT asks for it
+    return model

@@ -33,6 +33,9 @@ def verify(
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="With --model: in what numbers.")
     ] = "auto",
+    compute: Annotated[
+        Literal["dtype", "fp8", "fp8_exact"], typer.Option(help="With --model: in what frozen weights multiply.")
+    ] = "dtype",
     tokens: Annotated[int, typer.Option(min=16, help="Of the first packed row; the second has half as many.")] = 2048,
     seed: Seed = 0,
     checkpoints: Checkpoints = None,
@@ -44,8 +47,9 @@ def verify(
     Loss, logits and every gradient against float32, one document at a time; what each layer's attention sees; packed
     documents against each alone; the same batch twice; merged weights; what was saved, loaded again. A difference may
     be twice what plain transformers in the same dtype is off by. Ends with code 1 if a check fails, and names the
-    likely cause. Nothing of yours is changed. A large model is upcast a layer at a time. Without a recipe --model says
-    what to compare, and --method, --dtype, --seed and --checkpoints how it is made.
+    likely cause. Nothing of yours is changed. A large model is upcast a layer at a time. Products in 8 bits are
+    compared with those of the same operands. Without a recipe --model says what to compare, and --method, --dtype,
+    --compute, --seed and --checkpoints how it is made.
 
     [bold]Examples[/]
 
@@ -64,10 +68,10 @@ def verify(
             raise ConfigError(
                 "verify needs a recipe or --model, and one of them", "write e.g. pronghorn verify my.yaml"
             )
-        for option in ("method", "dtype", "seed", "checkpoints") if model is None else ():
+        for option in ("method", "dtype", "compute", "seed", "checkpoints") if model is None else ():
             source = context.get_parameter_source(option)
             if source is not None and source.name == "COMMANDLINE":
-                instead = "leave it out: the recipe says it (adapter.method, model.load_in_4bit, precision.dtype)"
+                instead = "leave it out: the recipe says it (adapter.method, model.load_in_4bit, precision)"
                 raise ConfigError(f"--{option} is for --model", instead)
         from pronghorn.config import Recipe
         from pronghorn.diagnose.verify_checks import verify as run
@@ -81,7 +85,9 @@ def verify(
                 settings = Recipe.load(recipe or "", overrides or [])
             else:
                 say(f"checkpoint of {model}")
-                settings, documents = _without_recipe(model, method, dtype, tokens, seed, checkpoints or Path(scratch))
+                numbers: dict[str, str] = {"dtype": dtype, "compute": compute}
+                folder = checkpoints or Path(scratch)
+                settings, documents = _without_recipe(model, method, numbers, tokens, seed, folder)
             subject = subject_of(settings, tokens, documents, Console(stderr=True, highlight=False))
             report = run(replace(subject, name=model or str(recipe)), say)
         if as_json:
@@ -93,7 +99,7 @@ def verify(
 
 
 def _without_recipe(
-    model: str, method: str, dtype: str, tokens: int, seed: int, folder: Path
+    model: str, method: str, numbers: dict[str, str], tokens: int, seed: int, folder: Path
 ) -> tuple[Any, list[dict[str, Any]]]:
     """A recipe around a bare model, and random documents for it."""
     from transformers import AutoConfig
@@ -109,7 +115,7 @@ def _without_recipe(
             "adapter": {"method": "full" if method == "full" else "lora"},
             "data": {"train": "random"},
             "train": {"output": "nowhere"},
-            "precision": {"dtype": dtype},
+            "precision": numbers,
         }
     )
     vocab = AutoConfig.from_pretrained(path, trust_remote_code=False).vocab_size

@@ -1,7 +1,8 @@
 """Is the packed path right on this model and these documents? The checks on the passes of `verify_reference`.
 
 Everything that ours computes may be as far from exact as the three-way rule of `parity.distance` allows. What isn't
-finite fails, in a limit too.
+finite fails, in a limit too. Products in 8 bits are judged against the same quantised operands; what 8 bits cost is
+judged apart, by the cosines of gradients to float32's.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 import torch
@@ -23,6 +25,14 @@ from pronghorn.export import merge
 from pronghorn.models.families import base_causal_lm
 from pronghorn.parity.distance import THREE_WAY, BaselineNoise, Distance, distance, listed, mean_limit, ratio
 from pronghorn.parity.visibility import Visibility
+
+COSINE = 0.98
+"""Of a gradient to float32's with nothing in 8 bits, at least, where the model's dtype itself reaches it."""
+RULE = f"{THREE_WAY.factor:.0f} times plain's own error from exact, and four roundings of float32 (docs/numerics.md)"
+RULE_OF_FP8 = (
+    "plain and exact multiply the same operands in 8 bits; besides, a gradient's cosine to float32's without 8 bits is "
+    f"at least {COSINE} where plain's is"
+)
 
 
 def verify(subject: Subject, say: Callable[[str], None] = lambda text: None) -> Report:
@@ -48,7 +58,9 @@ def verify(subject: Subject, say: Callable[[str], None] = lambda text: None) -> 
             "set precision.dtype (or --dtype) to bfloat16",
         )
     plain_visibility = run.visibility(packed=False)
+    in_8_bits = len(run.fp8_products(run.model))
     plain, exact = run.references(wide, say)
+    unquantised = run.references(wide, say, quantised=False) if in_8_bits else None
     say("attached")
     subject.attach(run.model)
     ours, again = run.ours(), run.ours()
@@ -59,12 +71,14 @@ def verify(subject: Subject, say: Callable[[str], None] = lambda text: None) -> 
         loss(Name.LOSS, own_loss, plain, exact),
         loss(Name.ACCUMULATED_LOSS, ours.loss, plain, exact),
         logits(packed, plain, exact),
+        *([products(run.product_distances(), in_8_bits)] if subject.compute.is_fp8 else []),
         gradients(distances, len(run.parameters)),
         dead(ours.dead, exact.dead),
         *([] if ours.routed is None else [experts(ours.routed)]),
         packed_or_alone(packed, alone, plain, exact),
         visibility(run.visibility(packed=True), plain_visibility),
         twice(ours, again, plain, exact, noise),
+        *([] if unquantised is None else [cosines(ours, *unquantised)]),
     ]
     from_first = bool(rows_off(packed, plain, exact)[run.first_tokens].any())
     findings = list(likely_causes(verdicts, distances, from_first, run))
@@ -82,6 +96,7 @@ def verify(subject: Subject, say: Callable[[str], None] = lambda text: None) -> 
         tensors=len(distances),
         dtype=str(compute).removeprefix("torch."),
         reference=str(wide).removeprefix("torch."),
+        rule=f"{RULE}; {RULE_OF_FP8}" if in_8_bits else RULE,
         rows=[[len(document) for document in row] for row in subject.rows],
         labels=subject.n_labels,
         paths=paths,
@@ -101,6 +116,36 @@ def logits(packed: Tensor, plain: Passes, exact: Passes) -> Check:
     """Check the logits out of the packed rows."""
     found = distance("logits", packed, plain.logits, exact.logits)
     return _of_distance(Name.LOGITS, found, f"{len(packed)} rows, relative L2 error {found.relative:.1e}")
+
+
+def products(compared: list[Distance], expected: int) -> Check:
+    """Check what each of so many products in 8 bits gives, forward and backward, for the same random rows."""
+    wrong = [each.name for each in compared if not each.excess <= 1]
+    worst = max(compared, key=lambda each: each.excess, default=None)
+    absent = expected - len(compared) // 2
+    detail = f"off: {listed(wrong)}" if wrong else f"{absent} of {expected} are not in 8 bits"
+    if not wrong and not absent:
+        detail = f"{expected} of frozen weights" if worst else "none: layers aren't fused, or nothing in them is frozen"
+    found = Finding(Cause.PRODUCTS, detail)
+    return Check(Name.PRODUCTS, not (wrong or absent), worst.excess if worst else 0.0, 1.0, detail, found)
+
+
+def cosines(ours: Passes, plain: Passes, exact: Passes) -> Check:
+    """Check each gradient's cosine to exact's; both references have nothing in 8 bits here."""
+    right = {name: gradient for name, gradient in exact.gradients.items() if gradient.any()}
+    own, of_dtype = (
+        {name: distance(name, run.gradients[name], plain.gradients[name], g).cosine for name, g in right.items()}
+        for run in (ours, plain)
+    )
+    judged = [name for name in right if of_dtype[name] >= COSINE]
+    low = [name for name in judged if not own[name] >= COSINE]
+    detail = f"least {min(own.values()):.4f}, median {median(own.values()):.4f}; without 8 bits "
+    detail += f"{min(of_dtype.values()):.4f} and {median(of_dtype.values()):.4f}"
+    if len(judged) < len(right):
+        detail += f"; {len(right) - len(judged)} not judged, which have less than {COSINE} without 8 bits, too"
+    about = f"{len(low)} of {len(right)} gradients have a cosine below {COSINE} to float32's: {listed(low)}"
+    least = min((own[name] for name in judged), default=1.0)
+    return Check(Name.COSINE, not low, least, COSINE, detail, Finding(Cause.TOO_COARSE, about))
 
 
 def gradient_distances(ours: Passes, plain: Passes, exact: Passes, noise: BaselineNoise) -> list[Distance]:
@@ -244,11 +289,13 @@ def likely_causes(checks: list[Check], distances: list[Distance], from_first: bo
             yield finding
     if Name.VISIBILITY in failed:
         pass  # explains logits and gradients, too
+    elif Name.PRODUCTS in failed and (finding := failed[Name.PRODUCTS].finding):
+        yield finding
     elif Name.ALONE in failed:
         yield Finding(Cause.NEIGHBOURS_MATTER)
     elif Name.LOGITS in failed:
         yield Finding(Cause.FORWARD if from_first else Cause.POSITION)
-    elif failed.keys() == {Name.GRADIENTS}:
+    elif failed.keys() - {Name.COSINE} == {Name.GRADIENTS}:
         off = [tensor.name for tensor in distances if not tensor.excess <= 1]
         if all(name.startswith(run.position_dependent) for name in off):
             yield Finding(Cause.POSITION_IN_GRADIENTS)
@@ -259,8 +306,9 @@ def likely_causes(checks: list[Check], distances: list[Distance], from_first: bo
         yield Finding(by_shift.get(run.shift(), Cause.LOSS))
     elif Name.ACCUMULATED_LOSS in failed and Name.LOSS not in failed:
         yield Finding(Cause.ACCUMULATION)
-    if Name.TWICE in failed and (finding := failed[Name.TWICE].finding):
-        yield finding
+    for name in (Name.TWICE, Name.COSINE):
+        if name in failed and (finding := failed[name].finding):
+            yield finding
 
 
 def rows_off(packed: Tensor, plain: Passes, exact: Passes) -> Tensor:

@@ -4,7 +4,9 @@
     exact      the same in float32 (float64 where training is float32), a layer's weights upcast at a time
     ours       the attached model on packed rows, accumulated as the trainer does
 
-Beside them the attached model is asked what a token reaches in each layer, and what comes back from its files.
+Where frozen weights multiply in 8 bits, plain and exact multiply the same quantised operands (`parity.quantised`); both
+run once more without, for what 8 bits cost. Beside them the attached model is asked what a token reaches in each layer,
+what its products give, and what comes back from its files.
 """
 
 from __future__ import annotations
@@ -24,12 +26,17 @@ from torch import Tensor, nn
 from pronghorn.data.packing import IGNORE_INDEX, Document
 from pronghorn.diagnose.verify_subject import Subject
 from pronghorn.export.folder import whole_folder
+from pronghorn.families.registry import family_of
+from pronghorn.layers.decoder import FusedLayers
 from pronghorn.models.attach import PathTaken, attached
 from pronghorn.models.expert_gradients import RoutedTokens, count_tokens
 from pronghorn.models.families import base_causal_lm
+from pronghorn.parity.distance import Distance
 from pronghorn.parity.parameters import canonical, trainable
+from pronghorn.parity.quantised import compared_products, quantised_products
 from pronghorn.parity.reference import accumulate, kept_gradients, layerwise_upcast, logits_at
 from pronghorn.parity.visibility import NEIGHBOUR, Visibility, position_dependent, probe_tokens, visible_positions
+from pronghorn.precision.compute import Compute
 
 LOGIT_ROWS = 384
 """Labelled rows whose logits are compared, spread over all."""
@@ -128,15 +135,43 @@ class Run:
         self.position_dependent = position_dependent(base)
         self.first_tokens = [t == 0 for document in self.positions for t in document]
 
-    def references(self, wide: torch.dtype, say: Callable[[str], None]) -> tuple[Passes, Passes]:
-        """The plain pass and the exact one; the latter in `wide`, without autocast."""
-        with layerwise_upcast(base_causal_lm(self.model)) as upcast:
-            say("plain transformers and PEFT, one document at a time")
+    def references(
+        self, wide: torch.dtype, say: Callable[[str], None], quantised: bool = True
+    ) -> tuple[Passes, Passes]:
+        """The plain pass and the exact one; the latter in `wide`, without autocast.
+
+        Args:
+            quantised: in 8 bits what the attached model multiplies so.
+        """
+        products = self.fp8_products(self.model) if quantised else []
+        with quantised_products(products), layerwise_upcast(base_causal_lm(self.model)) as upcast:
+            apart = "" if quantised else "; without 8 bits"
+            say(f"plain transformers and PEFT, one document at a time{apart}")
             with self._autocast():
                 plain = self._documents()
             upcast(wide)
-            say(f"the same in {str(wide).removeprefix('torch.')}, layer by layer")
+            say(f"the same in {str(wide).removeprefix('torch.')}, layer by layer{apart}")
             return plain, self._documents()
+
+    def fp8_products(self, model: Any) -> list[list[nn.Module]]:
+        """The linears of each product that the attached model computes in 8 bits."""
+        base, subject = base_causal_lm(model), self.subject
+        layers = FusedLayers(base.base_model, family_of(base.config), "auto", subject.compute)
+        return layers.fp8_products(subject.autocast or base.get_input_embeddings().weight.dtype)
+
+    def product_distances(self) -> list[Distance]:
+        """Each product in 8 bits, forward and input gradient, of random rows through the attached model; by name."""
+        names = {
+            module: name.removesuffix(".base_layer") for name, module in base_causal_lm(self.model).named_modules()
+        }
+        handle, fast = attached(self.model), self.subject.compute is Compute.FP8
+        linears = [] if handle is None or handle.layers is None else handle.layers.linears()
+        return [
+            compared
+            for linear in linears
+            if linear.in_fp8
+            for compared in compared_products(linear, ", ".join(names[base] for base in linear.bases), fast)
+        ]
 
     def _documents(self) -> Passes:
         subject = self.subject
@@ -249,7 +284,7 @@ class Run:
         without_dropout(again)
         there = {canonical(name): p for name, p in again.named_parameters()}
         differ = [n for n, p in trained.items() if n not in there or not torch.equal(there[n].detach().cpu(), p)]
-        with torch.no_grad(), self._autocast():
+        with torch.no_grad(), self._autocast(), quantised_products(self.fp8_products(again)):
             passed = accumulate(again, self.subject.documents, self.subject.n_labels, self.positions)
         logits = torch.cat([each.logits for each in passed if each.logits is not None])
         return logits, differ

@@ -26,12 +26,14 @@ class Name(StrEnum):
     LOSS = "loss"
     ACCUMULATED_LOSS = "accumulated loss"
     LOGITS = "logits"
+    PRODUCTS = "8-bit products"
     GRADIENTS = "gradients"
     DEAD = "no dead gradient"
     EXPERTS = "experts train"
     ALONE = "packed as alone"
     VISIBILITY = "sight"
     TWICE = "same twice"
+    COSINE = "cosine to float32"
     MERGED = "merged weights"
     RELOADED = "saved and reloaded"
 
@@ -50,11 +52,13 @@ class Cause(Enum):
     FORWARD = "forward pass: logits are off from a document's first token on (embeddings, norms, MLP or head)"
     POSITION = "wrong RoPE position (or attention scale): logits are off from a document's second token on"
     POSITION_IN_GRADIENTS = "wrong RoPE position (or attention scale): only gradients of queries and keys are off"
+    PRODUCTS = "products in 8 bits: {}"
     BACKWARD = "backward pass: logits and loss are right, gradients are not: {}"
     LABELS_NOT_SHIFTED = "label shift: each token learns itself"
     LABELS_SHIFTED_TWICE = "label shift: each token learns the one after the next"
     LOSS = "loss: logits are right and the loss made of them is not"
     ACCUMULATION = "accumulation: a micro-batch's loss is not divided by the labels of the whole accumulated batch"
+    TOO_COARSE = "8 bits are too coarse here (use precision.compute: dtype): {}"
     NOT_REPEATABLE = "not repeatable: {}"
     MERGE = "merged weight {}"
     FILES = "saving or loading: {}"
@@ -98,6 +102,8 @@ class Report:
     """Gradients compared."""
     dtype: str
     reference: str
+    rule: str
+    """By which limits are made."""
     rows: list[list[int]]
     """Tokens of each document, by row."""
     labels: int
@@ -131,13 +137,17 @@ class Report:
 
 def render(report: Report) -> RenderableType:
     """Show the checks, the ten worst gradients and the verdict in the terminal."""
+    failed = {check.name for check in report.checks if not check.ok}
     verdict = "[bold green]The numbers are right.[/]" if report.ok else "[bold red]The numbers are wrong.[/]"
+    if failed == {Name.COSINE}:
+        verdict = "[bold yellow]The numbers are what 8 bits give, and too coarse.[/]"
     lines = [escape(f"{cause[0].upper()}{cause[1:]}.") for cause in report.causes]
     rows = " and ".join(f"{len(row)} documents ({sum(row):,} tokens)" for row in report.rows)
     about = (
         f"{report.name}: {report.dtype}, against {report.reference} one document at a time; {rows}, "
         f"{report.labels:,} labels; {report.device}, {report.seconds:.0f} s"
     )
+    about += f"\nLimits: {report.rule}."
     paths = {path.part: path for path in report.paths}
     if "activations" in paths:
         about += f"\nLayers: {paths['decoder layers'].path}. Their activations: {paths['activations'].path}."

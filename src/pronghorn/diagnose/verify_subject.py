@@ -19,6 +19,7 @@ from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import attach
 from pronghorn.models.auto_plan import resolve
 from pronghorn.models.load import default_device, resolve_dtype
+from pronghorn.precision.compute import Compute
 from pronghorn.train.build import attach_options, autocast_dtype, load
 from pronghorn.train.documents import find, prepare, tokenizer_for
 
@@ -45,6 +46,8 @@ class Subject:
     """The longest row that `collate` makes."""
     autocast: torch.dtype | None = None
     """Around the forward pass, if training does."""
+    compute: Compute = Compute.DTYPE
+    """In what `attach` lets frozen weights multiply."""
 
     @property
     def documents(self) -> list[Document]:
@@ -72,11 +75,6 @@ def subject_of(
     """
     if not recipe.packing.enabled:
         raise ConfigError("verify judges packed rows, and packing.enabled is false", "set packing.enabled=true for it")
-    if recipe.precision.compute != "dtype":
-        raise ConfigError(
-            f"verify has no limits for precision.compute: {recipe.precision.compute} yet",
-            "set precision.compute=dtype for it; docs/precision.md says what 8 bits cost",
-        )
     tokens = min(tokens, recipe.model.max_seq_length)
     quiet = Console(quiet=True)
     found = find(recipe)
@@ -129,6 +127,7 @@ def subject_of(
         rows=rows,
         row_tokens=limit,
         autocast=autocast_dtype(recipe),
+        compute=Compute.of(recipe.precision.compute),
     )
 
 

@@ -52,7 +52,7 @@ class PackedTensor(Tensor):
         """Return the same weight with other parts, on another device for instance."""
         return type(self)(parts, self.shape, dtype or self.dtype)
 
-    def __repr__(self, **options: Any) -> str:
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
         stored = f"{self.stored_bytes:,} bytes on {self.device}"
         return f"{type(self).__name__}({[*self.shape]}, dtype={self.dtype}, {stored})"
 

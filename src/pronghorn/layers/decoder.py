@@ -28,7 +28,7 @@ from pronghorn.kernels.rms_norm import rms_norm
 from pronghorn.layers.attention import AttentionBlock
 from pronghorn.layers.block import Block, Call
 from pronghorn.layers.build import STORAGE, LayerBuilder, is_foreign
-from pronghorn.layers.fused_linear import fits_fp8
+from pronghorn.layers.fused_linear import FusedLinear, fits_fp8
 from pronghorn.layers.linears import base_of
 from pronghorn.layers.step import LayerRun, Step
 from pronghorn.layers.stock import StockBlock
@@ -38,7 +38,6 @@ from pronghorn.layers.weight_layout import GroupStorage, merge_weights
 from pronghorn.memory.plan import POLICY, Policy
 from pronghorn.memory.recompute import OUTPUT_NOT_WANTED, WHOLE_LAYER, has_own_forward
 from pronghorn.precision.compute import MULTIPLE, Compute, check_device
-from pronghorn.precision.fp8 import FP8Source, NF4CodesSource
 
 RUN = "_pronghorn_run"
 """The attribute of a layer that holds its `LayerRun`."""
@@ -152,17 +151,26 @@ class FusedLayers:
                         "leave compute out (products in the model's dtype)",
                     )
 
+    def linears(self) -> list[FusedLinear]:
+        """List the products of weights in the layers as they were built for the last forward."""
+        runs = self._builds[0].runs.values() if self._builds else ()
+        blocks = [block for run in runs for block in run.blocks if isinstance(block, Block)]
+        return [linear for block in blocks for linear in block.linears]
+
     def in_fp8(self) -> tuple[int, int]:
         """Count the layers' products of frozen weights that are in 8 bits, and all products of weights."""
-        linears = [
-            linear
-            for build in self._builds[:1]
-            for run in build.runs.values()
-            for block in run.blocks
-            if isinstance(block, Block)
-            for linear in block.linears
-        ]
-        return sum(isinstance(linear.source, FP8Source | NF4CodesSource) for linear in linears), len(linears)
+        linears = self.linears()
+        return sum(linear.in_fp8 for linear in linears), len(linears)
+
+    def fp8_products(self, dtype: torch.dtype) -> list[list[nn.Module]]:
+        """List the base linears of each product that a packed forward in `dtype` computes in 8 bits, built or not."""
+        storages = (
+            [storage for layer in self.backbone.layers for storage in self.builder.storages(layer, dtype)]
+            if self.builder.compute.is_fp8
+            else []
+        )
+        products = [[base_of(linear) for linear in storage.linears] for storage in storages if fits_fp8(storage, dtype)]
+        return [bases for bases in products if not bases[0].weight.requires_grad]
 
     def reason(self, autocast: torch.dtype | None) -> str | None:
         """Say why some block, experts aside, would not be computed here now (under autocast in that dtype), or None."""

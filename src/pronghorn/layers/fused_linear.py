@@ -52,9 +52,9 @@ class FusedLinear:
                 self.adapters.append((slice(end - width, end), adapter))
                 self.ranks[index] = len(adapter.a)
         self.full: bool = first.weight.requires_grad
-        in_fp8 = compute.is_fp8 and not self.full and fits_fp8(storage, dtype)
-        below = 0 if in_fp8 else storage.rank_below(dtype)
-        self.source = _fp8_source(storage, compute) if in_fp8 else self._source(storage, below)
+        self.in_fp8: bool = compute.is_fp8 and not self.full and fits_fp8(storage, dtype)
+        below = 0 if self.in_fp8 else storage.rank_below(dtype)
+        self.source = _fp8_source(storage, compute) if self.in_fp8 else self._source(storage, below)
         self.scale = self.adapters[0][1].scale if self.adapters else 1.0
         self.columns = [columns for columns, _ in self.adapters]
         self.adapter_ranks = [len(adapter.a) for _, adapter in self.adapters]

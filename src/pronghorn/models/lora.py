@@ -13,6 +13,7 @@ import torch
 
 from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.families.spec import GatedMLP
+from pronghorn.layers.linears import is_4bit
 from pronghorn.models.adapter_files import check_pattern
 from pronghorn.models.experts import weight_names
 from pronghorn.models.families import base_causal_lm, check_config, has_experts
@@ -120,7 +121,8 @@ def _named(wanted: str, names: Sequence[str]) -> list[str]:
 
 
 def check_whole_modules(model: Any, wanted: Sequence[str]) -> None:
-    """Refuse names in `modules_to_save` that the model lacks, or that hold its decoder layers: PEFT would copy them.
+    """Refuse names in `modules_to_save` that the model lacks, that hold its decoder layers (PEFT would copy them), or
+    whose weights are in 4 bits.
 
     Raises:
         ConfigError: names the module.
@@ -136,6 +138,11 @@ def check_whole_modules(model: Any, wanted: Sequence[str]) -> None:
             raise ConfigError(
                 f"modules_to_save {module!r} holds the model's layers",
                 f"name modules beside or inside layers, e.g. {head}; full_finetuning=True trains every weight",
+            )
+        if any(is_4bit(inner) for name in found for inner in model.get_submodule(name).modules()):
+            raise ConfigError(
+                f"modules_to_save {module!r} is in 4 bits, which can't be trained",
+                "name it in target_modules instead, or load the model in 16 bits (load_in_4bit=False)",
             )
 
 

@@ -83,6 +83,8 @@ def render(handle: Handle, autocast: torch.dtype | None) -> list[PathTaken]:
     experts = () if handle.experts is None else handle.experts.paths(query.dtype)
     sinks = family_of(model.config).load_attention == "eager"
     unpacked = "the softmax written out, for the sinks" if sinks else "transformers' SDPA"
+    if handle.options.compute.is_fp8:
+        unpacked = f"{unpacked}, products in the model's dtype"
     metadata = {
         "once": "made once per batch on the host",
         "per_layer": "ablation: derived from position_ids in every layer",

@@ -1,0 +1,149 @@
+"""transformers' linears with products in 8 bits, as `precision.fp8` states them and computed another way.
+
+    y = q(x) Wqᵀ + b        dx = q(dy · s_W) (Wq / s_W)        Wq = codes_W · s_W,  q: to e4m3 and back, a scale a row
+
+The operands are quantised by the plain reference of `kernels.quantise` and then multiplied in float32; results have the
+pass's dtype. W is read and quantised anew in each forward, so nothing is stale here. `compared_products` gives one
+built product rows that need no other part of the model, so that its own error shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pronghorn.kernels.nf4 import NF4Weight, write_codes_reference
+from pronghorn.kernels.quantise import DTYPE, quantise_rows_reference, weight_scales
+from pronghorn.layers.fused_linear import FusedLinear
+from pronghorn.parity.distance import Distance, distance
+from pronghorn.precision.source import Activation
+
+ROWS = 64
+"""Random rows that a product is judged on."""
+TOGETHER, DROPPED = 32, 10
+"""Columns that tensor cores sum up at once, and the bits of float32 that their fast sums drop (Hopper keeps 14:
+arXiv:2412.19437, section 3.3.2)."""
+
+
+@contextmanager
+def quantised_products(products: Sequence[Sequence[Any]]) -> Iterator[None]:
+    """Let frozen linears multiply in 8 bits while the block runs, by a forward of their instances' own.
+
+    Args:
+        products: the base linears of each product. Those of one product share an input, and the rows of their outputs'
+            gradients, side by side, share a scale.
+    """
+    for linears in products:
+        product = _Product(linears)
+        for index, linear in enumerate(linears):
+            linear.forward = partial(product.output, index)
+    try:
+        yield
+    finally:
+        for linears in products:
+            for linear in linears:
+                del linear.forward
+
+
+class _Product:
+    """The linears of one input. The first that is called computes the outputs of all."""
+
+    def __init__(self, linears: Sequence[Any]) -> None:
+        self._linears = linears
+        self._x: Tensor | None = None
+        self._outputs: dict[int, Tensor] = {}
+
+    def output(self, index: int, x: Tensor) -> Tensor:
+        """Return the output of one linear."""
+        if self._x is not x or index not in self._outputs:
+            kind = x.device.type
+            wide = x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+            weights = [part for linear in self._linears for part in quantised_weight(linear)]
+            outputs = _Multiply.apply(wide.flatten(0, -2), *weights)
+            self._x, self._outputs = x, dict(enumerate(outputs))
+        y = self._outputs.pop(index)
+        if not self._outputs:
+            self._x = None
+        y, bias = y.view(*x.shape[:-1], -1), self._linears[index].bias
+        return y if bias is None else y + bias.to(y.dtype)
+
+
+class _Multiply(torch.autograd.Function):
+    """(x [T, K], codes [N_i, K] and scales [N_i] of each weight) → y_i [T, N_i] of each."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*weights)
+        operand = dequantised(x)
+        with torch.autocast(x.device.type, enabled=False):
+            pairs = zip(weights[::2], weights[1::2], strict=True)
+            return tuple((operand @ (codes.float() * scales[:, None]).t()).to(x.dtype) for codes, scales in pairs)
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        weights = ctx.saved_tensors
+        with torch.autocast(dys[0].device.type, enabled=False):
+            dy, codes, scales = torch.cat(dys, 1), torch.cat(weights[::2]), torch.cat(weights[1::2])
+            dx = dequantised(dy, scales) @ codes.float()
+        return dx.to(dy.dtype), *[None] * len(weights)
+
+
+def dequantised(x: Tensor, columns: Tensor | None = None) -> Tensor:
+    """Return what the codes of x [T, K] stand for, or of x · columns, in float32."""
+    codes, scales = quantise_rows_reference(x, columns)
+    return codes.float() * scales
+
+
+def quantised_weight(linear: Any) -> tuple[Tensor, Tensor]:
+    """Return (codes e4m3 [N, K], scales float32 [N]) of a linear's frozen weight in 16 or 4 bits."""
+    weight = linear.weight.detach()
+    if hasattr(linear.weight, "quant_state"):
+        packed = NF4Weight.of(linear.weight)
+        scales = packed.row_scales()
+        codes = torch.empty(packed.shape, dtype=DTYPE, device=scales.device)
+        write_codes_reference(packed, 1 / scales, codes, across=False)
+        return codes, scales
+    scales = weight_scales(weight.abs().amax(1))
+    return (weight.float() * (1 / scales)[:, None]).to(DTYPE), scales
+
+
+def compared_products(linear: FusedLinear, name: str, fast: bool) -> list[Distance]:
+    """Compare what a product in 8 bits gives with exact sums of the same operands: forward and input gradient.
+
+    Plain is these sums rounded to the products' dtype, and of so many bits as tensor cores' own have where they are
+    `fast`.
+    """
+    pairs = [quantised_weight(base) for base in linear.bases]
+    codes, scales = torch.cat([each for each, _ in pairs]).float(), torch.cat([each for _, each in pairs])
+    generator = torch.Generator().manual_seed(0)
+    x, dy = (_rows(size, generator).to(scales.device, linear.dtype) for size in reversed(codes.shape))
+    x_codes, x_scales = quantise_rows_reference(x)
+    dy_codes, dy_scales = quantise_rows_reference(dy, scales)
+    y_factors = x_scales * scales
+    forward = linear.source.forward(Activation(x), None), x_codes.float(), codes.t(), y_factors
+    backward = linear.source.input_grad(Activation(dy), None), dy_codes.float(), codes, dy_scales
+    compared = []
+    for what, (ours, left, right, factors) in (("forward", forward), ("input gradient", backward)):
+        exact = (left @ right) * factors  # numbers of 4 bits: right in TF32, too
+        plain = (_fast_sums(left, right) * factors if fast else exact).to(linear.dtype)
+        compared.append(distance(f"{name} ({what})", ours, plain, exact))
+    return compared
+
+
+def _rows(size: int, generator: torch.Generator) -> Tensor:
+    """Random rows, some columns and rows of which are far larger than others, as activations have them."""
+    spread = torch.randn(size, generator=generator).exp() * torch.randn(ROWS, 1, generator=generator).exp()
+    return torch.randn(ROWS, size, generator=generator) * spread
+
+
+def _fast_sums(left: Tensor, right: Tensor) -> Tensor:
+    """Multiply as tensor cores do by fast accumulation: the sum keeps 14 bits after every 32 columns."""
+    total = left.new_zeros(len(left), right.shape[1])
+    for columns, rows in zip(left.split(TOGETHER, 1), right.split(TOGETHER), strict=True):
+        total = ((total + columns @ rows).view(torch.int32) >> DROPPED << DROPPED).view(torch.float32)
+    return total
