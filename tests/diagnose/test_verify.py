@@ -514,7 +514,9 @@ def test_the_plan_is_training_s(recipe: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("pronghorn.diagnose.verify_subject.resolve", decide)
     changes = ["packing.rows_per_step=3", "train.gradient_accumulation_steps=2", "memory.budget=1GiB"]
     report = verify(of_recipe(Recipe.load(recipe, changes), tokens=64))
-    assert asked == [((3, 128), {"packs": True, "autocast": None, "accumulates": True})]
+    assert asked == [
+        ((3, 128), {"packs": True, "autocast": None, "accumulates": True, "optimizer": "adamw_torch_fused"})
+    ]
     assert report.ok, report.checks
     assert [path.path for path in report.paths if path.part == "activations"] == ["recompute the MLP"]
 
