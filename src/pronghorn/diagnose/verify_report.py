@@ -14,6 +14,7 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
+from pronghorn.diagnose.tables import plain_table
 from pronghorn.models.attach import PathTaken
 from pronghorn.parity.distance import Distance
 
@@ -155,7 +156,7 @@ def render(report: Report) -> RenderableType:
 
 
 def _checks(report: Report) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table = plain_table()
     for name in ("Check", "", "Value", "Limit"):
         table.add_column(name, no_wrap=True, justify="right" if name in ("Value", "Limit") else "left")
     table.add_column("", overflow="fold")
@@ -166,7 +167,7 @@ def _checks(report: Report) -> Table:
 
 
 def _worst(report: Report) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+    table = plain_table()
     table.add_column(f"Worst of {report.tensors:,} gradients", overflow="fold")
     for name in ("of limit", "L2", "plain's", "max", "1-cosine"):
         table.add_column(name, justify="right", no_wrap=True)
