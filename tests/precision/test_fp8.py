@@ -157,6 +157,18 @@ def test_what_can_not_be_is_refused_before_anything_changes(
     assert (type(model), type(model.model.layers[0])) == before
 
 
+def test_float16_is_refused_where_products_give_bfloat16_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    def bfloat16_only(*operands: Any, **options: Any) -> None:
+        raise ValueError("Only bf16 high precision output types are supported for row-wise scaling.\nMore.")
+
+    attach(tiny_model("llama", intermediate_size=96).half(), Plan.keep(), layers="fused", compute="fp8")
+    monkeypatch.setattr("pronghorn.precision.fp8.scaled_product", bfloat16_only)
+    model = tiny_model("llama", intermediate_size=96).half()
+    with pytest.raises(PronghornError, match=r"for a model in float16: Only bf16 .* row-wise scaling: load"):
+        attach(model, Plan.keep(), layers="fused", compute="fp8")
+    attach(model.bfloat16(), Plan.keep(), layers="fused", compute="fp8")
+
+
 def test_the_plan_counts_codes() -> None:
     """Two bytes a weight over bf16, and less time; over NF4 no byte that counts."""
     model, setups = adapted("llama"), {}

@@ -283,32 +283,30 @@ def likely_causes(checks: list[Check], distances: list[Distance], from_first: bo
     Args:
         from_first: whether logits are off at the first token of a document, which sees nothing but itself.
     """
-    failed = {check.name: check for check in checks if not check.ok}
-    for name in (Name.DEAD, Name.EXPERTS, Name.VISIBILITY):
-        if name in failed and (finding := failed[name].finding):
-            yield finding
+    failed = {check.name: check.finding for check in checks if not check.ok}
+
+    def told_by(*names: Name) -> list[Finding]:
+        return [finding for name in names if (finding := failed.get(name))]
+
+    yield from told_by(Name.DEAD, Name.EXPERTS, Name.VISIBILITY)
     if Name.VISIBILITY in failed:
         pass  # explains logits and gradients, too
-    elif Name.PRODUCTS in failed and (finding := failed[Name.PRODUCTS].finding):
-        yield finding
+    elif Name.PRODUCTS in failed:
+        yield from told_by(Name.PRODUCTS)
     elif Name.ALONE in failed:
         yield Finding(Cause.NEIGHBOURS_MATTER)
     elif Name.LOGITS in failed:
         yield Finding(Cause.FORWARD if from_first else Cause.POSITION)
     elif failed.keys() - {Name.COSINE} == {Name.GRADIENTS}:
         off = [tensor.name for tensor in distances if not tensor.excess <= 1]
-        if all(name.startswith(run.position_dependent) for name in off):
-            yield Finding(Cause.POSITION_IN_GRADIENTS)
-        else:
-            yield Finding(Cause.BACKWARD, listed(off))
+        position = all(name.startswith(run.position_dependent) for name in off)
+        yield Finding(Cause.POSITION_IN_GRADIENTS) if position else Finding(Cause.BACKWARD, listed(off))
     if Name.LOSS in failed and Name.LOGITS not in failed:
         by_shift = {None: Cause.LOSS, 0: Cause.LABELS_NOT_SHIFTED, 2: Cause.LABELS_SHIFTED_TWICE}
         yield Finding(by_shift.get(run.shift(), Cause.LOSS))
     elif Name.ACCUMULATED_LOSS in failed and Name.LOSS not in failed:
         yield Finding(Cause.ACCUMULATION)
-    for name in (Name.TWICE, Name.COSINE):
-        if name in failed and (finding := failed[name].finding):
-            yield finding
+    yield from told_by(Name.TWICE, Name.COSINE)
 
 
 def rows_off(packed: Tensor, plain: Passes, exact: Passes) -> Tensor:

@@ -38,6 +38,7 @@ from pronghorn.layers.weight_layout import GroupStorage, merge_weights
 from pronghorn.memory.plan import POLICY, Policy
 from pronghorn.memory.recompute import OUTPUT_NOT_WANTED, WHOLE_LAYER, has_own_forward
 from pronghorn.precision.compute import MULTIPLE, Compute, check_device
+from pronghorn.precision.fp8 import check_float16
 
 RUN = "_pronghorn_run"
 """The attribute of a layer that holds its `LayerRun`."""
@@ -133,7 +134,7 @@ class FusedLayers:
         """Refuse 8-bit products that these layers can't have; does nothing where none are asked for.
 
         Raises:
-            UnsupportedError: the device has none, the model computes in float32, or a weight's sizes don't fit.
+            UnsupportedError: the device has none, or none in the model's dtype, or a weight's sizes don't fit.
         """
         compute = self.builder.compute
         if not compute.is_fp8:
@@ -142,6 +143,8 @@ class FusedLayers:
         check_device(compute, self.backbone.device)
         if dtype is torch.float32:
             raise UnsupportedError(f"compute = '{compute}' for a model in float32", "load it in bfloat16 (dtype)")
+        if dtype is torch.float16:
+            check_float16(self.backbone.device)
         for layer in self.backbone.layers:
             for storage in self.builder.storages(layer, dtype):
                 if not fits_fp8(storage, dtype):

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pronghorn.errors import UnsupportedError
 from pronghorn.kernels.nf4 import NF4Weight, write_codes
 from pronghorn.kernels.quantise import DTYPE, quantise_rows, transposed, weight_scales
+from pronghorn.precision.compute import MULTIPLE
 from pronghorn.precision.source import Activation, Lifetime, LowRankGrad, WeightSource
 
 
@@ -58,6 +60,22 @@ def scaled_product(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, dty
     if not a.is_cuda:
         return ((a.float() * a_scales) @ (b.float() * b_scales[:, None]).t()).to(dtype)
     return torch._scaled_mm(a, b.t(), a_scales, b_scales.view(1, -1), out_dtype=dtype, use_fast_accum=not exact)
+
+
+def check_float16(device: torch.device) -> None:
+    """Refuse products in float16 where torch gives those of 8 bits in bfloat16 only (off Hopper, before it had both).
+
+    Raises:
+        UnsupportedError: a small product fails.
+    """
+    a, ones = torch.zeros(MULTIPLE, MULTIPLE, device=device).to(DTYPE), torch.ones(MULTIPLE, device=device)
+    try:
+        scaled_product(a, ones[:, None], a, ones, torch.float16, exact=False)
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise UnsupportedError(
+            f"8-bit products for a model in float16: {reason}", "load it in bfloat16 (dtype), or leave compute out"
+        ) from error
 
 
 class FP8Source(WeightSource):
