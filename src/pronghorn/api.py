@@ -108,12 +108,11 @@ class FastLanguageModel:
         *,
         target_parameters: Sequence[str] | None = None,
         modules_to_save: Sequence[str] | None = None,
-        adapter_dtype: torch.dtype | str = torch.float32,
         **unsupported: Any,
     ) -> Any:
         """Add LoRA adapters with PEFT; the arguments are those of `peft.LoraConfig`.
 
-        `target_modules=None` adapts the linears that the family's file names. `adapter_dtype` is float32 or bfloat16.
+        `target_modules=None` adapts the linears that the family's file names.
         `use_gradient_checkpointing=None` keeps what `from_pretrained` was told; `random_state` seeds the adapters only.
 
         Raises:
@@ -134,7 +133,6 @@ class FastLanguageModel:
             modules_to_save=modules_to_save,
             random_state=random_state,
             revision=getattr(model, "hub_revision", None),
-            adapter_dtype=resolve_dtype(adapter_dtype, torch.device("cpu")),
         )
         handle = attached(adapted)
         if handle is not None:

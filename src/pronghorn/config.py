@@ -18,8 +18,6 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from pronghorn.errors import ConfigError
-from pronghorn.optimizers import Name as OptimizerName
-from pronghorn.optimizers import check_optimizer
 from pronghorn.recipe_errors import explain, refuse_others
 from pronghorn.recipe_values import (
     ALL_LINEAR,
@@ -173,12 +171,7 @@ class Train(Section):
     lr_scheduler: Literal["linear", "cosine", "constant", "constant_with_warmup"] = Field(
         "linear", description="decay after the warm-up"
     )
-    optimizer: OptimizerName = Field(
-        "adamw_torch_fused",
-        description="by transformers' names; 8bit, 4bit: states in fewer bits (bitsandbytes; torch_: torchao); paged: "
-        "states leave the GPU when its memory runs short. See docs/precision.md",
-    )
-    weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay")
     max_grad_norm: float = Field(1.0, ge=0, description="clip the global gradient norm; 0 doesn't")
     gradient_accumulation_steps: int = Field(1, ge=1, description="micro-batches of an optimiser step")
     save_steps: int | None = Field(None, gt=0, description="checkpoint every so many steps")
@@ -227,10 +220,6 @@ class Precision(Section):
         description="in what frozen linears multiply: dtype, or in 8 bits by rows (Ada and newer, packed rows, LoRA); "
         "fp8_exact sums exactly, 9 % slower a product. See docs/precision.md",
     )
-    adapters: Annotated[Literal["float32", "bfloat16"], BeforeValidator(dtype_name)] = Field(
-        "float32", description="dtype of LoRA's weights, and with it of their gradients and AdamW's states"
-    )
-    tf32: bool = Field(False, description="let float32 products round their operands to 10 bits of mantissa")
 
 
 class Report(Section):
@@ -308,13 +297,7 @@ class Recipe(Section):
         for tool in self.train.report_to:
             if importlib.util.find_spec(tool) is None:
                 raise ConfigError(f"train.report_to: {tool} is not installed", f"pip install {tool}")
-        check_optimizer(self.train.optimizer)
         self._check_compute()
-        if self.adapter.method == "full" and self.precision.adapters != "float32":
-            raise ConfigError(
-                f"precision.adapters: {self.precision.adapters} with adapter.method: full, which has none",
-                "leave it out: full fine-tuning keeps float32 weights, or updates would be rounded away",
-            )
         if self.adapter.method == "full" and self.model.load_in_4bit:
             raise ConfigError(
                 "adapter.method: full with model.load_in_4bit: 4-bit weights can't be trained",

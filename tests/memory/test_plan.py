@@ -735,9 +735,7 @@ def test_the_trainer_plans_for_its_batches_and_for_one_device(
     handle: Any = SimpleNamespace(
         model=model, plan=Plan.asked("auto", budget_bytes=7), replan=lambda plan: handle, fuses=True
     )
-    args = SimpleNamespace(
-        per_device_train_batch_size=2, max_length=64, bf16=packing, fp16=True, packing=packing, optim="adamw_torch"
-    )
+    args = SimpleNamespace(per_device_train_batch_size=2, max_length=64, bf16=packing, fp16=True, packing=packing)
     args.gradient_accumulation_steps = 1 + packing
     _resolve_plan(handle, args)
     wanted = ((128, 7), {"autocast": torch.bfloat16, "padded": 0, "accumulates": True, "optimizer": "adamw_torch"})

@@ -91,10 +91,6 @@ class TrainSetup:
     """Layers are Pronghorn's fused ones; else transformers' and PEFT's."""
     trained_whole: int = 0
     """Parameters of modules_to_save."""
-    adapter_itemsize: int = 4
-    """Bytes of an element of the adapters."""
-    state_bytes: float | None = None
-    """Of the optimiser's states, on the device, an element that is trained; None for two of the element's dtype."""
     graph: bool = False
     """The layers run as CUDA graphs, which hold what comes and goes in their backward for themselves."""
     padded: int = 0
@@ -153,17 +149,13 @@ def resting_bytes(dims: ModelDims, setup: TrainSetup) -> dict[str, int]:
         for group in layer.groups:
             widths = group[0].inputs + sum(linear.out for linear in group)
             copies += count * b * widths * sum(setup.rank(linear.path) for linear in group)
-    elements, itemsize = (p, 4) if full else (adapters, setup.adapter_itemsize)
-    trained = itemsize * elements + b * setup.trained_whole
-    states = 8 * setup.trained_whole + 2 * itemsize * elements
-    if setup.state_bytes is not None:
-        states = int(setup.state_bytes * (elements + setup.trained_whole))
+    trained = 4 * (p if full else adapters) + b * setup.trained_whole
     rotary = max(layer.attention.head_dim for layer in dims.kinds)
     return {
         "weights": weights,
         "adapters": 0 if full else trained + copies,
         "gradients": trained * (2 if setup.distributed else 1),
-        "optimizer": states,
+        "optimizer": 8 * ((p if full else adapters) + setup.trained_whole),  # AdamW's, in float32
         "libraries": LIBRARY_BYTES,
         "batch": setup.tokens * (2 * rotary * b + 40),  # with RoPE's cosines and sines
     }

@@ -30,7 +30,6 @@ from pronghorn.models import experts
 from pronghorn.models.attach import Handle, attach, attached
 from pronghorn.models.families import base_causal_lm, check_config
 from pronghorn.models.packed_checkpoint import PackedSkeleton, format_of
-from pronghorn.optimizers import state_bytes
 
 T = TypeVar("T")
 SECONDS = 0.3
@@ -102,12 +101,7 @@ def skeleton(config: Any) -> Any:
 
 
 def setup_of(
-    model: Any,
-    tokens: int,
-    autocast: torch.dtype | None = None,
-    padded: int = 0,
-    accumulates: bool = True,
-    optimizer: str = "adamw_torch_fused",
+    model: Any, tokens: int, autocast: torch.dtype | None = None, padded: int = 0, accumulates: bool = True
 ) -> TrainSetup:
     """Read how a model is about to be trained, with the adapters and the dtype that it has.
 
@@ -116,7 +110,6 @@ def setup_of(
         autocast: dtype of autocast, if any.
         padded: rows of a micro-batch, if it is padded instead of packed.
         accumulates: whether a step has several micro-batches.
-        optimizer: one of `optimizers.OPTIMIZERS`, or another of transformers'.
     """
     base, handle = base_causal_lm(model), attached(model)
     family, ranks = check_config(base.config), dict[str, int]()
@@ -143,8 +136,6 @@ def setup_of(
         expert_bytes=experts.packed_bytes(base),
         fused=fused,
         trained_whole=0 if method == "full" else sum(whole.values()),
-        adapter_itemsize=min((p.itemsize for name, p in base.named_parameters() if ".lora_" in name), default=4),
-        state_bytes=state_bytes(optimizer),
         graph=fuses and autocast is None and (handle is None or handle.options.graph != "off"),
         padded=padded,
         accumulates=accumulates or distributed,
@@ -153,14 +144,7 @@ def setup_of(
 
 
 def resolve(
-    handle: Handle,
-    rows: int,
-    row_tokens: int,
-    *,
-    packs: bool,
-    autocast: torch.dtype | None,
-    accumulates: bool,
-    optimizer: str = "adamw_torch_fused",
+    handle: Handle, rows: int, row_tokens: int, *, packs: bool, autocast: torch.dtype | None, accumulates: bool
 ) -> Plan | None:
     """Return an attached model's plan; make it now where `auto` waited for the size of a micro-batch, `rows` times
     `row_tokens` (0: unknown). Models on the CPU or several devices, those whose experts are not Pronghorn's, and padded
@@ -170,7 +154,6 @@ def resolve(
         packs: rows are packed, not padded.
         autocast: dtype that training will run under, if any.
         accumulates: whether a step has several micro-batches.
-        optimizer: as `setup_of`'s.
     Raises:
         PlanDoesNotFit: with what would.
     """
@@ -181,15 +164,7 @@ def resolve(
     if refusal(model, fused=packs and handle.fuses) is not None:
         return asked
     padded = 0 if packs else rows
-    made = plan_for(
-        model,
-        tokens,
-        asked.budget_bytes,
-        autocast=autocast,
-        padded=padded,
-        accumulates=accumulates,
-        optimizer=optimizer,
-    )
+    made = plan_for(model, tokens, asked.budget_bytes, autocast=autocast, padded=padded, accumulates=accumulates)
     return handle.replan(made).plan
 
 
@@ -201,7 +176,6 @@ def plan_for(
     autocast: torch.dtype | None = None,
     padded: int = 0,
     accumulates: bool = True,
-    optimizer: str = "adamw_torch_fused",
 ) -> Plan:
     """Decide what `auto` means on CUDA: everything kept where that fits, else the fastest plan that does, by a layer's
     times as measured; by the table's where batches are padded, or there is no room to measure (which is logged).
@@ -214,12 +188,11 @@ def plan_for(
         autocast: dtype that training will run under, if any.
         padded: rows of a micro-batch, if it is padded instead of packed.
         accumulates: whether a step has several micro-batches.
-        optimizer: as `setup_of`'s.
     Raises:
         PlanDoesNotFit: with what would fit.
     """
     device = base_causal_lm(model).device
-    dims, setup = dims_of(model), setup_of(model, tokens, autocast, padded, accumulates, optimizer)
+    dims, setup = dims_of(model), setup_of(model, tokens, autocast, padded, accumulates)
     spec = cuda_device_spec(device)
     budget = min(_everywhere(min(available(device), budget_bytes or sys.maxsize)))
     made = plan(dims, setup, spec, budget)

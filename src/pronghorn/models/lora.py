@@ -36,9 +36,8 @@ def add_lora(
     trainable_token_indices: dict[str, list[int]] | None = None,
     random_state: int = 3407,
     revision: str | None = None,
-    adapter_dtype: torch.dtype = torch.float32,
 ) -> Any:
-    """Wrap a causal LM in a PEFT model with fresh LoRA adapters.
+    """Wrap a causal LM in a PEFT model with fresh LoRA adapters (float32 over a bf16 or 4-bit base).
 
     Args:
         r, lora_alpha, lora_dropout, target_modules, target_parameters, bias, use_rslora, modules_to_save,
@@ -46,7 +45,6 @@ def add_lora(
             are trained. The default targets are the family's (`family_targets`).
         random_state: seeds the adapters' initialisation, and nothing else: the global generators are left as they were.
         revision: of the base on the hub, saved with the adapter so that it is loaded with the same weights.
-        adapter_dtype: of A and B: float32, or bfloat16.
     Raises:
         ConfigError: the model has an adapter already, or rank or targets make no sense.
         UnsupportedError: adapters on the head or the embeddings (`modules_to_save` trains them whole).
@@ -56,11 +54,6 @@ def add_lora(
     if hasattr(model, "peft_config"):
         raise ConfigError(
             "the model already has an adapter", "train that adapter on, or load the base model without it"
-        )
-    if adapter_dtype not in (torch.float32, torch.bfloat16):
-        raise ConfigError(
-            f"adapters in {adapter_dtype}",
-            "use float32 or bfloat16: the loss scaling that float16 needs can't unscale its gradients",
         )
     if r < 1:
         raise ConfigError(f"LoRA rank r = {r} is below 1", "use a rank from 1 to 256, 16 is common")
@@ -94,11 +87,7 @@ def add_lora(
     device = base_causal_lm(model).device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(random_state)
-        adapted: Any = get_peft_model(model, config)
-    for name, parameter in adapted.named_parameters() if adapter_dtype is not torch.float32 else ():
-        if ".lora_" in name:
-            parameter.data = parameter.data.to(adapter_dtype)
-    return adapted
+        return get_peft_model(model, config)
 
 
 def family_targets(model: Any) -> tuple[str, ...]:

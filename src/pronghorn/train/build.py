@@ -17,7 +17,7 @@ from pronghorn.errors import ConfigError
 from pronghorn.memory.devices import parse_bytes
 from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import Handle, attach
-from pronghorn.models.load import DTYPES, FoundModel, default_device, resolve_dtype
+from pronghorn.models.load import FoundModel, default_device, resolve_dtype
 from pronghorn.models.lora import add_lora
 from pronghorn.models.new_tokens import grow_embeddings, trainable_tokens
 from pronghorn.recipe_values import ALL_LINEAR
@@ -80,7 +80,6 @@ def load(recipe: Recipe, found: FoundModel, tokenizer: Any, console: Console) ->
             modules_to_save=adapter.modules_to_save,
             trainable_token_indices=trainable_tokens(model, tokenizer, adapter.new_tokens, adapter.modules_to_save),
             random_state=adapter.random_state,
-            adapter_dtype=DTYPES[recipe.precision.adapters],
         )
     memory = recipe.memory
     budget = None if memory.budget is None else parse_bytes(memory.budget, "memory.budget")
@@ -113,7 +112,6 @@ def training_arguments(recipe: Recipe) -> SFTConfig:
         learning_rate=train.learning_rate,
         warmup_steps=train.warmup_steps,
         lr_scheduler_type=train.lr_scheduler,
-        optim=train.optimizer,
         weight_decay=train.weight_decay,
         max_grad_norm=train.max_grad_norm,
         logging_steps=train.logging_steps,
@@ -129,7 +127,6 @@ def training_arguments(recipe: Recipe) -> SFTConfig:
         full_determinism=train.deterministic,
         bf16=autocast is torch.bfloat16,
         fp16=autocast is torch.float16,
-        tf32=recipe.precision.tf32 if device.type == "cuda" else None,  # elsewhere there is none, nor a switch
         gradient_checkpointing=False,  # the plan decides
         use_cpu=device.type == "cpu",
         report_to=list(train.report_to) or "none",

@@ -20,8 +20,6 @@ from pronghorn.device import processes
 from pronghorn.errors import TrainingError
 from pronghorn.kernels.norms import norms
 
-MOST_SKIPPED = 32
-"""Steps in a row that loss scaling may skip: each halves the scale, which begins at 65,536 and then is below 2^-15."""
 SPARSE = "trainable_tokens_delta"
 """What PEFT calls the trained rows of an embedding: a step whose data lack their tokens gives them no gradient."""
 
@@ -61,7 +59,6 @@ class GradientWatch(TrainerCallback):
         self._pending: _Pending | None = None
         self.skipped = 0
         """Steps that the loss scaler skipped, as far as they are judged."""
-        self._skipped_in_a_row = 0
 
     def observe(self, model: nn.Module) -> None:
         """Flag the gradients as the last backward left them: clipping would spread one NaN over all of them."""
@@ -98,7 +95,7 @@ class GradientWatch(TrainerCallback):
         """Other parameters may be trained now, and what a training before left unjudged, or counted, was its own; one
         that is resumed goes on counting."""
         self._trained = self._observed = self._norms = self._pending = None
-        self._moved, self._skipped_in_a_row = False, 0
+        self._moved = False
         told = [entry["skipped_steps"] for entry in state.log_history if "skipped_steps" in entry]
         self.skipped = told[-1] if told else 0
 
@@ -136,22 +133,14 @@ class GradientWatch(TrainerCallback):
             pending.event.synchronize()
         nonzero, nonfinite = pending.flags.bool()
         if nonfinite.any():
-            if pending.scaled:  # the scaler skips this step: it says nothing about the other tensors
+            if pending.scaled:
                 self.skipped += 1
-                self._skipped_in_a_row += 1
-                if self._skipped_in_a_row < MOST_SKIPPED:
-                    return
-                raise TrainingError(
-                    f"step {pending.step}: gradients overflowed float16 in {MOST_SKIPPED} steps in a row, whatever the "
-                    "loss was scaled by",
-                    "use bfloat16 (precision.dtype) where the GPU has it, or float32; or lower the learning rate",
-                )
+                return  # the scaler skips this step: it says nothing about the other tensors
             bad = pending.named(nonfinite)
             raise TrainingError(
                 f"step {pending.step}: {len(bad)} gradients are not finite, first {bad[0]}",
                 "the update was skipped: lower the learning rate, look at the data of this step, or use bfloat16",
             )
-        self._skipped_in_a_row = 0
         dead = [name for name in pending.named(~nonzero) if SPARSE not in name]
         if self._moved and dead:
             listed = ", ".join(dead[:5]) + (" …" if len(dead) > 5 else "")
