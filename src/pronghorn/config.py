@@ -18,6 +18,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from pronghorn.errors import ConfigError
+from pronghorn.optimizers import OptimizerName
 from pronghorn.recipe_errors import explain, refuse_others
 from pronghorn.recipe_values import (
     ALL_LINEAR,
@@ -166,6 +167,11 @@ class Train(Section):
     max_steps: int | None = Field(None, gt=0, description="optimiser steps; null trains for `epochs`")
     epochs: float = Field(1.0, gt=0, description="passes over the data")
     max_minutes: float | None = Field(None, gt=0, description="stop after this long, whatever the steps")
+    optimizer: OptimizerName = Field(
+        "adamw_torch_fused",
+        description="by name: torch's, bitsandbytes' (8bit, paged) or torchao's (torch_8bit, torch_4bit); "
+        "see docs/precision.md",
+    )
     learning_rate: float = Field(2e-4, gt=0, description="the highest learning rate")
     warmup_steps: int = Field(5, ge=0, description="steps of linear warm-up")
     lr_scheduler: Literal["linear", "cosine", "constant", "constant_with_warmup"] = Field(

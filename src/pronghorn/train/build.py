@@ -109,6 +109,7 @@ def training_arguments(recipe: Recipe) -> SFTConfig:
         gradient_accumulation_steps=train.gradient_accumulation_steps,
         max_steps=train.max_steps or -1,
         num_train_epochs=train.epochs,
+        optim=train.optimizer,
         learning_rate=train.learning_rate,
         warmup_steps=train.warmup_steps,
         lr_scheduler_type=train.lr_scheduler,

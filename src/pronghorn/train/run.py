@@ -25,6 +25,7 @@ from pronghorn.errors import DataError, PronghornError, RunStopped
 from pronghorn.export.folder import whole_folder
 from pronghorn.models.attach import Handle
 from pronghorn.models.load import trainable_parameters
+from pronghorn.optimizers import check_optimizer
 from pronghorn.train.build import autocast_dtype, load, make_trainer, planned_steps, training_arguments
 from pronghorn.train.checkpoint import step_of
 from pronghorn.train.control import RunControl, trained_seconds
@@ -82,6 +83,7 @@ def _training_arguments(recipe: Recipe, console: Console) -> SFTConfig:
     """Return the trainer's arguments; refuse what can't be served before anything is read or loaded."""
     args = training_arguments(recipe)
     check_no_fsdp(args)
+    check_optimizer(recipe.train.optimizer, args.device.type)
     one_gpu = use_one_gpu(args, "-m pronghorn train RECIPE")
     if one_gpu is not None:
         console.print(f"[yellow]{escape(one_gpu)}[/]", highlight=False)

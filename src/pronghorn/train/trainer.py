@@ -353,4 +353,5 @@ def _resolve_plan(handle: Handle, args: Any) -> Plan | None:
         packs=args.packing,
         autocast=torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None,
         accumulates=args.gradient_accumulation_steps > 1,
+        optimizer=str(getattr(args.optim, "value", args.optim)),
     )
