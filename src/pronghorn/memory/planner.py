@@ -117,7 +117,9 @@ def _refusal(dims: ModelDims, setup: TrainSetup, times: StepTimes, budget: int, 
         if setup.method == "full"
         else None,
         "model.load_in_4bit: true": replace(setup, method="qlora") if lora else None,
-        f"adapter.r: {max(half.values(), default=0)}": replace(setup, ranks=half) if half else None,
+        f"adapter.r: {max(half.values(), default=0)}": replace(setup, ranks=half, optimizer_bytes=None)
+        if half
+        else None,
     }
     needs = {
         name: _smallest(MemoryModel.of(dims, other), times).predicted["process"] / GIB
