@@ -221,6 +221,10 @@ class Precision(Section):
         "auto",
         description="or fp32, bf16, fp16; auto: bfloat16 on a GPU, float16 on one before Ampere, float32 on the CPU",
     )
+    adapter_dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], BeforeValidator(dtype_name)] = Field(
+        "auto",
+        description="of LoRA's matrices, their gradients and torch's optimiser states; auto: float32",
+    )
     compute: Literal["dtype", "fp8", "fp8_exact"] = Field(
         "dtype",
         description="in what frozen linears multiply: dtype, or in 8 bits by rows (Ada and newer, packed rows, LoRA); "
@@ -304,10 +308,24 @@ class Recipe(Section):
             if importlib.util.find_spec(tool) is None:
                 raise ConfigError(f"train.report_to: {tool} is not installed", f"pip install {tool}")
         self._check_compute()
+        self._check_adapter_dtype()
         if self.adapter.method == "full" and self.model.load_in_4bit:
             raise ConfigError(
                 "adapter.method: full with model.load_in_4bit: 4-bit weights can't be trained",
                 "set adapter.method: lora or load_in_4bit: false",
+            )
+
+    def _check_adapter_dtype(self) -> None:
+        asked = self.precision.adapter_dtype
+        if asked == "float16":
+            raise ConfigError(
+                "precision.adapter_dtype: float16: its gradients need loss scaling, and torch can't unscale float16",
+                "use float32, or bfloat16",
+            )
+        if asked != "auto" and self.adapter.method == "full":
+            raise ConfigError(
+                f"precision.adapter_dtype: {asked} with adapter.method: full, which has no adapters",
+                "leave precision.adapter_dtype out: trained weights are kept in float32",
             )
 
     def _check_compute(self) -> None:
