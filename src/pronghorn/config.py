@@ -225,6 +225,9 @@ class Precision(Section):
         "auto",
         description="of LoRA's matrices, their gradients and torch's optimiser states; auto: float32",
     )
+    tf32: bool = Field(
+        False, description="round float32 products to tf32 on Ampere and newer: faster, ten bits instead of 23"
+    )
     compute: Literal["dtype", "fp8", "fp8_exact"] = Field(
         "dtype",
         description="in what frozen linears multiply: dtype, or in 8 bits by rows (Ada and newer, packed rows, LoRA); "
