@@ -17,6 +17,7 @@ from pronghorn.errors import ConfigError
 from pronghorn.models.auto_plan import setup_of, trained_tensors
 from pronghorn.optimizers import OptimizerName, TrainedTensor, check_optimizer, state_bytes
 from pronghorn.train.run import run
+from pronghorn.train.run_state import changed_keys, recipe_hash
 from support.runs import QUIET, Make
 from support.trainers import config
 
@@ -115,6 +116,15 @@ def test_a_recipe_s_optimiser_is_refused_before_the_model_loads(
 def test_a_script_s_optimiser_is_refused_before_it_trains(stories: Path, rows: Dataset, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"paged_adamw_32bit on the CPU.*use adamw_torch"):
         trainer_of(stories, rows, tmp_path, optim="paged_adamw_32bit")
+
+
+def test_runs_that_began_before_the_keys_were_there_go_on(make: Make) -> None:
+    now, earlier = make("run"), make("run").to_dict()
+    del earlier["train"]["optimizer"], earlier["precision"]["adapter_dtype"], earlier["precision"]["tf32"]
+    assert changed_keys(earlier, now.to_dict()) == []
+    other = make("run", train={"optimizer": "lion_8bit"})
+    assert changed_keys(earlier, other.to_dict()) == [("train.optimizer", None, "lion_8bit")]
+    assert recipe_hash(now) != recipe_hash(other)
 
 
 def test_a_recipe_trains_with_the_optimiser_it_names(make: Make, tmp_path: Path) -> None:
