@@ -108,12 +108,14 @@ class FastLanguageModel:
         *,
         target_parameters: Sequence[str] | None = None,
         modules_to_save: Sequence[str] | None = None,
+        adapter_dtype: torch.dtype | str | None = None,
         **unsupported: Any,
     ) -> Any:
         """Add LoRA adapters with PEFT; the arguments are those of `peft.LoraConfig`.
 
         `target_modules=None` adapts the linears that the family's file names.
         `use_gradient_checkpointing=None` keeps what `from_pretrained` was told; `random_state` seeds the adapters only.
+        `adapter_dtype` is float32 (None) or bfloat16: of the adapters and, with torch's optimisers, of their states.
 
         Raises:
             NotImplementedError: an argument that isn't supported yet, by name.
@@ -133,6 +135,7 @@ class FastLanguageModel:
             modules_to_save=modules_to_save,
             random_state=random_state,
             revision=getattr(model, "hub_revision", None),
+            adapter_dtype=adapter_dtype,
         )
         handle = attached(adapted)
         if handle is not None:

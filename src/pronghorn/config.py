@@ -18,6 +18,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from pronghorn.errors import ConfigError
+from pronghorn.optimizers import OptimizerName
 from pronghorn.recipe_errors import explain, refuse_others
 from pronghorn.recipe_values import (
     ALL_LINEAR,
@@ -166,6 +167,11 @@ class Train(Section):
     max_steps: int | None = Field(None, gt=0, description="optimiser steps; null trains for `epochs`")
     epochs: float = Field(1.0, gt=0, description="passes over the data")
     max_minutes: float | None = Field(None, gt=0, description="stop after this long, whatever the steps")
+    optimizer: OptimizerName = Field(
+        "adamw_torch_fused",
+        description="by name: torch's, bitsandbytes' (8bit, paged) or torchao's (torch_8bit, torch_4bit); "
+        "see docs/precision.md",
+    )
     learning_rate: float = Field(2e-4, gt=0, description="the highest learning rate")
     warmup_steps: int = Field(5, ge=0, description="steps of linear warm-up")
     lr_scheduler: Literal["linear", "cosine", "constant", "constant_with_warmup"] = Field(
@@ -214,6 +220,13 @@ class Precision(Section):
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], BeforeValidator(dtype_name)] = Field(
         "auto",
         description="or fp32, bf16, fp16; auto: bfloat16 on a GPU, float16 on one before Ampere, float32 on the CPU",
+    )
+    adapter_dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], BeforeValidator(dtype_name)] = Field(
+        "auto",
+        description="of LoRA's matrices, their gradients and torch's optimiser states; auto: float32",
+    )
+    tf32: bool = Field(
+        False, description="round float32 products to tf32 on Ampere and newer: faster, ten bits instead of 23"
     )
     compute: Literal["dtype", "fp8", "fp8_exact"] = Field(
         "dtype",
@@ -298,10 +311,24 @@ class Recipe(Section):
             if importlib.util.find_spec(tool) is None:
                 raise ConfigError(f"train.report_to: {tool} is not installed", f"pip install {tool}")
         self._check_compute()
+        self._check_adapter_dtype()
         if self.adapter.method == "full" and self.model.load_in_4bit:
             raise ConfigError(
                 "adapter.method: full with model.load_in_4bit: 4-bit weights can't be trained",
                 "set adapter.method: lora or load_in_4bit: false",
+            )
+
+    def _check_adapter_dtype(self) -> None:
+        asked = self.precision.adapter_dtype
+        if asked == "float16":
+            raise ConfigError(
+                "precision.adapter_dtype: float16: its gradients need loss scaling, and torch can't unscale float16",
+                "use float32, or bfloat16",
+            )
+        if asked != "auto" and self.adapter.method == "full":
+            raise ConfigError(
+                f"precision.adapter_dtype: {asked} with adapter.method: full, which has no adapters",
+                "leave precision.adapter_dtype out: trained weights are kept in float32",
             )
 
     def _check_compute(self) -> None:

@@ -92,8 +92,6 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
         "y_ptr": x,
         "target_ptr": "*i64",
         "loss_ptr": wide,
-        "parts_ptr": wide,
-        "chosen_ptr": wide,
         "V": count,
         "stride": count,
         "ignore": count,
@@ -193,14 +191,17 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
             for kind in norms.TYPES.values()
         },
         **{
-            f"cross-entropy, {kernel}, {dtype}": (
-                kernel,
+            f"cross-entropy, {lanes} lanes, {dtype}": (
+                cross_entropy._kernel,
                 {**loss, "y_ptr": dtype},
-                {"CAP": True, "PARTS": 16, "BLOCKS": cross_entropy.BLOCKS, "BLOCK": cross_entropy.BLOCK, **places},
-                cross_entropy.WARPS,
+                {"CAP": True, "STEP": 8, "LANES": lanes},
+                warps,
             )
             for dtype in (x, wide)
-            for kernel, places in ((cross_entropy._parts, {}), (cross_entropy._gradients, {"PLACES": 16}))
+            for lanes, warps in (
+                (cross_entropy.LANES, cross_entropy.WARPS),
+                (2 * cross_entropy.LANES, 4 * cross_entropy.WARPS),
+            )
         },
     }
 

@@ -736,11 +736,11 @@ def test_the_trainer_plans_for_its_batches_and_for_one_device(
         model=model, plan=Plan.asked("auto", budget_bytes=7), replan=lambda plan: handle, fuses=True
     )
     args = SimpleNamespace(per_device_train_batch_size=2, max_length=64, bf16=packing, fp16=True, packing=packing)
-    args.gradient_accumulation_steps = 1 + packing
+    args.gradient_accumulation_steps, args.optim = 1 + packing, "adamw_8bit"
     _resolve_plan(handle, args)
-    wanted = ((128, 7), {"autocast": torch.bfloat16, "padded": 0, "accumulates": True, "optimizer": "adamw_torch"})
+    wanted = ((128, 7), {"autocast": torch.bfloat16, "padded": 0, "accumulates": True, "optimizer": "adamw_8bit"})
     if not packing:
-        wanted = ((128, 7), {"autocast": torch.float16, "padded": 2, "accumulates": False, "optimizer": "adamw_torch"})
+        wanted = ((128, 7), {"autocast": torch.float16, "padded": 2, "accumulates": False, "optimizer": "adamw_8bit"})
     assert asked == ([wanted] if len(devices) == 1 else [])
     monkeypatch.setattr(auto_plan, "refusal", lambda model, fused: None if fused else "padded")
     asked.clear()

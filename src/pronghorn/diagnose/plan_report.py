@@ -153,6 +153,7 @@ def _work(recipe: Recipe, handle: Handle, autocast: torch.dtype | None) -> Train
         autocast,
         padded=0 if recipe.packing.enabled else rows,
         accumulates=recipe.train.gradient_accumulation_steps > 1,
+        optimizer=recipe.train.optimizer,
     )
     quantised = recipe.model.load_in_4bit or hasattr(handle.model.config, "quantization_config")
     return replace(work, method="qlora") if quantised else work

@@ -100,6 +100,7 @@ def subject_of(
             packs=True,
             autocast=autocast_dtype(recipe),
             accumulates=recipe.train.gradient_accumulation_steps > 1,
+            optimizer=recipe.train.optimizer,
         )
         handle.detach()
         return model

@@ -99,6 +99,12 @@ class TrainSetup:
     """Under DDP, whose buckets hold all gradients once more."""
     accumulates: bool = True
     """A step has several micro-batches, so that gradients are there all the time; else they come layer by layer."""
+    adapter_itemsize: int = 4
+    """Bytes of an adapter's element, and of its gradient's."""
+    optimizer_bytes: int | None = None
+    """The optimiser's states on the device; None for AdamW's, in float32."""
+    paged_bytes: int = 0
+    """The optimiser's states in memory that moves to the host when the device is full: not counted on the device."""
     documents: int = 512
     """Mean tokens of a document, which attention's time depends on (memory doesn't)."""
 
@@ -149,13 +155,16 @@ def resting_bytes(dims: ModelDims, setup: TrainSetup) -> dict[str, int]:
         for group in layer.groups:
             widths = group[0].inputs + sum(linear.out for linear in group)
             copies += count * b * widths * sum(setup.rank(linear.path) for linear in group)
-    trained = 4 * (p if full else adapters) + b * setup.trained_whole
+    trained = (4 * p if full else setup.adapter_itemsize * adapters) + b * setup.trained_whole
+    states = setup.optimizer_bytes
+    if states is None:
+        states = 8 * ((p if full else adapters) + setup.trained_whole)
     rotary = max(layer.attention.head_dim for layer in dims.kinds)
     return {
         "weights": weights,
         "adapters": 0 if full else trained + copies,
         "gradients": trained * (2 if setup.distributed else 1),
-        "optimizer": 8 * ((p if full else adapters) + setup.trained_whole),  # AdamW's, in float32
+        "optimizer": states,
         "libraries": LIBRARY_BYTES,
         "batch": setup.tokens * (2 * rotary * b + 40),  # with RoPE's cosines and sines
     }

@@ -113,9 +113,13 @@ def _refusal(dims: ModelDims, setup: TrainSetup, times: StepTimes, budget: int, 
     lora = setup.method == "lora" and not dims.has_experts
     remedies = {
         f"rows of half as many tokens ({setup.tokens // 2:,})": replace(setup, tokens=setup.tokens // 2),
-        "adapter.method: lora": replace(setup, method="lora", ranks=None) if setup.method == "full" else None,
+        "adapter.method: lora": replace(setup, method="lora", ranks=None, optimizer_bytes=None)
+        if setup.method == "full"
+        else None,
         "model.load_in_4bit: true": replace(setup, method="qlora") if lora else None,
-        f"adapter.r: {max(half.values(), default=0)}": replace(setup, ranks=half) if half else None,
+        f"adapter.r: {max(half.values(), default=0)}": replace(setup, ranks=half, optimizer_bytes=None)
+        if half
+        else None,
     }
     needs = {
         name: _smallest(MemoryModel.of(dims, other), times).predicted["process"] / GIB

@@ -30,6 +30,7 @@ from pronghorn.models import experts
 from pronghorn.models.attach import Handle, attach, attached
 from pronghorn.models.families import base_causal_lm, check_config
 from pronghorn.models.packed_checkpoint import PackedSkeleton, format_of
+from pronghorn.optimizers import TrainedTensor, state_bytes
 
 T = TypeVar("T")
 SECONDS = 0.3
@@ -101,7 +102,12 @@ def skeleton(config: Any) -> Any:
 
 
 def setup_of(
-    model: Any, tokens: int, autocast: torch.dtype | None = None, padded: int = 0, accumulates: bool = True
+    model: Any,
+    tokens: int,
+    autocast: torch.dtype | None = None,
+    padded: int = 0,
+    accumulates: bool = True,
+    optimizer: str = "adamw_torch_fused",
 ) -> TrainSetup:
     """Read how a model is about to be trained, with the adapters and the dtype that it has.
 
@@ -110,6 +116,7 @@ def setup_of(
         autocast: dtype of autocast, if any.
         padded: rows of a micro-batch, if it is padded instead of packed.
         accumulates: whether a step has several micro-batches.
+        optimizer: its name, one of `OptimizerName`.
     """
     base, handle = base_causal_lm(model), attached(model)
     family, ranks = check_config(base.config), dict[str, int]()
@@ -126,6 +133,8 @@ def setup_of(
     fuses = not padded and (embeddings.is_cuda if handle is None else handle.fuses)
     fused = fuses and unfused_reason(base, autocast) is None
     fp8 = fused and handle is not None and handle.options.compute.is_fp8
+    states, paged = state_bytes(optimizer, trained_tensors(model))
+    adapters = (p.element_size() for name, p in base.named_parameters() if p.requires_grad and "lora_" in name)
     return TrainSetup(
         tokens=tokens,
         method=method,
@@ -140,11 +149,28 @@ def setup_of(
         padded=padded,
         accumulates=accumulates or distributed,
         distributed=distributed,
+        adapter_itemsize=max(adapters, default=4),
+        optimizer_bytes=states,
+        paged_bytes=paged,
     )
 
 
+def trained_tensors(model: Any) -> list[TrainedTensor]:
+    """List a model's trained tensors, as far as their optimiser's states depend on them."""
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    trained = (p for p in model.parameters() if p.requires_grad)
+    return [TrainedTensor(p.numel(), p.element_size(), id(p) in tables) for p in trained]
+
+
 def resolve(
-    handle: Handle, rows: int, row_tokens: int, *, packs: bool, autocast: torch.dtype | None, accumulates: bool
+    handle: Handle,
+    rows: int,
+    row_tokens: int,
+    *,
+    packs: bool,
+    autocast: torch.dtype | None,
+    accumulates: bool,
+    optimizer: str = "adamw_torch_fused",
 ) -> Plan | None:
     """Return an attached model's plan; make it now where `auto` waited for the size of a micro-batch, `rows` times
     `row_tokens` (0: unknown). Models on the CPU or several devices, those whose experts are not Pronghorn's, and padded
@@ -154,6 +180,7 @@ def resolve(
         packs: rows are packed, not padded.
         autocast: dtype that training will run under, if any.
         accumulates: whether a step has several micro-batches.
+        optimizer: its name, one of `OptimizerName`.
     Raises:
         PlanDoesNotFit: with what would.
     """
@@ -164,7 +191,15 @@ def resolve(
     if refusal(model, fused=packs and handle.fuses) is not None:
         return asked
     padded = 0 if packs else rows
-    made = plan_for(model, tokens, asked.budget_bytes, autocast=autocast, padded=padded, accumulates=accumulates)
+    made = plan_for(
+        model,
+        tokens,
+        asked.budget_bytes,
+        autocast=autocast,
+        padded=padded,
+        accumulates=accumulates,
+        optimizer=optimizer,
+    )
     return handle.replan(made).plan
 
 
@@ -176,6 +211,7 @@ def plan_for(
     autocast: torch.dtype | None = None,
     padded: int = 0,
     accumulates: bool = True,
+    optimizer: str = "adamw_torch_fused",
 ) -> Plan:
     """Decide what `auto` means on CUDA: everything kept where that fits, else the fastest plan that does, by a layer's
     times as measured; by the table's where batches are padded, or there is no room to measure (which is logged).
@@ -188,11 +224,12 @@ def plan_for(
         autocast: dtype that training will run under, if any.
         padded: rows of a micro-batch, if it is padded instead of packed.
         accumulates: whether a step has several micro-batches.
+        optimizer: its name, one of `OptimizerName`.
     Raises:
         PlanDoesNotFit: with what would fit.
     """
     device = base_causal_lm(model).device
-    dims, setup = dims_of(model), setup_of(model, tokens, autocast, padded, accumulates)
+    dims, setup = dims_of(model), setup_of(model, tokens, autocast, padded, accumulates, optimizer)
     spec = cuda_device_spec(device)
     budget = min(_everywhere(min(available(device), budget_bytes or sys.maxsize)))
     made = plan(dims, setup, spec, budget)

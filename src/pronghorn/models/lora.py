@@ -36,8 +36,9 @@ def add_lora(
     trainable_token_indices: dict[str, list[int]] | None = None,
     random_state: int = 3407,
     revision: str | None = None,
+    adapter_dtype: torch.dtype | str | None = None,
 ) -> Any:
-    """Wrap a causal LM in a PEFT model with fresh LoRA adapters (float32 over a bf16 or 4-bit base).
+    """Wrap a causal LM in a PEFT model with fresh LoRA adapters (float32, whatever the base's dtype).
 
     Args:
         r, lora_alpha, lora_dropout, target_modules, target_parameters, bias, use_rslora, modules_to_save,
@@ -45,12 +46,14 @@ def add_lora(
             are trained. The default targets are the family's (`family_targets`).
         random_state: seeds the adapters' initialisation, and nothing else: the global generators are left as they were.
         revision: of the base on the hub, saved with the adapter so that it is loaded with the same weights.
+        adapter_dtype: float32 (None, "auto") or bfloat16, whatever the base's.
     Raises:
         ConfigError: the model has an adapter already, or rank or targets make no sense.
         UnsupportedError: adapters on the head or the embeddings (`modules_to_save` trains them whole).
     """
     from peft import LoraConfig, get_peft_model
 
+    dtype = resolve_adapter_dtype(adapter_dtype)
     if hasattr(model, "peft_config"):
         raise ConfigError(
             "the model already has an adapter", "train that adapter on, or load the base model without it"
@@ -87,7 +90,34 @@ def add_lora(
     device = base_causal_lm(model).device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(random_state)
-        return get_peft_model(model, config)
+        adapted = get_peft_model(model, config)
+    if dtype is not None:
+        cast_adapters(adapted, dtype)
+    return adapted
+
+
+def resolve_adapter_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """Return the dtype that adapters are to be trained in; None for None and "auto": as PEFT makes them, float32.
+
+    Raises:
+        ConfigError: another one than float32 and bfloat16.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if dtype is None or name == "auto":
+        return None
+    if name in ("float32", "fp32"):
+        return torch.float32
+    if name in ("bfloat16", "bf16"):
+        return torch.bfloat16
+    why = ": its gradients need loss scaling, and torch can't unscale float16" if name in ("float16", "fp16") else ""
+    raise ConfigError(f"adapter_dtype {dtype!r} is not served{why}", "use float32, or bfloat16")
+
+
+def cast_adapters(model: Any, dtype: torch.dtype) -> None:
+    """Put LoRA's trained matrices into `dtype`, in place."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and "lora_" in name:
+            parameter.data = parameter.data.to(dtype)
 
 
 def family_targets(model: Any) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from pronghorn.memory.plan import Policy
 from pronghorn.models.causal_lm import has_own_loss
 from pronghorn.models.families import has_experts, head_dim, recomputes_layers
 from pronghorn.precision.compute import Compute
+from pronghorn.precision.float32 import narrowed
 
 if TYPE_CHECKING:
     from pronghorn.models.attach import Handle
@@ -96,6 +97,7 @@ def render(handle: Handle, autocast: torch.dtype | None) -> list[PathTaken]:
         PathTaken("decoder layers", decisions.layers, decisions.layers_reason),
         *(PathTaken(*line) for line in experts),
         *_products(handle, autocast),
+        *_float32_products(model.device),
         PathTaken("CUDA graph of the layers", decisions.graph, decisions.graph_reason),
         PathTaken("loss", *_LOSS[decisions.loss]),
         PathTaken("padded batches, generate()", unpacked, "they carry a mask or a cache"),
@@ -112,6 +114,12 @@ _LOSS = {
         "it is not transformers' cross-entropy",
     ),
 }
+
+
+def _float32_products(device: torch.device) -> list[PathTaken]:
+    """Tell where this process rounds what float32 products read."""
+    precision = narrowed(device)
+    return [] if precision is None else [PathTaken("products in float32", precision, "torch is set so in this process")]
 
 
 def _products(handle: Handle, autocast: torch.dtype | None) -> list[PathTaken]:

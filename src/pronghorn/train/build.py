@@ -18,7 +18,7 @@ from pronghorn.memory.devices import parse_bytes
 from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import Handle, attach
 from pronghorn.models.load import FoundModel, default_device, resolve_dtype
-from pronghorn.models.lora import add_lora
+from pronghorn.models.lora import add_lora, cast_adapters, resolve_adapter_dtype
 from pronghorn.models.new_tokens import grow_embeddings, trainable_tokens
 from pronghorn.recipe_values import ALL_LINEAR
 from pronghorn.train.documents import find, prepare, tokenizer_for
@@ -65,6 +65,9 @@ def load(recipe: Recipe, found: FoundModel, tokenizer: Any, console: Console) ->
     model = found.model(torch.float32 if full else dtype, device)
     if found.is_adapter:
         console.print("The saved adapter is trained on; the recipe's adapter section is not used.")
+        adapter_dtype = resolve_adapter_dtype(recipe.precision.adapter_dtype)
+        if adapter_dtype is not None:
+            cast_adapters(model, adapter_dtype)
     elif not full:
         if adapter.new_tokens:
             grow_embeddings(model, tokenizer, adapter.new_tokens, adapter.random_state)
@@ -80,6 +83,7 @@ def load(recipe: Recipe, found: FoundModel, tokenizer: Any, console: Console) ->
             modules_to_save=adapter.modules_to_save,
             trainable_token_indices=trainable_tokens(model, tokenizer, adapter.new_tokens, adapter.modules_to_save),
             random_state=adapter.random_state,
+            adapter_dtype=recipe.precision.adapter_dtype,
         )
     memory = recipe.memory
     budget = None if memory.budget is None else parse_bytes(memory.budget, "memory.budget")
@@ -109,6 +113,7 @@ def training_arguments(recipe: Recipe) -> SFTConfig:
         gradient_accumulation_steps=train.gradient_accumulation_steps,
         max_steps=train.max_steps or -1,
         num_train_epochs=train.epochs,
+        optim=train.optimizer,
         learning_rate=train.learning_rate,
         warmup_steps=train.warmup_steps,
         lr_scheduler_type=train.lr_scheduler,

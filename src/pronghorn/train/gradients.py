@@ -20,6 +20,8 @@ from pronghorn.device import processes
 from pronghorn.errors import TrainingError
 from pronghorn.kernels.norms import norms
 
+MOST_SKIPPED = 25
+"""Steps in a row that loss scaling may skip. Scales begin at 2**16 and halve each time: by then they are below one."""
 SPARSE = "trainable_tokens_delta"
 """What PEFT calls the trained rows of an embedding: a step whose data lack their tokens gives them no gradient."""
 
@@ -59,6 +61,7 @@ class GradientWatch(TrainerCallback):
         self._pending: _Pending | None = None
         self.skipped = 0
         """Steps that the loss scaler skipped, as far as they are judged."""
+        self._skipped_in_a_row = 0
 
     def observe(self, model: nn.Module) -> None:
         """Flag the gradients as the last backward left them: clipping would spread one NaN over all of them."""
@@ -95,7 +98,7 @@ class GradientWatch(TrainerCallback):
         """Other parameters may be trained now, and what a training before left unjudged, or counted, was its own; one
         that is resumed goes on counting."""
         self._trained = self._observed = self._norms = self._pending = None
-        self._moved = False
+        self._moved, self._skipped_in_a_row = False, 0
         told = [entry["skipped_steps"] for entry in state.log_history if "skipped_steps" in entry]
         self.skipped = told[-1] if told else 0
 
@@ -120,6 +123,15 @@ class GradientWatch(TrainerCallback):
             else:
                 self.judge()  # this optimiser can't skip on the device: wait for the flags instead
 
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Tell accelerate of a step that loss scaling skipped, so that the learning rate's schedule doesn't advance.
+
+        Fused optimisers skip on the device, where accelerate doesn't see it: the flags are waited for.
+        """
+        if getattr(kwargs["optimizer"], "scaler", None) is not None:
+            self.judge()
+            kwargs["optimizer"]._is_overflow = self._skipped_in_a_row > 0
+
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Judge the last step."""
         self.judge()
@@ -135,12 +147,20 @@ class GradientWatch(TrainerCallback):
         if nonfinite.any():
             if pending.scaled:
                 self.skipped += 1
+                self._skipped_in_a_row += 1
+                if self._skipped_in_a_row >= MOST_SKIPPED:
+                    raise TrainingError(
+                        f"step {pending.step}: gradients overflowed float16 in {MOST_SKIPPED} steps in a row, each of "
+                        "which was skipped and halved the loss scale",
+                        "use bfloat16 (precision.dtype: bfloat16, bf16=True), or float32; or lower the learning rate",
+                    )
                 return  # the scaler skips this step: it says nothing about the other tensors
             bad = pending.named(nonfinite)
             raise TrainingError(
                 f"step {pending.step}: {len(bad)} gradients are not finite, first {bad[0]}",
                 "the update was skipped: lower the learning rate, look at the data of this step, or use bfloat16",
             )
+        self._skipped_in_a_row = 0
         dead = [name for name in pending.named(~nonzero) if SPARSE not in name]
         if self._moved and dead:
             listed = ", ".join(dead[:5]) + (" …" if len(dead) > 5 else "")

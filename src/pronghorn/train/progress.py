@@ -65,6 +65,8 @@ class ProgressCallback(TrainerCallback):
         self._figures = f"loss {logs['loss']:.4f}" + ("" if speed is None else f" · {speed:,.0f} tokens/s")
         if logs.get("data_wait_share", 0.0) > WAITING:
             self._figures += f" · waits {logs['data_wait_share']:.0%} for data"
+        if logs.get("skipped_steps"):
+            self._figures += f" · skipped {logs['skipped_steps']:,}, loss scale {logs.get('loss_scale', 1):,.6g}"
         self._show(state)
         every = max(1, state.max_steps // _LINES)
         due = state.global_step // every > self._printed // every

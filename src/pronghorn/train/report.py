@@ -125,6 +125,10 @@ def headlines(record: RunRecord) -> list[tuple[str, str, str]]:
     if record.out_of_memory:
         steps = ", ".join(str(event["step"]) for event in record.out_of_memory)
         cards.append(("Out of memory", f"{len(record.out_of_memory)} ×", f"survived, at step {steps}"))
+    skipped = record.steps[-1].get("skipped") if record.steps else 0
+    if skipped:
+        scale = record.steps[-1].get("loss_scale", math.nan)
+        cards.append(("Skipped steps", f"{skipped:,}", f"gradients overflowed float16; the loss scale is {scale:,.6g}"))
     parameters, share = record.trainable["parameters"], record.trainable["share"]
     cards.append(("Trained", f"{_short(parameters)} parameters", f"{share:.2%} of the model"))
     return cards

@@ -25,6 +25,8 @@ from pronghorn.errors import DataError, PronghornError, RunStopped
 from pronghorn.export.folder import whole_folder
 from pronghorn.models.attach import Handle
 from pronghorn.models.load import trainable_parameters
+from pronghorn.optimizers import check_optimizer
+from pronghorn.precision.float32 import check_tf32, tf32_products
 from pronghorn.train.build import autocast_dtype, load, make_trainer, planned_steps, training_arguments
 from pronghorn.train.checkpoint import step_of
 from pronghorn.train.control import RunControl, trained_seconds
@@ -59,6 +61,8 @@ def run(recipe: Recipe, console: Console, allow: bool = False, allow_older: bool
     started = time.perf_counter()
     args = _training_arguments(recipe, console)
     with ExitStack() as locked:
+        if recipe.precision.tf32:
+            locked.enter_context(tf32_products())
         opened = _from_main_process(args, lambda: open_folder(recipe, console, locked, allow, allow_older))
         if isinstance(opened, RunRecord):
             return opened
@@ -82,6 +86,9 @@ def _training_arguments(recipe: Recipe, console: Console) -> SFTConfig:
     """Return the trainer's arguments; refuse what can't be served before anything is read or loaded."""
     args = training_arguments(recipe)
     check_no_fsdp(args)
+    check_optimizer(recipe.train.optimizer, args.device.type)
+    if recipe.precision.tf32:
+        check_tf32(args.device)
     one_gpu = use_one_gpu(args, "-m pronghorn train RECIPE")
     if one_gpu is not None:
         console.print(f"[yellow]{escape(one_gpu)}[/]", highlight=False)

@@ -101,6 +101,10 @@ def open_run_state(output: Path, recipe: Recipe, allow: bool) -> RunState:
     return state
 
 
+_LATER = {"train.optimizer": "adamw_torch_fused", "precision.adapter_dtype": "auto", "precision.tf32": False}
+"""Keys that recipes of earlier runs don't have, and what those runs did."""
+
+
 def changed_keys(earlier: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, Any, Any]]:
     """Return (key, earlier value, value now) of every recipe key that differs and isn't free to."""
     old, new = _fixed_keys(without_removed(earlier)), _fixed_keys(now)
@@ -116,7 +120,11 @@ def recipe_hash(recipe: Recipe) -> str:
 def _fixed_keys(recipe: dict[str, Any]) -> dict[str, Any]:
     """Return the keys, as section.key, that a resumed run may not change."""
     flat = {f"{section}.{key}": value for section, keys in recipe.items() for key, value in keys.items()}
-    return {key: value for key, value in flat.items() if key not in FREE and key.partition(".")[0] not in FREE}
+    return {
+        key: value
+        for key, value in flat.items()
+        if key not in FREE and key.partition(".")[0] not in FREE and value != _LATER.get(key)
+    }
 
 
 def check_data(state: RunState, split: str, key: str, allow: bool) -> None:

@@ -106,6 +106,9 @@ class SFTTrainer(trl.SFTTrainer):
                     parameter.data = trained[parameter].to(parameter.device)
             elif parameter.requires_grad and ".lora_" in name and getattr(model, "is_quantized", False):
                 parameter.data = parameter.data.float()  # its own, fresh ones
+        if args.fp16 and self.accelerator.scaler is None and args.device.type == "cpu":
+            # accelerate scales losses on GPUs only, and would train in float16 without
+            self.accelerator.scaler, self.accelerator.native_amp = torch.amp.GradScaler("cpu"), True
         handle = attached(adapted)
         if handle is not None:  # all is known now: where the model is, and its adapters, TRL's peft_config's too
             _resolve_plan(handle.adopt_adapters(), args)
@@ -216,9 +219,11 @@ class SFTTrainer(trl.SFTTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds what `StepCounters` counted since the last log of a loss; and so far, the steps that loss scaling
-        skipped and, on a GPU, the most memory."""
+        skipped with the scale there is now and, on a GPU, the most memory."""
         if "loss" in logs:
             logs |= {**self._counted.take(self.args.device), "skipped_steps": self._watch.skipped}
+            if self.accelerator.scaler is not None:
+                logs["loss_scale"] = self.accelerator.scaler.get_scale()
             if self.args.device.type == "cuda":
                 told = torch.cuda.memory_stats_as_nested_dict(self.args.device)  # a fifth of what the flat one costs
                 logs["peak_memory_gib"] = round(told["allocated_bytes"]["all"]["peak"] / 2**30, 3)
@@ -353,4 +358,5 @@ def _resolve_plan(handle: Handle, args: Any) -> Plan | None:
         packs=args.packing,
         autocast=torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None,
         accumulates=args.gradient_accumulation_steps > 1,
+        optimizer=str(getattr(args.optim, "value", args.optim)),
     )

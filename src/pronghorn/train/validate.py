@@ -9,6 +9,7 @@ import torch
 from accelerate.utils import parse_flag_from_env
 
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
+from pronghorn.optimizers import check_optimizer
 
 
 def check_dataset(name: str, given: Any, packing: bool) -> None:
@@ -76,6 +77,8 @@ def use_one_gpu(args: Any, command: str) -> str | None:
 def check_arguments(args: Any, kwargs: dict[str, Any], packs_train: bool, packs_eval: bool) -> None:
     """Refuse arguments of SFTConfig and SFTTrainer that the packed loss or the collator would pass over."""
     check_no_fsdp(args)
+    if kwargs.get("optimizers", (None,))[0] is None and kwargs.get("optimizer_cls_and_kwargs") is None:
+        check_optimizer(str(getattr(args.optim, "value", args.optim)), args.device.type)
     if packs_eval and kwargs.get("compute_metrics") is not None:
         raise UnsupportedError("compute_metrics over packed rows, which have no logits", "set eval_packing=False")
     unserved = [

@@ -1,0 +1,115 @@
+"""Optimisers by transformers' names: which package has them, where they can't work, and what their states take."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from pronghorn.errors import ConfigError
+
+OptimizerName = Literal[
+    "adamw_torch_fused",
+    "adamw_torch",
+    "adamw_8bit",
+    "adamw_bnb_8bit",
+    "paged_adamw_32bit",
+    "paged_adamw_8bit",
+    "lion_8bit",
+    "adamw_torch_8bit",
+    "adamw_torch_4bit",
+]
+SMALLEST = 4096
+"""Elements of a tensor from which on its states are quantised, by both packages."""
+BLOCK = 256
+"""Elements that share a scale, as transformers asks for."""
+PAGED_FROM = 100_000
+"""Elements of a tensor from which on bitsandbytes pages its states."""
+
+
+@dataclass(frozen=True)
+class _Optimizer:
+    """How an optimiser stores its states."""
+
+    package: Literal["torch", "bitsandbytes", "torchao"] = "torch"
+    bits: int = 32
+    """Of an element of a state; 32 of torch's stands for the parameter's own dtype."""
+    states: int = 2
+    """How many each parameter has: the moments."""
+    paged: bool = False
+    """States of large tensors lie in memory that moves to the host when the device is full."""
+
+
+_OPTIMIZERS: dict[str, _Optimizer] = {
+    "adamw_torch_fused": _Optimizer(),
+    "adamw_torch": _Optimizer(),
+    "adamw_8bit": _Optimizer("bitsandbytes", 8),
+    "adamw_bnb_8bit": _Optimizer("bitsandbytes", 8),
+    "paged_adamw_32bit": _Optimizer("bitsandbytes", paged=True),
+    "paged_adamw_8bit": _Optimizer("bitsandbytes", 8, paged=True),
+    "lion_8bit": _Optimizer("bitsandbytes", 8, states=1),
+    "adamw_torch_8bit": _Optimizer("torchao", 8),
+    "adamw_torch_4bit": _Optimizer("torchao", 4),
+}
+
+
+@dataclass(frozen=True)
+class TrainedTensor:
+    """A trained tensor, as far as its states' size depends on it."""
+
+    elements: int
+    itemsize: int
+    embedding: bool = False
+    """The weight of an `nn.Embedding`, whose states transformers keeps in 32 bits with bitsandbytes."""
+
+
+def check_optimizer(name: str, device: str) -> None:
+    """Refuse an optimiser whose package is missing, or that can't work on this kind of device.
+
+    Names that aren't in `OptimizerName` are transformers' to judge.
+
+    Raises:
+        ConfigError: names the optimiser and what to do.
+    """
+    optimizer = _OPTIMIZERS.get(name)
+    if optimizer is None:
+        return
+    if importlib.util.find_spec(optimizer.package) is None:
+        raise ConfigError(
+            f"optimizer {name} needs {optimizer.package}, which is not installed", f"pip install {optimizer.package}"
+        )
+    if optimizer.paged and device == "cpu":
+        raise ConfigError(
+            f"optimizer {name} on the CPU: bitsandbytes pages the memory of GPUs only",
+            f"use {'adamw_8bit' if optimizer.bits == 8 else 'adamw_torch'}",
+        )
+
+
+def state_bytes(name: str, tensors: Iterable[TrainedTensor]) -> tuple[int, int]:
+    """Count the bytes of an optimiser's states on the device, and those that are paged.
+
+    The counters of steps are left out, a few bytes a tensor. An optimiser that isn't in `OptimizerName` is counted as
+    AdamW.
+    """
+    optimizer = _OPTIMIZERS.get(name, _Optimizer())
+    device = paged = 0
+    maps = False
+    for tensor in tensors:
+        elements, package = tensor.elements, optimizer.package
+        scales = -(-elements // BLOCK) * 4
+        quantised = optimizer.bits < 32 and elements >= SMALLEST
+        if package == "bitsandbytes":
+            quantised = quantised and not tensor.embedding
+            codes, scales = (elements, scales) if quantised else (4 * elements, 0)
+            maps = maps or quantised
+        elif package == "torchao" and quantised and elements % BLOCK == 0:
+            codes, scales = elements * optimizer.bits // 8, scales + 4 * 2**optimizer.bits  # and the codes' values
+        else:
+            codes, scales = elements * tensor.itemsize, 0
+        if optimizer.paged and elements >= PAGED_FROM:
+            paged += optimizer.states * codes
+        else:
+            device += optimizer.states * codes
+        device += optimizer.states * scales
+    return device + (1024 * optimizer.states if maps else 0), paged  # the codes' values, once for all tensors
