@@ -17,10 +17,10 @@ from pronghorn.kernels.grouped_gemm import Tile, multiply, tile_of
 from pronghorn.kernels.launch import cdiv, launch, next_power_of_2, tl, triton
 from pronghorn.kernels.moe_rows import Rows
 from pronghorn.kernels.packed import PackedTensor
+from pronghorn.kernels.small_floats import decode_e2m1, unpack_e2m1
 
 GROUP = 32
 """Numbers that share a scale."""
-VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 TILE = Tile(128, 128, 64, 8, 3)
 BYTES = 4096
 """That a program writes out."""
@@ -35,19 +35,8 @@ class MXFP4Tensor(PackedTensor):
 
 def write_out_reference(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Do what `write_out` does, in plain torch."""
-    values = torch.tensor([*VALUES, *(-value for value in VALUES)], device=blocks.device)
-    nibbles = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2)
-    wide = torch.ldexp(values[nibbles.int()], scales[..., None].int() - 127)
+    wide = torch.ldexp(unpack_e2m1(blocks), scales[..., None].int() - 127)
     return wide.flatten(-2).to(dtype)
-
-
-@triton.jit
-def _decode(nibbles):
-    """Return the numbers of nibbles, without their scale, in float32."""
-    magnitude = (nibbles & 7).to(tl.int32)
-    normal = ((magnitude << 22) + (126 << 23)).to(tl.float32, bitcast=True)  # exponent and mantissa where float32's are
-    value = tl.where(magnitude < 2, magnitude.to(tl.float32) * 0.5, normal)
-    return tl.where(nibbles >= 8, -value, value)
 
 
 @triton.jit
@@ -68,7 +57,7 @@ def _tile(
     held = tl.load(blocks_ptr + line * (K // 2) + packed, mask=inside & (packed < K // 2), other=0)
     group = start // GROUP + tl.arange(0, WIDE // GROUP)[None, :]
     scale = tl.load(scales_ptr + line * (K // GROUP) + group, mask=inside & (group < K // GROUP), other=0)
-    numbers = tl.reshape(tl.join(_decode(held & 15), _decode(held >> 4)), (LINES, WIDE // GROUP, GROUP))
+    numbers = tl.reshape(tl.join(decode_e2m1(held & 15), decode_e2m1(held >> 4)), (LINES, WIDE // GROUP, GROUP))
     return tl.reshape(numbers * _power(scale)[:, :, None], (LINES, WIDE))
 
 
@@ -84,7 +73,7 @@ def _write_out(
     at = tl.program_id(0).to(tl.int64) * BYTES + tl.arange(0, BYTES)
     held = tl.load(blocks_ptr + at, mask=at < count, other=0)
     scale = _power(tl.load(scales_ptr + at * 2 // GROUP, mask=at < count, other=0))
-    numbers = tl.reshape(tl.join(_decode(held & 15) * scale, _decode(held >> 4) * scale), (2 * BYTES,))
+    numbers = tl.reshape(tl.join(decode_e2m1(held & 15) * scale, decode_e2m1(held >> 4) * scale), (2 * BYTES,))
     to = tl.program_id(0).to(tl.int64) * (2 * BYTES) + tl.arange(0, 2 * BYTES)
     tl.store(out_ptr + to, numbers.to(out_ptr.dtype.element_ty), mask=to < 2 * count)
 
