@@ -23,7 +23,9 @@ class FP8Tensor(PackedTensor):
     block."""
 
     def write_out(self, out: Tensor) -> None:
-        write_out(*self.parts, out, *self.facts)
+        codes, scales = self.parts
+        rows, columns = self.facts
+        write_out(codes, scales, out, rows, columns)
 
     @property
     def scales_rows(self) -> bool:

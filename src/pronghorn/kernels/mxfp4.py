@@ -30,7 +30,8 @@ class MXFP4Tensor(PackedTensor):
     """W [E, K, N] of all experts. Its parts: blocks uint8 [E, N, K/32, 16] and scales uint8 [E, N, K/32]."""
 
     def dequantise(self) -> Tensor:
-        return write_out(*self.parts, self.dtype).transpose(1, 2)
+        blocks, scales = self.parts
+        return write_out(blocks, scales, self.dtype).transpose(1, 2)
 
 
 def write_out_reference(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:

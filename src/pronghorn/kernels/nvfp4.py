@@ -25,10 +25,11 @@ BYTES = 4096
 
 
 class NVFP4Tensor(PackedTensor):
-    """W [N, K]. Its parts: codes uint8 [N, K/2], scales e4m3 [N, K/16], and g float32 [1]; its fact: whether g divides."""
+    """W [N, K]. Its parts: codes uint8 [N, K/2], scales e4m3 [N, K/16], g float32 [1]; its fact: g divides."""
 
     def write_out(self, out: Tensor) -> None:
-        write_out(*self.parts, out, *self.facts)
+        codes, scales, scale = self.parts
+        write_out(codes, scales, scale, out, divides=self.facts[0])
 
 
 def write_out_reference(codes: Tensor, scales: Tensor, scale: Tensor, out: Tensor, divides: bool) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pronghorn.layers.linears import adapter_of, base_of, is_4bit
+from pronghorn.kernels.packed import PackedTensor
+from pronghorn.layers.linears import adapter_of, base_of, is_written_out
 from pronghorn.precision.fp8 import FP8Weight
 
 WIDE = 2
@@ -91,18 +92,20 @@ class GroupStorage:
         self._weight = self._bias = self._below = None
         for linear in self.linears if self._moved else ():
             for parameter in (base_of(linear).weight, base_of(linear).bias):
-                if parameter is not None and parameter.untyped_storage().nbytes() > parameter.nbytes:
+                if parameter is None or isinstance(parameter, PackedTensor):
+                    continue
+                if parameter.untyped_storage().nbytes() > parameter.nbytes:
                     parameter.data = parameter.detach().clone()
 
     def rows_below(self, dtype: torch.dtype) -> int | None:
         """Count the rows of A below the weight, often 0; None where weights are written out or copied for use."""
         base = base_of(self.linears[0])
-        if is_4bit(base) or base.weight.dtype is not dtype:
+        if is_written_out(base) or base.weight.dtype is not dtype:
             return None
         return self.rank_below(dtype)
 
     def rank_below(self, dtype: torch.dtype) -> int:
-        """Return the rank of A if it lies below the frozen (or 4-bit) weight of the only linear, else 0."""
+        """Return the rank of A if it lies below the frozen (or written out) weight of the only linear, else 0."""
         base, adapter = base_of(self.linears[0]), adapter_of(self.linears[0])
         if adapter is None or len(self.linears) != 1 or base.in_features < WIDE * base.out_features:
             return 0
@@ -110,7 +113,7 @@ class GroupStorage:
         if rank % STEP:
             return 0
         frozen = weight.dtype is dtype and not weight.requires_grad
-        return rank if is_4bit(base) or (frozen and not self._is_taken(weight, rank)) else 0
+        return rank if is_written_out(base) or (frozen and not self._is_taken(weight, rank)) else 0
 
     def _merge(self, parts: list[Any], into_new: bool = False) -> Tensor:
         before = [part.data_ptr() for part in parts]
