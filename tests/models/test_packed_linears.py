@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,14 @@ from torch import nn
 
 from pronghorn.errors import DataError, PronghornError, UnsupportedError
 from pronghorn.kernels.packed import PackedTensor
+from pronghorn.layers.decoder import RUN
+from pronghorn.memory.estimate import resting_bytes
 from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import attach
+from pronghorn.models.auto_plan import dims_of, setup_of
 from pronghorn.models.load import load_model
+from pronghorn.precision.fp8 import FP8Source
+from pronghorn.precision.source import PackedSource
 from support.documents import LENGTHS, ROW
 from support.fused import loss_and_gradients, path_of_layers, with_adapters
 from support.packed_checkpoints import change
@@ -72,6 +78,56 @@ def test_training_over_packed_linears_is_training_over_their_dense_weights(
     assert loss == right_loss
     assert gradients.keys() == right.keys() and all(torch.equal(gradients[name], right[name]) for name in right)
     assert sum(isinstance(p, PackedTensor) for p in packed.parameters()) == 14
+
+
+@pytest.mark.parametrize("compute", ["dtype", "fp8"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_plan_counts_the_stored_bytes(tmp_path: Path, kind: str, compute: str) -> None:
+    packed_linears(tmp_path, kind)
+    model = with_adapters(loaded(tmp_path, "bfloat16"))
+    handle = attach(model, Plan.keep(), layers="fused", compute=compute)
+    model(**packed_row(LENGTHS, ROW))
+    own = [each for name, each in model.named_parameters() if "lora_" not in name]
+    right = sum(p.stored_bytes if isinstance(p, PackedTensor) else p.nbytes for p in own)
+    products = [product for run in runs(handle) for block in run.blocks for product in block.linears]
+    if compute == "fp8":
+        for weight in (product.source.weight for product in products):
+            copied = kind not in ("rows", "tensors", "modelopt fp8")
+            right += weight.across.nbytes + weight.scales.nbytes + weight.columns.nbytes + copied * weight.codes.nbytes
+    assert {type(product.source) for product in products} == {FP8Source if compute == "fp8" else PackedSource}
+    assert resting_bytes(dims_of(model), setup_of(model, 512))["weights"] == pytest.approx(right, rel=0.01)
+
+
+def runs(handle: Any) -> list[Any]:
+    return [layer.__dict__[RUN] for layer in handle.layers.backbone.layers]
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [("rows", "the codes of the checkpoint"), ("tensors", "the codes of the checkpoint")]
+    + [(kind, "1[24] weights of .* quantised once more, by rows") for kind in ("fine-grained", "nvfp4")],
+)
+def test_products_in_8_bits_over_packed_linears(tmp_path: Path, kind: str, told: str) -> None:
+    right = packed_linears(tmp_path, kind)
+    model, results = with_adapters(loaded(tmp_path, "bfloat16")), {}
+    before = {name: p.dequantise() for name, p in model.named_parameters() if isinstance(p, PackedTensor)}
+    for compute in ("dtype", "fp8"):
+        handle = attach(model, Plan.keep(), layers="fused", compute=compute)
+        results[compute] = loss_and_gradients(model, packed_row(LENGTHS, ROW))
+        [path] = [path.path for path in handle.report if path.part == "products of frozen weights"]
+        assert re.search("written out of" if compute == "dtype" else told, path)
+    weight = runs(handle)[1].blocks[1].linears[0].source.weight
+    names = [f"model.layers.1.mlp.{name}_proj.weight" for name in ("gate", "up")]
+    published = torch.cat([right[name] for name in names])
+    error = (weight.dequantise() - published).norm() / published.norm()
+    assert error == 0 if kind in ("rows", "tensors") else 0.01 < error < 0.04
+    for name, values in before.items():
+        assert torch.equal(model.get_parameter(name).dequantise(), values)
+    (loss, gradients), (near_loss, near) = results["dtype"], results["fp8"]
+    assert loss != near_loss and near_loss == pytest.approx(loss, rel=0.05)
+    cosines = [torch.nn.functional.cosine_similarity(near[n].flatten(), gradients[n].flatten(), 0) for n in near]
+    assert min(cosines) > 0.9
+    assert handle.layers.in_fp8() == (8, 8)
 
 
 @pytest.mark.parametrize("kind", ["fine-grained", "nvfp4"])

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pronghorn.kernels.fp8_blocks import FP8Tensor
 from pronghorn.kernels.packed import PackedTensor
+from pronghorn.kernels.quantise import transposed
 from pronghorn.layers.linears import adapter_of, base_of, is_written_out
 from pronghorn.precision.fp8 import FP8Weight
 
@@ -66,14 +68,25 @@ class GroupStorage:
         return self._bias
 
     def codes(self) -> FP8Weight:
-        """Return the weights in 8 bits, quantised again only where one was moved, written to or merged into."""
-        weights = self._weights()
-        merged = [tuple(getattr(linear, "merged_adapters", ())) for linear in self.linears]
-        state = [(id(w), w.data_ptr(), w._version) for w in weights], merged
-        if self._codes is None or self._codes[0] != state:
+        """Return the weights in 8 bits, quantised again only where one was moved, written to or merged into. Codes of
+        a checkpoint that have a scale a row are these, put one below the other."""
+        if self._codes is None or self._codes[0] != self._state():
             self._codes = None  # freed before the others are made
-            self._codes = state, FP8Weight.of(weights)
+            weights = self._weights()
+            if all(isinstance(weight, FP8Tensor) and weight.scales_rows for weight in weights):
+                codes = merge([weight.parts[0] for weight in weights])
+                made = FP8Weight(codes, transposed(codes), torch.cat([weight.row_scales() for weight in weights]))
+            else:
+                made = FP8Weight.of(weights)
+            self._codes = self._state(), made
         return self._codes[1]
+
+    def _state(self) -> Any:
+        """Return what the codes depend on: where the weights lie, their versions, and adapters merged into them."""
+        weights = self._weights()
+        parts = [part for weight in weights for part in getattr(weight, "parts", (weight,))]
+        merged = [tuple(getattr(linear, "merged_adapters", ())) for linear in self.linears]
+        return [*map(id, weights)], [(part.data_ptr(), part._version) for part in parts], merged
 
     def is_merged(self, dtype: torch.dtype) -> bool:
         """Tell whether `weight` would leave the weights where they are."""
