@@ -17,10 +17,10 @@ from pronghorn.kernels.grouped_gemm import multiply, multiply_some, wide_tile
 from pronghorn.kernels.launch import cdiv, launch, tl, triton
 from pronghorn.kernels.moe_rows import Rows
 from pronghorn.kernels.packed import PackedTensor
+from pronghorn.kernels.small_floats import decode_e2m1, unpack_e2m1
 
 GROUP = 32
 """Numbers that share a scale."""
-VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 ROWS = 256
 """Blocks that a program writes out."""
 SCRATCH = 2**28
@@ -37,19 +37,8 @@ class MXFP4Tensor(PackedTensor):
 
 def write_out_reference(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Do what `write_out` does, in plain torch."""
-    values = torch.tensor([*VALUES, *(-value for value in VALUES)], device=blocks.device)
-    nibbles = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2)
-    wide = torch.ldexp(values[nibbles.int()], scales[..., None].int() - 127)
+    wide = torch.ldexp(unpack_e2m1(blocks), scales[..., None].int() - 127)
     return wide.flatten(-2).to(dtype)
-
-
-@triton.jit
-def _decode(nibbles):
-    """Return twice the numbers of nibbles, without their scale, in float32."""
-    magnitude = (nibbles & 7).to(tl.int32)
-    normal = ((magnitude << 22) + (127 << 23)).to(tl.float32, bitcast=True)  # exponent and mantissa where float32's are
-    value = tl.where(magnitude < 2, magnitude.to(tl.float32), normal)
-    return tl.where(nibbles >= 8, -value, value)
 
 
 @triton.jit
@@ -72,7 +61,7 @@ def _write_out(
     inside = (rows < count)[:, None]
     held = tl.load(blocks_ptr + rows[:, None] * 16 + tl.arange(0, 16)[None, :], mask=inside, other=0)
     scale = _power(tl.load(scales_ptr + rows, mask=rows < count, other=0))[:, None]
-    numbers = tl.reshape(tl.join(_decode(held & 15) * scale, _decode(held >> 4) * scale), (ROWS, 32))
+    numbers = tl.reshape(tl.join(decode_e2m1(held & 15) * 2 * scale, decode_e2m1(held >> 4) * 2 * scale), (ROWS, 32))
     at = out_ptr + rows[:, None] * 32 + tl.arange(0, 32)[None, :]
     tl.store(at, numbers.to(out_ptr.dtype.element_ty), mask=inside)
 

@@ -28,20 +28,28 @@ class PackedTensor(Tensor):
         parts: tensors of one device, as they are stored.
         shape: of the dense weight.
         dtype: of the dense weight when it is written out.
+        facts: what a subclass needs to know besides, plain values.
     """
 
     parts: tuple[Tensor, ...]
+    facts: tuple[Any, ...]
 
     @staticmethod
-    def __new__(cls: Any, parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Any:
+    def __new__(cls: Any, parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype, *facts: Any) -> Any:
         return torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=parts[0].device)
 
-    def __init__(self, parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> None:
-        self.parts = tuple(parts)
+    def __init__(self, parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype, *facts: Any) -> None:
+        self.parts, self.facts = tuple(parts), facts
 
     def dequantise(self) -> Tensor:
         """Return the dense weight, in this tensor's dtype."""
-        raise NotImplementedError
+        out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        self.write_out(out)
+        return out
+
+    def write_out(self, out: Tensor) -> None:
+        """Write the dense weight into `out`, contiguous, in its dtype."""
+        out.copy_(self.dequantise())
 
     @property
     def stored_bytes(self) -> int:
@@ -50,7 +58,7 @@ class PackedTensor(Tensor):
 
     def of_parts(self, parts: Sequence[Tensor], dtype: torch.dtype | None = None) -> PackedTensor:
         """Return the same weight with other parts, on another device for instance."""
-        return type(self)(parts, self.shape, dtype or self.dtype)
+        return type(self)(parts, self.shape, dtype or self.dtype, *self.facts)
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
         stored = f"{self.stored_bytes:,} bytes on {self.device}"
@@ -63,7 +71,7 @@ class PackedTensor(Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         names = [f"part{number}" for number in range(len(self.parts))]
-        return names, (tuple(self.shape), self.dtype)
+        return names, (tuple(self.shape), self.dtype, *self.facts)
 
     def __getattr__(self, name: str) -> Tensor:
         if name.startswith("part") and name[4:].isdigit() and "parts" in self.__dict__:

@@ -19,11 +19,19 @@ from torch import Tensor
 from pronghorn.kernels import adapter_gradients
 from pronghorn.kernels.adapter_gradients import matmul
 from pronghorn.kernels.residual import LowRank
-from pronghorn.layers.linears import Adapter, adapter_of, base_of, is_4bit, unmerge_disabled
+from pronghorn.layers.linears import Adapter, adapter_of, base_of, is_4bit, is_written_out, unmerge_disabled
 from pronghorn.layers.weight_layout import GroupStorage
 from pronghorn.precision.compute import MULTIPLE, Compute
 from pronghorn.precision.fp8 import FP8Source, NF4CodesSource
-from pronghorn.precision.source import Activation, CopiedSource, DenseSource, LowRankGrad, NF4Source, WeightSource
+from pronghorn.precision.source import (
+    Activation,
+    CopiedSource,
+    DenseSource,
+    LowRankGrad,
+    NF4Source,
+    PackedSource,
+    WeightSource,
+)
 
 LowRankGrads = tuple[Tensor, list[Tensor]]
 """(s · dy B [T, R], each adapter's dB [N_i, r])."""
@@ -74,6 +82,8 @@ class FusedLinear:
         weights = [base.weight for base in self.bases]
         if is_4bit(self.bases[0]):
             return NF4Source(weights, self.dtype, below)
+        if is_written_out(self.bases[0]):
+            return PackedSource(weights, self.dtype, below)
         if weights[0].dtype is not self.dtype:
             return CopiedSource(weights, self.dtype)
         return DenseSource(storage.weight(self.dtype), sum(self.widths))

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pronghorn.kernels.packed import PackedTensor
+
 _BY_FSDP = "_is_fsdp_managed_module"
 """The attribute of the modules whose weights FSDP gathers for a forward, plain then and in storage of its own."""
 
@@ -42,11 +44,11 @@ def unfused_reason(linears: list[nn.Module], dtype: torch.dtype) -> str | None:
     for module, base in zip(linears, bases, strict=True):
         linear: Any = module
         active = active_adapters(linear)
-        if type(base) is not nn.Linear and not is_4bit(base):
+        if type(base) is not nn.Linear and not is_written_out(base):
             return f"{type(base).__name__} is not a plain linear"
         if base.__dict__.get(_BY_FSDP):
             return "FSDP shards the weights"
-        if type(base.weight) is not nn.Parameter and not is_4bit(base):
+        if type(base.weight) is not nn.Parameter and not is_written_out(base):
             return f"a weight is a {type(base.weight).__name__}: sharded, or computed"
         if linear is not base and not hasattr(linear, "lora_A"):
             return f"{type(linear).__module__} is not LoRA"
@@ -61,9 +63,11 @@ def unfused_reason(linears: list[nn.Module], dtype: torch.dtype) -> str | None:
     first = bases[0]
     if len({(type(x), x.weight.dtype, x.weight.device, x.weight.requires_grad, x.bias is None) for x in bases}) > 1:
         return "the linears differ in dtype, device or bias, or only some are trained"
+    if len({is_written_out(base) for base in bases}) > 1:
+        return "only some weights are stored in few bits"
     if any(x.bias is not None and x.bias.requires_grad is not x.weight.requires_grad for x in bases):
         return "only biases are trained, or only weights"
-    if not is_4bit(first) and first.weight.dtype is not dtype and not first.weight.requires_grad:
+    if not is_written_out(first) and first.weight.dtype is not dtype and not first.weight.requires_grad:
         return f"the weights are {_name(first.weight.dtype)} and the products {_name(dtype)}"
     return "the linears' LoRA scales differ" if len(scales) > 1 else None
 
@@ -77,6 +81,11 @@ def active_adapters(linear: Any) -> list[str]:
 def is_4bit(base: Any) -> bool:
     """Tell whether it is bitsandbytes' 4-bit linear (by name: the package needn't be there)."""
     return type(base).__name__ == "Linear4bit" and getattr(base.weight, "quant_state", None) is not None
+
+
+def is_written_out(base: Any) -> bool:
+    """Tell whether a linear's weight is stored in few bits and written out for each product."""
+    return is_4bit(base) or isinstance(base.weight, PackedTensor)
 
 
 def unmerge_disabled(linear: Any) -> None:

@@ -13,7 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pronghorn.layers.linears import adapter_of, base_of, is_4bit
+from pronghorn.kernels.fp8_blocks import FP8Tensor
+from pronghorn.kernels.packed import PackedTensor
+from pronghorn.kernels.quantise import transposed
+from pronghorn.layers.linears import adapter_of, base_of, is_written_out
 from pronghorn.precision.fp8 import FP8Weight
 
 WIDE = 2
@@ -65,14 +68,25 @@ class GroupStorage:
         return self._bias
 
     def codes(self) -> FP8Weight:
-        """Return the weights in 8 bits, quantised again only where one was moved, written to or merged into."""
-        weights = self._weights()
-        merged = [tuple(getattr(linear, "merged_adapters", ())) for linear in self.linears]
-        state = [(id(w), w.data_ptr(), w._version) for w in weights], merged
-        if self._codes is None or self._codes[0] != state:
+        """Return the weights in 8 bits, quantised again only where one was moved, written to or merged into. Codes of
+        a checkpoint that have a scale a row are these, put one below the other."""
+        if self._codes is None or self._codes[0] != self._state():
             self._codes = None  # freed before the others are made
-            self._codes = state, FP8Weight.of(weights)
+            weights = self._weights()
+            if all(isinstance(weight, FP8Tensor) and weight.scales_rows for weight in weights):
+                codes = merge([weight.parts[0] for weight in weights])
+                made = FP8Weight(codes, transposed(codes), torch.cat([weight.row_scales() for weight in weights]))
+            else:
+                made = FP8Weight.of(weights)
+            self._codes = self._state(), made
         return self._codes[1]
+
+    def _state(self) -> Any:
+        """Return what the codes depend on: where the weights lie, their versions, and adapters merged into them."""
+        weights = self._weights()
+        parts = [part for weight in weights for part in getattr(weight, "parts", (weight,))]
+        merged = [tuple(getattr(linear, "merged_adapters", ())) for linear in self.linears]
+        return [*map(id, weights)], [(part.data_ptr(), part._version) for part in parts], merged
 
     def is_merged(self, dtype: torch.dtype) -> bool:
         """Tell whether `weight` would leave the weights where they are."""
@@ -91,18 +105,20 @@ class GroupStorage:
         self._weight = self._bias = self._below = None
         for linear in self.linears if self._moved else ():
             for parameter in (base_of(linear).weight, base_of(linear).bias):
-                if parameter is not None and parameter.untyped_storage().nbytes() > parameter.nbytes:
+                if parameter is None or isinstance(parameter, PackedTensor):
+                    continue
+                if parameter.untyped_storage().nbytes() > parameter.nbytes:
                     parameter.data = parameter.detach().clone()
 
     def rows_below(self, dtype: torch.dtype) -> int | None:
         """Count the rows of A below the weight, often 0; None where weights are written out or copied for use."""
         base = base_of(self.linears[0])
-        if is_4bit(base) or base.weight.dtype is not dtype:
+        if is_written_out(base) or base.weight.dtype is not dtype:
             return None
         return self.rank_below(dtype)
 
     def rank_below(self, dtype: torch.dtype) -> int:
-        """Return the rank of A if it lies below the frozen (or 4-bit) weight of the only linear, else 0."""
+        """Return the rank of A if it lies below the frozen (or written out) weight of the only linear, else 0."""
         base, adapter = base_of(self.linears[0]), adapter_of(self.linears[0])
         if adapter is None or len(self.linears) != 1 or base.in_features < WIDE * base.out_features:
             return 0
@@ -110,7 +126,7 @@ class GroupStorage:
         if rank % STEP:
             return 0
         frozen = weight.dtype is dtype and not weight.requires_grad
-        return rank if is_4bit(base) or (frozen and not self._is_taken(weight, rank)) else 0
+        return rank if is_written_out(base) or (frozen and not self._is_taken(weight, rank)) else 0
 
     def _merge(self, parts: list[Any], into_new: bool = False) -> Tensor:
         before = [part.data_ptr() for part in parts]

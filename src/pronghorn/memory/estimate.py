@@ -87,6 +87,10 @@ class TrainSetup:
     """Frozen linears multiply in 8 bits, experts apart (`precision.compute`)."""
     expert_bytes: float | None = None
     """Bytes of a number of experts' frozen weights where these are packed."""
+    linear_bytes: float | None = None
+    """Bytes of a number of the linears' frozen weights where these are packed."""
+    own_codes: bool = False
+    """The packed linears multiply in 8 bits as they are."""
     fused: bool = True
     """Layers are Pronghorn's fused ones; else transformers' and PEFT's."""
     trained_whole: int = 0
@@ -113,6 +117,11 @@ class TrainSetup:
         if self.method == "full":
             return 0
         return 16 if self.ranks is None else self.ranks.get(linear, 0)
+
+    @property
+    def writes_out(self) -> bool:
+        """Tell whether the linears' weights are written out of few bits for each product."""
+        return self.method == "qlora" or (self.linear_bytes is not None and not self.fp8)
 
     @property
     def stream_bytes(self) -> int:
@@ -146,9 +155,11 @@ def resting_bytes(dims: ModelDims, setup: TrainSetup) -> dict[str, int]:
         weights = (p - linear) * b + linear // 2 + linear // 64 + linear // 4096
     if setup.expert_bytes is not None:
         weights -= int(sum(layer.expert_weights for layer in dims.layers) * (b - setup.expert_bytes))
+    if setup.linear_bytes is not None:
+        weights -= int(linear * (b - setup.linear_bytes))
     if setup.fp8:  # codes in two layouts, unless they are written out of 4 bits, and scales of rows
         rows = sum(each.out for layer in dims.layers for each in layer.linears)
-        weights += 10 * rows if setup.method == "qlora" else 2 * linear + 6 * rows
+        weights += 10 * rows if setup.method == "qlora" else (1 if setup.own_codes else 2) * linear + 6 * rows
     adapters = sum(count * setup.adapters(layer) for layer, count in dims.kinds.items())
     copies = 0  # of A and B in the products' dtype, B of a merged product with zeros beside each block
     for layer, count in dims.kinds.items() if setup.fused else ():
@@ -263,7 +274,7 @@ def working_bytes(layer: LayerSpec, setup: TrainSetup) -> int:
     states, activation = t * h * (setup.stream_bytes + b), t * i * b * (1 if setup.fused else 3)
     # of down's input gradient, then of gate's and up's: activations' codes, and weights that are written out
     codes = (t * h, 2 * t * i) if setup.fp8 else (0, 0)
-    written = (1 if setup.fp8 else b) * h * i if setup.method == "qlora" else 0
+    written = (1 if setup.fp8 else b) * h * i if setup.writes_out else 0
     return states + max(activation + codes[0] + written, codes[1] + 2 * written)
 
 

@@ -110,7 +110,7 @@ def _refusal(dims: ModelDims, setup: TrainSetup, times: StepTimes, budget: int, 
     """Make the error for a budget that nothing fits, with what each remedy would need."""
     ranks = {linear.path: setup.rank(linear.path) for layer in dims.kinds for linear in layer.linears}
     half = {path: max(1, rank // 2) for path, rank in ranks.items() if rank}
-    lora = setup.method == "lora" and not dims.has_experts
+    lora = setup.method == "lora" and setup.linear_bytes is None and not dims.has_experts
     remedies = {
         f"rows of half as many tokens ({setup.tokens // 2:,})": replace(setup, tokens=setup.tokens // 2),
         "adapter.method: lora": replace(setup, method="lora", ranks=None, optimizer_bytes=None)

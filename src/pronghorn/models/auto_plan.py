@@ -18,6 +18,8 @@ from pronghorn.data.batch import PackedBatch
 from pronghorn.errors import UnsupportedError
 from pronghorn.families.layer_spec import layer_spec, linear_modules
 from pronghorn.families.spec import Attention, Experts, GatedMLP
+from pronghorn.kernels.fp8_blocks import FP8Tensor
+from pronghorn.kernels.packed import PackedTensor
 from pronghorn.layers.decoder import FusedLayers
 from pronghorn.layers.linears import adapter_of, base_of
 from pronghorn.memory.devices import DeviceSpec, device_spec
@@ -124,7 +126,9 @@ def setup_of(
         for path, linear in linear_modules(family, layer).items():
             adapter = adapter_of(linear)
             ranks[path] = max(ranks.get(path, 0), 0 if adapter is None else adapter.a.shape[0])
-    first = base_of(next(iter(linear_modules(family, base.base_model.layers[0]).values()))).weight
+    linears = [x for layer in base.base_model.layers for x in linear_modules(family, layer).values()]
+    weights = [base_of(linear).weight for linear in linears]
+    packed, first = [weight for weight in weights if isinstance(weight, PackedTensor)], weights[0]
     quantised = not first.dtype.is_floating_point
     method: Method = "full" if first.requires_grad and not any(ranks.values()) else "qlora" if quantised else "lora"
     embeddings = base.get_input_embeddings().weight
@@ -143,6 +147,8 @@ def setup_of(
         itemsize=(autocast or embeddings.dtype).itemsize,
         fp8=fp8,
         expert_bytes=experts.packed_bytes(base),
+        linear_bytes=_bytes_a_number(weights) if packed else None,
+        own_codes=bool(packed) and all(isinstance(each, FP8Tensor) and each.scales_rows for each in packed),
         fused=fused,
         trained_whole=0 if method == "full" else sum(whole.values()),
         graph=fuses and autocast is None and (handle is None or handle.options.graph != "off"),
@@ -160,6 +166,11 @@ def trained_tensors(model: Any) -> list[TrainedTensor]:
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     trained = (p for p in model.parameters() if p.requires_grad)
     return [TrainedTensor(p.numel(), p.element_size(), id(p) in tables) for p in trained]
+
+
+def _bytes_a_number(weights: list[Any]) -> float:
+    stored = sum(each.stored_bytes if isinstance(each, PackedTensor) else each.nbytes for each in weights)
+    return stored / sum(each.numel() for each in weights)
 
 
 def resolve(

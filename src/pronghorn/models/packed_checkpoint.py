@@ -3,58 +3,28 @@
     config.json's quant_method  ->  a format  ->  skeleton on the meta device, its packed parameters in place
     the loader's tensors, one at a time  ->  parts of these parameters, and all other weights in the model's dtype
 
-A format says which tensors of a checkpoint make up a parameter. Nothing is unpacked on the way: the device never holds
-more than the model and one tensor.
+A format (`packed_formats`) says which tensors of a checkpoint make up a parameter. Nothing is unpacked on the way: the
+device never holds more than the model and one tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pronghorn.errors import DataError, UnsupportedError
-from pronghorn.kernels.mxfp4 import GROUP, MXFP4Tensor
+from pronghorn.errors import DataError
 from pronghorn.kernels.packed import PackedTensor
-from pronghorn.models.experts import expert_parameters
 from pronghorn.models.families import check_config
+from pronghorn.models.packed_formats import FORMATS, NOT_READ, Format, packed_parameters
 from pronghorn.precision.loader import StoredTensor, checkpoint, load
 
 METADATA = ("*.json", "*.jinja", "*.txt", "*.model", "*.safetensors")
 """Files of a hub's repository that loading reads; folders below it hold other formats."""
-
-
-@dataclass(frozen=True)
-class Format:
-    """How a kind of packed checkpoint stores its parameters."""
-
-    name: str
-    """For people."""
-    packed: Callable[[Any, dict[str, Any]], Iterator[tuple[str, PackedTensor, dict[str, str]]]]
-    """Lists, of a skeleton and the checkpoint's quantization_config: a parameter's name, the tensor (on the meta
-    device) that takes its place, and the suffix of each part's stored name by the part's number."""
-
-
-def _mxfp4(model: Any, stored: dict[str, Any]) -> Iterator[tuple[str, PackedTensor, dict[str, str]]]:
-    """gpt-oss: `<parameter>_blocks` and `<parameter>_scales` of experts."""
-    for name, parameter in expert_parameters(model):
-        experts, k, n = parameter.shape
-        if k % GROUP:
-            raise UnsupportedError(
-                f"{name} has {k} rows an expert, and MXFP4 stores groups of {GROUP}", "use the 16-bit checkpoint"
-            )
-        blocks = torch.empty(experts, n, k // GROUP, GROUP // 2, dtype=torch.uint8, device="meta")
-        scales = torch.empty(experts, n, k // GROUP, dtype=torch.uint8, device="meta")
-        packed = MXFP4Tensor([blocks, scales], parameter.shape, parameter.dtype)
-        yield name, packed, {f"{name}_blocks": "0", f"{name}_scales": "1"}
-
-
-FORMATS = {"mxfp4": Format("MXFP4", _mxfp4)}
-"""By `quant_method` of a checkpoint's quantization_config."""
 
 
 def quantisation_of(config: Any) -> dict[str, Any]:
@@ -78,9 +48,9 @@ def pack(model: Any, stored: dict[str, Any], form: Format) -> dict[str, tuple[st
         (parameter, number of its part) by the part's name in the checkpoint.
     """
     parts: dict[str, tuple[str, int]] = {}
-    for name, packed, names in list(form.packed(model, stored)):
+    for name, packed, names in packed_parameters(form, model, stored):
         _set(model, name, nn.Parameter(packed, requires_grad=False))
-        parts |= {part: (name, int(number)) for part, number in names.items()}
+        parts |= {part: (name, number) for part, number in names.items()}
     return parts
 
 
@@ -135,14 +105,14 @@ class PackedSkeleton:
         waiting: dict[str, dict[int, Tensor]] = {}
 
         def rename(key: str) -> str | None:
-            return None if key in tied else key
+            return None if key in tied or key.endswith(NOT_READ) else key
 
         def place(key: str, stored: StoredTensor) -> Tensor:
             tensor = stored.read()
             return tensor.to(device, expected[key].dtype, copy=tensor.device.type == "cpu")  # not a view of the file
 
         bar = _progress(len(expected))
-        for key, tensor in load(source, rename=rename, place=place, expected=expected):
+        for key, tensor in load(_shaped(source, expected), rename=rename, place=place, expected=expected):
             bar.update()
             if key not in self.parts:
                 _set(self.model, key, nn.Parameter(tensor, requires_grad=tensor.is_floating_point()))
@@ -171,10 +141,25 @@ def load_packed(name: str | Path, config: Any, dtype: torch.dtype, device: torch
     Raises:
         DataError: files or tensors are missing, damaged or of other shapes or dtypes; nothing is half-loaded.
     """
+    skeleton = PackedSkeleton.of(config, dtype)  # a format that isn't served is told before anything is fetched
     folder = _folder(name, hub)
-    model = PackedSkeleton.of(config, dtype).fill(checkpoint(folder), device)
+    model = skeleton.fill(checkpoint(folder), device)
     _generation_config(model, folder)
     return model
+
+
+def _shaped(source: Iterable[StoredTensor], expected: Mapping[str, Tensor]) -> Iterator[StoredTensor]:
+    """Give single numbers the shape that is expected: [], [1] and [1, 1] are all published."""
+    for stored in source:
+        target = expected.get(stored.name)
+        if target is None or target.numel() != 1 or any(size != 1 for size in stored.shape):
+            yield stored
+            continue
+
+        def rows(start: int, stop: int, stored: StoredTensor = stored, shape: Any = target.shape) -> Tensor:
+            return stored.read().reshape(shape)
+
+        yield replace(stored, shape=tuple(target.shape), rows=rows)
 
 
 def _folder(name: str | Path, hub: dict[str, Any]) -> Path:

@@ -10,6 +10,8 @@ import torch
 
 from pronghorn.attention.backends import Backend, choose, long_from
 from pronghorn.families.registry import family_of
+from pronghorn.kernels.fp8_blocks import FP8Tensor
+from pronghorn.kernels.packed import PackedTensor
 from pronghorn.layers.decoder import output_is_seen
 from pronghorn.memory.plan import Policy
 from pronghorn.models.causal_lm import has_own_loss
@@ -123,12 +125,19 @@ def _float32_products(device: torch.device) -> list[PathTaken]:
 
 
 def _products(handle: Handle, autocast: torch.dtype | None) -> list[PathTaken]:
-    """Tell in what frozen weights multiply, where 8 bits were asked for."""
+    """Tell in what frozen weights multiply, where 8 bits were asked for or a checkpoint's linears are packed."""
     compute, layers = handle.options.compute, handle.layers
+    packed = [p for p in handle.model.base_model.parameters() if isinstance(p, PackedTensor) and p.ndim == 2]
+    kinds = ", ".join(sorted({type(weight).__name__.removesuffix("Tensor") for weight in packed}))
     if not compute.is_fp8 or layers is None:
-        return []
+        written = f"the model's dtype, written out of {kinds} for each product"
+        return [PathTaken("products of frozen weights", written, "the checkpoint is packed")] if packed else []
     in_fp8, products = layers.in_fp8()
     path = f"FP8 by rows, {'exact' if compute is Compute.FP8_EXACT else 'fast'} accumulation"
+    own = sum(isinstance(weight, FP8Tensor) and weight.scales_rows for weight in packed)
+    if packed:
+        again = f"{len(packed) - own} weights of {kinds} quantised once more, by rows"
+        path = f"{path}; {'the codes of the checkpoint' if own == len(packed) else again}"
     if in_fp8 < products:
         path = f"{path}; {products - in_fp8} of {products} in the model's dtype, whose weights are trained"
     if handle.experts is not None:

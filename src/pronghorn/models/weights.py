@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
-from pronghorn.models.packed_checkpoint import FORMATS, format_of, quantisation_of
+from pronghorn.models.packed_checkpoint import format_of, quantisation_of
+from pronghorn.models.packed_formats import FORMATS
 
 
 def whole_model(name: str | Path, **options: Any) -> Any:
@@ -37,7 +38,7 @@ def check_quantised(config: Any, load_in_4bit: bool) -> None:
     """Refuse a checkpoint that is quantised in a way that isn't served, or that would have to be quantised twice.
 
     Raises:
-        UnsupportedError: quantised by others than bitsandbytes and those of `packed_checkpoint.FORMATS`.
+        UnsupportedError: quantised by others than bitsandbytes and those of `packed_formats.FORMATS`.
         ConfigError: `load_in_4bit` of a checkpoint that is packed otherwise.
     """
     method = quantisation_of(config).get("quant_method", "")

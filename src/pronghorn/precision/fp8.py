@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from pronghorn.errors import UnsupportedError
 from pronghorn.kernels.nf4 import NF4Weight, write_codes
+from pronghorn.kernels.packed import PackedTensor
 from pronghorn.kernels.quantise import DTYPE, quantise_rows, transposed, weight_scales
 from pronghorn.precision.compute import MULTIPLE
 from pronghorn.precision.source import Activation, Lifetime, LowRankGrad, WeightSource
@@ -36,13 +38,21 @@ class FP8Weight:
 
     @classmethod
     def of(cls, weights: Sequence[Tensor]) -> FP8Weight:
-        """Quantise weights [N_i, K], one below the other."""
-        scales = torch.cat([weight_scales(weight.detach().abs().amax(1)) for weight in weights])
-        codes = torch.empty(len(scales), weights[0].shape[1], dtype=DTYPE, device=scales.device)
-        rows = [len(weight) for weight in weights]
+        """Quantise weights [N_i, K], one below the other; packed ones are written out one by one."""
+        rows, first = [len(weight) for weight in weights], weights[0]
+        scales = torch.empty(sum(rows), device=first.device)
+        codes = torch.empty(sum(rows), first.shape[1], dtype=DTYPE, device=first.device)
         for weight, part, each in zip(weights, codes.split(rows), scales.split(rows), strict=True):
-            part.copy_(weight.detach().float() * (1 / each)[:, None])
+            dense = weight.dequantise() if isinstance(weight, PackedTensor) else weight.detach()
+            each.copy_(weight_scales(dense.abs().amax(1)))
+            part.copy_(dense.float() * (1 / each)[:, None])
         return cls(codes, transposed(codes), scales)
+
+    @cached_property
+    def columns(self) -> Tensor:
+        """s as the factor of a gradient's columns: in bfloat16, or as it is where it is no bfloat16 number."""
+        narrow = self.scales.bfloat16()
+        return narrow if torch.equal(narrow.float(), self.scales) else self.scales
 
     def dequantise(self) -> Tensor:
         """Return codes · s in float32 [N, K]."""
@@ -86,7 +96,7 @@ class FP8Source(WeightSource):
     def __init__(self, weight: FP8Weight, exact: bool) -> None:
         self.weight, self._exact = weight, exact
         self._ones = torch.ones(weight.codes.shape[1], device=weight.codes.device)
-        self._columns = weight.scales.bfloat16()
+        self._columns = weight.columns
 
     def forward(self, x: Activation, bias: Tensor | None) -> Tensor:
         codes, scales = _codes(x)

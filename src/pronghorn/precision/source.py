@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from pronghorn.kernels.nf4 import NF4Weight, write_out
+from pronghorn.kernels.packed import PackedTensor
 
 
 class Lifetime(StrEnum):
@@ -117,38 +118,63 @@ class CopiedSource(WeightSource):
         return DenseSource(saved, len(saved))
 
 
-class NF4Source(WeightSource):
-    """bitsandbytes' 4-bit weights, written out for each product.
+class WrittenOutSource(WeightSource):
+    """Weights in few bits, written out for each product.
 
     Args:
-        weights: `Params4bit`, one below the other.
+        shapes: [N_i, K] of weights that come one below the other.
+        stored: the dtype that they are written out in, before they get the products' `dtype`.
         below: R, rows of LoRA's A that come below W when dx is computed; 0 for none.
     """
 
     lifetime = Lifetime.PER_USE
 
-    def __init__(self, weights: Sequence[Any], dtype: torch.dtype, below: int) -> None:
-        self._weights, self._below = [NF4Weight.of(weight) for weight in weights], below
-        self._stored, self._dtype = weights[0].quant_state.dtype, dtype
+    def __init__(self, shapes: Sequence[Sequence[int]], stored: torch.dtype, dtype: torch.dtype, below: int) -> None:
+        self._rows, self._columns = [shape[0] for shape in shapes], shapes[0][1]
+        self._stored, self._dtype, self._below = stored, dtype, below
         self.side_by_side = below > 0
 
     def forward(self, x: Activation, bias: Tensor | None) -> Tensor:
-        weight = self._written_out(0).t()
+        weight = self._written_out(x.dense, 0).t()
         return x.dense @ weight if bias is None else torch.addmm(bias, x.dense, weight)
 
     def input_grad(self, dy: Activation, low_rank: LowRankGrad | None) -> Tensor:
         if low_rank is not None and low_rank.both is not None:
-            whole = self._written_out(self._below)
+            whole = self._written_out(dy.dense, self._below)
             whole[-self._below :] = low_rank.a
             return low_rank.both @ whole
-        dx = dy.dense @ self._written_out(0)
+        dx = dy.dense @ self._written_out(dy.dense, 0)
         return dx if low_rank is None else dx.addmm_(low_rank.dya, low_rank.a)
 
-    def _written_out(self, more: int) -> Tensor:
+    def _written_out(self, like: Tensor, more: int) -> Tensor:
         """Return W [N + more, K] in the products' dtype, the last rows uninitialised."""
-        rows = [weight.shape[0] for weight in self._weights]
-        first = self._weights[0]
-        whole = first.packed.new_empty(sum(rows) + more, first.shape[1], dtype=self._stored)
-        for weight, part in zip(self._weights, whole.split([*rows, more]), strict=False):
-            write_out(weight, part)
+        whole = like.new_empty(sum(self._rows) + more, self._columns, dtype=self._stored)
+        for index, part in enumerate(whole.split([*self._rows, more])[: len(self._rows)]):
+            self._write(index, part)
         return whole.to(self._dtype)
+
+    def _write(self, index: int, out: Tensor) -> None:
+        """Write one of the weights into `out`."""
+        raise NotImplementedError
+
+
+class NF4Source(WrittenOutSource):
+    """bitsandbytes' 4-bit weights (`Params4bit`)."""
+
+    def __init__(self, weights: Sequence[Any], dtype: torch.dtype, below: int) -> None:
+        self._weights = [NF4Weight.of(weight) for weight in weights]
+        super().__init__([weight.shape for weight in self._weights], weights[0].quant_state.dtype, dtype, below)
+
+    def _write(self, index: int, out: Tensor) -> None:
+        write_out(self._weights[index], out)
+
+
+class PackedSource(WrittenOutSource):
+    """Weights of a packed checkpoint (`PackedTensor`)."""
+
+    def __init__(self, weights: Sequence[PackedTensor], dtype: torch.dtype, below: int) -> None:
+        self._weights = list(weights)
+        super().__init__([weight.shape for weight in weights], weights[0].dtype, dtype, below)
+
+    def _write(self, index: int, out: Tensor) -> None:
+        self._weights[index].write_out(out)

@@ -1,0 +1,135 @@
+"""Write a 16-bit checkpoint again with its linears in 8 bits, as others load them.
+
+    <linear>.weight        e4m3 [N, K]
+    <linear>.weight_scale  bfloat16 [N, 1], a scale a row: w ≈ code · scale
+
+That is compressed-tensors' `float-quantized` with the strategy `channel`, which vLLM and transformers multiply in FP8
+with scales of activations a token, as `compute = "fp8"` does here: the same codes. Embeddings, head and norms stay.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pronghorn.errors import ConfigError, UnsupportedError
+from pronghorn.export.folder import whole_folder
+from pronghorn.kernels.quantise import DTYPE, weight_scales
+from pronghorn.models.families import has_experts
+from pronghorn.models.load import find_model
+from pronghorn.models.packed_checkpoint import METADATA, quantisation_of
+from pronghorn.precision.loader import checkpoint, load
+
+SHARD_BYTES = 5 * 10**9
+"""Of weights, that a file holds at most, or one tensor."""
+
+
+def write_fp8_checkpoint(source: str | Path, folder: str | Path, *, shard_bytes: int = SHARD_BYTES) -> Path:
+    """Write a checkpoint in 16 bits (a merged model, for instance) with its linears in 8 bits.
+
+    Tensors are read, quantised and written one file at a time: memory holds one file's.
+
+    Args:
+        source: a local folder of safetensors weights.
+        folder: where to; must be empty, or not be there.
+        shard_bytes: of weights, that a file holds at most, or one tensor.
+    Returns:
+        The folder.
+    Raises:
+        ConfigError: something is there, or the source is no whole model.
+        UnsupportedError: a model with experts, or one that is quantised already.
+        DataError: weights are missing, damaged, or not of this model.
+    """
+    from transformers import AutoModelForCausalLM
+
+    path, target = Path(source), Path(folder)
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise ConfigError(f"{target} is there already", "choose another folder or delete it")
+    config = find_model(path, max_seq_length=1).config if path.is_dir() else None
+    if config is None:
+        raise ConfigError(
+            f"{path} is no folder of a whole model", "merge an adapter first, with save_pretrained_merged"
+        )
+    if quantisation_of(config):
+        raise UnsupportedError(f"{path} is quantised already", "give the 16-bit checkpoint")
+    if has_experts(config):
+        raise UnsupportedError(f"{path} has experts, which aren't written in 8 bits", "keep the 16-bit checkpoint")
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=config.dtype, trust_remote_code=False)
+    head = model.get_output_embeddings()
+    linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head}
+    tied = set(getattr(model, "all_tied_weights_keys", None) or {}) if config.tie_word_embeddings else set()
+    expected = {name: each for name, each in model.named_parameters() if name not in tied}
+    tensors = load(checkpoint(path), rename=lambda name: None if name in tied else name, expected=expected)
+    with whole_folder(target) as writing:
+        for file in path.iterdir():
+            if any(file.match(glob) for glob in METADATA) and ".safetensors" not in file.name:
+                shutil.copyfile(file, writing / file.name)
+        table = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        table["quantization_config"] = _quantisation([name for name, module in model.named_modules() if module is head])
+        (writing / "config.json").write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
+        _write(writing, _quantised(tensors, linears), shard_bytes)
+    return target
+
+
+def _quantised(tensors: Iterator[tuple[str, Tensor]], linears: set[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors, the weights of these linears as codes and scales."""
+    for name, tensor in tensors:
+        linear = name.removesuffix(".weight")
+        if linear not in linears or linear == name:
+            yield name, tensor
+            continue
+        wide = tensor.float()
+        scales = weight_scales(wide.abs().amax(1))
+        yield name, (wide * (1 / scales)[:, None]).to(DTYPE)
+        yield f"{linear}.weight_scale", scales.bfloat16()[:, None]
+
+
+def _write(folder: Path, tensors: Iterator[tuple[str, Tensor]], shard_bytes: int) -> None:
+    """Write tensors into files of at most so many bytes, with an index."""
+    from safetensors.torch import save_file
+
+    files: list[tuple[list[str], int]] = []
+    waiting: dict[str, Tensor] = {}
+
+    def flush() -> None:
+        whole = {key: each.contiguous() for key, each in waiting.items()}
+        save_file(whole, folder / f"{len(files)}.tmp", {"format": "pt"})
+        files.append((list(waiting), sum(each.nbytes for each in waiting.values())))
+        waiting.clear()
+
+    for key, tensor in tensors:
+        if waiting and sum(each.nbytes for each in waiting.values()) + tensor.nbytes > shard_bytes:
+            flush()
+        waiting[key] = tensor
+    flush()
+    names = [f"model-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)]
+    names = names if len(files) > 1 else ["model.safetensors"]
+    for number, name in enumerate(names):
+        (folder / f"{number}.tmp").rename(folder / name)
+    if len(files) > 1:
+        places = {key: name for name, (keys, _) in zip(names, files, strict=True) for key in keys}
+        index = {"metadata": {"total_size": sum(size for _, size in files)}, "weight_map": places}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _quantisation(left_out: list[str]) -> dict[str, Any]:
+    """Make the quantization_config."""
+    numbers = {"num_bits": 8, "type": "float", "symmetric": True}
+    weights = {**numbers, "strategy": "channel", "dynamic": False, "observer": "minmax"}
+    activations = {**numbers, "strategy": "token", "dynamic": True, "observer": None}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": left_out,
+        "kv_cache_scheme": None,
+    }

@@ -1,0 +1,250 @@
+"""Dense models whose linears are stored in FP8 or NVFP4: loaded as they are, they compute what their dense weights
+compute."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pronghorn.errors import DataError, PronghornError, UnsupportedError
+from pronghorn.kernels.packed import PackedTensor
+from pronghorn.layers.decoder import RUN
+from pronghorn.memory.estimate import resting_bytes
+from pronghorn.memory.plan import Plan
+from pronghorn.models.attach import attach
+from pronghorn.models.auto_plan import dims_of, setup_of
+from pronghorn.models.load import load_model
+from pronghorn.precision.fp8 import FP8Source
+from pronghorn.precision.source import PackedSource
+from support.documents import LENGTHS, ROW
+from support.fused import loss_and_gradients, path_of_layers, with_adapters
+from support.packed_checkpoints import change
+from support.packed_linears import KINDS, packed_linears
+from support.tiny import packed_row
+
+QUERY = "model.layers.0.self_attn.q_proj"
+
+
+def loaded(folder: Path, dtype: str = "float32") -> Any:
+    return load_model(folder, dtype=dtype, max_seq_length=128)[0]
+
+
+def dense(model: Any) -> Any:
+    """The same model, its packed weights written out."""
+    model = copy.deepcopy(model)
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if isinstance(parameter, PackedTensor):
+                module._parameters[name] = nn.Parameter(parameter.dequantise(), requires_grad=False)
+    return model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_what_was_published(tmp_path: Path, kind: str) -> None:
+    right = packed_linears(tmp_path, kind)
+    model = loaded(tmp_path)
+    packed = {name: p for name, p in model.named_parameters() if isinstance(p, PackedTensor)}
+    assert packed.keys() == right.keys() and len(right) == 14
+    assert all(torch.equal(packed[name].dequantise(), right[name]) for name in right)
+    assert not any(p.requires_grad for p in packed.values()) and type(model.lm_head.weight) is nn.Parameter
+    ids = torch.randint(3, 90, (1, 40))
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, dense(model)(ids).logits)
+
+
+@pytest.mark.parametrize("layers", ["fused", "stock"])
+@pytest.mark.parametrize(
+    ("kind", "family"),
+    [(kind, "llama") for kind in KINDS] + [("fine-grained", "qwen3"), ("rows", "qwen2"), ("nvfp4", "gemma3_text")],
+)
+def test_training_over_packed_linears_is_training_over_their_dense_weights(
+    tmp_path: Path, kind: str, family: str, layers: str
+) -> None:
+    packed_linears(tmp_path, kind, family)
+    packed = with_adapters(loaded(tmp_path))
+    results = []
+    for model in (packed, dense(packed)):
+        handle = attach(model, Plan.keep(), layers=layers)
+        assert path_of_layers(handle)[0] == ("fused" if layers == "fused" else "transformers and PEFT")
+        results.append(loss_and_gradients(model, packed_row(LENGTHS, ROW)))
+    (loss, gradients), (right_loss, right) = results
+    assert loss == right_loss
+    assert gradients.keys() == right.keys() and all(torch.equal(gradients[name], right[name]) for name in right)
+    assert sum(isinstance(p, PackedTensor) for p in packed.parameters()) == 14
+
+
+@pytest.mark.parametrize("compute", ["dtype", "fp8"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_plan_counts_the_stored_bytes(tmp_path: Path, kind: str, compute: str) -> None:
+    packed_linears(tmp_path, kind)
+    model = with_adapters(loaded(tmp_path, "bfloat16"))
+    handle = attach(model, Plan.keep(), layers="fused", compute=compute)
+    model(**packed_row(LENGTHS, ROW))
+    own = [each for name, each in model.named_parameters() if "lora_" not in name]
+    right = sum(p.stored_bytes if isinstance(p, PackedTensor) else p.nbytes for p in own)
+    products = [product for run in runs(handle) for block in run.blocks for product in block.linears]
+    if compute == "fp8":
+        for weight in (product.source.weight for product in products):
+            copied = kind not in ("rows", "tensors", "modelopt fp8")
+            right += weight.across.nbytes + weight.scales.nbytes + weight.columns.nbytes + copied * weight.codes.nbytes
+    assert {type(product.source) for product in products} == {FP8Source if compute == "fp8" else PackedSource}
+    assert resting_bytes(dims_of(model), setup_of(model, 512))["weights"] == pytest.approx(right, rel=0.01)
+
+
+def runs(handle: Any) -> list[Any]:
+    return [layer.__dict__[RUN] for layer in handle.layers.backbone.layers]
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [("rows", "the codes of the checkpoint"), ("tensors", "the codes of the checkpoint")]
+    + [(kind, "1[24] weights of .* quantised once more, by rows") for kind in ("fine-grained", "nvfp4")],
+)
+def test_products_in_8_bits_over_packed_linears(tmp_path: Path, kind: str, told: str) -> None:
+    right = packed_linears(tmp_path, kind)
+    model, results = with_adapters(loaded(tmp_path, "bfloat16")), {}
+    before = {name: p.dequantise() for name, p in model.named_parameters() if isinstance(p, PackedTensor)}
+    for compute in ("dtype", "fp8"):
+        handle = attach(model, Plan.keep(), layers="fused", compute=compute)
+        results[compute] = loss_and_gradients(model, packed_row(LENGTHS, ROW))
+        [path] = [path.path for path in handle.report if path.part == "products of frozen weights"]
+        assert re.search("written out of" if compute == "dtype" else told, path)
+    weight = runs(handle)[1].blocks[1].linears[0].source.weight
+    names = [f"model.layers.1.mlp.{name}_proj.weight" for name in ("gate", "up")]
+    published = torch.cat([right[name] for name in names])
+    error = (weight.dequantise() - published).norm() / published.norm()
+    assert error == 0 if kind in ("rows", "tensors") else 0.01 < error < 0.04
+    for name, values in before.items():
+        assert torch.equal(model.get_parameter(name).dequantise(), values)
+    (loss, gradients), (near_loss, near) = results["dtype"], results["fp8"]
+    assert loss != near_loss and near_loss == pytest.approx(loss, rel=0.05)
+    cosines = [torch.nn.functional.cosine_similarity(near[n].flatten(), gradients[n].flatten(), 0) for n in near]
+    assert min(cosines) > 0.9
+    assert handle.layers.in_fp8() == (8, 8)
+
+
+@pytest.mark.parametrize("kind", ["fine-grained", "nvfp4"])
+def test_a_saved_adapter_loads_over_its_packed_base(tmp_path: Path, kind: str) -> None:
+    packed_linears(tmp_path / "base", kind)
+    model = with_adapters(loaded(tmp_path / "base")).eval()
+    model.save_pretrained(tmp_path / "adapter")
+    again = loaded(tmp_path / "adapter").eval()
+    ids = torch.randint(3, 90, (1, 40))
+    with torch.no_grad():
+        assert torch.equal(again(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("pattern", ["re:.*self_attn.*", "model.layers.*.self_attn", "self_attn.q_proj", QUERY])
+def test_layers_that_are_left_out_stay_in_16_bits(tmp_path: Path, pattern: str) -> None:
+    packed_linears(tmp_path, "rows")
+    configure(tmp_path, ignore=["lm_head", pattern])
+    with pytest.raises(DataError, match=r"safetensors: .*_proj.weight_scale has no place in the model"):
+        loaded(tmp_path)
+    packed_linears(tmp_path, "rows")
+    configure(tmp_path, ignore=["lm_head", pattern])
+    for layer in range(2):
+        for name in ("q", "k", "v", "o") if "*" in pattern else ("q",):
+            path = f"model.layers.{layer}.self_attn.{name}_proj"
+            if layer == 0 or "layers.0" not in pattern:
+                width = (64, 160) if name in "kv" else (160, 128) if name == "o" else (128, 160)
+                change(tmp_path, f"{path}.weight", torch.randn(width).bfloat16())
+                change(tmp_path, f"{path}.weight_scale", None)
+    model = with_adapters(loaded(tmp_path))
+    assert type(model.get_submodule(f"base_model.model.{QUERY}").base_layer.weight) is nn.Parameter
+    handle = attach(model, Plan.keep(), layers="fused")
+    loss_and_gradients(model, packed_row(LENGTHS, ROW))
+    assert ("only some weights" in path_of_layers(handle)[1]) == ("*" not in pattern)
+
+
+def configure(folder: Path, **changes: Any) -> None:
+    """Change a checkpoint's quantization_config; None takes an entry out."""
+    table = json.loads((folder / "config.json").read_text())
+    stored = {**table["quantization_config"], **changes}
+    table["quantization_config"] = {name: value for name, value in stored.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(table))
+
+
+def scheme(**changes: Any) -> dict[str, Any]:
+    weights = {**KINDS["rows"]["config_groups"]["group_0"]["weights"], **changes}
+    return {"config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "problem"),
+    [
+        ("rows", {"format": "pack-quantized"}, "compressed-tensors' 'pack-quantized', weights of 8 bits"),
+        ("rows", scheme(num_bits=8, type="int"), r"weights of 8 bits \(int, a scale a channel\)"),
+        ("rows", scheme(strategy="group", group_size=128), r"weights of 8 bits \(float, a scale a group\)"),
+        ("rows", scheme(symmetric=False), "compressed-tensors' 'float-quantized'"),
+        (
+            "rows",
+            scheme(strategy="block"),
+            "quantization_config of a checkpoint in compressed-tensors .* can't be used",
+        ),
+        ("rows", scheme(strategy="tensor"), r"proj.weight_scale is \[[0-9]+, 1\], not \[1, 1\]"),
+        ("rows", {"config_groups": None}, "has no config_groups"),
+        ("rows", {"config_groups": {"group_0": {"targets": ["Linear"]}}}, r"can't be used \(KeyError\('weights'\)\)"),
+        ("rows", {"ignore": ["re:("]}, "can't be used"),
+        ("rows", {"ignore": []}, "lm_head is packed, which stays in 16 bits"),
+        ("fine-grained", {"weight_block_size": [64, 64]}, r"weight_scale_inv is \[., .\], not \[., .\]"),
+        ("fine-grained", {"weight_block_size": [128]}, "fine-grained FP8 can't be used"),
+        ("fine-grained", {"weight_block_size": [0, 128]}, "blocks of 0 x 128"),
+        ("fine-grained", {"weight_block_size": "128x128"}, "fine-grained FP8 can't be used"),
+        ("fine-grained", {"fmt": "e5m2"}, "fmt 'e5m2' is not e4m3"),
+        ("fine-grained", {"quant_method": "fbgemm_fp8"}, "the checkpoint is quantised by 'fbgemm_fp8'"),
+        ("modelopt", {"quant_algo": "W4A8_AWQ"}, "ModelOpt's W4A8_AWQ"),
+        ("modelopt", {"quant_algo": "FP8"}, "safetensors: .*weight_scale_2 has no place in the model"),
+        ("modelopt", {"quant_algo": None}, "ModelOpt's None"),
+    ],
+)
+def test_wrong_metadata_is_told(tmp_path: Path, kind: str, changes: dict[str, Any], problem: str) -> None:
+    packed_linears(tmp_path, kind)
+    configure(tmp_path, **changes)
+    with pytest.raises(PronghornError, match=problem):
+        loaded(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "tensor", "problem"),
+    [
+        ("rows", "weight_scale", None, "lacks 1 of the model's weights .*q_proj.weight_scale"),
+        ("rows", "weight_scale", torch.ones(64, 1), r"safetensors: .*q_proj.weight_scale is \[64, 1\], not \[128, 1\]"),
+        ("rows", "weight_scale", torch.ones(128, 1).to(torch.uint8), "q_proj.weight_scale is torch.uint8"),
+        ("rows", "weight", torch.ones(128, 160).bfloat16(), "safetensors: .*q_proj.weight is torch.bfloat16, not"),
+        ("fine-grained", "weight_scale_inv", None, "lacks 1 of the model's weights .*q_proj.weight_scale_inv"),
+        ("nvfp4", "weight_packed", torch.ones(128, 80), "q_proj.weight_packed is torch.float32, not torch.uint8"),
+        ("nvfp4", "weight_global_scale", None, "lacks 1 of the model's weights .*q_proj.weight_global_scale"),
+        ("nvfp4", "weight", torch.ones(128, 160), "q_proj.weight has no place in the model"),
+        ("modelopt", "weight_scale_2", torch.ones(2), r"q_proj.weight_scale_2 is \[2\], not \[1\]"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_told(tmp_path: Path, kind: str, name: str, tensor: Any, problem: str) -> None:
+    packed_linears(tmp_path, kind)
+    change(tmp_path, f"{QUERY}.{name}", tensor)
+    with pytest.raises(DataError, match=problem):
+        loaded(tmp_path)
+
+
+def test_a_truncated_file_is_told(tmp_path: Path) -> None:
+    packed_linears(tmp_path, "nvfp4")
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(DataError, match=r"model\.safetensors: not a whole safetensors file"):
+        loaded(tmp_path)
+
+
+def test_sizes_and_models_that_are_not_served_are_refused_by_name(tmp_path: Path) -> None:
+    packed_linears(tmp_path / "narrow", "rows", intermediate_size=328)
+    configure(tmp_path / "narrow", quant_method="modelopt", quant_algo="NVFP4")
+    with pytest.raises(UnsupportedError, match="down_proj has 328 inputs, and NVFP4 stores groups of 16"):
+        loaded(tmp_path / "narrow")
+    packed_linears(tmp_path / "experts", "fine-grained", "qwen3_moe")
+    with pytest.raises(UnsupportedError, match=r"a model with experts .*one packed weight an expert"):
+        loaded(tmp_path / "experts")
