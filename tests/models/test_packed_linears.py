@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from pronghorn.errors import DataError, PronghornError, UnsupportedError
+from pronghorn.export.merge import save_merged
 from pronghorn.kernels.packed import PackedTensor
 from pronghorn.layers.decoder import RUN
 from pronghorn.memory.estimate import resting_bytes
@@ -248,3 +250,24 @@ def test_sizes_and_models_that_are_not_served_are_refused_by_name(tmp_path: Path
     packed_linears(tmp_path / "experts", "fine-grained", "qwen3_moe")
     with pytest.raises(UnsupportedError, match=r"a model with experts .*one packed weight an expert"):
         loaded(tmp_path / "experts")
+
+
+def test_whole_blocks_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
+    packed_linears(tmp_path, "fine-grained", hidden_size=256, intermediate_size=384)
+    ids, model = torch.randint(3, 90, (1, 40)), loaded(tmp_path, "bfloat16")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)  # on the CPU it writes them out
+    weights = {name: each.dequantise() for name, each in model.named_parameters() if isinstance(each, PackedTensor)}
+    assert len(weights) == 14 and all(torch.equal(theirs.get_parameter(name), weights[name]) for name in weights)
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, theirs.eval()(ids).logits)
+
+
+@pytest.mark.parametrize("kind", ["rows", "modelopt"])
+def test_merging_writes_the_dense_weights_with_the_adapter(tmp_path: Path, kind: str) -> None:
+    packed_linears(tmp_path / "base", kind)
+    model = with_adapters(loaded(tmp_path / "base"))
+    save_merged(model, None, tmp_path / "merged", dtype=torch.float32)
+    ids, merged = torch.randint(3, 90, (1, 40)), AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    assert not hasattr(merged.config, "quantization_config")
+    with torch.no_grad():
+        torch.testing.assert_close(merged(ids).logits, model.eval()(ids).logits, atol=1e-4, rtol=1e-4)

@@ -60,7 +60,7 @@ class PackedTensor(Tensor):
         """Return the same weight with other parts, on another device for instance."""
         return type(self)(parts, self.shape, dtype or self.dtype, *self.facts)
 
-    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         stored = f"{self.stored_bytes:,} bytes on {self.device}"
         return f"{type(self).__name__}({[*self.shape]}, dtype={self.dtype}, {stored})"
 
@@ -82,10 +82,12 @@ class PackedTensor(Tensor):
     def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> PackedTensor:
         return cls([inner[name] for name in sorted(inner)], *context)
 
-    __torch_function__: Any = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args else None
         if isinstance(first, PackedTensor) and func in _KEEPING:
