@@ -186,7 +186,7 @@ def _linears(model: Any, left_out: Iterable[str]) -> Iterator[tuple[str, nn.Line
 
 def _head_of(model: Any) -> str:
     head = model.get_output_embeddings()
-    return next((name for name, module in model.named_modules() if module is head), "lm_head")
+    return next(name for name, module in model.named_modules() if module is head)
 
 
 def _is_listed(name: str, patterns: Iterable[str]) -> bool:

@@ -24,12 +24,14 @@ import torch
 import trl
 from accelerate.utils import DistributedType, broadcast_object_list
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from pronghorn import state
 from pronghorn.data.batch import Collator
 from pronghorn.data.packed_rows import PackedRows
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
 from pronghorn.export.folder import whole_folder
+from pronghorn.kernels.packed import PackedTensor
 from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import Handle, attach, attached
 from pronghorn.models.auto_plan import resolve
@@ -109,6 +111,7 @@ class SFTTrainer(trl.SFTTrainer):
         if args.fp16 and self.accelerator.scaler is None and args.device.type == "cpu":
             # accelerate scales losses on GPUs only, and would train in float16 without
             self.accelerator.scaler, self.accelerator.native_amp = torch.amp.GradScaler("cpu"), True
+        leave_packed_to_each_process(adapted)
         handle = attached(adapted)
         if handle is not None:  # all is known now: where the model is, and its adapters, TRL's peft_config's too
             _resolve_plan(handle.adopt_adapters(), args)
@@ -343,6 +346,13 @@ def _attached_on_its_device(model: Any, args: Any) -> Handle:
     if handle is None or not moves:
         return handle or attach(model)
     return attach(model, **vars(handle.options))  # on the CPU it had no fused layers
+
+
+def leave_packed_to_each_process(model: Any) -> None:
+    """Tell DDP to not broadcast packed weights, which can't be written to: every process loads the same ones."""
+    packed = [name for name, parameter in model.named_parameters() if isinstance(parameter, PackedTensor)]
+    if packed:
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, packed)
 
 
 def _resolve_plan(handle: Handle, args: Any) -> Plan | None:

@@ -1,0 +1,51 @@
+"""Training over checkpoints in few bits, from loading to the last step, alone and under DDP."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from pronghorn import FastLanguageModel
+from pronghorn.kernels.packed import PackedTensor
+from pronghorn.train.trainer import SFTTrainer
+from support.documents import LENGTHS
+from support.packed_linears import packed_linears
+from support.tiny import packed_row
+from support.trainers import ROW, config
+
+
+def trainer_over(folder: Path, kind: str, **changes: Any) -> Any:
+    packed_linears(folder / "base", kind, vocab_size=512)
+    model, tokenizer = FastLanguageModel.from_pretrained(
+        str(folder / "base"), max_seq_length=ROW, use_gradient_checkpointing=False
+    )
+    model = FastLanguageModel.get_peft_model(model, r=4)
+    rows = datasets.Dataset.from_dict({"text": ["The quick brown fox jumps over the lazy dog. " * 2] * 16})
+    return SFTTrainer(model, config(folder / "run", **changes), tokenizer=tokenizer, train_dataset=rows)
+
+
+@pytest.mark.parametrize("kind", ["fine-grained", "nvfp4"])
+def test_the_loss_falls(tmp_path: Path, kind: str) -> None:
+    trainer = trainer_over(tmp_path, kind, max_steps=6)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses) == 6 and losses[-1] < losses[0]
+    assert sum(isinstance(each, PackedTensor) for each in trainer.model.parameters()) == 14
+
+
+def test_ddp_leaves_packed_weights_to_each_process(tmp_path: Path) -> None:
+    trainer = trainer_over(tmp_path, "nvfp4")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        wrapped = DistributedDataParallel(trainer.model)
+        wrapped(**packed_row(LENGTHS, ROW)).loss.backward()
+    finally:
+        dist.destroy_process_group()
+    trained = [each for each in trainer.model.parameters() if each.requires_grad]
+    assert trained and all(each.grad is not None and torch.isfinite(each.grad).all() for each in trained)
