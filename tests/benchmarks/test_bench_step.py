@@ -42,6 +42,7 @@ from support import programs
 
 GREEN = {
     "dtype": "float32", "loss": 2.0, "grad_norm": 1.0, "gradient_error": 0.0, "gradient_errors": {"w": 0.0},
+    "cosines": {"w": 1.0},
     "trained": ["w"], "dead": [], "isolation": [1.0, 1.0], "document_losses": {0: 2.0}, "unmoved": [],
     "first_step_s": 0.5,
 }  # fmt: skip

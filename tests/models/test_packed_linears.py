@@ -262,10 +262,11 @@ def test_whole_blocks_are_read_as_transformers_reads_them(tmp_path: Path) -> Non
         torch.testing.assert_close(model(ids).logits, theirs.eval()(ids).logits)
 
 
+@pytest.mark.parametrize("lora", [{}, {"target_modules": ["q_proj", "down_proj"]}], ids=["all", "some"])
 @pytest.mark.parametrize("kind", ["rows", "modelopt"])
-def test_merging_writes_the_dense_weights_with_the_adapter(tmp_path: Path, kind: str) -> None:
+def test_merging_writes_the_dense_weights_with_the_adapter(tmp_path: Path, kind: str, lora: dict[str, Any]) -> None:
     packed_linears(tmp_path / "base", kind)
-    model = with_adapters(loaded(tmp_path / "base"))
+    model = with_adapters(loaded(tmp_path / "base"), **lora)
     save_merged(model, None, tmp_path / "merged", dtype=torch.float32)
     ids, merged = torch.randint(3, 90, (1, 40)), AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     assert not hasattr(merged.config, "quantization_config")

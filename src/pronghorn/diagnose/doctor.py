@@ -49,6 +49,7 @@ class Package:
 
 EXTRAS = {
     "nf4": "load_in_4bit is not available",
+    "lowbit": "torchao's optimisers with states in 8 and 4 bits are not available",
     "gguf": "GGUF files can't be read or written",
     "report": "report.html can't be drawn",
 }
