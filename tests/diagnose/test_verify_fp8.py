@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from rich.console import Console
 from torch import Tensor
 from typer.testing import CliRunner
@@ -24,17 +25,18 @@ from pronghorn.diagnose.verify_subject import Subject, rows_of
 from pronghorn.kernels.quantise import quantise_rows
 from pronghorn.layers.fused_linear import FusedLinear
 from pronghorn.models.attach import attach, attached
+from pronghorn.models.load import load_model
 from pronghorn.models.lora import add_lora
 from pronghorn.precision.compute import Compute
 from pronghorn.precision.fp8 import FP8Source, FP8Weight, scaled_product
 from pronghorn.precision.source import Activation, DenseSource
+from support.packed_linears import packed_linears
 from support.tiny import in_4_bits, tiny_model
 from support.verified import TOKENS, documents
 
 
 def subject_of(family: str = "llama", base: str = "bf16", compute: str = "fp8", **lora: Any) -> Subject:
     """A tiny model with adapters, over a base in 16 or 4 bits."""
-    from peft import PeftModel
 
     def load() -> Any:
         model = tiny_model(family, intermediate_size=128).to(torch.float16 if base == "fp16" else torch.bfloat16)
@@ -51,6 +53,28 @@ def subject_of(family: str = "llama", base: str = "bf16", compute: str = "fp8", 
         autocast=torch.float16 if base == "fp16" else None,
         compute=Compute.of(compute),
     )
+
+
+@pytest.mark.parametrize("kind", ["rows", "blocks", "nvfp4"])
+def test_packed_bases_are_judged_by_the_codes_that_they_multiply(kind: str, tmp_path: Path) -> None:
+    """A checkpoint's own codes where it has a scale a row, else those that are made of it."""
+    packed_linears(tmp_path, kind)
+
+    def load() -> Any:
+        return load_model(tmp_path, dtype="bfloat16", max_seq_length=TOKENS)[0]
+
+    def with_another_scale(model: Any) -> None:
+        source = product(model, 1, "self_attn.o_proj").source
+        assert isinstance(source, FP8Source)
+        source.weight.scales[3] *= 1.5
+
+    subject = replace(
+        subject_of(),
+        build=lambda: add_lora(load(), r=4),
+        reload=lambda folder: PeftModel.from_pretrained(load(), folder),
+    )
+    assert failed(verify(subject)) == set()
+    assert Name.PRODUCTS in failed(planted(subject, with_another_scale))
 
 
 def planted(subject: Subject, plant: Callable[[Any], object]) -> Report:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from support.interpreted import check_interpreted
 from support.marks import needs_triton
 
 TESTS = Path(__file__).parents[1]
@@ -38,12 +39,7 @@ def test_on_a_gpu(name: str, dtype: torch.dtype, nan_memory: None) -> None:
 
 @needs_triton
 def test_interpreted() -> None:
-    """In a process of its own: the interpreter is chosen when a kernel is defined."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
-    script = str(TESTS / "support" / "kernel_checks.py")
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split("\n")[:-1] == [f"{name} ok" for name in NAMES]
+    check_interpreted("kernel_checks.py", NAMES)
 
 
 def test_files_of_operations_can_be_imported_without_triton() -> None:

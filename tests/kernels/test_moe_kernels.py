@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from support.interpreted import check_interpreted
 from support.marks import needs_triton
 
 TESTS = Path(__file__).parents[1]
@@ -28,12 +26,7 @@ def test_on_a_gpu(name: str, dtype: torch.dtype, nan_memory: None) -> None:
 
 @needs_triton
 def test_interpreted() -> None:
-    """In a process of its own: the interpreter is chosen when a kernel is defined."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
-    script = str(TESTS / "support" / "moe_checks.py")
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split("\n")[:-1] == [f"{name} ok" for name in NAMES]
+    check_interpreted("moe_checks.py", NAMES)
 
 
 def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int, int]]:

@@ -1,8 +1,8 @@
 """Is the packed path right on this model and these documents? The checks on the passes of `verify_reference`.
 
 Everything that ours computes may be as far from exact as the three-way rule of `parity.distance` allows. What isn't
-finite fails, in a limit too. Products in 8 bits are judged against the same quantised operands; what 8 bits cost is
-judged apart, by the cosines of gradients to float32's.
+finite fails, in a limit too. Products in 8 bits are judged against the same quantised operands; what 8 bits cost, the
+cosines of gradients to float32's, is shown and fails nothing.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ COSINE = 0.98
 """Of a gradient to float32's with nothing in 8 bits, at least, where the model's dtype itself reaches it."""
 RULE = f"{THREE_WAY.factor:.0f} times plain's own error from exact, and four roundings of float32 (docs/numerics.md)"
 RULE_OF_FP8 = (
-    "plain and exact multiply the same operands in 8 bits; besides, a gradient's cosine to float32's without 8 bits is "
-    f"at least {COSINE} where plain's is"
+    "plain and exact multiply the same operands in 8 bits; besides, each gradient's cosine to float32's without 8 bits "
+    f"is shown beside {COSINE}"
 )
 
 

@@ -75,7 +75,8 @@ def multiply_tile(dtype: torch.dtype, columns: int) -> Tile:
 
 
 def wide_tile(dtype: torch.dtype, columns: int, device: torch.device) -> Tile:
-    """The tile where a device has the shared memory of data centres' cards: 10 to 20 % faster in 16 bits."""
+    """Return a tile for y = x W, twice as wide where a block may have 160 KB of shared memory (A100, H100, B200): for
+    one of Qwen3-30B-A3B's products 0.82 instead of 0.98 ms (moe-ops.json)."""
     if dtype is torch.float32 or columns <= 64 or device.type != "cuda":
         return multiply_tile(dtype, columns)
     properties: Any = torch.cuda.get_device_properties(device)
@@ -91,7 +92,7 @@ def outer_tile(dtype: torch.dtype, m: int, n: int) -> Tile:
 
 
 @triton.jit
-def tile_of(offsets_ptr, tile, E: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
+def _tile_of(offsets_ptr, tile, E: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
     """(expert, first row, end row) of the tile-th tile when each expert's rows are cut into tiles; expert E past the
     last."""
     ids = tl.arange(0, EXPERTS)
@@ -114,7 +115,7 @@ def _multiply(
 ):  # fmt: skip
     """Multiply a tile: x [T, K]; w [last − first, K, N], of these experts; y [S, N]; offsets [E]; rows [S]."""
     across = tl.cdiv(N, COLS)
-    expert, start, end = tile_of(offsets_ptr, tl.program_id(0) // across, E, EXPERTS, ROWS)
+    expert, start, end = _tile_of(offsets_ptr, tl.program_id(0) // across, E, EXPERTS, ROWS)
     if (expert >= first) & (expert < last):
         rows = start + tl.arange(0, ROWS)
         cols = (tl.program_id(0) % across) * COLS + tl.arange(0, COLS)

@@ -22,7 +22,7 @@ _KEEPING = {_aten.detach.default, _aten.alias.default, _aten.clone.default, _ate
 
 
 class PackedTensor(Tensor):
-    """A weight in parts. A subclass says how they are written out.
+    """A weight in parts. A subclass says how they are written out, by `dequantise` or by `write_out`.
 
     Args:
         parts: tensors of one device, as they are stored.

@@ -145,9 +145,9 @@ def _layer_times(layer: LayerSpec, setup: TrainSetup, device: DeviceSpec) -> Lay
         thin = 3 * experts.chosen * h + 5 * i if setup.expert_rank else 0
         around, adapters = around + t * rows * b * ms_per_byte, adapters + 1.5 * t * thin * b * ms_per_byte
     gaps = GAPS + (ROUTED_GAPS if experts else 0.0) if setup.fused else 0.0
-    # weights in few bits are written out for each product, half a byte read and two (a code: one) written an element
-    bytes_ = (0.5 if setup.linear_bytes is None else setup.linear_bytes) + (1 if setup.fp8 else 2)
-    written = bytes_ * layer.linear_weights * ms_per_byte if setup.writes_out else 0.0
+    # weights in few bits are read as stored (NF4: half a byte) for each product, and two bytes, or a code, are written
+    moved = (0.5 if setup.linear_bytes is None else setup.linear_bytes) + (1 if setup.fp8 else 2)
+    written = moved * layer.linear_weights * ms_per_byte if setup.writes_out else 0.0
     quantised = 0.0, 0.0  # what linears are given and their gradients, read in 16 bits and written in 8
     if setup.fp8:
         groups = [(group[0].inputs, sum(each.out for each in group)) for group in layer.groups]

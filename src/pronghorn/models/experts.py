@@ -38,8 +38,6 @@ NAME = "pronghorn_experts"
 """What the function is called in transformers' registry."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _HELD = "_pronghorn_lora"
-_MARKS = ("is_concatenated", "is_transposed", "num_experts")
-"""Attributes that `use_experts_implementation` gives its classes."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ class ExpertLayers:
         module = next(expert_modules(self.model))
         way, why = choose(weights(module)[0].device, dtype, _sizes(module))
         if isinstance(weights(module)[0], PackedTensor) and way != "loop":
-            way, why = "triton", "weights are read in 4 bits"
+            way, why = "triton", "weights in 4 bits are written out, a few experts at a time"
         lines = [("experts", f"routed once, products by {way}", why)]
         adapted = list(wrappers(self.model))
         if adapted:
@@ -117,7 +115,8 @@ def register(registry: Any) -> None:
 
 def expert_modules(model: nn.Module) -> Iterator[Any]:
     """The modules that transformers' `use_experts_implementation` made switchable."""
-    return (module for module in model.modules() if all(hasattr(module, mark) for mark in _MARKS))
+    marks = ("is_concatenated", "is_transposed", "num_experts")
+    return (module for module in model.modules() if all(hasattr(module, mark) for mark in marks))
 
 
 def weight_names(model: nn.Module) -> list[str]:
@@ -128,11 +127,8 @@ def weight_names(model: nn.Module) -> list[str]:
 
 
 def expert_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The weights of all experts, by their names."""
-    for name, module in model.named_modules():
-        if all(hasattr(module, mark) for mark in _MARKS):
-            for weight in _weight_names(module):
-                yield f"{name}.{weight}", getattr(module, weight)
+    """The weights of all experts of a model without adapters, by their names."""
+    return ((name, model.get_parameter(name)) for name in weight_names(model))
 
 
 def packed_bytes(model: nn.Module) -> float | None:

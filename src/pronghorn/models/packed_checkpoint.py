@@ -35,10 +35,15 @@ def quantisation_of(config: Any) -> dict[str, Any]:
     return dict(stored) if isinstance(stored, dict) else dict(stored.to_dict())
 
 
+def method_of(config: Any) -> str:
+    """Return a configuration's quant_method, empty where it has none."""
+    method = quantisation_of(config).get("quant_method", "")
+    return str(getattr(method, "value", method))
+
+
 def format_of(config: Any) -> Format | None:
     """Return the format of a checkpoint with this configuration; None for what transformers loads."""
-    method = quantisation_of(config).get("quant_method", "")
-    return FORMATS.get(str(getattr(method, "value", method)))
+    return FORMATS.get(method_of(config))
 
 
 def pack(model: Any, stored: dict[str, Any], form: Format) -> dict[str, tuple[str, int]]:

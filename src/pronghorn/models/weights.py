@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
-from pronghorn.models.packed_checkpoint import format_of, quantisation_of
+from pronghorn.models.packed_checkpoint import format_of, method_of
 from pronghorn.models.packed_formats import FORMATS
 
 
@@ -41,8 +41,7 @@ def check_quantised(config: Any, load_in_4bit: bool) -> None:
         UnsupportedError: quantised by others than bitsandbytes and those of `packed_formats.FORMATS`.
         ConfigError: `load_in_4bit` of a checkpoint that is packed otherwise.
     """
-    method = quantisation_of(config).get("quant_method", "")
-    method, form = str(getattr(method, "value", method)), format_of(config)
+    method, form = method_of(config), format_of(config)
     if form is not None and load_in_4bit:
         raise ConfigError(f"load_in_4bit of a checkpoint in {form.name}", "leave it out: the weights stay as they are")
     if method and method != "bitsandbytes" and form is None:

@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pronghorn.kernels.fp8_blocks import FP8Tensor
 from pronghorn.kernels.nf4 import NF4Weight, write_codes_reference
+from pronghorn.kernels.packed import PackedTensor
 from pronghorn.kernels.quantise import DTYPE, quantise_rows_reference, weight_scales
 from pronghorn.layers.fused_linear import FusedLinear
 from pronghorn.parity.distance import Distance, distance
@@ -63,7 +65,7 @@ class _Product:
         if self._x is not x or index not in self._outputs:
             kind = x.device.type
             wide = x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
-            weights = [part for linear in self._linears for part in quantised_weight(linear)]
+            weights = [part for pair in quantised_weights(self._linears) for part in pair]
             outputs = _Multiply.apply(wide.flatten(0, -2), *weights)
             self._x, self._outputs = x, dict(enumerate(outputs))
         y = self._outputs.pop(index)
@@ -99,15 +101,24 @@ def dequantised(x: Tensor, columns: Tensor | None = None) -> Tensor:
     return codes.float() * scales
 
 
-def quantised_weight(linear: Any) -> tuple[Tensor, Tensor]:
-    """Return (codes e4m3 [N, K], scales float32 [N]) of a linear's frozen weight in 16 or 4 bits."""
-    weight = linear.weight.detach()
-    if hasattr(linear.weight, "quant_state"):
-        packed = NF4Weight.of(linear.weight)
+def quantised_weights(linears: Sequence[Any]) -> list[tuple[Tensor, Tensor]]:
+    """Return (codes e4m3 [N_i, K], scales float32 [N_i]) of each frozen weight of one product: a checkpoint's own,
+    where all of them have codes with a scale a row."""
+    weights = [linear.weight for linear in linears]
+    if all(isinstance(weight, FP8Tensor) and weight.scales_rows for weight in weights):
+        return [(weight.parts[0], weight.row_scales()) for weight in weights]
+    return [_quantised(weight) for weight in weights]
+
+
+def _quantised(weight: Any) -> tuple[Tensor, Tensor]:
+    """Quantise a weight by rows, in 16 bits or written out of fewer."""
+    if hasattr(weight, "quant_state"):
+        packed = NF4Weight.of(weight)
         scales = packed.row_scales()
         codes = torch.empty(packed.shape, dtype=DTYPE, device=scales.device)
         write_codes_reference(packed, 1 / scales, codes, across=False)
         return codes, scales
+    weight = weight.dequantise() if isinstance(weight, PackedTensor) else weight.detach()
     scales = weight_scales(weight.abs().amax(1))
     return (weight.float() * (1 / scales)[:, None]).to(DTYPE), scales
 
@@ -118,7 +129,7 @@ def compared_products(linear: FusedLinear, name: str, fast: bool) -> list[Distan
     Plain is these sums rounded to the products' dtype, and of so many bits as tensor cores' own have where they are
     `fast`.
     """
-    pairs = [quantised_weight(base) for base in linear.bases]
+    pairs = quantised_weights(linear.bases)
     codes, scales = torch.cat([each for each, _ in pairs]).float(), torch.cat([each for _, each in pairs])
     generator = torch.Generator().manual_seed(0)
     x, dy = (_rows(size, generator).to(scales.device, linear.dtype) for size in reversed(codes.shape))
