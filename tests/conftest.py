@@ -19,6 +19,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--smollm2", type=Path, default=None, help="SmolLM2-135M-Instruct as a safetensors folder")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow what `matrix` leaves to `make test-all`, before variants are selected by their marks."""
+    variants: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("matrix") is not None:
+            variants.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for group in variants.values():
+        [count] = group[0].get_closest_marker("matrix").args  # type: ignore[union-attr]
+        always = {round(i * (len(group) - 1) / max(count - 1, 1)) for i in range(count)}
+        for index, item in enumerate(group):
+            if index not in always:
+                item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokenised data goes to a folder of this test session, in this process and in those that it starts."""

@@ -183,6 +183,7 @@ def test_a_leaking_mask_in_the_model(subject_of: Any, family: str) -> None:
     only_cause(planted(subject_of(family), plant), "leaking mask: a token is seen by another document in layers 2")
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     ("change", "dtype"),
     [
@@ -259,6 +260,7 @@ def test_mis_scaled_accumulation(subject_of: Any, dtype: torch.dtype) -> None:
     only_cause(report, "accumulation: a micro-batch's loss is not divided by the labels of the whole accumulated batch")
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     ("family", "by", "dtype"),
     [  # every pair of two of the three

@@ -55,6 +55,7 @@ def subject_of(family: str = "llama", base: str = "bf16", compute: str = "fp8", 
     )
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("kind", ["rows", "blocks", "nvfp4"])
 def test_packed_bases_are_judged_by_the_codes_that_they_multiply(kind: str, tmp_path: Path) -> None:
     """A checkpoint's own codes where it has a scale a row, else those that are made of it."""
@@ -106,6 +107,7 @@ def product(model: Any, layer: int, name: str) -> FusedLinear:
     return next(linear for linear in handle.layers.linears() if base in linear.bases)
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("compute", ["fp8", "fp8_exact"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text", "gpt_oss", "qwen3_moe"])
 def test_sound_products_pass(family: str, compute: str) -> None:
@@ -167,6 +169,7 @@ def test_scales_of_the_forward_on_the_wrong_side_of_the_input_gradient() -> None
     assert Name.GRADIENTS in failed(report) and Name.LOGITS not in failed(report)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("factor", [2.0, 1.05])
 def test_codes_that_do_not_follow_the_weights(factor: float) -> None:
     """The codes were made before somebody wrote to the weight, unseen (4-bit weights are read for each product)."""
@@ -192,6 +195,7 @@ def test_a_product_that_silently_is_not_in_8_bits() -> None:
     only_cause(planted(subject_of(), plant), "products in 8 bits: 1 of 12 are not in 8 bits")
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(("by", "learns"), [(1, "itself"), (-1, "the one after the next")])
 def test_shifted_labels(by: int, learns: str) -> None:
     subject = subject_of()

@@ -159,6 +159,7 @@ print(max(grown))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_merging_holds_one_shard_in_memory(tmp_path: Path) -> None:
     """200 MB in shards of at most 66 MB, an embedding's, loaded again to be checked; a whole copy is thrice that."""

@@ -720,6 +720,7 @@ def test_an_attached_model_is_copied_but_not_pickled(tmp_path: Path) -> None:
     torch.save(model, tmp_path / "model.pt")
 
 
+@pytest.mark.slow
 def test_compiled_experts_are_refused_with_the_true_reason() -> None:
     model = tiny_model("qwen3_moe")
     attach(model)

@@ -158,6 +158,7 @@ print(max(grown))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_weights_that_go_to_another_device_never_lie_in_memory_whole(tmp_path: Path) -> None:
     """260 MB go to the meta device, which keeps nothing: what grows is rows of one weight."""

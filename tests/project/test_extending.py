@@ -40,6 +40,7 @@ def test_a_family_from_outside_is_fused_and_equals_one_document_at_a_time(tmp_pa
     assert "fused, and equal" in done.stdout
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("name", "before", "after"),
     [

@@ -107,6 +107,7 @@ def test_a_scale_that_is_too_large_falls_until_it_fits(stories: Path, tmp_path: 
     assert not equal(steps.weights[-2], steps.weights[-1])
 
 
+@pytest.mark.slow
 def test_too_many_skipped_steps_in_a_row_end_the_run_with_a_remedy(stories: Path, tmp_path: Path) -> None:
     trainer, steps = trainer_of(stories, tmp_path, max_steps=60)
     trainer.overflows = tuple(range(2, 60))

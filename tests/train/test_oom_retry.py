@@ -129,6 +129,7 @@ def undisturbed(method: str) -> tuple[list[float], dict[str, Tensor]]:
     return train(model)[0], model.state_dict()
 
 
+@pytest.mark.matrix(7)
 @pytest.mark.parametrize("method", ["lora", "full"])
 @pytest.mark.parametrize("when", WHEN, ids=str)
 @pytest.mark.parametrize("point", POINTS)
@@ -182,6 +183,7 @@ def test_what_an_error_before_the_error_held_is_given_back(chained: bool) -> Non
     assert held[0]() is None
 
 
+@pytest.mark.slow
 def test_three_times_are_survived_and_the_fourth_names_a_plan() -> None:
     def other(plan: Plan) -> Plan:
         return Plan.recompute() if policies(model) == (Policy.KEEP,) else Plan.keep()
@@ -323,6 +325,7 @@ def outcome(recipe: Recipe) -> tuple[RunRecord, str]:
     return run(recipe, Console(file=printed, width=200)), printed.getvalue()
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(("method", "dtype"), [("lora", "float32"), ("full", "bfloat16")])
 def test_a_run_survives_and_says_so(
     recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, method: str, dtype: str

@@ -86,6 +86,7 @@ def test_killed_at_random_moments(
     assert resumed >= resumes, "hardly a kill came after the first checkpoint"
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_and_leaves(make: Make, tmp_path: Path, number: signal.Signals, monkeypatch: Any) -> None:
     run(make("whole"), QUIET)
@@ -327,6 +328,7 @@ def test_a_folder_that_is_no_run(make: Make, tmp_path: Path, content: str | None
         run(make("run"), QUIET)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("noted", [True, False])
 def test_killed_after_the_last_step(make: Make, tmp_path: Path, monkeypatch: Any, noted: bool) -> None:
     """What is left is to save and to judge: not a step more is trained, whether or not the journal has the end."""
@@ -386,6 +388,7 @@ def test_what_a_better_evaluation_saves_has_the_log_so_far(make: Make, tmp_path:
     )
 
 
+@pytest.mark.slow
 def test_no_run_is_quiet_for_long(make: Make, monkeypatch: Any) -> None:
     """A hundredth of a long run may be many minutes, or all that `max_minutes` leaves of it."""
     changes = {"save_steps": None, "logging_steps": 100}

@@ -83,6 +83,7 @@ def test_documents_are_written_once(recipe: Any, tmp_path: Path, packed: bool) -
     assert not list((tmp_path / "cache").rglob("cache-*"))
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("accumulated", [2, 500])
 def test_accumulation_beyond_the_data_is_told(recipe: Any, accumulated: int) -> None:
     console = Console(file=io.StringIO(), width=300)
@@ -98,6 +99,7 @@ def test_the_same_recipe_gives_the_same_run(recipe: Any, tmp_path: Path) -> None
     assert first.heldout == second.heldout
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     "changes",
     [

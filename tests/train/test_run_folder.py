@@ -99,6 +99,7 @@ def test_the_report_that_a_finished_run_lacks_is_written_by_the_same_command(
         run(recipe, QUIET)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("after", [3.0, float("nan")])
 def test_the_verdict_is_given_again(make: Make, tmp_path: Path, after: float) -> None:
     recipe = short(make, train={"min_improvement": 9.0}, report={"html": True})
@@ -213,6 +214,7 @@ def test_a_damaged_best_checkpoint_names_the_way_out(
     assert len(run(make("run", train={**train, "load_best": False}), QUIET).steps) == 4
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("trained", [99, 5])
 def test_the_journal_can_not_end_a_training_that_the_checkpoint_has_not(
     make: Make, unfinished: Path, trained: int
@@ -314,6 +316,7 @@ def test_killed_while_the_first_journal_was_written(
     assert not any(state.is_temporary(path) for path in (tmp_path / "run").iterdir())
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("name", ["journal.json", "run.json"])
 def test_a_full_disk_is_told_with_the_file_and_the_same_command_goes_on(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str

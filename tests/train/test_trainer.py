@@ -206,6 +206,7 @@ def test_text_datasets_pack_and_the_loss_falls(stories: Path, texts: list[str], 
     assert entry["packing_efficiency"] == entry["tokens"] / ROW and entry["skipped_steps"] == 0
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("packing", [True, False])
 def test_waiting_for_data_is_told(stories: Path, texts: list[str], tmp_path: Path, packing: bool) -> None:
     """A collator that sleeps a second a step takes most of the time; without it hardly any."""
@@ -421,6 +422,7 @@ def test_a_non_finite_gradient_stops_the_run_before_the_update(
     assert all(torch.equal(after[name], value) for name, value in calls[-1].items())
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("most", [0.0, 0.5])
 def test_norms_of_gradients_are_taken_once(
     stories: Path, documents: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: float
@@ -638,6 +640,7 @@ def ctrl_c(*_: Any, **__: Any) -> None:
     raise KeyboardInterrupt
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("where", ["optimizer", "weights"])
 @pytest.mark.parametrize(
     ("failure", "free", "raised"),
@@ -726,6 +729,7 @@ def test_a_script_resumes_from_what_its_manifest_says_or_from_a_stock_checkpoint
     assert again.state.global_step == 2
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("limit", [None, 0, -1, 3])
 def test_no_limit_of_checkpoints_deletes_none(
     stories: Path, documents: Dataset, tmp_path: Path, limit: int | None

@@ -62,6 +62,7 @@ def test_losses_follow_float64(stories: Path, shared: Path, runs: int) -> None:
     errors.check()
 
 
+@pytest.mark.slow
 def test_a_wrong_gradient_is_seen(stories: Path, shared: Path, monkeypatch: Any) -> None:
     """One adapter's gradient off by a percent leaves a plausible curve, which this comparison does not take."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
