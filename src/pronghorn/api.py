@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from pronghorn.errors import ConfigError, UnsupportedError
+from pronghorn.export.composite import keep_names
 from pronghorn.export.merge import save_merged
 from pronghorn.memory.plan import Checkpointing, Plan
 from pronghorn.memory.recompute import INSTALLED, install
@@ -187,6 +188,7 @@ class FastLanguageModel:
 
 def _finish(model: Any, max_seq_length: int | None) -> Any:
     """Give this instance what scripts expect on it; plain attributes, never saved."""
+    keep_names(model)
     model.max_seq_length = max_seq_length
     model.save_pretrained_merged = functools.partial(FastLanguageModel.save_pretrained_merged, model)
     return model
