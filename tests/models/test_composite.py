@@ -11,12 +11,17 @@ import torch
 from transformers import AutoConfig
 
 from pronghorn.errors import DataError, PronghornError, UnsupportedError
+from pronghorn.export.composite import keep_names
+from pronghorn.export.fp8_checkpoint import write_fp8_checkpoint
+from pronghorn.export.merge import save_merged
 from pronghorn.families.registry import FAMILIES
+from pronghorn.kernels.packed import PackedTensor
 from pronghorn.models.composite import Composite
 from pronghorn.models.load import find_model, load_model
 from pronghorn.models.weights import whole_model
 from pronghorn.precision.loader import StoredTensor
 from support.composites import COMPOSITES, VOCAB, add_tensors, stored_tensors, write_composite
+from support.packed_linears import KINDS, stored_as
 
 TOKENS = torch.arange(1, 30)[None]
 SERVED = [
@@ -138,7 +143,7 @@ def test_a_truncated_file_is_refused_before_anything_is_made(tmp_path: Path) -> 
 def changed(folder: Path, **fields: Any) -> None:
     table = json.loads((folder / "config.json").read_text())
     for key, value in fields.items():
-        table[key] = {**table[key], **value} if isinstance(value, dict) else value
+        table[key] = {**table.get(key, {}), **value} if isinstance(value, dict) else value
     (folder / "config.json").write_text(json.dumps(table))
 
 
@@ -164,3 +169,36 @@ def test_a_configuration_that_does_not_fit_is_refused(
     changed(tmp_path, **fields)
     with pytest.raises(error, match=message):
         find_model(tmp_path, max_seq_length=64)
+
+
+@pytest.mark.parametrize("kind", ["rows", "fine-grained", "modelopt fp8"])
+@pytest.mark.parametrize(
+    "named", ["model.language_model.layers.0.mlp.up_proj", "language_model.model.layers.0.mlp.up_proj"]
+)
+def test_packed_weights_of_the_language_model_are_loaded_as_they_are(kind: str, named: str, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    write_composite(tmp_path, "gemma3", torch.bfloat16)
+    left_out = ("lm_head", named, "re:.*vision.*", "re:.*projector.*")
+    left = "ignore" if kind == "rows" else "modules_to_not_convert" if kind == "fine-grained" else "exclude_modules"
+    changed(tmp_path, quantization_config=json.loads(json.dumps({**KINDS[kind], left: left_out})))
+    tensors, right = {}, {}
+    for name, tensor in stored_tensors(tmp_path).items():
+        linear = name.removesuffix("weight")
+        if "_proj." in name and name.startswith("language_model") and ".layers.0.mlp.up_proj" not in name:
+            parts, right[name.removeprefix("language_model.")] = stored_as(kind, tensor)
+            tensors |= {f"{linear}{part}": each.contiguous().clone() for part, each in parts.items()}
+        else:
+            tensors[name] = tensor
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    model, _ = load_model(tmp_path, max_seq_length=64, dtype="bfloat16")
+    packed = {name: each for name, each in model.named_parameters() if isinstance(each, PackedTensor)}
+    assert packed.keys() == right.keys() and len(right) == 20
+    assert all(torch.equal(packed[name].dequantise().float(), right[name].bfloat16().float()) for name in right)
+    keep_names(model)
+    save_merged(model, None, tmp_path / "merged")
+    written = stored_tensors(tmp_path / "merged")
+    assert written.keys() == {name for name in tensors if "_scale" not in name}
+    assert "quantization_config" not in json.loads((tmp_path / "merged" / "config.json").read_text())
+    with pytest.raises(UnsupportedError, match="a model with towers"):
+        write_fp8_checkpoint(tmp_path / "merged", tmp_path / "fp8")

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from support.composites import class_of, stored_tensors, write_composite
-from support.runs import QUIET, stop_at
 from transformers import AutoConfig
 from trl import SFTConfig
 
@@ -21,6 +19,8 @@ from pronghorn.models.load import load_model
 from pronghorn.train.chat import load_chat
 from pronghorn.train.control import RunControl
 from pronghorn.train.run import run
+from support.composites import class_of, stored_tensors, write_composite
+from support.runs import QUIET, stop_at
 
 TOKENS = torch.arange(1, 30)[None]
 

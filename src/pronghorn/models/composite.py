@@ -84,7 +84,7 @@ class Composite:
         stored = getattr(self.config, "quantization_config", None)
         if stored is not None:
             stored = stored if isinstance(stored, dict) else stored.to_dict()
-            text.quantization_config = self._named_inside(stored)
+            text.quantization_config = _renamed(stored, (self.outer, self._outer_in_files()), self.inner)
         text._name_or_path = self.config._name_or_path
         return text
 
@@ -131,17 +131,24 @@ class Composite:
         """Return the patterns, and what replaces them, by which PEFT reads an adapter of the whole model."""
         return {f"^{re.escape(self.outer)}": self.inner}
 
-    def _named_inside(self, value: Any) -> Any:
-        """Return a quantization_config whose lists of modules name them as the causal LM does."""
-        if isinstance(value, dict):
-            return {key: self._named_inside(item) for key, item in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [self._named_inside(item) for item in value]
-        if not isinstance(value, str):
-            return value
-        for outer, inner in ((self.outer, self.inner), (re.escape(self.outer), re.escape(self.inner))):
-            value = value.replace(outer, inner)
-        return value
+    def _outer_in_files(self) -> str:
+        """Return what the language model's names begin with in files that transformers writes."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        name = next(name for name in self.names if name.startswith(self.outer) and name.endswith("norm.weight"))
+        (key,) = revert_weight_conversion(self.whole, {name: self.names[name]})
+        return key.removesuffix(name.removeprefix(self.outer))
+
+
+def _renamed(value: Any, outer: tuple[str, ...], inner: str) -> Any:
+    """Return a quantization_config in whose names and patterns of modules one of `outer` is replaced by `inner`."""
+    if isinstance(value, dict):
+        return {key: _renamed(item, outer, inner) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_renamed(item, outer, inner) for item in value]
+    for prefix in outer if isinstance(value, str) else ():
+        value = value.replace(prefix, inner).replace(re.escape(prefix), re.escape(inner))
+    return value
 
 
 def _on_meta(name: Any, config: Any) -> tuple[Any, Any]:

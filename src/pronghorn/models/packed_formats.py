@@ -154,7 +154,7 @@ def check_experts(form: Format, has_experts: bool) -> None:
     """
     if has_experts and not form.has_experts:
         raise UnsupportedError(
-            f"a checkpoint in {form.name} of a model with experts, each of which has packed weights of its own", _REMEDY
+            f"a checkpoint in {form.name} of a model with experts (one packed weight an expert)", _REMEDY
         )
 
 
