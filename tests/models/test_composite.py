@@ -16,6 +16,7 @@ from pronghorn.export.fp8_checkpoint import write_fp8_checkpoint
 from pronghorn.export.merge import save_merged
 from pronghorn.families.registry import FAMILIES
 from pronghorn.kernels.packed import PackedTensor
+from pronghorn.models.attach import attach
 from pronghorn.models.composite import Composite
 from pronghorn.models.load import find_model, load_model
 from pronghorn.models.weights import whole_model
@@ -202,3 +203,11 @@ def test_packed_weights_of_the_language_model_are_loaded_as_they_are(kind: str, 
     assert "quantization_config" not in json.loads((tmp_path / "merged" / "config.json").read_text())
     with pytest.raises(UnsupportedError, match="a model with towers"):
         write_fp8_checkpoint(tmp_path / "merged", tmp_path / "fp8")
+
+
+def test_a_batch_with_images_is_refused(tmp_path: Path) -> None:
+    write_composite(tmp_path, "gemma3")
+    model, _ = load_model(tmp_path, max_seq_length=64, dtype="float32")
+    attach(model)
+    with pytest.raises(UnsupportedError, match=r"the batch has pixel_values: training is text only for now: leave out"):
+        model(input_ids=TOKENS, pixel_values=torch.zeros(1, 3, 28, 28))

@@ -14,7 +14,7 @@ from trl import SFTConfig
 
 import pronghorn
 from pronghorn.config import Recipe
-from pronghorn.errors import RunStopped
+from pronghorn.errors import RunStopped, UnsupportedError
 from pronghorn.models.load import load_model
 from pronghorn.train.chat import load_chat
 from pronghorn.train.control import RunControl
@@ -120,3 +120,22 @@ def test_an_adapter_that_the_trainer_makes_is_saved_under_the_whole_models_names
     trainer.save_model(str(tmp_path / "saved"))
     names = stored_tensors(tmp_path / "saved")
     assert names and all(".language_model.layers." in name for name in names)
+
+
+PARTS = [{"type": "image", "text": None}, {"type": "text", "text": "what is it?"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"text": "a", "images": ["a.png"]}, r"train_dataset has images: training is text only for now"),
+        ({"messages": [{"role": "user", "content": PARTS}]}, r"in its first row's messages, has image: training is"),
+    ],
+)
+def test_data_with_images_are_refused_before_anything_trains(
+    row: dict[str, Any], message: str, base: Path, tmp_path: Path
+) -> None:
+    model, tokenizer = pronghorn.FastLanguageModel.from_pretrained(str(base), max_seq_length=64, dtype="float32")
+    args = SFTConfig(output_dir=str(tmp_path), packing=True, max_length=64, report_to="none", use_cpu=True, bf16=False)
+    with pytest.raises(UnsupportedError, match=message):
+        pronghorn.SFTTrainer(model, args, tokenizer=tokenizer, train_dataset=Dataset.from_list([row]))

@@ -20,8 +20,6 @@ import torch
 from pronghorn.errors import DataError, UnsupportedError
 from pronghorn.precision.loader import StoredTensor
 
-MEDIA = ("image", "video", "audio", "pixel_values", "input_features")
-"""Beginnings of the names under which processors hand on images, videos and sounds."""
 _REMEDY = "use a checkpoint of the language model alone"
 
 
