@@ -11,8 +11,8 @@ from typing import Any, Literal
 import torch
 
 from pronghorn.errors import ConfigError, UnsupportedError
-from pronghorn.export.composite import keep_names
 from pronghorn.export.merge import save_merged
+from pronghorn.export.towers import keep_names
 from pronghorn.memory.plan import Checkpointing, Plan
 from pronghorn.memory.recompute import INSTALLED, install
 from pronghorn.models.attach import Attention, Experimental, attach, attached

@@ -11,9 +11,9 @@ import torch
 from transformers import AutoConfig
 
 from pronghorn.errors import DataError, PronghornError, UnsupportedError
-from pronghorn.export.composite import keep_names
 from pronghorn.export.fp8_checkpoint import write_fp8_checkpoint
 from pronghorn.export.merge import save_merged
+from pronghorn.export.towers import keep_names
 from pronghorn.families.registry import FAMILIES
 from pronghorn.kernels.packed import PackedTensor
 from pronghorn.models.attach import attach
@@ -21,13 +21,10 @@ from pronghorn.models.composite import Composite
 from pronghorn.models.load import find_model, load_model
 from pronghorn.models.weights import whole_model
 from pronghorn.precision.loader import StoredTensor
-from support.composites import COMPOSITES, VOCAB, add_tensors, stored_tensors, write_composite
+from support.composites import COMPOSITES, SERVED, VOCAB, add_tensors, stored_tensors, write_composite
 from support.packed_linears import KINDS, stored_as
 
 TOKENS = torch.arange(1, 30)[None]
-SERVED = [
-    kind for kind, fields in COMPOSITES.items() if fields["text_config"].get("model_type", f"{kind}_text") in FAMILIES
-]
 
 
 def described(folder: Path) -> Composite:
@@ -61,7 +58,7 @@ def test_every_tensor_is_the_language_models_or_a_towers(kind: str, tmp_path: Pa
     write_composite(tmp_path, kind)
     composite = described(tmp_path)
     left = [name for name in stored_tensors(tmp_path) if composite.inside(name) is None]
-    assert left and all(any(word in name for word in ("vision", "visual", "projector")) for name in left)
+    assert left and all(any(word in name for word in ("vision", "visual", "projector", "audio")) for name in left)
 
 
 def test_tensors_of_towers_are_never_read(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pronghorn.diagnose.shapes import byte_tokenizer
+from pronghorn.families.registry import FAMILIES
 
 VOCAB = 300
 _TEXT: dict[str, Any] = {
@@ -39,6 +40,7 @@ _DELTA = {
     "layer_types": ["linear_attention"] * 3 + ["full_attention"],
 }
 _PATCHES = {"depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
+_MROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _ROUTED = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
@@ -93,10 +95,37 @@ COMPOSITES: dict[str, dict[str, Any]] = {
             "patch_size": 4,
             "position_embedding_size": 16,
         },
-        "audio_config": None,
+        "audio_config": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
         "image_token_id": 290,
         "boi_token_id": 291,
         "eoi_token_id": 292,
+    },
+    "qwen3_vl": {
+        "text_config": {**_TEXT, "rope_parameters": {**_MROPE, "mrope_section": [2, 1, 1], "mrope_interleaved": True}},
+        "vision_config": {
+            **_PATCHES,
+            "patch_size": 4,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0],
+        },
+        "image_token_id": 290,
+        "video_token_id": 291,
+    },
+    "qwen2_5_vl": {
+        "text_config": {
+            **{key: value for key, value in _TEXT.items() if key != "head_dim"},
+            "rope_parameters": {**_MROPE, "mrope_section": [2, 1, 1]},
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+        "vision_config": {**_PATCHES, "patch_size": 4, "out_hidden_size": 32, "fullatt_block_indexes": [0]},
+        "image_token_id": 290,
+        "video_token_id": 291,
+    },
+    "gemma4_unified": {
+        "text_config": {**_TEXT, "layer_types": ["sliding_attention", "full_attention", "full_attention"]},
+        "audio_config": {"audio_embed_dim": 16},
+        "image_token_id": 290,
     },
     "llama4": {
         "text_config": {
@@ -111,6 +140,17 @@ COMPOSITES: dict[str, dict[str, Any]] = {
     },
 }
 """Configurations by model type."""
+
+
+SERVED = [
+    kind
+    for kind, fields in COMPOSITES.items()
+    if any(
+        fields["text_config"].get("model_type", f"{kind}_text") in (family.model_type, *family.as_text_of)
+        for family in FAMILIES.values()
+    )
+]
+"""Those whose language model's family is served."""
 
 
 def composite_config(kind: str) -> Any:

@@ -107,6 +107,7 @@ def write_model(
     if original is None:
         plain.save_pretrained(folder, state_dict={})  # all but the weights
         towers: Mapping[str, StoredTensor] = {}
+        as_files: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
         as_files = functools.partial(revert_weight_conversion, plain)
     else:
         original.write_files(plain, dtype, folder)

@@ -92,8 +92,8 @@ class Original:
                 if key in table or key == "tie_word_embeddings":
                     table[key] = text[key]
         for part in (table, text):
-            key = next((key for key in ("dtype", "torch_dtype") if key in part), "dtype" if part is table else None)
-            if key is not None:
+            named = [key for key in ("dtype", "torch_dtype") if key in part]
+            for key in named or (["dtype"] if part is table else []):
                 part[key] = str(dtype).removeprefix("torch.")
         if text:
             table["text_config"] = text

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from pronghorn.errors import DataError, UnsupportedError
+from pronghorn.families.registry import FAMILIES
 from pronghorn.precision.loader import StoredTensor
 
 _REMEDY = "use a checkpoint of the language model alone"
@@ -57,10 +58,10 @@ class Composite:
         from transformers.core_model_loading import WeightRenaming
 
         whole, causal = _on_meta(name, config)
-        outer, inner = _place(name, whole, causal)
+        names = whole.state_dict()
+        outer, inner = _place(name, names, causal)
         own = set(causal.state_dict())
         outside = {f"{outer}{key.removeprefix(inner)}" if key.startswith(inner) else key for key in own}
-        names = whole.state_dict()
         if not outside <= set(names):
             raise UnsupportedError(
                 f"{name}: {type(whole).__name__} and {type(causal).__name__} name the language model's weights "
@@ -76,7 +77,7 @@ class Composite:
     def text_config(self) -> Any:
         """Return the language model's configuration, with what the whole model's says of it: a quantisation, and
         whether a head beside it is tied."""
-        text = copy.deepcopy(self.config.get_text_config())
+        text = _text_config(self.config)
         if self.inner:
             text.tie_word_embeddings = bool(getattr(self.config, "tie_word_embeddings", text.tie_word_embeddings))
         stored = getattr(self.config, "quantization_config", None)
@@ -154,11 +155,12 @@ def _on_meta(name: Any, config: Any) -> tuple[Any, Any]:
     import transformers
     from transformers import AutoModelForCausalLM
 
-    text, kinds = config.get_text_config(), AutoModelForCausalLM._model_mapping
+    kinds: Any = AutoModelForCausalLM._model_mapping
     architecture = (getattr(config, "architectures", None) or ["(none)"])[0]
     kind = getattr(transformers, architecture, None)
     if kind is None or getattr(kind, "config_class", None) is not type(config):
         raise UnsupportedError(f"{name}: transformers has no {architecture} for its configuration", _REMEDY)
+    text = _text_config(config)
     if type(text) not in kinds or kinds[type(text)].config_class is not type(text):
         raise UnsupportedError(
             f"{name}: transformers has no causal language model of the type {text.model_type!r}, the text_config of "
@@ -174,14 +176,32 @@ def _on_meta(name: Any, config: Any) -> tuple[Any, Any]:
         ) from error
 
 
-def _place(name: Any, whole: Any, causal: Any) -> tuple[str, str]:
-    """Return the prefixes of the language model's names in the whole model and in the causal LM."""
-    inner = next(path for path, module in causal.named_children() if module is causal.base_model or path == "model")
-    for kind, prefix in ((type(causal), ""), (type(getattr(causal, inner)), f"{inner}.")):
-        paths = [path for path, module in whole.named_modules() if path and type(module) is kind]
-        if len(paths) == 1:
-            return f"{paths[0]}.", prefix
-    raise UnsupportedError(f"{name}: no {type(causal).__name__} to be found in {type(whole).__name__}", _REMEDY)
+def _text_config(config: Any) -> Any:
+    """Return a copy of the language model's configuration, as the family's that computes it on text."""
+    from transformers import AutoConfig
+
+    text = copy.deepcopy(config.get_text_config())
+    family = next((spec for spec in FAMILIES.values() if text.model_type in spec.as_text_of), None)
+    if family is None:
+        return text
+    fields = text.to_dict()
+    rope = fields.get("rope_parameters") or {}
+    fields["rope_parameters"] = {key: value for key, value in rope.items() if not key.startswith("mrope")}
+    known = type(AutoConfig.for_model(family.model_type))().to_dict().keys() - {"model_type", "transformers_version"}
+    return AutoConfig.for_model(family.model_type, **{key: fields[key] for key in known & fields.keys()})
+
+
+def _place(name: Any, names: Collection[str], causal: Any) -> tuple[str, str]:
+    """Return what the language model's names begin with in the whole model and in the causal LM: the one place where
+    all of them are, with the head or without."""
+    backbone = next(path for path, module in causal.named_children() if module is not causal.get_output_embeddings())
+    for inner in ("", f"{backbone}."):
+        own = [key.removeprefix(inner) for key in causal.state_dict() if key.startswith(inner)]
+        places = [key.removesuffix(own[0]) for key in names if key.endswith(f".{own[0]}")]
+        places = [outer for outer in places if all(f"{outer}{key}" in names for key in own)]
+        if len(places) == 1:
+            return places[0], inner
+    raise UnsupportedError(f"{name}: no {type(causal).__name__} to be found in it", _REMEDY)
 
 
 def _towers(whole: Any, outer: str, language: set[str]) -> Iterator[str]:

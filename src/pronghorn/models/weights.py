@@ -58,7 +58,7 @@ def _language_model(
     from transformers import AutoModelForCausalLM
 
     folder = fetched(name, {"token": token, "revision": revision})
-    kind = AutoModelForCausalLM._model_mapping[type(config)]
+    kinds: Any = AutoModelForCausalLM._model_mapping
     options = {key: value for key, value in options.items() if key not in ("use_safetensors", "trust_remote_code")}
     with ExitStack() as opened:
         files: dict[str, Any] = {}
@@ -70,7 +70,7 @@ def _language_model(
             if stored.origin not in files:
                 files[stored.origin] = opened.enter_context(safe_open(stored.origin, "pt"))
             tensors[inside] = files[stored.origin].get_slice(stored.name)
-        model, info = kind.from_pretrained(None, config=config, state_dict=tensors, **options)
+        model, info = kinds[type(config)].from_pretrained(None, config=config, state_dict=tensors, **options)
     model.name_or_path = model.config._name_or_path = str(name)
     if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
         model.config.tie_word_embeddings = False  # whatever it says: files with both have two

@@ -14,7 +14,7 @@ from trl import SFTConfig
 from pronghorn.config import Recipe
 from pronghorn.data.packed_rows import PackedRows
 from pronghorn.errors import ConfigError
-from pronghorn.export.composite import keep_names
+from pronghorn.export.towers import keep_names
 from pronghorn.memory.devices import parse_bytes
 from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import Handle, attach

@@ -30,8 +30,8 @@ from pronghorn import state
 from pronghorn.data.batch import Collator
 from pronghorn.data.packed_rows import PackedRows
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
-from pronghorn.export.composite import keep_names
 from pronghorn.export.folder import whole_folder
+from pronghorn.export.towers import keep_names
 from pronghorn.kernels.packed import PackedTensor
 from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import Handle, attach, attached

@@ -12,19 +12,15 @@ from transformers import AutoConfig
 
 from pronghorn import FastLanguageModel
 from pronghorn.errors import DataError, TrainingError, UnsupportedError
-from pronghorn.export.composite import keep_names
 from pronghorn.export.merge import save_merged
-from pronghorn.families.registry import FAMILIES
+from pronghorn.export.towers import keep_names
 from pronghorn.models.composite import Composite
 from pronghorn.models.load import load_model
 from pronghorn.models.lora import add_lora
 from pronghorn.models.weights import whole_model
-from support.composites import COMPOSITES, VOCAB, add_tensors, class_of, stored_tensors, write_composite
+from support.composites import COMPOSITES, SERVED, VOCAB, add_tensors, class_of, stored_tensors, write_composite
 
 TOKENS = torch.arange(1, 30)[None]
-SERVED = [
-    kind for kind, fields in COMPOSITES.items() if fields["text_config"].get("model_type", f"{kind}_text") in FAMILIES
-]
 
 
 def plain(folder: Path) -> Any:
@@ -128,10 +124,10 @@ def test_a_checkpoint_of_an_adapter_is_read_by_load_adapter(gemma3: Path, tmp_pa
 def test_a_merged_model_is_the_whole_one_with_its_towers(kind: str, shards: str, tmp_path: Path) -> None:
     base, target = tmp_path / "base", tmp_path / "merged"
     write_composite(base, kind)
-    extra = {"mtp.fc.weight": torch.randn(2, 3)} if kind.startswith("qwen") else {}
+    extra = {"mtp.fc.weight": torch.randn(2, 3)} if kind.startswith("qwen3_5") else {}
     add_tensors(base, extra)
     model = loaded(base)
-    if kind in ("gemma3", "mistral3"):
+    if kind in SERVED:
         model = moved(add_lora(model, r=4))
     else:
         with torch.no_grad():
