@@ -148,7 +148,7 @@ BAD = {
     "an unknown part": (message(USER | {"content": [{"type": "smell"}]}), "content part dict .*not a text"),
     "a column of images": (
         '{"messages": [], "images": ["a.png"]}',
-        "line 1: keys 'images' beside 'messages': training is text only for now",
+        "line 1: 'images' beside 'messages': training is text only for now",
     ),
     "content part without text": (message(USER | {"content": [{"type": "text"}]}), "content is NoneType None, not a s"),
     "two user turns": (message(USER, USER), "message 2: two user messages in a row"),

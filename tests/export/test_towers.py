@@ -96,6 +96,43 @@ def test_an_adapter_applies_to_the_whole_model_in_plain_peft(
     assert not [name for name, _ in whole.named_parameters() if "lora" in name and "vision" in name]
 
 
+@pytest.mark.parametrize("kind", SERVED)
+def test_an_adapter_holds_nothing_but_the_language_models_matrices(kind: str, tmp_path: Path) -> None:
+    write_composite(tmp_path / "base", kind)
+    adapted(tmp_path / "base").save_pretrained(tmp_path / "adapter")
+    names = stored_tensors(tmp_path / "adapter")
+    assert names and all(".lora_" in name for name in names)
+    again, _ = FastLanguageModel.from_pretrained(str(tmp_path / "adapter"), max_seq_length=64, dtype="float32")
+    again.save_pretrained(tmp_path / "again")
+    assert stored_tensors(tmp_path / "again").keys() == names.keys()
+
+
+def test_an_adapter_of_new_tokens_holds_the_embeddings(gemma3: Path, tmp_path: Path) -> None:
+    from pronghorn.models.new_tokens import grow_embeddings
+
+    model, tokenizer = load_model(gemma3, max_seq_length=64, dtype="float32")
+    tokenizer.add_tokens(["<new>"])
+    grow_embeddings(model, tokenizer, exactly=VOCAB + 4)
+    model = moved(add_lora(model, r=4))
+    keep_names(model)
+    model.save_pretrained(tmp_path / "adapter")
+    tokenizer.save_pretrained(tmp_path / "adapter")
+    again, _ = load_model(tmp_path / "adapter", max_seq_length=64, dtype="float32")
+    assert torch.equal(logits(again), logits(model)) and logits(again).shape[-1] == VOCAB + 4
+
+
+def test_an_adapter_of_a_tower_is_refused_by_name(gemma3: Path, tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    get_peft_model(plain(gemma3), LoraConfig(r=4, target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
+    table = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    (tmp_path / "adapter" / "adapter_config.json").write_text(
+        json.dumps({**table, "base_model_name_or_path": str(gemma3)})
+    )
+    with pytest.raises(DataError, match=r"no place for .*vision_tower"):
+        load_model(tmp_path / "adapter", max_seq_length=64, dtype="float32")
+
+
 @pytest.mark.parametrize("lora", [{}, {"target_modules": r"model\.layers\.\d\.self_attn\.(q|v)_proj"}])
 def test_an_adapter_loads_again(lora: dict[str, Any], gemma3: Path, tmp_path: Path) -> None:
     model = adapted(gemma3, **lora)

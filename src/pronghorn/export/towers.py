@@ -43,8 +43,14 @@ def keep_names(model: Any) -> None:
 
 def _save_adapter(model: Any, composite: Composite, save_directory: str | Path, **options: Any) -> None:
     """Save an adapter as PEFT does, then give its tensors and modules the whole model's names."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
     from safetensors.torch import load_file, save_file
 
+    if options.get("save_embedding_layers", "auto") == "auto":  # PEFT would look for the vocabulary in the wrong place
+        base = base_causal_lm(model)
+        resized = base.config.vocab_size != composite.text_config().vocab_size
+        adapted = isinstance(base.get_input_embeddings(), BaseTunerLayer)
+        options["save_embedding_layers"] = resized or adapted
     type(model).save_pretrained(model, save_directory, **options)
     if not options.get("is_main_process", True):
         return
