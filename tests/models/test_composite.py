@@ -202,6 +202,18 @@ def test_packed_weights_of_the_language_model_are_loaded_as_they_are(kind: str, 
         write_fp8_checkpoint(tmp_path / "merged", tmp_path / "fp8")
 
 
+def test_the_language_model_is_quantised_while_it_loads(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    write_composite(tmp_path, "gemma3")
+    model, _ = load_model(tmp_path, max_seq_length=64, dtype="float32", load_in_4bit=True)
+    kinds = {type(module).__name__ for name, module in model.named_modules() if name.endswith("_proj")}
+    assert kinds == {"Linear4bit"}
+    keep_names(model)
+    save_merged(model, None, tmp_path / "merged")
+    assert stored_tensors(tmp_path / "merged").keys() == stored_tensors(tmp_path).keys()
+    assert "quantization_config" not in json.loads((tmp_path / "merged" / "config.json").read_text())
+
+
 def test_a_batch_with_images_is_refused(tmp_path: Path) -> None:
     write_composite(tmp_path, "gemma3")
     model, _ = load_model(tmp_path, max_seq_length=64, dtype="float32")

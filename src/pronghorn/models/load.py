@@ -123,7 +123,8 @@ class FoundModel:
             return _with_adapter(base, self.name)
         model = self._whole_base(dtype, device)
         if self.composite is not None:
-            model.composite = self.composite  # a plain attribute, never saved
+            model.composite = self.composite  # plain attributes, never saved: saving goes back to the checkpoint
+            model.hub_revision = self.hub["revision"]
             model._checkpoint_conversion_mapping = self.composite.adapter_names  # which PEFT looks for
         return model
 
