@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig
 
 from pronghorn import FastLanguageModel
-from pronghorn.errors import DataError, TrainingError, UnsupportedError
+from pronghorn.errors import ConfigError, DataError, TrainingError, UnsupportedError
 from pronghorn.export.merge import save_merged
 from pronghorn.export.towers import keep_names
 from pronghorn.models.composite import Composite
@@ -105,6 +105,10 @@ def test_an_adapter_holds_nothing_but_the_language_models_matrices(kind: str, tm
     again, _ = FastLanguageModel.from_pretrained(str(tmp_path / "adapter"), max_seq_length=64, dtype="float32")
     again.save_pretrained(tmp_path / "again")
     assert stored_tensors(tmp_path / "again").keys() == names.keys()
+    first, second = (json.loads((tmp_path / name / "adapter_config.json").read_text()) for name in ("adapter", "again"))
+    assert first["target_modules"] == second["target_modules"]
+    if kind in ("qwen3_vl", "qwen3_5"):  # their towers have no linears of these names
+        assert isinstance(first["target_modules"], list)
 
 
 def test_an_adapter_of_new_tokens_holds_the_embeddings(gemma3: Path, tmp_path: Path) -> None:
@@ -257,6 +261,12 @@ def test_a_merge_that_forgot_the_adapter_is_caught(
     monkeypatch.setattr("pronghorn.export.merge._merged_linear", lambda layer: layer.get_base_layer().weight.float())
     with pytest.raises(TrainingError, match="the merged checkpoint"):
         save_merged(adapted(gemma3), None, tmp_path / "merged")
+
+
+def test_a_model_is_not_saved_over_the_towers_that_it_needs(gemma3: Path) -> None:
+    model, _ = FastLanguageModel.from_pretrained(str(gemma3), max_seq_length=64, full_finetuning=True)
+    with pytest.raises(ConfigError, match="holds the towers"):
+        model.save_pretrained(gemma3)
 
 
 def test_options_that_saving_has_no_place_for_are_named(gemma3: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pronghorn.errors import UnsupportedError
+from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.export.merge import write_model
 from pronghorn.export.original import composite_of
 from pronghorn.models.adapter_files import CONFIG, WEIGHTS
@@ -58,8 +58,8 @@ def _save_adapter(model: Any, composite: Composite, save_directory: str | Path, 
         folder = Path(save_directory) / ("" if name == "default" else name)
         if not (folder / WEIGHTS).is_file():
             continue
-        tensors = load_file(folder / WEIGHTS)
-        named = {f"{_PEFT}{composite.outside(k.removeprefix(_PEFT))}": tensor for k, tensor in tensors.items()}
+        tensors = load_file(folder / WEIGHTS)  # copied: the file they lie in is written anew
+        named = {f"{_PEFT}{composite.outside(k.removeprefix(_PEFT))}": each.clone() for k, each in tensors.items()}
         save_file(named, folder / WEIGHTS, {"format": "pt"})
         table = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         table["target_modules"] = _targets(model, composite, config.target_modules)
@@ -67,18 +67,30 @@ def _save_adapter(model: Any, composite: Composite, save_directory: str | Path, 
 
 
 def _targets(model: Any, composite: Composite, targets: Any) -> Any:
-    """Return what finds an adapter's linears in the whole model and in the causal LM, and none of a tower."""
+    """Return what finds an adapter's linears in the whole model and in the causal LM, and none of a tower: the targets
+    themselves if they do, a pattern for their names beside the towers', or else every linear's name in both."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    if not targets:
-        return targets
-    if not isinstance(targets, str):
+    modules = base_causal_lm(model).named_modules()
+    inside = {name for name, m in modules if isinstance(m, BaseTunerLayer) and not hasattr(m, "parameter_name")}
+    wanted = {composite.outside(name) for name in inside}
+    everything = [name for name, _ in composite.whole.named_modules()]
+    choices = [targets]
+    if targets and not isinstance(targets, str):
         beside = "|".join(re.escape(f"{tower}.") for tower in composite.towers)
         ends = "|".join(map(re.escape, sorted(targets)))
-        return rf"(?!{beside})(?:.*\.)?(?:{ends})"
-    base = base_causal_lm(model)
-    inside = [name for name, module in base.named_modules() if isinstance(module, BaseTunerLayer)]
-    return sorted({name for each in inside for name in (each, composite.outside(each))})
+        choices = [sorted(targets), rf"(?!{beside})(?:.*\.)?(?:{ends})"]
+    for choice in choices:
+        if {name for name in everything if _is_target(choice, name)} == wanted:
+            return choice
+    return sorted(inside | wanted)
+
+
+def _is_target(targets: Any, name: str) -> bool:
+    """Tell whether PEFT would take a module for a target."""
+    if isinstance(targets, str):
+        return re.fullmatch(targets, name) is not None
+    return any(f".{name}".endswith(f".{target}") for target in targets or ())
 
 
 def _save_whole(
@@ -97,6 +109,8 @@ def _save_whole(
         )
     if is_main_process:
         folder = Path(save_directory)
+        if folder.resolve() == Path(base_causal_lm(model).name_or_path).resolve():
+            raise ConfigError(f"{folder} holds the towers that are to be saved", "give another folder")
         folder.mkdir(parents=True, exist_ok=True)
         with torch.no_grad():
             write_model(base_causal_lm(model), model.dtype, folder, max_shard_size, state_dict)

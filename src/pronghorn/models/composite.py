@@ -208,8 +208,8 @@ def _towers(whole: Any, outer: str, language: set[str]) -> Iterator[str]:
     """Yield the paths beside the language model and above it whose tensors aren't the language model's."""
     path, module = "", whole
     for step in outer.removesuffix(".").split("."):
-        beside = [key for key, _ in (*module.named_children(), *module.named_parameters(recurse=False)) if key != step]
-        for key in beside:
-            if not any(f"{each}.".startswith(f"{path}{key}.") for each in language):
+        tensors = *module.named_parameters(recurse=False), *module.named_buffers(recurse=False)
+        for key, _ in (*module.named_children(), *tensors):
+            if key != step and not any(f"{each}.".startswith(f"{path}{key}.") for each in language):
                 yield f"{path}{key}"
         path, module = f"{path}{step}.", getattr(module, step)
