@@ -49,6 +49,7 @@ def loaded(folder: Path) -> Any:
         device_map={"": "cpu"},
     )
     model.composite = composite
+    model._checkpoint_conversion_mapping = composite.adapter_names
     keep_names(model)
     return model
 
@@ -94,6 +95,27 @@ def test_an_adapter_applies_to_the_whole_model_in_plain_peft(
     torch.testing.assert_close(logits(whole), logits(model), rtol=1e-5, atol=1e-5)
     assert not torch.allclose(logits(whole), before, atol=1e-3)
     assert not [name for name, _ in whole.named_parameters() if "lora" in name and "vision" in name]
+
+
+EXPERTS = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+
+
+@pytest.mark.parametrize(("kind", "more"), [*((kind, {}) for kind in COMPOSITES), ("qwen3_5_moe", EXPERTS)])
+def test_an_adapter_of_any_family_is_the_whole_models_and_loads_again(
+    kind: str, more: dict[str, Any], tmp_path: Path
+) -> None:
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    write_composite(tmp_path / "base", kind)
+    targets = ["q_proj", "o_proj", "down_proj"]
+    model = moved(get_peft_model(loaded(tmp_path / "base"), LoraConfig(r=4, target_modules=targets, **more)))
+    keep_names(model)
+    model.save_pretrained(tmp_path / "adapter")
+    again = PeftModel.from_pretrained(loaded(tmp_path / "base"), tmp_path / "adapter")
+    assert torch.equal(logits(again), logits(model))
+    whole = PeftModel.from_pretrained(plain(tmp_path / "base"), tmp_path / "adapter")
+    torch.testing.assert_close(logits(whole), logits(model), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(logits(whole), logits(plain(tmp_path / "base")), atol=1e-3)
 
 
 @pytest.mark.parametrize("kind", SERVED)
