@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,19 +74,9 @@ def save_merged(
 
 
 @torch.no_grad()
-def write_model(
-    base: Any,
-    dtype: torch.dtype,
-    folder: Path,
-    max_shard_size: str,
-    weights: Mapping[str, Tensor] | None = None,
-) -> None:
-    """Write the folder that `save_pretrained` would write of the merged model, one shard in memory at a time. A model
-    out of one with towers is written among these.
-
-    Args:
-        weights: instead of the model's own, under its names.
-    """
+def write_model(base: Any, dtype: torch.dtype, folder: Path, max_shard_size: str) -> None:
+    """Write the folder that `save_pretrained` would write of the merged model, one shard in memory at a time; of a
+    model out of one with towers, among these."""
     from huggingface_hub import split_torch_state_dict_into_shards
     from safetensors.torch import save_file
     from transformers.utils import logging
@@ -99,19 +89,15 @@ def write_model(
             "use a transformers that Pronghorn is tested with, or save the adapter with save_pretrained",
         ) from error
     stored = {tensor.name: tensor for tensor in merged_tensors(base, dtype)}
-    for name, tensor in (weights or {}).items():
-        stored[name] = _of_tensor(name, tensor, dtype)
     plain = _plain_model(base, dtype, stored)
     composite = composite_of(base)
     original = None if composite is None else Original(composite, base)
     if original is None:
         plain.save_pretrained(folder, state_dict={})  # all but the weights
-        towers: Mapping[str, StoredTensor] = {}
-        as_files: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
-        as_files = functools.partial(revert_weight_conversion, plain)
     else:
         original.write_files(plain, dtype, folder)
-        towers, as_files = original.towers, original.named
+    towers = {} if original is None else original.towers
+    as_files = functools.partial(revert_weight_conversion, plain) if original is None else original.named
     expected = plain.state_dict()
     assert stored.keys() == expected.keys(), f"{stored.keys() ^ expected.keys()}"
     if plain.config.tie_word_embeddings:
@@ -147,17 +133,6 @@ def write_model(
         }
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
-
-
-def _of_tensor(name: str, tensor: Tensor, dtype: torch.dtype) -> StoredTensor:
-    """Return a tensor as one of a source's, in `dtype` if it holds floating-point numbers."""
-    of = dtype if tensor.is_floating_point() else tensor.dtype
-
-    def rows(start: int, stop: int) -> Tensor:
-        whole = tensor.detach().to(of).cpu()
-        return whole[start:stop] if whole.dim() else whole
-
-    return StoredTensor(name, tuple(tensor.shape), of, "the state dict", rows)
 
 
 def _plain_model(base: Any, dtype: torch.dtype, stored: dict[str, StoredTensor]) -> Any:

@@ -8,13 +8,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.export.merge import write_model
@@ -97,23 +93,20 @@ def _save_whole(
     model: Any,
     save_directory: str | Path,
     is_main_process: bool = True,
-    state_dict: Mapping[str, Tensor] | None = None,
     max_shard_size: str = "50GB",
     **unsupported: Any,
 ) -> None:
     """Save the language model's weights among the original's tensors and files."""
     asked = sorted(name for name, value in unsupported.items() if value and name != "safe_serialization")
     if asked:
-        raise UnsupportedError(
-            f"save_pretrained of a model with towers does not support {', '.join(asked)}", "leave it out"
-        )
+        where = "save_pretrained of a model with towers"
+        raise UnsupportedError(f"{where} does not support {', '.join(asked)}", "leave it out")
     if is_main_process:
         folder = Path(save_directory)
-        if folder.resolve() == Path(base_causal_lm(model).name_or_path).resolve():
+        if folder.resolve() == Path(model.name_or_path).resolve():
             raise ConfigError(f"{folder} holds the towers that are to be saved", "give another folder")
         folder.mkdir(parents=True, exist_ok=True)
-        with torch.no_grad():
-            write_model(base_causal_lm(model), model.dtype, folder, max_shard_size, state_dict)
+        write_model(model, model.dtype, folder, max_shard_size)
 
 
 def _rename_loaded(composite: Composite, model: Any, state_dict: Any, prefix: str, *_: Any) -> None:
