@@ -210,7 +210,7 @@ def fetched(name: str | Path, hub: dict[str, Any]) -> Path:
         return Path(
             snapshot_download(
                 str(name), revision=hub.get("revision"), token=hub.get("token"), allow_patterns=list(METADATA),
-                ignore_patterns=["*/*"],
+                ignore_patterns=["*/*", "consolidated*"],  # the publisher's own format beside transformers'
             )
         )  # fmt: skip
     except (OSError, ValueError) as error:
