@@ -12,6 +12,7 @@ import torch
 
 from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.export.merge import save_merged
+from pronghorn.export.towers import keep_names
 from pronghorn.memory.plan import Checkpointing, Plan
 from pronghorn.memory.recompute import INSTALLED, install
 from pronghorn.models.attach import Attention, Experimental, attach, attached
@@ -187,6 +188,7 @@ class FastLanguageModel:
 
 def _finish(model: Any, max_seq_length: int | None) -> Any:
     """Give this instance what scripts expect on it; plain attributes, never saved."""
+    keep_names(model)
     model.max_seq_length = max_seq_length
     model.save_pretrained_merged = functools.partial(FastLanguageModel.save_pretrained_merged, model)
     return model

@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from typer.testing import CliRunner
 
 from pronghorn.cli.main import app
 from pronghorn.train.record import FILE_NAME as RECORD
+from support.packed_checkpoints import change
 
 TURN = "{{ '[' + m['role'] + ']' + m['content'] + '</s>' }}"
 TEMPLATE = "{% for m in messages %}" + TURN + "{% endfor %}{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
@@ -265,6 +267,11 @@ CASES: dict[str, Case] = {
     ),
     "weights of other shapes": model(
         lambda folder: configure(folder, intermediate_size=200), "15 of the model's weights", "other shapes"
+    ),
+    "weights that are none of the model's": model(
+        lambda folder: change(folder, "model.layers.0.mlp.extra.weight", torch.ones(2)),
+        "1 tensors that have no place in the model",
+        "model.layers.0.mlp.extra.weight",
     ),
     "a part of the weights missing": model(lambda folder: split_weights(folder), "model-00002-of-", "index.json"),
     "adapters on nothing": setting("adapter", "target_modules", ["qproj"], "'qproj' is not in the model", "q_proj"),

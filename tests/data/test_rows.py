@@ -142,7 +142,13 @@ BAD = {
     "content a number": (message(USER | {"content": 1}), "message 1: content is int 1, not a string"),
     "an image": (
         message(USER | {"content": [{"type": "image_url", "image_url": {}}]}),
-        "content part dict .*not a text",
+        "message 1: content part 'image_url': training is text only for now: leave out the rows and parts",
+    ),
+    "a sound": (message(USER | {"content": [{"type": "audio"}]}), "content part 'audio': training is text only"),
+    "an unknown part": (message(USER | {"content": [{"type": "smell"}]}), "content part dict .*not a text"),
+    "a column of images": (
+        '{"messages": [], "images": ["a.png"]}',
+        "line 1: 'images' beside 'messages': training is text only for now",
     ),
     "content part without text": (message(USER | {"content": [{"type": "text"}]}), "content is NoneType None, not a s"),
     "two user turns": (message(USER, USER), "message 2: two user messages in a row"),

@@ -22,6 +22,7 @@ from pronghorn.models.auto_plan import dims_of, setup_of
 from pronghorn.models.families import base_causal_lm
 from pronghorn.models.load import load_model
 from pronghorn.models.lora import add_lora
+from pronghorn.models.packed_checkpoint import fetched
 from support.documents import LENGTHS, ROW
 from support.fused import loss_and_gradients
 from support.packed_checkpoints import change, mxfp4_checkpoint
@@ -176,3 +177,18 @@ def test_4_bit_products_on_a_gpu_are_within_the_rule(tmp_path: Path, targets: li
     for _ in range(2):
         loss, gradients = loss_and_gradients(packed, batch)
         assert loss == results[0][0] and all(torch.equal(gradients[name], results[0][1][name]) for name in gradients)
+
+
+def test_of_a_hub_model_only_transformers_files_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub.utils import filter_repo_objects
+
+    there = ["config.json", "model-1.safetensors", "consolidated.safetensors", "original/x.safetensors", "a.bin"]
+    asked: list[str] = []
+
+    def download(name: str, allow_patterns: Any, ignore_patterns: Any, **_: Any) -> str:
+        asked.extend(filter_repo_objects(there, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert fetched("owner/model", {}) == tmp_path
+    assert asked == ["config.json", "model-1.safetensors"]

@@ -22,7 +22,7 @@ from pronghorn.memory.estimate import resting_bytes
 from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import attach
 from pronghorn.models.auto_plan import dims_of, setup_of
-from pronghorn.models.load import load_model
+from pronghorn.models.load import find_model, load_model
 from pronghorn.precision.fp8 import FP8Source
 from pronghorn.precision.source import PackedSource
 from support.documents import LENGTHS, ROW
@@ -250,6 +250,39 @@ def test_sizes_and_models_that_are_not_served_are_refused_by_name(tmp_path: Path
     packed_linears(tmp_path / "experts", "fine-grained", "qwen3_moe")
     with pytest.raises(UnsupportedError, match=r"a model with experts .*one packed weight an expert"):
         loaded(tmp_path / "experts")
+
+
+@pytest.mark.parametrize("kind", ["fine-grained", "nvfp4", "modelopt"])
+def test_a_model_with_experts_is_refused_by_its_configuration_alone(tmp_path: Path, kind: str) -> None:
+    packed_linears(tmp_path, kind, "qwen3_moe")
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(UnsupportedError, match=r"a model with experts .*one packed weight an expert"):
+        find_model(tmp_path, max_seq_length=64, weights=False)
+
+
+@pytest.mark.parametrize("kind", ["modelopt", "modelopt fp8"])
+def test_modelopts_own_file_says_how_weights_are_stored(tmp_path: Path, kind: str) -> None:
+    right = packed_linears(tmp_path, kind)
+    in_own_file(tmp_path, {"quantization": {"quant_algo": KINDS[kind]["quant_algo"], "exclude_modules": ["lm_head"]}})
+    packed = {name: p for name, p in loaded(tmp_path).named_parameters() if isinstance(p, PackedTensor)}
+    assert packed.keys() == right.keys()
+    assert all(torch.equal(packed[name].dequantise(), right[name]) for name in right)
+
+
+def test_modelopts_own_file_that_is_damaged_is_told(tmp_path: Path) -> None:
+    packed_linears(tmp_path, "modelopt")
+    for damaged in ({}, {"quantization": ["NVFP4"]}):
+        in_own_file(tmp_path, damaged)
+        with pytest.raises(DataError, match=r"hf_quant_config\.json: .*quantization"):
+            loaded(tmp_path)
+
+
+def in_own_file(folder: Path, table: dict[str, Any]) -> None:
+    """Take quantization_config out of config.json, as older versions of ModelOpt write it."""
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("quantization_config", None)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "hf_quant_config.json").write_text(json.dumps(table))
 
 
 def test_whole_blocks_are_read_as_transformers_reads_them(tmp_path: Path) -> None:

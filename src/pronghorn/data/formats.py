@@ -18,6 +18,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from pronghorn.config import Format
+from pronghorn.data.media import REMEDY, TEXT_ONLY, media_in
 from pronghorn.data.messages import (
     in_order,
     keys,
@@ -182,6 +183,8 @@ def recognise(value: Mapping[str, Any], at: str) -> Shape:
             return Shape(name, {})
     if near:
         extra = [key for key in value if key in names - _all_keys(near[0])]
+        if media := media_in(extra):
+            raise DataError(f"{at}: {keys(media)} beside {keys(FORMATS[near[0]][0])}: {TEXT_ONLY}", REMEDY)
         raise DataError(
             f"{at}: keys {keys(extra)} beside {keys(FORMATS[near[0]][0])}",
             f"delete them, or set data.format to {' or '.join(near)} to ignore every other key",

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from pronghorn.data.files import load_json
+from pronghorn.data.media import REMEDY, TEXT_ONLY, media_in
 from pronghorn.data.rows import ROLES, Message
 from pronghorn.errors import DataError
 
@@ -189,6 +190,8 @@ def _content(value: Any, at: str) -> str:
         return string(value, "content", at)
     texts = []
     for part in value:
+        if isinstance(part, dict) and media_in([part.get("type")]):
+            raise DataError(f"{at}: content part {part['type']!r}: {TEXT_ONLY}", REMEDY)
         if not isinstance(part, dict) or part.get("type") != "text":
             raise DataError(f"{at}: content part {show(part)}, not a text", "leave out what is not text")
         texts.append(string(part.get("text", part.get("value")), "content", at))

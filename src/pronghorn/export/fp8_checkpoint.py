@@ -51,7 +51,12 @@ def write_fp8_checkpoint(source: str | Path, folder: str | Path, *, shard_bytes:
     path, target = Path(source), Path(folder)
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise ConfigError(f"{target} is there already", "choose another folder or delete it")
-    config = find_model(path, max_seq_length=1).config if path.is_dir() else None
+    found = find_model(path, max_seq_length=1) if path.is_dir() else None
+    if found is not None and found.composite is not None:
+        raise UnsupportedError(
+            f"{path} is a model with towers, which aren't written in 8 bits", "keep the 16-bit checkpoint"
+        )
+    config = None if found is None else found.config
     if config is None:
         raise ConfigError(
             f"{path} is no folder of a whole model", "merge an adapter first, with save_pretrained_merged"

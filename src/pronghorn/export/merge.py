@@ -9,6 +9,7 @@ is an error and leaves no folder behind.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from pronghorn.errors import ConfigError, TrainingError, UnsupportedError
 from pronghorn.export.folder import whole_folder
+from pronghorn.export.original import Original, composite_of
 from pronghorn.kernels.packed import PackedTensor
 from pronghorn.models.experts import low_rank_factors
 from pronghorn.models.families import base_causal_lm, has_experts
@@ -64,7 +66,7 @@ def save_merged(
     own = base.get_input_embeddings().weight.dtype
     dtype = dtype or (own if own in (torch.float16, torch.bfloat16) else torch.bfloat16)
     with whole_folder(target) as writing:
-        _write(base, dtype, writing, max_shard_size)
+        write_model(base, dtype, writing, max_shard_size)
         if tokenizer is not None:
             tokenizer.save_pretrained(writing)
         _check(model, writing, dtype)
@@ -72,8 +74,9 @@ def save_merged(
 
 
 @torch.no_grad()
-def _write(base: Any, dtype: torch.dtype, folder: Path, max_shard_size: str) -> None:
-    """Write the folder that `save_pretrained` would write of the merged model, one shard in memory at a time."""
+def write_model(base: Any, dtype: torch.dtype, folder: Path, max_shard_size: str) -> None:
+    """Write the folder that `save_pretrained` would write of the merged model, one shard in memory at a time; of a
+    model out of one with towers, among these."""
     from huggingface_hub import split_torch_state_dict_into_shards
     from safetensors.torch import save_file
     from transformers.utils import logging
@@ -87,33 +90,45 @@ def _write(base: Any, dtype: torch.dtype, folder: Path, max_shard_size: str) -> 
         ) from error
     stored = {tensor.name: tensor for tensor in merged_tensors(base, dtype)}
     plain = _plain_model(base, dtype, stored)
-    plain.save_pretrained(folder, state_dict={})  # all but the weights
+    composite = composite_of(base)
+    original = None if composite is None else Original(composite, base)
+    if original is None:
+        plain.save_pretrained(folder, state_dict={})  # all but the weights
+    else:
+        original.write_files(plain, dtype, folder)
+    towers = {} if original is None else original.towers
+    as_files = functools.partial(revert_weight_conversion, plain) if original is None else original.named
     expected = plain.state_dict()
     assert stored.keys() == expected.keys(), f"{stored.keys() ^ expected.keys()}"
     if plain.config.tie_word_embeddings:
         del expected["lm_head.weight"]
-    as_saved = revert_weight_conversion(plain, expected)
+    as_saved = as_files(expected)
     # what is renamed or split together (a layer's experts) lies in one module
     modules: dict[str, dict[str, Tensor]] = {}
     for name, tensor in expected.items():
         modules.setdefault(name.rpartition(".")[0], {})[name] = tensor
-    module_of = {name: module for module, own in modules.items() for name in revert_weight_conversion(plain, own)}
+    module_of = {name: module for module, own in modules.items() for name in as_files(own)}
     if module_of.keys() != as_saved.keys():  # but not in this model: read all, and rename then
         modules, module_of = {"": expected}, dict.fromkeys(as_saved, "")
     in_order = [modules[module] for module in dict.fromkeys(module_of[name] for name in as_saved)]
     read = (dict(load((stored[name] for name in own), expected=own)) for own in in_order)
     sizes = {name: tensor.clone() for name, tensor in as_saved.items()}  # a view counts the bytes of all it views
+    sizes |= {name: torch.empty(tower.shape, dtype=tower.dtype, device="meta") for name, tower in towers.items()}
+    beside = sum(sizes[name].numel() for name in towers)
     split = split_torch_state_dict_into_shards(sizes, max_shard_size=max_shard_size)
     unwritten: dict[str, Tensor] = {}
     for file, names in logging.tqdm(split.filename_to_tensors.items(), desc="Writing merged shards"):
-        while not unwritten.keys() >= set(names):
-            unwritten |= revert_weight_conversion(plain, next(read))
-        shard = {name: unwritten.pop(name).contiguous() for name in names}
+        while not unwritten.keys() >= set(names) - towers.keys():
+            unwritten |= as_files(next(read))
+        shard = {
+            name: original.tower(name) if original and name in towers else unwritten.pop(name).contiguous()
+            for name in names
+        }
         save_file(shard, folder / file, metadata={"format": "pt"})
         del shard  # before the next is read
     if split.is_sharded:
         index = {
-            "metadata": {"total_parameters": plain.num_parameters(), **split.metadata},
+            "metadata": {"total_parameters": plain.num_parameters() + beside, **split.metadata},
             "weight_map": split.tensor_to_filename,
         }
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
@@ -273,9 +288,10 @@ def _check(model: Any, folder: Path, dtype: torch.dtype) -> None:
     finally:
         model.train(was_training)
     place = _place_beside(base.device, folder)
-    reloaded = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, device_map={"": place}, trust_remote_code=False
-    ).eval()
+    composite = composite_of(base)
+    loader = AutoModelForCausalLM if composite is None else type(composite.whole)
+    options = {"trust_remote_code": False} if composite is None else {}
+    reloaded = loader.from_pretrained(folder, dtype=dtype, device_map={"": place}, **options).eval()
     merged = reloaded(input_ids=tokens.to(place)).logits.to(adapted)
     if has_experts(base.config):  # rounding sends a token or two to other experts, so only the median token counts
         error = ((merged - adapted).norm(dim=-1) / adapted.norm(dim=-1)).median().item()

@@ -10,4 +10,5 @@ QWEN2 = FamilySpec(
         ResidualBlock("self_attn", Attention(window=window_of_module), before="input_layernorm"),
         ResidualBlock("mlp", GatedMLP(), before="post_attention_layernorm"),
     ),
+    as_text_of=("qwen2_vl_text", "qwen2_5_vl_text"),
 )

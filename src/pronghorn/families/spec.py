@@ -157,6 +157,9 @@ class FamilySpec:
     """Hands what blocks gave by name on to later layers: (named tensors, keywords)."""
     lora_targets: tuple[str, ...] | None = None
     """Linears that LoRA adapts unless told otherwise; None for every linear that the blocks name."""
+    as_text_of: tuple[str, ...] = ()
+    """Types of text_configs, in models with towers, that compute text as this family does: where there is nothing but
+    text, their positions in three dimensions are its positions."""
     refused_options: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Fields of the configuration and the values that are served, where others are not."""
 

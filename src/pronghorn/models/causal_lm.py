@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pronghorn.data.batch import PackedBatch
+from pronghorn.data.media import refuse_media
 from pronghorn.errors import UnsupportedError
 from pronghorn.layers.decoder import output_is_seen
 from pronghorn.layers.subclass import subclass
@@ -99,6 +100,7 @@ def packed_class(original: type[nn.Module]) -> type[nn.Module]:
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> Any:
+        refuse_media("the batch", kwargs)
         given = {"packed": packed, "labels": labels, "num_items_in_batch": num_items_in_batch}
         # Triton launches on the current device, which need not be the model's.
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():

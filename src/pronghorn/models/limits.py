@@ -9,10 +9,12 @@ from typing import Any
 
 from pronghorn.errors import DataError
 from pronghorn.models.adapter_files import tensor_shapes
+from pronghorn.models.composite import Composite
 from pronghorn.models.families import check_config
 
 LIMITS = {
     "num_hidden_layers": 1_000,
+    "depth": 1_000,
     "num_attention_heads": 10_000,
     "num_key_value_heads": 10_000,
     "num_experts": 10_000,
@@ -34,6 +36,9 @@ def check_sizes(name: str | Path, table: dict[str, Any]) -> None:
     Raises:
         DataError: names the size, its value and the limit.
     """
+    for key, part in table.items():
+        if key.endswith("_config") and isinstance(part, dict):
+            check_sizes(f"{name}: {key}", part)
     for size, most in LIMITS.items():
         value = table.get(size)
         if value is not None and (not isinstance(value, int) or not 0 <= value <= most):
@@ -70,13 +75,17 @@ def check_values(name: str | Path, config: Any) -> None:
             )
 
 
-def check_weights_fit(folder: Path, files: list[Path], config: Any) -> None:
+def check_weights_fit(folder: Path, files: list[Path], config: Any, composite: Composite | None = None) -> None:
     """Compare a configuration with the shapes in the headers of its weights, before a model is built from it.
 
     Raises:
-        DataError: another number of layers than the weights have, or another vocabulary or width.
+        DataError: another number of layers than the weights have, or another vocabulary or width; of a model with
+            towers, too, a tensor that is none of its parts'.
     """
     shapes = {key: shape for file in files for key, shape in tensor_shapes(file).items()}
+    if composite is not None:
+        named = ((composite.inside(key), shape) for key, shape in shapes.items())
+        shapes = {key: shape for key, shape in named if key is not None}
     check_layers(folder, "num_hidden_layers", config.num_hidden_layers, shapes, _LAYER)
     embeddings = f"{check_config(config).embeddings}.weight"
     expected = [config.vocab_size, config.hidden_size]

@@ -13,11 +13,12 @@ from torch import nn
 
 from pronghorn.errors import ConfigError, DataError, PronghornError, UnsupportedError
 from pronghorn.models.adapter_files import CONFIG, check_adapter_config, check_adapter_weights, check_embeddings
+from pronghorn.models.composite import Composite
 from pronghorn.models.families import check_config
 from pronghorn.models.limits import check_sizes, check_values, check_weights_fit
 from pronghorn.models.lora import check_whole_modules
 from pronghorn.models.new_tokens import grow_embeddings
-from pronghorn.models.packed_checkpoint import format_of, load_packed
+from pronghorn.models.packed_checkpoint import beside_config, format_of, load_packed
 from pronghorn.models.weights import (
     bitsandbytes_config,
     check_quantised,
@@ -91,6 +92,8 @@ class FoundModel:
     max_seq_length: int
     load_in_4bit: bool
     hub: dict[str, Any]
+    composite: Composite | None = None
+    """Where the model lies among towers; `config` is the language model's."""
 
     @property
     def is_adapter(self) -> bool:
@@ -118,6 +121,15 @@ class FoundModel:
             if rows is not None or len(tokenizer) > len(self.base.tokenizer()):  # trained with new tokens
                 grow_embeddings(base, tokenizer, exactly=rows)
             return _with_adapter(base, self.name)
+        model = self._whole_base(dtype, device)
+        if self.composite is not None:
+            model.composite = self.composite  # plain attributes, never saved: saving goes back to the checkpoint
+            model.hub_revision = self.hub["revision"]
+            model._checkpoint_conversion_mapping = self.composite.adapter_names  # which PEFT looks for
+        return model
+
+    def _whole_base(self, dtype: torch.dtype, device: torch.device) -> Any:
+        """The model without an adapter."""
         if self.config is None:
             from pronghorn.models.gguf import load_gguf
 
@@ -126,10 +138,11 @@ class FoundModel:
             check_max_seq_length(model.config, self.max_seq_length)
             return model
         if format_of(self.config) is not None:
-            return load_packed(self.name, self.config, dtype, device, self.hub)
+            return load_packed(self.name, self.config, dtype, device, self.hub, self.composite)
         quantization = bitsandbytes_config(self.config, self.load_in_4bit, dtype)
         return whole_model(
             self.name,
+            self.composite,
             config=self.config,
             dtype=dtype,
             use_safetensors=True,
@@ -160,7 +173,10 @@ def _with_adapter(base: Any, folder: str | Path) -> Any:
         raise DataError(
             f"the adapter in {folder} doesn't fit its base model ({error})", f"mend or save again its {CONFIG}"
         ) from error
-    again = model.load_adapter(folder, model.active_adapter, is_trainable=True)  # from_pretrained keeps this to itself
+    names = getattr(base, "_checkpoint_conversion_mapping", None)
+    again = model.load_adapter(
+        folder, model.active_adapter, is_trainable=True, key_mapping=names
+    )  # from_pretrained keeps this to itself
     dropped = [key for key in again.unexpected_keys if "lora_" in key]
     if dropped:
         raise DataError(
@@ -234,15 +250,18 @@ def find_model(
         return FoundModel(path, None, base, max_seq_length, load_in_4bit, hub)
     found = path if path.exists() else name
     config = _config(found, hub)
+    composite = Composite.of(found, config)
+    if composite is not None:
+        config = composite.text_config()
     check_config(config)
     check_values(found, config)
     check_max_seq_length(config, max_seq_length)
     check_quantised(config, load_in_4bit)
     if files:
-        check_weights_fit(path, files, config)
+        check_weights_fit(path, files, config, composite)
     if weights:
         bitsandbytes_config(config, load_in_4bit, torch.float32)
-    return FoundModel(found, config, None, max_seq_length, load_in_4bit, hub)
+    return FoundModel(found, config, None, max_seq_length, load_in_4bit, hub, composite)
 
 
 def _config(name: str | Path, hub: dict[str, Any]) -> Any:
@@ -252,7 +271,12 @@ def _config(name: str | Path, hub: dict[str, Any]) -> Any:
     try:
         table, _ = PretrainedConfig.get_config_dict(name, **hub)
         check_sizes(name, table)  # before transformers makes lists as long as they say
-        return AutoConfig.from_pretrained(name, **hub)
+        config = AutoConfig.from_pretrained(name, **hub)
+        if getattr(config, "quantization_config", None) is None:
+            stored = beside_config(name, hub)
+            if stored is not None:
+                config.quantization_config = stored
+        return config
     except PronghornError:
         raise
     except (OSError, ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:

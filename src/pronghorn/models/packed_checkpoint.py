@@ -19,12 +19,15 @@ from torch import Tensor, nn
 
 from pronghorn.errors import DataError
 from pronghorn.kernels.packed import PackedTensor
+from pronghorn.models.composite import Composite
 from pronghorn.models.families import check_config
 from pronghorn.models.packed_formats import FORMATS, NOT_READ, Format, packed_parameters
-from pronghorn.precision.loader import StoredTensor, checkpoint, load
+from pronghorn.precision.loader import StoredTensor, checkpoint, json_value, load
 
 METADATA = ("*.json", "*.jinja", "*.txt", "*.model", "*.safetensors")
 """Files of a hub's repository that loading reads; folders below it hold other formats."""
+MODELOPT_FILE = "hf_quant_config.json"
+"""Where NVIDIA's Model Optimizer says how it quantised; newer versions say it in config.json, too."""
 
 
 def quantisation_of(config: Any) -> dict[str, Any]:
@@ -44,6 +47,27 @@ def method_of(config: Any) -> str:
 def format_of(config: Any) -> Format | None:
     """Return the format of a checkpoint with this configuration; None for what transformers loads."""
     return FORMATS.get(method_of(config))
+
+
+def beside_config(name: str | Path, hub: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the quantization_config of a ModelOpt checkpoint that has it in a file of its own, or None.
+
+    Raises:
+        DataError: the file can't be read.
+    """
+    from transformers.utils import cached_file
+
+    file = cached_file(
+        str(name), MODELOPT_FILE, token=hub.get("token"), revision=hub.get("revision"),
+        _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False,
+        _raise_exceptions_for_gated_repo=False,
+    )  # fmt: skip
+    if file is None:
+        return None
+    stored = json_value(Path(file), "quantization")
+    if not isinstance(stored, dict):
+        raise DataError(f"{file}: its quantization is no table", "copy, download or save it again")
+    return {"quant_method": "modelopt", **stored} if stored.get("quant_algo") else None  # it may be the KV cache alone
 
 
 def pack(model: Any, stored: dict[str, Any], form: Format) -> dict[str, tuple[str, int]]:
@@ -138,18 +162,27 @@ class PackedSkeleton:
         return self.model.eval()
 
 
-def load_packed(name: str | Path, config: Any, dtype: torch.dtype, device: torch.device, hub: dict[str, Any]) -> Any:
+def load_packed(
+    name: str | Path,
+    config: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    hub: dict[str, Any],
+    composite: Composite | None = None,
+) -> Any:
     """Load a packed checkpoint from a folder or the hub.
 
     Args:
+        composite: of a model with towers, which stay in their files.
         dtype: of the weights that aren't packed, and of those that are when they are written out.
     Raises:
         DataError: files or tensors are missing, damaged or of other shapes or dtypes; nothing is half-loaded.
     """
     skeleton = PackedSkeleton.of(config, dtype)  # a format that isn't served is told before anything is fetched
-    folder = _folder(name, hub)
-    model = skeleton.fill(checkpoint(folder), device)
-    _generation_config(model, folder)
+    folder = fetched(name, hub)
+    source = checkpoint(folder)
+    model = skeleton.fill(source if composite is None else composite.language(source), device)
+    read_generation_config(model, folder)
     return model
 
 
@@ -167,7 +200,8 @@ def _shaped(source: Iterable[StoredTensor], expected: Mapping[str, Tensor]) -> I
         yield replace(stored, shape=tuple(target.shape), rows=rows)
 
 
-def _folder(name: str | Path, hub: dict[str, Any]) -> Path:
+def fetched(name: str | Path, hub: dict[str, Any]) -> Path:
+    """Return a model's folder; of one on the hub, what was downloaded of it."""
     if Path(name).is_dir():
         return Path(name)
     from huggingface_hub import snapshot_download
@@ -176,14 +210,15 @@ def _folder(name: str | Path, hub: dict[str, Any]) -> Path:
         return Path(
             snapshot_download(
                 str(name), revision=hub.get("revision"), token=hub.get("token"), allow_patterns=list(METADATA),
-                ignore_patterns=["*/*"],
+                ignore_patterns=["*/*", "consolidated*"],  # the publisher's own format beside transformers'
             )
         )  # fmt: skip
     except (OSError, ValueError) as error:
         raise DataError(f"model {name} can't be had from the hub ({error})", "check the name and connection") from error
 
 
-def _generation_config(model: Any, folder: Path) -> None:
+def read_generation_config(model: Any, folder: Path) -> None:
+    """Give a model the generation_config.json of its folder, if there is one."""
     from transformers import GenerationConfig
 
     if (folder / "generation_config.json").is_file():

@@ -136,12 +136,7 @@ def packed_parameters(form: Format, model: Any, stored: dict[str, Any]) -> list[
         UnsupportedError: a scheme, a layer or a size that isn't served, by name.
         DataError: metadata that can't be read.
     """
-    experts = [name for name, _ in expert_parameters(model)]
-    if experts and not form.has_experts:
-        raise UnsupportedError(
-            f"a checkpoint in {form.name} of a model with experts ({experts[0]} ...): one packed weight an expert",
-            _REMEDY,
-        )
+    check_experts(form, any(True for _ in expert_parameters(model)))
     try:
         return list(form.packed(model, stored))
     except (KeyError, TypeError, ValueError, AttributeError, re.error) as error:
@@ -149,6 +144,18 @@ def packed_parameters(form: Format, model: Any, stored: dict[str, Any]) -> list[
             f"the quantization_config of a checkpoint in {form.name} can't be used ({error!r})",
             "copy or download its config.json again",
         ) from error
+
+
+def check_experts(form: Format, has_experts: bool) -> None:
+    """Refuse a model with experts in a format that packs linears only.
+
+    Raises:
+        UnsupportedError: names the format.
+    """
+    if has_experts and not form.has_experts:
+        raise UnsupportedError(
+            f"a checkpoint in {form.name} of a model with experts (one packed weight an expert)", _REMEDY
+        )
 
 
 def _fp8(name: str, linear: nn.Linear, block: Iterable[int], scales: str) -> Packed:

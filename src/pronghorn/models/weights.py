@@ -3,45 +3,92 @@
 from __future__ import annotations
 
 import importlib.util
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
-from pronghorn.models.packed_checkpoint import format_of, method_of
-from pronghorn.models.packed_formats import FORMATS
+from pronghorn.models.composite import Composite
+from pronghorn.models.families import has_experts
+from pronghorn.models.packed_checkpoint import fetched, format_of, method_of, read_generation_config
+from pronghorn.models.packed_formats import FORMATS, check_experts
+from pronghorn.precision.loader import checkpoint
 
 
-def whole_model(name: str | Path, **options: Any) -> Any:
-    """`AutoModelForCausalLM.from_pretrained`, but what the checkpoint lacks, or has in other shapes, is a DataError:
-    transformers would begin with random weights there, and training on them looks like training."""
+def whole_model(name: str | Path, composite: Composite | None = None, **options: Any) -> Any:
+    """`AutoModelForCausalLM.from_pretrained`, but what the checkpoint lacks, has in other shapes, or holds beside is a
+    DataError: transformers would begin with random weights there, and training on them looks like training.
+
+    Args:
+        composite: of a model with towers: only the language model's weights are read.
+    """
     from transformers import AutoModelForCausalLM
 
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        name, output_loading_info=True, ignore_mismatched_sizes=True, **options
-    )
-    model, info = loaded
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    if composite is None:
+        model, info = cast("tuple[Any, Any]", AutoModelForCausalLM.from_pretrained(name, **options))
+    else:
+        model, info = _language_model(name, composite, **options)
+    remedy = "download or copy it again: configuration and weights must be of one model"
     lost = sorted({*info["missing_keys"], *(key[0] for key in info["mismatched_keys"])})
     if lost:
         raise DataError(
             f"{options.get('gguf_file', name)} lacks {len(lost)} of the model's weights, or has them in other shapes "
             f"({', '.join(lost[:3])} ...)",
-            "download or copy it again: configuration and weights must be of one model",
+            remedy,
+        )
+    extra = sorted(info["unexpected_keys"])
+    if extra:
+        raise DataError(
+            f"{name} holds {len(extra)} tensors that have no place in the model ({', '.join(extra[:3])} ...)", remedy
         )
     _keep_packed_4bit_layout(model)
     return model
+
+
+def _language_model(
+    name: str | Path, composite: Composite, *, config: Any, token: Any, revision: Any, **options: Any
+) -> tuple[Any, Any]:
+    """`from_pretrained` of the causal LM in a model with towers: transformers reads slices of files when it needs
+    them."""
+    from safetensors import safe_open
+    from transformers import AutoModelForCausalLM
+
+    folder = fetched(name, {"token": token, "revision": revision})
+    kinds: Any = AutoModelForCausalLM._model_mapping
+    options = {key: value for key, value in options.items() if key not in ("use_safetensors", "trust_remote_code")}
+    with ExitStack() as opened:
+        files: dict[str, Any] = {}
+        tensors: dict[str, Any] = {}
+        for stored in checkpoint(folder):
+            inside = composite.inside(stored.name)
+            if inside is None:
+                continue
+            if stored.origin not in files:
+                files[stored.origin] = opened.enter_context(safe_open(stored.origin, "pt"))
+            tensors[inside] = files[stored.origin].get_slice(stored.name)
+        model, info = kinds[type(config)].from_pretrained(None, config=config, state_dict=tensors, **options)
+    model.name_or_path = model.config._name_or_path = str(name)
+    if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
+        model.config.tie_word_embeddings = False  # whatever it says: files with both have two
+    read_generation_config(model, folder)
+    return model, info
 
 
 def check_quantised(config: Any, load_in_4bit: bool) -> None:
     """Refuse a checkpoint that is quantised in a way that isn't served, or that would have to be quantised twice.
 
     Raises:
-        UnsupportedError: quantised by others than bitsandbytes and those of `packed_formats.FORMATS`.
+        UnsupportedError: quantised by others than bitsandbytes and those of `packed_formats.FORMATS`, or with experts
+            in a format that has none.
         ConfigError: `load_in_4bit` of a checkpoint that is packed otherwise.
     """
     method, form = method_of(config), format_of(config)
+    if form is not None:
+        check_experts(form, has_experts(config))
     if form is not None and load_in_4bit:
         raise ConfigError(f"load_in_4bit of a checkpoint in {form.name}", "leave it out: the weights stay as they are")
     if method and method != "bitsandbytes" and form is None:

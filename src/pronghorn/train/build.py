@@ -14,6 +14,7 @@ from trl import SFTConfig
 from pronghorn.config import Recipe
 from pronghorn.data.packed_rows import PackedRows
 from pronghorn.errors import ConfigError
+from pronghorn.export.towers import keep_names
 from pronghorn.memory.devices import parse_bytes
 from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import Handle, attach
@@ -88,6 +89,7 @@ def load(recipe: Recipe, found: FoundModel, tokenizer: Any, console: Console) ->
     memory = recipe.memory
     budget = None if memory.budget is None else parse_bytes(memory.budget, "memory.budget")
     plan = Plan.asked(memory.gradient_checkpointing, budget)
+    keep_names(model)
     return model, attach(model, plan, **attach_options(recipe))
 
 

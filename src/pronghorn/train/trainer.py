@@ -31,6 +31,7 @@ from pronghorn.data.batch import Collator
 from pronghorn.data.packed_rows import PackedRows
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
 from pronghorn.export.folder import whole_folder
+from pronghorn.export.towers import keep_names
 from pronghorn.kernels.packed import PackedTensor
 from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import Handle, attach, attached
@@ -102,6 +103,7 @@ class SFTTrainer(trl.SFTTrainer):
         finally:
             args.packing, args.eval_packing = asked
         adapted: Any = self.model
+        keep_names(adapted)
         for name, parameter in adapted.named_parameters():  # TRL rounds the adapters of a quantised base to bfloat16
             if parameter in trained:
                 if parameter.dtype != trained[parameter].dtype:

@@ -8,15 +8,17 @@ from typing import Any
 import torch
 from accelerate.utils import parse_flag_from_env
 
+from pronghorn.data.media import parts_of, refuse_media
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
 from pronghorn.optimizers import check_optimizer
 
 
 def check_dataset(name: str, given: Any, packing: bool) -> None:
-    """Refuse a data set that is empty, or streamed where documents are packed."""
+    """Refuse a data set that is empty, streamed where documents are packed, or holds images, videos or sounds."""
     for dataset in given.values() if isinstance(given, dict) else [given]:
         if dataset is None:
             continue
+        refuse_media(name, getattr(dataset, "column_names", None) or ())
         if not hasattr(dataset, "__len__"):
             if packing:
                 raise UnsupportedError(
@@ -25,6 +27,8 @@ def check_dataset(name: str, given: Any, packing: bool) -> None:
                 )
         elif len(dataset) == 0:
             raise DataError(f"{name} is empty", "check the file and the filters it went through")
+        elif isinstance(row := dataset[0], dict):
+            refuse_media(f"{name}, in its first row's messages,", parts_of(row))
 
 
 def check_row_length(asked: int | None, limit: int | None) -> int:
