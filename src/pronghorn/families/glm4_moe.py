@@ -24,4 +24,5 @@ GLM4_MOE = FamilySpec(
     members="GLM-4.5 and GLM-4.5-Air",
     source="transformers.models.glm4_moe",
     blocks=_blocks,
+    lora_targets=("q_proj", "k_proj", "v_proj", "o_proj"),
 )

@@ -244,6 +244,7 @@ def _fused_bytes(layer: LayerSpec, setup: TrainSetup) -> int:
     token += b * (2 * attention.query + 2 * attention.key_value + 2 * width_of(layer) + ranks)
     if experts:
         token += 2 * b * experts.chosen * setup.expert_rank + 4 * experts.count + 32 * experts.chosen + 4
+        token += 3 * b * experts.shared  # called: gate, its activation, and up
     # of float32 masters, until the backward; of experts they are made for each product
     copies = b * layer.linear_weights if setup.method == "full" else 0
     return setup.tokens * token + copies
