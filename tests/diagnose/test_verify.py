@@ -92,7 +92,8 @@ def planted(subject: Subject, plant: Callable[[Any], object]) -> Report:
 def test_clean_runs_pass(subject_of: Any, family: str) -> None:
     report = verify(subject_of(family))
     assert report.ok and report.causes == [], [check for check in report.checks if not check.ok]
-    adapted = 3 * 7 if family in FAMILIES else (2 if family == "gpt_oss" else 3) * 4  # layers and linears
+    linears = 4 if family in MOE_FAMILIES or family == "phi3" else 7
+    adapted = (2 if family == "gpt_oss" else 3) * linears  # layers and linears
     assert report.tensors == adapted * 2 and len(report.worst) == 10
     assert [check.name for check in report.checks][-2:] == ["merged weights", "saved and reloaded"]
 

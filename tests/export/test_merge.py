@@ -27,7 +27,8 @@ def adapted(family: str, **lora: Any) -> Any:
     """A tiny model of the family, its adapter not zero."""
     if family in MOE_FAMILIES:
         lora = {"target_parameters": EXPERTS, **lora}
-    model = get_peft_model(tiny_model(family), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **lora))
+    targets = ["qkv_proj", "gate_up_proj"] if family == "phi3" else ["q_proj", "v_proj"]
+    model = get_peft_model(tiny_model(family), LoraConfig(r=4, target_modules=targets, **lora))
     for name, parameter in model.named_parameters():
         if "lora_B" in name or "modules_to_save" in name:
             torch.nn.init.normal_(parameter, std=0.1)

@@ -74,7 +74,13 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
     norm = {"x_ptr": x, "w_ptr": x, "y_ptr": x, "r_ptr": wide, "H": count, "eps": real, "offset": real}
     norm |= dict.fromkeys(("x_stride", "y_stride", "dy_stride", "dx_stride"), count)
     norm |= {"dy_ptr": x, "more_ptr": wide, "dx_ptr": x, "dw_ptr": wide, "T": count, "programs": count}
-    add = {**dict.fromkeys(("y_ptr", "xa_ptr", "b_ptr"), x), "x_ptr": wide, "out_ptr": wide, "scale": real}
+    add = {
+        **dict.fromkeys(("y_ptr", "xa_ptr", "b_ptr"), x),
+        "x_ptr": wide,
+        "out_ptr": wide,
+        "scale": real,
+        "multiplier": real,
+    }
     add |= dict.fromkeys(("T", "N"), count)
     sums = dict.fromkeys(("dya_parts_ptr", "db_parts_ptr", "db_ptr"), wide) | {"dya_ptr": x, "both_ptr": x}
     sums |= dict.fromkeys(("T", "N", "blocks", "chunks0", "chunks1", "chunks2"), count)
@@ -165,15 +171,19 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
         },
         "glu backward": (glu._backward, gate, {"GELU": True, "BLOCK": 1024}, 4),
         **{
-            f"rope, even {even}": (
+            f"rope, even {even}, {turned} pairs": (
                 rope._forward,
                 turn,
-                {"NORM": True, "EVEN": even, "Q_BLOCKS": 5, "BLOCKS": 6, "TOKENS": 1, "HEADS": 8, "HALF": 64},
+                {"NORM": True, "EVEN": even, "Q_BLOCKS": 5, "BLOCKS": 6, "TOKENS": 1, "HEADS": 8, "HALF": 64}
+                | {"TURNED": turned},
                 2,
             )
-            for even in (True, False)
+            for even, turned in ((True, 64), (False, 64), (False, 48))
         },
-        "rope backward": (rope._backward, turn, {**heads, "WEIGHT": True}, 4),
+        **{
+            f"rope backward, {turned} pairs": (rope._backward, turn, {**heads, "WEIGHT": True, "TURNED": turned}, 4)
+            for turned in (64, 48)
+        },
         "attention": (attention._forward, attend, {**tile, "SINK": True, "COLS": 32}, 4),
         "attention, queries": (attention._backward_queries, attend, {**tile, "COLS": 32}, 4),
         "attention, keys": (attention._backward_keys, attend, {**tile, "COLS": 64}, 4),

@@ -275,7 +275,7 @@ TINY_EXPERTS = {
 }
 
 
-@pytest.mark.parametrize("family", ["qwen2_moe", "olmo2"])
+@pytest.mark.parametrize("family", ["qwen2_moe", "cohere2"])
 def test_families_without_an_adapter_are_refused_by_name(family: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -13,7 +13,10 @@ from pronghorn.families.registry import FAMILIES
 
 SOURCE = Path(__file__).parents[2] / "src" / "pronghorn"
 MODULES = r"\w+_proj|self_attn|mlp|embed_tokens|lm_head|act_fn"
-CLASSES = r"(?:Llama|Mi[sx]tral|Qwen\d|Gemma\d|GptOss|Olmoe)(?:Moe)?[A-Z]\w+|\w*RMSNorm|\w*Linear4bit"
+CLASSES = (
+    r"(?:Llama|Mi[sx]tral|Ministral3?|Qwen\d|Gemma\d|GptOss|Olmoe|Olmo\d|Phi3|SmolLM3|Granite|SeedOss|Glm4)"
+    r"(?:Moe)?[A-Z]\w+|\w*RMSNorm|\w*Linear4bit"
+)
 NAMES = re.compile(rf"(?<![\w-])(?:{MODULES}|{CLASSES})(?![\w-])")
 
 EXCEPTIONS = {

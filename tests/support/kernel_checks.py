@@ -7,6 +7,7 @@ tests/kernels/test_kernels.py calls it with a CUDA device, and runs this file fo
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -148,10 +149,10 @@ def check_residual(device: str, dtype: torch.dtype) -> None:
         )
         for x_dtype in {dtype, torch.float32}:
             x = random(tokens, width, device=device, dtype=x_dtype, seed=5)
-            for low_rank in ((xa, b, 0.5), ()):
-                reference = on_a_copy(lambda y, x, *rest: residual.add_(y, x, rest or None))
-                launch = on_a_copy(lambda y, x, *rest: residual.add_triton_(y, x, rest or None))
-                compare(f"residual {width}, {len(low_rank)}", launch, reference, y, x, *low_rank)
+            for low_rank, times in itertools.product(((xa, b, 0.5), ()), (1.0, 0.22)):
+                reference = on_a_copy(lambda y, x, m, *rest: residual.add_(y, x, rest or None, m))
+                launch = on_a_copy(lambda y, x, m, *rest: residual.add_triton_(y, x, rest or None, m))
+                compare(f"residual {width}, {len(low_rank)}, {times}", launch, reference, y, x, times, *low_rank)
                 mine = y.clone()
                 out = residual.add_triton_(mine, x, low_rank or None)
                 assert (out.data_ptr() == mine.data_ptr()) is (x_dtype is dtype)
@@ -228,8 +229,10 @@ def check_glu(device: str, dtype: torch.dtype) -> None:
 def check_rope(device: str, dtype: torch.dtype) -> None:
     cases = [(1, 1, 1, 16), (5, 4, 2, 64), (3, 9, 3, 32), (2, 3, 3, 128), (3, 17, 1, 256)]
     cases += [(4, 8, 8, 64), (3, 8, 8, 64), (4, 8, 2, 64)]  # programs full of tokens and heads, but for one of these
-    for tokens, query, key_value, dim in cases:
-        angles = random(tokens, dim // 2, device="cpu", dtype=torch.float64, seed=1)
+    whole = [(*case, case[-1]) for case in cases]
+    some = [(5, 4, 2, 64, 32), (3, 9, 3, 128, 96), (4, 8, 8, 64, 2), (1, 17, 1, 256, 64)]  # columns that are turned
+    for tokens, query, key_value, dim, turned in whole + some:
+        angles = random(tokens, turned // 2, device="cpu", dtype=torch.float64, seed=1)
         cos, sin = (f(torch.cat([angles, angles], -1)).to(device, dtype) for f in (torch.cos, torch.sin))
         qkv = random(tokens, (query + 2 * key_value) * dim, device=device, dtype=dtype, seed=2)
         norms = [random(dim, device=device, dtype=dtype, seed=s) for s in (3, 4)]

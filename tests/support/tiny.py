@@ -27,6 +27,9 @@ _COMMON: dict[str, Any] = {
     "max_position_embeddings": 512,
     "head_dim": 16,
 }
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 12}
+_MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 # A window shorter than the documents, so that it must be right inside them.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -34,6 +37,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
     "qwen3": {},
     "gemma3_text": {"sliding_window": 5, "query_pre_attn_scalar": 16},
+    "phi3": {"pad_token_id": None, "sliding_window": 7, "rope_parameters": _ROPE | {"partial_rotary_factor": 0.75}},
+    "smollm3": {"pad_token_id": None, "no_rope_layers": [1, 0, 1]},
+    "olmo2": {},
+    "olmo3": {
+        "sliding_window": 6,
+        "layer_types": _MIXED,
+        "rope_parameters": {"full_attention": _YARN, "sliding_attention": _ROPE},
+    },
+    "ministral": {"sliding_window": 6, "layer_types": _MIXED},
+    "ministral3": {"sliding_window": None, "rope_parameters": _YARN | {"llama_4_scaling_beta": 0.4}},
+    "granite": {
+        "residual_multiplier": 0.7,
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.2,
+        "logits_scaling": 0.3,
+    },
+    "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
 }
 
 _ROUTED = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
@@ -56,6 +76,17 @@ MOE_FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**_ROUTED, "moe_intermediate_size": 24, "norm_topk_prob": True},
     "mixtral": {**_ROUTED, "intermediate_size": 24, "sliding_window": 7},
     "olmoe": {**_ROUTED, "intermediate_size": 24},
+    "glm4_moe": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.5,
+        "first_k_dense_replace": 1,
+        "attention_bias": True,
+        "use_qk_norm": True,
+    },
 }
 
 
@@ -63,7 +94,10 @@ def tiny_model(family: str, seed: int = 0, **changes: Any) -> Any:
     """A float32 model in training mode, its weights spread enough that every part matters."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(family, **{**_COMMON, **(FAMILIES | MOE_FAMILIES)[family], **changes})
+    fields = {**_COMMON, **(FAMILIES | MOE_FAMILIES)[family], **changes}
+    for name in {"layer_types", "no_rope_layers"} & fields.keys() - changes.keys():  # of three layers, in turns
+        fields[name] = [fields[name][index % 3] for index in range(fields["num_hidden_layers"])]
+    config = AutoConfig.for_model(family, **fields)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         stock = FAMILY_FACTS[family].load_attention
@@ -73,6 +107,9 @@ def tiny_model(family: str, seed: int = 0, **changes: Any) -> Any:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.05)
+            for name, buffer in model.named_buffers():
+                if name.endswith("e_score_correction_bias"):  # by what routers choose, not by what they weigh
+                    buffer.copy_(torch.randn_like(buffer) * 0.3)
     return model.train()
 
 

@@ -75,6 +75,8 @@ class ExpertsSpec(BlockSpec):
     """Experts of a token."""
     width: int
     """Of one expert."""
+    shared: int = 0
+    """Of the expert that every token goes through."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +86,16 @@ class LayerSpec:
     hidden: int
     norms: int
     """RMSNorms over the hidden size: 2, or 4 in Gemma."""
+    norms_before: int
+    """Those before blocks: 2, or none in Olmo."""
     blocks: tuple[BlockSpec, ...]
     parameters: int
     """All of the layer's, adapters and trained copies aside."""
+
+    @property
+    def norms_after(self) -> int:
+        """RMSNorms over the hidden size after blocks."""
+        return self.norms - self.norms_before
 
     @cached_property
     def groups(self) -> tuple[tuple[Linear, ...], ...]:
@@ -126,14 +135,15 @@ class LayerSpec:
 def layer_spec(family: FamilySpec, layer: Any) -> LayerSpec:
     """Read the kind of a decoder layer from its modules."""
     blocks = family.blocks(layer)
-    hidden = layer.get_submodule(blocks[0].before).weight.shape[0]
+    hidden = layer.get_submodule(blocks[0].before or blocks[0].after).weight.shape[0]
     specs = tuple(_block(layer, block, hidden) for block in blocks)
     linears = {linear.path for spec in specs for group in spec.groups for linear in group}
     weights = {f"{path}{base}.weight" for path in linears for base in ("", ".base_layer")}
     others = (p.numel() for name, p in layer.named_parameters() if name not in weights and not _added(name))
     by_size = sum(linear.weights for spec in specs for group in spec.groups for linear in group)
-    norms = sum(1 if block.after is None else 2 for block in blocks)
-    return LayerSpec(hidden, norms, specs, by_size + sum(others))
+    before = sum(block.before is not None for block in blocks)
+    after = sum(block.after is not None for block in blocks)
+    return LayerSpec(hidden, before + after, before, specs, by_size + sum(others))
 
 
 def linear_modules(family: FamilySpec, layer: nn.Module) -> Mapping[str, Any]:
@@ -172,5 +182,6 @@ def _block(layer: Any, block: ResidualBlock, hidden: int) -> BlockSpec:
             inner = inner.base_layer
         down = getattr(inner, kind.down)
         chosen = next(part.top_k for part in module.modules() if hasattr(part, "top_k"))
-        return ExpertsSpec(groups, len(down), chosen, down.numel() // len(down) // hidden)
+        shared = groups[-1][0].inputs if groups else 0
+        return ExpertsSpec(groups, len(down), chosen, down.numel() // len(down) // hidden, shared)
     return BlockSpec(groups)

@@ -8,18 +8,47 @@ from typing import Any
 
 from pronghorn.errors import ConfigError, PronghornError, UnsupportedError
 from pronghorn.families.gemma3 import GEMMA3
+from pronghorn.families.glm4_moe import GLM4_MOE
 from pronghorn.families.gpt_oss import GPT_OSS
+from pronghorn.families.granite import GRANITE
 from pronghorn.families.llama import LLAMA
+from pronghorn.families.ministral import MINISTRAL
+from pronghorn.families.ministral3 import MINISTRAL3
 from pronghorn.families.mistral import MISTRAL
 from pronghorn.families.mixtral import MIXTRAL
+from pronghorn.families.olmo2 import OLMO2
+from pronghorn.families.olmo3 import OLMO3
 from pronghorn.families.olmoe import OLMOE
+from pronghorn.families.phi3 import PHI3
 from pronghorn.families.qwen2 import QWEN2
 from pronghorn.families.qwen3 import QWEN3
 from pronghorn.families.qwen3_moe import QWEN3_MOE
+from pronghorn.families.seed_oss import SEED_OSS
+from pronghorn.families.smollm3 import SMOLLM3
 from pronghorn.families.spec import FamilySpec
 
 FAMILIES: dict[str, FamilySpec] = {
-    spec.model_type: spec for spec in (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA3, GPT_OSS, QWEN3_MOE, MIXTRAL, OLMOE)
+    spec.model_type: spec
+    for spec in (
+        LLAMA,
+        MISTRAL,
+        QWEN2,
+        QWEN3,
+        GEMMA3,
+        GPT_OSS,
+        QWEN3_MOE,
+        MIXTRAL,
+        OLMOE,
+        PHI3,
+        SMOLLM3,
+        OLMO2,
+        OLMO3,
+        MINISTRAL,
+        MINISTRAL3,
+        GRANITE,
+        SEED_OSS,
+        GLM4_MOE,
+    )
 }
 
 

@@ -1,8 +1,9 @@
 """The contract of a family's file: what a reader of its modelling file would look up, as frozen values.
 
-A decoder layer is a tuple of residual blocks, x → x + after(f(before(x))). For each the spec says where its modules lie
-below the layer (dotted paths) and what f is: `Attention`, `GatedMLP`, `Experts`, or another kind that a family's file
-defines for itself (`BlockKind`). Paths name modules; numbers (sizes, epsilons, windows) are read from them at attach.
+A decoder layer is a tuple of residual blocks, x → x + m · after(f(before(x))). For each the spec says where its modules
+lie below the layer (dotted paths) and what f is: `Attention`, `GatedMLP`, `Experts`, or another kind that a family's
+file defines for itself (`BlockKind`). Paths name modules; numbers (sizes, epsilons, windows) are read from them at
+attach.
 """
 
 from __future__ import annotations
@@ -34,8 +35,16 @@ class BlockKind(Protocol):
         """Groups of linears with the same input, as paths below the block's module, in the order of the forward."""
 
 
-def _no_window(attention: Any) -> int | None:
+def _nothing(module: Any) -> None:
     return None
+
+
+def _one(config: Any) -> float:
+    return 1.0
+
+
+def _always(module: Any) -> bool:
+    return True
 
 
 def window_of_module(attention: Any) -> int | None:
@@ -59,10 +68,14 @@ class Attention:
     key_norm: str | None = None
     norms_span: Literal["head", "all heads"] = "head"
     """What one RMS of the query's and key's norm is taken over."""
-    window: Callable[[Any], int | None] = _no_window
+    window: Callable[[Any], int | None] = _nothing
     """Reads the window (tokens) from the attention module."""
     sinks: str | None = None
     """The parameter [H] of scores that have no value (gpt-oss)."""
+    rotates: Callable[[Any], bool] = _always
+    """Tells whether an attention module turns queries and keys by RoPE."""
+    query_scale: Callable[[Any], tuple[float, int] | None] = _nothing
+    """Reads (β, tokens) of 1 + β log(1 + ⌊position / tokens⌋), by which queries are multiplied after RoPE (Llama 4)."""
 
     @property
     def linears(self) -> tuple[tuple[str, ...], ...]:
@@ -98,23 +111,27 @@ class Experts:
     """The module that gates go through."""
     clamped_gate: str | None = None
     """The qualified name of the gating function where it is gpt-oss's: gate and up in turns, both clamped."""
+    shared: GatedMLP | None = None
+    """The experts that every token goes through, which the block's module calls; paths below that."""
 
     @property
     def linears(self) -> tuple[tuple[str, ...], ...]:
-        return ()
+        return () if self.shared is None else self.shared.linears
 
 
 @dataclass(frozen=True)
 class ResidualBlock:
-    """x → x + after(f(before(x))), f being a module of the layer."""
+    """x → x + m · after(f(before(x))), f being a module of the layer."""
 
     module: str
     """Path of f below the layer."""
     kind: BlockKind
-    before: str
-    """Path of the RMSNorm of what f is given."""
+    before: str | None = None
+    """Path of the RMSNorm of what f is given, where the family has one."""
     after: str | None = None
     """Path of the RMSNorm of what f adds, where the family has one."""
+    multiplier: float = 1.0
+    """m, which the layer's module holds in some families (Granite)."""
 
     @property
     def norms(self) -> tuple[str, ...]:
@@ -148,6 +165,8 @@ class FamilySpec:
     """What an RMSNorm adds to its weight (1 in Gemma)."""
     load_attention: str = "sdpa"
     """transformers' attention to load with; SDPA has no attention sinks."""
+    logit_scale: Callable[[Any], float] = _one
+    """Reads from the configuration what the head's logits are multiplied by."""
     halved_rotary: bool = False
     """RoPE's tables have one of their two equal halves (gpt-oss)."""
     bind: Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]] | None = None

@@ -1,6 +1,6 @@
 """What a block adds to the residual stream, with the LoRA part of its last product (Hu et al. 2021, arXiv:2106.09685).
 
-    out = x + y + s · xa bᵀ
+    out = x + m · (y + s · xa bᵀ)
 
 Rounded once, where a product, an addmm and an add would round three times.
 
@@ -24,7 +24,7 @@ TILE = 64, 64, 4
 
 @triton.jit(do_not_specialize=["T"])  # it differs from row to row, the instructions don't
 def _add(
-    y_ptr, x_ptr, xa_ptr, b_ptr, out_ptr, T, N, scale,
+    y_ptr, x_ptr, xa_ptr, b_ptr, out_ptr, T, N, scale, multiplier,
     RANK: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Add a tile: y, x, out [T, N]; xa [T, RANK]; b [N, RANK]."""
@@ -35,18 +35,18 @@ def _add(
     y = tl.load(y_ptr + at, mask=inside)
     x = tl.load(x_ptr + at, mask=inside)
     if RANK == 0:
-        out = x.to(tl.float32) + y.to(tl.float32)
+        out = x.to(tl.float32) + multiplier * y.to(tl.float32)
     else:
         k = tl.arange(0, R)
         ranks = k < RANK
         xa = tl.load(xa_ptr + rows[:, None] * RANK + k[None, :], mask=(rows < T)[:, None] & ranks[None, :], other=0.0)
         b = tl.load(b_ptr + cols[None, :] * RANK + k[:, None], mask=ranks[:, None] & (cols < N)[None, :], other=0.0)
         # x and y go to where the product will be before it is made: after it that takes two barriers more
-        out = x.to(tl.float32) + (y.to(tl.float32) + scale * tl.dot(xa, b, input_precision="ieee"))
+        out = x.to(tl.float32) + multiplier * (y.to(tl.float32) + scale * tl.dot(xa, b, input_precision="ieee"))
     tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def add_triton_(y: Tensor, x: Tensor, low_rank: LowRank | None) -> Tensor:
+def add_triton_(y: Tensor, x: Tensor, low_rank: LowRank | None, multiplier: float = 1.0) -> Tensor:
     """Do what `add_` does, by its Triton kernels."""
     tokens, width = y.shape
     xa, b, scale = low_rank or (y, y, 0.0)  # which nobody reads
@@ -55,14 +55,14 @@ def add_triton_(y: Tensor, x: Tensor, low_rank: LowRank | None) -> Tensor:
     rows, cols, warps = TILE
     launch(
         _add, (cdiv(width, cols), cdiv(tokens, rows)),
-        y, x, xa, b, out, tokens, width, scale,
+        y, x, xa, b, out, tokens, width, scale, multiplier,
         RANK=rank, R=max(16, next_power_of_2(rank)), ROWS=rows, COLS=cols, num_warps=warps,
     )  # fmt: skip
     return out
 
 
-def add_(y: Tensor, x: Tensor, low_rank: LowRank | None) -> Tensor:
-    """x + y + s · xa bᵀ in x's dtype; in y's place where that is y's, too.
+def add_(y: Tensor, x: Tensor, low_rank: LowRank | None, multiplier: float = 1.0) -> Tensor:
+    """x + m · (y + s · xa bᵀ) in x's dtype; in y's place where that is y's, too.
 
     Args:
         y: [T, N], contiguous, not needed afterwards; x: [T, N], contiguous, of the same or a wider dtype.
@@ -72,7 +72,7 @@ def add_(y: Tensor, x: Tensor, low_rank: LowRank | None) -> Tensor:
         y.addmm_(xa, b.t(), alpha=scale)
         low_rank = None
     if low_rank is None and y.dtype is x.dtype:
-        return y.add_(x)
+        return torch.add(x, y, alpha=multiplier, out=y)
     if y.is_cuda:  # torch adds two dtypes at two thirds of the bandwidth
-        return add_triton_(y, x, low_rank)
-    return x + y
+        return add_triton_(y, x, low_rank, multiplier)
+    return torch.add(x, y, alpha=multiplier)

@@ -3,7 +3,8 @@
     x̂ = rms_norm(x) · (w + offset)  per head, where the family has qk-norm; else x
     (y₁, y₂) = (x̂₁·c − x̂₂·s, x̂₂·c + x̂₁·s)        x̂₁, x̂₂: the halves of a head, c and s: cos and sin of its position
 
-The product of q, k and v leaves [T, (H + 2·H_kv)·D]; q and k are turned where they lie, v stays.
+The product of q, k and v leaves [T, (H + 2·H_kv)·D]; q and k are turned where they lie, v stays. Where cos and sin have
+D_r < D columns (partial RoPE) the first D_r columns of a head are turned, as halves of D_r, and the others stay.
 
 RoPE and qk-norm in Triton: a program turns some heads of some tokens; back, all heads of a token.
 """
@@ -88,9 +89,10 @@ def backward_reference_(
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
-    first, second = x.to(wide).chunk(2, -1)
-    c, s = (y.to(wide)[:, None, : x.shape[-1] // 2] for y in (cos, sin))
-    return torch.cat([first * c - second * s, second * c + first * s], -1).to(x.dtype)
+    turned, rest = x.to(wide).split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], -1)
+    first, second = turned.chunk(2, -1)
+    c, s = (y.to(wide)[:, None, : y.shape[-1] // 2] for y in (cos, sin))
+    return torch.cat([first * c - second * s, second * c + first * s, rest], -1).to(x.dtype)
 
 
 HEADS = 8
@@ -101,18 +103,31 @@ of a copy (heads of 128 with norms), 98 and 99 (of 128 and 64 without)."""
 
 
 @triton.jit
-def _halves(ptr, heads, HEADS: tl.constexpr, HALF: tl.constexpr):
-    """Pointers [HEADS, HALF] to the first halves of a token's heads, and which of them are real."""
-    head, col = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
-    return ptr + head * 2 * HALF + col, (head < heads) & (col < HALF)
+def _pair(TURNED: tl.constexpr, HALF: tl.constexpr):
+    """The columns [HALF] of a head that are turned with each other, TURNED pairs; then pairs of those that stay."""
+    col = tl.arange(0, HALF)
+    if TURNED == HALF:
+        return col, HALF + col
+    return col + tl.where(col < TURNED, 0, TURNED), col + tl.where(col < TURNED, TURNED, HALF)
 
 
 @triton.jit
-def _normed(a, b, w_ptr, eps, offset, HALF: tl.constexpr):
-    """(â, b̂, a·r, b·r, wa, wb, r) of heads with halves a and b."""
+def _turn_of(cos_ptr, sin_ptr, token, real, TURNED: tl.constexpr, HALF: tl.constexpr):
+    """Cosines and sines of tokens' pairs: 1 and 0 of those that stay."""
     col = tl.arange(0, HALF)[None, :]
-    wa = tl.load(w_ptr + col).to(tl.float32) + offset
-    wb = tl.load(w_ptr + HALF + col).to(tl.float32) + offset
+    at, turned = token * 2 * TURNED + col, real
+    if TURNED < HALF:
+        turned = real & (col < TURNED)
+    c = tl.load(cos_ptr + at, mask=turned, other=1.0).to(tl.float32)
+    return c, tl.load(sin_ptr + at, mask=turned, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _normed(a, b, w_ptr, eps, offset, TURNED: tl.constexpr, HALF: tl.constexpr):
+    """(â, b̂, a·r, b·r, wa, wb, r) of heads with columns a and b."""
+    first, second = _pair(TURNED, HALF)
+    wa = tl.load(w_ptr + first[None, :]).to(tl.float32) + offset
+    wb = tl.load(w_ptr + second[None, :]).to(tl.float32) + offset
     r = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps)[:, None]
     return a * r * wa, b * r * wb, a * r, b * r, wa, wb, r
 
@@ -121,7 +136,7 @@ def _normed(a, b, w_ptr, eps, offset, HALF: tl.constexpr):
 def _forward(
     qkv_ptr, q_ptr, k_ptr, cos_ptr, sin_ptr, qw_ptr, kw_ptr, T, stride, q_stride, k_stride, q_heads, k_heads,
     eps, offset, NORM: tl.constexpr, EVEN: tl.constexpr, Q_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr,
-    TOKENS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+    TOKENS: tl.constexpr, HEADS: tl.constexpr, TURNED: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """EVEN: no program has fewer tokens or heads than it could turn."""
     # blocks of heads side by side: a grid's other axes are too short for tokens
@@ -137,71 +152,68 @@ def _forward(
         real = tl.full((TOKENS * HEADS, HALF), True, tl.int1)
     else:
         real = ((token < T) & (head < heads))[:, None] & (col < HALF)
-    x = x_ptr + (token * stride + head * 2 * HALF)[:, None] + col
-    y = y_ptr + (token * y_stride + head * 2 * HALF)[:, None] + col
-    a = tl.load(x, mask=real, other=0.0).to(tl.float32)
-    b = tl.load(x + HALF, mask=real, other=0.0).to(tl.float32)
+    left, right = _pair(TURNED, HALF)
+    x = x_ptr + (token * stride + head * 2 * HALF)[:, None]
+    y = y_ptr + (token * y_stride + head * 2 * HALF)[:, None]
+    a = tl.load(x + left[None, :], mask=real, other=0.0).to(tl.float32)
+    b = tl.load(x + right[None, :], mask=real, other=0.0).to(tl.float32)
     if TOKENS == 1:  # one row for all heads
-        turn = tokens.to(tl.int64) * 2 * HALF + col
-        c = tl.load(cos_ptr + turn).to(tl.float32)
-        s = tl.load(sin_ptr + turn).to(tl.float32)
+        c, s = _turn_of(cos_ptr, sin_ptr, tokens.to(tl.int64), col < HALF, TURNED, HALF)
     else:
-        turn = token[:, None] * 2 * HALF + col
-        c = tl.load(cos_ptr + turn, mask=real).to(tl.float32)
-        s = tl.load(sin_ptr + turn, mask=real).to(tl.float32)
+        c, s = _turn_of(cos_ptr, sin_ptr, token[:, None], real, TURNED, HALF)
     if NORM:
-        a, b, _, _, _, _, _ = _normed(a, b, w_ptr, eps, offset, HALF)
+        a, b, _, _, _, _, _ = _normed(a, b, w_ptr, eps, offset, TURNED, HALF)
         a = a.to(qkv_ptr.dtype.element_ty).to(tl.float32)  # rounded where the model rounds: between norm and turn
         b = b.to(qkv_ptr.dtype.element_ty).to(tl.float32)
-    tl.store(y, (a * c - b * s).to(y_ptr.dtype.element_ty), mask=real)
-    tl.store(y + HALF, (b * c + a * s).to(y_ptr.dtype.element_ty), mask=real)
+    tl.store(y + left[None, :], (a * c - b * s).to(y_ptr.dtype.element_ty), mask=real)
+    tl.store(y + right[None, :], (b * c + a * s).to(y_ptr.dtype.element_ty), mask=real)
 
 
 @triton.jit
 def _unturn_heads(
     grad_ptr, x_ptr, w_ptr, dw_ptr, c, s, heads, eps, offset,
-    NORM: tl.constexpr, WEIGHT: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+    NORM: tl.constexpr, WEIGHT: tl.constexpr, HEADS: tl.constexpr, TURNED: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """Turn a token's heads back, in place: grad, x [heads, 2·HALF]; w, dw [2·HALF]; c, s [1, HALF]."""
-    grad, real = _halves(grad_ptr, heads, HEADS, HALF)
-    ya = tl.load(grad, mask=real, other=0.0).to(tl.float32)
-    yb = tl.load(grad + HALF, mask=real, other=0.0).to(tl.float32)
+    head = tl.arange(0, HEADS)[:, None]
+    left, right = _pair(TURNED, HALF)
+    real = (head < heads) & (tl.arange(0, HALF)[None, :] < HALF)
+    first, second = head * 2 * HALF + left[None, :], head * 2 * HALF + right[None, :]
+    ya = tl.load(grad_ptr + first, mask=real, other=0.0).to(tl.float32)
+    yb = tl.load(grad_ptr + second, mask=real, other=0.0).to(tl.float32)
     da = ya * c + yb * s
     db = yb * c - ya * s
     if NORM:
-        x, _ = _halves(x_ptr, heads, HEADS, HALF)
-        a = tl.load(x, mask=real, other=0.0).to(tl.float32)
-        b = tl.load(x + HALF, mask=real, other=0.0).to(tl.float32)
-        _, _, ar, br, wa, wb, r = _normed(a, b, w_ptr, eps, offset, HALF)
+        a = tl.load(x_ptr + first, mask=real, other=0.0).to(tl.float32)
+        b = tl.load(x_ptr + second, mask=real, other=0.0).to(tl.float32)
+        _, _, ar, br, wa, wb, r = _normed(a, b, w_ptr, eps, offset, TURNED, HALF)
         if WEIGHT:
-            col = tl.arange(0, HALF)
-            tl.store(dw_ptr + col, tl.sum(da * ar, 0))
-            tl.store(dw_ptr + HALF + col, tl.sum(db * br, 0))
+            tl.store(dw_ptr + left, tl.sum(da * ar, 0))
+            tl.store(dw_ptr + right, tl.sum(db * br, 0))
         ga, gb = da * wa, db * wb
         mean = ((tl.sum(ga * ar, 1) + tl.sum(gb * br, 1)) / (2 * HALF))[:, None]
         da, db = r * (ga - ar * mean), r * (gb - br * mean)
-    tl.store(grad, da.to(grad_ptr.dtype.element_ty), mask=real)
-    tl.store(grad + HALF, db.to(grad_ptr.dtype.element_ty), mask=real)
+    tl.store(grad_ptr + first, da.to(grad_ptr.dtype.element_ty), mask=real)
+    tl.store(grad_ptr + second, db.to(grad_ptr.dtype.element_ty), mask=real)
 
 
 @triton.jit
 def _backward(
     dqkv_ptr, qkv_ptr, cos_ptr, sin_ptr, qw_ptr, kw_ptr, dw_ptr, stride, q_heads, k_heads, eps, offset,
-    NORM: tl.constexpr, WEIGHT: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr,
+    NORM: tl.constexpr, WEIGHT: tl.constexpr, Q: tl.constexpr, K: tl.constexpr,
+    TURNED: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """Turn a token's q and k back.
 
-    dqkv, qkv: [T, (H + 2·H_kv)·D]; cos, sin: [T, D]; qw, kw: [D]; dw: [T, 2, D]; D = 2·HALF.
+    dqkv, qkv: [T, (H + 2·H_kv)·D]; cos, sin: [T, 2·TURNED]; qw, kw: [D]; dw: [T, 2, D]; D = 2·HALF.
     """
     token = tl.program_id(0).to(tl.int64)
-    col = tl.arange(0, HALF)[None, :]
-    c = tl.load(cos_ptr + token * 2 * HALF + col).to(tl.float32)
-    s = tl.load(sin_ptr + token * 2 * HALF + col).to(tl.float32)
+    c, s = _turn_of(cos_ptr, sin_ptr, token, tl.arange(0, HALF)[None, :] < HALF, TURNED, HALF)
     dq, q = dqkv_ptr + token * stride, qkv_ptr + token * stride
     dw = dw_ptr + token * 4 * HALF
-    _unturn_heads(dq, q, qw_ptr, dw, c, s, q_heads, eps, offset, NORM, WEIGHT, Q, HALF)
-    columns = q_heads * 2 * HALF
-    _unturn_heads(dq + columns, q + columns, kw_ptr, dw + 2 * HALF, c, s, k_heads, eps, offset, NORM, WEIGHT, K, HALF)
+    _unturn_heads(dq, q, qw_ptr, dw, c, s, q_heads, eps, offset, NORM, WEIGHT, Q, TURNED, HALF)
+    dk, k, dw = dq + q_heads * 2 * HALF, q + q_heads * 2 * HALF, dw + 2 * HALF
+    _unturn_heads(dk, k, kw_ptr, dw, c, s, k_heads, eps, offset, NORM, WEIGHT, K, TURNED, HALF)
 
 
 def forward_triton(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
@@ -217,8 +229,8 @@ def forward_triton(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads) -> tuple
         _forward, ((q_blocks + k_blocks) * cdiv(len(qkv), tokens),),
         qkv, to_q, to_k, cos, sin, heads.query_norm if norm else cos, heads.key_norm if norm else cos,
         len(qkv), qkv.stride(0), to_q.stride(0), to_k.stride(0), heads.query, heads.key_value, heads.eps, heads.offset,
-        NORM=norm, EVEN=even, Q_BLOCKS=q_blocks, BLOCKS=q_blocks + k_blocks, TOKENS=tokens, HEADS=HEADS, HALF=half,
-        num_warps=warps,
+        NORM=norm, EVEN=even, Q_BLOCKS=q_blocks, BLOCKS=q_blocks + k_blocks, TOKENS=tokens, HEADS=HEADS,
+        TURNED=cos.shape[1] // 2, HALF=half, num_warps=warps,
     )  # fmt: skip
     return to_q, to_k, v
 
@@ -240,7 +252,7 @@ def backward_triton_(
         dqkv, qkv if norm else dqkv, cos, sin, query if norm else cos, key if norm else cos, dw,
         dqkv.stride(0), heads.query, heads.key_value, heads.eps, heads.offset,
         NORM=norm, WEIGHT=weight_grad, Q=next_power_of_2(heads.query),
-        K=next_power_of_2(heads.key_value), HALF=heads.dim // 2, num_warps=warps,
+        K=next_power_of_2(heads.key_value), TURNED=cos.shape[1] // 2, HALF=heads.dim // 2, num_warps=warps,
     )  # fmt: skip
     if not weight_grad or query is None or key is None:
         return dqkv.flatten(1), None, None
@@ -253,7 +265,7 @@ def forward(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads) -> tuple[Tensor
 
     Args:
         qkv: [T, (H + 2·H_kv)·D], contiguous.
-        cos, sin: [T, D], both halves equal.
+        cos, sin: [T, D_r], both halves equal.
     """
     if qkv.is_cuda:
         return forward_triton(qkv, cos, sin, heads)

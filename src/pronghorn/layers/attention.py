@@ -14,7 +14,7 @@ from torch import Tensor
 from pronghorn.attention import explicit
 from pronghorn.attention.backends import Backend
 from pronghorn.data.batch import PackedBatch
-from pronghorn.layers.block import Block, Call, Gradients, Norm, Result, add, pick, spread
+from pronghorn.layers.block import Block, Call, Gradients, NoNorm, Norm, Result, add, pick, spread, times
 from pronghorn.layers.fused_linear import FusedLinear
 from pronghorn.layers.heads import QKV
 from pronghorn.precision.source import Activation
@@ -25,7 +25,7 @@ class AttentionSaved(NamedTuple):
 
     x: Tensor
     """[T, H]."""
-    rstd: Tensor
+    rstd: Tensor | None
     normed: Tensor | None
     """before(x); None where it is computed again."""
     qkv: Tensor
@@ -52,6 +52,7 @@ class AttentionBlock(Block):
         backend: of packed attention.
         before, after: the block's norms.
         sinks: [H], scores that have no value (gpt-oss).
+        multiplier: of what attention adds.
     """
 
     Saved = AttentionSaved
@@ -64,13 +65,14 @@ class AttentionBlock(Block):
         scale: float,
         window: int | None,
         backend: Backend,
-        before: Norm,
+        before: Norm | NoNorm,
         after: Norm | None,
         sinks: Tensor | None,
+        multiplier: float = 1.0,
     ) -> None:
         self.linears = qkv, out
         self.heads, self.scale, self.window, self.backend = heads, scale, window, backend
-        self.before, self.after, self.sinks = before, after, sinks
+        self.before, self.after, self.sinks, self.multiplier = before, after, sinks, multiplier
         norms = before.weight, None if after is None else after.weight, *heads.norm_weights
         self.trained = [*norms, sinks, *qkv.trained, *out.trained]
 
@@ -82,11 +84,11 @@ class AttentionBlock(Block):
         qkv_linear, out_linear = linears
         normed, rstd = self.before.forward(x, qkv_linear.dtype)
         qkv, xa = qkv_linear.forward(Activation(normed))
-        q, k, v, _ = self.heads.forward(qkv, call.cos, call.sin)
+        q, k, v, _ = self.heads.forward(qkv, call)
         assert call.attention is not None
         mixed, state = explicit.forward(q, k, v, call.attention, self.sinks)
         y, low_rank = out_linear.parts(Activation(pick(mixed.flatten(1), call.rows)))
-        h, after_y, after_rstd = add(pick(x, call.rows), y, low_rank, self.after)
+        h, after_y, after_rstd = add(pick(x, call.rows), y, low_rank, self.after, self.multiplier)
         saved = AttentionSaved(
             x=x,
             rstd=rstd,
@@ -114,9 +116,9 @@ class AttentionBlock(Block):
         dh, rows, mixed = dx, call.rows, saved.mixed
 
         # back through the norm after, and the product of o
-        dy, d_after = dh, None
+        dy, d_after = times(self.multiplier, dh), None
         if self.after is not None:
-            dy, d_after = self.after.backward(dh, saved.y, saved.y_rstd)
+            dy, d_after = self.after.backward(dy, saved.y, saved.y_rstd)
         dy = dy.to(out_linear.dtype)
         d_mixed, given = out_linear.input_grad(dy, saved.mixed_a)
         out_grads = out_linear.gradients(dy, given, pick(mixed.flatten(1), rows))
@@ -124,7 +126,7 @@ class AttentionBlock(Block):
 
         # back through attention, RoPE and the heads' norms
         if self.heads.reads_raw:
-            (q, k, v, rstd), raw = self.heads.forward(saved.qkv, call.cos, call.sin), saved.qkv
+            (q, k, v, rstd), raw = self.heads.forward(saved.qkv, call), saved.qkv
         else:
             (q, k, v), rstd, raw = self.heads.heads.split(saved.qkv), [], None
         assert call.attention is not None
@@ -132,13 +134,14 @@ class AttentionBlock(Block):
             d_mixed.view_as(mixed), q, k, v, mixed, list(state), call.attention, self.sinks
         )
         del d_mixed
-        d_qkv, d_query_norm, d_key_norm = self.heads.backward_(d_qkv, call.cos, call.sin, raw, rstd)
+        d_qkv, d_query_norm, d_key_norm = self.heads.backward_(d_qkv, call, raw, rstd)
 
         # back through the product of q, k and v, and the norm before
         normed = saved.normed
         if normed is None:
             normed = self.before.forward(saved.x, qkv_linear.dtype)[0]
-        needed = wanted or self.before.weight.requires_grad
+        trains = self.before.weight is not None and self.before.weight.requires_grad
+        needed = wanted or trains
         d_normed, given = qkv_linear.input_grad(d_qkv, saved.xa, needed)
         qkv_grads = qkv_linear.gradients(d_qkv, given, normed)
         d_before = None

@@ -40,6 +40,8 @@ class Call:
     """Whether the last block's output is read, or only what its backward needs is (in a recomputation)."""
     attention: explicit.Options | None = None
     """What packed attention goes through, chosen once for forward and backward."""
+    positions: Tensor | None = None
+    """Of each token in its document, of any shape; a layer whose family scales queries by them is given some."""
 
     @property
     def keeps_norms(self) -> bool:
@@ -64,6 +66,21 @@ class Norm:
     ) -> tuple[Tensor, Tensor | None]:
         """Return (dx, dw or None); see `kernels.rms_norm`."""
         return rms_norm.backward(dy, x, self.weight, rstd, self.offset, self.weight.requires_grad, residual_grad)
+
+
+@dataclass(frozen=True)
+class NoNorm:
+    """Stands where a block has no norm before it (Olmo): f is given the residual stream."""
+
+    weight: None = None
+
+    def forward(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, None]:
+        """Return x in `dtype`."""
+        return x.to(dtype), None
+
+    def backward(self, dy: Tensor, x: Tensor, rstd: None, residual_grad: Tensor) -> tuple[Tensor, None]:
+        """Return dy, which is overwritten, with the stream's own gradient."""
+        return residual.add_(dy, residual_grad, None), None
 
 
 class Result(NamedTuple):
@@ -99,6 +116,8 @@ class Block:
     Saved: ClassVar[type]
     """A NamedTuple of tensors (or None)."""
     linears: Sequence[FusedLinear]
+    multiplier: float = 1.0
+    """Of what f adds to x."""
     trained: Sequence[Tensor | None]
     """Everything that may be trained, in the order of the gradients; None for a part that the block lacks."""
 
@@ -174,6 +193,11 @@ class _Residual(torch.autograd.Function):
         return None, None, found.x, *found.inputs, *(found.trained[position] for position in positions)
 
 
+def times(multiplier: float, grad: Tensor) -> Tensor:
+    """Return the gradient of what was added to x this many times."""
+    return grad if multiplier == 1 else multiplier * grad
+
+
 def pick(x: Tensor, rows: Tensor | None) -> Tensor:
     """Return these rows of x, or x."""
     return x if rows is None else x[rows]
@@ -185,14 +209,14 @@ def spread(grad: Tensor, rows: Tensor | None, like: Tensor) -> Tensor:
 
 
 def add(
-    x: Tensor, y: Tensor, low_rank: LowRank | None, norm: Norm | None
+    x: Tensor, y: Tensor, low_rank: LowRank | None, norm: Norm | None, multiplier: float
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return x + y with its low-rank part, normed if there is a norm, and what that norm's backward needs (y, r)."""
+    """Return x + m · y with its low-rank part, normed if there is a norm, and what the norm's backward needs (y, r)."""
     if norm is None:
-        return residual.add_(y, x, low_rank), None, None
+        return residual.add_(y, x, low_rank, multiplier), None, None
     y = y if low_rank is None else y.addmm_(low_rank[0], low_rank[1].t(), alpha=low_rank[2])
     normed, rstd = norm.forward(y, y.dtype)
-    return residual.add_(normed, x, None), y, rstd
+    return residual.add_(normed, x, None, multiplier), y, rstd
 
 
 def freed_after() -> bool:

@@ -13,7 +13,7 @@ from pronghorn.attention.backends import Backend
 from pronghorn.families.spec import ACTIVATIONS, Attention, Experts, FamilySpec, GatedMLP, ResidualBlock
 from pronghorn.kernels.rope import Heads
 from pronghorn.layers.attention import AttentionBlock
-from pronghorn.layers.block import Block, Norm
+from pronghorn.layers.block import Block, NoNorm, Norm
 from pronghorn.layers.fused_linear import FusedLinear
 from pronghorn.layers.heads import QKV, HeadNorms
 from pronghorn.layers.linears import unfused_reason
@@ -74,14 +74,15 @@ class LayerBuilder:
         if reason is not None or isinstance(block.kind, Experts):
             after = None if block.after is None else layer.get_submodule(block.after)
             mixes = not isinstance(block.kind, GatedMLP | Experts)
-            before = layer.get_submodule(block.before)
-            return StockBlock(layer.get_submodule(block.module), before, after, mixes, reason)
+            before = None if block.before is None else layer.get_submodule(block.before)
+            return StockBlock(layer.get_submodule(block.module), before, after, mixes, reason, block.multiplier)
         linears = [FusedLinear(self._storage(layer, block, group), dtype, self.compute) for group in block.kind.linears]
-        before = self.norm(layer.get_submodule(block.before))
+        before = NoNorm() if block.before is None else self.norm(layer.get_submodule(block.before))
         after = None if block.after is None else self.norm(layer.get_submodule(block.after))
         module: Any = layer.get_submodule(block.module)
         if isinstance(block.kind, GatedMLP):
-            return GatedMLPBlock(linears[0], linears[1], _activation(module, block.kind), before, after)
+            activation = _activation(module, block.kind)
+            return GatedMLPBlock(linears[0], linears[1], activation, before, after, block.multiplier)
         assert isinstance(block.kind, Attention)
         kind = block.kind
         return AttentionBlock(
@@ -94,6 +95,7 @@ class LayerBuilder:
             before,
             after,
             None if kind.sinks is None else getattr(module, kind.sinks),
+            block.multiplier,
         )
 
     def _heads(self, attention: Any, kind: Attention, out: FusedLinear) -> QKV:
@@ -102,14 +104,14 @@ class LayerBuilder:
             norms = [self.norm(attention.get_submodule(path)) for path in (kind.query_norm, kind.key_norm)]
         query = out.bases[0].in_features // attention.head_dim
         key_value = query // attention.num_key_value_groups
+        heads, all_heads = Heads(query, key_value, attention.head_dim), None
         if kind.norms_span == "all heads" and norms:
-            return QKV(Heads(query, key_value, attention.head_dim), HeadNorms(*norms))
-        if not norms:
-            return QKV(Heads(query, key_value, attention.head_dim))
-        of_query, of_key = norms
-        return QKV(
-            Heads(query, key_value, attention.head_dim, of_query.weight, of_key.weight, of_query.eps, of_query.offset)
-        )
+            all_heads = HeadNorms(*norms)
+        elif norms:
+            of_query, of_key = norms
+            numbers = of_query.eps, of_query.offset
+            heads = Heads(query, key_value, attention.head_dim, of_query.weight, of_key.weight, *numbers)
+        return QKV(heads, all_heads, kind.rotates(attention), kind.query_scale(attention))
 
     def norm(self, module: Any) -> Norm:
         """Read an RMSNorm's weight and numbers from its module."""
@@ -131,6 +133,8 @@ class LayerBuilder:
             dim = module.head_dim
             if next(layer.parameters()).is_cuda and (dim < 16 or dim & (dim - 1)):
                 return f"head_dim {dim} is no power of two"
+            if block.kind.query_norm is not None and block.kind.norms_span == "head" and not block.kind.rotates(module):
+                return "norms of heads without RoPE have no kernel"
         elif not isinstance(block.kind, GatedMLP):
             return f"{type(block.kind).__name__} has no fused form"
         for norm in norms:

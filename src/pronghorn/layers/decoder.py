@@ -321,7 +321,7 @@ def _layer_class(original: Any) -> type[nn.Module]:
         wanted = output_wanted or has_own_forward(self) or not all(map(_is_ours, self._forward_hooks.values()))
         mixer = next((block for block in run.blocks if isinstance(block, AttentionBlock)), None)
         attention = None if mixer is None else step.attention(mixer, hidden_states.device)
-        call = Call(step.packed, cos, sin, policy, rows, wanted, attention)
+        call = Call(step.packed, cos, sin, policy, rows, wanted, attention, kwargs.get("position_ids"))
         x = hidden_states.flatten(0, 1).contiguous()
         named = {} if run.family.bind is None else run.family.bind(args, kwargs)
         shape = shape if rows is None else torch.Size((1, len(rows), shape[2]))

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from pronghorn.kernels import rms_norm, rope
 from pronghorn.kernels.rope import Heads
-from pronghorn.layers.block import Norm
+from pronghorn.layers.block import Call, Norm
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,10 @@ class QKV:
 
     heads: Heads
     all_heads: HeadNorms | None = None
+    rotates: bool = True
+    """Whether queries and keys are turned by RoPE; without it they have no norms a head."""
+    query_scale: tuple[float, int] | None = None
+    """(β, tokens) of 1 + β log(1 + ⌊position / tokens⌋), by which queries are multiplied after RoPE."""
 
     @property
     def norm_weights(self) -> tuple[Tensor | None, Tensor | None]:
@@ -42,25 +47,28 @@ class QKV:
         """Whether the backward needs q, k, v as the product left them."""
         return self.all_heads is not None or self.heads.query_norm is not None
 
-    def forward(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    def forward(self, qkv: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
         """Return q [T, H, D], k and v [T, H_kv, D] of [T, (H + 2·H_kv)·D], and r of norms that span all heads.
 
         The argument is overwritten unless `reads_raw`.
         """
+        rstd: list[Tensor] = []
         if self.all_heads is None:
-            return *rope.forward(qkv, cos, sin, self.heads), []
-        q, k, v = self.heads.split(qkv)
-        columns = [self.heads.query * self.heads.dim, self.heads.key_value * self.heads.dim]
-        normed = qkv.new_empty(len(qkv), sum(columns))
-        rstd = [
-            rms_norm.forward(x.flatten(1), norm.weight, norm.eps, norm.offset, out=y)[1]
-            for norm, x, y in zip(self._norms, (q, k), normed.split(columns, 1), strict=True)
-        ]
-        q, k, _ = rope.forward(normed, cos, sin, self.heads.without_values())
-        return q, k, v, rstd
+            q, k, v = self._turned(qkv, self.heads, call)
+        else:
+            q, k, v = self.heads.split(qkv)
+            normed = qkv.new_empty(len(qkv), self.heads.turned)
+            columns = normed.split([self.heads.query * self.heads.dim, self.heads.key_value * self.heads.dim], 1)
+            rstd = [
+                rms_norm.forward(x.flatten(1), norm.weight, norm.eps, norm.offset, out=y)[1]
+                for norm, x, y in zip(self._norms, (q, k), columns, strict=True)
+            ]
+            q, k, _ = self._turned(normed, self.heads.without_values(), call)
+        scale = self._scale_of(q, call)
+        return q if scale is None else q.mul_(scale), k, v, rstd
 
     def backward_(
-        self, dqkv: Tensor, cos: Tensor, sin: Tensor, qkv: Tensor | None, rstd: list[Tensor]
+        self, dqkv: Tensor, call: Call, qkv: Tensor | None, rstd: list[Tensor]
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return (the gradient of `forward`'s argument in the place of dqkv [T, H + 2·H_kv, D], the norms' weights').
 
@@ -68,16 +76,37 @@ class QKV:
             qkv: what `forward` was given, where `reads_raw`; rstd: what it returned last.
         """
         trained = any(weight is not None and weight.requires_grad for weight in self.norm_weights)
+        dq = self.heads.split(dqkv)[0]
+        if (scale := self._scale_of(dq, call)) is not None:
+            dq.mul_(scale)
+        grad = dqkv.flatten(1)
         if self.all_heads is None:
-            return rope.backward_(dqkv, cos, sin, self.heads, qkv, trained)
+            return (
+                rope.backward_(dqkv, call.cos, call.sin, self.heads, qkv, trained)
+                if self.rotates
+                else (grad, None, None)
+            )
         assert qkv is not None
-        grad, *_ = rope.backward_(dqkv, cos, sin, self.heads.without_norms(), None)
+        if self.rotates:
+            rope.backward_(dqkv, call.cos, call.sin, self.heads.without_norms(), None)
         found: list[Tensor | None] = []
         parts = zip(self._norms, self.heads.split(qkv)[:2], self.heads.split(grad)[:2], rstd, strict=True)
         for norm, x, dy, r in parts:
             flat = dy.flatten(1)
             found.append(rms_norm.backward(flat, x.flatten(1), norm.weight, r, norm.offset, trained, out=flat)[1])
         return grad, found[0], found[1]
+
+    def _turned(self, qkv: Tensor, heads: Heads, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+        return rope.forward(qkv, call.cos, call.sin, heads) if self.rotates else heads.split(qkv)
+
+    def _scale_of(self, query: Tensor, call: Call) -> Tensor | None:
+        """Return what queries are multiplied by, [T, 1, 1], or None where no document is long enough."""
+        if self.query_scale is None or call.packed.tokens <= self.query_scale[1]:
+            return None
+        assert call.positions is not None
+        beta, tokens = self.query_scale
+        scale = 1 + beta * torch.log(1 + torch.floor(call.positions.flatten() / tokens))
+        return scale.to(query.dtype)[:, None, None]
 
     @property
     def _norms(self) -> tuple[Norm, Norm]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from pronghorn.kernels import glu
-from pronghorn.layers.block import Block, Call, Gradients, Norm, Result, add, freed_after
+from pronghorn.layers.block import Block, Call, Gradients, NoNorm, Norm, Result, add, freed_after, times
 from pronghorn.layers.fused_linear import FusedLinear
 from pronghorn.memory.plan import Policy
 from pronghorn.precision.source import Activation
@@ -23,7 +23,7 @@ class MLPSaved(NamedTuple):
 
     x: Tensor
     """[T, H]."""
-    rstd: Tensor
+    rstd: Tensor | None
     normed: Tensor | None
     """before(x); None where it is computed again."""
     gate_up: Tensor | None
@@ -44,15 +44,22 @@ class GatedMLPBlock(Block):
         gate_up, down: the merged products.
         activation: what gate goes through.
         before, after: the block's norms.
+        multiplier: of what the MLP adds.
     """
 
     Saved = MLPSaved
 
     def __init__(
-        self, gate_up: FusedLinear, down: FusedLinear, activation: glu.Activation, before: Norm, after: Norm | None
+        self,
+        gate_up: FusedLinear,
+        down: FusedLinear,
+        activation: glu.Activation,
+        before: Norm | NoNorm,
+        after: Norm | None,
+        multiplier: float = 1.0,
     ) -> None:
         self.linears = gate_up, down
-        self.activation, self.before, self.after = activation, before, after
+        self.activation, self.before, self.after, self.multiplier = activation, before, after, multiplier
         after_weight = None if after is None else after.weight
         self.trained = [before.weight, after_weight, *gate_up.trained, *down.trained]
 
@@ -65,7 +72,7 @@ class GatedMLPBlock(Block):
             y, low_rank = down.parts(Activation(a))
             a_a = None if low_rank is None else low_rank[0]
             del a
-            out, y, y_rstd = add(x, y, low_rank, self.after)
+            out, y, y_rstd = add(x, y, low_rank, self.after, self.multiplier)
         else:  # the product of down, a quarter of a layer's operations, is left out
             a_a, out, y, y_rstd = down.inner(Activation(a)), x.new_empty(()).expand_as(x), None, None
         saved = MLPSaved(
@@ -95,9 +102,9 @@ class GatedMLPBlock(Block):
         x, rstd, normed, gate_up = saved.x, saved.rstd, saved.normed, saved.gate_up
 
         # back through the norm after
-        dy, d_after = d_out, None
+        dy, d_after = times(self.multiplier, d_out), None
         if self.after is not None:
-            dy, d_after = self.after.backward(d_out, saved.y, saved.y_rstd)
+            dy, d_after = self.after.backward(dy, saved.y, saved.y_rstd)
 
         # back through down and the activation; a buffer that nobody reads afterwards is overwritten
         donated = gate_up is None or freed_after()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from pronghorn.kernels.packed import PackedTensor
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_NUMBERS = ("scaling", "sliding_window", "variance_epsilon", "eps")
+_NUMBERS = ("scaling", "sliding_window", "variance_epsilon", "eps", "residual_multiplier")
 """Attributes of modules that fused layers read and that somebody may set."""
 _CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.ParameterDict)
 """Modules that nobody calls: only what they hold matters."""

@@ -213,7 +213,7 @@ def stored_bytes(layer: LayerSpec, setup: TrainSetup, parts: bool = True) -> dic
     keep = _fused_bytes(layer, setup) if setup.fused else _stock_bytes(layer, setup)
     served = {Policy.KEEP: keep}
     if parts and setup.fused and not layer.experts:
-        without_norms = keep - 2 * t * h * b
+        without_norms = keep - 2 * t * _normed_bytes(layer, setup)
         without_mlp = without_norms - 2 * t * width_of(layer) * b
         served |= {Policy.RECOMPUTE_NORMS: without_norms, Policy.RECOMPUTE_MLP: without_mlp}
     return served | {Policy.RECOMPUTE_LAYER: t * h * setup.stream_bytes, Policy.OFFLOAD: 0}
@@ -222,9 +222,15 @@ def stored_bytes(layer: LayerSpec, setup: TrainSetup, parts: bool = True) -> dic
 def read_bytes(layer: LayerSpec, setup: TrainSetup, stored: Mapping[Policy, int]) -> dict[Policy, int]:
     """Count K, what a layer's backward has of its forward at its peak, by policy. Norms' results that weren't stored
     are made again after it, but for the one that gate·up is made again from."""
-    one = setup.tokens * layer.hidden * setup.itemsize * (setup.fused and not layer.experts)
+    one = setup.tokens * _normed_bytes(layer, setup) * (setup.fused and not layer.experts)
     results = {Policy.KEEP: 0, Policy.RECOMPUTE_NORMS: 2}
     return {policy: stored[Policy.KEEP] - results.get(policy, 1) * one for policy in stored}
+
+
+def _normed_bytes(layer: LayerSpec, setup: TrainSetup) -> int:
+    """Count a token's input of a block's products, where that isn't the residual stream itself."""
+    is_stream = layer.norms_before == 0 and setup.stream_bytes == setup.itemsize
+    return 0 if is_stream else layer.hidden * setup.itemsize
 
 
 def _fused_bytes(layer: LayerSpec, setup: TrainSetup) -> int:
@@ -232,10 +238,13 @@ def _fused_bytes(layer: LayerSpec, setup: TrainSetup) -> int:
     router the probabilities, the chosen ones with their sum, and the order of the rows."""
     b, attention, experts = setup.itemsize, layer.attention, layer.experts
     ranks = sum(setup.rank(linear.path) for linear in layer.linears)
-    token = layer.norms * (layer.hidden * setup.stream_bytes + 4) + 4 * attention.heads
-    token += b * (2 * layer.hidden + 2 * attention.query + 2 * attention.key_value + 2 * width_of(layer) + ranks)
+    token = 2 * layer.hidden * setup.stream_bytes + b * layer.norms_after * layer.hidden
+    token += 4 * (layer.norms + attention.heads)
+    token += 2 * _normed_bytes(layer, setup)
+    token += b * (2 * attention.query + 2 * attention.key_value + 2 * width_of(layer) + ranks)
     if experts:
         token += 2 * b * experts.chosen * setup.expert_rank + 4 * experts.count + 32 * experts.chosen + 4
+        token += 3 * b * experts.shared  # called: gate, its activation, and up
     # of float32 masters, until the backward; of experts they are made for each product
     copies = b * layer.linear_weights if setup.method == "full" else 0
     return setup.tokens * token + copies
@@ -248,7 +257,11 @@ def _stock_bytes(layer: LayerSpec, setup: TrainSetup) -> int:
     q, kv, heads = attention.query, attention.key_value, attention.heads + attention.kv_heads
     # with a mask, keys and values are repeated for all heads, and its row is kept
     masked = 2 * (q - kv) + setup.tokens // setup.padded if setup.padded else 0
-    token = layer.norms * 4 * (layer.hidden + 1) + (4 * (q + kv + heads) if attention.head_norms else 0)
+    means = {"head": heads, "all heads": 2}  # one for each that a norm of queries or keys is taken over
+    token = layer.norms * 4 * (layer.hidden + 1)
+    token += 4 * (q + kv + means[attention.head_norms]) if attention.head_norms else 0
+    if len(attention.groups[0]) == 1 and not setup.padded:  # values are columns of one product, which they keep
+        token += b * (q + kv)
     token += b * (2 * q + 2 * kv + masked) + 4 * attention.heads + 3 * b * width_of(layer)
     for group in layer.groups:
         adapted = sum(setup.rank(linear.path) > 0 for linear in group)

@@ -161,9 +161,9 @@ def _layer_times(layer: LayerSpec, setup: TrainSetup, device: DeviceSpec) -> Lay
         forward, backward = max(forward, STOCK_GAPS), max(backward, STOCK_GAPS)
     matrix = 2 * t * h * i * rate * (1.0 if experts else cheaper) + written * h * i / layer.linear_weights
     # a Gemma layer's backward reads the product's norm
-    spares = setup.fused and layer.norms == 2 and not experts
+    spares = setup.fused and not layer.norms_after and not experts
     spared = matrix + 3 * t * h * setup.stream_bytes * ms_per_byte if spares else 0
-    return LayerTimes(forward, backward, norms / layer.norms * 2, 2 * matrix, forward - spared)
+    return LayerTimes(forward, backward, norms / layer.norms * layer.norms_before, 2 * matrix, forward - spared)
 
 
 def _adapted(setup: TrainSetup, group: Sequence[Linear], beside: bool) -> int:

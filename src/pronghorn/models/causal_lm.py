@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from pronghorn.data.batch import PackedBatch
 from pronghorn.data.media import refuse_media
 from pronghorn.errors import UnsupportedError
+from pronghorn.families.registry import family_of
 from pronghorn.layers.decoder import output_is_seen
 from pronghorn.layers.subclass import subclass
 from pronghorn.models import experts
@@ -69,6 +70,7 @@ class PackedCausalLM:
             self.get_output_embeddings(),
             self.config.vocab_size,
             softcap=getattr(self.config, "final_logit_softcapping", None),
+            scale=family_of(self.config).logit_scale(self.config),
             num_items=num_items_in_batch,
         )
         result: Any = CausalLMOutputWithPast(loss=loss, hidden_states=outputs.hidden_states)

@@ -31,6 +31,7 @@ def packed_lm_loss(
     head: Callable[[Tensor], Tensor],
     vocab_size: int,
     softcap: float | None = None,
+    scale: float = 1.0,
     num_items: Tensor | int | None = None,
 ) -> Tensor:
     """Return next-token cross-entropy over the supervised positions only.
@@ -42,6 +43,7 @@ def packed_lm_loss(
         head: maps [M, H] to logits [M, V].
         vocab_size: V, which decides the rows of a chunk.
         softcap: c of `c · tanh(logits / c)` (Gemma 2), or None.
+        scale: what logits are multiplied by (Granite).
         num_items: what the sum is divided by: the supervised tokens of the accumulated batch over all ranks; None for
             this batch's own.
     Returns:
@@ -53,6 +55,8 @@ def packed_lm_loss(
     selected, targets = hidden.flatten(0, 1), next_labels[rows]
     if len(selected) == packed.tokens:
         selected = selected[rows]
+    if scale != 1:
+        selected = selected * scale  # logits are linear in them, and there are more logits
     # Nothing supervised anywhere is a loss of 0, not 0 / 0.
     divisor = packed.n_labels if num_items is None else num_items
     if type(head) is nn.Linear and head.bias is None and not watched([head]):

@@ -1,0 +1,22 @@
+"""Granite (`transformers.models.granite`): Llama's layout; what blocks add, and logits, have multipliers.
+
+The embeddings' multiplier is the backbone's own affair, and attention's is its module's scaling.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from pronghorn.families.spec import LLAMA_BLOCKS, FamilySpec, ResidualBlock
+
+
+def _blocks(layer: Any) -> tuple[ResidualBlock, ...]:
+    return tuple(replace(block, multiplier=layer.residual_multiplier) for block in LLAMA_BLOCKS)
+
+
+GRANITE = FamilySpec(
+    model_type="granite",
+    members="Granite 3 and 4, dense",
+    source="transformers.models.granite",
+    blocks=_blocks,
+    logit_scale=lambda config: 1 / config.logits_scaling,
+)

@@ -1,0 +1,23 @@
+"""Ministral 3 (`transformers.models.ministral3`): Mistral's layout; queries grow with their position, as in Llama 4."""
+
+from typing import Any
+
+from pronghorn.families.spec import Attention, FamilySpec, GatedMLP, ResidualBlock, same_blocks, window_of_config
+
+
+def _query_scale(attention: Any) -> tuple[float, int] | None:
+    rope = attention.config.rope_parameters
+    return rope["llama_4_scaling_beta"], rope["original_max_position_embeddings"]
+
+
+MINISTRAL3 = FamilySpec(
+    model_type="ministral3",
+    members="Ministral 3, text",
+    source="transformers.models.ministral3",
+    blocks=same_blocks(
+        ResidualBlock(
+            "self_attn", Attention(window=window_of_config, query_scale=_query_scale), before="input_layernorm"
+        ),
+        ResidualBlock("mlp", GatedMLP(), before="post_attention_layernorm"),
+    ),
+)

@@ -1,0 +1,20 @@
+"""OLMo 2 (`transformers.models.olmo2`): norms after the blocks only; queries' and keys' norms span all heads."""
+
+from pronghorn.families.spec import Attention, FamilySpec, GatedMLP, ResidualBlock, same_blocks, window_of_module
+
+OLMO_BLOCKS = same_blocks(
+    ResidualBlock(
+        "self_attn",
+        Attention(query_norm="q_norm", key_norm="k_norm", norms_span="all heads", window=window_of_module),
+        after="post_attention_layernorm",
+    ),
+    ResidualBlock("mlp", GatedMLP(), after="post_feedforward_layernorm"),
+)
+"""OLMo 2's layers have no windows, some of Olmo 3's have."""
+
+OLMO2 = FamilySpec(
+    model_type="olmo2",
+    members="OLMo 2",
+    source="transformers.models.olmo2",
+    blocks=OLMO_BLOCKS,
+)
