@@ -27,6 +27,18 @@ _COMMON: dict[str, Any] = {
     "max_position_embeddings": 512,
     "head_dim": 16,
 }
+_GEMMA4: dict[str, Any] = {
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "hidden_size_per_layer_input": 0,
+    "global_head_dim": 32,
+    "sliding_window": 5,
+    "tie_word_embeddings": True,
+    "final_logit_softcapping": 5.0,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
 # A window shorter than the documents, so that it must be right inside them.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -34,6 +46,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
     "qwen3": {},
     "gemma3_text": {"sliding_window": 5, "query_pre_attn_scalar": 16},
+    # layers that share keys and values, wider MLPs there, an input of each layer
+    "gemma4_text": {
+        **_GEMMA4,
+        "num_hidden_layers": 5,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention", "sliding_attention", "full_attention"],
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCAB,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+    },
+    # values that are keys, with fewer and wider heads, in layers without a window
+    "gemma4_unified_text": {**_GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
 }
 
 _ROUTED = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
@@ -56,6 +80,18 @@ MOE_FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**_ROUTED, "moe_intermediate_size": 24, "norm_topk_prob": True},
     "mixtral": {**_ROUTED, "intermediate_size": 24, "sliding_window": 7},
     "olmoe": {**_ROUTED, "intermediate_size": 24},
+    # experts beside a dense MLP
+    "gemma4_text with experts": {
+        **_GEMMA4,
+        "num_hidden_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "enable_moe_block": True,
+        "num_experts": 8,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 24,
+    },
 }
 
 
@@ -63,16 +99,19 @@ def tiny_model(family: str, seed: int = 0, **changes: Any) -> Any:
     """A float32 model in training mode, its weights spread enough that every part matters."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(family, **{**_COMMON, **(FAMILIES | MOE_FAMILIES)[family], **changes})
+    model_type = family.partition(" ")[0]
+    config = AutoConfig.for_model(model_type, **{**_COMMON, **(FAMILIES | MOE_FAMILIES)[family], **changes})
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        stock = FAMILY_FACTS[family].load_attention
+        stock = FAMILY_FACTS[model_type].load_attention
         model = AutoModelForCausalLM.from_config(config, attn_implementation=stock)
         if family in MOE_FAMILIES:
             model.set_experts_implementation("eager")  # the others have no float64
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.05)
+            for name in {name for name, _ in model.named_buffers()} & model.state_dict().keys():
+                model.get_buffer(name).mul_(0.8)  # a layer's scalar
     return model.train()
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from pronghorn.errors import ConfigError, PronghornError, UnsupportedError
 from pronghorn.families.gemma3 import GEMMA3
+from pronghorn.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from pronghorn.families.gpt_oss import GPT_OSS
 from pronghorn.families.llama import LLAMA
 from pronghorn.families.mistral import MISTRAL
@@ -19,7 +20,20 @@ from pronghorn.families.qwen3_moe import QWEN3_MOE
 from pronghorn.families.spec import FamilySpec
 
 FAMILIES: dict[str, FamilySpec] = {
-    spec.model_type: spec for spec in (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA3, GPT_OSS, QWEN3_MOE, MIXTRAL, OLMOE)
+    spec.model_type: spec
+    for spec in (
+        LLAMA,
+        MISTRAL,
+        QWEN2,
+        QWEN3,
+        GEMMA3,
+        GEMMA4,
+        GEMMA4_UNIFIED,
+        GPT_OSS,
+        QWEN3_MOE,
+        MIXTRAL,
+        OLMOE,
+    )
 }
 
 
