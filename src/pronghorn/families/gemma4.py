@@ -1,5 +1,5 @@
-"""Gemma 4, text (`transformers.models.gemma4`, `gemma4_unified`): layers that share keys and values, wide heads in layers
-without a window, inputs of each token and layer, experts beside a dense MLP. Each is there as the layer's modules say.
+"""Gemma 4, text (`transformers.models.gemma4`, `gemma4_unified`): layers that share keys and values, wide heads in
+layers without a window, inputs of each token and layer, experts beside a dense MLP. A layer has what its modules say.
 """
 
 from __future__ import annotations

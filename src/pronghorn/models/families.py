@@ -11,9 +11,10 @@ from typing import Any
 from torch import nn
 
 from pronghorn.families.registry import family_of as check_config
+from pronghorn.families.spec import Attention
 from pronghorn.memory.plan import POLICY, Policy
 
-__all__ = ["base_causal_lm", "check_config", "has_experts", "head_dim", "recomputes_layers", "rope_limit"]
+__all__ = ["base_causal_lm", "check_config", "has_experts", "head_dims", "recomputes_layers", "rope_limit"]
 
 
 def has_experts(config: Any) -> bool:
@@ -41,9 +42,11 @@ def base_causal_lm(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
 
 
-def head_dim(config: Any) -> int:
-    """Return D, which some configurations leave to be computed."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+def head_dims(model: Any) -> list[int]:
+    """Return the sizes of a causal LM's attention heads, the smallest first: layers may differ."""
+    family = check_config(model.config)
+    blocks = ((layer, block) for layer in model.base_model.layers for block in family.blocks(layer))
+    return sorted({layer.get_submodule(b.module).head_dim for layer, b in blocks if isinstance(b.kind, Attention)})
 
 
 def recomputes_layers(model: nn.Module) -> bool:
