@@ -51,7 +51,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **_GEMMA4,
         "num_hidden_layers": 5,
         "layer_types": ["sliding_attention", "full_attention", "full_attention", "sliding_attention", "full_attention"],
-        "hidden_size_per_layer_input": 8,
+        "hidden_size_per_layer_input": 32,
         "vocab_size_per_layer_input": VOCAB,
         "num_kv_shared_layers": 2,
         "use_double_wide_mlp": True,
@@ -110,6 +110,9 @@ def tiny_model(family: str, seed: int = 0, **changes: Any) -> Any:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.05)
+            for layer in model.model.layers:
+                if layer.self_attn.scaling == 1:  # else scores, and the errors of float32, are far from trained ones'
+                    layer.self_attn.q_norm.weight.mul_(layer.self_attn.head_dim**-0.5)
             for name in {name for name, _ in model.named_buffers()} & model.state_dict().keys():
                 model.get_buffer(name).mul_(0.8)  # a layer's scalar
     return model.train()
