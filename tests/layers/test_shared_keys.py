@@ -1,4 +1,4 @@
-"""Layers that share keys and values, inputs of each layer, values that are keys, experts beside a dense MLP (Gemma 4)."""
+"""Layers that share keys and values, or have inputs of their own, or values that are keys (Gemma 4)."""
 
 from __future__ import annotations
 
