@@ -14,7 +14,7 @@ from pronghorn.errors import UnsupportedError
 from pronghorn.layers.decoder import is_fused
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.models.attach import attach
-from pronghorn.models.graph import looks_tokens_up
+from pronghorn.models.families import looks_tokens_up
 from support.documents import LENGTHS, ROW, gradients, one_document_at_a_time
 from support.fused import loss_and_gradients, with_adapters
 from support.tiny import packed_row, tiny_model
@@ -140,6 +140,7 @@ def test_repeated_heads_and_their_gradients() -> None:
     assert all(torch.equal(repeated[:, head], x[:, head // 3]) for head in range(6))
     grad = torch.randn_like(repeated)
     torch.testing.assert_close(efficient.summed(grad, 2), torch.autograd.grad(repeated, x, grad)[0])
+    assert torch.equal(efficient.repeated(x[:, :1], 6), x[:, :1].repeat(1, 6, 1))
     assert efficient.repeated(x, 2) is x and efficient.summed(grad, 6) is grad
 
 

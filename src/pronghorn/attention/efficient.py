@@ -60,6 +60,8 @@ def backward(
 
 def repeated(x: Tensor, heads: int) -> Tensor:
     """Return [T, H, D] of [T, H_kv, D], each head as often as there are query heads that read it."""
+    if x.shape[1] == 1:
+        return x.expand(-1, heads, -1)  # the kernels read strides
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 

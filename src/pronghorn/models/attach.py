@@ -39,10 +39,11 @@ from pronghorn.models.families import (
     base_causal_lm,
     check_config,
     has_experts,
+    looks_tokens_up,
     recomputes_layers,
     rope_limit,
 )
-from pronghorn.models.graph import BackboneGraphs, Graph, graphed_class, looks_tokens_up
+from pronghorn.models.graph import BackboneGraphs, Graph, graphed_class
 from pronghorn.models.metadata import LAYERS, share_metadata
 from pronghorn.models.report import Decisions, PathTaken, decide, longest_tiled, queries_of, render
 from pronghorn.models.subject import check_subject

@@ -14,7 +14,15 @@ from pronghorn.families.registry import family_of as check_config
 from pronghorn.families.spec import Attention
 from pronghorn.memory.plan import POLICY, Policy
 
-__all__ = ["base_causal_lm", "check_config", "has_experts", "head_dims", "recomputes_layers", "rope_limit"]
+__all__ = [
+    "base_causal_lm",
+    "check_config",
+    "has_experts",
+    "head_dims",
+    "looks_tokens_up",
+    "recomputes_layers",
+    "rope_limit",
+]
 
 
 def has_experts(config: Any) -> bool:
@@ -47,6 +55,13 @@ def head_dims(model: Any) -> list[int]:
     family = check_config(model.config)
     blocks = ((layer, block) for layer in model.base_model.layers for block in family.blocks(layer))
     return sorted({layer.get_submodule(b.module).head_dim for layer, b in blocks if isinstance(b.kind, Attention)})
+
+
+def looks_tokens_up(backbone: Any) -> bool:
+    """Tell whether a backbone has other embeddings besides its tokens', so that these alone don't make its output."""
+    apart = backbone.layers, backbone.get_input_embeddings()
+    others = (module for child in backbone.children() if child not in apart for module in child.modules())
+    return any(isinstance(module, nn.Embedding) for module in others)
 
 
 def recomputes_layers(model: nn.Module) -> bool:

@@ -30,11 +30,11 @@ from pronghorn.layers.decoder import RUN, STEP, FusedLayers
 from pronghorn.layers.step import Step
 from pronghorn.layers.subclass import moving, subclass
 from pronghorn.memory.plan import POLICY, Policy
+from pronghorn.models.families import looks_tokens_up
 from pronghorn.models.graph_benefit import GraphBenefit
 from pronghorn.models.metadata import LAYERS
 
 Graph = Literal["auto", "on", "off"]
-
 MOST_GRAPHS = 4
 """Different numbers of documents (buckets) that are captured; rows of others run without a graph."""
 WARM_UPS = 2
@@ -304,15 +304,9 @@ def graphed_class(original: Any) -> type[nn.Module]:
         names = "output_hidden_states", "output_attentions", "output_router_logits"
         asked = {name: kwargs.get(name) for name in names}  # None: as the configuration says
         told = any(getattr(self.config, name, False) if value is None else value for name, value in asked.items())
-        looked = STEP in kwargs  # by the pre-hook, without which nobody knows whether layers changed
-        if (
-            packed is None
-            or args
-            or told
-            or looks_tokens_up(self)
-            or not (training and looked)
-            or not packed.cu_seqlens.is_cuda
-        ):
+        # by the pre-hook, without which nobody knows whether layers changed
+        looked = STEP in kwargs and not looks_tokens_up(self)
+        if packed is None or args or told or not (training and looked) or not packed.cu_seqlens.is_cuda:
             return plain(self, *args, **kwargs)
         from transformers.modeling_outputs import MoeModelOutputWithPast  # with the fields of all families
 
@@ -332,13 +326,6 @@ def graphed_class(original: Any) -> type[nn.Module]:
 
     moved = moving(original, lambda self: self._pronghorn_graphs.clear())  # which hold weights where they lay
     return subclass(original, forward=forward, _apply=moved)
-
-
-def looks_tokens_up(backbone: Any) -> bool:
-    """Tell whether a backbone has other embeddings besides its tokens', so that these alone don't make its output."""
-    apart = backbone.layers, backbone.get_input_embeddings()
-    others = (module for child in backbone.children() if child not in apart for module in child.modules())
-    return any(isinstance(module, nn.Embedding) for module in others)
 
 
 def runs_of(backbone: Any) -> list[Any]:
