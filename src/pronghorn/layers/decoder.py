@@ -337,7 +337,7 @@ def _layer_class(original: Any) -> type[nn.Module]:
         if run.family.emit is not None and output_wanted:  # a recomputation gives nothing to later layers again
             run.family.emit(named, kwargs)
         if run.family.output_scale is not None:
-            x = x * getattr(self, run.family.output_scale)
+            x = (x * getattr(self, run.family.output_scale)).to(x.dtype)
         return x.view(shape)
 
     return subclass(original, forward=forward, _apply=moving(original, _drop), **{OUTPUT_NOT_WANTED: True})

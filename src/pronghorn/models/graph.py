@@ -304,8 +304,7 @@ def graphed_class(original: Any) -> type[nn.Module]:
         names = "output_hidden_states", "output_attentions", "output_router_logits"
         asked = {name: kwargs.get(name) for name in names}  # None: as the configuration says
         told = any(getattr(self.config, name, False) if value is None else value for name, value in asked.items())
-        # by the pre-hook, without which nobody knows whether layers changed
-        looked = STEP in kwargs and not looks_tokens_up(self)
+        looked = STEP in kwargs and not looks_tokens_up(self)  # by the pre-hook: else nobody knows what changed
         if packed is None or args or told or not (training and looked) or not packed.cu_seqlens.is_cuda:
             return plain(self, *args, **kwargs)
         from transformers.modeling_outputs import MoeModelOutputWithPast  # with the fields of all families
