@@ -174,6 +174,7 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
             for even in (True, False)
         },
         "rope backward": (rope._backward, turn, {**heads, "WEIGHT": True}, 4),
+        "rope backward, wide": (rope._backward, turn, {**heads, "WEIGHT": True, "Q": 32, "K": 4, "HALF": 256}, 16),
         "attention": (attention._forward, attend, {**tile, "SINK": True, "COLS": 32}, 4),
         "attention, queries": (attention._backward_queries, attend, {**tile, "COLS": 32}, 4),
         "attention, keys": (attention._backward_keys, attend, {**tile, "COLS": 64}, 4),
