@@ -16,7 +16,7 @@ from pronghorn.memory.plan import Plan, Policy
 from pronghorn.models.attach import attach
 from pronghorn.models.families import looks_tokens_up
 from support.documents import LENGTHS, ROW, gradients, one_document_at_a_time
-from support.fused import loss_and_gradients, with_adapters
+from support.fused import compare, loss_and_gradients, with_adapters
 from support.tiny import packed_row, tiny_model
 
 KINDS = ["gemma4_text", "gemma4_unified_text", "gemma4_text with experts"]
@@ -53,6 +53,16 @@ def test_every_policy_gives_the_gradients_of_one_document_at_a_time(
     assert all(map(is_fused, model.get_decoder().layers))
     loss.backward()
     close(model, loss.detach(), exact, exact_loss.detach())
+
+
+@pytest.mark.parametrize("masters", [True, False], ids=["masters", "lora"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_16_bits(kind: str, masters: bool, nan_memory: None) -> None:
+    """As near to float64 as transformers and PEFT: float32 masters under autocast, and adapters over bfloat16."""
+    model = tiny_model(kind) if masters else with_adapters(tiny_model(kind))
+    model.load_state_dict({name: x.bfloat16().float() for name, x in model.state_dict().items()})
+    batches = [packed_row(LENGTHS, ROW, seed=seed) for seed in range(4)]
+    compare(model, *batches, dtype=torch.bfloat16, masters=masters)
 
 
 @pytest.mark.parametrize("layers", ["stock", "fused"])
