@@ -10,6 +10,7 @@ import torch
 
 from pronghorn.attention import efficient, explicit
 from pronghorn.data.batch import PackedBatch
+from pronghorn.diagnose.profile import inner_dimensions, parts_of
 from pronghorn.errors import UnsupportedError
 from pronghorn.layers.decoder import is_fused
 from pronghorn.memory.plan import Plan, Policy
@@ -182,3 +183,15 @@ def test_heads_of_512_on_a_gpu(heads: tuple[int, int], nan_memory: None) -> None
         assert (mine.double() - right).norm() <= limit
     windowed = explicit.Options.choose("auto", q, packed, scale, 16)
     assert windowed.way == "per_document"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_profile_names_the_parts_of_blocks_that_are_spread_over_their_layer(kind: str) -> None:
+    model = with_adapters(tiny_model(kind))
+    handle = attach(model, layers="fused")
+    assert inner_dimensions(handle) >= {8, 16}
+    parts = parts_of(handle.model)
+    layer = handle.model.model.layers[0]
+    assert parts[layer] == "layer" and parts[layer.self_attn] == "attention" and parts[layer.mlp] == "feed-forward"
+    others = [getattr(layer, name, None) for name in ("experts", "per_layer_input_gate")]
+    assert {parts[module] for module in others if module is not None} <= {"feed-forward", "lora"}
