@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from benchmarks.op_case import IGNORED, LORA_SCALE, Case, Draw, Way, Work, by_autograd, by_kernel
 from pronghorn.attention import explicit
+from pronghorn.attention.backends import Backend
 from pronghorn.data.batch import PackedBatch
 from pronghorn.kernels import adapter_gradients, cross_entropy, glu, linear_cross_entropy, residual, rms_norm, rope
 
@@ -316,9 +317,12 @@ def attention_formula(q: Tensor, k: Tensor, v: Tensor, length: int) -> tuple[Ten
     return (out.transpose(1, 2).reshape(q.shape),)
 
 
-def attention_case(draw: Draw, tokens: int, heads: int, kv_heads: int, dim: int, length: int) -> Case:
+def attention_case(
+    draw: Draw, tokens: int, heads: int, kv_heads: int, dim: int, length: int, backend: Backend = "auto"
+) -> Case:
     """q: [T, H, D], k and v: [T, H_kv, D], in packed documents of `length` tokens each."""
-    small = attention_case(draw, GATE_DOCUMENT, heads, kv_heads, dim, GATE_DOCUMENT) if length > GATE_DOCUMENT else None
+    gate = GATE_DOCUMENT, heads, kv_heads, dim, GATE_DOCUMENT, backend
+    small = attention_case(draw, *gate) if length > GATE_DOCUMENT else None
     documents = max(1, tokens // length)
     tokens = documents * length
 
@@ -327,14 +331,14 @@ def attention_case(draw: Draw, tokens: int, heads: int, kv_heads: int, dim: int,
         packed = PackedBatch.build(lengths, tokens=case.tokens, device=draw.device)
 
         def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return explicit.attention(q, k, v, explicit.Options.choose("auto", q, packed, dim**-0.5, None))
+            return explicit.attention(q, k, v, explicit.Options.choose(backend, q, packed, dim**-0.5, None))
 
         return by_autograd(case, ours)
 
     q, k, v, d_out = (draw(tokens, count, dim) for count in (heads, kv_heads, kv_heads, heads))
-    forward = 2.0 * q.nbytes + k.nbytes + v.nbytes
+    forward, way = 2.0 * q.nbytes + k.nbytes + v.nbytes, "" if backend == "auto" else f", {backend}"
     return Case(
-        "attention", f"{tokens}x{heads}/{kv_heads}x{dim}, documents of {length}", tokens,
+        "attention", f"{tokens}x{heads}/{kv_heads}x{dim}, documents of {length}{way}", tokens,
         functools.partial(attention_formula, length=length), (q, k, v), (d_out,), ("out", "dq", "dk", "dv"),
         (forward, 2 * forward), pronghorn, trained=3, small=small,
     )  # fmt: skip

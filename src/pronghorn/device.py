@@ -81,6 +81,16 @@ def has_flash_varlen() -> bool:
 
 
 @functools.cache
+def has_efficient_varlen() -> bool:
+    """Tell whether this build of torch has the memory-efficient kernels with documents' bounds (asks no device)."""
+    import torch
+
+    names = ("_efficient_attention_forward", "_efficient_attention_backward")
+    operators = [getattr(torch.ops.aten, name, None) for name in names]
+    return all(op is not None and "cu_seqlens_q" in {a.name for a in op.default._schema.arguments} for op in operators)
+
+
+@functools.cache
 def has_cudnn_attention() -> bool:
     """Tell whether this build of torch has cuDNN's attention with the log-sum-exp for its backward (asks no device)."""
     import torch

@@ -56,7 +56,7 @@ def subject_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Subjec
             tiny_model(family).save_pretrained(folders[family])
 
         def load(folder: Path) -> Any:
-            stock = FAMILY_FACTS[family].load_attention
+            stock = FAMILY_FACTS[family.partition(" ")[0]].load_attention
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=stock)
             return model.to(device)
 
@@ -92,13 +92,17 @@ def planted(subject: Subject, plant: Callable[[Any], object]) -> Report:
 def test_clean_runs_pass(subject_of: Any, family: str) -> None:
     report = verify(subject_of(family))
     assert report.ok and report.causes == [], [check for check in report.checks if not check.ok]
-    linears = 4 if family in MOE_FAMILIES or family == "phi3" else 7
-    adapted = (2 if family == "gpt_oss" else 3) * linears  # layers and linears
+    layers, linears = 2 if family == "gpt_oss" else 3, 4 if family in MOE_FAMILIES or family == "phi3" else 7
+    adapted = {
+        "gemma4_text": 5 * 9 - 2 * 2,  # with those of the layers' own inputs; two layers have neither k nor v
+        "gemma4_unified_text": 3 * 7 - 1,  # one layer's values are its keys
+        "gemma4_text with experts": 2 * 7 - 1,
+    }.get(family, layers * linears)
     assert report.tensors == adapted * 2 and len(report.worst) == 10
     assert [check.name for check in report.checks][-2:] == ["merged weights", "saved and reloaded"]
 
 
-EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 
 
 @pytest.mark.parametrize("family", MOE_FAMILIES)
@@ -107,9 +111,8 @@ def test_clean_expert_lora_passes(subject_of: Any, family: str) -> None:
     assert report.ok and report.causes == [], [check for check in report.checks if not check.ok]
     found = {check.name: check.detail for check in report.checks}
     assert found["experts train"].startswith("every expert that saw tokens trains")
-    assert (
-        found["merged weights"] == f"{2 * (4 + 2) if family == 'gpt_oss' else 3 * (4 + 2)} weights hold their adapter"
-    )
+    weights = {"gpt_oss": 2 * (4 + 2), "gemma4_text with experts": 2 * (7 + 2) - 1}.get(family, 3 * (4 + 2))
+    assert found["merged weights"] == f"{weights} weights hold their adapter"
 
 
 @pytest.mark.parametrize("part", ["A", "B"])
@@ -271,6 +274,7 @@ def test_mis_scaled_accumulation(subject_of: Any, dtype: torch.dtype) -> None:
         ("qwen2", -1, torch.float32),
         ("gemma3_text", 1, torch.float32),
         ("gemma3_text", -1, torch.bfloat16),
+        ("gemma4_text", 1, torch.float32),  # where keys and values are another layer's, too
     ],
 )
 def test_an_off_by_one_window(subject_of: Any, family: str, by: int, dtype: torch.dtype) -> None:

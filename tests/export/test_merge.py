@@ -20,7 +20,7 @@ from pronghorn.export.merge import merged_tensors, save_merged
 from pronghorn.models.families import base_causal_lm
 from support.tiny import FAMILIES, MOE_FAMILIES, tiny_model
 
-EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 
 
 def adapted(family: str, **lora: Any) -> Any:

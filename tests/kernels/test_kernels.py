@@ -184,6 +184,12 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
             f"rope backward, {turned} pairs": (rope._backward, turn, {**heads, "WEIGHT": True, "TURNED": turned}, 4)
             for turned in (64, 48)
         },
+        "rope backward, wide": (
+            rope._backward,
+            turn,
+            {**heads, "WEIGHT": True, "Q": 32, "K": 4, "HALF": 256, "TURNED": 256},
+            16,
+        ),
         "attention": (attention._forward, attend, {**tile, "SINK": True, "COLS": 32}, 4),
         "attention, queries": (attention._backward_queries, attend, {**tile, "COLS": 32}, 4),
         "attention, keys": (attention._backward_keys, attend, {**tile, "COLS": 64}, 4),

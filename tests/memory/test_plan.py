@@ -40,6 +40,7 @@ from pronghorn.memory.estimate import (
     TrainSetup,
     resting_bytes,
     stored_bytes,
+    working_bytes,
 )
 from pronghorn.memory.plan import Plan, Policy, followed
 from pronghorn.memory.planner import PlanDoesNotFit, frontier, plan, plans_of
@@ -96,6 +97,8 @@ def test_a_layer_saves_what_the_formula_says(family: str, layers: str, dtype: to
     """Exactly: a model of three layers against one of two. Stock is transformers' own SDPA, which is as on CUDA."""
     if family == "gemma3_text" and layers != "fused":
         pytest.skip("its norms save 1 + weight, too, which no token multiplies")
+    if family.startswith("gemma4"):
+        pytest.skip("its layers are unlike: the next test counts them")
     found, work = [], None
     for count in (2, 3):
         model = add_lora(
@@ -125,6 +128,54 @@ def plain_attention(family: str, layers: int) -> dict[str, Any]:
     if family in ("olmo3", "ministral"):
         return {"layer_types": ["full_attention"] * layers}
     return {"use_sliding_window": False} if family == "qwen2" else {}
+
+
+S, F = "sliding_attention", "full_attention"
+GEMMA4 = {
+    # (layers, those that share), each with one more layer, or two, than one before
+    "gemma4_text": [([S, F], 0), ([S, F, S, F], 2), ([S, F, F, S, F], 2), ([S, F, S, F, S, F], 4)],
+    "gemma4_unified_text": [([S, F], 0), ([S, S, F], 0), ([S, F, F], 0)],
+    "gemma4_text with experts": [([S, F], 0), ([S, S, F], 0), ([S, F, F], 0)],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("family", GEMMA4)
+def test_layers_that_share_and_those_with_their_own_inputs_save_what_their_kinds_say(
+    family: str, dtype: torch.dtype
+) -> None:
+    """Exactly: models that differ in layers by what the formula says these keep."""
+    found, expected = [], []
+    for types, shared in GEMMA4[family]:
+        changes = {"num_hidden_layers": len(types), "layer_types": types, "num_kv_shared_layers": shared}
+        model = add_lora(tiny_model(family, **changes).to(dtype), r=RANK)
+        attach(model, layers="fused")
+        found.append(saved_bytes(model, PackedBatch.build([TOKENS], tokens=TOKENS), None))
+        dims, work = dims_of(model), replace(setup_of(model, TOKENS), fused=True)
+        assert dims.parameters == sum(p.numel() for n, p in model.named_parameters() if "lora_" not in n)
+        kept = [stored_bytes(layer, work)[Policy.KEEP] - 4 * TOKENS * layer.attention.heads for layer in dims.layers]
+        inputs = sum(layer.per_layer_input.width for layer in dims.layers if layer.per_layer_input)
+        expected.append(sum(kept) + TOKENS * inputs * dtype.itemsize)
+    more = [bytes_ - found[0] for bytes_ in found[1:]]
+    begins = 4 * 8 if "experts" in family else 0  # where each expert's rows begin
+    assert more == [bytes_ - expected[0] + begins for bytes_ in expected[1:]]
+
+
+def test_keys_and_values_that_are_shared_are_counted_under_every_policy() -> None:
+    dims, setup = dims_of(tiny_model("gemma4_text")), TrainSetup(TOKENS)
+    gives = [layer.attention.gives_kv for layer in dims.layers]
+    assert gives == [True, False, True, False, False] and len(dims.kinds) == 5
+    own, giving = dims.layers[1], dims.layers[2]
+    shared = 2 * TOKENS * giving.attention.key_value * 2
+    assert giving.attention.key_value == 64
+    both = stored_bytes(own, setup), stored_bytes(giving, setup)
+    assert {policy: both[1][policy] - both[0][policy] for policy in both[0]} == dict.fromkeys(both[0], shared)
+    assert working_bytes(dims.layers[3], setup) > working_bytes(dims.layers[0], setup)
+    memory = MemoryModel.of(dims, setup)
+    peak = sum(memory.peak([Policy.RECOMPUTE_LAYER] * 5).values())
+    alone = replace(giving, blocks=(replace(giving.blocks[0], gives_kv=False), *giving.blocks[1:]))
+    other = replace(dims, layers=(*dims.layers[:2], alone, *dims.layers[3:]))
+    assert peak - sum(MemoryModel.of(other, setup).peak([Policy.RECOMPUTE_LAYER] * 5).values()) == shared
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "phi3", "olmo2", "granite"])

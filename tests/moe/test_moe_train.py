@@ -37,7 +37,7 @@ from support.resumed import same_run
 from support.runs import stop_at
 from support.tiny import MOE_FAMILIES, packed_row, tiny_model
 
-TARGETS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+TARGETS = ["experts.gate_up_proj", "experts.down_proj"]
 QUIET = Console(quiet=True)
 IDS = torch.arange(5, 45)[None]
 

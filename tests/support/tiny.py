@@ -30,6 +30,18 @@ _COMMON: dict[str, Any] = {
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 12}
 _MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+_GEMMA4: dict[str, Any] = {
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "hidden_size_per_layer_input": 0,
+    "global_head_dim": 32,
+    "sliding_window": 5,
+    "tie_word_embeddings": True,
+    "final_logit_softcapping": 5.0,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
 # A window shorter than the documents, so that it must be right inside them.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -54,6 +66,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "logits_scaling": 0.3,
     },
     "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
+    # layers that share keys and values, wider MLPs there, an input of each layer
+    "gemma4_text": {
+        **_GEMMA4,
+        "num_hidden_layers": 5,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention", "sliding_attention", "full_attention"],
+        "hidden_size_per_layer_input": 32,
+        "vocab_size_per_layer_input": VOCAB,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+    },
+    # values that are keys, with fewer and wider heads, in layers without a window
+    "gemma4_unified_text": {**_GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
 }
 
 _ROUTED = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
@@ -87,6 +111,18 @@ MOE_FAMILIES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "use_qk_norm": True,
     },
+    # experts beside a dense MLP
+    "gemma4_text with experts": {
+        **_GEMMA4,
+        "num_hidden_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "enable_moe_block": True,
+        "num_experts": 8,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 24,
+    },
 }
 
 
@@ -94,22 +130,29 @@ def tiny_model(family: str, seed: int = 0, **changes: Any) -> Any:
     """A float32 model in training mode, its weights spread enough that every part matters."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    model_type = family.partition(" ")[0]
     fields = {**_COMMON, **(FAMILIES | MOE_FAMILIES)[family], **changes}
-    for name in {"layer_types", "no_rope_layers"} & fields.keys() - changes.keys():  # of three layers, in turns
-        fields[name] = [fields[name][index % 3] for index in range(fields["num_hidden_layers"])]
-    config = AutoConfig.for_model(family, **fields)
+    for name in {"layer_types", "no_rope_layers"} & fields.keys() - changes.keys():  # as many as layers, in turns
+        fields[name] = [fields[name][index % len(fields[name])] for index in range(fields["num_hidden_layers"])]
+    config = AutoConfig.for_model(model_type, **fields)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        stock = FAMILY_FACTS[family].load_attention
+        stock = FAMILY_FACTS[model_type].load_attention
         model = AutoModelForCausalLM.from_config(config, attn_implementation=stock)
         if family in MOE_FAMILIES:
             model.set_experts_implementation("eager")  # the others have no float64
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.05)
-            for name, buffer in model.named_buffers():
+            for layer in model.model.layers:
+                if layer.self_attn.scaling == 1:  # else scores, and the errors of float32, are far from trained ones'
+                    layer.self_attn.q_norm.weight.mul_(layer.self_attn.head_dim**-0.5)
+            for name in {name for name, _ in model.named_buffers()} & model.state_dict().keys():
+                buffer = model.get_buffer(name)
                 if name.endswith("e_score_correction_bias"):  # by what routers choose, not by what they weigh
                     buffer.copy_(torch.randn_like(buffer) * 0.3)
+                else:
+                    buffer.mul_(0.8)  # a layer's scalar
     return model.train()
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pronghorn.attention import long_documents, varlen
+from pronghorn.attention import efficient, long_documents, varlen
 from pronghorn.device import AMPERE, has_triton
 from pronghorn.errors import UnsupportedError
 
@@ -31,6 +31,8 @@ def choose(backend: Backend, query: Tensor) -> tuple[str, str]:
         return "tiled", "the kernels over the batch's tiles serve this device, dtype and head size"
     if reason is None:
         return "flash", f"torch's varlen kernels; {by_tiles}"
+    if efficient.refusal(query) is None:
+        return "efficient", f"torch's memory-efficient kernels; {reason}"
     # On two CPU cores a row of four documents costs half as much document by document as under a dense mask.
     return "per_document", reason
 

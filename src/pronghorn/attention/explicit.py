@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from pronghorn.attention import long_documents, varlen
+from pronghorn.attention import efficient, long_documents, varlen
 from pronghorn.attention.backends import Backend, choose, long_from
 from pronghorn.attention.masked import per_document_attention
 from pronghorn.data.batch import TILE_ROWS, PackedBatch
@@ -38,7 +38,10 @@ class Options:
     def choose(cls, backend: Backend, query: Tensor, packed: PackedBatch, scale: float, window: int | None) -> Options:
         """What serves queries like this [..., D]: one object for forward and backward, for it may not be chosen twice
         (deterministic mode can be switched in between). Raises as `backends.choose` does."""
-        return cls(packed, scale, window, choose(backend, query)[0], long_from(backend, query))
+        way = choose(backend, query)[0]
+        if way == "efficient" and window is not None:
+            way = "per_document"
+        return cls(packed, scale, window, way, long_from(backend, query))
 
     @property
     def binding(self) -> int | None:
@@ -86,6 +89,8 @@ def forward(
     if options.way == "flash":
         out, *state = varlen.forward(q, k, v, packed, scale, window, sinks)
         return out, tuple(state)
+    if options.way == "efficient" and sinks is None:
+        return efficient.forward(q, k, v, packed, scale)
     return per_document_attention(q, k, v, packed, scale, window, sinks), ()
 
 
@@ -111,6 +116,8 @@ def backward(
     if options.way == "flash":
         grads = torch.cat(varlen.backward(d_out, q, k, v, out, state, packed, scale, window), 1)
         return grads, tiles.sink_grad(trained[0], d_out, out, state[0]) if trained else None
+    if options.way == "efficient" and sinks is None:
+        return torch.cat(efficient.backward(d_out, q, k, v, out, state, packed, scale), 1), None
     with torch.enable_grad():
         q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
         again = per_document_attention(q, k, v, packed, scale, window, sinks)

@@ -36,7 +36,7 @@ from pronghorn.diagnose.profile_report import Profile, Sync, advise
 from pronghorn.diagnose.profile_times import account_for, synchronisations
 from pronghorn.diagnose.profile_trace import ENGINE, Span, spans
 from pronghorn.families.registry import family_of
-from pronghorn.families.spec import Attention
+from pronghorn.families.spec import Attention, Experts
 from pronghorn.layers.decoder import is_fused
 from pronghorn.layers.linears import adapter_of
 from pronghorn.models.attach import Handle
@@ -231,8 +231,10 @@ def parts_of(model: Any) -> dict[nn.Module, str]:
     for layer in backbone.layers:
         parts[layer] = "layer"
         for block in blocks(layer):
-            module = layer.get_submodule(block.module)
-            parts[module] = "attention" if isinstance(block.kind, Attention) else "feed-forward"
+            part = "attention" if isinstance(block.kind, Attention) else "feed-forward"
+            own = [block.path(path) for group in block.kind.linears for path in group]  # of a block over the layer
+            own += [block.path(block.kind.experts)] if isinstance(block.kind, Experts) else []
+            parts |= {layer.get_submodule(path): part for path in ([block.module] if block.module else own)}
             parts |= {layer.get_submodule(path): "norm" for path in block.norms}
     for module in model.modules():
         if isinstance(module, nn.Embedding):
@@ -251,7 +253,7 @@ def inner_dimensions(handle: Handle) -> frozenset[int]:
     for layer in handle.model.base_model.layers:
         for block in family_of(handle.model.config).blocks(layer):
             for group in block.kind.linears:
-                adapters = [adapter_of(layer.get_submodule(f"{block.module}.{path}")) for path in group]
+                adapters = [adapter_of(layer.get_submodule(block.path(path))) for path in group]
                 ranks = [adapter.a.shape[0] for adapter in adapters if adapter is not None]
                 dimensions |= {*ranks, sum(ranks)} - {0}
     return frozenset(dimensions)

@@ -63,7 +63,31 @@ _GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
+
+
+def _gemma4(pattern: int, window: int, **more: Any) -> dict[str, Any]:
+    """Fields of a Gemma 4: every so many layers one has no window, wider heads and part of them rotated."""
+    full = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}
+    rope = {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    layers = more.pop("layers")
+    types = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(layers)]
+    more = {"global_head_dim": 512, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, **more}
+    return {"layer_types": types, "sliding_window": window, "rope_parameters": rope, **more}
+
+
+def _gemma4_e(pattern: int, layers: int, shared: int, **more: Any) -> dict[str, Any]:
+    own = {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144, "attention_k_eq_v": False}
+    return _gemma4(pattern, 512, layers=layers, num_kv_shared_layers=shared, **own, **more)
+
+
 _GEMMA3_4B = _gemma3(1024, rope_parameters=_GEMMA3_ROPE)
+_CAP: dict[str, Any] = {"final_logit_softcapping": 30.0}
+_GEMMA4_E2B = _gemma4_e(5, 35, 20, use_double_wide_mlp=True, **_CAP)
+_GEMMA4_E4B = _gemma4_e(6, 42, 18, **_CAP)
+_GEMMA4_12B = _gemma4(6, 1024, layers=48, num_global_key_value_heads=1, **_CAP)
+_GEMMA4_31B = _gemma4(6, 1024, layers=60, num_global_key_value_heads=4, **_CAP)
+_GEMMA4_MOE = {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}
+_GEMMA4_26B_A4B = _gemma4(6, 1024, layers=30, num_global_key_value_heads=2, **_GEMMA4_MOE, **_CAP)
 _MIXTRAL = _rope(1e6, num_local_experts=8, num_experts_per_tok=2)
 _OLMOE = _rope(1e4, num_experts=64, num_experts_per_tok=8)
 _TABLE: dict[str, tuple[Any, ...]] = {
@@ -79,6 +103,11 @@ _TABLE: dict[str, tuple[Any, ...]] = {
     "Mistral-7B": ("mistral", 32, 4096, 14336, 32, 8, 128, 32768, False, 1e-5, 32768, _rope(1e6, sliding_window=None)),
     "Gemma-3-1B": ("gemma3_text", 26, 1152, 6912, 4, 1, 256, 262144, True, 1e-6, 32768, _gemma3(512)),
     "Gemma-3-4B": ("gemma3_text", 34, 2560, 10240, 8, 4, 256, 262144, True, 1e-6, 131072, _GEMMA3_4B),
+    "Gemma-4-E2B": ("gemma4_text", 35, 1536, 6144, 8, 1, 256, 262144, True, 1e-6, 131072, _GEMMA4_E2B),
+    "Gemma-4-E4B": ("gemma4_text", 42, 2560, 10240, 8, 2, 256, 262144, True, 1e-6, 131072, _GEMMA4_E4B),
+    "Gemma-4-12B": ("gemma4_unified_text", 48, 3840, 15360, 16, 8, 256, 262144, True, 1e-6, 262144, _GEMMA4_12B),
+    "Gemma-4-31B": ("gemma4_text", 60, 5376, 21504, 32, 16, 256, 262144, True, 1e-6, 262144, _GEMMA4_31B),
+    "Gemma-4-26B-A4B": ("gemma4_text", 30, 2816, 2112, 16, 8, 256, 262144, True, 1e-6, 262144, _GEMMA4_26B_A4B),
     "tiny-moe": ("qwen3_moe", 3, 64, 96, 4, 2, 16, 512, False, 1e-6, 8192, _qwen3_moe(8, 2, 32)),
     "tiny-gpt-oss": ("gpt_oss", 4, 64, 32, 4, 2, 16, 512, False, 1e-5, 8192, _gpt_oss(8, 2, 16)),
     "Qwen3-30B-A3B": ("qwen3_moe", 48, 2048, 6144, 32, 4, 128, 151936, False, 1e-6, 40960, _qwen3_moe(128, 8, 768)),
@@ -107,7 +136,13 @@ def shape_of(model: str) -> dict[str, Any] | None:
     most = shape["num_hidden_layers"]
     if not layers.isdecimal() or not 1 <= int(layers) <= most:
         raise ConfigError(f"{model!r}: {layers!r} is no number of layers of {name}", f"use 1 to {most}")
-    return shape | {"num_hidden_layers": int(layers)}
+    count = int(layers)
+    cut: dict[str, Any] = {"num_hidden_layers": count}
+    if "layer_types" in shape:
+        cut["layer_types"] = shape["layer_types"][:count]
+    if shape.get("num_kv_shared_layers"):  # those that share are the last ones
+        cut["num_kv_shared_layers"] = max(0, count - most + shape["num_kv_shared_layers"])
+    return shape | cut
 
 
 def check_model(model: str) -> None:

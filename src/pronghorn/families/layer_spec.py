@@ -13,7 +13,15 @@ from typing import Any, Literal
 
 from torch import nn
 
-from pronghorn.families.spec import Attention, Experts, FamilySpec, GatedMLP, ResidualBlock
+from pronghorn.families.spec import (
+    Attention,
+    Experts,
+    ExpertsBeside,
+    FamilySpec,
+    GatedMLP,
+    PerLayerInput,
+    ResidualBlock,
+)
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,10 @@ class AttentionSpec(BlockSpec):
     head_norms: Literal["head", "all heads"] | None
     """What one RMS of the query's and key's norm is taken over; None without such norms."""
     sinks: bool
+    gives_kv: bool = False
+    """Later layers read its keys and values."""
+    reads_kv: bool = False
+    """Its keys and values are an earlier layer's."""
 
     @property
     def query(self) -> int:
@@ -57,6 +69,11 @@ class AttentionSpec(BlockSpec):
     def key_value(self) -> int:
         """Width of all key heads (and of all value heads)."""
         return self.kv_heads * self.head_dim
+
+    @property
+    def projected(self) -> int:
+        """Width of what the linears of queries, keys and values give."""
+        return sum(linear.out for linear in self.groups[0])
 
 
 @dataclass(frozen=True)
@@ -77,6 +94,15 @@ class ExpertsSpec(BlockSpec):
     """Of one expert."""
     shared: int = 0
     """Of the expert that every token goes through."""
+    beside: bool = False
+    """A dense MLP is beside them."""
+
+
+@dataclass(frozen=True)
+class PerLayerInputSpec(BlockSpec):
+    """projection(activation(gate(x)) ∘ p)."""
+
+    width: int
 
 
 @dataclass(frozen=True)
@@ -124,8 +150,17 @@ class LayerSpec:
 
     @property
     def feed_forward(self) -> GatedMLPSpec | ExpertsSpec:
-        [found] = [block for block in self.blocks if isinstance(block, GatedMLPSpec | ExpertsSpec)]
-        return found
+        """The MLP, or the experts where there are some."""
+        return self.experts or next(block for block in self.blocks if isinstance(block, GatedMLPSpec))
+
+    @property
+    def per_layer_input(self) -> PerLayerInputSpec | None:
+        return next((block for block in self.blocks if isinstance(block, PerLayerInputSpec)), None)
+
+    @property
+    def mlp_width(self) -> int:
+        """Width of the dense MLP, 0 without one."""
+        return sum(block.width for block in self.blocks if isinstance(block, GatedMLPSpec))
 
     @property
     def experts(self) -> ExpertsSpec | None:
@@ -152,7 +187,7 @@ def linear_modules(family: FamilySpec, layer: nn.Module) -> Mapping[str, Any]:
 
 
 def _paths(block: ResidualBlock) -> Iterator[str]:
-    return (f"{block.module}.{path}" for group in block.kind.linears for path in group)
+    return (block.path(path) for group in block.kind.linears for path in group)
 
 
 def _added(parameter: str) -> bool:
@@ -165,7 +200,7 @@ def _block(layer: Any, block: ResidualBlock, hidden: int) -> BlockSpec:
     groups = tuple(
         tuple(
             Linear(path, *(getattr(layer.get_submodule(path), size) for size in ("out_features", "in_features")))
-            for path in (f"{block.module}.{name}" for name in group)
+            for path in map(block.path, group)
         )
         for group in kind.linears
     )
@@ -173,7 +208,9 @@ def _block(layer: Any, block: ResidualBlock, hidden: int) -> BlockSpec:
         heads = groups[-1][0].inputs // module.head_dim
         norms = None if kind.query_norm is None else kind.norms_span
         sinks, window = kind.sinks is not None, kind.window(module)
-        return AttentionSpec(groups, heads, heads // module.num_key_value_groups, module.head_dim, window, norms, sinks)
+        passed = kind.gives is not None, kind.reads is not None
+        kv_heads = heads // module.num_key_value_groups
+        return AttentionSpec(groups, heads, kv_heads, module.head_dim, window, norms, sinks, *passed)
     if isinstance(kind, GatedMLP):
         return GatedMLPSpec(groups, groups[-1][0].inputs)
     if isinstance(kind, Experts):
@@ -181,7 +218,13 @@ def _block(layer: Any, block: ResidualBlock, hidden: int) -> BlockSpec:
         while not hasattr(inner, "num_experts") or hasattr(inner, "base_layer"):  # PEFT wraps a module once a parameter
             inner = inner.base_layer
         down = getattr(inner, kind.down)
-        chosen = next(part.top_k for part in module.modules() if hasattr(part, "top_k"))
+        beside = isinstance(kind, ExpertsBeside)
+        if isinstance(kind, ExpertsBeside):
+            chosen = kind.chosen(module.get_submodule(kind.router))
+        else:
+            chosen = next(part.top_k for part in module.modules() if hasattr(part, "top_k"))
         shared = groups[-1][0].inputs if groups else 0
-        return ExpertsSpec(groups, len(down), chosen, down.numel() // len(down) // hidden, shared)
+        return ExpertsSpec(groups, len(down), chosen, down.numel() // len(down) // hidden, shared, beside)
+    if isinstance(kind, PerLayerInput):
+        return PerLayerInputSpec(groups, groups[-1][0].inputs)
     return BlockSpec(groups)

@@ -8,6 +8,7 @@ from typing import Any
 
 from pronghorn.errors import ConfigError, PronghornError, UnsupportedError
 from pronghorn.families.gemma3 import GEMMA3
+from pronghorn.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from pronghorn.families.glm4_moe import GLM4_MOE
 from pronghorn.families.gpt_oss import GPT_OSS
 from pronghorn.families.granite import GRANITE
@@ -35,6 +36,8 @@ FAMILIES: dict[str, FamilySpec] = {
         QWEN2,
         QWEN3,
         GEMMA3,
+        GEMMA4,
+        GEMMA4_UNIFIED,
         GPT_OSS,
         QWEN3_MOE,
         MIXTRAL,

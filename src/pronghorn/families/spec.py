@@ -76,6 +76,14 @@ class Attention:
     """Tells whether an attention module turns queries and keys by RoPE."""
     query_scale: Callable[[Any], tuple[float, int] | None] = _nothing
     """Reads (β, tokens) of 1 + β log(1 + ⌊position / tokens⌋), by which queries are multiplied after RoPE (Llama 4)."""
+    value_norm: str | None = None
+    """RMSNorm without a weight, of each value head."""
+    values_from_keys: bool = False
+    """Values are what the linear of keys gives, under their own norm; `qkv` names q and k alone."""
+    gives: tuple[str, str] | None = None
+    """Names that k and v are given by, to later layers."""
+    reads: tuple[str, str] | None = None
+    """Names of the k and v that an earlier layer gave; `qkv` names q alone."""
 
     @property
     def linears(self) -> tuple[tuple[str, ...], ...]:
@@ -120,11 +128,42 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class ExpertsBeside(Experts):
+    """Experts beside a block that gave its result by name: x → x + after(that + inner(experts(before(x), router(x)))).
+
+    The router is given x as it is, and returns (…, weights [T, K], experts [T, K]).
+    """
+
+    router: str = "router"
+    inner: str = ""
+    """The RMSNorm of what experts give."""
+    beside: str = ""
+    """Name of the other block's result."""
+    chosen: Callable[[Any], int] = lambda router: router.top_k
+    """Reads the number of a token's experts from the router."""
+
+
+@dataclass(frozen=True)
+class PerLayerInput:
+    """projection(activation(gate(x)) ∘ p), p being what each token has for this layer."""
+
+    gate: str
+    projection: str
+    activation: str = "act_fn"
+    reads: str = "per-layer input"
+    """Name of p [T, P]."""
+
+    @property
+    def linears(self) -> tuple[tuple[str, ...], ...]:
+        return (self.gate,), (self.projection,)
+
+
+@dataclass(frozen=True)
 class ResidualBlock:
     """x → x + m · after(f(before(x))), f being a module of the layer."""
 
     module: str
-    """Path of f below the layer."""
+    """Path of f below the layer; "" for the layer itself."""
     kind: BlockKind
     before: str | None = None
     """Path of the RMSNorm of what f is given, where the family has one."""
@@ -132,14 +171,24 @@ class ResidualBlock:
     """Path of the RMSNorm of what f adds, where the family has one."""
     multiplier: float = 1.0
     """m, which the layer's module holds in some families (Granite)."""
+    gives: str | None = None
+    """Name that after(f(before(x))) is given by to a later block, instead of being added to x (of a `GatedMLP`)."""
 
     @property
     def norms(self) -> tuple[str, ...]:
-        """List the paths of all RMSNorms below the layer, those of queries and keys too."""
+        """List the paths of all RMSNorms with weights below the layer, those of queries and keys too."""
         kind = self.kind
-        inner = (kind.query_norm, kind.key_norm) if isinstance(kind, Attention) else ()
-        paths = (self.before, *(f"{self.module}.{path}" for path in inner if path is not None), self.after)
+        inner: tuple[str | None, ...] = ()
+        if isinstance(kind, Attention):
+            inner = kind.query_norm, kind.key_norm
+        elif isinstance(kind, ExpertsBeside):
+            inner = (kind.inner,)
+        paths = (self.before, *(self.path(path) for path in inner if path is not None), self.after)
         return tuple(path for path in paths if path is not None)
+
+    def path(self, part: str) -> str:
+        """Return the path below the layer of a part of the block's module."""
+        return f"{self.module}.{part}" if self.module else part
 
 
 @dataclass(frozen=True)
@@ -174,6 +223,11 @@ class FamilySpec:
     states, keywords). None where blocks read nothing but the hidden states, and layers are called by keywords."""
     emit: Callable[[dict[str, Any], dict[str, Any]], None] | None = None
     """Hands what blocks gave by name on to later layers: (named tensors, keywords)."""
+    output_scale: str | None = None
+    """The buffer [1] of a layer that what it gives is multiplied by."""
+    beside_embeds: Callable[[Any, Any], dict[str, Any]] | None = None
+    """Makes the keywords that a backbone needs beside `inputs_embeds`, of (backbone, input_ids), for those that look
+    tokens up in other tables, too."""
     lora_targets: tuple[str, ...] | None = None
     """Linears that LoRA adapts unless told otherwise; None for every linear that the blocks name."""
     as_text_of: tuple[str, ...] = ()

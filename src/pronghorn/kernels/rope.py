@@ -221,7 +221,8 @@ def forward_triton(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads) -> tuple
     q, k, v = heads.split(qkv)
     norm = heads.query_norm is not None
     to_q, to_k = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k)) if norm else (q, k)
-    half, warps = heads.dim // 2, 2 if norm else 4
+    half = heads.dim // 2
+    warps = 2 if norm and half < COLUMNS else 4
     tokens = max(1, warps * COLUMNS // (HEADS * half))
     q_blocks, k_blocks = cdiv(heads.query, HEADS), cdiv(heads.key_value, HEADS)
     even = len(qkv) % tokens == heads.query % HEADS == heads.key_value % HEADS == 0
@@ -246,7 +247,8 @@ def backward_triton_(
     norm = query is not None and key is not None
     weight_grad = norm and weight_grad
     dw = torch.empty(len(dqkv), 2, heads.dim, dtype=torch.float32, device=dqkv.device) if weight_grad else dqkv
-    warps = 4 if norm or heads.query * heads.dim <= 2048 else 8
+    columns = heads.query * heads.dim
+    warps = 16 if columns > 8192 else 8 if columns > (4096 if norm else 2048) else 4  # by registers, of wide heads
     launch(
         _backward, (len(dqkv),),
         dqkv, qkv if norm else dqkv, cos, sin, query if norm else cos, key if norm else cos, dw,

@@ -29,7 +29,8 @@ class AttentionSaved(NamedTuple):
     normed: Tensor | None
     """before(x); None where it is computed again."""
     qkv: Tensor
-    """[T, (H + 2·H_kv)·D]: rotated, or as the product left it where norms are computed again."""
+    """[T, (H + 2·H_kv)·D], fewer columns where values are keys or both are another layer's: rotated, or as the product
+    left it where norms are computed again."""
     mixed: Tensor
     """[T, H, D], attention's output."""
     xa: Tensor | None
@@ -53,6 +54,8 @@ class AttentionBlock(Block):
         before, after: the block's norms.
         sinks: [H], scores that have no value (gpt-oss).
         multiplier: of what attention adds.
+        gives: names that k and v are given by, to later layers.
+        reads: names of the k and v [T, H_kv, D] that an earlier layer gave.
     """
 
     Saved = AttentionSaved
@@ -69,8 +72,11 @@ class AttentionBlock(Block):
         after: Norm | None,
         sinks: Tensor | None,
         multiplier: float = 1.0,
+        gives: tuple[str, ...] = (),
+        reads: tuple[str, ...] = (),
     ) -> None:
         self.linears = qkv, out
+        self.inputs, self.outputs = reads, gives
         self.heads, self.scale, self.window, self.backend = heads, scale, window, backend
         self.before, self.after, self.sinks, self.multiplier = before, after, sinks, multiplier
         norms = before.weight, None if after is None else after.weight, *heads.norm_weights
@@ -85,6 +91,8 @@ class AttentionBlock(Block):
         normed, rstd = self.before.forward(x, qkv_linear.dtype)
         qkv, xa = qkv_linear.forward(Activation(normed))
         q, k, v, _ = self.heads.forward(qkv, call)
+        if self.inputs:
+            k, v = (y.to(q.dtype) for y in inputs)
         assert call.attention is not None
         mixed, state = explicit.forward(q, k, v, call.attention, self.sinks)
         y, low_rank = out_linear.parts(Activation(pick(mixed.flatten(1), call.rows)))
@@ -100,7 +108,7 @@ class AttentionBlock(Block):
             y=after_y,
             y_rstd=after_rstd,
         )
-        return Result(h, (), saved, state)
+        return Result(h, (k, v) if self.outputs else (), saved, (*inputs, *state))
 
     def gradients(
         self,
@@ -129,11 +137,21 @@ class AttentionBlock(Block):
             (q, k, v, rstd), raw = self.heads.forward(saved.qkv, call), saved.qkv
         else:
             (q, k, v), rstd, raw = self.heads.heads.split(saved.qkv), [], None
+        if self.inputs:
+            k, v = (y.to(q.dtype) for y in state[:2])
         assert call.attention is not None
-        d_qkv, d_sinks = explicit.backward(
-            d_mixed.view_as(mixed), q, k, v, mixed, list(state), call.attention, self.sinks
-        )
+        state = list(state[len(self.inputs) :])
+        d_qkv, d_sinks = explicit.backward(d_mixed.view_as(mixed), q, k, v, mixed, state, call.attention, self.sinks)
         del d_mixed
+        d_inputs: list[Tensor] = []
+        parts = d_qkv.split([q.shape[1], k.shape[1], k.shape[1]], 1)
+        if self.inputs:  # by themselves: a view would keep the whole until gradients are summed
+            d_inputs = [grad.to(y.dtype, copy=True) for grad, y in zip(parts[1:], (k, v), strict=True)]
+            d_qkv = parts[0].contiguous()
+        for grad, more in zip(parts[1:], d_outputs, strict=False):
+            if more is not None:
+                grad.add_(more)
+        del parts, k, v
         d_qkv, d_query_norm, d_key_norm = self.heads.backward_(d_qkv, call, raw, rstd)
 
         # back through the product of q, k and v, and the norm before
@@ -148,4 +166,4 @@ class AttentionBlock(Block):
         if needed:
             dx, d_before = self.before.backward(d_normed, saved.x, saved.rstd, spread(dh, rows, saved.x))
         trained = [d_before, d_after, d_query_norm, d_key_norm, d_sinks, *qkv_grads, *out_grads]
-        return Gradients(dx if wanted else None, (), trained)
+        return Gradients(dx if wanted else None, d_inputs, trained)

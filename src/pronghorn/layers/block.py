@@ -109,9 +109,9 @@ class Gradients(NamedTuple):
 class Block:
     """One residual block that is computed here. A subclass computes forward and backward."""
 
-    inputs: ClassVar[tuple[str, ...]] = ()
+    inputs: tuple[str, ...] = ()
     """Tensors that it reads besides x and that may have gradients, by name."""
-    outputs: ClassVar[tuple[str, ...]] = ()
+    outputs: tuple[str, ...] = ()
     """Tensors that it gives besides x, by name."""
     Saved: ClassVar[type]
     """A NamedTuple of tensors (or None)."""
@@ -209,14 +209,18 @@ def spread(grad: Tensor, rows: Tensor | None, like: Tensor) -> Tensor:
 
 
 def add(
-    x: Tensor, y: Tensor, low_rank: LowRank | None, norm: Norm | None, multiplier: float
+    x: Tensor | None, y: Tensor, low_rank: LowRank | None, norm: Norm | None, multiplier: float
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return x + m · y with its low-rank part, normed if there is a norm, and what the norm's backward needs (y, r)."""
+    """Return x + m · y with its low-rank part, normed if there is a norm, and what the norm's backward needs (y, r).
+
+    Without x, which needs a norm, nothing is added.
+    """
     if norm is None:
+        assert x is not None
         return residual.add_(y, x, low_rank, multiplier), None, None
     y = y if low_rank is None else y.addmm_(low_rank[0], low_rank[1].t(), alpha=low_rank[2])
     normed, rstd = norm.forward(y, y.dtype)
-    return residual.add_(normed, x, None, multiplier), y, rstd
+    return normed if x is None else residual.add_(normed, x, None, multiplier), y, rstd
 
 
 def freed_after() -> bool:

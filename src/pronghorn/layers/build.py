@@ -10,7 +10,16 @@ import torch
 from torch import nn
 
 from pronghorn.attention.backends import Backend
-from pronghorn.families.spec import ACTIVATIONS, Attention, Experts, FamilySpec, GatedMLP, ResidualBlock
+from pronghorn.families.spec import (
+    ACTIVATIONS,
+    Attention,
+    Experts,
+    ExpertsBeside,
+    FamilySpec,
+    GatedMLP,
+    PerLayerInput,
+    ResidualBlock,
+)
 from pronghorn.kernels.rope import Heads
 from pronghorn.layers.attention import AttentionBlock
 from pronghorn.layers.block import Block, NoNorm, Norm
@@ -18,7 +27,8 @@ from pronghorn.layers.fused_linear import FusedLinear
 from pronghorn.layers.heads import QKV, HeadNorms
 from pronghorn.layers.linears import unfused_reason
 from pronghorn.layers.mlp import GatedMLPBlock
-from pronghorn.layers.stock import StockBlock
+from pronghorn.layers.per_layer_input import PerLayerInputBlock
+from pronghorn.layers.stock import ExpertsBesideBlock, StockBlock, StockPerLayerInput
 from pronghorn.layers.watch import HOOKS
 from pronghorn.layers.weight_layout import GroupStorage
 from pronghorn.memory.recompute import has_own_forward
@@ -72,17 +82,18 @@ class LayerBuilder:
             return made
         reason = None if isinstance(block.kind, Experts) else self._reason(layer, block, dtype)
         if reason is not None or isinstance(block.kind, Experts):
-            after = None if block.after is None else layer.get_submodule(block.after)
-            mixes = not isinstance(block.kind, GatedMLP | Experts)
-            before = None if block.before is None else layer.get_submodule(block.before)
-            return StockBlock(layer.get_submodule(block.module), before, after, mixes, reason, block.multiplier)
+            return _stock_block(layer, block, reason)
         linears = [FusedLinear(self._storage(layer, block, group), dtype, self.compute) for group in block.kind.linears]
         before = NoNorm() if block.before is None else self.norm(layer.get_submodule(block.before))
         after = None if block.after is None else self.norm(layer.get_submodule(block.after))
         module: Any = layer.get_submodule(block.module)
+        if isinstance(block.kind, PerLayerInput):
+            assert after is not None
+            activation = _activation(module, block.kind)
+            return PerLayerInputBlock(linears[0], linears[1], activation, after, block.kind.reads)
         if isinstance(block.kind, GatedMLP):
             activation = _activation(module, block.kind)
-            return GatedMLPBlock(linears[0], linears[1], activation, before, after, block.multiplier)
+            return GatedMLPBlock(linears[0], linears[1], activation, before, after, block.multiplier, block.gives)
         assert isinstance(block.kind, Attention)
         kind = block.kind
         return AttentionBlock(
@@ -96,9 +107,13 @@ class LayerBuilder:
             after,
             None if kind.sinks is None else getattr(module, kind.sinks),
             block.multiplier,
+            kind.gives or (),
+            kind.reads or (),
         )
 
     def _heads(self, attention: Any, kind: Attention, out: FusedLinear) -> QKV:
+        if kind.value_norm is not None or kind.reads is not None:
+            return self._heads_apart(attention, kind, out)
         norms: list[Norm] = []
         if kind.query_norm is not None and kind.key_norm is not None:
             norms = [self.norm(attention.get_submodule(path)) for path in (kind.query_norm, kind.key_norm)]
@@ -113,6 +128,22 @@ class LayerBuilder:
             heads = Heads(query, key_value, attention.head_dim, of_query.weight, of_key.weight, *numbers)
         return QKV(heads, all_heads, kind.rotates(attention), kind.query_scale(attention))
 
+    def _heads_apart(self, attention: Any, kind: Attention, out: FusedLinear) -> QKV:
+        """Return the layout of heads where values have a norm of their own, or keys and values are another layer's."""
+        assert kind.query_norm is not None
+        dim: int = attention.head_dim
+        query = out.bases[0].in_features // dim
+        of_query = self.norm(attention.get_submodule(kind.query_norm))
+        numbers = of_query.eps, of_query.offset
+        if kind.reads is not None:
+            return QKV(Heads(query, 0, dim, of_query.weight, of_query.weight, *numbers, value=0))
+        assert kind.key_norm is not None and kind.value_norm is not None
+        of_key = attention.get_submodule(kind.key_norm).weight
+        values = 0 if kind.values_from_keys else None
+        heads = Heads(query, query // attention.num_key_value_groups, dim, of_query.weight, of_key, *numbers, values)
+        ones = torch.ones_like(of_key, requires_grad=False)
+        return QKV(heads, value_norm=Norm(ones, _eps(attention.get_submodule(kind.value_norm)), 0.0))
+
     def norm(self, module: Any) -> Norm:
         """Read an RMSNorm's weight and numbers from its module."""
         return Norm(module.weight, _eps(module), self.family.norm_offset)
@@ -124,9 +155,9 @@ class LayerBuilder:
         if build is not None:
             made = build(self, layer, block, dtype)
             return made if isinstance(made, str) else None
-        if not self.is_own(module):
+        if not self.is_own(module) and block.module:
             return f"{type(module).__name__} has another forward than transformers'"
-        if isinstance(block.kind, GatedMLP) and _activation(module, block.kind) is None:
+        if isinstance(block.kind, GatedMLP | PerLayerInput) and _activation(module, block.kind) is None:
             return f"activation {type(module.get_submodule(block.kind.activation)).__name__} has no kernel"
         norms = [layer.get_submodule(path) for path in block.norms]
         if isinstance(block.kind, Attention):
@@ -135,7 +166,7 @@ class LayerBuilder:
                 return f"head_dim {dim} is no power of two"
             if block.kind.query_norm is not None and block.kind.norms_span == "head" and not block.kind.rotates(module):
                 return "norms of heads without RoPE have no kernel"
-        elif not isinstance(block.kind, GatedMLP):
+        elif not isinstance(block.kind, GatedMLP | PerLayerInput):
             return f"{type(block.kind).__name__} has no fused form"
         for norm in norms:
             if not self.is_own(norm):
@@ -144,15 +175,16 @@ class LayerBuilder:
             reason = unfused_reason([module.get_submodule(path) for path in group], dtype)
             if reason is not None:
                 return reason
-        if watched([*module.modules(), *(each for norm in norms for each in norm.modules())]):
+        parts = [module] if block.module else [layer.get_submodule(path) for path in _parts(block)]
+        if watched(inner for part in (*parts, *norms) for inner in part.modules()):
             return "modules inside the layers carry hooks, or a forward of their own"
         return None
 
     def _storage(self, layer: Any, block: ResidualBlock, group: tuple[str, ...]) -> GroupStorage:
         """Return the storage of a group of linears, the same one as long as these are the same modules."""
         kept: dict[str, GroupStorage] = layer.__dict__.setdefault(STORAGE, {})
-        name = ",".join(f"{block.module}.{path}" for path in group)
-        linears = [layer.get_submodule(f"{block.module}.{path}") for path in group]
+        name = ",".join(map(block.path, group))
+        linears = [layer.get_submodule(block.path(path)) for path in group]
         if name not in kept or any(a is not b for a, b in zip(kept[name].linears, linears, strict=True)):
             kept[name] = GroupStorage(linears, kept.get(name))
         return kept[name]
@@ -171,7 +203,31 @@ def is_foreign(hook: Any) -> bool:
     return not str(getattr(hook, "__module__", None)).startswith(_RECORDER)
 
 
-def _activation(mlp: nn.Module, kind: GatedMLP) -> Any:
+def _stock_block(layer: Any, block: ResidualBlock, reason: str | None) -> StockBlock:
+    """Make the block that calls the layer's own modules."""
+    kind = block.kind
+    before, after = (None if path is None else layer.get_submodule(path) for path in (block.before, block.after))
+    if isinstance(kind, PerLayerInput):
+        gate, projection, activation = (layer.get_submodule(block.path(path)) for path in _parts(block))
+        return StockPerLayerInput(
+            gate, before, after, False, reason, projection=projection, activation=activation, reads=kind.reads
+        )
+    if isinstance(kind, ExpertsBeside):
+        experts, router, inner = (
+            layer.get_submodule(block.path(path)) for path in (kind.experts, kind.router, kind.inner)
+        )
+        return ExpertsBesideBlock(experts, before, after, False, reason, router=router, inner=inner, beside=kind.beside)
+    mixes = not isinstance(kind, GatedMLP | Experts)
+    return StockBlock(layer.get_submodule(block.module), before, after, mixes, reason, block.multiplier, block.gives)
+
+
+def _parts(block: ResidualBlock) -> list[str]:
+    """List the modules of a block that is spread over its layer: its linears and the activation."""
+    activation = getattr(block.kind, "activation", None)
+    return [path for group in block.kind.linears for path in group] + ([activation] if activation else [])
+
+
+def _activation(mlp: nn.Module, kind: GatedMLP | PerLayerInput) -> Any:
     return ACTIVATIONS.get(type(mlp.get_submodule(kind.activation)).__name__)
 
 

@@ -326,14 +326,18 @@ def _layer_class(original: Any) -> type[nn.Module]:
         named = {} if run.family.bind is None else run.family.bind(args, kwargs)
         shape = shape if rows is None else torch.Size((1, len(rows), shape[2]))
         for block in run.blocks:
+            if rows is not None and block is not first:  # what later blocks read of each token, of the same rows
+                named |= {name: named[name][rows] for name in block.inputs if len(named[name]) != len(rows)}
             if isinstance(block, StockBlock):
-                x = block(x, shape, kwargs)
+                x = block(x, shape, kwargs, named)
                 continue
             # fused functions choose every dtype themselves
             with torch.autocast(x.device.type, enabled=False) if step.autocast else nullcontext():
                 x = block(x, named, call)
         if run.family.emit is not None and output_wanted:  # a recomputation gives nothing to later layers again
             run.family.emit(named, kwargs)
+        if run.family.output_scale is not None:
+            x = (x * getattr(self, run.family.output_scale)).to(x.dtype)
         return x.view(shape)
 
     return subclass(original, forward=forward, _apply=moving(original, _drop), **{OUTPUT_NOT_WANTED: True})

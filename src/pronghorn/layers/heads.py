@@ -1,7 +1,8 @@
 """From the merged product of q, k and v to what attention is given: norms of queries and keys, then RoPE.
 
 A norm spans a head each (`kernels.rope` norms and rotates at once) or all heads of a token together (OLMoE): an RMSNorm
-of the columns of q, and one of those of k, before RoPE.
+of the columns of q, and one of those of k, before RoPE. Values may have a norm of their own, and may be the keys as the
+product left them (Gemma 4); k and v may also be another layer's, then q is alone.
 """
 
 from __future__ import annotations
@@ -34,13 +35,16 @@ class QKV:
     """Whether queries and keys are turned by RoPE; without it they have no norms a head."""
     query_scale: tuple[float, int] | None = None
     """(β, tokens) of 1 + β log(1 + ⌊position / tokens⌋), by which queries are multiplied after RoPE."""
+    value_norm: Norm | None = None
+    """Of each value head, or of what the product left of the key's where `heads.value` is 0; its weight isn't trained.
+    It comes with norms of each query and key head."""
 
     @property
     def norm_weights(self) -> tuple[Tensor | None, Tensor | None]:
         """The weights of the query's and the key's norm."""
         if self.all_heads is not None:
             return self.all_heads.query.weight, self.all_heads.key.weight
-        return self.heads.query_norm, self.heads.key_norm
+        return self.heads.query_norm, self.heads.key_norm if self.heads.key_value else None
 
     @property
     def reads_raw(self) -> bool:
@@ -55,6 +59,9 @@ class QKV:
         rstd: list[Tensor] = []
         if self.all_heads is None:
             q, k, v = self._turned(qkv, self.heads, call)
+            if self.value_norm is not None:
+                raw = self._raw_values(qkv)
+                v = self.value_norm.forward(raw.flatten(0, 1), raw.dtype)[0].view_as(raw)
         else:
             q, k, v = self.heads.split(qkv)
             normed = qkv.new_empty(len(qkv), self.heads.turned)
@@ -75,6 +82,9 @@ class QKV:
         Args:
             qkv: what `forward` was given, where `reads_raw`; rstd: what it returned last.
         """
+        if self.value_norm is not None:
+            assert qkv is not None
+            return self._backward_with_values(dqkv, call, qkv)
         trained = any(weight is not None and weight.requires_grad for weight in self.norm_weights)
         dq = self.heads.split(dqkv)[0]
         if (scale := self._scale_of(dq, call)) is not None:
@@ -107,6 +117,28 @@ class QKV:
         beta, tokens = self.query_scale
         scale = 1 + beta * torch.log(1 + torch.floor(call.positions.flatten() / tokens))
         return scale.to(query.dtype)[:, None, None]
+
+    def _backward_with_values(
+        self, dqkv: Tensor, call: Call, qkv: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        assert self.value_norm is not None
+        own, turned = self.heads.value is None, self.heads.query + self.heads.key_value
+        raw, dv = self._raw_values(qkv), dqkv[:, turned:]
+        flat = raw.flatten(0, 1)
+        rstd = self.value_norm.forward(flat, flat.dtype)[1]
+        d_raw = self.value_norm.backward(dv.flatten(0, 1), flat, rstd)[0].view_as(raw)
+        dqkv = dqkv if own else dqkv[:, :turned].contiguous()
+        trained = any(weight is not None and weight.requires_grad for weight in self.norm_weights)
+        grad, d_query, d_key = rope.backward_(dqkv, call.cos, call.sin, self.heads, qkv, trained)
+        if own:
+            dv.copy_(d_raw)
+        else:
+            dqkv[:, self.heads.query :].add_(d_raw)
+        return grad, d_query, d_key
+
+    def _raw_values(self, qkv: Tensor) -> Tensor:
+        _, k, v = self.heads.split(qkv)
+        return v if self.heads.value is None else k
 
     @property
     def _norms(self) -> tuple[Norm, Norm]:

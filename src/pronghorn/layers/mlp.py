@@ -1,4 +1,5 @@
 """The gated MLP's block: x → x + after(down(activation(gate(n)) ∘ up(n))), n = before(x), one autograd function.
+Beside experts it leaves x as it is and gives what it would add by name.
 
 Kept for the backward: x with its norm's result, and gate·up. The activation is computed again; so are, as the layer's
 policy says, the norm's result and gate·up.
@@ -45,6 +46,7 @@ class GatedMLPBlock(Block):
         activation: what gate goes through.
         before, after: the block's norms.
         multiplier: of what the MLP adds.
+        gives: name of what would be added to x, where it is given instead; there is a norm after then.
     """
 
     Saved = MLPSaved
@@ -57,7 +59,9 @@ class GatedMLPBlock(Block):
         before: Norm | NoNorm,
         after: Norm | None,
         multiplier: float = 1.0,
+        gives: str | None = None,
     ) -> None:
+        self.outputs = () if gives is None else (gives,)
         self.linears = gate_up, down
         self.activation, self.before, self.after, self.multiplier = activation, before, after, multiplier
         after_weight = None if after is None else after.weight
@@ -72,7 +76,7 @@ class GatedMLPBlock(Block):
             y, low_rank = down.parts(Activation(a))
             a_a = None if low_rank is None else low_rank[0]
             del a
-            out, y, y_rstd = add(x, y, low_rank, self.after, self.multiplier)
+            out, y, y_rstd = add(None if self.outputs else x, y, low_rank, self.after, self.multiplier)
         else:  # the product of down, a quarter of a layer's operations, is left out
             a_a, out, y, y_rstd = down.inner(Activation(a)), x.new_empty(()).expand_as(x), None, None
         saved = MLPSaved(
@@ -85,7 +89,7 @@ class GatedMLPBlock(Block):
             y=y,
             y_rstd=y_rstd,
         )
-        return Result(out, (), saved)
+        return Result(x, (out,), saved) if self.outputs else Result(out, (), saved)
 
     def gradients(
         self,
@@ -99,6 +103,10 @@ class GatedMLPBlock(Block):
     ) -> Gradients:
         gate_up_linear, down = linears
         dtype, d_out = gate_up_linear.dtype, dx
+        if self.outputs:
+            [given_grad] = d_outputs
+            assert given_grad is not None
+            d_out = given_grad.contiguous()
         x, rstd, normed, gate_up = saved.x, saved.rstd, saved.normed, saved.gate_up
 
         # back through the norm after
@@ -125,7 +133,7 @@ class GatedMLPBlock(Block):
         d_normed, given = gate_up_linear.input_grad(d_gate_up, xa)
         gate_up_grads = gate_up_linear.gradients(d_gate_up, given, normed)
         del d_gate_up, normed
-        dx, d_before = self.before.backward(d_normed, x, rstd, d_out)
+        dx, d_before = self.before.backward(d_normed, x, rstd, dx)
         return Gradients(dx, (), [d_before, d_after, *gate_up_grads, *down_grads])
 
     def _gate_up(self, x: Tensor, linear: FusedLinear) -> tuple[Tensor, Tensor, Tensor | None]:

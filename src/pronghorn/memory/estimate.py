@@ -170,14 +170,15 @@ def resting_bytes(dims: ModelDims, setup: TrainSetup) -> dict[str, int]:
     states = setup.optimizer_bytes
     if states is None:
         states = 8 * ((p if full else adapters) + setup.trained_whole)
-    rotary = max(layer.attention.head_dim for layer in dims.kinds)
+    rotary = sum({layer.attention.head_dim for layer in dims.kinds})
+    inputs = sum(layer.per_layer_input.width for layer in dims.layers if layer.per_layer_input)
     return {
         "weights": weights,
         "adapters": 0 if full else trained + copies,
         "gradients": trained * (2 if setup.distributed else 1),
         "optimizer": states,
         "libraries": LIBRARY_BYTES,
-        "batch": setup.tokens * (2 * rotary * b + 40),  # with RoPE's cosines and sines
+        "batch": setup.tokens * ((2 * rotary + inputs) * b + 40),  # with RoPE's cosines and sines, and layers' inputs
     }
 
 
@@ -216,7 +217,8 @@ def stored_bytes(layer: LayerSpec, setup: TrainSetup, parts: bool = True) -> dic
         without_norms = keep - 2 * t * _normed_bytes(layer, setup)
         without_mlp = without_norms - 2 * t * width_of(layer) * b
         served |= {Policy.RECOMPUTE_NORMS: without_norms, Policy.RECOMPUTE_MLP: without_mlp}
-    return served | {Policy.RECOMPUTE_LAYER: t * h * setup.stream_bytes, Policy.OFFLOAD: 0}
+    given = _given_bytes(layer, setup)
+    return served | {Policy.RECOMPUTE_LAYER: t * h * setup.stream_bytes + given, Policy.OFFLOAD: given}
 
 
 def read_bytes(layer: LayerSpec, setup: TrainSetup, stored: Mapping[Policy, int]) -> dict[Policy, int]:
@@ -233,21 +235,31 @@ def _normed_bytes(layer: LayerSpec, setup: TrainSetup) -> int:
     return 0 if is_stream else layer.hidden * setup.itemsize
 
 
+def _given_bytes(layer: LayerSpec, setup: TrainSetup) -> int:
+    """Count the keys and values that a layer gives to later ones, which are there until its own backward."""
+    return 2 * setup.tokens * layer.attention.key_value * setup.itemsize if layer.attention.gives_kv else 0
+
+
 def _fused_bytes(layer: LayerSpec, setup: TrainSetup) -> int:
     """Count norms' inputs and outputs, q·k·v, attention's output and log-sum-exp, gate·up, x·Aᵀ of every product; of a
     router the probabilities, the chosen ones with their sum, and the order of the rows."""
     b, attention, experts = setup.itemsize, layer.attention, layer.experts
     ranks = sum(setup.rank(linear.path) for linear in layer.linears)
-    token = 2 * layer.hidden * setup.stream_bytes + b * layer.norms_after * layer.hidden
+    token = layer.hidden * (max(layer.norms_before, 2) * setup.stream_bytes + b * layer.norms_after)
     token += 4 * (layer.norms + attention.heads)
     token += 2 * _normed_bytes(layer, setup)
-    token += b * (2 * attention.query + 2 * attention.key_value + 2 * width_of(layer) + ranks)
+    token += b * (attention.query + attention.projected + 2 * width_of(layer) + ranks)
+    if layer.per_layer_input:  # the norm's input is counted, the block's is not yet
+        token += layer.hidden * setup.stream_bytes + b * layer.per_layer_input.width
+    if experts and experts.beside:  # one more norm's result; the router norms float32 and scales what it chose
+        token += b * (layer.hidden + 2 * layer.mlp_width + experts.chosen) + 4 * experts.chosen + 4
+        token += 4 * layer.hidden if b == 2 else 0
     if experts:
         token += 2 * b * experts.chosen * setup.expert_rank + 4 * experts.count + 32 * experts.chosen + 4
         token += 3 * b * experts.shared  # called: gate, its activation, and up
     # of float32 masters, until the backward; of experts they are made for each product
     copies = b * layer.linear_weights if setup.method == "full" else 0
-    return setup.tokens * token + copies
+    return setup.tokens * token + copies + _given_bytes(layer, setup)
 
 
 def _stock_bytes(layer: LayerSpec, setup: TrainSetup) -> int:
@@ -281,10 +293,12 @@ def working_bytes(layer: LayerSpec, setup: TrainSetup) -> int:
     from pronghorn.kernels.mxfp4 import SCRATCH
 
     t, h, i, b = setup.tokens, layer.hidden, width_of(layer), setup.itemsize
+    # the gradients of another layer's keys and values, summed so far
+    summed = 2 * t * layer.attention.key_value * b if layer.attention.reads_kv else 0
     if layer.experts:
         scratch = 0 if setup.expert_bytes is None else min(SCRATCH, 2 * b * layer.expert_weights // 3)
-        return t * (h * (setup.stream_bytes + b) + b * (2 * i + max(layer.experts.chosen * h, i))) + scratch
-    states, activation = t * h * (setup.stream_bytes + b), t * i * b * (1 if setup.fused else 3)
+        return summed + t * (h * (setup.stream_bytes + b) + b * (2 * i + max(layer.experts.chosen * h, i))) + scratch
+    states, activation = summed + t * h * (setup.stream_bytes + b), t * i * b * (1 if setup.fused else 3)
     # of down's input gradient, then of gate's and up's: activations' codes, and weights that are written out
     codes = (t * h, 2 * t * i) if setup.fp8 else (0, 0)
     written = (1 if setup.fp8 else b) * h * i if setup.writes_out else 0

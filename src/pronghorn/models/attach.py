@@ -39,12 +39,13 @@ from pronghorn.models.families import (
     base_causal_lm,
     check_config,
     has_experts,
+    looks_tokens_up,
     recomputes_layers,
     rope_limit,
 )
 from pronghorn.models.graph import BackboneGraphs, Graph, graphed_class
 from pronghorn.models.metadata import LAYERS, share_metadata
-from pronghorn.models.report import Decisions, PathTaken, decide, longest_tiled, query_of, render
+from pronghorn.models.report import Decisions, PathTaken, decide, longest_tiled, queries_of, render
 from pronghorn.models.subject import check_subject
 from pronghorn.precision.compute import Compute
 
@@ -359,9 +360,12 @@ def _graph_refusal(model: Any, attention: Backend) -> str | None:
         return "RoPE's frequencies depend on the longest position"
     if getattr(model.config, "output_router_logits", False):
         return "the loss needs the routers' logits"
-    way, why = choose(attention, query_of(model))
+    if looks_tokens_up(model.base_model):
+        return "layers read other embeddings of the tokens, which a graph isn't given"
+    ways = [choose(attention, query) for query in queries_of(model)]
     layers = FusedLayers(model.base_model, check_config(model.config), attention)
-    return layers.reason(None) or (None if way == "tiled" else f"attention goes {way}: {why}")
+    other = (f"attention goes {way}: {why}" for way, why in ways if way != "tiled")
+    return layers.reason(None) or next(other, None)
 
 
 def _off(linear: Any) -> Iterator[nn.Parameter]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -17,7 +17,7 @@ from torch import nn
 from pronghorn.data.batch import PackedBatch
 from pronghorn.errors import UnsupportedError
 from pronghorn.families.layer_spec import layer_spec, linear_modules
-from pronghorn.families.spec import Attention, Experts, GatedMLP
+from pronghorn.families.spec import Attention, Experts, ExpertsBeside, GatedMLP, PerLayerInput
 from pronghorn.kernels.fp8_blocks import FP8Tensor
 from pronghorn.kernels.packed import PackedTensor
 from pronghorn.layers.decoder import FusedLayers
@@ -52,14 +52,17 @@ def dims_of(model: Any) -> ModelDims:
     family, config = check_config(base.config), base.config
     tied = bool(getattr(config, "tie_word_embeddings", False))
     tables = config.vocab_size * config.hidden_size * (1 if tied else 2)
-    norms = sum(p.numel() for name, p in base.base_model.named_parameters(recurse=True) if _is_norm(name, p))
+    named = base.base_model.named_parameters()
+    others = sum(p.numel() for name, p in named if _is_beside(name, p, family.embeddings))
     layers = tuple(layer_spec(family, layer) for layer in base.base_model.layers)
-    return ModelDims(layers, config.vocab_size, tables + norms, tied)
+    return ModelDims(layers, config.vocab_size, tables + others, tied)
 
 
-def _is_norm(name: str, parameter: torch.Tensor) -> bool:
-    """Tell whether a backbone's parameter lies outside its layers and is no embedding."""
-    return parameter.dim() == 1 and not name.startswith("layers.") and "lora_" not in name
+def _is_beside(name: str, parameter: torch.Tensor, embeddings: str) -> bool:
+    """Tell whether a backbone's parameter lies outside its layers and its tokens' embeddings, and is no copy."""
+    if name.startswith("layers.") or "lora_" in name:
+        return False
+    return parameter.dim() == 1 or not (name.startswith(f"{embeddings}.") or "modules_to_save." in name)
 
 
 def refusal(model: Any, fused: bool = True) -> str | None:
@@ -70,17 +73,37 @@ def refusal(model: Any, fused: bool = True) -> str | None:
     """
     base = base_causal_lm(model)
     family = check_config(base.config)
-    kinds = {tuple(type(block.kind) for block in family.blocks(layer)) for layer in base.base_model.layers}
-    for layer in kinds - {(Attention, GatedMLP), (Attention, Experts)}:
+    layers = [[block.kind for block in family.blocks(layer)] for layer in base.base_model.layers]
+    kinds = {tuple(map(type, layer)) for layer in layers}
+    for layer in kinds - _COUNTED:
         return f"what layers of {', '.join(kind.__name__ for kind in layer)} keep is not counted"
-    if (Attention, Experts) not in kinds:
+    if all(map(_is_plain, layers)):
         return None
+    routed = any(isinstance(kind, Experts) for layer in layers for kind in layer)
     if not fused:
-        return "attention beside its experts is not fused, or batches are padded"
+        what = "attention beside its experts" if routed else "attention"
+        return f"{what} is not fused, or batches are padded"
+    if not routed:
+        return unfused_reason(base, None)
     if attached(base) is not None and base.config._experts_implementation != experts.NAME:
         return "its experts go transformers' way"
     reasons = (unfused_reason(base, None), *map(experts.refusal, experts.expert_modules(base)))
     return next((reason for reason in reasons if reason is not None), None)
+
+
+_COUNTED = {
+    (Attention, GatedMLP),
+    (Attention, Experts),
+    (Attention, GatedMLP, PerLayerInput),
+    (Attention, GatedMLP, ExpertsBeside),
+}
+"""The kinds of blocks that layers have whose bytes are counted."""
+
+
+def _is_plain(kinds: Sequence[Any]) -> bool:
+    """Tell whether what transformers' own layer keeps is counted, too."""
+    attention = kinds[0]
+    return len(kinds) == 2 and isinstance(kinds[1], GatedMLP) and not (attention.value_norm or attention.reads)
 
 
 def unfused_reason(model: Any, autocast: torch.dtype | None) -> str | None:
@@ -319,10 +342,15 @@ def _measure(base: Any, dims: ModelDims, setup: TrainSetup, spec: DeviceSpec) ->
     with torch.random.fork_rng(devices=[device]):
         states = torch.randn(1, setup.tokens, dims.hidden, device=device, dtype=dtype, requires_grad=True)
         seed = torch.randn_like(states)
+        beside, given = check_config(base.config).beside_embeds, dict[str, Any]()
+        if beside is not None:
+            with torch.no_grad():
+                given = beside(backbone, torch.zeros_like(positions))
 
         def step() -> Iterator[None]:
             yield
-            y = backbone(inputs_embeds=states, position_ids=positions, packed=packed, use_cache=False).last_hidden_state
+            inputs = {"inputs_embeds": states, "position_ids": positions, **given}
+            y = backbone(**inputs, packed=packed, use_cache=False).last_hidden_state
             yield
             trained = [p for p in backbone.layers.parameters() if p.requires_grad]
             torch.autograd.grad(y, [states, *trained], seed, allow_unused=True)

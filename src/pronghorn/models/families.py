@@ -11,9 +11,18 @@ from typing import Any
 from torch import nn
 
 from pronghorn.families.registry import family_of as check_config
+from pronghorn.families.spec import Attention
 from pronghorn.memory.plan import POLICY, Policy
 
-__all__ = ["base_causal_lm", "check_config", "has_experts", "head_dim", "recomputes_layers", "rope_limit"]
+__all__ = [
+    "base_causal_lm",
+    "check_config",
+    "has_experts",
+    "head_dims",
+    "looks_tokens_up",
+    "recomputes_layers",
+    "rope_limit",
+]
 
 
 def has_experts(config: Any) -> bool:
@@ -41,9 +50,20 @@ def base_causal_lm(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
 
 
-def head_dim(config: Any) -> int:
-    """Return D, which some configurations leave to be computed."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+def head_dims(model: Any) -> list[int]:
+    """Return the sizes of a causal LM's attention heads, the smallest first: layers may differ."""
+    family = check_config(model.config)
+    blocks = ((layer, block) for layer in model.base_model.layers for block in family.blocks(layer))
+    mixers = (layer.get_submodule(block.module) for layer, block in blocks if isinstance(block.kind, Attention))
+    # somebody may have wrapped the module
+    return sorted({next(part.head_dim for part in mixer.modules() if hasattr(part, "head_dim")) for mixer in mixers})
+
+
+def looks_tokens_up(backbone: Any) -> bool:
+    """Tell whether a backbone has other embeddings besides its tokens', so that these alone don't make its output."""
+    apart = backbone.layers, backbone.get_input_embeddings()
+    others = (module for child in backbone.children() if child not in apart for module in child.modules())
+    return any(isinstance(module, nn.Embedding) for module in others)
 
 
 def recomputes_layers(model: nn.Module) -> bool:

@@ -30,11 +30,11 @@ from pronghorn.layers.decoder import RUN, STEP, FusedLayers
 from pronghorn.layers.step import Step
 from pronghorn.layers.subclass import moving, subclass
 from pronghorn.memory.plan import POLICY, Policy
+from pronghorn.models.families import looks_tokens_up
 from pronghorn.models.graph_benefit import GraphBenefit
 from pronghorn.models.metadata import LAYERS
 
 Graph = Literal["auto", "on", "off"]
-
 MOST_GRAPHS = 4
 """Different numbers of documents (buckets) that are captured; rows of others run without a graph."""
 WARM_UPS = 2
@@ -304,7 +304,7 @@ def graphed_class(original: Any) -> type[nn.Module]:
         names = "output_hidden_states", "output_attentions", "output_router_logits"
         asked = {name: kwargs.get(name) for name in names}  # None: as the configuration says
         told = any(getattr(self.config, name, False) if value is None else value for name, value in asked.items())
-        looked = STEP in kwargs  # by the pre-hook, without which nobody knows whether layers changed
+        looked = STEP in kwargs and not looks_tokens_up(self)  # by the pre-hook: else nobody knows what changed
         if packed is None or args or told or not (training and looked) or not packed.cu_seqlens.is_cuda:
             return plain(self, *args, **kwargs)
         from transformers.modeling_outputs import MoeModelOutputWithPast  # with the fields of all families

@@ -199,7 +199,8 @@ def _check_target_parameters(model: Any, targets: Sequence[str], dropout: float)
     names = weight_names(model)
     for target in targets:
         if not any(f".{name}".endswith(f".{target}") for name in names):
-            known = sorted({".".join(name.split(".")[-3:]) for name in names})
+            ends = (name.split(".")[-3:] for name in names)
+            known = sorted({".".join(part for part in end if not part.isdecimal()) for end in ends})
             raise ConfigError(
                 f"target parameter {target!r} is no weight of experts of this model",
                 f"use {' or '.join(known)}" if known else "leave target_parameters out: it has no experts",

@@ -15,7 +15,7 @@ from pronghorn.kernels.packed import PackedTensor
 from pronghorn.layers.decoder import output_is_seen
 from pronghorn.memory.plan import Policy
 from pronghorn.models.causal_lm import has_own_loss
-from pronghorn.models.families import has_experts, head_dim, recomputes_layers
+from pronghorn.models.families import has_experts, head_dims, recomputes_layers
 from pronghorn.precision.compute import Compute
 from pronghorn.precision.float32 import narrowed
 
@@ -82,8 +82,8 @@ def decide(handle: Handle, autocast: torch.dtype | None) -> Decisions:
 def render(handle: Handle, autocast: torch.dtype | None) -> list[PathTaken]:
     """Render the decisions as the lines of `Handle.report`."""
     decisions, switches, model = decide(handle, autocast), handle.options.experimental, handle.model
-    query = query_of(model, autocast)
-    experts = () if handle.experts is None else handle.experts.paths(query.dtype)
+    queries = queries_of(model, autocast)
+    experts = () if handle.experts is None else handle.experts.paths(queries[0].dtype)
     sinks = family_of(model.config).load_attention == "eager"
     unpacked = "the softmax written out, for the sinks" if sinks else "transformers' SDPA"
     if handle.options.compute.is_fp8:
@@ -94,7 +94,7 @@ def render(handle: Handle, autocast: torch.dtype | None) -> list[PathTaken]:
         "per_layer_mask": "ablation: the dense mask is rebuilt in every layer",
     }
     return [
-        PathTaken("packed attention", *_attention(handle, query)),
+        *(PathTaken(part, *_attention(handle, query)) for part, query in zip(_parts(queries), queries, strict=True)),
         PathTaken("packing metadata", switches.packing_metadata, metadata[switches.packing_metadata]),
         PathTaken("decoder layers", decisions.layers, decisions.layers_reason),
         *(PathTaken(*line) for line in experts),
@@ -148,17 +148,23 @@ def _products(handle: Handle, autocast: torch.dtype | None) -> list[PathTaken]:
     return [PathTaken("products of frozen weights", path, unfused or "asked for")]
 
 
-def query_of(model: Any, autocast: torch.dtype | None = None) -> torch.Tensor:
-    """Return [0, D], like a layer's queries; with 4-bit weights they are bfloat16."""
+def queries_of(model: Any, autocast: torch.dtype | None = None) -> list[torch.Tensor]:
+    """Return [0, D] for each size of heads, like layers' queries; with 4-bit weights they are bfloat16."""
     of_weights = next(model.parameters()).dtype
     dtype = autocast or (of_weights if of_weights.is_floating_point else torch.bfloat16)
-    return torch.empty(0, head_dim(model.config), dtype=dtype, device=model.device)
+    return [torch.empty(0, dim, dtype=dtype, device=model.device) for dim in head_dims(model)]
+
+
+def _parts(queries: list[torch.Tensor]) -> list[str]:
+    part = "packed attention"
+    return [part] if len(queries) == 1 else [f"{part}, heads of {query.shape[1]}" for query in queries]
 
 
 def longest_tiled(model: Any, attention: Backend, autocast: torch.dtype | None = None) -> int | None:
     """Return the tokens from which on documents go through cuDNN, which has no sinks; None where none do."""
     sinks = family_of(model.config).load_attention == "eager"
-    return None if sinks else long_from(attention, query_of(model, autocast))
+    long = (long_from(attention, query) for query in queries_of(model, autocast))
+    return None if sinks else min((tokens for tokens in long if tokens is not None), default=None)
 
 
 def _attention(handle: Handle, query: torch.Tensor) -> tuple[str, str]:

@@ -72,9 +72,15 @@ def layerwise_upcast(model: Any) -> Iterator[Callable[[torch.dtype], None]]:
     embedding, norm, head = model.get_input_embeddings(), backbone.norm, model.get_output_embeddings()
     quantised = [(m, m.compute_dtype) for m in model.modules() if hasattr(m, "compute_dtype")]
     precision = torch.get_float32_matmul_precision()
-    parts = [UpcastPart(part) for part in (*plain, embedding, norm, head)]
+    known = layers, embedding, norm
+    others = {name: child for name, child in backbone.named_children() if child not in known and _weighs(child)}
+    parts = [UpcastPart(part) for part in (*plain, embedding, norm, head, *others.values())]
 
-    def place(layer_parts: Sequence[nn.Module], embedding: nn.Module, norm: nn.Module, head: nn.Module) -> None:
+    def place(
+        layer_parts: Sequence[nn.Module], embedding: nn.Module, norm: nn.Module, head: nn.Module, *rest: nn.Module
+    ) -> None:
+        for name, part in zip(others, rest, strict=True):
+            setattr(backbone, name, part)
         for i, part in enumerate(layer_parts):
             layers[i] = part
         model.set_input_embeddings(embedding)
@@ -96,12 +102,16 @@ def layerwise_upcast(model: Any) -> Iterator[Callable[[torch.dtype], None]]:
     try:
         yield upcast
     finally:
-        place(plain, embedding, norm, head)
+        place(plain, embedding, norm, head, *others.values())
         if has_experts(model.config):
             model.set_experts_implementation(experts)
         for module, dtype in quantised:
             module.compute_dtype = dtype
         torch.set_float32_matmul_precision(precision)
+
+
+def _weighs(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pronghorn.data.packing import IGNORE_INDEX, Document
 from pronghorn.families.registry import family_of
-from pronghorn.families.spec import Attention, BlockKind, Experts, GatedMLP
+from pronghorn.families.spec import Attention, BlockKind, Experts, GatedMLP, PerLayerInput
 from pronghorn.parity.reference import logits_at
 
 NEIGHBOUR = 4
@@ -40,7 +40,7 @@ def token_mixers(model: Any) -> list[tuple[int, nn.Module, BlockKind]]:
         (number, layer.get_submodule(block.module), block.kind)
         for number, layer in enumerate(model.base_model.layers)
         for block in family.blocks(layer)
-        if not isinstance(block.kind, GatedMLP | Experts)
+        if not isinstance(block.kind, GatedMLP | Experts | PerLayerInput)
     ]
 
 
@@ -97,7 +97,9 @@ def visible_positions(
     row[start : start + length] = inputs
     visibility: list[Visibility] = []
 
-    def look(number: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def look(
+        number: int, kind: BlockKind, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
         given: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         before = row.to(given)[None]
         rest = {name: value for name, value in kwargs.items() if name != "hidden_states"}
@@ -107,11 +109,18 @@ def visible_positions(
             return out[0] if isinstance(out, tuple) else out
 
         right = mixed(before)
+        bind, reads = family_of(model.config).bind, (kind.reads or ()) if isinstance(kind, Attention) else ()
+        shared = [bind((), kwargs)[name] for name in reads] if bind is not None else []  # views of another layer's k, v
 
         def seen_by(token: int) -> list[int]:
             after = before.clone()
             after[0, token] = other[AT].to(given)
+            kept = [states[token].clone() for states in shared]
+            for states in shared:
+                states[token] = other[AT, : states.shape[-1]].to(states)
             changed = mixed(after) != right
+            for states, values in zip(shared, kept, strict=True):
+                states[token] = values
             return changed[0].any(-1).nonzero().flatten().tolist()
 
         seen = seen_by(start + AT)
@@ -120,8 +129,8 @@ def visible_positions(
         visibility.append(Visibility(number, inside, outside))
 
     hooks = [
-        module.register_forward_hook(partial(look, number), with_kwargs=True)
-        for number, module, _ in token_mixers(model)
+        module.register_forward_hook(partial(look, number, kind), with_kwargs=True)
+        for number, module, kind in token_mixers(model)
     ]
     was_training = model.training
     model.eval()
