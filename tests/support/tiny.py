@@ -27,6 +27,13 @@ _COMMON: dict[str, Any] = {
     "max_position_embeddings": 512,
     "head_dim": 16,
 }
+_DELTA: dict[str, Any] = {
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+}
 # A window shorter than the documents, so that it must be right inside them.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -34,6 +41,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
     "qwen3": {},
     "gemma3_text": {"sliding_window": 5, "query_pre_attn_scalar": 16},
+    "qwen3_5_text": {**_DELTA},
 }
 
 _ROUTED = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
@@ -56,6 +64,8 @@ MOE_FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**_ROUTED, "moe_intermediate_size": 24, "norm_topk_prob": True},
     "mixtral": {**_ROUTED, "intermediate_size": 24, "sliding_window": 7},
     "olmoe": {**_ROUTED, "intermediate_size": 24},
+    "qwen3_5_moe_text": {**_ROUTED, **_DELTA, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40},
+    "qwen3_next": {**_ROUTED, **_DELTA, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40},
 }
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from pronghorn.families.spec import Attention, Experts, FamilySpec, GatedMLP, ResidualBlock
+from pronghorn.families.spec import Attention, Experts, FamilySpec, GatedDelta, GatedMLP, ResidualBlock
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,8 @@ class AttentionSpec(BlockSpec):
     head_norms: Literal["head", "all heads"] | None
     """What one RMS of the query's and key's norm is taken over; None without such norms."""
     sinks: bool
+    gated: bool = False
+    """Each head's output is multiplied by a gate as wide as it."""
 
     @property
     def query(self) -> int:
@@ -57,6 +59,27 @@ class AttentionSpec(BlockSpec):
     def key_value(self) -> int:
         """Width of all key heads (and of all value heads)."""
         return self.kv_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class GatedDeltaSpec(BlockSpec):
+    """A gated delta net."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    """Of one head, as `value_dim`."""
+    value_dim: int
+
+    @property
+    def convolved(self) -> int:
+        """Width of q, k and v of all heads."""
+        return 2 * self.key_heads * self.key_dim + self.values
+
+    @property
+    def values(self) -> int:
+        """Width of all value heads."""
+        return self.value_heads * self.value_dim
 
 
 @dataclass(frozen=True)
@@ -109,9 +132,12 @@ class LayerSpec:
         return 3 * self.hidden * self.experts.width * self.experts.count if self.experts else 0
 
     @property
-    def attention(self) -> AttentionSpec:
-        [found] = [block for block in self.blocks if isinstance(block, AttentionSpec)]
-        return found
+    def attention(self) -> AttentionSpec | None:
+        return next((block for block in self.blocks if isinstance(block, AttentionSpec)), None)
+
+    @property
+    def delta(self) -> GatedDeltaSpec | None:
+        return next((block for block in self.blocks if isinstance(block, GatedDeltaSpec)), None)
 
     @property
     def feed_forward(self) -> GatedMLPSpec | ExpertsSpec:
@@ -163,7 +189,11 @@ def _block(layer: Any, block: ResidualBlock, hidden: int) -> BlockSpec:
         heads = groups[-1][0].inputs // module.head_dim
         norms = None if kind.query_norm is None else kind.norms_span
         sinks, window = kind.sinks is not None, kind.window(module)
-        return AttentionSpec(groups, heads, heads // module.num_key_value_groups, module.head_dim, window, norms, sinks)
+        kv_heads = heads // module.num_key_value_groups
+        return AttentionSpec(groups, heads, kv_heads, module.head_dim, window, norms, sinks, kind.gated)
+    if isinstance(kind, GatedDelta):
+        sizes = module.num_k_heads, module.num_v_heads, module.head_k_dim, module.head_v_dim
+        return GatedDeltaSpec(groups, *sizes)
     if isinstance(kind, GatedMLP):
         return GatedMLPSpec(groups, groups[-1][0].inputs)
     if isinstance(kind, Experts):

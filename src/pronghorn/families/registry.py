@@ -15,11 +15,18 @@ from pronghorn.families.mixtral import MIXTRAL
 from pronghorn.families.olmoe import OLMOE
 from pronghorn.families.qwen2 import QWEN2
 from pronghorn.families.qwen3 import QWEN3
+from pronghorn.families.qwen3_5 import QWEN3_5
+from pronghorn.families.qwen3_5_moe import QWEN3_5_MOE
 from pronghorn.families.qwen3_moe import QWEN3_MOE
+from pronghorn.families.qwen3_next import QWEN3_NEXT
 from pronghorn.families.spec import FamilySpec
 
 FAMILIES: dict[str, FamilySpec] = {
-    spec.model_type: spec for spec in (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA3, GPT_OSS, QWEN3_MOE, MIXTRAL, OLMOE)
+    spec.model_type: spec
+    for spec in (
+        *(LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA3, GPT_OSS, QWEN3_MOE, MIXTRAL, OLMOE),
+        *(QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT),
+    )
 }
 
 

@@ -63,10 +63,31 @@ class Attention:
     """Reads the window (tokens) from the attention module."""
     sinks: str | None = None
     """The parameter [H] of scores that have no value (gpt-oss)."""
+    gated: bool = False
+    """The first linear makes a query and a gate for each head, [H, 2, D]; σ(gate) multiplies attention's output."""
 
     @property
     def linears(self) -> tuple[tuple[str, ...], ...]:
         return self.qkv, (self.out,)
+
+
+@dataclass(frozen=True)
+class GatedDelta:
+    """A gated delta net (Yang et al. 2024, arXiv:2412.06464), which mixes tokens by a state of each head: a causal
+    convolution of q, k and v, the gated delta rule, and a norm gated by z."""
+
+    inputs: tuple[tuple[str, ...], ...] = (("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"))
+    """The linears of q·k·v and z; and those of b and a, of which σ(b) is the rule's step and a its decay."""
+    interleaved: bool = False
+    """Both groups are one linear, whose rows lie by key heads: q, k, v, z of each; b, a of each (Qwen3-Next)."""
+    out: str = "out_proj"
+    convolution: str = "conv1d"
+    norm: str = "norm"
+    """The RMSNorm of a head that z gates."""
+
+    @property
+    def linears(self) -> tuple[tuple[str, ...], ...]:
+        return *self.inputs, (self.out,)
 
 
 @dataclass(frozen=True)

@@ -88,9 +88,10 @@ def backward_reference_(
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
-    first, second = x.to(wide).chunk(2, -1)
-    c, s = (y.to(wide)[:, None, : x.shape[-1] // 2] for y in (cos, sin))
-    return torch.cat([first * c - second * s, second * c + first * s], -1).to(x.dtype)
+    turned, rest = x.to(wide).split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], -1)
+    first, second = turned.chunk(2, -1)
+    c, s = (y.to(wide)[:, None, : y.shape[-1] // 2] for y in (cos, sin))
+    return torch.cat([first * c - second * s, second * c + first * s, rest], -1).to(x.dtype)
 
 
 HEADS = 8

@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 from pronghorn.attention.backends import Backend
-from pronghorn.families.spec import ACTIVATIONS, Attention, Experts, FamilySpec, GatedMLP, ResidualBlock
+from pronghorn.families.spec import ACTIVATIONS, Attention, Experts, FamilySpec, GatedDelta, GatedMLP, ResidualBlock
 from pronghorn.kernels.rope import Heads
 from pronghorn.layers.attention import AttentionBlock
 from pronghorn.layers.block import Block, Norm
 from pronghorn.layers.fused_linear import FusedLinear
+from pronghorn.layers.gated_delta import GatedDeltaBlock, delta_net
 from pronghorn.layers.heads import QKV, HeadNorms
 from pronghorn.layers.linears import unfused_reason
 from pronghorn.layers.mlp import GatedMLPBlock
@@ -82,6 +83,10 @@ class LayerBuilder:
         module: Any = layer.get_submodule(block.module)
         if isinstance(block.kind, GatedMLP):
             return GatedMLPBlock(linears[0], linears[1], _activation(module, block.kind), before, after)
+        if isinstance(block.kind, GatedDelta):
+            inner = module.get_submodule(block.kind.norm)
+            norm = Norm(inner.weight, _eps(inner), 0.0)
+            return GatedDeltaBlock(linears, delta_net(module, block.kind), norm, before, after)
         assert isinstance(block.kind, Attention)
         kind = block.kind
         return AttentionBlock(
@@ -107,9 +112,9 @@ class LayerBuilder:
         if not norms:
             return QKV(Heads(query, key_value, attention.head_dim))
         of_query, of_key = norms
-        return QKV(
-            Heads(query, key_value, attention.head_dim, of_query.weight, of_key.weight, of_query.eps, of_query.offset)
-        )
+        eps, offset = of_query.eps, of_query.offset
+        heads = Heads(query, key_value, attention.head_dim, of_query.weight, of_key.weight, eps, offset)
+        return QKV(heads, gated=kind.gated)
 
     def norm(self, module: Any) -> Norm:
         """Read an RMSNorm's weight and numbers from its module."""
@@ -131,6 +136,11 @@ class LayerBuilder:
             dim = module.head_dim
             if next(layer.parameters()).is_cuda and (dim < 16 or dim & (dim - 1)):
                 return f"head_dim {dim} is no power of two"
+        elif isinstance(block.kind, GatedDelta):
+            if not self.is_own(module.get_submodule(block.kind.norm)):
+                return f"{type(module.get_submodule(block.kind.norm)).__name__} has no kernel"
+            if type(module.get_submodule(block.kind.convolution)) is not nn.Conv1d:
+                return "the convolution was wrapped"
         elif not isinstance(block.kind, GatedMLP):
             return f"{type(block.kind).__name__} has no fused form"
         for norm in norms:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from pronghorn.kernels import rms_norm, rope
@@ -29,6 +30,8 @@ class QKV:
 
     heads: Heads
     all_heads: HeadNorms | None = None
+    gated: bool = False
+    """The product has a gate after each query head, [T, (2·H + 2·H_kv)·D]; the heads have norms."""
 
     @property
     def norm_weights(self) -> tuple[Tensor | None, Tensor | None]:
@@ -47,6 +50,7 @@ class QKV:
 
         The argument is overwritten unless `reads_raw`.
         """
+        qkv = self._without_gates(qkv)
         if self.all_heads is None:
             return *rope.forward(qkv, cos, sin, self.heads), []
         q, k, v = self.heads.split(qkv)
@@ -69,7 +73,8 @@ class QKV:
         """
         trained = any(weight is not None and weight.requires_grad for weight in self.norm_weights)
         if self.all_heads is None:
-            return rope.backward_(dqkv, cos, sin, self.heads, qkv, trained)
+            raw = None if qkv is None else self._without_gates(qkv)
+            return rope.backward_(dqkv, cos, sin, self.heads, raw, trained)
         assert qkv is not None
         grad, *_ = rope.backward_(dqkv, cos, sin, self.heads.without_norms(), None)
         found: list[Tensor | None] = []
@@ -78,6 +83,39 @@ class QKV:
             flat = dy.flatten(1)
             found.append(rms_norm.backward(flat, x.flatten(1), norm.weight, r, norm.offset, trained, out=flat)[1])
         return grad, found[0], found[1]
+
+    def gate(self, mixed: Tensor, qkv: Tensor) -> Tensor:
+        """Return attention's output [M, H·D] times σ(gate), given the product's rows [M, …]; itself without gates."""
+        return mixed * self._gates(qkv).sigmoid() if self.gated else mixed
+
+    def gate_backward(self, d_out: Tensor, mixed: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return (the gradient of `gate`'s first argument, that of the gates [M, H·D] or None without)."""
+        if not self.gated:
+            return d_out, None
+        s = self._gates(qkv).to(torch.promote_types(qkv.dtype, torch.float32)).sigmoid()
+        return (d_out * s).to(d_out.dtype), (d_out * mixed * s * (1 - s)).to(d_out.dtype)
+
+    def merge(self, d_qkv: Tensor, d_gate: Tensor | None) -> Tensor:
+        """Return the gradient of the product from that of q, k, v [T, (H + 2·H_kv)·D] and of the gates."""
+        if d_gate is None:
+            return d_qkv
+        columns = self.heads.query * self.heads.dim
+        queries = (d_qkv[:, :columns].unflatten(1, (-1, self.heads.dim)), d_gate.unflatten(1, (-1, self.heads.dim)))
+        return torch.cat([torch.stack(queries, 2).flatten(1), d_qkv[:, columns:]], 1)
+
+    def _queries(self, qkv: Tensor) -> Tensor:
+        """View the queries and gates as [T, H, 2, D]."""
+        width = 2 * self.heads.query * self.heads.dim
+        return qkv[:, :width].unflatten(1, (self.heads.query, 2, self.heads.dim))
+
+    def _gates(self, qkv: Tensor) -> Tensor:
+        return self._queries(qkv)[:, :, 1].flatten(1)
+
+    def _without_gates(self, qkv: Tensor) -> Tensor:
+        if not self.gated:
+            return qkv
+        rest = qkv[:, 2 * self.heads.query * self.heads.dim :]
+        return torch.cat([self._queries(qkv)[:, :, 0].flatten(1), rest], 1)
 
     @property
     def _norms(self) -> tuple[Norm, Norm]:
