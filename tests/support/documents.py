@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import copy
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
 from pronghorn.data.packing import IGNORE_INDEX
 from pronghorn.models.attach import attach
+from pronghorn.models.families import base_causal_lm
 from support.tolerance import ThreeWay
 
 # One-token documents at the start, in the middle and before the tail; a document longer than every window.
@@ -29,12 +34,36 @@ def attach_options(attention: str, metadata: str = "once") -> dict[str, Any]:
     return {"attention": "auto" if masked else attention, "experimental": experimental}
 
 
+class _Float64:
+    """torch for a modelling file that computes parts in float32: these are in float64."""
+
+    float32 = float = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+@contextmanager
+def _float64_throughout(model: Any) -> Iterator[None]:
+    """Let transformers' gated delta rule compute in float64 where the model is: in float32 its decays' gradients are
+    right to four digits only. Documents are right alone; this is a reference, and nothing that Pronghorn computes."""
+    module: Any = sys.modules[type(base_causal_lm(model)).__module__]
+    if next(model.parameters()).dtype is not torch.float64 or not hasattr(module, "torch_chunk_gated_delta_rule"):
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "torch", _Float64())
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        yield
+
+
 def one_document_at_a_time(model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits [T, V] and the mean loss, each document through the model alone (and the unlabelled padded tail)."""
     logits, total, start = [], torch.zeros((), dtype=torch.float64), 0
     for length in batch["packed"].lengths:
         part = slice(start, start + length)
-        out = model(input_ids=batch["input_ids"][:, part], use_cache=False).logits[0]
+        with _float64_throughout(model):
+            out = model(input_ids=batch["input_ids"][:, part], use_cache=False).logits[0]
         target = batch["labels"][0, part][1:]
         if (target != IGNORE_INDEX).any():
             total = total + cross_entropy(out[:-1].double(), target, ignore_index=IGNORE_INDEX, reduction="sum")
