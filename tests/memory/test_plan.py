@@ -29,6 +29,8 @@ from pronghorn.data.batch import PackedBatch
 from pronghorn.diagnose.shapes import SHAPES, write_checkpoint
 from pronghorn.diagnose.shapes import shape_of as fields_of
 from pronghorn.errors import ConfigError, UnsupportedError
+from pronghorn.families.qwen3_5 import MIXER_LINEARS
+from pronghorn.families.qwen3_next import QWEN3_NEXT
 from pronghorn.kernels import linear_cross_entropy
 from pronghorn.memory.devices import device_spec, parse_bytes
 from pronghorn.memory.estimate import (
@@ -50,7 +52,7 @@ from pronghorn.models.auto_plan import cuda_device_spec, dims_of, measured_times
 from pronghorn.models.families import base_causal_lm
 from pronghorn.models.lora import add_lora
 from pronghorn.train.trainer import _resolve_plan
-from support.tiny import FAMILIES, tiny_model
+from support.tiny import DELTA_FAMILIES, FAMILIES, tiny_model
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 TOKENS, RANK = 48, 4
@@ -91,7 +93,7 @@ def saved_bytes(model: Any, packed: PackedBatch | None, autocast: torch.dtype | 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("layers", ["stock", "fused", "padded"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in DELTA_FAMILIES])
 def test_a_layer_saves_what_the_formula_says(family: str, layers: str, dtype: torch.dtype) -> None:
     """Exactly: a model of three layers against one of two. Stock is transformers' own SDPA, which is as on CUDA."""
     if family == "gemma3_text" and layers != "fused":
@@ -112,6 +114,41 @@ def test_a_layer_saves_what_the_formula_says(family: str, layers: str, dtype: to
     if layers == "fused":
         expected -= 4 * TOKENS * dims.layers[0].attention.heads  # on the CPU attention keeps no log-sum-exp
     assert found[1] - found[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "adapted", "dtype"),
+    [
+        ("qwen3_5_text", "mixers", torch.float32),
+        ("qwen3_5_text", "all", torch.bfloat16),
+        ("qwen3_5_text", "full", torch.bfloat16),
+        *((family, adapted, torch.float32) for family in DELTA_FAMILIES[1:] for adapted in ("mixers", "all")),
+    ],
+)
+def test_layers_of_gated_delta_nets_and_gated_attention_save_what_the_formula_says(
+    family: str, adapted: str, dtype: torch.dtype
+) -> None:
+    """Each kind of layer by a model that has one more of it; the last layer with the shared expert's adapters, too."""
+    found, dims, work = [], None, None
+    autocast = dtype if adapted == "full" and dtype is not torch.float32 else None
+    for count in (2, 3, 4):
+        model = tiny_model(family, num_hidden_layers=count)
+        if adapted != "full":
+            targets = list(QWEN3_NEXT.lora_targets or ()) if family == "qwen3_next" else list(MIXER_LINEARS)
+            targets += [] if adapted == "mixers" else ["gate_proj", "down_proj"]
+            model = add_lora(model.to(dtype), r=RANK, target_modules=targets)
+        attach(model, layers="fused")
+        found.append(saved_bytes(model, PackedBatch.build([TOKENS], tokens=TOKENS), autocast))
+        dims, work = dims_of(model), setup_of(model, TOKENS, autocast)
+    assert dims is not None and work is not None
+    assert [layer.delta is not None for layer in dims.layers] == [True, False, True, False]
+    delta, attention = (stored_bytes(layer, replace(work, fused=True))[Policy.KEEP] for layer in dims.layers[2:])
+    spec = dims.layers[3].attention
+    assert spec is not None and spec.gated
+    attention -= 4 * TOKENS * spec.heads  # on the CPU attention keeps no log-sum-exp
+    rows = 4 * 8 if dims.has_experts else 0  # where each expert's rows begin
+    assert found[1] - found[0] == delta + rows
+    assert found[2] - found[1] == attention + rows
 
 
 def test_full_fine_tuning_saves_what_the_formula_says() -> None:

@@ -68,6 +68,9 @@ MOE_FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": {**_ROUTED, **_DELTA, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40},
 }
 
+DELTA_FAMILIES = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+"""With gated delta nets, and gated attention in every second layer."""
+
 
 def tiny_model(family: str, seed: int = 0, **changes: Any) -> Any:
     """A float32 model in training mode, its weights spread enough that every part matters."""

@@ -36,7 +36,7 @@ from pronghorn.diagnose.profile_report import Profile, Sync, advise
 from pronghorn.diagnose.profile_times import account_for, synchronisations
 from pronghorn.diagnose.profile_trace import ENGINE, Span, spans
 from pronghorn.families.registry import family_of
-from pronghorn.families.spec import Attention
+from pronghorn.families.spec import Attention, GatedDelta
 from pronghorn.layers.decoder import is_fused
 from pronghorn.layers.linears import adapter_of
 from pronghorn.models.attach import Handle
@@ -232,7 +232,7 @@ def parts_of(model: Any) -> dict[nn.Module, str]:
         parts[layer] = "layer"
         for block in blocks(layer):
             module = layer.get_submodule(block.module)
-            parts[module] = "attention" if isinstance(block.kind, Attention) else "feed-forward"
+            parts[module] = "attention" if isinstance(block.kind, Attention | GatedDelta) else "feed-forward"
             parts |= {layer.get_submodule(path): "norm" for path in block.norms}
     for module in model.modules():
         if isinstance(module, nn.Embedding):

@@ -98,6 +98,8 @@ class ExpertsSpec(BlockSpec):
     """Experts of a token."""
     width: int
     """Of one expert."""
+    shared: int = 0
+    """Of the expert that every token goes through."""
 
 
 @dataclass(frozen=True)
@@ -202,5 +204,6 @@ def _block(layer: Any, block: ResidualBlock, hidden: int) -> BlockSpec:
             inner = inner.base_layer
         down = getattr(inner, kind.down)
         chosen = next(part.top_k for part in module.modules() if hasattr(part, "top_k"))
-        return ExpertsSpec(groups, len(down), chosen, down.numel() // len(down) // hidden)
+        shared = groups[-1][0].inputs if groups else 0
+        return ExpertsSpec(groups, len(down), chosen, down.numel() // len(down) // hidden, shared)
     return BlockSpec(groups)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pronghorn.families.spec import Attention, FamilySpec, GatedDelta, GatedMLP, ResidualBlock
+from pronghorn.families.spec import Attention, Experts, FamilySpec, GatedDelta, GatedMLP, ResidualBlock
 
 GATED_ATTENTION = ResidualBlock(
     "self_attn", Attention(query_norm="q_norm", key_norm="k_norm", gated=True), before="input_layernorm"
@@ -11,6 +11,11 @@ MIXER_LINEARS = (
     *("q_proj", "k_proj", "v_proj", "o_proj"),
     *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
 )
+
+ROUTED = Experts(
+    shared=GatedMLP(tuple(f"shared_expert.{name}" for name in GatedMLP().gate_up), "shared_expert.down_proj")
+)
+"""A router with its experts, and an expert for all tokens with a gate of its own, which is called."""
 
 
 def mixer_of(layer: Any, delta: GatedDelta) -> ResidualBlock:

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from pronghorn.families.qwen3_5 import MIXER_LINEARS, mixer_of
-from pronghorn.families.spec import Experts, FamilySpec, GatedDelta, ResidualBlock
+from pronghorn.families.qwen3_5 import MIXER_LINEARS, ROUTED, mixer_of
+from pronghorn.families.spec import FamilySpec, GatedDelta, ResidualBlock
 
 
 def _blocks(layer: Any) -> tuple[ResidualBlock, ...]:
-    return mixer_of(layer, GatedDelta()), ResidualBlock("mlp", Experts(), before="post_attention_layernorm")
+    return mixer_of(layer, GatedDelta()), ResidualBlock("mlp", ROUTED, before="post_attention_layernorm")
 
 
 QWEN3_5_MOE = FamilySpec(

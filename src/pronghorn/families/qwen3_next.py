@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from pronghorn.families.qwen3_5 import mixer_of
-from pronghorn.families.spec import Experts, FamilySpec, GatedDelta, GatedMLP, ResidualBlock
+from pronghorn.families.qwen3_5 import ROUTED, mixer_of
+from pronghorn.families.spec import FamilySpec, GatedDelta, GatedMLP, ResidualBlock
 
 _DELTA = GatedDelta(inputs=(("in_proj_qkvz",), ("in_proj_ba",)), interleaved=True)
 
 
 def _blocks(layer: Any) -> tuple[ResidualBlock, ...]:
-    kind = Experts() if hasattr(layer.mlp, "experts") else GatedMLP()
+    kind = ROUTED if hasattr(layer.mlp, "experts") else GatedMLP()
     return mixer_of(layer, _DELTA), ResidualBlock("mlp", kind, before="post_attention_layernorm")
 
 

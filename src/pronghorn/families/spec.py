@@ -119,10 +119,12 @@ class Experts:
     """The module that gates go through."""
     clamped_gate: str | None = None
     """The qualified name of the gating function where it is gpt-oss's: gate and up in turns, both clamped."""
+    shared: GatedMLP | None = None
+    """The experts that every token goes through, which the block's module calls; paths below that."""
 
     @property
     def linears(self) -> tuple[tuple[str, ...], ...]:
-        return ()
+        return () if self.shared is None else self.shared.linears
 
 
 @dataclass(frozen=True)

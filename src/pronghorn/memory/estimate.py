@@ -20,7 +20,7 @@ from itertools import accumulate
 from typing import Literal
 
 from pronghorn.errors import UnsupportedError
-from pronghorn.families.layer_spec import GatedMLPSpec, LayerSpec
+from pronghorn.families.layer_spec import AttentionSpec, BlockSpec, ExpertsSpec, GatedDeltaSpec, GatedMLPSpec, LayerSpec
 from pronghorn.memory.plan import Policy, followed
 
 GIB = 2**30
@@ -163,14 +163,14 @@ def resting_bytes(dims: ModelDims, setup: TrainSetup) -> dict[str, int]:
     adapters = sum(count * setup.adapters(layer) for layer, count in dims.kinds.items())
     copies = 0  # of A and B in the products' dtype, B of a merged product with zeros beside each block
     for layer, count in dims.kinds.items() if setup.fused else ():
-        for group in layer.groups:
+        for group in (group for block in layer.blocks if not isinstance(block, ExpertsSpec) for group in block.groups):
             widths = group[0].inputs + sum(linear.out for linear in group)
             copies += count * b * widths * sum(setup.rank(linear.path) for linear in group)
     trained = (4 * p if full else setup.adapter_itemsize * adapters) + b * setup.trained_whole
     states = setup.optimizer_bytes
     if states is None:
         states = 8 * ((p if full else adapters) + setup.trained_whole)
-    rotary = max(layer.attention.head_dim for layer in dims.kinds)
+    rotary = max((layer.attention.head_dim for layer in dims.kinds if layer.attention), default=0)
     return {
         "weights": weights,
         "adapters": 0 if full else trained + copies,
@@ -202,13 +202,12 @@ def stored_bytes(layer: LayerSpec, setup: TrainSetup, parts: bool = True) -> dic
     """Count what a layer leaves on the device between forward and backward, by policy.
 
     Raises:
-        UnsupportedError: a layer with experts that isn't Pronghorn's: what transformers' keeps isn't counted.
+        UnsupportedError: a layer with experts or a gated delta net that isn't Pronghorn's: what transformers' keeps
+            isn't counted.
     """
-    if layer.experts and not setup.fused:
-        raise UnsupportedError(
-            "layers with experts are counted packed and with fused attention only",
-            "choose memory.gradient_checkpointing yourself",
-        )
+    if (layer.experts or layer.delta) and not setup.fused:
+        what = "experts are counted packed and with fused attention" if layer.experts else "gated delta nets are fused"
+        raise UnsupportedError(f"layers with {what} only", "choose memory.gradient_checkpointing yourself")
     t, h, b = setup.tokens, layer.hidden, setup.itemsize
     keep = _fused_bytes(layer, setup) if setup.fused else _stock_bytes(layer, setup)
     served = {Policy.KEEP: keep}
@@ -228,23 +227,51 @@ def read_bytes(layer: LayerSpec, setup: TrainSetup, stored: Mapping[Policy, int]
 
 
 def _fused_bytes(layer: LayerSpec, setup: TrainSetup) -> int:
-    """Count norms' inputs and outputs, q·k·v, attention's output and log-sum-exp, gate·up, x·Aᵀ of every product; of a
-    router the probabilities, the chosen ones with their sum, and the order of the rows."""
-    b, attention, experts = setup.itemsize, layer.attention, layer.experts
+    """Count norms' inputs and outputs, what the mixer keeps, gate·up, x·Aᵀ of every product; of a router the
+    probabilities, the chosen ones with their sum, and the order of the rows."""
+    b, experts = setup.itemsize, layer.experts
     ranks = sum(setup.rank(linear.path) for linear in layer.linears)
-    token = layer.norms * (layer.hidden * setup.stream_bytes + 4) + 4 * attention.heads
-    token += b * (2 * layer.hidden + 2 * attention.query + 2 * attention.key_value + 2 * width_of(layer) + ranks)
+    token = layer.norms * (layer.hidden * setup.stream_bytes + 4)
+    token += b * (2 * layer.hidden + 2 * width_of(layer) + ranks)
     if experts:
         token += 2 * b * experts.chosen * setup.expert_rank + 4 * experts.count + 32 * experts.chosen + 4
+        token += _shared_bytes(experts, layer.hidden, setup) if experts.shared else 0
     # of float32 masters, until the backward; of experts they are made for each product
     copies = b * layer.linear_weights if setup.method == "full" else 0
-    return setup.tokens * token + copies
+    return setup.tokens * token + sum(_mixer_bytes(block, setup) for block in layer.blocks) + copies
+
+
+def _shared_bytes(experts: ExpertsSpec, hidden: int, setup: TrainSetup) -> int:
+    """Count what transformers and PEFT keep of a token in the expert that all go through: gate, its activation, up, the
+    result and its gate; and what adapters are given, in 16 bits a float32 copy each."""
+    b, (gate_up, (down,)) = setup.itemsize, experts.groups
+    ranks = sum(setup.rank(linear.path) for linear in (*gate_up, down))
+    token = b * (3 * experts.shared + hidden + 1) + (4 - b) * ranks
+    if setup.method == "full":
+        return token + b * experts.shared
+    inputs = sum(linear.inputs for linear in gate_up if setup.rank(linear.path)) if b < 4 else 0
+    return token + 4 * (inputs + (down.inputs if setup.rank(down.path) else 0))
+
+
+def _mixer_bytes(block: BlockSpec, setup: TrainSetup) -> int:
+    """Count q·k·v with gates, attention's output and log-sum-exp; or what the products of a gated delta net left, the
+    rule's output, and its states."""
+    t, b = setup.tokens, setup.itemsize
+    if isinstance(block, AttentionSpec):
+        return t * (b * ((2 + block.gated) * block.query + 2 * block.key_value) + 4 * block.heads)
+    if isinstance(block, GatedDeltaSpec):
+        from pronghorn.kernels.gated_delta import saved_bytes
+
+        sizes = block.key_heads, block.value_heads, block.key_dim, block.value_dim
+        return t * b * (block.convolved + 2 * block.values + 2 * block.value_heads) + saved_bytes(t, *sizes, b)
+    return 0
 
 
 def _stock_bytes(layer: LayerSpec, setup: TrainSetup) -> int:
     """Count what transformers and PEFT keep: float32 in norms, and in 16 bits a float32 copy of x for every adapted
     linear."""
     b, attention = setup.itemsize, layer.attention
+    assert attention is not None
     q, kv, heads = attention.query, attention.key_value, attention.heads + attention.kv_heads
     # with a mask, keys and values are repeated for all heads, and its row is kept
     masked = 2 * (q - kv) + setup.tokens // setup.padded if setup.padded else 0

@@ -7,7 +7,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +17,7 @@ from torch import nn
 from pronghorn.data.batch import PackedBatch
 from pronghorn.errors import UnsupportedError
 from pronghorn.families.layer_spec import layer_spec, linear_modules
-from pronghorn.families.spec import Attention, Experts, GatedMLP
+from pronghorn.families.spec import Attention, Experts, GatedDelta, GatedMLP
 from pronghorn.kernels.fp8_blocks import FP8Tensor
 from pronghorn.kernels.packed import PackedTensor
 from pronghorn.layers.decoder import FusedLayers
@@ -30,7 +30,7 @@ from pronghorn.memory.planner import plan
 from pronghorn.memory.step_time import StepTimes, step_times
 from pronghorn.models import experts
 from pronghorn.models.attach import Handle, attach, attached
-from pronghorn.models.families import base_causal_lm, check_config
+from pronghorn.models.families import base_causal_lm, check_config, has_experts
 from pronghorn.models.packed_checkpoint import PackedSkeleton, format_of
 from pronghorn.optimizers import TrainedTensor, state_bytes
 
@@ -65,19 +65,19 @@ def _is_norm(name: str, parameter: torch.Tensor) -> bool:
 def refusal(model: Any, fused: bool = True) -> str | None:
     """Say why no plan is made for a causal LM, or None.
 
-    Experts are counted only as Pronghorn computes them, in packed batches and with fused attention; other
-    layers than those of one attention and one gated MLP, or experts, are not counted.
+    Experts and gated delta nets are counted only as Pronghorn computes them, in packed batches and with fused
+    attention; other layers than those of one mixer and one gated MLP, or experts, are not counted.
     """
     base = base_causal_lm(model)
     family = check_config(base.config)
     kinds = {tuple(type(block.kind) for block in family.blocks(layer)) for layer in base.base_model.layers}
-    for layer in kinds - {(Attention, GatedMLP), (Attention, Experts)}:
+    for layer in kinds - set(product((Attention, GatedDelta), (GatedMLP, Experts))):
         return f"what layers of {', '.join(kind.__name__ for kind in layer)} keep is not counted"
-    if (Attention, Experts) not in kinds:
+    if not {kind for layer in kinds for kind in layer} & {GatedDelta, Experts}:
         return None
     if not fused:
-        return "attention beside its experts is not fused, or batches are padded"
-    if attached(base) is not None and base.config._experts_implementation != experts.NAME:
+        return "attention beside its experts, or a gated delta net, is not fused, or batches are padded"
+    if has_experts(base.config) and attached(base) is not None and base.config._experts_implementation != experts.NAME:
         return "its experts go transformers' way"
     reasons = (unfused_reason(base, None), *map(experts.refusal, experts.expert_modules(base)))
     return next((reason for reason in reasons if reason is not None), None)

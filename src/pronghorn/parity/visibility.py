@@ -57,6 +57,7 @@ def position_dependent(model: Any) -> tuple[str, ...]:
     for _, module, kind in token_mixers(model):
         if isinstance(kind, Attention):
             projections = kind.qkv[:2] if len(kind.qkv) == 3 else kind.qkv  # a linear of all three counts
+            projections = projections[kind.gated :]  # a gate reaches the loss by itself
             parts = (*projections, kind.query_norm, kind.key_norm)
             prefixes += [f"{names[module]}.{part}." for part in parts if part]
     return tuple(prefixes)
