@@ -122,7 +122,9 @@ def test_a_layer_saves_what_the_formula_says(family: str, layers: str, dtype: to
         ("qwen3_5_text", "mixers", torch.float32),
         ("qwen3_5_text", "all", torch.bfloat16),
         ("qwen3_5_text", "full", torch.bfloat16),
-        *((family, adapted, torch.float32) for family in DELTA_FAMILIES[1:] for adapted in ("mixers", "all")),
+        ("qwen3_5_moe_text", "mixers", torch.float32),
+        ("qwen3_5_moe_text", "all", torch.float32),
+        ("qwen3_next", "mixers", torch.float32),
     ],
 )
 def test_layers_of_gated_delta_nets_and_gated_attention_save_what_the_formula_says(
