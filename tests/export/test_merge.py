@@ -27,6 +27,7 @@ def adapted(family: str, **lora: Any) -> Any:
     """A tiny model of the family, its adapter not zero."""
     if family in MOE_FAMILIES:
         lora = {"target_parameters": EXPERTS, **lora}
+    torch.manual_seed(0)
     model = get_peft_model(tiny_model(family), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **lora))
     for name, parameter in model.named_parameters():
         if "lora_B" in name or "modules_to_save" in name:
