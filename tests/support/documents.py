@@ -45,7 +45,7 @@ class _Float64:
 
 
 @contextmanager
-def _float64_throughout(model: Any) -> Iterator[None]:
+def float64_throughout(model: Any) -> Iterator[None]:
     """Let transformers' gated delta rule compute in float64 where the model is: in float32 its decays' gradients are
     right to four digits only. Documents are right alone; this is a reference, and nothing that Pronghorn computes."""
     module: Any = sys.modules[type(base_causal_lm(model)).__module__]
@@ -63,7 +63,7 @@ def one_document_at_a_time(model: Any, batch: dict[str, Any]) -> tuple[torch.Ten
     logits, total, start = [], torch.zeros((), dtype=torch.float64), 0
     for length in batch["packed"].lengths:
         part = slice(start, start + length)
-        with _float64_throughout(model):
+        with float64_throughout(model):
             out = model(input_ids=batch["input_ids"][:, part], use_cache=False).logits[0]
         target = batch["labels"][0, part][1:]
         if (target != IGNORE_INDEX).any():
