@@ -26,4 +26,5 @@ def backward(dy: Tensor, x: Tensor, weight: Tensor, document_ids: Tensor) -> tup
     with torch.enable_grad():
         leaves = x.detach().requires_grad_(), weight.detach().requires_grad_()
         y = forward(*leaves, document_ids)
-    return torch.autograd.grad(y, leaves, dy)
+    dx, d_weight = torch.autograd.grad(y, leaves, dy)
+    return dx, d_weight

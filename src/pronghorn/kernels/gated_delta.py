@@ -34,7 +34,7 @@ def forward(
         chunks: each document's [start, end).
     """
     with torch.no_grad():
-        return torch.cat([_document(*(x[a:b] for x in (q, k, v, g, beta)), scale) for a, b in chunks]), Saved()
+        return torch.cat([_document([x[a:b] for x in (q, k, v, g, beta)], scale) for a, b in chunks]), Saved()
 
 
 def backward(
@@ -43,11 +43,12 @@ def backward(
     """Return (dq, dk, dv, dg, dbeta)."""
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in (q, k, v, g, beta)]
-        o = torch.cat([_document(*(x[a:b] for x in leaves), scale) for a, b in chunks])
+        o = torch.cat([_document([x[a:b] for x in leaves], scale) for a, b in chunks])
     return torch.autograd.grad(o, leaves, do)
 
 
-def _document(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float) -> Tensor:
+def _document(arguments: list[Tensor], scale: float) -> Tensor:
+    q, k, v, g, beta = arguments
     wide = torch.promote_types(q.dtype, torch.float32)
     groups = v.shape[1] // k.shape[1]
     dtype = v.dtype

@@ -17,6 +17,7 @@ def forward(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
 def backward(dy: Tensor, x: Tensor, z: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dx, dz [T, H, D], dweight [D])."""
     with torch.enable_grad():
-        leaves = tuple(y.detach().requires_grad_() for y in (x, z, weight))
-        y = forward(*leaves, eps)
-    return torch.autograd.grad(y, leaves, dy)
+        x, z, weight = (y.detach().requires_grad_() for y in (x, z, weight))
+        y = forward(x, z, weight, eps)
+    dx, dz, d_weight = torch.autograd.grad(y, (x, z, weight), dy)
+    return dx, dz, d_weight

@@ -44,7 +44,8 @@ def delta_nets(backbone: Any, family: FamilySpec) -> list[tuple[nn.Module, Gated
 def isolate_delta_nets(backbone: Any, family: FamilySpec) -> None:
     """Give a model's gated delta nets a class that keeps a packed batch's documents apart."""
     for module, kind in delta_nets(backbone, family):
-        module.__class__ = _isolated_class(type(module), kind)
+        own: Any = type(module)
+        module.__class__ = _isolated_class(own, kind)
 
 
 @functools.cache

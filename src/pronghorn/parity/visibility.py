@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pronghorn.data.packing import IGNORE_INDEX, Document
 from pronghorn.families.registry import family_of
-from pronghorn.families.spec import Attention, BlockKind, Experts, GatedMLP
+from pronghorn.families.spec import Attention, BlockKind, Experts, GatedDelta, GatedMLP
 from pronghorn.parity.reference import logits_at
 
 NEIGHBOUR = 4
@@ -98,7 +98,9 @@ def visible_positions(
     row[start : start + length] = inputs
     visibility: list[Visibility] = []
 
-    def look(number: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def look(
+        number: int, kind: BlockKind, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
         given: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         before = row.to(given)[None]
         rest = {name: value for name, value in kwargs.items() if name != "hidden_states"}
@@ -118,11 +120,13 @@ def visible_positions(
         seen = seen_by(start + AT)
         inside = tuple(t - start for t in seen if start <= t < start + length)
         outside = len(inside) < len(seen) or (start > 0 and max(seen_by(start - 1), default=0) >= start)
+        if isinstance(kind, GatedDelta):  # rounding decides which later token doesn't see a state decay any more
+            inside = tuple(t for t in inside if t <= AT + 1)
         visibility.append(Visibility(number, inside, outside))
 
     hooks = [
-        module.register_forward_hook(partial(look, number), with_kwargs=True)
-        for number, module, _ in token_mixers(model)
+        module.register_forward_hook(partial(look, number, kind), with_kwargs=True)
+        for number, module, kind in token_mixers(model)
     ]
     was_training = model.training
     model.eval()
