@@ -102,7 +102,16 @@ def test_clean_runs_pass(subject_of: Any, family: str) -> None:
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
 
-@pytest.mark.parametrize("family", MOE_FAMILIES)
+ROUGH_REFERENCE = pytest.mark.xfail(
+    strict=True,
+    reason="transformers' gated delta rule is float32 in the float64 reference, too: its gates' gradients are off there",
+)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(x, marks=ROUGH_REFERENCE) if x == "qwen3_5_moe_text" else x for x in MOE_FAMILIES],
+)
 def test_clean_expert_lora_passes(subject_of: Any, family: str) -> None:
     report = verify(subject_of(family, experts=EXPERTS))
     assert report.ok and report.causes == [], [check for check in report.checks if not check.ok]
