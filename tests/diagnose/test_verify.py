@@ -104,7 +104,7 @@ EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
 ROUGH_REFERENCE = pytest.mark.xfail(
     strict=True,
-    reason="transformers' gated delta rule is float32 in the float64 reference, too: its gates' gradients are off there",
+    reason="transformers' rule is float32 in the float64 reference, too: its gates' gradients are off there",
 )
 
 
