@@ -74,9 +74,7 @@ def recurrent_reference(
     return _by_document(_recurrent, q, k, v, g, beta, chunks, scale)
 
 
-def chunked_reference(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunks: Chunks, scale: float
-) -> Tensor:
+def chunked_reference(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunks: Chunks, scale: float) -> Tensor:
     """Compute o chunk by chunk in float32 (float64), with autograd."""
     return _by_document(_chunked, q, k, v, g, beta, chunks, scale)
 
@@ -131,7 +129,9 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor
         total = gc.cumsum(1)
         hidden = torch.ones(vc.shape[1], vc.shape[1], dtype=torch.bool, device=v.device).triu(1)
         decay = (total[:, :, None] - total[:, None]).masked_fill(hidden, float("-inf")).exp()
-        system = (bc[..., None] * (kc @ kc.mT) * decay).tril(-1) + torch.eye(vc.shape[1], dtype=v.dtype, device=v.device)
+        system = (bc[..., None] * (kc @ kc.mT) * decay).tril(-1) + torch.eye(
+            vc.shape[1], dtype=v.dtype, device=v.device
+        )
         right = bc[..., None] * (vc - total.exp()[..., None] * (kc @ state))
         new = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
         found.append(total.exp()[..., None] * (qc @ state) + (qc @ kc.mT * decay) @ new)
