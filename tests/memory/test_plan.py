@@ -41,6 +41,7 @@ from pronghorn.memory.estimate import (
     MemoryModel,
     TrainSetup,
     resting_bytes,
+    rule_bytes,
     stored_bytes,
 )
 from pronghorn.memory.plan import Plan, Policy, followed
@@ -148,6 +149,9 @@ def test_layers_of_gated_delta_nets_and_gated_attention_save_what_the_formula_sa
     spec = dims.layers[3].attention
     assert spec is not None and spec.gated
     attention -= 4 * TOKENS * spec.heads  # on the CPU attention keeps no log-sum-exp
+    net = dims.layers[2].delta
+    assert net is not None
+    delta -= rule_bytes(net, work)  # nor the rule what its kernels do
     rows = 4 * 8 if dims.has_experts else 0  # where each expert's rows begin
     assert found[1] - found[0] == delta + rows
     assert found[2] - found[1] == attention + rows

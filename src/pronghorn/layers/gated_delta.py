@@ -1,6 +1,6 @@
 """The gated delta net's block: x → x + after(out(norm(delta(conv(q·k·v), g, β), z))), one autograd function.
 
-    q·k·v, z, b, a = products of n = before(x)      q, k, v = silu(conv(q·k·v)), q and k of length 1
+    q·k·v, z, b, a = products of n = before(x)      q, k, v = silu(conv(q·k·v))
     β = σ(b)      g = −exp(A) · softplus(a + dt)    o: the gated delta rule (`kernels.gated_delta`)
 
 Kept for the backward: x with its norm's result, what the products left, and the rule's output and states. Convolution,
@@ -19,13 +19,10 @@ from torch.nn.functional import softplus
 
 from pronghorn.data.batch import PackedBatch
 from pronghorn.families.spec import GatedDelta
-from pronghorn.kernels import causal_conv, gated_delta, gated_norm, rms_norm
+from pronghorn.kernels import causal_conv, gated_delta, gated_norm
 from pronghorn.layers.block import Block, Call, Gradients, Norm, Result, add, pick, spread
 from pronghorn.layers.fused_linear import FusedLinear
 from pronghorn.precision.source import Activation
-
-L2_EPS = 1e-6
-"""Added to the squared length of queries and keys."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +109,7 @@ class DeltaNet:
         q, k, v = self.layout.heads(causal_conv.forward(qkv, self._filter, packed.document_ids))
         g, beta, _ = self._gates(b, a)
         scale = self.layout.key_dim**-0.5
-        return gated_delta.forward(_unit(q)[0], _unit(k)[0], v, g, beta, packed.segments, scale)
+        return gated_delta.forward(q, k, v, g, beta, _chunks(packed), scale)
 
     def backward(
         self, do: Tensor, qkv: Tensor, b: Tensor, a: Tensor, saved: gated_delta.Saved, packed: PackedBatch
@@ -120,11 +117,9 @@ class DeltaNet:
         """Return the gradients of qkv, b, a, and of `trained`."""
         layout = self.layout
         q, k, v = layout.heads(causal_conv.forward(qkv, self._filter, packed.document_ids))
-        (unit_q, q_rstd), (unit_k, k_rstd) = _unit(q), _unit(k)
         g, beta, slope = self._gates(b, a)
         scale = layout.key_dim**-0.5
-        dq, dk, dv, dg, d_beta = gated_delta.backward(do, unit_q, unit_k, v, g, beta, saved, packed.segments, scale)
-        dq, dk = _unit_backward(dq, q, q_rstd), _unit_backward(dk, k, k_rstd)
+        dq, dk, dv, dg, d_beta = gated_delta.backward(do, q, k, v, g, beta, saved, _chunks(packed), scale)
         d_qkv = torch.cat([x.flatten(1) for x in (dq, dk, dv)], 1)
         d_qkv, d_weight = causal_conv.backward(d_qkv, qkv, self._filter, packed.document_ids)
         da, wide = dg * slope, beta.to(g.dtype)
@@ -155,19 +150,14 @@ def delta_net(module: Any, kind: GatedDelta) -> DeltaNet:
     return DeltaNet(DeltaLayout(*sizes, kind.interleaved), weight, module.A_log, module.dt_bias)
 
 
-def _unit(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (x [T, H, D] with heads of length 1, r of `rms_norm`)."""
-    size = x.shape[-1]
-    return rms_norm.forward(x.contiguous(), _unit_weight(x), L2_EPS / size, 0.0)
+def _chunks(packed: PackedBatch) -> gated_delta.Chunks:
+    """Return the batch's chunks of documents on its device, made once."""
 
+    def make() -> gated_delta.Chunks:
+        chunks = gated_delta.chunks_of(packed.lengths, packed.bucket, packed.tokens)
+        return gated_delta.Chunks(*(part.to(packed.document_ids.device, non_blocking=True) for part in chunks))
 
-def _unit_backward(dy: Tensor, x: Tensor, rstd: Tensor) -> Tensor:
-    return rms_norm.backward(dy.contiguous(), x.contiguous(), _unit_weight(x), rstd, 0.0, False)[0]
-
-
-def _unit_weight(x: Tensor) -> Tensor:
-    """Return the weight by which an RMSNorm gives heads of length 1."""
-    return x.new_full((x.shape[-1],), x.shape[-1] ** -0.5, dtype=torch.promote_types(x.dtype, torch.float32))
+    return packed.once("chunks of documents", make)
 
 
 class DeltaSaved(NamedTuple):

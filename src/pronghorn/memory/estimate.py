@@ -260,11 +260,17 @@ def _mixer_bytes(block: BlockSpec, setup: TrainSetup) -> int:
     if isinstance(block, AttentionSpec):
         return t * (b * ((2 + block.gated) * block.query + 2 * block.key_value) + 4 * block.heads)
     if isinstance(block, GatedDeltaSpec):
-        from pronghorn.kernels.gated_delta import saved_bytes
-
-        sizes = block.key_heads, block.value_heads, block.key_dim, block.value_dim
-        return t * b * (block.convolved + 2 * block.values + 2 * block.value_heads) + saved_bytes(t, *sizes, b)
+        return t * b * (block.convolved + 2 * block.values + 2 * block.value_heads) + rule_bytes(block, setup)
     return 0
+
+
+def rule_bytes(block: GatedDeltaSpec, setup: TrainSetup) -> int:
+    """Count what the gated delta rule's kernels keep: w, N, the inverse and decays' sums of each value head, one over
+    the lengths of q and k, and the states at chunks' starts."""
+    t, b, chunk = setup.tokens, setup.itemsize, 64
+    token = block.value_heads * (b * (block.key_dim + block.value_dim + chunk) + 4) + 8 * block.key_heads
+    chunks = t // chunk + 16 * -(-t // (16 * setup.documents))  # with room for documents by buckets of 16
+    return t * token + chunks * block.value_heads * block.key_dim * block.value_dim * b
 
 
 def _stock_bytes(layer: LayerSpec, setup: TrainSetup) -> int:
