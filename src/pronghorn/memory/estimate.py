@@ -20,7 +20,8 @@ from itertools import accumulate
 from typing import Literal
 
 from pronghorn.errors import UnsupportedError
-from pronghorn.families.layer_spec import AttentionSpec, BlockSpec, ExpertsSpec, GatedDeltaSpec, GatedMLPSpec, LayerSpec
+from pronghorn.families.layer_spec import ExpertsSpec, GatedMLPSpec, LayerSpec
+from pronghorn.memory.mixers import mixer_bytes, shared_bytes
 from pronghorn.memory.plan import Policy, followed
 
 GIB = 2**30
@@ -235,42 +236,10 @@ def _fused_bytes(layer: LayerSpec, setup: TrainSetup) -> int:
     token += b * (2 * layer.hidden + 2 * width_of(layer) + ranks)
     if experts:
         token += 2 * b * experts.chosen * setup.expert_rank + 4 * experts.count + 32 * experts.chosen + 4
-        token += _shared_bytes(experts, layer.hidden, setup) if experts.shared else 0
+        token += shared_bytes(experts, layer.hidden, setup) if experts.shared else 0
     # of float32 masters, until the backward; of experts they are made for each product
     copies = b * layer.linear_weights if setup.method == "full" else 0
-    return setup.tokens * token + sum(_mixer_bytes(block, setup) for block in layer.blocks) + copies
-
-
-def _shared_bytes(experts: ExpertsSpec, hidden: int, setup: TrainSetup) -> int:
-    """Count what transformers and PEFT keep of a token in the expert that all go through: gate, its activation, up, the
-    result and its gate; and what adapters are given, in 16 bits a float32 copy each."""
-    b, (gate_up, (down,)) = setup.itemsize, experts.groups
-    ranks = sum(setup.rank(linear.path) for linear in (*gate_up, down))
-    token = b * (3 * experts.shared + hidden + 1) + (4 - b) * ranks
-    if setup.method == "full":
-        return token + b * experts.shared
-    inputs = sum(linear.inputs for linear in gate_up if setup.rank(linear.path)) if b < 4 else 0
-    return token + 4 * (inputs + (down.inputs if setup.rank(down.path) else 0))
-
-
-def _mixer_bytes(block: BlockSpec, setup: TrainSetup) -> int:
-    """Count q·k·v with gates, attention's output and log-sum-exp; or what the products of a gated delta net left, the
-    rule's output, and its states."""
-    t, b = setup.tokens, setup.itemsize
-    if isinstance(block, AttentionSpec):
-        return t * (b * ((2 + block.gated) * block.query + 2 * block.key_value) + 4 * block.heads)
-    if isinstance(block, GatedDeltaSpec):
-        return t * b * (block.convolved + 2 * block.values + 2 * block.value_heads) + rule_bytes(block, setup)
-    return 0
-
-
-def rule_bytes(block: GatedDeltaSpec, setup: TrainSetup) -> int:
-    """Count what the gated delta rule's kernels keep: w, N, the inverse and decays' sums of each value head, one over
-    the lengths of q and k, and the states at chunks' starts."""
-    t, b, chunk = setup.tokens, setup.itemsize, 64
-    token = block.value_heads * (b * (block.key_dim + block.value_dim + chunk) + 4) + 8 * block.key_heads
-    chunks = t // chunk + 16 * -(-t // (16 * setup.documents))  # with room for documents by buckets of 16
-    return t * token + chunks * block.value_heads * block.key_dim * block.value_dim * b
+    return setup.tokens * token + sum(mixer_bytes(block, setup) for block in layer.blocks) + copies
 
 
 def _stock_bytes(layer: LayerSpec, setup: TrainSetup) -> int:
