@@ -2,17 +2,14 @@
 
     S_t = exp(g_t) S_{t−1} + β_t k_t (v_t − exp(g_t) S_{t−1}ᵀ k_t)ᵀ        o_t = scale · S_tᵀ q_t
 
-S is zero at each document's start; q and k are divided by their lengths, (Σ x² + 1e-6)^(1/2), first. Inside a chunk, with
-b the running sum of g, D_ij = exp(b_i − b_j) for i ≥ j, and S the state at its start:
+S is zero at each document's start; q and k are divided by their lengths, (Σ x² + 1e-6)^(1/2), first. Inside a chunk,
+with b the running sum of g, D_ij = exp(b_i − b_j) for i ≥ j, and S the state at its start:
 
     A = tril(β k kᵀ ∘ D, −1)    N = (I + A)⁻¹ β (v − exp(b) k S)    o = scale (exp(b) q S + (q kᵀ ∘ D) N)
     S' = exp(b_L) S + (exp(b_L − b) k)ᵀ N
 
-Source: the WY form of Yang et al. 2024 (arXiv:2406.06484). Kernels are in `gated_delta_forward` and
-`gated_delta_backward`. Head j of q and k serves the value heads j·(H_v / H_k) and those that follow.
-
-Saved for the backward, by token and value head, with elements of E bytes: w (D_k E), N (D_v E), the inverse (64 E), b (4),
-and by chunk the state (D_k D_v E).
+Source: the WY form of Yang et al. 2024 (arXiv:2406.06484). Head j of q and k serves the value heads j·(H_v / H_k) and
+those that follow. There are no Triton kernels yet: the reference runs on every device, and saves nothing.
 """
 
 from __future__ import annotations
@@ -38,20 +35,7 @@ class Chunks(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What the backward needs besides the arguments; empty on the CPU, where the reference computes it again."""
-
-    w: Tensor
-    """[T, H_v, D_k]: (I + A)⁻¹ β exp(b) k."""
-    new: Tensor
-    """[T, H_v, D_v]: N."""
-    inverse: Tensor
-    """[T, H_v, 64]: (I + A)⁻¹."""
-    total: Tensor
-    """float32 [T, H_v]: b."""
-    rstd: Tensor
-    """float32 [2, T, H_k]: one over the lengths of q and of k."""
-    states: Tensor
-    """[N, H_v, D_k, D_v], at chunks' starts."""
+    """What the backward needs besides the arguments: nothing, the reference computes it again."""
 
 
 def chunks_of(lengths: Sequence[int], bucket: int, tokens: int) -> Chunks:
@@ -84,7 +68,7 @@ def forward_reference(
 ) -> tuple[Tensor, Saved]:
     """Do what `forward` does, in plain torch."""
     with torch.no_grad():
-        return chunked_reference(q, k, v, g, beta, chunks, scale), Saved(*[v.new_empty(0)] * len(Saved._fields))
+        return chunked_reference(q, k, v, g, beta, chunks, scale), Saved()
 
 
 def backward_reference(
@@ -150,10 +134,6 @@ def forward(
         g: float32 [T, H_v], logarithms of decays, ≤ 0.
         beta: [T, H_v].
     """
-    if q.is_cuda:
-        from pronghorn.kernels.gated_delta_forward import forward_triton
-
-        return forward_triton(q, k, v, g, beta, chunks, scale)
     return forward_reference(q, k, v, g, beta, chunks, scale)
 
 
@@ -161,8 +141,4 @@ def backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, saved: Saved, chunks: Chunks, scale: float
 ) -> tuple[Tensor, ...]:
     """Return (dq, dk, dv, dg, dbeta), contiguous, in the dtypes of q, k, v, g, beta."""
-    if q.is_cuda:
-        from pronghorn.kernels.gated_delta_backward import backward_triton
-
-        return backward_triton(do, q, k, v, g, beta, saved, chunks, scale)
     return backward_reference(do, q, k, v, g, beta, saved, chunks, scale)
