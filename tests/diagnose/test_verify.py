@@ -97,6 +97,10 @@ def test_clean_runs_pass(subject_of: Any, family: str) -> None:
         "gemma4_text": 5 * 9 - 2 * 2,  # with those of the layers' own inputs; two layers have neither k nor v
         "gemma4_unified_text": 3 * 7 - 1,  # one layer's values are its keys
         "gemma4_text with experts": 2 * 7 - 1,
+        # two gated delta nets, of five linears or three, and one attention
+        "qwen3_5_text": 2 * 8 + 7,
+        "qwen3_5_moe_text": 2 * 5 + 4,
+        "qwen3_next": 2 * 3 + 4,
     }.get(family, layers * linears)
     assert report.tensors == adapted * 2 and len(report.worst) == 10
     assert [check.name for check in report.checks][-2:] == ["merged weights", "saved and reloaded"]
@@ -105,14 +109,24 @@ def test_clean_runs_pass(subject_of: Any, family: str) -> None:
 EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 
 
-@pytest.mark.parametrize("family", MOE_FAMILIES)
+ROUGH_REFERENCE = pytest.mark.xfail(
+    strict=True,
+    reason="transformers' rule is float32 in the float64 reference, too: its gates' gradients are off there",
+)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(x, marks=ROUGH_REFERENCE) if x == "qwen3_5_moe_text" else x for x in MOE_FAMILIES],
+)
 def test_clean_expert_lora_passes(subject_of: Any, family: str) -> None:
     report = verify(subject_of(family, experts=EXPERTS))
     assert report.ok and report.causes == [], [check for check in report.checks if not check.ok]
     found = {check.name: check.detail for check in report.checks}
     assert found["experts train"].startswith("every expert that saw tokens trains")
-    weights = {"gpt_oss": 2 * (4 + 2), "gemma4_text with experts": 2 * (7 + 2) - 1}.get(family, 3 * (4 + 2))
-    assert found["merged weights"] == f"{weights} weights hold their adapter"
+    weights = {"gpt_oss": 2 * (4 + 2), "gemma4_text with experts": 2 * (7 + 2) - 1}
+    weights |= {"qwen3_5_moe_text": 2 * 5 + 4 + 3 * 2, "qwen3_next": 2 * 3 + 4 + 3 * 2}
+    assert found["merged weights"] == f"{weights.get(family, 3 * (4 + 2))} weights hold their adapter"
 
 
 @pytest.mark.parametrize("part", ["A", "B"])

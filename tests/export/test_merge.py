@@ -28,6 +28,7 @@ def adapted(family: str, **lora: Any) -> Any:
     if family in MOE_FAMILIES:
         lora = {"target_parameters": EXPERTS, **lora}
     targets = ["qkv_proj", "gate_up_proj"] if family == "phi3" else ["q_proj", "v_proj"]
+    torch.manual_seed(0)
     model = get_peft_model(tiny_model(family), LoraConfig(r=4, target_modules=targets, **lora))
     for name, parameter in model.named_parameters():
         if "lora_B" in name or "modules_to_save" in name:

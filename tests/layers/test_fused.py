@@ -128,7 +128,7 @@ def test_recompute_changes_nothing(recompute: bool) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_5_text"])
 def test_policies_change_what_is_kept_only(family: str, device: str) -> None:
     """Norms' results, or gate and up too, computed again by the same kernels: the same bits, fewer bytes kept. A layer
     that would be recomputed as a whole, if that weren't switched off, keeps everything."""

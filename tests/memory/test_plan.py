@@ -29,6 +29,8 @@ from pronghorn.data.batch import PackedBatch
 from pronghorn.diagnose.shapes import SHAPES, write_checkpoint
 from pronghorn.diagnose.shapes import shape_of as fields_of
 from pronghorn.errors import ConfigError, UnsupportedError
+from pronghorn.families.qwen3_5 import MIXER_LINEARS
+from pronghorn.families.qwen3_next import QWEN3_NEXT
 from pronghorn.kernels import linear_cross_entropy
 from pronghorn.memory.devices import device_spec, parse_bytes
 from pronghorn.memory.estimate import (
@@ -42,6 +44,7 @@ from pronghorn.memory.estimate import (
     stored_bytes,
     working_bytes,
 )
+from pronghorn.memory.mixers import rule_bytes
 from pronghorn.memory.plan import Plan, Policy, followed
 from pronghorn.memory.planner import PlanDoesNotFit, frontier, plan, plans_of
 from pronghorn.memory.step_time import LayerTimes, StepTimes, step_times
@@ -51,7 +54,7 @@ from pronghorn.models.auto_plan import cuda_device_spec, dims_of, measured_times
 from pronghorn.models.families import base_causal_lm
 from pronghorn.models.lora import add_lora
 from pronghorn.train.trainer import _resolve_plan
-from support.tiny import FAMILIES, tiny_model
+from support.tiny import DELTA_FAMILIES, FAMILIES, tiny_model
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 TOKENS, RANK = 48, 4
@@ -92,7 +95,7 @@ def saved_bytes(model: Any, packed: PackedBatch | None, autocast: torch.dtype | 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("layers", ["stock", "fused", "padded"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in DELTA_FAMILIES])
 def test_a_layer_saves_what_the_formula_says(family: str, layers: str, dtype: torch.dtype) -> None:
     """Exactly: a model of three layers against one of two. Stock is transformers' own SDPA, which is as on CUDA."""
     if family == "gemma3_text" and layers != "fused":
@@ -176,6 +179,46 @@ def test_keys_and_values_that_are_shared_are_counted_under_every_policy() -> Non
     alone = replace(giving, blocks=(replace(giving.blocks[0], gives_kv=False), *giving.blocks[1:]))
     other = replace(dims, layers=(*dims.layers[:2], alone, *dims.layers[3:]))
     assert peak - sum(MemoryModel.of(other, setup).peak([Policy.RECOMPUTE_LAYER] * 5).values()) == shared
+
+
+@pytest.mark.parametrize(
+    ("family", "adapted", "dtype"),
+    [
+        ("qwen3_5_text", "mixers", torch.float32),
+        ("qwen3_5_text", "all", torch.bfloat16),
+        ("qwen3_5_text", "full", torch.bfloat16),
+        ("qwen3_5_moe_text", "mixers", torch.float32),
+        ("qwen3_5_moe_text", "all", torch.float32),
+        ("qwen3_next", "mixers", torch.float32),
+    ],
+)
+def test_layers_of_gated_delta_nets_and_gated_attention_save_what_the_formula_says(
+    family: str, adapted: str, dtype: torch.dtype
+) -> None:
+    """Each kind of layer by a model that has one more of it; the last layer with the shared expert's adapters, too."""
+    found, dims, work = [], None, None
+    autocast = dtype if adapted == "full" and dtype is not torch.float32 else None
+    for count in (2, 3, 4):
+        model = tiny_model(family, num_hidden_layers=count)
+        if adapted != "full":
+            targets = list(QWEN3_NEXT.lora_targets or ()) if family == "qwen3_next" else list(MIXER_LINEARS)
+            targets += [] if adapted == "mixers" else ["gate_proj", "down_proj"]
+            model = add_lora(model.to(dtype), r=RANK, target_modules=targets)
+        attach(model, layers="fused")
+        found.append(saved_bytes(model, PackedBatch.build([TOKENS], tokens=TOKENS), autocast))
+        dims, work = dims_of(model), setup_of(model, TOKENS, autocast)
+    assert dims is not None and work is not None
+    assert [layer.delta is not None for layer in dims.layers] == [True, False, True, False]
+    delta, attention = (stored_bytes(layer, replace(work, fused=True))[Policy.KEEP] for layer in dims.layers[2:])
+    spec = dims.layers[3].attention
+    assert spec is not None and spec.gated
+    attention -= 4 * TOKENS * spec.heads  # on the CPU attention keeps no log-sum-exp
+    net = dims.layers[2].delta
+    assert net is not None
+    delta -= rule_bytes(net, work)  # nor the rule what its kernels do
+    rows = 4 * 8 if dims.has_experts else 0  # where each expert's rows begin
+    assert found[1] - found[0] == delta + rows
+    assert found[2] - found[1] == attention + rows
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "phi3", "olmo2", "granite"])

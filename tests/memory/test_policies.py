@@ -38,7 +38,7 @@ def activations(handle: Any) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["lora", "full"])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "qwen3_5_text"])
 def test_every_plan_gives_the_same_bits(family: str, full: bool) -> None:
     """Dropout's, too: what is recomputed draws the same numbers again."""
     model = tiny_model(family)

@@ -42,6 +42,13 @@ _GEMMA4: dict[str, Any] = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     },
 }
+_DELTA: dict[str, Any] = {
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+}
 # A window shorter than the documents, so that it must be right inside them.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -78,6 +85,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     # values that are keys, with fewer and wider heads, in layers without a window
     "gemma4_unified_text": {**_GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    "qwen3_5_text": {**_DELTA},
 }
 
 _ROUTED = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
@@ -123,7 +131,12 @@ MOE_FAMILIES: dict[str, dict[str, Any]] = {
         "top_k_experts": 2,
         "moe_intermediate_size": 24,
     },
+    "qwen3_5_moe_text": {**_ROUTED, **_DELTA, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40},
+    "qwen3_next": {**_ROUTED, **_DELTA, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40},
 }
+
+DELTA_FAMILIES = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+"""With gated delta nets, and gated attention in every second layer."""
 
 
 def tiny_model(family: str, seed: int = 0, **changes: Any) -> Any:
@@ -145,7 +158,9 @@ def tiny_model(family: str, seed: int = 0, **changes: Any) -> Any:
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.05)
             for layer in model.model.layers:
-                if layer.self_attn.scaling == 1:  # else scores, and the errors of float32, are far from trained ones'
+                if (
+                    hasattr(layer, "self_attn") and layer.self_attn.scaling == 1
+                ):  # else scores, and the errors of float32, are far from trained ones'
                     layer.self_attn.q_norm.weight.mul_(layer.self_attn.head_dim**-0.5)
             for name in {name for name, _ in model.named_buffers()} & model.state_dict().keys():
                 buffer = model.get_buffer(name)

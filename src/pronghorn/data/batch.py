@@ -143,6 +143,12 @@ class PackedBatch:
             loss_rows=loss_rows,
         )
 
+    def once(self, key: str, make: Callable[[], Any]) -> Any:
+        """Return what `make` gave when it was first asked for by this key: it is made once for all layers."""
+        if (key,) not in self._derived:
+            self._derived[(key,)] = make()
+        return self._derived[(key,)]
+
     def split(self, least: int) -> tuple[list[tuple[int, int]], Tensor]:
         """Return ([start, end) of the documents of at least `least` tokens, the tiles of the others); made once."""
         key = ("split", least)

@@ -36,7 +36,7 @@ from pronghorn.diagnose.profile_report import Profile, Sync, advise
 from pronghorn.diagnose.profile_times import account_for, synchronisations
 from pronghorn.diagnose.profile_trace import ENGINE, Span, spans
 from pronghorn.families.registry import family_of
-from pronghorn.families.spec import Attention, Experts
+from pronghorn.families.spec import Attention, Experts, GatedDelta
 from pronghorn.layers.decoder import is_fused
 from pronghorn.layers.linears import adapter_of
 from pronghorn.models.attach import Handle
@@ -231,7 +231,7 @@ def parts_of(model: Any) -> dict[nn.Module, str]:
     for layer in backbone.layers:
         parts[layer] = "layer"
         for block in blocks(layer):
-            part = "attention" if isinstance(block.kind, Attention) else "feed-forward"
+            part = "attention" if isinstance(block.kind, Attention | GatedDelta) else "feed-forward"
             own = [block.path(path) for group in block.kind.linears for path in group]  # of a block over the layer
             own += [block.path(block.kind.experts)] if isinstance(block.kind, Experts) else []
             parts |= {layer.get_submodule(path): part for path in ([block.module] if block.module else own)}

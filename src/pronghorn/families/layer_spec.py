@@ -18,6 +18,7 @@ from pronghorn.families.spec import (
     Experts,
     ExpertsBeside,
     FamilySpec,
+    GatedDelta,
     GatedMLP,
     PerLayerInput,
     ResidualBlock,
@@ -59,6 +60,8 @@ class AttentionSpec(BlockSpec):
     """Later layers read its keys and values."""
     reads_kv: bool = False
     """Its keys and values are an earlier layer's."""
+    gated: bool = False
+    """Each head's output is multiplied by a gate as wide as it."""
 
     @property
     def query(self) -> int:
@@ -74,6 +77,27 @@ class AttentionSpec(BlockSpec):
     def projected(self) -> int:
         """Width of what the linears of queries, keys and values give."""
         return sum(linear.out for linear in self.groups[0])
+
+
+@dataclass(frozen=True)
+class GatedDeltaSpec(BlockSpec):
+    """A gated delta net."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    """Of one head, as `value_dim`."""
+    value_dim: int
+
+    @property
+    def convolved(self) -> int:
+        """Width of q, k and v of all heads."""
+        return 2 * self.key_heads * self.key_dim + self.values
+
+    @property
+    def values(self) -> int:
+        """Width of all value heads."""
+        return self.value_heads * self.value_dim
 
 
 @dataclass(frozen=True)
@@ -94,6 +118,8 @@ class ExpertsSpec(BlockSpec):
     """Of one expert."""
     shared: int = 0
     """Of the expert that every token goes through."""
+    gated_shared: bool = False
+    """A gate multiplies what it gives."""
     beside: bool = False
     """A dense MLP is beside them."""
 
@@ -144,9 +170,12 @@ class LayerSpec:
         return 3 * self.hidden * self.experts.width * self.experts.count if self.experts else 0
 
     @property
-    def attention(self) -> AttentionSpec:
-        [found] = [block for block in self.blocks if isinstance(block, AttentionSpec)]
-        return found
+    def attention(self) -> AttentionSpec | None:
+        return next((block for block in self.blocks if isinstance(block, AttentionSpec)), None)
+
+    @property
+    def delta(self) -> GatedDeltaSpec | None:
+        return next((block for block in self.blocks if isinstance(block, GatedDeltaSpec)), None)
 
     @property
     def feed_forward(self) -> GatedMLPSpec | ExpertsSpec:
@@ -210,7 +239,10 @@ def _block(layer: Any, block: ResidualBlock, hidden: int) -> BlockSpec:
         sinks, window = kind.sinks is not None, kind.window(module)
         passed = kind.gives is not None, kind.reads is not None
         kv_heads = heads // module.num_key_value_groups
-        return AttentionSpec(groups, heads, kv_heads, module.head_dim, window, norms, sinks, *passed)
+        return AttentionSpec(groups, heads, kv_heads, module.head_dim, window, norms, sinks, *passed, kind.gated)
+    if isinstance(kind, GatedDelta):
+        sizes = module.num_k_heads, module.num_v_heads, module.head_k_dim, module.head_v_dim
+        return GatedDeltaSpec(groups, *sizes)
     if isinstance(kind, GatedMLP):
         return GatedMLPSpec(groups, groups[-1][0].inputs)
     if isinstance(kind, Experts):
@@ -224,7 +256,8 @@ def _block(layer: Any, block: ResidualBlock, hidden: int) -> BlockSpec:
         else:
             chosen = next(part.top_k for part in module.modules() if hasattr(part, "top_k"))
         shared = groups[-1][0].inputs if groups else 0
-        return ExpertsSpec(groups, len(down), chosen, down.numel() // len(down) // hidden, shared, beside)
+        width = down.numel() // len(down) // hidden
+        return ExpertsSpec(groups, len(down), chosen, width, shared, kind.gated_shared, beside)
     if isinstance(kind, PerLayerInput):
         return PerLayerInputSpec(groups, groups[-1][0].inputs)
     return BlockSpec(groups)

@@ -23,7 +23,10 @@ from pronghorn.families.olmoe import OLMOE
 from pronghorn.families.phi3 import PHI3
 from pronghorn.families.qwen2 import QWEN2
 from pronghorn.families.qwen3 import QWEN3
+from pronghorn.families.qwen3_5 import QWEN3_5
+from pronghorn.families.qwen3_5_moe import QWEN3_5_MOE
 from pronghorn.families.qwen3_moe import QWEN3_MOE
+from pronghorn.families.qwen3_next import QWEN3_NEXT
 from pronghorn.families.seed_oss import SEED_OSS
 from pronghorn.families.smollm3 import SMOLLM3
 from pronghorn.families.spec import FamilySpec
@@ -31,26 +34,9 @@ from pronghorn.families.spec import FamilySpec
 FAMILIES: dict[str, FamilySpec] = {
     spec.model_type: spec
     for spec in (
-        LLAMA,
-        MISTRAL,
-        QWEN2,
-        QWEN3,
-        GEMMA3,
-        GEMMA4,
-        GEMMA4_UNIFIED,
-        GPT_OSS,
-        QWEN3_MOE,
-        MIXTRAL,
-        OLMOE,
-        PHI3,
-        SMOLLM3,
-        OLMO2,
-        OLMO3,
-        MINISTRAL,
-        MINISTRAL3,
-        GRANITE,
-        SEED_OSS,
-        GLM4_MOE,
+        *(LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_5, GEMMA3, GEMMA4, GEMMA4_UNIFIED, PHI3, SMOLLM3, OLMO2, OLMO3),
+        *(MINISTRAL, MINISTRAL3, GRANITE, SEED_OSS),
+        *(GPT_OSS, QWEN3_MOE, QWEN3_5_MOE, QWEN3_NEXT, MIXTRAL, OLMOE, GLM4_MOE),
     )
 }
 

@@ -84,10 +84,31 @@ class Attention:
     """Names that k and v are given by, to later layers."""
     reads: tuple[str, str] | None = None
     """Names of the k and v that an earlier layer gave; `qkv` names q alone."""
+    gated: bool = False
+    """The first linear makes a query and a gate for each head, [H, 2, D]; σ(gate) multiplies attention's output."""
 
     @property
     def linears(self) -> tuple[tuple[str, ...], ...]:
         return self.qkv, (self.out,)
+
+
+@dataclass(frozen=True)
+class GatedDelta:
+    """A gated delta net (Yang et al. 2024, arXiv:2412.06464), which mixes tokens by a state of each head: a causal
+    convolution of q, k and v, the gated delta rule, and a norm gated by z."""
+
+    inputs: tuple[tuple[str, ...], ...] = (("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"))
+    """The linears of q·k·v and z; and those of b and a, of which σ(b) is the rule's step and a its decay."""
+    interleaved: bool = False
+    """Both groups are one linear, whose rows lie by key heads: q, k, v, z of each; b, a of each (Qwen3-Next)."""
+    out: str = "out_proj"
+    convolution: str = "conv1d"
+    norm: str = "norm"
+    """The RMSNorm of a head that z gates."""
+
+    @property
+    def linears(self) -> tuple[tuple[str, ...], ...]:
+        return *self.inputs, (self.out,)
 
 
 @dataclass(frozen=True)
@@ -121,6 +142,8 @@ class Experts:
     """The qualified name of the gating function where it is gpt-oss's: gate and up in turns, both clamped."""
     shared: GatedMLP | None = None
     """The experts that every token goes through, which the block's module calls; paths below that."""
+    gated_shared: bool = False
+    """A gate, σ of a linear of x, multiplies what the shared expert gives."""
 
     @property
     def linears(self) -> tuple[tuple[str, ...], ...]:

@@ -95,7 +95,8 @@ class AttentionBlock(Block):
             k, v = (y.to(q.dtype) for y in inputs)
         assert call.attention is not None
         mixed, state = explicit.forward(q, k, v, call.attention, self.sinks)
-        y, low_rank = out_linear.parts(Activation(pick(mixed.flatten(1), call.rows)))
+        gated = self.heads.gate(pick(mixed.flatten(1), call.rows), pick(qkv, call.rows))
+        y, low_rank = out_linear.parts(Activation(gated))
         h, after_y, after_rstd = add(pick(x, call.rows), y, low_rank, self.after, self.multiplier)
         saved = AttentionSaved(
             x=x,
@@ -129,7 +130,9 @@ class AttentionBlock(Block):
             dy, d_after = self.after.backward(dy, saved.y, saved.y_rstd)
         dy = dy.to(out_linear.dtype)
         d_mixed, given = out_linear.input_grad(dy, saved.mixed_a)
-        out_grads = out_linear.gradients(dy, given, pick(mixed.flatten(1), rows))
+        attended, product = pick(mixed.flatten(1), rows), pick(saved.qkv, rows)
+        out_grads = out_linear.gradients(dy, given, self.heads.gate(attended, product))
+        d_mixed, d_gate = self.heads.gate_backward(d_mixed, attended, product)
         d_mixed = spread(d_mixed, rows, mixed)
 
         # back through attention, RoPE and the heads' norms
@@ -153,6 +156,7 @@ class AttentionBlock(Block):
                 grad.add_(more)
         del parts, k, v
         d_qkv, d_query_norm, d_key_norm = self.heads.backward_(d_qkv, call, raw, rstd)
+        d_qkv = self.heads.merge(d_qkv, None if d_gate is None else spread(d_gate, rows, mixed))
 
         # back through the product of q, k and v, and the norm before
         normed = saved.normed

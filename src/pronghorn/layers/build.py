@@ -16,6 +16,7 @@ from pronghorn.families.spec import (
     Experts,
     ExpertsBeside,
     FamilySpec,
+    GatedDelta,
     GatedMLP,
     PerLayerInput,
     ResidualBlock,
@@ -24,6 +25,7 @@ from pronghorn.kernels.rope import Heads
 from pronghorn.layers.attention import AttentionBlock
 from pronghorn.layers.block import Block, NoNorm, Norm
 from pronghorn.layers.fused_linear import FusedLinear
+from pronghorn.layers.gated_delta import GatedDeltaBlock, delta_net
 from pronghorn.layers.heads import QKV, HeadNorms
 from pronghorn.layers.linears import unfused_reason
 from pronghorn.layers.mlp import GatedMLPBlock
@@ -94,6 +96,11 @@ class LayerBuilder:
         if isinstance(block.kind, GatedMLP):
             activation = _activation(module, block.kind)
             return GatedMLPBlock(linears[0], linears[1], activation, before, after, block.multiplier, block.gives)
+        if isinstance(block.kind, GatedDelta):
+            assert isinstance(before, Norm)
+            inner = module.get_submodule(block.kind.norm)
+            norm = Norm(inner.weight, _eps(inner), 0.0)
+            return GatedDeltaBlock(linears, delta_net(module, block.kind), norm, before, after)
         assert isinstance(block.kind, Attention)
         kind = block.kind
         return AttentionBlock(
@@ -126,7 +133,7 @@ class LayerBuilder:
             of_query, of_key = norms
             numbers = of_query.eps, of_query.offset
             heads = Heads(query, key_value, attention.head_dim, of_query.weight, of_key.weight, *numbers)
-        return QKV(heads, all_heads, kind.rotates(attention), kind.query_scale(attention))
+        return QKV(heads, all_heads, kind.rotates(attention), kind.query_scale(attention), gated=kind.gated)
 
     def _heads_apart(self, attention: Any, kind: Attention, out: FusedLinear) -> QKV:
         """Return the layout of heads where values have a norm of their own, or keys and values are another layer's."""
@@ -166,6 +173,11 @@ class LayerBuilder:
                 return f"head_dim {dim} is no power of two"
             if block.kind.query_norm is not None and block.kind.norms_span == "head" and not block.kind.rotates(module):
                 return "norms of heads without RoPE have no kernel"
+        elif isinstance(block.kind, GatedDelta):
+            if not self.is_own(module.get_submodule(block.kind.norm)):
+                return f"{type(module.get_submodule(block.kind.norm)).__name__} has no kernel"
+            if type(module.get_submodule(block.kind.convolution)) is not nn.Conv1d:
+                return "the convolution was wrapped"
         elif not isinstance(block.kind, GatedMLP | PerLayerInput):
             return f"{type(block.kind).__name__} has no fused form"
         for norm in norms:

@@ -38,6 +38,8 @@ class QKV:
     value_norm: Norm | None = None
     """Of each value head, or of what the product left of the key's where `heads.value` is 0; its weight isn't trained.
     It comes with norms of each query and key head."""
+    gated: bool = False
+    """The product has a gate after each query head, [T, (2·H + 2·H_kv)·D]; the heads have norms."""
 
     @property
     def norm_weights(self) -> tuple[Tensor | None, Tensor | None]:
@@ -57,6 +59,7 @@ class QKV:
         The argument is overwritten unless `reads_raw`.
         """
         rstd: list[Tensor] = []
+        qkv = self._without_gates(qkv)
         if self.all_heads is None:
             q, k, v = self._turned(qkv, self.heads, call)
             if self.value_norm is not None:
@@ -91,8 +94,9 @@ class QKV:
             dq.mul_(scale)
         grad = dqkv.flatten(1)
         if self.all_heads is None:
+            raw = None if qkv is None else self._without_gates(qkv)
             return (
-                rope.backward_(dqkv, call.cos, call.sin, self.heads, qkv, trained)
+                rope.backward_(dqkv, call.cos, call.sin, self.heads, raw, trained)
                 if self.rotates
                 else (grad, None, None)
             )
@@ -139,6 +143,39 @@ class QKV:
     def _raw_values(self, qkv: Tensor) -> Tensor:
         _, k, v = self.heads.split(qkv)
         return v if self.heads.value is None else k
+
+    def gate(self, mixed: Tensor, qkv: Tensor) -> Tensor:
+        """Return attention's output [M, H·D] times σ(gate), given the product's rows [M, …]; itself without gates."""
+        return mixed * self._gates(qkv).sigmoid() if self.gated else mixed
+
+    def gate_backward(self, d_out: Tensor, mixed: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return (the gradient of `gate`'s first argument, that of the gates [M, H·D] or None without)."""
+        if not self.gated:
+            return d_out, None
+        s = self._gates(qkv).to(torch.promote_types(qkv.dtype, torch.float32)).sigmoid()
+        return (d_out * s).to(d_out.dtype), (d_out * mixed * s * (1 - s)).to(d_out.dtype)
+
+    def merge(self, d_qkv: Tensor, d_gate: Tensor | None) -> Tensor:
+        """Return the gradient of the product from that of q, k, v [T, (H + 2·H_kv)·D] and of the gates."""
+        if d_gate is None:
+            return d_qkv
+        columns = self.heads.query * self.heads.dim
+        queries = (d_qkv[:, :columns].unflatten(1, (-1, self.heads.dim)), d_gate.unflatten(1, (-1, self.heads.dim)))
+        return torch.cat([torch.stack(queries, 2).flatten(1), d_qkv[:, columns:]], 1)
+
+    def _queries(self, qkv: Tensor) -> Tensor:
+        """View the queries and gates as [T, H, 2, D]."""
+        width = 2 * self.heads.query * self.heads.dim
+        return qkv[:, :width].unflatten(1, (self.heads.query, 2, self.heads.dim))
+
+    def _gates(self, qkv: Tensor) -> Tensor:
+        return self._queries(qkv)[:, :, 1].flatten(1)
+
+    def _without_gates(self, qkv: Tensor) -> Tensor:
+        if not self.gated:
+            return qkv
+        rest = qkv[:, 2 * self.heads.query * self.heads.dim :]
+        return torch.cat([self._queries(qkv)[:, :, 0].flatten(1), rest], 1)
 
     @property
     def _norms(self) -> tuple[Norm, Norm]:

@@ -20,7 +20,8 @@ from itertools import accumulate
 from typing import Literal
 
 from pronghorn.errors import UnsupportedError
-from pronghorn.families.layer_spec import GatedMLPSpec, LayerSpec
+from pronghorn.families.layer_spec import ExpertsSpec, GatedMLPSpec, LayerSpec
+from pronghorn.memory.mixers import mixer_bytes, shared_bytes
 from pronghorn.memory.plan import Policy, followed
 
 GIB = 2**30
@@ -163,14 +164,14 @@ def resting_bytes(dims: ModelDims, setup: TrainSetup) -> dict[str, int]:
     adapters = sum(count * setup.adapters(layer) for layer, count in dims.kinds.items())
     copies = 0  # of A and B in the products' dtype, B of a merged product with zeros beside each block
     for layer, count in dims.kinds.items() if setup.fused else ():
-        for group in layer.groups:
+        for group in (group for block in layer.blocks if not isinstance(block, ExpertsSpec) for group in block.groups):
             widths = group[0].inputs + sum(linear.out for linear in group)
             copies += count * b * widths * sum(setup.rank(linear.path) for linear in group)
     trained = (4 * p if full else setup.adapter_itemsize * adapters) + b * setup.trained_whole
     states = setup.optimizer_bytes
     if states is None:
         states = 8 * ((p if full else adapters) + setup.trained_whole)
-    rotary = sum({layer.attention.head_dim for layer in dims.kinds})
+    rotary = sum({layer.attention.head_dim for layer in dims.kinds if layer.attention})
     inputs = sum(layer.per_layer_input.width for layer in dims.layers if layer.per_layer_input)
     return {
         "weights": weights,
@@ -203,13 +204,12 @@ def stored_bytes(layer: LayerSpec, setup: TrainSetup, parts: bool = True) -> dic
     """Count what a layer leaves on the device between forward and backward, by policy.
 
     Raises:
-        UnsupportedError: a layer with experts that isn't Pronghorn's: what transformers' keeps isn't counted.
+        UnsupportedError: a layer with experts or a gated delta net that isn't Pronghorn's: what transformers' keeps
+            isn't counted.
     """
-    if layer.experts and not setup.fused:
-        raise UnsupportedError(
-            "layers with experts are counted packed and with fused attention only",
-            "choose memory.gradient_checkpointing yourself",
-        )
+    if (layer.experts or layer.delta) and not setup.fused:
+        what = "experts are counted packed and with fused attention" if layer.experts else "gated delta nets are fused"
+        raise UnsupportedError(f"layers with {what} only", "choose memory.gradient_checkpointing yourself")
     t, h, b = setup.tokens, layer.hidden, setup.itemsize
     keep = _fused_bytes(layer, setup) if setup.fused else _stock_bytes(layer, setup)
     served = {Policy.KEEP: keep}
@@ -237,18 +237,19 @@ def _normed_bytes(layer: LayerSpec, setup: TrainSetup) -> int:
 
 def _given_bytes(layer: LayerSpec, setup: TrainSetup) -> int:
     """Count the keys and values that a layer gives to later ones, which are there until its own backward."""
-    return 2 * setup.tokens * layer.attention.key_value * setup.itemsize if layer.attention.gives_kv else 0
+    attention = layer.attention
+    return 2 * setup.tokens * attention.key_value * setup.itemsize if attention and attention.gives_kv else 0
 
 
 def _fused_bytes(layer: LayerSpec, setup: TrainSetup) -> int:
-    """Count norms' inputs and outputs, q·k·v, attention's output and log-sum-exp, gate·up, x·Aᵀ of every product; of a
-    router the probabilities, the chosen ones with their sum, and the order of the rows."""
-    b, attention, experts = setup.itemsize, layer.attention, layer.experts
+    """Count norms' inputs and outputs, what the mixer keeps, gate·up, x·Aᵀ of every product; of a router the
+    probabilities, the chosen ones with their sum, and the order of the rows."""
+    b, experts = setup.itemsize, layer.experts
     ranks = sum(setup.rank(linear.path) for linear in layer.linears)
     token = layer.hidden * (max(layer.norms_before, 2) * setup.stream_bytes + b * layer.norms_after)
-    token += 4 * (layer.norms + attention.heads)
+    token += 4 * layer.norms
     token += 2 * _normed_bytes(layer, setup)
-    token += b * (attention.query + attention.projected + 2 * width_of(layer) + ranks)
+    token += b * (2 * width_of(layer) + ranks)
     if layer.per_layer_input:  # the norm's input is counted, the block's is not yet
         token += layer.hidden * setup.stream_bytes + b * layer.per_layer_input.width
     if experts and experts.beside:  # one more norm's result; the router norms float32 and scales what it chose
@@ -256,16 +257,18 @@ def _fused_bytes(layer: LayerSpec, setup: TrainSetup) -> int:
         token += 4 * layer.hidden if b == 2 else 0
     if experts:
         token += 2 * b * experts.chosen * setup.expert_rank + 4 * experts.count + 32 * experts.chosen + 4
-        token += 3 * b * experts.shared  # called: gate, its activation, and up
+        token += shared_bytes(experts, layer.hidden, setup) if experts.shared else 0
     # of float32 masters, until the backward; of experts they are made for each product
     copies = b * layer.linear_weights if setup.method == "full" else 0
-    return setup.tokens * token + copies + _given_bytes(layer, setup)
+    mixers = sum(mixer_bytes(block, setup) for block in layer.blocks)
+    return setup.tokens * token + mixers + copies + _given_bytes(layer, setup)
 
 
 def _stock_bytes(layer: LayerSpec, setup: TrainSetup) -> int:
     """Count what transformers and PEFT keep: float32 in norms, and in 16 bits a float32 copy of x for every adapted
     linear."""
     b, attention = setup.itemsize, layer.attention
+    assert attention is not None
     q, kv, heads = attention.query, attention.key_value, attention.heads + attention.kv_heads
     # with a mask, keys and values are repeated for all heads, and its row is kept
     masked = 2 * (q - kv) + setup.tokens // setup.padded if setup.padded else 0
@@ -294,7 +297,8 @@ def working_bytes(layer: LayerSpec, setup: TrainSetup) -> int:
 
     t, h, i, b = setup.tokens, layer.hidden, width_of(layer), setup.itemsize
     # the gradients of another layer's keys and values, summed so far
-    summed = 2 * t * layer.attention.key_value * b if layer.attention.reads_kv else 0
+    attention = layer.attention
+    summed = 2 * t * attention.key_value * b if attention and attention.reads_kv else 0
     if layer.experts:
         scratch = 0 if setup.expert_bytes is None else min(SCRATCH, 2 * b * layer.expert_weights // 3)
         return summed + t * (h * (setup.stream_bytes + b) + b * (2 * i + max(layer.experts.chosen * h, i))) + scratch

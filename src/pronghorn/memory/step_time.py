@@ -28,6 +28,9 @@ PACKED = 1.3
 """Time of experts' products by Triton, from weights that are written out, against torch's of dense ones."""
 ATTENTION = 0.35
 """Attention's products against the largest product."""
+DELTA_RULE = 0.06
+"""The gated delta rule's products against the largest product: 4 ms forward and backward for 8,192 tokens of 32 heads
+of 128 on one H200, which is what is asked of it; not measured yet."""
 GAPS = 0.27
 """Milliseconds of starting and ending kernels in a fused layer's forward, and as many in its backward."""
 ROUTED_GAPS = 0.4
@@ -129,14 +132,14 @@ def _rates(setup: TrainSetup, device: DeviceSpec) -> tuple[float, float]:
 
 def _layer_times(layer: LayerSpec, setup: TrainSetup, device: DeviceSpec) -> LayerTimes:
     t, h, i, b = setup.tokens, layer.hidden, width_of(layer), setup.itemsize
-    q, kv, experts = layer.attention.query, layer.attention.key_value, layer.experts
+    experts = layer.experts
     rate, ms_per_byte = _rates(setup, device)
     cheaper = FP8 if setup.fp8 else 1.0
     slower = 1.0 if setup.expert_bytes is None else PACKED
     products = 2 * t * (cheaper * layer.linear_weights + (slower * 3 * h * i if experts else 0)) * rate
-    attention = 2 * t * min(setup.documents, t) * q * 1e3 / (device.matmul * ATTENTION)
+    attention, moved = _mixer(layer, setup, device)
     norms = layer.norms * 2 * t * h * setup.stream_bytes * ms_per_byte
-    around = t * (6 * h * setup.stream_bytes + (4 * q + 4 * kv + 3 * i) * b) * ms_per_byte
+    around = t * (6 * h * setup.stream_bytes + (moved + 3 * i) * b) * ms_per_byte
     beside = setup.fused and not experts  # the activation reads and writes what gate and up add
     gated = () if experts else layer.feed_forward.groups[0]
     adapters = sum(t * _adapted(setup, group, beside and group == gated) * b for group in layer.groups) * ms_per_byte
@@ -146,8 +149,8 @@ def _layer_times(layer: LayerSpec, setup: TrainSetup, device: DeviceSpec) -> Lay
         around, adapters = around + t * rows * b * ms_per_byte, adapters + 1.5 * t * thin * b * ms_per_byte
     gaps = GAPS + (ROUTED_GAPS if experts else 0.0) if setup.fused else 0.0
     # weights in few bits are read as stored (NF4: half a byte) for each product, and two bytes, or a code, are written
-    moved = (0.5 if setup.linear_bytes is None else setup.linear_bytes) + (1 if setup.fp8 else 2)
-    written = moved * layer.linear_weights * ms_per_byte if setup.writes_out else 0.0
+    read = (0.5 if setup.linear_bytes is None else setup.linear_bytes) + (1 if setup.fp8 else 2)
+    written = read * layer.linear_weights * ms_per_byte if setup.writes_out else 0.0
     quantised = 0.0, 0.0  # what linears are given and their gradients, read in 16 bits and written in 8
     if setup.fp8:
         groups = [(group[0].inputs, sum(each.out for each in group)) for group in layer.groups]
@@ -164,6 +167,20 @@ def _layer_times(layer: LayerSpec, setup: TrainSetup, device: DeviceSpec) -> Lay
     spares = setup.fused and not layer.norms_after and not experts
     spared = matrix + 3 * t * h * setup.stream_bytes * ms_per_byte if spares else 0
     return LayerTimes(forward, backward, norms / layer.norms * layer.norms_before, 2 * matrix, forward - spared)
+
+
+def _mixer(layer: LayerSpec, setup: TrainSetup, device: DeviceSpec) -> tuple[float, int]:
+    """Return the milliseconds of attention's scores or of the gated delta rule, and the elements a token that is moved
+    around them."""
+    t, attention, delta = setup.tokens, layer.attention, layer.delta
+    if attention is not None:
+        scores = 2 * t * min(setup.documents, t) * attention.query * 1e3 / (device.matmul * ATTENTION)
+        return scores, (4 + 5 * attention.gated) * attention.query + 4 * attention.key_value
+    if delta is None:
+        return 0.0, 0
+    chunk = 64 * (3 * delta.key_dim + 2 * delta.value_dim) + 3 * delta.key_dim * delta.value_dim
+    rule = 2 * t * delta.value_heads * chunk * 1e3 / (device.matmul * DELTA_RULE)
+    return rule, 4 * delta.convolved + 3 * delta.values
 
 
 def _adapted(setup: TrainSetup, group: Sequence[Linear], beside: bool) -> int:

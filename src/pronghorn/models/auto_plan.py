@@ -17,7 +17,7 @@ from torch import nn
 from pronghorn.data.batch import PackedBatch
 from pronghorn.errors import UnsupportedError
 from pronghorn.families.layer_spec import layer_spec, linear_modules
-from pronghorn.families.spec import Attention, Experts, ExpertsBeside, GatedMLP, PerLayerInput
+from pronghorn.families.spec import Attention, Experts, ExpertsBeside, GatedDelta, GatedMLP, PerLayerInput
 from pronghorn.kernels.fp8_blocks import FP8Tensor
 from pronghorn.kernels.packed import PackedTensor
 from pronghorn.layers.decoder import FusedLayers
@@ -68,8 +68,8 @@ def _is_beside(name: str, parameter: torch.Tensor, embeddings: str) -> bool:
 def refusal(model: Any, fused: bool = True) -> str | None:
     """Say why no plan is made for a causal LM, or None.
 
-    Experts are counted only as Pronghorn computes them, in packed batches and with fused attention; other
-    layers than those of one attention and one gated MLP, or experts, are not counted.
+    Experts and gated delta nets are counted only as Pronghorn computes them, in packed batches and with fused
+    attention; other layers than those of one mixer and one gated MLP, or experts, are not counted.
     """
     base = base_causal_lm(model)
     family = check_config(base.config)
@@ -81,7 +81,7 @@ def refusal(model: Any, fused: bool = True) -> str | None:
         return None
     routed = any(isinstance(kind, Experts) for layer in layers for kind in layer)
     if not fused:
-        what = "attention beside its experts" if routed else "attention"
+        what = "attention beside its experts, or a gated delta net," if routed else "attention, or a gated delta net,"
         return f"{what} is not fused, or batches are padded"
     if not routed:
         return unfused_reason(base, None)
@@ -96,6 +96,8 @@ _COUNTED = {
     (Attention, Experts),
     (Attention, GatedMLP, PerLayerInput),
     (Attention, GatedMLP, ExpertsBeside),
+    (GatedDelta, GatedMLP),
+    (GatedDelta, Experts),
 }
 """The kinds of blocks that layers have whose bytes are counted."""
 
@@ -103,6 +105,8 @@ _COUNTED = {
 def _is_plain(kinds: Sequence[Any]) -> bool:
     """Tell whether what transformers' own layer keeps is counted, too."""
     attention = kinds[0]
+    if not isinstance(attention, Attention) or attention.gated:
+        return False
     return len(kinds) == 2 and isinstance(kinds[1], GatedMLP) and not (attention.value_norm or attention.reads)
 
 

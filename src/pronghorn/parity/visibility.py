@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pronghorn.data.packing import IGNORE_INDEX, Document
 from pronghorn.families.registry import family_of
-from pronghorn.families.spec import Attention, BlockKind, Experts, GatedMLP, PerLayerInput
+from pronghorn.families.spec import Attention, BlockKind, Experts, GatedDelta, GatedMLP, PerLayerInput
 from pronghorn.parity.reference import logits_at
 
 NEIGHBOUR = 4
@@ -57,6 +57,7 @@ def position_dependent(model: Any) -> tuple[str, ...]:
     for _, module, kind in token_mixers(model):
         if isinstance(kind, Attention):
             projections = kind.qkv[:2] if len(kind.qkv) == 3 else kind.qkv  # a linear of all three counts
+            projections = projections[kind.gated :]  # a gate reaches the loss by itself
             parts = (*projections, kind.query_norm, kind.key_norm)
             prefixes += [f"{names[module]}.{part}." for part in parts if part]
     return tuple(prefixes)
@@ -126,6 +127,8 @@ def visible_positions(
         seen = seen_by(start + AT)
         inside = tuple(t - start for t in seen if start <= t < start + length)
         outside = len(inside) < len(seen) or (start > 0 and max(seen_by(start - 1), default=0) >= start)
+        if isinstance(kind, GatedDelta):  # rounding decides which later token doesn't see a state decay any more
+            inside = tuple(t for t in inside if t <= AT + 1)
         visibility.append(Visibility(number, inside, outside))
 
     hooks = [

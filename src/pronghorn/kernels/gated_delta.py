@@ -1,0 +1,145 @@
+"""The gated delta rule (Yang et al. 2024, arXiv:2412.06464) over packed documents, in chunks of 64 tokens.
+
+    S_t = exp(g_t) S_{t−1} + β_t k_t (v_t − exp(g_t) S_{t−1}ᵀ k_t)ᵀ        o_t = scale · S_tᵀ q_t
+
+S is zero at each document's start; q and k are divided by their lengths, (Σ x² + 1e-6)^(1/2), first. Inside a chunk,
+with b the running sum of g, D_ij = exp(b_i − b_j) for i ≥ j, and S the state at its start:
+
+    A = tril(β k kᵀ ∘ D, −1)    N = (I + A)⁻¹ β (v − exp(b) k S)    o = scale (exp(b) q S + (q kᵀ ∘ D) N)
+    S' = exp(b_L) S + (exp(b_L − b) k)ᵀ N
+
+Source: the WY form of Yang et al. 2024 (arXiv:2406.06484). Head j of q and k serves the value heads j·(H_v / H_k) and
+those that follow. There are no Triton kernels yet: the reference runs on every device, and saves nothing.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+CHUNK = 64
+L2_EPS = 1e-6
+
+
+class Chunks(NamedTuple):
+    """Chunks that don't cross documents; sizes depend on the row's tokens and its bucket of documents only."""
+
+    documents: Tensor
+    """int32 [D_b, 2]: each document's first chunk and number of chunks; 0 chunks where there is no document."""
+    chunks: Tensor
+    """int32 [T // 64 + D_b, 2]: each chunk's first token and length; length 0 where there is no chunk."""
+
+
+class Saved(NamedTuple):
+    """What the backward needs besides the arguments: nothing, the reference computes it again."""
+
+
+def chunks_of(lengths: Sequence[int], bucket: int, tokens: int) -> Chunks:
+    """Make the chunks of documents of these lengths, on the host; there is room for `bucket` documents."""
+    documents, chunks, start = array("i"), array("i"), 0
+    for length in lengths:
+        documents.extend((len(chunks) // 2, -(-length // CHUNK)))
+        for first in range(0, length, CHUNK):
+            chunks.extend((start + first, min(CHUNK, length - first)))
+        start += length
+    documents.extend([0, 0] * (bucket - len(lengths)))
+    chunks.extend([0, 0] * (tokens // CHUNK + bucket - len(chunks) // 2))
+    return Chunks(*(torch.frombuffer(x, dtype=torch.int32).view(-1, 2) for x in (documents, chunks)))
+
+
+def recurrent_reference(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunks: Chunks, scale: float
+) -> Tensor:
+    """Compute o token by token, as the formula says; slow, for float64 and autograd."""
+    return _by_document(_recurrent, q, k, v, g, beta, chunks, scale)
+
+
+def chunked_reference(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunks: Chunks, scale: float) -> Tensor:
+    """Compute o chunk by chunk in float32 (float64), with autograd."""
+    return _by_document(_chunked, q, k, v, g, beta, chunks, scale)
+
+
+def forward_reference(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunks: Chunks, scale: float
+) -> tuple[Tensor, Saved]:
+    """Do what `forward` does, in plain torch."""
+    with torch.no_grad():
+        return chunked_reference(q, k, v, g, beta, chunks, scale), Saved()
+
+
+def backward_reference(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, saved: Saved, chunks: Chunks, scale: float
+) -> tuple[Tensor, ...]:
+    """Do what `backward` does, in plain torch."""
+    with torch.enable_grad():
+        leaves = [x.detach().requires_grad_() for x in (q, k, v, g, beta)]
+        q, k, v, g, beta = leaves
+        o = chunked_reference(q, k, v, g, beta, chunks, scale)
+    return torch.autograd.grad(o, leaves, do)
+
+
+def _by_document(
+    rule: Callable[..., Tensor],
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunks: Chunks, scale: float,
+) -> Tensor:  # fmt: skip
+    wide, found, spans = torch.promote_types(q.dtype, torch.float32), [], chunks.chunks.tolist()
+    for first, count in chunks.documents.tolist():
+        if count:
+            start, end = spans[first][0], sum(spans[first + count - 1])
+            qd, kd, vd, gd, bd = (x[start:end].to(wide).transpose(0, 1) for x in (q, k, v, g, beta))
+            qd, kd = ((x * (x.square().sum(-1, keepdim=True) + L2_EPS).rsqrt()) for x in (qd, kd))
+            qd, kd = (x.repeat_interleave(v.shape[1] // k.shape[1], 0) for x in (qd * scale, kd))
+            found.append(rule(qd, kd, vd, gd, bd).transpose(0, 1))
+    return torch.cat(found).to(v.dtype)
+
+
+def _recurrent(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    state, found = v.new_zeros(len(v), k.shape[2], v.shape[2]), []
+    for t in range(v.shape[1]):
+        state = g[:, t].exp()[:, None, None] * state
+        new = beta[:, t, None] * (v[:, t] - (k[:, t, :, None] * state).sum(1))
+        state = state + k[:, t, :, None] * new[:, None]
+        found.append((q[:, t, :, None] * state).sum(1))
+    return torch.stack(found, 1)
+
+
+def _chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    state, found = v.new_zeros(len(v), k.shape[2], v.shape[2]), []
+    for at in range(0, v.shape[1], CHUNK):
+        qc, kc, vc, gc, bc = (x[:, at : at + CHUNK] for x in (q, k, v, g, beta))
+        total = gc.cumsum(1)
+        hidden = torch.ones(vc.shape[1], vc.shape[1], dtype=torch.bool, device=v.device).triu(1)
+        decay = (total[:, :, None] - total[:, None]).masked_fill(hidden, float("-inf")).exp()
+        system = (bc[..., None] * (kc @ kc.mT) * decay).tril(-1) + torch.eye(
+            vc.shape[1], dtype=v.dtype, device=v.device
+        )
+        right = bc[..., None] * (vc - total.exp()[..., None] * (kc @ state))
+        new = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+        found.append(total.exp()[..., None] * (qc @ state) + (qc @ kc.mT * decay) @ new)
+        last = total[:, -1:]
+        state = last.exp()[..., None] * state + ((last - total).exp()[..., None] * kc).mT @ new
+    return torch.cat(found, 1)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunks: Chunks, scale: float
+) -> tuple[Tensor, Saved]:
+    """Return (o [T, H_v, D_v] in v's dtype, what `backward` needs).
+
+    Args:
+        q, k: [T, H_k, D_k]; v: [T, H_v, D_v], of any strides but for the last; sizes of heads are powers of two, ≥ 16.
+        g: float32 [T, H_v], logarithms of decays, ≤ 0.
+        beta: [T, H_v].
+    """
+    return forward_reference(q, k, v, g, beta, chunks, scale)
+
+
+def backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, saved: Saved, chunks: Chunks, scale: float
+) -> tuple[Tensor, ...]:
+    """Return (dq, dk, dv, dg, dbeta), contiguous, in the dtypes of q, k, v, g, beta."""
+    return backward_reference(do, q, k, v, g, beta, saved, chunks, scale)
