@@ -70,6 +70,8 @@ def refusal(model: Any, fused: bool = True) -> str | None:
     """
     base = base_causal_lm(model)
     family = check_config(base.config)
+    if family.generic:
+        return f"what layers of {base.config.model_type} keep is not known"
     kinds = {tuple(type(block.kind) for block in family.blocks(layer)) for layer in base.base_model.layers}
     for layer in kinds - {(Attention, GatedMLP), (Attention, Experts)}:
         return f"what layers of {', '.join(kind.__name__ for kind in layer)} keep is not counted"
