@@ -44,9 +44,10 @@ from pronghorn.models.families import (
     rope_limit,
     set_attention,
 )
-from pronghorn.models.generic import GenericPacking, followable, generic_class
+from pronghorn.models.generic import PACKING, GenericPacking, followable, generic_class
 from pronghorn.models.graph import BackboneGraphs, Graph, graphed_class
 from pronghorn.models.metadata import LAYERS, share_metadata
+from pronghorn.models.probe import Isolation
 from pronghorn.models.report import Decisions, PathTaken, decide, longest_tiled, query_of, render
 from pronghorn.models.subject import check_subject
 from pronghorn.precision.compute import Compute
@@ -139,6 +140,12 @@ class Handle:
     def fuses(self) -> bool:
         """Whether layers have their fused classes."""
         return self.layers is not None
+
+    @property
+    def isolation(self) -> Isolation | None:
+        """What the probe found of a model of a generic family; None for others, and before it ran."""
+        packing: GenericPacking | None = self.model.__dict__.get(PACKING)
+        return None if packing is None else packing.isolation
 
     @property
     def report(self) -> list[PathTaken]:
@@ -315,7 +322,7 @@ def _attach_generic(base: Any, options: AttachOptions) -> Handle:
     previous: Any = type(base)
     packing = GenericPacking(base, implementation(options.backend, "once"), base.config._attn_implementation)
     base.__class__ = generic_class(previous)
-    base._pronghorn_packing = packing
+    setattr(base, PACKING, packing)
     base._pronghorn_handle = Handle(
         base, options, previous, None, None, None, base.config._attn_implementation, None
     )

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from pronghorn.data.batch import PackedBatch
 from pronghorn.data.packing import IGNORE_INDEX
 from pronghorn.errors import UnsupportedError
+from pronghorn.families.generic import limits_to_cross
 from pronghorn.layers.subclass import subclass
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.models.causal_lm import PackedCausalLM, has_own_loss
@@ -43,6 +44,7 @@ class Way(StrEnum):
     BOUNDS = "by the documents' bounds"
     BOUNDS_AND_MASK = "by the documents' bounds; a mask is made for layers that read one"
     MASK = "under a dense mask that transformers makes of position_ids"
+    OWN_MASK = "under a dense mask that it is given"
 
 
 @dataclass
@@ -62,14 +64,17 @@ class GenericPacking:
     def ways(self) -> list[Way]:
         """List the ways that this model's signatures allow, the cheapest first."""
         names, any_keyword = keywords_of(self.model)
+        ways = [Way.MASK] if any_keyword or "position_ids" in names else []
         if any_keyword and getattr(self.model, "_supports_attention_backend", False):
-            return list(Way)
-        return [Way.MASK] if any_keyword or "position_ids" in names else []
+            ways = [Way.BOUNDS, Way.BOUNDS_AND_MASK, Way.MASK]
+        windows = limits_to_cross(self.model.config)  # which a mask made here would not have
+        return ways if windows else [*ways, Way.OWN_MASK]
 
     def take(self, way: Way | None) -> None:
         """Let the model's forward go one of the ways; None: transformers' attention, for batches that aren't packed."""
         self.way = way
-        wanted = self.previous if way in (None, Way.MASK) else self.implementation
+        bounds = way in (Way.BOUNDS, Way.BOUNDS_AND_MASK)
+        wanted = self.implementation if bounds else self.previous
         if self.model.config._attn_implementation != wanted:
             set_attention(self.model, wanted)
 
@@ -86,11 +91,21 @@ class GenericPacking:
             "max_length_k": longest,
             "seq_idx": packed.document_ids[None],
         }
-        if self.way is not Way.MASK:
+        if self.way in (Way.BOUNDS, Way.BOUNDS_AND_MASK):
             given["packed"] = packed
-        # transformers returns a mask of four dimensions as it is instead of making one
-        given["attention_mask"] = bounds.view(1, 1, 1, -1) if self.way is Way.BOUNDS else None
+        given["attention_mask"] = None
+        if self.way is Way.BOUNDS:  # transformers returns a mask of four dimensions as it is instead of making one
+            given["attention_mask"] = bounds.view(1, 1, 1, -1)
+        elif self.way is Way.OWN_MASK:
+            given["attention_mask"] = self._dense_mask(packed)
         return given
+
+    def _dense_mask(self, packed: PackedBatch) -> Tensor:
+        """Return what is added to scores, [1, 1, T, T]: 0 where a token looks, else the least number."""
+        kind, dtype = self.model.device.type, self.model.get_input_embeddings().weight.dtype
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype
+        hidden = ~packed.dense_mask(None)
+        return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, torch.finfo(dtype).min)
 
 
 def followable(plan: Plan, layers: Iterable[nn.Module]) -> Plan:

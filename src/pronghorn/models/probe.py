@@ -124,19 +124,26 @@ def probe(model: Any, lengths: Sequence[int] | None = None) -> Isolation:
     blank = Isolation(base.config.model_type, None, lengths, missed)
     found = replace(blank, problem="its forward takes neither position_ids nor the bounds of documents")
     for way in packing.ways:
-        try:
-            with _undisturbed(base):
-                found = _judged(base, packing, replace(blank, way=way))
-        except PronghornError as error:
-            found = replace(blank, way=way, problem=error.problem)
-        except Exception as error:  # whatever a stranger's forward raises is why it can't be used
-            found = replace(blank, way=way, problem=f"its forward fails ({type(error).__name__}: {_short(error)})")
+        tried = _tried(base, packing, replace(blank, way=way))
+        if tried.clean or not isinstance(found.problem, Leak):  # a forward that fails in the next way tells less
+            found = tried
         if found.clean:
             break
     found = replace(found, seconds=time.perf_counter() - started)
     packing.isolation = found
     packing.take(found.way if found.clean else None)
     return found
+
+
+def _tried(base: Any, packing: GenericPacking, found: Isolation) -> Isolation:
+    """Return the record of one way of packing, that its forward fails if it does."""
+    try:
+        with _undisturbed(base):
+            return _judged(base, packing, found)
+    except PronghornError as error:
+        return replace(found, problem=error.problem)
+    except Exception as error:  # whatever a stranger's forward raises is why it can't be used
+        return replace(found, problem=f"its forward fails ({type(error).__name__}: {_short(error)})")
 
 
 def _lengths(limits: dict[str, int]) -> tuple[int, ...]:
