@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.generic import SMALL, generic_model
 from torch import nn
 
 import pronghorn
@@ -17,6 +16,7 @@ from pronghorn.models.families import decoder_layers
 from pronghorn.models.generic import Way
 from pronghorn.models.lora import add_lora
 from pronghorn.models.probe import Leak, probe
+from support.generic import SMALL, generic_model
 
 CLEAN = ("gpt_neox", "gpt2", "opt", "phi", "cohere", "starcoder2", "gemma2", "falcon", "qwen2_moe")
 LENGTHS = [5, 30, 1, 17]

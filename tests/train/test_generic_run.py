@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.generic import generic_model
-from support.runs import QUIET, Make, make  # noqa: F401  (the fixture)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pronghorn.errors import UnsupportedError
 from pronghorn.train.run import run
+from support.generic import generic_model
+from support.runs import QUIET, Make, make  # noqa: F401  (the fixture)
 
 
 def saved(model_type: str, stories: Path, folder: Path) -> Path:

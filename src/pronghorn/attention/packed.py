@@ -85,9 +85,7 @@ def packed_attention(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     batch, heads, length, head_dim = query.shape
     scale = head_dim**-0.5 if scaling is None else scaling
-    q_THD, k_THD, v_THD = (
-        x.transpose(1, 2).reshape(batch * length, -1, x.shape[-1]) for x in (query, key, value)
-    )
+    q_THD, k_THD, v_THD = (x.transpose(1, 2).reshape(batch * length, -1, x.shape[-1]) for x in (query, key, value))
     options = explicit.Options.choose(backend, query, packed, scale, sliding_window)
     way, window = options.way, options.binding
     softcap = kwargs.get("softcap")

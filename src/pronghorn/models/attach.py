@@ -323,9 +323,7 @@ def _attach_generic(base: Any, options: AttachOptions) -> Handle:
     packing = GenericPacking(base, implementation(options.backend, "once"), base.config._attn_implementation)
     base.__class__ = generic_class(previous)
     setattr(base, PACKING, packing)
-    base._pronghorn_handle = Handle(
-        base, options, previous, None, None, None, base.config._attn_implementation, None
-    )
+    base._pronghorn_handle = Handle(base, options, previous, None, None, None, base.config._attn_implementation, None)
     return base._pronghorn_handle
 
 

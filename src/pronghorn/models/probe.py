@@ -209,15 +209,15 @@ def _judged(base: Any, packing: GenericPacking, found: Isolation) -> Isolation:
             if leak is not None:
                 return replace(found, problem=leak)
         for own, grads in zip(row.sets, gradients, strict=True):
-            for index in range(len(before) - 1, -1, -1):  # the last state that is reached is before the layer that mixes
+            for index in range(
+                len(before) - 1, -1, -1
+            ):  # the last state that is reached is before the layer that mixes
                 grad = grads[index]
                 if grad is not None and grad.reshape(len(ids), -1)[~own].count_nonzero():
                     inside = min(index, len(layers) - 1)
                     how = "a document's loss has a gradient with respect to another's hidden states"
                     return replace(found, problem=Leak(inside, type(layers[inside]).__name__, how))
-        leak = _changed(
-            base, row, ids, torch.where(row.last, other, ids), ~row.last, tolerance, exact, before, states
-        )
+        leak = _changed(base, row, ids, torch.where(row.last, other, ids), ~row.last, tolerance, exact, before, states)
         if leak is not None:
             return replace(found, problem=replace(leak, how="a token sees one that comes after it"))
     del logits, losses, before, gradients
@@ -274,7 +274,7 @@ def _mixer(
         for tokens in (ids, other):
             runs.append({})
             with torch.no_grad():
-                _seeded(lambda tokens=tokens: row.call(base, tokens), base.device)  # type: ignore[misc]
+                _seeded(lambda tokens=tokens: row.call(base, tokens), base.device)
     finally:
         for hook in hooks:
             hook.remove()
@@ -398,7 +398,9 @@ def _error(value: Tensor, right: Tensor) -> float:
 
 def _dtype(base: Any) -> torch.dtype:
     kind = base.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else base.get_input_embeddings().weight.dtype
+    return (
+        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else base.get_input_embeddings().weight.dtype
+    )
 
 
 def _short(error: Exception) -> str:

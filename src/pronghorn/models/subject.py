@@ -31,5 +31,7 @@ def _causal_lm_names(base: Any) -> set[str]:
     """Return the names of transformers' causal LMs of the model's type: older ones are called e.g. GPT2LMHeadModel."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    name: Any = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(getattr(getattr(base, "config", None), "model_type", None), ())
+    name: Any = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(
+        str(getattr(getattr(base, "config", None), "model_type", None)), ()
+    )
     return {name} if isinstance(name, str) else set(name)

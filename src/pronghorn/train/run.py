@@ -152,7 +152,9 @@ def _build(
     if recipe.data.eval is not None:
         eval_documents = prepare(recipe, "eval", tokenizer, console)
         check_data(state, "eval", eval_documents.key, allow)
-        heldout = PackedRows(eval_documents.dataset, recipe.model.max_seq_length, alone=alone).first(recipe.data.eval_rows)
+        heldout = PackedRows(eval_documents.dataset, recipe.model.max_seq_length, alone=alone).first(
+            recipe.data.eval_rows
+        )
     console.print(f"[bold]Loading[/] {escape(recipe.model.name)}")
     model, handle = load(recipe, source, tokenizer, console)
     control = RunControl(recipe.train.max_minutes, recipe.train.save_minutes, recipe.train.patience)
