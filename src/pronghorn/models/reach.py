@@ -58,8 +58,9 @@ def _called(base: Any) -> list[nn.Module]:
         with torch.no_grad(), torch.random.fork_rng(devices=[base.device] if base.device.type == "cuda" else []):
             base(input_ids=ids, use_cache=False)
     except Exception as error:  # whatever a stranger's forward raises
+        cause = " ".join(str(error).split())[:200]
         raise UnsupportedError(
-            f"the forward of {type(base).__name__} fails ({type(error).__name__}: {' '.join(str(error).split())[:200]})",
+            f"the forward of {type(base).__name__} fails ({type(error).__name__}: {cause})",
             "name target_modules, or train it with transformers alone",
         ) from error
     finally:
