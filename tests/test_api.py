@@ -281,10 +281,10 @@ def test_other_quantisations_are_refused(stories: Path, tmp_path: Path, method: 
         load(tmp_path / "model")
 
 
-def test_families_without_an_adapter_are_refused_before_their_weights_load(stories: Path, tmp_path: Path) -> None:
+def test_a_model_type_without_a_causal_lm_is_refused_before_its_weights_load(stories: Path, tmp_path: Path) -> None:
     shutil.copytree(stories, tmp_path / "model")
-    (tmp_path / "model" / "config.json").write_text('{"model_type": "olmo2"}')
-    with pytest.raises(UnsupportedError, match=r"does not support the model type 'olmo2' yet\. Supported: llama"):
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "clip"}')
+    with pytest.raises(UnsupportedError, match="has no causal language model of the model type 'clip'"):
         load(tmp_path / "model")
 
 

@@ -16,7 +16,7 @@ from pronghorn.export.towers import keep_names
 from pronghorn.memory.plan import Checkpointing, Plan
 from pronghorn.memory.recompute import INSTALLED, install
 from pronghorn.models.attach import Attention, Experimental, attach, attached
-from pronghorn.models.families import base_causal_lm, recompute_layers
+from pronghorn.models.families import base_causal_lm, decoder_layers, recompute_layers
 from pronghorn.models.load import load_model, resolve_dtype
 from pronghorn.models.lora import add_lora
 
@@ -201,7 +201,7 @@ def _set_recompute(model: Any, value: Checkpointing) -> None:
         if installed := getattr(base, INSTALLED, None):
             installed.uninstall()
         if plan == Plan.offload():
-            install(base, base.base_model.layers, plan)
+            install(base, decoder_layers(base), plan)
         else:
             recompute_layers(base, plan != Plan.keep())
     else:

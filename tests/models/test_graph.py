@@ -645,8 +645,8 @@ def asked_for(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         forward=forward, without=lambda run: run(), clear=lambda: asked.append("cleared"), paused=False
     )
     backbone.__dict__["_pronghorn_graphs"] = graphs
-    found = metadata._from_stock_arguments
-    monkeypatch.setattr(metadata, "_from_stock_arguments", lambda kwargs: on_cuda(found(kwargs)))
+    found = metadata.stock_batch
+    monkeypatch.setattr(metadata, "stock_batch", lambda kwargs: on_cuda(found(kwargs)))
     return asked
 
 

@@ -14,7 +14,15 @@ from pronghorn.data.batch import PackedBatch
 
 
 def per_document_attention(
-    q: Tensor, k: Tensor, v: Tensor, packed: PackedBatch, scale: float, window: int | None, sinks: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packed: PackedBatch,
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
 ) -> Tensor:
     """Causal attention, one SDPA call for each document: [T, H, D] and [T, H_kv, D] to [T, H, D]; sinks: [H].
 
@@ -25,15 +33,16 @@ def per_document_attention(
     for start, end in packed.segments:
         length = end - start
         band = None
-        if sinks is not None or (window is not None and length > window):
+        written_out = sinks is not None or softcap is not None
+        if written_out or (window is not None and length > window):
             position = torch.arange(length, device=rows[0].device)
             distance = position[:, None] - position[None, :]
             band = (distance >= 0) & (distance < (window or length))
         q, k, v = (x[None, :, start:end] for x in rows)
-        if sinks is not None:
-            out = sink_attention(q, k, v, band, scale, sinks)
+        if written_out:
+            out = sink_attention(q, k, v, band, scale, sinks, dropout, softcap)
         else:
-            out = scaled_dot_product_attention(q, k, v, attn_mask=band, is_causal=band is None, scale=scale)
+            out = scaled_dot_product_attention(q, k, v, band, dropout, is_causal=band is None, scale=scale)
         outputs.append(out[0])
     return torch.cat(outputs, dim=1).transpose(0, 1)
 
@@ -64,7 +73,14 @@ def masked_attention(
 
 
 def sink_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, sinks: Tensor
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    sinks: Tensor | None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
 ) -> Tensor:
     """softmax over the keys and one more score, the head's sink, that has no value (Xiao et al. 2023, arXiv:2309.17453;
     learned in gpt-oss). All scores at once: SDPA has no sinks.
@@ -72,15 +88,25 @@ def sink_attention(
     Args:
         query: [B, H, L, D]; key, value: [B, H, S, D].
         mask: [..., L, S], booleans (True where a query looks) or what is added to scores; None to look everywhere.
-        sinks: [H].
+        sinks: [H], or None.
+        dropout: of the probabilities.
+        softcap: c of c · tanh(score / c).
     Returns:
         [B, H, L, D].
     """
     scores = (query @ key.mT).to(torch.promote_types(query.dtype, torch.float32)) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype is torch.bool else scores + mask
-    sink = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
-    return torch.cat([scores, sink], -1).softmax(-1)[..., :-1].to(value.dtype) @ value
+    if sinks is None:
+        shares = scores.softmax(-1)
+    else:
+        sink = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+        shares = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
+    if dropout:
+        shares = torch.nn.functional.dropout(shares, dropout)
+    return shares.to(value.dtype) @ value
 
 
 def _heads_first(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

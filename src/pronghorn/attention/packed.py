@@ -73,8 +73,8 @@ def packed_attention(
     Returns:
         ([B, T/B, H, D], None).
     """
-    if packed is None and s_aux is not None:
-        return _unpacked_with_sinks(query, key, value, attention_mask, scaling, s_aux), None
+    if packed is None and (s_aux is not None or kwargs.get("softcap") is not None):
+        return _unpacked_written_out(query, key, value, attention_mask, scaling, s_aux, kwargs.get("softcap")), None
     if packed is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -85,9 +85,13 @@ def packed_attention(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     batch, heads, length, head_dim = query.shape
     scale = head_dim**-0.5 if scaling is None else scaling
-    q_THD, k_THD, v_THD = (x.transpose(1, 2).reshape(batch * length, -1, head_dim) for x in (query, key, value))
+    q_THD, k_THD, v_THD = (x.transpose(1, 2).reshape(batch * length, -1, x.shape[-1]) for x in (query, key, value))
     options = explicit.Options.choose(backend, query, packed, scale, sliding_window)
     way, window = options.way, options.binding
+    softcap = kwargs.get("softcap")
+    if dropout or softcap is not None or value.shape[-1] != head_dim:  # which the kernels don't have
+        out = per_document_attention(q_THD, k_THD, v_THD, packed, scale, window, s_aux, dropout, softcap)
+        return out.reshape(batch, length, heads, -1), None
     if metadata == "per_layer_mask" or (metadata == "once" and way == "masked"):
         out = masked_attention(q_THD, k_THD, v_THD, packed, scale, window, s_aux, keep_mask=metadata == "once")
     elif metadata == "per_layer":
@@ -99,8 +103,14 @@ def packed_attention(
     return out.reshape(batch, length, heads, head_dim), None
 
 
-def _unpacked_with_sinks(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, sinks: Tensor
+def _unpacked_written_out(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    sinks: Tensor | None,
+    softcap: float | None,
 ) -> Tensor:
     """[B, L, H, D] of a padded batch, or of `generate()` with its cache.
 
@@ -112,7 +122,7 @@ def _unpacked_with_sinks(
         mask = torch.ones(length, key.shape[2], dtype=torch.bool, device=query.device).tril(key.shape[2] - length)
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return sink_attention(query, key, value, mask, scale, sinks).transpose(1, 2).contiguous()
+    return sink_attention(query, key, value, mask, scale, sinks, 0.0, softcap).transpose(1, 2).contiguous()
 
 
 def _metadata_in_every_layer(

@@ -36,6 +36,7 @@ class PackedRows(Dataset):
             unsupervised); a list or a `datasets.Dataset`. They stay readable as `documents`.
         row_tokens: tokens a row holds at most; the collator pads it to exactly this.
         seed: of the packing.
+        alone: every document has a row of its own.
     Raises:
         DataError: a document is empty, longer than a row, or has more or fewer labels than tokens.
     """
@@ -43,7 +44,9 @@ class PackedRows(Dataset):
     column_names = ("input_ids", "labels", "lengths")
     """As a `datasets.Dataset` has them: TRL asks."""
 
-    def __init__(self, documents: Sequence[Mapping[str, Any]] | Any, row_tokens: int, seed: int = 0) -> None:
+    def __init__(
+        self, documents: Sequence[Mapping[str, Any]] | Any, row_tokens: int, seed: int = 0, alone: bool = False
+    ) -> None:
         from datasets import Dataset as ArrowDataset
 
         self.documents = documents
@@ -59,7 +62,7 @@ class PackedRows(Dataset):
                     f"document {index} has {tokens} tokens and {labels} labels",
                     "give every token a label, -100 where it is not trained",
                 )
-        self._rows = pack(lengths, row_tokens, seed)
+        self._rows = [[index] for index in range(len(lengths))] if alone else pack(lengths, row_tokens, seed)
         self.stats = PackingStats(
             documents=len(lengths),
             tokens=sum(lengths),

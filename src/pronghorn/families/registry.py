@@ -9,6 +9,7 @@ from typing import Any
 from pronghorn.errors import ConfigError, PronghornError, UnsupportedError
 from pronghorn.families.gemma3 import GEMMA3
 from pronghorn.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
+from pronghorn.families.generic import generic_spec
 from pronghorn.families.glm4_moe import GLM4_MOE
 from pronghorn.families.gpt_oss import GPT_OSS
 from pronghorn.families.granite import GRANITE
@@ -74,24 +75,18 @@ def import_plugins(modules: Iterable[str]) -> None:
 
 
 def family_of(config: Any) -> FamilySpec:
-    """Find the family of a model's configuration.
+    """Find the family of a model's configuration; one without a file of its own is generic (`families.generic`).
 
     Raises:
-        UnsupportedError: no family has its model type, or it asks for something that packed attention can't isolate.
+        UnsupportedError: transformers has no causal LM of its model type, or it asks for something that packed
+            attention can't isolate.
     """
     spec = FAMILIES.get(config.model_type)
     if spec is None:
-        known = "; ".join(f"{each.model_type} ({each.members})" for each in FAMILIES.values())
-        raise UnsupportedError(
-            f"Pronghorn does not support the model type {config.model_type!r} yet. Supported: {known}",
-            "train one of these, or use TRL without Pronghorn",
-        )
-    served = {
-        "attention_dropout": (0, None),
-        "use_bidirectional_attention": (False, None),
-        "attn_logit_softcapping": (None,),
-        **spec.refused_options,
-    }
+        spec = generic_spec(config)
+    served: dict[str, tuple[Any, ...]] = {"use_bidirectional_attention": (False, None), **spec.refused_options}
+    if not spec.generic:  # whose attention has no such kernels
+        served |= {"attention_dropout": (0, None), "attn_logit_softcapping": (None,)}
     for name, values in served.items():
         value = getattr(config, name, None)
         if value not in values:

@@ -235,8 +235,8 @@ class FamilySpec:
     """The language-model head's last name."""
     norm_offset: float = 0.0
     """What an RMSNorm adds to its weight (1 in Gemma)."""
-    load_attention: str = "sdpa"
-    """transformers' attention to load with; SDPA has no attention sinks."""
+    load_attention: str | None = "sdpa"
+    """transformers' attention to load with; SDPA has no attention sinks. None lets transformers choose."""
     logit_scale: Callable[[Any], float] = _one
     """Reads from the configuration what the head's logits are multiplied by."""
     halved_rotary: bool = False
@@ -258,6 +258,9 @@ class FamilySpec:
     text, their positions in three dimensions are its positions."""
     refused_options: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Fields of the configuration and the values that are served, where others are not."""
+    generic: bool = False
+    """Nothing is known of the family but its configuration: layers run as transformers' own, and a probe of the loaded
+    model proves that documents don't mix (`families.generic`)."""
 
     def linear_names(self, layer: Any) -> tuple[str, ...]:
         """List the linears of one layer by their last names, in the order of the forward."""

@@ -39,13 +39,17 @@ from pronghorn.models.causal_lm import packed_class
 from pronghorn.models.families import (
     base_causal_lm,
     check_config,
+    decoder_layers,
     has_experts,
     looks_tokens_up,
     recomputes_layers,
     rope_limit,
+    set_attention,
 )
+from pronghorn.models.generic import PACKING, GenericPacking, followable, generic_class
 from pronghorn.models.graph import BackboneGraphs, Graph, graphed_class
 from pronghorn.models.metadata import LAYERS, share_metadata
+from pronghorn.models.probe import Isolation
 from pronghorn.models.report import Decisions, PathTaken, decide, longest_tiled, queries_of, render
 from pronghorn.models.subject import check_subject
 from pronghorn.precision.compute import Compute
@@ -99,6 +103,13 @@ class AttachOptions:
     def fuses(self, model: Any) -> bool:
         """Tell whether a model's layers get their fused classes."""
         wanted = self.layers == "fused" or (self.layers == "auto" and next(model.parameters()).is_cuda)
+        if check_config(model.config).generic:
+            if self.layers == "fused" or self.experimental != Experimental():
+                raise UnsupportedError(
+                    f"{model.config.model_type} is no family whose layers Pronghorn computes itself",
+                    "leave layers and experimental out",
+                )
+            return False
         return wanted and self.backend != "masked" and self.experimental.packing_metadata == "once"
 
     def graphs(self, model: Any) -> bool:
@@ -121,7 +132,8 @@ class Handle:
     experts: experts.ExpertLayers | None
     """The experts of a mixture-of-experts model."""
     _previous_attention: str
-    _hook: RemovableHandle
+    _hook: RemovableHandle | None
+    """What hands the batch's metadata to the layers; None in generic families."""
     plan: Plan | None = None
     installed: Installed | None = None
     """The plan on the layers; None where there is no plan."""
@@ -130,6 +142,12 @@ class Handle:
     def fuses(self) -> bool:
         """Whether layers have their fused classes."""
         return self.layers is not None
+
+    @property
+    def isolation(self) -> Isolation | None:
+        """What the probe found of a model of a generic family; None for others, and before it ran."""
+        packing: GenericPacking | None = self.model.__dict__.get(PACKING)
+        return None if packing is None else packing.isolation
 
     @property
     def report(self) -> list[PathTaken]:
@@ -158,7 +176,7 @@ class Handle:
             UnsupportedError: these layers can't follow it; they go on with the plan before.
         """
         self._check_unchanged("choose the plan before sharding the model")
-        layers, whole = self.model.base_model.layers, self.fuses and not has_experts(self.model.config)
+        layers, whole = decoder_layers(self.model), self.fuses and not has_experts(self.model.config)
         if plan is not None:
             policies_of(plan, check_config(self.model.config), layers, whole)  # refused before anything is changed
         if self.installed is not None:
@@ -207,10 +225,12 @@ class Handle:
         if attached(self.model) is not self:
             return
         self._check_unchanged("detach before sharding the model")
-        self._hook.remove()
+        if self._hook is not None:
+            self._hook.remove()
         if self.experts is not None:
             self.experts.disable()
-        _set_attention(self.model, self._previous_attention)
+        if self.model.config._attn_implementation != self._previous_attention:
+            set_attention(self.model, self._previous_attention)
         if self.installed is not None:
             self.installed.uninstall()
         if self.graphs is not None:
@@ -270,19 +290,22 @@ def attach(
             current.adopt_adapters()
             return current if plan in (None, current.plan) else current.replan(plan)
         plan = plan or current.plan
-    if plan is not None:
+    if plan is not None and not family.generic:
         whole = fused and not has_experts(base.config)
-        policies_of(plan, family, base.base_model.layers, whole)  # before anything is changed
+        policies_of(plan, family, decoder_layers(base), whole)  # before anything is changed
     if options.compute.is_fp8:
         if not fused:
             raise UnsupportedError(f"compute = '{options.compute}' needs fused layers", "use layers='fused', on CUDA")
         FusedLayers(base.base_model, family, options.backend, options.compute).check_compute()
     if current is not None:
         current.detach()
+    if family.generic:
+        handle = _attach_generic(base, options)
+        return handle if plan is None else handle.replan(followable(plan, decoder_layers(base)))
     previous_attention, backbone = base.config._attn_implementation, base.base_model
     previous_class: Any = type(base)
     expert_layers = experts.enable(base, options.experimental.moe_routing)
-    _set_attention(base, implementation(options.backend, options.experimental.packing_metadata))
+    set_attention(base, implementation(options.backend, options.experimental.packing_metadata))
     isolate_delta_nets(backbone, family)
     hook = backbone.register_forward_pre_hook(share_metadata, with_kwargs=True)
     base.__class__ = packed_class(previous_class)
@@ -294,6 +317,17 @@ def attach(
     handle = Handle(base, options, previous_class, fused_layers, graphs, expert_layers, previous_attention, hook)
     base._pronghorn_handle = handle
     return handle if plan is None else handle.replan(plan)
+
+
+def _attach_generic(base: Any, options: AttachOptions) -> Handle:
+    """Attach a model of which nothing is known: `models.generic` proves that documents stay apart when a first packed
+    batch comes, and trainers before that."""
+    previous: Any = type(base)
+    packing = GenericPacking(base, implementation(options.backend, "once"), base.config._attn_implementation)
+    base.__class__ = generic_class(previous)
+    setattr(base, PACKING, packing)
+    base._pronghorn_handle = Handle(base, options, previous, None, None, None, base.config._attn_implementation, None)
+    return base._pronghorn_handle
 
 
 def _switches(given: Experimental | Mapping[str, Any] | None) -> Experimental:
@@ -320,13 +354,6 @@ def _add_graphs(model: Any, options: AttachOptions) -> BackboneGraphs:
     backbone.__class__ = graphed_class(plain)
     backbone.__dict__["_pronghorn_graphs"] = graphs
     return graphs
-
-
-def _set_attention(model: Any, name: str) -> None:
-    model.set_attn_implementation(name)
-    for module in model.modules():
-        if "config" in module.__dict__:  # of a layer that PEFT copied, a copy
-            module.config._attn_implementation = name
 
 
 def _merge_weights(backbone: Any) -> None:

@@ -73,6 +73,8 @@ def refusal(model: Any, fused: bool = True) -> str | None:
     """
     base = base_causal_lm(model)
     family = check_config(base.config)
+    if family.generic:
+        return f"what layers of {base.config.model_type} keep is not known"
     layers = [[block.kind for block in family.blocks(layer)] for layer in base.base_model.layers]
     kinds = {tuple(map(type, layer)) for layer in layers}
     for layer in kinds - _COUNTED:

@@ -139,7 +139,8 @@ def packed_bytes(model: nn.Module) -> float | None:
 
 def _kind(module: Any) -> ExpertsKind:
     """Return what the family of an experts module says of it."""
-    return FAMILIES[module.config.model_type].experts
+    family = FAMILIES.get(module.config.model_type)
+    return ExpertsKind() if family is None else family.experts
 
 
 def _weight_names(module: Any) -> tuple[str, str]:

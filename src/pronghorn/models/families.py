@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from pronghorn.families import generic
 from pronghorn.families.registry import family_of as check_config
 from pronghorn.families.spec import Attention
 from pronghorn.memory.plan import POLICY, Policy
@@ -17,12 +18,28 @@ from pronghorn.memory.plan import POLICY, Policy
 __all__ = [
     "base_causal_lm",
     "check_config",
+    "decoder_layers",
     "has_experts",
     "head_dims",
     "looks_tokens_up",
     "recomputes_layers",
     "rope_limit",
+    "set_attention",
 ]
+
+
+def decoder_layers(model: Any) -> nn.ModuleList:
+    """Return the decoder layers of a causal LM, under PEFT's wrapper or not."""
+    base = base_causal_lm(model)
+    return generic.decoder_layers(base, base.config) if check_config(base.config).generic else base.base_model.layers
+
+
+def set_attention(model: Any, name: str) -> None:
+    """Let every attention of a causal LM look its function up under this name."""
+    model.set_attn_implementation(name)
+    for module in model.modules():
+        if "config" in module.__dict__:  # of a layer that PEFT copied, a copy
+            module.config._attn_implementation = name
 
 
 def has_experts(config: Any) -> bool:
@@ -35,7 +52,7 @@ def rope_limit(config: Any) -> int | None:
     position. None where they never do."""
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # some have one for each kind of layer
-    most = config.max_position_embeddings
+    most = getattr(config, "max_position_embeddings", 0)
     limits = [most for kind in kinds if "dynamic" in str(kind.get("rope_type"))]
     limits += [
         kind.get("original_max_position_embeddings", most) for kind in kinds if kind.get("rope_type") == "longrope"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pronghorn.errors import DataError
+from pronghorn.families.generic import text_config
 from pronghorn.models.adapter_files import tensor_shapes
 from pronghorn.models.composite import Composite
 from pronghorn.models.families import check_config
@@ -66,11 +67,12 @@ def check_values(name: str | Path, config: Any) -> None:
                 f"{name}: rope_type {rope_type!r} is unknown",
                 f"mend config.json: transformers has default, {', '.join(ROPE_INIT_FUNCTIONS)}",
             )
+    vocabulary = text_config(config).vocab_size
     stops = getattr(config, "eos_token_id", None)  # transformers gives a configuration none of its own
     for stop in stops if isinstance(stops, list) else [stops]:
-        if stop is not None and not 0 <= stop < config.vocab_size:
+        if stop is not None and not 0 <= stop < vocabulary:
             raise DataError(
-                f"{name}: the stop token {stop} (eos_token_id) is outside the vocabulary of {config.vocab_size:,}",
+                f"{name}: the stop token {stop} (eos_token_id) is outside the vocabulary of {vocabulary:,}",
                 "mend config.json",
             )
 
@@ -82,12 +84,15 @@ def check_weights_fit(folder: Path, files: list[Path], config: Any, composite: C
         DataError: another number of layers than the weights have, or another vocabulary or width; of a model with
             towers, too, a tensor that is none of its parts'.
     """
+    family = check_config(config)
+    if family.generic:  # names and sizes of its tensors are transformers' affair, which tells what is missing
+        return
     shapes = {key: shape for file in files for key, shape in tensor_shapes(file).items()}
     if composite is not None:
         named = ((composite.inside(key), shape) for key, shape in shapes.items())
         shapes = {key: shape for key, shape in named if key is not None}
     check_layers(folder, "num_hidden_layers", config.num_hidden_layers, shapes, _LAYER)
-    embeddings = f"{check_config(config).embeddings}.weight"
+    embeddings = f"{family.embeddings}.weight"
     expected = [config.vocab_size, config.hidden_size]
     for key, shape in shapes.items():
         if key.endswith(embeddings) and shape != expected:

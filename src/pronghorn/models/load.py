@@ -100,6 +100,12 @@ class FoundModel:
         """Whether it is a saved adapter's folder."""
         return self.base is not None
 
+    @property
+    def is_generic(self) -> bool:
+        """Whether no family file knows the model."""
+        found = self.base or self
+        return found.config is not None and check_config(found.config).generic
+
     def tokenizer(self) -> Any:
         """The tokenizer; an adapter's own if one was saved with it."""
         path = Path(self.name)

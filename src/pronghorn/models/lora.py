@@ -16,7 +16,8 @@ from pronghorn.families.spec import GatedMLP
 from pronghorn.layers.linears import is_4bit
 from pronghorn.models.adapter_files import check_pattern
 from pronghorn.models.experts import weight_names
-from pronghorn.models.families import base_causal_lm, check_config, has_experts
+from pronghorn.models.families import base_causal_lm, check_config, decoder_layers, has_experts
+from pronghorn.models.reach import end_names, reached_linears
 
 DENSE_MLP = tuple(name for group in GatedMLP().linears for name in group)
 """A gated MLP's linears by their usual names, which lists of targets hold even for models with experts."""
@@ -124,14 +125,17 @@ def family_targets(model: Any) -> tuple[str, ...]:
     """Return the linears that LoRA adapts unless told otherwise: the family's choice, or all that its blocks name."""
     base = base_causal_lm(model)
     family = check_config(base.config)
+    if family.generic:
+        return reached_linears(base)
     every = (name for layer in base.base_model.layers for name in family.linear_names(layer))
     return family.lora_targets or tuple(dict.fromkeys(every))
 
 
 def _ends(model: Any) -> tuple[str, str]:
     """Return the names of a causal LM's embeddings and head."""
-    family = check_config(base_causal_lm(model).config)
-    return family.embeddings, family.head
+    base = base_causal_lm(model)
+    family = check_config(base.config)
+    return end_names(base) if family.generic else (family.embeddings, family.head)
 
 
 def _named(wanted: str, names: Sequence[str]) -> list[str]:
@@ -147,7 +151,8 @@ def check_whole_modules(model: Any, wanted: Sequence[str]) -> None:
         ConfigError: names the module.
     """
     names = [name for name, _ in model.named_modules()]
-    layers = {name for name in names if name.rsplit(".", 1)[-1] == "layers"}
+    stack = decoder_layers(model)
+    layers = {name for name, module in model.named_modules() if module is stack}
     embeddings, head = _ends(model)
     for module in wanted:
         found = _named(module, names)

@@ -30,7 +30,7 @@ def share_metadata(
     ids = kwargs.get("input_ids", args[0] if args else None)
     tokens: Any = ids if ids is not None else kwargs.get("inputs_embeds")
     if packed is None:
-        packed = _from_stock_arguments(kwargs)
+        packed = stock_batch(kwargs)
         if packed is None:
             return None
     implementation_now = str(backbone.config._attn_implementation)
@@ -75,7 +75,7 @@ def _check_rope(config: Any, packed: PackedBatch) -> None:
         )
 
 
-def _from_stock_arguments(kwargs: dict[str, Any]) -> PackedBatch | None:
+def stock_batch(kwargs: dict[str, Any]) -> PackedBatch | None:
     """Return the metadata of a batch from stock collators, or None if the batch isn't packed.
 
     Costs one synchronisation on CUDA (the bounds become host integers).

@@ -9,6 +9,7 @@ import torch
 
 from pronghorn.errors import ConfigError
 from pronghorn.models.families import base_causal_lm, check_config
+from pronghorn.models.reach import end_names
 
 
 def add_tokens(tokenizer: Any, tokens: Sequence[str]) -> None:
@@ -59,12 +60,13 @@ def trainable_tokens(
     if not tokens:
         return None
     ids = [int(i) for i in tokenizer.convert_tokens_to_ids(list(tokens))]
-    config = base_causal_lm(model).config
-    family = check_config(config)
-    ends = [family.embeddings]
+    base = base_causal_lm(model)
+    config, family = base.config, check_config(base.config)
+    embeddings, head = end_names(base) if family.generic else (family.embeddings, family.head)
+    ends = [embeddings]
     if not getattr(config, "tie_word_embeddings", False):
-        ends.append(family.head)
-    elif family.head in trained_whole:
+        ends.append(head)
+    elif head in trained_whole:
         ends = []
     found = {end: ids for end in ends if end not in trained_whole}
     return found or None

@@ -16,6 +16,7 @@ from pronghorn.layers.decoder import output_is_seen
 from pronghorn.memory.plan import Policy
 from pronghorn.models.causal_lm import has_own_loss
 from pronghorn.models.families import has_experts, head_dims, recomputes_layers
+from pronghorn.models.generic import PACKING, GenericPacking
 from pronghorn.precision.compute import Compute
 from pronghorn.precision.float32 import narrowed
 
@@ -81,6 +82,8 @@ def decide(handle: Handle, autocast: torch.dtype | None) -> Decisions:
 
 def render(handle: Handle, autocast: torch.dtype | None) -> list[PathTaken]:
     """Render the decisions as the lines of `Handle.report`."""
+    if family_of(handle.model.config).generic:
+        return _render_generic(handle)
     decisions, switches, model = decide(handle, autocast), handle.options.experimental, handle.model
     queries = queries_of(model, autocast)
     experts = () if handle.experts is None else handle.experts.paths(queries[0].dtype)
@@ -104,6 +107,24 @@ def render(handle: Handle, autocast: torch.dtype | None) -> list[PathTaken]:
         PathTaken("loss", *_LOSS[decisions.loss]),
         PathTaken("padded batches, generate()", unpacked, "they carry a mask or a cache"),
         PathTaken("activations", *_activations(handle, decisions, autocast)),
+    ]
+
+
+def _render_generic(handle: Handle) -> list[PathTaken]:
+    """Render what is known of a model of a generic family."""
+    packing: GenericPacking = handle.model.__dict__[PACKING]
+    isolation = packing.isolation
+    apart = "not probed: no packed batch came" if isolation is None else str(isolation)
+    way = "one document a row" if packing.way is None else str(packing.way)
+    installed = handle.installed
+    on = recomputes_layers(handle.model)
+    activations = ("recompute the layer" if on else Policy.KEEP.value, "gradient checkpointing")
+    return [
+        PathTaken("packed documents", way, apart),
+        PathTaken("decoder layers", LayersPath.STOCK, f"no family file knows {handle.model.config.model_type}"),
+        PathTaken("loss", "supervised tokens only, in chunks", "where the model's forward keeps only their logits"),
+        PathTaken("padded batches, generate()", "transformers' own", "they carry a mask or a cache"),
+        PathTaken("activations", *(activations if installed is None else installed.path())),
     ]
 
 

@@ -148,16 +148,21 @@ def _build(
     documents = prepare(recipe, "train", tokenizer, console)
     check_data(state, "train", documents.key, allow)
     heldout = None
+    alone = not recipe.packing.enabled and source.is_generic
     if recipe.data.eval is not None:
         eval_documents = prepare(recipe, "eval", tokenizer, console)
         check_data(state, "eval", eval_documents.key, allow)
-        heldout = PackedRows(eval_documents.dataset, recipe.model.max_seq_length).first(recipe.data.eval_rows)
+        heldout = PackedRows(eval_documents.dataset, recipe.model.max_seq_length, alone=alone).first(
+            recipe.data.eval_rows
+        )
     console.print(f"[bold]Loading[/] {escape(recipe.model.name)}")
     model, handle = load(recipe, source, tokenizer, console)
     control = RunControl(recipe.train.max_minutes, recipe.train.save_minutes, recipe.train.patience)
     control.hang_up = lambda: setattr(console, "quiet", True)
     progress = ProgressCallback(console, recipe.train.max_minutes)
     trainer = make_trainer(recipe, model, tokenizer, documents.dataset, heldout, [control, progress], args)
+    if handle.isolation is not None:
+        console.print(f"Probe: {escape(str(handle.isolation))}", highlight=False)
     trainer.recipe, trainer.checked = recipe_hash(recipe), newest
     check_processes(state, processes(), allow)
     packing = _packing_stats(recipe, trainer, documents.dataset, console)

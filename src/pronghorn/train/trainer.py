@@ -36,6 +36,8 @@ from pronghorn.kernels.packed import PackedTensor
 from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import Handle, attach, attached
 from pronghorn.models.auto_plan import resolve
+from pronghorn.models.generic import PACKING
+from pronghorn.models.probe import require_isolation
 from pronghorn.train import checkpoint
 from pronghorn.train.counters import StepCounters
 from pronghorn.train.evaluate import heldout_loss
@@ -117,6 +119,9 @@ class SFTTrainer(trl.SFTTrainer):
         handle = attached(adapted)
         if handle is not None:  # all is known now: where the model is, and its adapters, TRL's peft_config's too
             _resolve_plan(handle.adopt_adapters(), args)
+        if handle is not None and PACKING in handle.model.__dict__ and (self._packs_train or self._packs_eval):
+            with self.accelerator.autocast():
+                require_isolation(handle.model)
         stock: Any = self.data_collator
         self._pack_collator = Collator(args.max_length or 0, stock.pad_token_id)
         self.data_collator = _Collators(self._pack_collator, stock)

@@ -1,0 +1,82 @@
+"""Describe a model of which no file of this package knows anything but what its configuration and module tree say.
+
+Its layers run as transformers' own. Whether the documents of a packed row stay apart in them is not looked up here but
+proven on the loaded model, before the first step (`models.probe`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from pronghorn.errors import UnsupportedError
+from pronghorn.families.spec import FamilySpec
+
+
+def generic_spec(config: Any) -> FamilySpec:
+    """Make the description of a model type that has no file in `families`.
+
+    Raises:
+        UnsupportedError: transformers has no causal LM of this type.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    if name is None:
+        raise UnsupportedError(
+            f"transformers has no causal language model of the model type {config.model_type!r}",
+            "give a model that AutoModelForCausalLM loads without remote code",
+        )
+    capped = getattr(config, "attn_logit_softcapping", None)
+    return FamilySpec(
+        model_type=config.model_type,
+        members=name if isinstance(name, str) else name[0],
+        blocks=lambda layer: (),
+        source=f"transformers.models.{config.model_type}",
+        embeddings="",
+        head="",
+        load_attention="eager" if capped else None,  # SDPA has no soft-cap
+        generic=True,
+    )
+
+
+def text_config(config: Any) -> Any:
+    """Return the part of a configuration that describes the language model."""
+    return config.get_text_config(decoder=True)
+
+
+def decoder_layers(model: nn.Module, config: Any) -> nn.ModuleList:
+    """Find a model's decoder layers: of the lists of as many modules as the configuration has layers, the largest.
+
+    Raises:
+        UnsupportedError: the model holds no list of modules.
+    """
+    count = getattr(text_config(config), "num_hidden_layers", None)
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
+    if not lists:
+        raise UnsupportedError(f"{type(model).__name__} has no list of decoder layers", "train it without Pronghorn")
+    return max([each for each in lists if len(each) == count] or lists, key=_parameters)
+
+
+def expert_counts(layer: nn.Module) -> Iterator[tuple[str, int]]:
+    """Yield the paths and sizes of what in a decoder layer may be a list of experts: modules in a list, or one
+    parameter of three dimensions."""
+    for path, module in layer.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) > 1:
+            yield path, len(module)
+        elif not isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+            for parameter in module._parameters.values():
+                if parameter is not None and parameter.dim() == 3 and len(parameter) > 1:
+                    yield path, len(parameter)
+
+
+def limits_to_cross(config: Any) -> dict[str, int]:
+    """List the windows and chunks of tokens that a configuration names."""
+    numbers = {name: value for name, value in text_config(config).to_dict().items() if type(value) is int and value > 1}
+    return {name: n for name, n in numbers.items() if ("window" in name or "chunk" in name) and "layer" not in name}
+
+
+def _parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

@@ -1,0 +1,227 @@
+"""The forward of an attached causal LM of a generic family: transformers' own, told where documents begin and end.
+
+How it is told is a `Way`; the first of `ways` under which the probe (`models.probe`) finds documents apart is taken. A
+packed batch of one document is none: it goes transformers' plain causal path, which needs no proof.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, pad
+from torch.utils.checkpoint import checkpoint
+
+from pronghorn.data.batch import PackedBatch
+from pronghorn.data.packing import IGNORE_INDEX
+from pronghorn.errors import UnsupportedError
+from pronghorn.families.generic import limits_to_cross
+from pronghorn.layers.subclass import subclass
+from pronghorn.memory.plan import Plan, Policy
+from pronghorn.models.causal_lm import PackedCausalLM, has_own_loss
+from pronghorn.models.families import set_attention
+from pronghorn.models.loss import CHUNK_BYTES
+from pronghorn.models.metadata import stock_batch
+
+if TYPE_CHECKING:
+    from pronghorn.models.probe import Isolation
+
+PACKING = "_pronghorn_packing"
+"""The attribute of an attached causal LM that holds its `GenericPacking`."""
+_VISION = ("pixel_values", "pixel_values_videos", "input_features", "image_grid_thw")
+
+
+class Way(StrEnum):
+    """How transformers' layers are told where documents begin and end."""
+
+    BOUNDS = "by the documents' bounds"
+    BOUNDS_AND_MASK = "by the documents' bounds; a mask is made for layers that read one"
+    MASK = "under a dense mask that transformers makes of position_ids"
+    OWN_MASK = "under a dense mask that it is given"
+
+
+@dataclass
+class GenericPacking:
+    """How one attached model of a generic family packs."""
+
+    model: Any
+    implementation: str
+    """The name of our attention function in transformers' registry."""
+    previous: str
+    """The attention implementation that the model had."""
+    way: Way | None = None
+    isolation: Isolation | None = None
+    """What the probe found; None before the first packed batch."""
+
+    @property
+    def ways(self) -> list[Way]:
+        """List the ways that this model's signatures allow, the cheapest first."""
+        names, any_keyword = keywords_of(self.model)
+        ways = [Way.MASK] if any_keyword or "position_ids" in names else []
+        if any_keyword and getattr(self.model, "_supports_attention_backend", False):
+            ways = [Way.BOUNDS, Way.BOUNDS_AND_MASK, Way.MASK]
+        windows = limits_to_cross(self.model.config)  # which a mask made here would not have
+        return ways if windows else [*ways, Way.OWN_MASK]
+
+    def take(self, way: Way | None) -> None:
+        """Let the model's forward go one of the ways; None: transformers' attention, for batches that aren't packed."""
+        self.way = way
+        bounds = way in (Way.BOUNDS, Way.BOUNDS_AND_MASK)
+        wanted = self.implementation if bounds else self.previous
+        if self.model.config._attn_implementation != wanted:
+            set_attention(self.model, wanted)
+
+    def arguments(self, packed: PackedBatch, given: dict[str, Any]) -> dict[str, Any]:
+        """Return the keywords of a packed batch's forward: what was given, and the documents' bounds."""
+        if _documents(packed) <= 1:  # the padded tail comes after it, where a causal model doesn't look
+            return {name: value for name, value in given.items() if name != "position_ids"}
+        bounds = packed.cu_seqlens[: len(packed.lengths) + 1]
+        longest = max(packed.lengths)
+        given = given | {
+            "cu_seq_lens_q": bounds,
+            "cu_seq_lens_k": bounds,
+            "max_length_q": longest,
+            "max_length_k": longest,
+            "seq_idx": packed.document_ids[None],
+        }
+        if self.way in (Way.BOUNDS, Way.BOUNDS_AND_MASK):
+            given["packed"] = packed
+        given["attention_mask"] = None
+        if self.way is Way.BOUNDS:  # transformers returns a mask of four dimensions as it is instead of making one
+            given["attention_mask"] = bounds.view(1, 1, 1, -1)
+        elif self.way is Way.OWN_MASK:
+            given["attention_mask"] = self._dense_mask(packed)
+        return given
+
+    def _dense_mask(self, packed: PackedBatch) -> Tensor:
+        """Return what is added to scores, [1, 1, T, T]: 0 where a token looks, else the least number."""
+        kind, dtype = self.model.device.type, self.model.get_input_embeddings().weight.dtype
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype
+        hidden = ~packed.dense_mask(None)
+        return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, torch.finfo(dtype).min)
+
+
+def followable(plan: Plan, layers: Iterable[nn.Module]) -> Plan:
+    """Return the plan, or one that keeps everything in place of an `auto` that these layers can't follow: transformers
+    has no gradient checkpointing for them."""
+    can = all(hasattr(layer, "gradient_checkpointing") for layer in layers)
+    return plan if can or not plan.undecided else replace(Plan.keep(), policies=(Policy.KEEP,))
+
+
+@functools.cache
+def _signature(forward: Any) -> tuple[tuple[str, ...], bool]:
+    parameters = inspect.signature(forward).parameters.values()
+    names = tuple(each.name for each in parameters if each.kind is not each.VAR_KEYWORD and each.name != "self")
+    return names, any(each.kind is each.VAR_KEYWORD for each in parameters)
+
+
+def keywords_of(model: Any) -> tuple[tuple[str, ...], bool]:
+    """Return the names that a causal LM's own forward takes, and whether it takes others, too."""
+    return _signature(type(model).forward)
+
+
+@functools.cache
+def generic_class(original: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of `original` with the same forward signature, which transformers and TRL read."""
+
+    @functools.wraps(original.forward)
+    def forward(
+        self: Any,
+        *args: Any,
+        packed: PackedBatch | None = None,
+        labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        names, any_keyword = _signature(original.forward)
+        kwargs |= dict(zip(names, args, strict=False))
+        refuse_vision(kwargs)
+        if packed is None:
+            packed = stock_batch(kwargs)
+        packing: GenericPacking = self.__dict__[PACKING]
+        rows = None
+        if packed is not None:
+            _require_proof(self, packing, packed)
+            kwargs = packing.arguments(packed, {**kwargs, "use_cache": False})
+            rows = packed.loss_rows if labels is not None and "logits_to_keep" in names else None
+        own = labels is not None and (has_own_loss(self) or _balanced(self, kwargs))
+        if own:
+            kwargs |= {"labels": labels, "num_items_in_batch": num_items_in_batch}
+        elif rows is not None:
+            kwargs["logits_to_keep"] = rows
+        if not any_keyword:
+            kwargs = {name: value for name, value in kwargs.items() if name in names}
+        # Triton launches on the current device, which need not be the model's.
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+            if own or labels is None:
+                return original.forward(self, **kwargs)
+            return_dict = kwargs.pop("return_dict", None)
+            outputs: Any = original.forward(self, **kwargs)
+            outputs["loss"] = logits_loss(outputs.logits, labels, rows, num_items_in_batch)
+            if packed is not None:
+                outputs["logits"] = None  # of some rows only
+        return outputs.to_tuple() if return_dict is False else outputs
+
+    return subclass(original, PackedCausalLM, forward=forward)
+
+
+def logits_loss(logits: Tensor, labels: Tensor, rows: Tensor | None, num_items: Tensor | int | None) -> Tensor:
+    """Return next-token cross-entropy, in chunks whose float32 copies are made again in the backward pass.
+
+    Args:
+        logits: [B, L, V], or [1, M, V] of `rows` only.
+        labels: int64 [B, L], unshifted, -100 where nothing is predicted.
+        num_items: what the sum is divided by; None for this batch's own supervised tokens.
+    """
+    targets = pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX).flatten()
+    targets = targets if rows is None else targets[rows]
+    flat = logits.flatten(0, -2)
+    if rows is not None and len(rows) != len(flat):  # the model has kept all rows
+        flat = flat[rows]
+
+    def chunk_loss(chunk: Tensor, target: Tensor) -> Tensor:
+        return cross_entropy(chunk.float(), target, ignore_index=IGNORE_INDEX, reduction="sum")
+
+    step = max(256, CHUNK_BYTES // (4 * flat.shape[-1]))
+    parts: list[Any] = [
+        checkpoint(chunk_loss, chunk, target, use_reentrant=False)
+        for chunk, target in zip(flat.split(step), targets.split(step), strict=True)
+    ]
+    count = (targets != IGNORE_INDEX).sum() if num_items is None else torch.as_tensor(num_items, device=flat.device)
+    return torch.stack(parts).sum() / count.clamp(min=1)
+
+
+def refuse_vision(kwargs: dict[str, Any]) -> None:
+    """Refuse a batch with pictures, films or sound.
+
+    Raises:
+        UnsupportedError: names the argument.
+    """
+    given = next((name for name in _VISION if kwargs.get(name) is not None), None)
+    if given is not None:
+        raise UnsupportedError(f"the batch has {given}: text only for now", "train on text, without pictures or sound")
+
+
+def _documents(packed: PackedBatch) -> int:
+    return len(packed.lengths) - (packed.padding > 0)
+
+
+def _balanced(model: Any, kwargs: dict[str, Any]) -> bool:
+    """Tell whether a batch's loss is to hold the routers' auxiliary loss, which is the model's own affair."""
+    asked = kwargs.get("output_router_logits")
+    return bool(getattr(model.config, "output_router_logits", False) if asked is None else asked)
+
+
+def _require_proof(model: Any, packing: GenericPacking, packed: PackedBatch) -> None:
+    """Probe the model when its first packed batch comes; does nothing in the probe itself, which sets the way."""
+    if packing.way is None and _documents(packed) > 1:
+        from pronghorn.models.probe import require_isolation
+
+        require_isolation(model)

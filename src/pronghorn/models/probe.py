@@ -1,0 +1,407 @@
+"""Prove on a loaded model of a generic family, before its first step, that the documents of a packed row don't mix.
+
+A few short documents lie in one row, every second one of set A, the others of set B.
+
+    exact    the loss of A has a gradient of zero with respect to B's hidden states after every layer, and the other way
+             round; A's hidden states keep their bits when B's tokens change, and the other way round
+    causal   no hidden state changes when the last token of its document does
+    alone    packed logits equal those of each document by itself, through transformers' own attention
+
+The first layer whose output changes is the first that mixes: what comes before it had the same input.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pronghorn.data.batch import PackedBatch
+from pronghorn.errors import PronghornError, UnsupportedError
+from pronghorn.families.generic import expert_counts, limits_to_cross, text_config
+from pronghorn.models.families import base_causal_lm, decoder_layers
+from pronghorn.models.generic import PACKING, GenericPacking, Way
+
+LENGTHS = (1, 65, 2)
+"""Tokens of the probe's documents: one token, one that is shorter than a convolution, one beyond a tile of 64. A longer
+one that crosses a window or a chunk follows, then one of `LAST`."""
+LAST = 5
+MOST = 160
+"""Tokens of the longest document of the probe."""
+TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8, torch.float16: 0.03, torch.bfloat16: 0.15}
+"""How far packed logits may be from those of a document alone, by root mean square over that of the logits: the two go
+through other kernels, and a wrong position or a leak is off by much more. Where tokens are routed to experts, whose
+products have the number of tokens in their shapes, this holds in place of equal bits, too."""
+
+
+@dataclass(frozen=True)
+class Leak:
+    """Where documents mix first."""
+
+    layer: int | None
+    """None: before the first layer."""
+    mixer: str
+    """The class of the innermost module that mixes."""
+    how: str
+
+    def __str__(self) -> str:
+        place = "before the first layer" if self.layer is None else f"in layer {self.layer}"
+        return f"{place} ({self.mixer}): {self.how}"
+
+
+@dataclass(frozen=True)
+class Isolation:
+    """What the probe found of one model."""
+
+    model_type: str
+    way: Way | None
+    """How layers are told the documents' bounds; None where there is no way to tell them."""
+    lengths: tuple[int, ...]
+    """Tokens of the documents."""
+    not_crossed: tuple[str, ...]
+    """Windows and chunks of the configuration that no document was longer than."""
+    problem: Leak | str | None = None
+    """What is wrong, or why the probe could not be run; None if nothing is."""
+    exact: bool = True
+    """Whether bits were compared; else values, for the layers route tokens to experts."""
+    error: float = 0.0
+    """The largest error of a document's packed logits, relative to those of the document alone."""
+    seconds: float = 0.0
+
+    @property
+    def clean(self) -> bool:
+        """Whether documents stay apart."""
+        return self.problem is None
+
+    def __str__(self) -> str:
+        if not self.clean:
+            return f"documents of a packed row are not apart: {self.problem}"
+        left = f"; not crossed: {', '.join(self.not_crossed)}" if self.not_crossed else ""
+        return f"no mixing found at these lengths: {', '.join(map(str, self.lengths))}{left}"
+
+
+def require_isolation(model: Any) -> Isolation:
+    """Return what the probe finds of an attached generic model, which then packs in the way that was proven.
+
+    Raises:
+        UnsupportedError: documents mix, or the model's forward fails on a packed row; names the first layer.
+    """
+    packing: GenericPacking = base_causal_lm(model).__dict__[PACKING]
+    found = packing.isolation or probe(model)
+    if not found.clean:
+        where = found.problem
+        raise UnsupportedError(
+            f"{found.model_type} can't be trained on packed rows here: "
+            + (f"documents mix {where}" if isinstance(where, Leak) else str(where)),
+            "train unpacked: packing.enabled: false in a recipe, SFTConfig(packing=False) in a script",
+        )
+    return found
+
+
+def probe(model: Any, lengths: Sequence[int] | None = None) -> Isolation:
+    """Look whether documents stay apart, in the first of the model's ways in which they do.
+
+    Weights, gradients, buffers and random state stay as they are; hooks are on this instance, and taken off again.
+    Takes eight forward and two backward passes of about 250 tokens, three times as many if the first ways fail.
+
+    Args:
+        model: attached, of a generic family, with adapters or not; on any device.
+        lengths: of the documents, instead of short ones that cross what they can.
+    """
+    started = time.perf_counter()
+    base = base_causal_lm(model)
+    packing: GenericPacking = base.__dict__[PACKING]
+    longest = getattr(text_config(base.config), "max_position_embeddings", None) or 1 << 30
+    limits = limits_to_cross(base.config)
+    lengths = tuple(min(n, longest) for n in lengths or _lengths(limits))
+    missed = tuple(f"{name} {n:,}" for name, n in limits.items() if n >= max(lengths))
+    blank = Isolation(base.config.model_type, None, lengths, missed)
+    found = replace(blank, problem="its forward takes neither position_ids nor the bounds of documents")
+    for way in packing.ways:
+        tried = _tried(base, packing, replace(blank, way=way))
+        if tried.clean or not isinstance(found.problem, Leak):  # a forward that fails in the next way tells less
+            found = tried
+        if found.clean:
+            break
+    found = replace(found, seconds=time.perf_counter() - started)
+    packing.isolation = found
+    packing.take(found.way if found.clean else None)
+    return found
+
+
+def _tried(base: Any, packing: GenericPacking, found: Isolation) -> Isolation:
+    """Return the record of one way of packing, that its forward fails if it does."""
+    try:
+        with _undisturbed(base):
+            return _judged(base, packing, found)
+    except PronghornError as error:
+        return replace(found, problem=error.problem)
+    except Exception as error:  # whatever a stranger's forward raises is why it can't be used
+        return replace(found, problem=f"its forward fails ({type(error).__name__}: {_short(error)})")
+
+
+def _lengths(limits: dict[str, int]) -> tuple[int, ...]:
+    """Return the lengths of the probe's documents: one is beyond each limit that is short enough."""
+    beyond = [n + 1 for n in limits.values() if n < MOST]
+    return (*LENGTHS, max([*beyond, 40]), LAST)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """The packed row of the probe."""
+
+    packed: PackedBatch
+    positions: Tensor
+    """int64 [1, T]."""
+    sets: tuple[Tensor, Tensor]
+    """bool [T]: the tokens of documents A and of documents B."""
+    last: Tensor
+    """bool [T]: the last token of each document that has more than one."""
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device) -> _Row:
+        packed = PackedBatch.build(lengths, tokens=sum(lengths), device=device)
+        positions = torch.cat([torch.arange(n, device=device) for n in lengths])[None]
+        odd = packed.document_ids % 2 == 1
+        last = torch.zeros_like(odd)
+        last[[end - 1 for n, end in zip(lengths, accumulate(lengths), strict=True) if n > 1]] = True
+        return cls(packed, positions, (~odd, odd), last)
+
+    def call(self, model: Any, ids: Tensor) -> Tensor:
+        """Return the logits [T, V] of the packed row."""
+        return model(input_ids=ids[None], position_ids=self.positions, packed=self.packed).logits[0]
+
+
+def _judged(base: Any, packing: GenericPacking, found: Isolation) -> Isolation:
+    """Return the record with what is wrong in this way of packing, if anything is."""
+    packing.take(found.way)
+    row, layers = _Row.of(found.lengths, base.device), decoder_layers(base)
+    exact = not any(True for layer in layers for _ in expert_counts(layer))
+    found = replace(found, exact=exact)
+    vocabulary = base.get_input_embeddings().weight.shape[0]
+    generator = torch.Generator().manual_seed(0)
+    ids, other = torch.randint(0, vocabulary, (2, len(row.last)), generator=generator).to(base.device)
+    other = torch.where(other == ids, (ids + 1) % vocabulary, other)
+    tolerance = TOLERANCE[_dtype(base)]
+    with _recorded(base, layers, len(ids)) as states:
+        logits = _seeded(lambda: row.call(base, ids), base.device)
+        before = list(states)
+        if len(before) != len(layers) + 1:
+            return replace(found, problem="its layers were not called as modules, so that nothing can be proven")
+        for index, state in enumerate(before):
+            if not state.detach().isfinite().all():
+                name = type(layers[index - 1]).__name__ if index else "the embeddings"
+                return replace(found, problem=f"hidden states after {name} {index - 1} are not finite")
+        targets = other % logits.shape[-1]
+        losses = logits.float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
+        gradients = [
+            torch.autograd.grad(losses[own].sum(), before, retain_graph=own is row.sets[0], allow_unused=True)
+            for own in row.sets
+        ]
+        for own, changed in (row.sets, row.sets[::-1]):
+            leak = _changed(base, row, ids, torch.where(changed, other, ids), own, tolerance, exact, before, states)
+            if leak is not None:
+                return replace(found, problem=leak)
+        for own, grads in zip(row.sets, gradients, strict=True):
+            for index in range(
+                len(before) - 1, -1, -1
+            ):  # the last state that is reached is before the layer that mixes
+                grad = grads[index]
+                if grad is not None and grad.reshape(len(ids), -1)[~own].count_nonzero():
+                    inside = min(index, len(layers) - 1)
+                    how = "a document's loss has a gradient with respect to another's hidden states"
+                    return replace(found, problem=Leak(inside, type(layers[inside]).__name__, how))
+        leak = _changed(base, row, ids, torch.where(row.last, other, ids), ~row.last, tolerance, exact, before, states)
+        if leak is not None:
+            return replace(found, problem=replace(leak, how="a token sees one that comes after it"))
+    del logits, losses, before, gradients
+    return _compared_with_alone(base, packing, found, row, ids, tolerance)
+
+
+def _changed(
+    base: Any,
+    row: _Row,
+    ids: Tensor,
+    changed_ids: Tensor,
+    own: Tensor,
+    tolerance: float,
+    exact: bool,
+    before: list[Tensor],
+    states: list[Tensor],
+) -> Leak | None:
+    """Run the row with other tokens; name the first layer after which rows that are `own` differ, or return None."""
+    states.clear()
+    with torch.no_grad():
+        _seeded(lambda: row.call(base, changed_ids), base.device)
+    for index, (old, new) in enumerate(zip(before, states, strict=True)):
+        if _differs(old.detach()[own], new[own], tolerance, exact):
+            layer = None if index == 0 else index - 1
+            name = _mixer(base, row, ids, changed_ids, own, layer, tolerance, exact)
+            return Leak(layer, name, "a document's hidden states change with another's tokens")
+    return None
+
+
+def _differs(old: Tensor, new: Tensor, tolerance: float, exact: bool) -> bool:
+    if exact:
+        return not bool(torch.equal(old, new))
+    return _error(new, old) > tolerance
+
+
+def _mixer(
+    base: Any, row: _Row, ids: Tensor, other: Tensor, own: Tensor, layer: int | None, tolerance: float, exact: bool
+) -> str:
+    """Name the class of the innermost module that is given the same rows of its own and returns others."""
+    if layer is None:
+        return type(base.get_input_embeddings()).__name__
+    whole = decoder_layers(base)[layer]
+    runs: list[dict[nn.Module, tuple[Tensor | None, Tensor | None]]] = []
+    names: list[nn.Module] = []
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        given = next(iter([*args, *kwargs.values()]), None)
+        given = kwargs.get("hidden_states", given)
+        runs[-1].setdefault(module, (_rows(given, len(ids)), _rows(output, len(ids))))
+        names.append(module)
+
+    hooks = [module.register_forward_hook(note, with_kwargs=True) for module in whole.modules()]
+    try:
+        for tokens in (ids, other):
+            runs.append({})
+            with torch.no_grad():
+                _seeded(lambda tokens=tokens: row.call(base, tokens), base.device)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for module in names:  # the innermost come first
+        (given, result), (given_then, result_then) = runs[0][module], runs[1].get(module, (None, None))
+        pairs = (given, given_then), (result, result_then)
+        if any(part is None for pair in pairs for part in pair):
+            continue
+        same_in, same_out = (not _differs(a[own], b[own], tolerance, exact) for a, b in pairs)  # type: ignore[index]
+        if same_in and not same_out:
+            return type(module).__name__
+    return type(whole).__name__
+
+
+def _compared_with_alone(
+    base: Any, packing: GenericPacking, found: Isolation, row: _Row, ids: Tensor, tolerance: float
+) -> Isolation:
+    """Return the record with the error of packed logits, or with what is wrong if it is beyond the tolerance."""
+    was_training = [(module, module.training) for module in base.modules()]
+    base.eval()  # dropout would differ
+    try:
+        with torch.no_grad():
+            packed = row.call(base, ids)
+            packing.take(None)
+            bounds = pairwise([0, *accumulate(found.lengths)])
+            errors = [
+                _error(packed[start:end], base(input_ids=ids[None, start:end], use_cache=False).logits[0])
+                for start, end in bounds
+            ]
+    finally:
+        packing.take(found.way)
+        for module, training in was_training:
+            module.training = training
+    worst = max(range(len(errors)), key=lambda index: errors[index])
+    found = replace(found, error=errors[worst])
+    if errors[worst] <= tolerance:
+        return found
+    return replace(
+        found,
+        problem=f"the document of {found.lengths[worst]} tokens has other logits in a packed row than alone (relative "
+        f"error {errors[worst]:.1e}, tolerance {tolerance:.0e}): its positions or its attention are not its own",
+    )
+
+
+@contextmanager
+def _recorded(base: Any, layers: nn.ModuleList, tokens: int) -> Iterator[list[Tensor]]:
+    """Yield the list that a forward fills with the hidden states [T, H] after embeddings and layers, where autograd
+    sees them."""
+    states: list[Tensor] = []
+
+    def embedded(module: Any, args: Any, output: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and not output.requires_grad:
+            output.requires_grad_()
+        states.append(output)
+        return output
+
+    def passed(module: Any, args: Any, output: Any) -> Any:
+        rows = _rows(output, tokens)
+        if rows is not None:
+            states.append(rows)
+            if rows.requires_grad:  # what goes on is made of what is looked at
+                tensor = output if isinstance(output, Tensor) else output[0]
+                again = rows.view(tensor.shape)
+                return again if isinstance(output, Tensor) else (again, *output[1:])
+        return None
+
+    def first(module: Any, args: Any, output: Tensor) -> Tensor | None:
+        if states:  # other tables of the same module
+            return None
+        output = embedded(module, args, output)
+        rows = _rows(output, tokens)
+        assert rows is not None
+        states[0] = rows
+        return rows.view(output.shape)
+
+    hooks = [base.get_input_embeddings().register_forward_hook(first)]
+    hooks += [layer.register_forward_hook(passed) for layer in layers]
+    try:
+        yield states
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def _undisturbed(base: Any) -> Iterator[None]:
+    """Leave gradients, buffers, random state and the modes of modules as they were."""
+    buffers = [(buffer, buffer.clone()) for buffer in base.buffers()]
+    devices = [base.device] if base.device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices=devices), torch.enable_grad():
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in buffers:
+                if buffer.shape == value.shape and buffer.device == value.device:
+                    buffer.copy_(value)
+
+
+def _seeded(run: Any, device: torch.device) -> Any:
+    """Run with the same random numbers each time: dropout's masks are of the same shape."""
+    torch.manual_seed(0)
+    return run()
+
+
+def _rows(value: Any, tokens: int) -> Tensor | None:
+    """Return what a module is given or returns as [T, H], or None where it has no such rows."""
+    value = value[0] if isinstance(value, tuple | list) and value else value
+    if not isinstance(value, Tensor) or value.dim() < 2 or not value.is_floating_point():
+        return None
+    fits = value.numel() == tokens * value.shape[-1]
+    return value.reshape(tokens, value.shape[-1]) if fits else None
+
+
+def _error(value: Tensor, right: Tensor) -> float:
+    """Return the root mean square of the difference over that of what is right; infinite where it is no number."""
+    value, right = value.detach().double(), right.detach().double()
+    error = (value - right).square().mean().sqrt() / right.square().mean().sqrt().clamp(min=1e-30)
+    return float("inf") if error.isnan() else error.item()
+
+
+def _dtype(base: Any) -> torch.dtype:
+    kind = base.device.type
+    return (
+        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else base.get_input_embeddings().weight.dtype
+    )
+
+
+def _short(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]

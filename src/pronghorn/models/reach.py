@@ -1,0 +1,101 @@
+"""Which modules of a model of a generic family the forward of a text reaches."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from pronghorn.errors import ConfigError, UnsupportedError
+from pronghorn.families.generic import expert_counts
+from pronghorn.models.families import decoder_layers
+
+
+def end_names(base: Any) -> tuple[str, str]:
+    """Return the last names of a causal LM's embeddings and head, as its module tree has them."""
+    names = {module: name.rpartition(".")[2] for name, module in base.named_modules()}
+    return names[base.get_input_embeddings()], names.get(base.get_output_embeddings(), "lm_head")
+
+
+def reached_linears(base: Any) -> tuple[str, ...]:
+    """List the linears of the decoder layers that a short text is multiplied with, routers aside: by their last names,
+    or by their whole ones where modules that are not to be adapted have these last names, too.
+
+    A linear whose weight a kernel reads without calling it is not among them: an adapter there would do nothing.
+
+    Raises:
+        UnsupportedError: the model's forward fails.
+    """
+    names = {module: name for name, module in base.named_modules()}
+    layers = decoder_layers(base)
+    routers = {module for layer in layers for module in _routers(layer)}
+    inside = [module for module in _linears(layers) if module not in routers]
+    experts = tuple(f"{names[layer]}.{path}." for layer in layers for path, _ in expert_counts(layer))
+    reached = _called(base)
+    ends = dict.fromkeys(names[module].rpartition(".")[2] for module in inside if module in reached)
+    refused = _refused_by_peft(base)
+    # a text of four tokens doesn't reach all experts
+    wanted = [m for m in inside if m in reached or (experts and names[m].startswith(experts))]
+    wanted = [m for m in wanted if names[m].rpartition(".")[2] in ends.keys() - refused]
+    others = {names[module].rpartition(".")[2] for module in _linears(base) if module not in set(wanted)}
+    whole = (
+        others & (ends.keys() - refused) or experts
+    )  # PEFT takes experts' usual names for those of merged parameters
+    found = tuple(names[module] for module in wanted) if whole else tuple(end for end in ends if end not in refused)
+    if not found:
+        raise ConfigError("the model's layers call no linears that adapters could go on", "name target_modules")
+    return found
+
+
+def _called(base: Any) -> list[nn.Module]:
+    """Return the linears that a forward of a few tokens calls, in training as in training; nothing is changed."""
+    called: dict[nn.Module, None] = {}
+    hooks = [m.register_forward_hook(lambda module, *_: called.setdefault(module)) for m in _linears(base)]
+    ids = torch.arange(4, device=base.device)[None]
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[base.device] if base.device.type == "cuda" else []):
+            base(input_ids=ids, use_cache=False)
+    except Exception as error:  # whatever a stranger's forward raises
+        cause = " ".join(str(error).split())[:200]
+        raise UnsupportedError(
+            f"the forward of {type(base).__name__} fails ({type(error).__name__}: {cause})",
+            "name target_modules, or train it with transformers alone",
+        ) from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return list(called)
+
+
+def _linears(base: nn.Module) -> list[nn.Module]:
+    from transformers.pytorch_utils import Conv1D  # GPT-2's linear, transposed
+
+    return [module for module in base.modules() if isinstance(module, nn.Linear | Conv1D)]
+
+
+def _routers(layer: nn.Module) -> list[nn.Module]:
+    """Return the linears that give one number for each expert of a list beside them."""
+    found = []
+    for path, count in expert_counts(layer):
+        beside: Any = layer.get_submodule(path.rpartition(".")[0]) if path else layer
+        holders = [module for module in beside.modules() if getattr(module, "out_features", None) == count]
+        found += [module for module in holders if isinstance(module, nn.Linear)]
+    return [*found, *(module for module in _linears(layer) if getattr(module, "out_features", None) == 1)]
+
+
+def _refused_by_peft(base: Any) -> set[str]:
+    """Return the last names that PEFT refuses to adapt in this model: kernels read their weights."""
+    from peft.tuners import tuners_utils
+
+    check = getattr(tuners_utils, "_check_lora_target_modules_mamba", None)
+    refused: set[str] = set()
+    if check is None:
+        return refused
+    for name in {name.rpartition(".")[2] for name, _ in base.named_modules()}:
+        try:
+            check(SimpleNamespace(peft_type="LORA"), base, name)
+        except ValueError:
+            refused.add(name)
+    return refused

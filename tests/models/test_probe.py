@@ -1,0 +1,221 @@
+"""Models of unknown families: the probe finds documents that mix, and names the layer; what is clean trains right."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import pronghorn
+from pronghorn.data.batch import Collator
+from pronghorn.errors import UnsupportedError
+from pronghorn.models.families import decoder_layers
+from pronghorn.models.generic import Way
+from pronghorn.models.lora import add_lora
+from pronghorn.models.probe import Leak, probe
+from support.generic import SMALL, generic_model
+
+CLEAN = ("gpt_neox", "gpt2", "opt", "phi", "cohere", "starcoder2", "gemma2", "falcon", "qwen2_moe")
+LENGTHS = [5, 30, 1, 17]
+ROUTED = {"num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24}
+
+
+def tiny(model_type: str) -> Any:
+    dropout = {name: 0.0 for name in ("attn_pdrop", "resid_pdrop", "embd_pdrop", "dropout", "attention_dropout")}
+    dropout |= {"hidden_dropout": 0.0}
+    return generic_model(model_type, **dropout, **(ROUTED if model_type == "qwen2_moe" else {}))
+
+
+def batch(lengths: list[int], seed: int = 0) -> dict[str, Any]:
+    ids = torch.randint(3, SMALL["vocab_size"], (sum(lengths),), generator=torch.Generator().manual_seed(seed))
+    return Collator(64, 0)([{"input_ids": ids.tolist(), "labels": ids.tolist(), "lengths": lengths}])
+
+
+@pytest.mark.parametrize("model_type", CLEAN)
+def test_packed_equals_alone_for_the_loss_and_every_gradient(model_type: str) -> None:
+    stock = tiny(model_type)
+    packed_batch, supervised = batch(LENGTHS), sum(LENGTHS) - len(LENGTHS)
+    ids = packed_batch["input_ids"][0]
+    losses, start = [], 0
+    for length in LENGTHS:
+        logits = stock(input_ids=ids[None, start : start + length], use_cache=False).logits[0, :-1]
+        losses.append(nn.functional.cross_entropy(logits, ids[start + 1 : start + length], reduction="sum"))
+        start += length
+    exact = torch.stack(losses).sum() / supervised
+    exact.backward()
+    right = {name: p.grad for name, p in stock.named_parameters()}
+    stock.zero_grad(set_to_none=True)
+    handle = pronghorn.attach(stock)
+    loss = stock(**packed_batch).loss
+    loss.backward()
+    assert handle.isolation is not None
+    assert handle.isolation.clean
+    torch.testing.assert_close(loss, exact)
+    for name, parameter in stock.named_parameters():
+        if right[name] is not None:
+            torch.testing.assert_close(parameter.grad, right[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_the_probe_changes_neither_weights_nor_gradients_nor_random_state() -> None:
+    model = add_lora(generic_model("gpt_neox"), r=4, lora_dropout=0.1)
+    pronghorn.attach(model)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.randn_like(parameter)
+    model.base_model.model.get_output_embeddings().eval()
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    modes = [module.training for module in model.modules()]
+    hooks = [len(module._forward_hooks) for module in model.modules()]
+    before = torch.get_rng_state()
+    assert probe(model).clean
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    assert {name for name, p in model.named_parameters() if p.grad is not None} == gradients.keys()
+    assert all(torch.equal(p.grad, gradients[name]) for name, p in model.named_parameters() if p.grad is not None)
+    assert [module.training for module in model.modules()] == modes
+    assert [len(module._forward_hooks) for module in model.modules()] == hooks
+
+
+def _mean_so_far(states: torch.Tensor) -> torch.Tensor:
+    steps = torch.arange(1, states.shape[1] + 1, dtype=states.dtype)[:, None]
+    return 1e-3 * states.cumsum(1) / steps
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_a_state_that_is_not_reset_is_found_and_its_layer_named(layer: int) -> None:
+    model = generic_model("gpt_neox")
+    mlp = decoder_layers(model)[layer].mlp
+    own = type(mlp).forward
+    mlp.forward = types.MethodType(lambda self, x: own(self, x) + _mean_so_far(x), mlp)
+    pronghorn.attach(model)
+    with pytest.raises(UnsupportedError, match=rf"documents mix in layer {layer} \(GPTNeoXMLP\).*packing.enabled: fal"):
+        model(**batch(LENGTHS))
+
+
+def test_a_convolution_that_reaches_into_the_document_before_is_found() -> None:
+    model = generic_model("starcoder2")
+    attention = decoder_layers(model)[1].self_attn
+    own = type(attention).forward
+
+    def convolved(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        shifted = nn.functional.pad(hidden_states, (0, 0, 1, 0))[:, :-1]
+        return own(self, hidden_states + 0.1 * shifted, *args, **kwargs)
+
+    attention.forward = types.MethodType(convolved, attention)
+    pronghorn.attach(model)
+    found = probe(model)
+    assert isinstance(found.problem, Leak)
+    assert (found.problem.layer, found.problem.mixer) == (1, "Starcoder2Attention")
+
+
+def test_attention_without_the_documents_mask_in_one_layer_is_found() -> None:
+    model = generic_model("gpt_neox")
+    attention = decoder_layers(model)[2].attention
+    own = type(attention).forward
+
+    def unmasked(self: Any, hidden_states: torch.Tensor, attention_mask: Any = None, **kwargs: Any) -> Any:
+        kwargs.pop("packed", None)
+        return own(self, hidden_states, None, **kwargs)
+
+    attention.forward = types.MethodType(unmasked, attention)
+    pronghorn.attach(model)
+    found = probe(model)
+    assert isinstance(found.problem, Leak)
+    assert (found.problem.layer, found.problem.mixer) == (2, "GPTNeoXAttention")
+
+
+def test_a_leak_without_values_is_found_by_its_gradient() -> None:
+    class _Straight(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return grad + 1e-6 * grad.sum(1, keepdim=True)
+
+    model = generic_model("gpt_neox")
+    mlp = decoder_layers(model)[1].mlp
+    own = type(mlp).forward
+    mlp.forward = types.MethodType(lambda self, x: own(self, _Straight.apply(x)), mlp)
+    pronghorn.attach(model)
+    found = probe(model)
+    assert isinstance(found.problem, Leak)
+    assert found.problem.layer == 1
+    assert "gradient" in found.problem.how
+
+
+def test_a_state_space_model_is_refused_packed_and_runs_one_document_a_row() -> None:
+    model = generic_model("mamba2")
+    handle = pronghorn.attach(model)
+    with pytest.raises(UnsupportedError, match=r"mamba2 can't be trained on packed rows.*layer 0 \(Mamba2Mixer\)"):
+        model(**batch(LENGTHS))
+    one = batch([17])
+    ids = one["input_ids"][0, :17]
+    handle.detach()
+    with torch.no_grad():
+        logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
+        right = nn.functional.cross_entropy(logits, ids[1:])
+        pronghorn.attach(model)
+        torch.testing.assert_close(model(**one).loss, right)
+
+
+def test_a_window_is_crossed_where_it_fits_and_named_where_it_does_not() -> None:
+    short, long = generic_model("starcoder2"), generic_model("starcoder2", sliding_window=400)
+    for model in (short, long):
+        pronghorn.attach(model)
+    assert not probe(short).not_crossed
+    found = probe(long)
+    assert found.clean
+    assert "not crossed: sliding_window 400" in str(found)
+    assert not probe(long, lengths=(401, 3)).not_crossed
+
+
+def test_a_forward_that_fails_is_an_error_with_its_cause() -> None:
+    model = generic_model("gpt_neox")
+    pronghorn.attach(model)
+    layer = decoder_layers(model)[0]
+
+    def broken(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("no such kernel")
+
+    layer.forward = types.MethodType(broken, layer)
+    with pytest.raises(UnsupportedError, match=r"its forward fails \(RuntimeError: no such kernel\)"):
+        model(**batch(LENGTHS))
+
+
+def test_weights_that_are_no_numbers_are_named_and_not_called_clean() -> None:
+    model = generic_model("gpt_neox")
+    decoder_layers(model)[1].mlp.dense_4h_to_h.weight.data[0, 0] = float("nan")
+    pronghorn.attach(model)
+    assert "not finite" in str(probe(model))
+
+
+def test_pictures_are_refused() -> None:
+    model = generic_model("gpt_neox")
+    pronghorn.attach(model)
+    with pytest.raises(UnsupportedError, match="pixel_values: text only for now"):
+        model(input_ids=torch.ones(1, 4, dtype=torch.int64), pixel_values=torch.zeros(1, 3, 8, 8))
+
+
+def test_detach_gives_the_model_back() -> None:
+    model = generic_model("gpt_neox")
+    own, attention = type(model), model.config._attn_implementation
+    handle = pronghorn.attach(model)
+    assert probe(model).way is Way.BOUNDS
+    handle.detach()
+    assert type(model) is own
+    assert model.config._attn_implementation == attention
+    assert not [name for name in model.__dict__ if name.startswith("_pronghorn")]
+
+
+def test_lora_adapts_what_a_text_reaches_and_no_router() -> None:
+    assert add_lora(generic_model("gpt2"), r=2).peft_config["default"].target_modules == {"c_attn", "c_fc", "c_proj"}
+    model = generic_model("qwen2_moe", **ROUTED)
+    adapted = {name for name, _ in add_lora(model, r=2).named_modules() if name.endswith("lora_A")}
+    assert any("q_proj" in name for name in adapted)
+    assert not [name for name in adapted if "gate." in name or "shared_expert_gate" in name or "lm_head" in name]
