@@ -16,7 +16,7 @@ from torch import Tensor
 from pronghorn.kernels.grouped_gemm import multiply, multiply_some, wide_tile
 from pronghorn.kernels.launch import cdiv, launch, tl, triton
 from pronghorn.kernels.moe_rows import Rows
-from pronghorn.kernels.packed import PackedTensor
+from pronghorn.kernels.packed import PackedExperts
 from pronghorn.kernels.small_floats import decode_e2m1, unpack_e2m1
 
 GROUP = 32
@@ -27,12 +27,12 @@ SCRATCH = 2**28
 """Bytes of experts that are written out at a time: 8 of gpt-oss's gates and ups."""
 
 
-class MXFP4Tensor(PackedTensor):
+class MXFP4Tensor(PackedExperts):
     """W [E, K, N] of all experts. Its parts: blocks uint8 [E, N, K/32, 16] and scales uint8 [E, N, K/32]."""
 
-    def dequantise(self) -> Tensor:
+    def experts(self, first: int, last: int, dtype: torch.dtype) -> Tensor:
         blocks, scales = self.parts
-        return write_out(blocks, scales, self.dtype).transpose(1, 2)
+        return write_out(blocks[first:last], scales[first:last], dtype).transpose(1, 2)
 
 
 def write_out_reference(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -82,7 +82,7 @@ def write_out(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def multiply_packed(
-    x: Tensor, weight: MXFP4Tensor, offsets: Tensor, rows: Rows | None = None, transposed: bool = False
+    x: Tensor, weight: PackedExperts, offsets: Tensor, rows: Rows | None = None, transposed: bool = False
 ) -> Tensor:
     """Multiply rows by their expert's weight: x W_e [S, N]; transposed, of dy [S, N]: dy W_eᵀ [S, K].
 
@@ -93,14 +93,14 @@ def multiply_packed(
     if not x.is_cuda:
         dense = weight.dequantise().to(x.dtype)
         return multiply(x, dense.mT if transposed else dense, offsets, "loop", rows=rows)
-    blocks, scales = weight.parts
     experts, k, n = weight.shape
     width, tokens = k if transposed else n, None if rows is None else rows.tokens
     y = x.new_empty(len(x) if tokens is None else len(tokens), width)
-    step = max(1, SCRATCH // (k * n * x.itemsize))
+    together = weight.together
+    step = max(together, SCRATCH // (k * n * x.itemsize) // together * together)
     for first in range(0, experts, step):
-        dense = write_out(blocks[first : first + step], scales[first : first + step], x.dtype)
+        dense = weight.experts(first, min(first + step, experts), x.dtype)
         tile = wide_tile(x.dtype, width, x.device)
-        multiply_some(x, dense if transposed else dense.mT, offsets, tokens, y, first, tile)
+        multiply_some(x, dense.mT if transposed else dense, offsets, tokens, y, first, tile)
         del dense
     return y

@@ -104,3 +104,19 @@ class PackedTensor(Tensor):
             return value.dequantise() if isinstance(value, PackedTensor) else value
 
         return func(*tree_map(written_out, args), **tree_map(written_out, kwargs))
+
+
+class PackedExperts(PackedTensor):
+    """W [E, K, N] of a layer's experts, frozen."""
+
+    @property
+    def together(self) -> int:
+        """How many experts a slice must be a multiple of, so that its statistics start where the parts' do."""
+        return 1
+
+    def experts(self, first: int, last: int, dtype: torch.dtype) -> Tensor:
+        """Return the dense weights [last - first, K, N] of these experts; `first` is a multiple of `together`."""
+        raise NotImplementedError
+
+    def dequantise(self) -> Tensor:
+        return self.experts(0, len(self), self.dtype)

@@ -28,6 +28,7 @@ from pronghorn.families.spec import ACTIVATIONS
 from pronghorn.families.spec import Experts as ExpertsKind
 from pronghorn.kernels.grouped_gemm import choose
 from pronghorn.kernels.moe_glu import Gate
+from pronghorn.kernels.nf4_experts import NF4Tensor
 from pronghorn.kernels.packed import PackedTensor
 from pronghorn.layers.subclass import own_class, subclass
 from pronghorn.moe.experts import Experts, LowRank, experts
@@ -184,7 +185,9 @@ def _forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weig
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else gate_up.dtype
     biases = [getattr(module, f"{name}_bias") if module.has_bias else None for name in _weight_names(module)]
     if not module.is_transposed:
-        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+        gate_up, down = (
+            weight.turned() if isinstance(weight, NF4Tensor) else weight.transpose(1, 2) for weight in (gate_up, down)
+        )
     activation = gate(module)
     assert activation is not None
     layer = Experts(gate_up, down, activation, biases[0], biases[1], gate_up_lora, down_lora)

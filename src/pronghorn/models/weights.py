@@ -13,6 +13,7 @@ from torch import nn
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
 from pronghorn.models.composite import Composite
 from pronghorn.models.families import has_experts
+from pronghorn.models.nf4_experts import config_class
 from pronghorn.models.packed_checkpoint import fetched, format_of, method_of, read_generation_config
 from pronghorn.models.packed_formats import FORMATS, check_experts
 from pronghorn.precision.loader import checkpoint
@@ -109,7 +110,8 @@ def bitsandbytes_config(config: Any, load_in_4bit: bool, dtype: torch.dtype) -> 
         return None  # transformers reads the checkpoint's own
     from transformers import BitsAndBytesConfig
 
-    return BitsAndBytesConfig(
+    asked = config_class() if has_experts(config) else BitsAndBytesConfig
+    return asked(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,

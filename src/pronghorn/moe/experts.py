@@ -23,7 +23,8 @@ from pronghorn.kernels import moe_glu
 from pronghorn.kernels.grouped_gemm import Way, multiply, outer
 from pronghorn.kernels.moe_glu import Gate
 from pronghorn.kernels.moe_rows import Rows, combine
-from pronghorn.kernels.mxfp4 import MXFP4Tensor, multiply_packed
+from pronghorn.kernels.mxfp4 import multiply_packed
+from pronghorn.kernels.packed import PackedExperts
 from pronghorn.moe.route import Routing
 from pronghorn.ranges import ADAPTERS, PRODUCTS, part
 
@@ -95,7 +96,7 @@ class _Product:
     def multiply(self, x: Tensor, rows: Rows | None = None, transposed: bool = False) -> tuple[Tensor, Tensor | None]:
         """(y, x Aᵀ); transposed, of dy: (dx, dy B)."""
         with part(PRODUCTS):
-            if isinstance(self.weight, MXFP4Tensor):
+            if isinstance(self.weight, PackedExperts):
                 y = multiply_packed(x, self.weight, self.offsets, rows, transposed)
             else:
                 w = self.weight.detach().to(self.dtype)

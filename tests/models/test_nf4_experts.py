@@ -1,0 +1,129 @@
+"""Experts that `load_in_4bit` quantises: bitsandbytes' numbers, trained over as their dense weights are."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+from torch import nn
+
+from pronghorn.diagnose.shapes import byte_tokenizer
+from pronghorn.errors import UnsupportedError
+from pronghorn.export.merge import save_merged
+from pronghorn.kernels.nf4_experts import NF4Tensor, quantise_experts
+from pronghorn.memory.estimate import resting_bytes
+from pronghorn.memory.plan import Plan
+from pronghorn.models.attach import attach
+from pronghorn.models.auto_plan import dims_of, setup_of
+from pronghorn.models.load import load_model
+from pronghorn.models.lora import add_lora
+from support.documents import LENGTHS, ROW
+from support.fused import loss_and_gradients
+from support.tiny import MOE_FAMILIES, packed_row, tiny_model
+
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+def checkpoint(folder: Path, family: str, **changes: Any) -> Any:
+    model = tiny_model(family, eos_token_id=2, **changes)
+    model.save_pretrained(folder)
+    byte_tokenizer(512).save_pretrained(folder)
+    return model
+
+
+def loaded(folder: Path, dtype: str = "float32") -> Any:
+    return load_model(folder, dtype=dtype, max_seq_length=128, load_in_4bit=True)[0]
+
+
+def adapted(model: Any, targets: list[str]) -> Any:
+    model = add_lora(model, r=4, target_modules=["q_proj", "v_proj", "o_proj"], target_parameters=targets)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model.train()
+
+
+def dense(model: Any) -> Any:
+    """The same model, its experts written out."""
+    model = copy.deepcopy(model)
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if isinstance(parameter, NF4Tensor):
+                module._parameters[name] = nn.Parameter(parameter.dequantise(), requires_grad=False)
+    return model
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_loading_quantises_experts_to_the_bits_of_bitsandbytes(tmp_path: Path, family: str) -> None:
+    plain = checkpoint(tmp_path, family)
+    packed = {name: p for name, p in loaded(tmp_path).named_parameters() if isinstance(p, NF4Tensor)}
+    assert len(packed) == 2 * plain.config.num_hidden_layers
+    for name, parameter in packed.items():
+        weight = plain.get_parameter(name).detach()
+        codes, state = quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type="nf4")
+        assert torch.equal(parameter.dequantise(), dequantize_4bit(codes, state).view(weight.shape))
+
+
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize("turned", [True, False])
+def test_a_slice_of_experts_is_that_slice_of_all(nested: bool, turned: bool) -> None:
+    weight = quantise_experts(torch.randn(8, 64, 96), nested)  # 96 blocks an expert: 8 share outer statistics
+    weight = weight.turned() if turned else weight
+    small = quantise_experts(torch.randn(12, 64, 64), nested)  # 64 blocks an expert: 4 do
+    assert weight.together == (8 if nested else 1) and small.together == (4 if nested else 1)
+    assert torch.equal(small.experts(4, 8, torch.float32), small.dequantise()[4:8])
+    assert torch.equal(weight.experts(0, 8, torch.float32), weight.dequantise())
+    assert weight.shape == weight.dequantise().shape
+
+
+@pytest.mark.parametrize("targets", [[], EXPERTS])
+@pytest.mark.parametrize("plan", [Plan.keep(), Plan.recompute()])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_training_over_nf4_experts_is_training_over_their_dense_weights(
+    tmp_path: Path, family: str, plan: Plan, targets: list[str]
+) -> None:
+    checkpoint(tmp_path, family)
+    packed = adapted(loaded(tmp_path), targets)
+    results = []
+    for model in (packed, dense(packed)):
+        attach(model, plan)
+        results.append(loss_and_gradients(model, packed_row(LENGTHS, ROW)))
+    (loss, gradients), (right_loss, right) = results
+    assert loss == right_loss
+    assert gradients.keys() == right.keys() and all(torch.equal(gradients[name], right[name]) for name in right)
+
+
+@pytest.mark.parametrize("targets", [[], EXPERTS])
+def test_merging_writes_the_dense_weights_with_the_adapter(tmp_path: Path, targets: list[str]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    checkpoint(tmp_path / "base", "qwen3_moe")
+    model = adapted(loaded(tmp_path / "base"), targets)
+    save_merged(model, None, tmp_path / "merged", dtype=torch.float32)
+    ids = torch.randint(3, 90, (1, 40))
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(whole(ids).logits, model.eval()(ids).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_the_plan_counts_the_stored_bytes(tmp_path: Path) -> None:
+    checkpoint(tmp_path, "qwen3_moe")
+    model = adapted(loaded(tmp_path, "bfloat16"), [])
+    attach(model, Plan.keep())
+    setup = setup_of(model, 512)
+    stored = sum(p.stored_bytes for p in model.parameters() if isinstance(p, NF4Tensor))
+    numbers = sum(p.numel() for p in model.parameters() if isinstance(p, NF4Tensor))
+    assert setup.method == "qlora" and setup.expert_bytes == pytest.approx(stored / numbers, rel=0.05)
+    assert resting_bytes(dims_of(model), setup)["weights"] > stored
+
+
+def test_experts_that_are_no_whole_blocks_are_refused(tmp_path: Path) -> None:
+    checkpoint(tmp_path, "qwen3_moe", hidden_size=68, moe_intermediate_size=12)
+    with pytest.raises(UnsupportedError, match="NF4 stores blocks of 64"):
+        loaded(tmp_path)
