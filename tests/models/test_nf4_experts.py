@@ -63,7 +63,7 @@ def dense(model: Any) -> Any:
 def test_loading_quantises_experts_to_the_bits_of_bitsandbytes(tmp_path: Path, family: str) -> None:
     plain = checkpoint(tmp_path, family)
     packed = {name: p for name, p in loaded(tmp_path).named_parameters() if isinstance(p, NF4Tensor)}
-    assert len(packed) == 2 * plain.config.num_hidden_layers
+    assert len(packed) == 2 * sum(name.endswith(".experts") for name, _ in plain.named_modules())
     for name, parameter in packed.items():
         weight = plain.get_parameter(name).detach()
         codes, state = quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type="nf4")

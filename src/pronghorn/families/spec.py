@@ -21,6 +21,8 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "PytorchGELUTanh": "gelu_tanh",
 }
 """The activations that kernels gate with, by the names of transformers' and torch's classes."""
+HEAD = "lm_head"
+"""The usual name of the language-model head."""
 
 
 class BlockKind(Protocol):
@@ -231,7 +233,7 @@ class FamilySpec:
     """What the layers' experts are, in families that have some."""
     embeddings: str = "embed_tokens"
     """The token embeddings' last name."""
-    head: str = "lm_head"
+    head: str = HEAD
     """The language-model head's last name."""
     norm_offset: float = 0.0
     """What an RMSNorm adds to its weight (1 in Gemma)."""

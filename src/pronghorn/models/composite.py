@@ -156,7 +156,13 @@ def _on_meta(name: Any, config: Any) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM
 
     kinds: Any = AutoModelForCausalLM._model_mapping
-    architecture = (getattr(config, "architectures", None) or ["(none)"])[0]
+    architecture = (getattr(config, "architectures", None) or [None])[0]
+    if architecture is None:
+        raise UnsupportedError(
+            f"{name}: transformers has no causal language model of the model type {config.model_type!r}, and the "
+            "configuration names no architecture",
+            _REMEDY,
+        )
     kind = getattr(transformers, architecture, None)
     if kind is None or getattr(kind, "config_class", None) is not type(config):
         raise UnsupportedError(f"{name}: transformers has no {architecture} for its configuration", _REMEDY)
