@@ -3,7 +3,7 @@
 `_prepare`, by chunk and value head: Tm = (I + A)⁻¹, w = Tm β exp(b) k and u = Tm β v. `_states`, in order over the
 chunks of a document: N = u − w S and the state S at each chunk's start. `_output`, by chunk and value head: o.
 
-Factors of single tokens, such as one over the lengths of q and k, are multiplied in float32, after a product or into the
+Factors of single tokens, such as one over the lengths of q and k, are multiplied in float32, after a product or into an
 operand that is rounded anyway; so q, k and v enter products as they are. Products have float32 sums; their operands
 have the inputs' dtype, those of the inverse float32. S is float32 from chunk to chunk and in the inputs' dtype where a
 product reads it.
