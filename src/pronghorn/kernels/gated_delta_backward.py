@@ -185,24 +185,24 @@ def backward_triton(
     strides = *q.stride()[:2], *k.stride()[:2]
     decay = saved.sums, saved.q_unit, saved.k_unit
     dn, ds = torch.empty_like(saved.new), torch.empty_like(saved.states)
-    columns, warps, _ = fit("direct", TILES, value_dim)
+    columns, warps, stages = fit("direct", TILES, value_dim)
     launch(
         _direct, (count, heads, cdiv(value_dim, columns)),
         q, k, do, *decay, chunks.chunks, dn, *strides, scale,
-        **sizes, COLUMNS=columns, num_warps=warps,
+        **sizes, COLUMNS=columns, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     columns, warps, stages = fit("state gradients", TILES, value_dim)
     launch(
         _state_gradients, (cdiv(value_dim, columns), heads, len(chunks.documents)),
         q, k, saved.w, do, *decay, *reversed(chunks), dn, ds, *strides, scale,
-        **sizes, COLUMNS=columns, STAGES=stages, num_warps=warps,
+        **sizes, COLUMNS=columns, STAGES=stages, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, g, beta)]
-    columns, warps, _ = fit("gradients", TILES, value_dim)
+    columns, warps, stages = fit("gradients", TILES, value_dim)
     launch(
         _gradients, (count, k.shape[1]),
         q, k, v, beta.contiguous(), do, saved.new, saved.inverse, *decay, saved.states, dn, ds, chunks.chunks, *grads,
         *strides, *v.stride()[:2], scale,
-        **sizes, COLUMNS=columns, num_warps=warps,
+        **sizes, COLUMNS=columns, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return tuple(grads)

@@ -109,17 +109,17 @@ def _prepare(
     k_unit = tl.rsqrt(tl.sum(k.to(tl.float32) * k.to(tl.float32), 1) + eps)
     if head % GROUP == 0:
         q = tl.load(q_ptr + token[:, None] * q_row + key * q_head + wide[None, :], mask=whole, other=0.0).to(tl.float32)
-        at = token * (H // GROUP) + key
-        tl.store(q_unit_ptr + at, tl.rsqrt(tl.sum(q * q, 1) + eps), mask=inside)
-        tl.store(k_unit_ptr + at, k_unit, mask=inside)
+        by_key = token * (H // GROUP) + key
+        tl.store(q_unit_ptr + by_key, tl.rsqrt(tl.sum(q * q, 1) + eps), mask=inside)
+        tl.store(k_unit_ptr + by_key, k_unit, mask=inside)
     g = tl.load(g_ptr + token * H + head, mask=inside, other=0.0)
     beta = tl.load(beta_ptr + token * H + head, mask=inside, other=0.0).to(tl.float32)
     b = tl.sum(tl.where(rows[:, None] >= rows[None, :], g[None, :], 0.0), 1)
     tl.store(sums_ptr + token * H + head, b, mask=inside)
     a = dot(k, tl.trans(k)) * (beta * k_unit)[:, None] * k_unit[None, :] * decays(b, L)
     inverse = _inverse(tl.where(rows[:, None] > rows[None, :], a, 0.0), L, PRECISION)
-    at = (token[:, None] * H + head) * L + rows[None, :]
-    tl.store(inverse_ptr + at, inverse.to(inverse_ptr.dtype.element_ty), mask=whole)
+    square = (token[:, None] * H + head) * L + rows[None, :]
+    tl.store(inverse_ptr + square, inverse.to(inverse_ptr.dtype.element_ty), mask=whole)
     w = dot((inverse * (beta * tl.exp(b) * k_unit)[None, :]).to(k.dtype), k)
     tl.store(w_ptr + (token[:, None] * H + head) * DK + wide[None, :], w.to(w_ptr.dtype.element_ty), mask=whole)
     times_beta = (inverse * beta[None, :]).to(k.dtype)
@@ -209,25 +209,25 @@ def forward_triton(
     )
     sizes = {"H": heads, "GROUP": heads // key_heads, "DK": key_dim, "DV": value_dim, "L": CHUNK}
     strides = *q.stride()[:2], *k.stride()[:2]
-    columns, warps, _ = fit("prepare", TILES, value_dim)
+    columns, warps, stages = fit("prepare", TILES, value_dim)
     launch(
         _prepare, (count, heads),
         q, k, v, g.contiguous(), beta.contiguous(), chunks.chunks,
         saved.w, saved.new, saved.inverse, saved.sums, saved.q_unit, saved.k_unit, *strides, *v.stride()[:2], L2_EPS,
-        **sizes, COLUMNS=columns, PRECISION=INVERSE[0], num_warps=warps,
+        **sizes, COLUMNS=columns, PRECISION=INVERSE[0], num_warps=warps, num_stages=stages,
     )  # fmt: skip
     columns, warps, stages = fit("states", TILES, value_dim)
     launch(
         _states, (cdiv(value_dim, columns), heads, len(chunks.documents)),
         k, saved.w, saved.new, saved.sums, saved.k_unit, *reversed(chunks), saved.states, *strides[2:],
-        **sizes, COLUMNS=columns, STAGES=stages, num_warps=warps,
+        **sizes, COLUMNS=columns, STAGES=stages, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     o = torch.empty_like(saved.new)
-    columns, warps, _ = fit("output", TILES, value_dim)
+    columns, warps, stages = fit("output", TILES, value_dim)
     launch(
         _output, (count, heads, cdiv(value_dim, columns)),
         q, k, saved.new, saved.sums, saved.q_unit, saved.k_unit, saved.states, chunks.chunks, o, *strides, scale,
-        **sizes, COLUMNS=columns, num_warps=warps,
+        **sizes, COLUMNS=columns, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return o, saved
 
