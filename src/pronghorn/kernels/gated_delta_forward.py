@@ -31,7 +31,7 @@ class Tile(NamedTuple):
     stages: int
 
 
-TILES = {"prepare": Tile(128, 4, 1), "states": Tile(32, 4, 2), "output": Tile(64, 4, 1)}
+TILES = {"prepare": Tile(128, 8, 1), "states": Tile(32, 4, 2), "output": Tile(64, 4, 1)}
 INVERSE = ["ieee"]
 """Triton's precision of the inverse's products of float32; a list, so that a sweep may set it."""
 
