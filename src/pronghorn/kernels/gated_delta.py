@@ -9,46 +9,23 @@ with b the running sum of g, D_ij = exp(b_i − b_j) for i ≥ j, and S the stat
     S' = exp(b_L) S + (exp(b_L − b) k)ᵀ N
 
 Source: the WY form of Yang et al. 2024 (arXiv:2406.06484). Head j of q and k serves the value heads j·(H_v / H_k) and
-those that follow. There are no Triton kernels yet: the reference runs on every device, and saves nothing.
+those that follow. The kernels are in `gated_delta_forward` and `gated_delta_backward`.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-CHUNK = 64
-L2_EPS = 1e-6
+from pronghorn.kernels.delta_chunks import CHUNK, Chunks
+from pronghorn.kernels.gated_delta_backward import backward_triton
+from pronghorn.kernels.gated_delta_forward import L2_EPS, forward_triton
+from pronghorn.kernels.gated_delta_forward import Saved as TritonSaved
 
-
-class Chunks(NamedTuple):
-    """Chunks that don't cross documents; sizes depend on the row's tokens and its bucket of documents only."""
-
-    documents: Tensor
-    """int32 [D_b, 2]: each document's first chunk and number of chunks; 0 chunks where there is no document."""
-    chunks: Tensor
-    """int32 [T // 64 + D_b, 2]: each chunk's first token and length; length 0 where there is no chunk."""
-
-
-class Saved(NamedTuple):
-    """What the backward needs besides the arguments: nothing, the reference computes it again."""
-
-
-def chunks_of(lengths: Sequence[int], bucket: int, tokens: int) -> Chunks:
-    """Make the chunks of documents of these lengths, on the host; there is room for `bucket` documents."""
-    documents, chunks, start = array("i"), array("i"), 0
-    for length in lengths:
-        documents.extend((len(chunks) // 2, -(-length // CHUNK)))
-        for first in range(0, length, CHUNK):
-            chunks.extend((start + first, min(CHUNK, length - first)))
-        start += length
-    documents.extend([0, 0] * (bucket - len(lengths)))
-    chunks.extend([0, 0] * (tokens // CHUNK + bucket - len(chunks) // 2))
-    return Chunks(*(torch.frombuffer(x, dtype=torch.int32).view(-1, 2) for x in (documents, chunks)))
+Saved = Sequence[Tensor]
+"""What the backward needs besides the arguments: `gated_delta_forward.Saved`, or nothing after `forward_reference`."""
 
 
 def recurrent_reference(
@@ -68,7 +45,7 @@ def forward_reference(
 ) -> tuple[Tensor, Saved]:
     """Do what `forward` does, in plain torch."""
     with torch.no_grad():
-        return chunked_reference(q, k, v, g, beta, chunks, scale), Saved()
+        return chunked_reference(q, k, v, g, beta, chunks, scale), ()
 
 
 def backward_reference(
@@ -135,6 +112,8 @@ def forward(
         g: float32 [T, H_v], logarithms of decays, ≤ 0.
         beta: [T, H_v].
     """
+    if q.is_cuda:
+        return forward_triton(q, k, v, g, beta, chunks, scale)
     return forward_reference(q, k, v, g, beta, chunks, scale)
 
 
@@ -142,4 +121,6 @@ def backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, saved: Saved, chunks: Chunks, scale: float
 ) -> tuple[Tensor, ...]:
     """Return (dq, dk, dv, dg, dbeta), contiguous, in the dtypes of q, k, v, g, beta."""
+    if q.is_cuda:
+        return backward_triton(do, q, k, v, g, beta, TritonSaved(*saved), chunks, scale)
     return backward_reference(do, q, k, v, g, beta, saved, chunks, scale)

@@ -20,6 +20,7 @@ from torch.nn.functional import softplus
 from pronghorn.data.batch import PackedBatch
 from pronghorn.families.spec import GatedDelta
 from pronghorn.kernels import causal_conv, gated_delta, gated_norm
+from pronghorn.kernels.delta_chunks import Chunks, chunks_of
 from pronghorn.layers.block import Block, Call, Gradients, Norm, Result, add, pick, spread
 from pronghorn.layers.fused_linear import FusedLinear
 from pronghorn.precision.source import Activation
@@ -150,12 +151,12 @@ def delta_net(module: Any, kind: GatedDelta) -> DeltaNet:
     return DeltaNet(DeltaLayout(*sizes, kind.interleaved), weight, module.A_log, module.dt_bias)
 
 
-def _chunks(packed: PackedBatch) -> gated_delta.Chunks:
+def _chunks(packed: PackedBatch) -> Chunks:
     """Return the batch's chunks of documents on its device, made once."""
 
-    def make() -> gated_delta.Chunks:
-        chunks = gated_delta.chunks_of(packed.lengths, packed.bucket, packed.tokens)
-        return gated_delta.Chunks(*(part.to(packed.document_ids.device, non_blocking=True) for part in chunks))
+    def make() -> Chunks:
+        chunks = chunks_of(packed.lengths, packed.bucket, packed.tokens)
+        return Chunks(*(part.to(packed.document_ids.device, non_blocking=True) for part in chunks))
 
     return packed.once("chunks of documents", make)
 
@@ -255,7 +256,7 @@ class GatedDeltaBlock(Block):
         do, dz, d_norm = gated_norm.backward(d_gated.view_as(rule), rule, z, self.norm.weight, self.norm.eps)
         del d_gated
         do, dz = (spread(grad.flatten(1), rows, saved.x) for grad in (do, dz))
-        d_qkv, db, da, d_net = self.net.backward(do.view_as(saved.o), qkv, b, a, gated_delta.Saved(*state), call.packed)
+        d_qkv, db, da, d_net = self.net.backward(do.view_as(saved.o), qkv, b, a, state, call.packed)
         d_qkvz, d_ba = layout.merge(d_qkv, dz, db, da)
         del do, dz, d_qkv
 

@@ -17,7 +17,6 @@ from torch.autograd.function import once_differentiable
 from pronghorn.data.batch import PackedBatch
 from pronghorn.errors import UnsupportedError
 from pronghorn.families.spec import FamilySpec, GatedDelta
-from pronghorn.kernels.gated_delta import Saved
 from pronghorn.layers.gated_delta import DeltaNet, delta_net
 from pronghorn.layers.subclass import subclass
 from pronghorn.memory.recompute import has_own_forward
@@ -82,6 +81,6 @@ class _Rule(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, do: Tensor) -> Any:
         tensors = ctx.saved_tensors
-        (qkv, b, a), saved = tensors[:3], Saved(*tensors[3 + len(ctx.net.trained) :])
+        (qkv, b, a), saved = tensors[:3], tensors[3 + len(ctx.net.trained) :]
         d_qkv, db, da, trained = ctx.net.backward(do.contiguous(), qkv, b, a, saved, ctx.packed)
         return None, None, d_qkv, db, da, *trained

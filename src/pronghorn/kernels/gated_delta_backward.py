@@ -1,0 +1,208 @@
+"""The gated delta rule's backward in Triton: three kernels, without atomics.
+
+With the names of `kernels.gated_delta`, Tm = (I + A)⁻¹, P = q kᵀ ∘ D, do' = scale · do, dS the gradient of the state at
+a chunk's end, and X' the next chunk's X:
+
+    dN = Pᵀ do' + exp(b_L − b) k dS'        dS = exp(b_L) dS' + (exp(b) q)ᵀ do' − wᵀ dN
+    y = Tmᵀ dN      dv = β y      dA = −tril(y Nᵀ, −1)      dP = tril(do' Nᵀ)      X = β dA ∘ D
+    dq = exp(b) do' Sᵀ + (dP ∘ D) k
+    dk = −exp(b) β y Sᵀ + exp(b_L − b) N dS'ᵀ + (dP ∘ D)ᵀ q + (X + Xᵀ) k
+    dβ = Σ y ∘ (v − exp(b) k S) + Σ dA ∘ k kᵀ ∘ D
+
+db is the sum over rows less the sum over columns of dA ∘ A + dP ∘ P, and what the factors exp(b), exp(b_L − b) and
+exp(b_L) receive; dg sums it from the chunk's end. `_direct` computes Pᵀ do' by chunk, `_state_gradients` dN and dS from
+a document's last chunk to its first, `_gradients` the rest by chunk and key head, over the value heads it serves.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pronghorn.kernels.delta_chunks import CHUNK, Chunks
+from pronghorn.kernels.gated_delta_forward import Saved, Tile, decays, dot, fit
+from pronghorn.kernels.launch import cdiv, launch, tl, triton
+
+TILES = {"direct": Tile(64, 4, 1), "state gradients": Tile(32, 4, 2), "gradients": Tile(32, 8, 1)}
+
+
+@triton.jit
+def _direct(
+    q_ptr, k_ptr, do_ptr, sums_ptr, q_unit_ptr, k_unit_ptr, chunks_ptr, dn_ptr, q_row, q_head, k_row, k_head, scale,
+    H: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, L: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Pᵀ do' [T, H, DV], some columns of one chunk."""
+    chunk, head, columns = tl.program_id(0), tl.program_id(1), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    length = tl.load(chunks_ptr + 2 * chunk + 1)
+    if length == 0:
+        return
+    rows, wide, key = tl.arange(0, L), tl.arange(0, DK), head // GROUP
+    start = tl.load(chunks_ptr + 2 * chunk).to(tl.int64)
+    token, inside = start + rows, rows < length
+    whole = inside[:, None]
+    q = tl.load(q_ptr + token[:, None] * q_row + key * q_head + wide[None, :], mask=whole, other=0.0)
+    k = tl.load(k_ptr + token[:, None] * k_row + key * k_head + wide[None, :], mask=whole, other=0.0)
+    b = tl.load(sums_ptr + token * H + head, mask=inside, other=tl.load(sums_ptr + (start + length - 1) * H + head))
+    q_unit = tl.load(q_unit_ptr + token * (H // GROUP) + key, mask=inside, other=0.0) * scale
+    k_unit = tl.load(k_unit_ptr + token * (H // GROUP) + key, mask=inside, other=0.0)
+    at = (token[:, None] * H + head) * DV + columns[None, :]
+    do = tl.load(do_ptr + at, mask=whole, other=0.0)
+    p = dot(q, tl.trans(k)) * q_unit[:, None] * k_unit[None, :] * decays(b, L)
+    tl.store(dn_ptr + at, dot(tl.trans(p.to(q.dtype)), do).to(dn_ptr.dtype.element_ty), mask=whole)
+
+
+@triton.jit
+def _state_gradients(
+    q_ptr, k_ptr, w_ptr, do_ptr, sums_ptr, q_unit_ptr, k_unit_ptr, chunks_ptr, documents_ptr, dn_ptr, ds_ptr,
+    q_row, q_head, k_row, k_head, scale,
+    H: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, L: tl.constexpr, COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Write dN over Pᵀ do' [T, H, DV], and dS' [chunks, H, DK, DV] at each chunk's end: some columns of a document."""
+    columns, head, document = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.program_id(1), tl.program_id(2)
+    first, count = tl.load(documents_ptr + 2 * document), tl.load(documents_ptr + 2 * document + 1)
+    rows, wide, key = tl.arange(0, L), tl.arange(0, DK), head // GROUP
+    ds = tl.zeros((DK, COLUMNS), tl.float32)
+    for done in tl.range(0, count, num_stages=STAGES):
+        chunk = first + count - 1 - done
+        start, length = tl.load(chunks_ptr + 2 * chunk).to(tl.int64), tl.load(chunks_ptr + 2 * chunk + 1)
+        token, inside = start + rows, rows < length
+        whole = inside[:, None]
+        q = tl.load(q_ptr + token[:, None] * q_row + key * q_head + wide[None, :], mask=whole, other=0.0)
+        k = tl.load(k_ptr + token[:, None] * k_row + key * k_head + wide[None, :], mask=whole, other=0.0)
+        w = tl.load(w_ptr + (token[:, None] * H + head) * DK + wide[None, :], mask=whole, other=0.0)
+        at = (token[:, None] * H + head) * DV + columns[None, :]
+        do = tl.load(do_ptr + at, mask=whole, other=0.0).to(tl.float32)
+        dn = tl.load(dn_ptr + at, mask=whole, other=0.0).to(tl.float32)
+        last = tl.load(sums_ptr + (start + length - 1) * H + head)
+        b = tl.load(sums_ptr + token * H + head, mask=inside, other=last)
+        q_unit = tl.load(q_unit_ptr + token * (H // GROUP) + key, mask=inside, other=0.0) * scale
+        k_unit = tl.load(k_unit_ptr + token * (H // GROUP) + key, mask=inside, other=0.0)
+        rounded = ds.to(k.dtype)
+        to = ds_ptr + (chunk.to(tl.int64) * H + head) * DK * DV + wide[:, None] * DV + columns[None, :]
+        tl.store(to, rounded)
+        dn = (dn + dot(k, rounded) * (tl.exp(last - b) * k_unit)[:, None]).to(k.dtype)
+        tl.store(dn_ptr + at, dn, mask=whole)
+        of_o = dot(tl.trans(q), (do * (tl.exp(b) * q_unit)[:, None]).to(k.dtype))
+        of_new = dot(tl.trans(w), dn)
+        ds = ds * tl.exp(last) + (of_o - of_new)
+
+
+@triton.jit
+def _gradients(
+    q_ptr, k_ptr, v_ptr, beta_ptr, do_ptr, new_ptr, inverse_ptr, sums_ptr, q_unit_ptr, k_unit_ptr, states_ptr,
+    dn_ptr, ds_ptr, chunks_ptr, dq_ptr, dk_ptr, dv_ptr, dg_ptr, dbeta_ptr,
+    q_row, q_head, k_row, k_head, v_row, v_head, scale,
+    H: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, L: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Write dq, dk [T, H_k, DK] of one chunk and key head, and dv [T, H, DV], dg, dbeta [T, H] of its value heads."""
+    chunk, key = tl.program_id(0), tl.program_id(1)
+    length = tl.load(chunks_ptr + 2 * chunk + 1)
+    if length == 0:
+        return
+    rows, wide = tl.arange(0, L), tl.arange(0, DK)
+    start = tl.load(chunks_ptr + 2 * chunk).to(tl.int64)
+    token, inside = start + rows, rows < length
+    whole = inside[:, None]
+    lower, below = rows[:, None] >= rows[None, :], rows[:, None] > rows[None, :]
+    q = tl.load(q_ptr + token[:, None] * q_row + key * q_head + wide[None, :], mask=whole, other=0.0)
+    k = tl.load(k_ptr + token[:, None] * k_row + key * k_head + wide[None, :], mask=whole, other=0.0)
+    q_unit = tl.load(q_unit_ptr + token * (H // GROUP) + key, mask=inside, other=0.0)
+    k_unit = tl.load(k_unit_ptr + token * (H // GROUP) + key, mask=inside, other=0.0)
+    dq = tl.zeros((L, DK), tl.float32)
+    dk = tl.zeros((L, DK), tl.float32)
+    for served in range(GROUP):
+        head = key * GROUP + served
+        last = tl.load(sums_ptr + (start + length - 1) * H + head)
+        b = tl.load(sums_ptr + token * H + head, mask=inside, other=last)
+        beta = tl.load(beta_ptr + token * H + head, mask=inside, other=0.0).to(tl.float32)
+        inverse = tl.load(inverse_ptr + (token[:, None] * H + head) * L + rows[None, :], mask=whole, other=0.0)
+        since, until = tl.exp(b), tl.exp(last - b)
+        da = tl.zeros((L, L), tl.float32)
+        dp = tl.zeros((L, L), tl.float32)
+        dbeta = tl.zeros((L,), tl.float32)
+        by_since = tl.zeros((L,), tl.float32)
+        by_until = tl.zeros((L,), tl.float32)
+        by_last = tl.zeros((COLUMNS,), tl.float32)
+        for first in range(0, DV, COLUMNS):
+            columns = first + tl.arange(0, COLUMNS)
+            at = (token[:, None] * H + head) * DV + columns[None, :]
+            do = tl.load(do_ptr + at, mask=whole, other=0.0)
+            new = tl.load(new_ptr + at, mask=whole, other=0.0)
+            dn = tl.load(dn_ptr + at, mask=whole, other=0.0)
+            v = tl.load(v_ptr + token[:, None] * v_row + head * v_head + columns[None, :], mask=whole, other=0.0)
+            of_state = (chunk.to(tl.int64) * H + head) * DK * DV + wide[:, None] * DV + columns[None, :]
+            state, ds = tl.load(states_ptr + of_state), tl.load(ds_ptr + of_state)
+            by_last += tl.sum(state.to(tl.float32) * ds.to(tl.float32), 0)
+            y = dot(tl.trans(inverse), dn)
+            tl.store(dv_ptr + at, (y * beta[:, None]).to(dv_ptr.dtype.element_ty), mask=whole)
+            dbeta += tl.sum(y * v.to(tl.float32), 1)
+            y = y.to(k.dtype)
+            da -= dot(y, tl.trans(new))
+            dp += dot(do, tl.trans(new))
+            part = dot(do, tl.trans(state)) * (since * scale)[:, None]
+            by_since += q_unit * tl.sum(part * q.to(tl.float32), 1)
+            dq += part
+            part = dot(y, tl.trans(state)) * since[:, None]
+            along = k_unit * tl.sum(part * k.to(tl.float32), 1)
+            dbeta -= along
+            by_since -= beta * along
+            dk -= part * beta[:, None]
+            part = dot(new, tl.trans(ds)) * until[:, None]
+            by_until += k_unit * tl.sum(part * k.to(tl.float32), 1)
+            dk += part
+        decay = decays(b, L)
+        da = tl.where(below, da * decay, 0.0)  # from here on with D
+        dp = tl.where(lower, dp * decay, 0.0) * scale
+        kk = dot(k, tl.trans(k)) * k_unit[:, None] * k_unit[None, :] * da
+        qk = dot(q, tl.trans(k)) * q_unit[:, None] * k_unit[None, :] * dp
+        dbeta += tl.sum(kk, 1)
+        both = kk * beta[:, None] + qk
+        db = tl.sum(both, 1) - tl.sum(both, 0) + by_since - by_until
+        db += tl.where(rows == length - 1, tl.sum(by_until, 0) + tl.exp(last) * tl.sum(by_last, 0), 0.0)
+        dg = tl.sum(tl.where(lower, db[:, None], 0.0), 0)
+        tl.store(dg_ptr + token * H + head, dg, mask=inside)
+        tl.store(dbeta_ptr + token * H + head, dbeta.to(dbeta_ptr.dtype.element_ty), mask=inside)
+        da = da * beta[:, None]
+        dq += dot((dp * k_unit[None, :]).to(k.dtype), k)
+        dk += dot(tl.trans((dp * q_unit[:, None]).to(k.dtype)), q)
+        dk += dot(((da + tl.trans(da)) * k_unit[None, :]).to(k.dtype), k)
+    at = (token[:, None] * (H // GROUP) + key) * DK + wide[None, :]
+    unit = q.to(tl.float32) * q_unit[:, None]
+    dq = (dq - unit * tl.sum(unit * dq, 1)[:, None]) * q_unit[:, None]
+    tl.store(dq_ptr + at, dq.to(dq_ptr.dtype.element_ty), mask=whole)
+    unit = k.to(tl.float32) * k_unit[:, None]
+    dk = (dk - unit * tl.sum(unit * dk, 1)[:, None]) * k_unit[:, None]
+    tl.store(dk_ptr + at, dk.to(dk_ptr.dtype.element_ty), mask=whole)
+
+
+def backward_triton(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, saved: Saved, chunks: Chunks, scale: float
+) -> tuple[Tensor, ...]:
+    """Do what `backward` does, by these kernels."""
+    heads, value_dim, count, do = *v.shape[1:], len(chunks.chunks), do.to(v.dtype).contiguous()
+    sizes = {"H": heads, "GROUP": heads // k.shape[1], "DK": k.shape[2], "DV": value_dim, "L": CHUNK}
+    strides = *q.stride()[:2], *k.stride()[:2]
+    decay = saved.sums, saved.q_unit, saved.k_unit
+    dn, ds = torch.empty_like(saved.new), torch.empty_like(saved.states)
+    columns, warps, stages = fit("direct", TILES, value_dim)
+    launch(
+        _direct, (count, heads, cdiv(value_dim, columns)),
+        q, k, do, *decay, chunks.chunks, dn, *strides, scale,
+        **sizes, COLUMNS=columns, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    columns, warps, stages = fit("state gradients", TILES, value_dim)
+    launch(
+        _state_gradients, (cdiv(value_dim, columns), heads, len(chunks.documents)),
+        q, k, saved.w, do, *decay, *reversed(chunks), dn, ds, *strides, scale,
+        **sizes, COLUMNS=columns, STAGES=stages, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, g, beta)]
+    columns, warps, stages = fit("gradients", TILES, value_dim)
+    launch(
+        _gradients, (count, k.shape[1]),
+        q, k, v, beta.contiguous(), do, saved.new, saved.inverse, *decay, saved.states, dn, ds, chunks.chunks, *grads,
+        *strides, *v.stride()[:2], scale,
+        **sizes, COLUMNS=columns, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return tuple(grads)

@@ -1,0 +1,237 @@
+"""The gated delta rule's forward in Triton (`kernels.gated_delta` has the formulas): three kernels.
+
+`_prepare`, by chunk and value head: Tm = (I + A)⁻¹, w = Tm β exp(b) k and u = Tm β v. `_states`, in order over the
+chunks of a document: N = u − w S and the state S at each chunk's start. `_output`, by chunk and value head: o.
+
+Factors of single tokens, such as one over the lengths of q and k, are multiplied in float32, after a product or into an
+operand that is rounded anyway; so q, k and v enter products as they are. Products have float32 sums; their operands
+have the inputs' dtype, those of the inverse float32. S is float32 from chunk to chunk and in the inputs' dtype where a
+product reads it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pronghorn.kernels.delta_chunks import CHUNK, Chunks
+from pronghorn.kernels.launch import cdiv, launch, tl, triton
+
+L2_EPS = 1e-6
+
+
+class Tile(NamedTuple):
+    """How a kernel is launched."""
+
+    columns: int
+    """Of v's that a program takes at a time."""
+    warps: int
+    stages: int
+
+
+TILES = {"prepare": Tile(128, 8, 1), "states": Tile(32, 4, 2), "output": Tile(64, 4, 1)}
+INVERSE = ["ieee"]
+"""Triton's precision of the inverse's products of float32; a list, so that a sweep may set it."""
+
+
+class Saved(NamedTuple):
+    """What the backward needs besides the arguments."""
+
+    w: Tensor
+    """[T, H_v, D_k]."""
+    new: Tensor
+    """N, [T, H_v, D_v]."""
+    inverse: Tensor
+    """[T, H_v, 64]."""
+    sums: Tensor
+    """float32 [T, H_v]: g summed up from the chunk's start."""
+    q_unit: Tensor
+    """float32 [T, H_k]: one over q's length, and over k's."""
+    k_unit: Tensor
+    states: Tensor
+    """[chunks, H_v, D_k, D_v]: S at each chunk's start."""
+
+
+@triton.jit
+def dot(a, b):
+    """Multiply; float32 operands are not rounded first."""
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def decays(b, L: tl.constexpr):
+    """D [L, L]: exp(b_i − b_j) for i ≥ j, else 0."""
+    rows = tl.arange(0, L)
+    return tl.exp(tl.where(rows[:, None] >= rows[None, :], b[:, None] - b[None, :], float("-inf")))
+
+
+@triton.jit
+def _inverse(a, L: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + a)⁻¹ of a strictly lower triangular a: by substitution in diagonal blocks of 16, whose inverses are X, then
+    (I + M)⁻¹ X with M = X · (a outside these blocks), whose fourth power is 0."""
+    rows = tl.arange(0, L)
+    block = (rows[:, None] // 16) == (rows[None, :] // 16)
+    one = tl.where(rows[:, None] == rows[None, :], 1.0, 0.0)
+    diagonal = tl.where(block, -a, 0.0)
+    x = diagonal
+    for i in range(2, 16):
+        turn = ((rows % 16) == i)[:, None] & block
+        row = tl.sum(tl.where(turn, diagonal, 0.0), 0)
+        row += tl.sum(row[:, None] * x, 0)
+        x = tl.where(turn, row[None, :], x)
+    x += one
+    m = tl.dot(x, tl.where(block, 0.0, a), input_precision=PRECISION)
+    square = tl.dot(m, m, input_precision=PRECISION)
+    m = one - m
+    m += tl.dot(m, square, input_precision=PRECISION)
+    return tl.dot(m, x, input_precision=PRECISION)
+
+
+@triton.jit
+def _prepare(
+    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, chunks_ptr, w_ptr, u_ptr, inverse_ptr, sums_ptr, q_unit_ptr, k_unit_ptr,
+    q_row, q_head, k_row, k_head, v_row, v_head, eps,
+    H: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, L: tl.constexpr, COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """q, k, v of any strides; g, beta, sums [T, H]; w [T, H, DK]; u [T, H, DV]; inverse [T, H, L]; units [T, H_k]."""
+    chunk, head = tl.program_id(0), tl.program_id(1)
+    length = tl.load(chunks_ptr + 2 * chunk + 1)
+    if length == 0:
+        return
+    rows, wide = tl.arange(0, L), tl.arange(0, DK)
+    token = tl.load(chunks_ptr + 2 * chunk).to(tl.int64) + rows
+    inside, key = rows < length, head // GROUP
+    whole = inside[:, None]
+    k = tl.load(k_ptr + token[:, None] * k_row + key * k_head + wide[None, :], mask=whole, other=0.0)
+    k_unit = tl.rsqrt(tl.sum(k.to(tl.float32) * k.to(tl.float32), 1) + eps)
+    if head % GROUP == 0:
+        q = tl.load(q_ptr + token[:, None] * q_row + key * q_head + wide[None, :], mask=whole, other=0.0).to(tl.float32)
+        by_key = token * (H // GROUP) + key
+        tl.store(q_unit_ptr + by_key, tl.rsqrt(tl.sum(q * q, 1) + eps), mask=inside)
+        tl.store(k_unit_ptr + by_key, k_unit, mask=inside)
+    g = tl.load(g_ptr + token * H + head, mask=inside, other=0.0)
+    beta = tl.load(beta_ptr + token * H + head, mask=inside, other=0.0).to(tl.float32)
+    b = tl.sum(tl.where(rows[:, None] >= rows[None, :], g[None, :], 0.0), 1)
+    tl.store(sums_ptr + token * H + head, b, mask=inside)
+    a = dot(k, tl.trans(k)) * (beta * k_unit)[:, None] * k_unit[None, :] * decays(b, L)
+    inverse = _inverse(tl.where(rows[:, None] > rows[None, :], a, 0.0), L, PRECISION)
+    square = (token[:, None] * H + head) * L + rows[None, :]
+    tl.store(inverse_ptr + square, inverse.to(inverse_ptr.dtype.element_ty), mask=whole)
+    w = dot((inverse * (beta * tl.exp(b) * k_unit)[None, :]).to(k.dtype), k)
+    tl.store(w_ptr + (token[:, None] * H + head) * DK + wide[None, :], w.to(w_ptr.dtype.element_ty), mask=whole)
+    times_beta = (inverse * beta[None, :]).to(k.dtype)
+    for first in range(0, DV, COLUMNS):
+        columns = first + tl.arange(0, COLUMNS)
+        v = tl.load(v_ptr + token[:, None] * v_row + head * v_head + columns[None, :], mask=whole, other=0.0)
+        at = (token[:, None] * H + head) * DV + columns[None, :]
+        tl.store(u_ptr + at, dot(times_beta, v).to(u_ptr.dtype.element_ty), mask=whole)
+
+
+@triton.jit
+def _states(
+    k_ptr, w_ptr, new_ptr, sums_ptr, k_unit_ptr, chunks_ptr, documents_ptr, states_ptr, k_row, k_head,
+    H: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, L: tl.constexpr, COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Write N over u [T, H, DV], and S [chunks, H, DK, DV] at each chunk's start: some columns of one document."""
+    columns, head, document = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.program_id(1), tl.program_id(2)
+    first, count = tl.load(documents_ptr + 2 * document), tl.load(documents_ptr + 2 * document + 1)
+    rows, wide, key = tl.arange(0, L), tl.arange(0, DK), head // GROUP
+    state = tl.zeros((DK, COLUMNS), tl.float32)
+    for done in tl.range(0, count, num_stages=STAGES):
+        chunk = first + done
+        start, length = tl.load(chunks_ptr + 2 * chunk).to(tl.int64), tl.load(chunks_ptr + 2 * chunk + 1)
+        token, inside = start + rows, rows < length
+        whole = inside[:, None]
+        k = tl.load(k_ptr + token[:, None] * k_row + key * k_head + wide[None, :], mask=whole, other=0.0)
+        w = tl.load(w_ptr + (token[:, None] * H + head) * DK + wide[None, :], mask=whole, other=0.0)
+        at = new_ptr + (token[:, None] * H + head) * DV + columns[None, :]
+        u = tl.load(at, mask=whole, other=0.0)
+        last = tl.load(sums_ptr + (start + length - 1) * H + head)
+        b = tl.load(sums_ptr + token * H + head, mask=inside, other=last)
+        unit = tl.load(k_unit_ptr + token * (H // GROUP) + key, mask=inside, other=0.0)
+        rounded = state.to(k.dtype)
+        to = states_ptr + (chunk.to(tl.int64) * H + head) * DK * DV + wide[:, None] * DV + columns[None, :]
+        tl.store(to, rounded)
+        new = u.to(tl.float32) - dot(w, rounded)
+        tl.store(at, new.to(u.dtype), mask=whole)
+        scaled = (new * (tl.exp(last - b) * unit)[:, None]).to(k.dtype)
+        state = state * tl.exp(last) + dot(tl.trans(k), scaled)
+
+
+@triton.jit
+def _output(
+    q_ptr, k_ptr, new_ptr, sums_ptr, q_unit_ptr, k_unit_ptr, states_ptr, chunks_ptr, o_ptr,
+    q_row, q_head, k_row, k_head, scale,
+    H: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, L: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """o [T, H, DV] = scale (exp(b) q S + (q kᵀ ∘ D) N), some columns of one chunk."""
+    chunk, head, columns = tl.program_id(0), tl.program_id(1), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    length = tl.load(chunks_ptr + 2 * chunk + 1)
+    if length == 0:
+        return
+    rows, wide, key = tl.arange(0, L), tl.arange(0, DK), head // GROUP
+    start = tl.load(chunks_ptr + 2 * chunk).to(tl.int64)
+    token, inside = start + rows, rows < length
+    whole = inside[:, None]
+    q = tl.load(q_ptr + token[:, None] * q_row + key * q_head + wide[None, :], mask=whole, other=0.0)
+    k = tl.load(k_ptr + token[:, None] * k_row + key * k_head + wide[None, :], mask=whole, other=0.0)
+    b = tl.load(sums_ptr + token * H + head, mask=inside, other=tl.load(sums_ptr + (start + length - 1) * H + head))
+    q_unit = tl.load(q_unit_ptr + token * (H // GROUP) + key, mask=inside, other=0.0) * scale
+    k_unit = tl.load(k_unit_ptr + token * (H // GROUP) + key, mask=inside, other=0.0)
+    at = (token[:, None] * H + head) * DV + columns[None, :]
+    new = tl.load(new_ptr + at, mask=whole, other=0.0)
+    of_state = (chunk.to(tl.int64) * H + head) * DK * DV + wide[:, None] * DV + columns[None, :]
+    state = tl.load(states_ptr + of_state)
+    p = dot(q, tl.trans(k)) * q_unit[:, None] * k_unit[None, :] * decays(b, L)
+    earlier = dot(q, state) * (q_unit * tl.exp(b))[:, None]
+    o = earlier + dot(p.to(q.dtype), new)
+    tl.store(o_ptr + at, o.to(o_ptr.dtype.element_ty), mask=whole)
+
+
+def forward_triton(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunks: Chunks, scale: float
+) -> tuple[Tensor, Saved]:
+    """Do what `forward` does, by these kernels."""
+    (tokens, heads, value_dim), (key_heads, key_dim) = v.shape, k.shape[1:]
+    wide, count = {"device": v.device, "dtype": torch.float32}, len(chunks.chunks)
+    saved = Saved(
+        w=v.new_empty(tokens, heads, key_dim),
+        new=v.new_empty(tokens, heads, value_dim),
+        inverse=v.new_empty(tokens, heads, CHUNK),
+        sums=torch.empty(tokens, heads, **wide),
+        q_unit=torch.empty(tokens, key_heads, **wide),
+        k_unit=torch.empty(tokens, key_heads, **wide),
+        states=v.new_empty(count, heads, key_dim, value_dim),
+    )
+    sizes = {"H": heads, "GROUP": heads // key_heads, "DK": key_dim, "DV": value_dim, "L": CHUNK}
+    strides = *q.stride()[:2], *k.stride()[:2]
+    columns, warps, stages = fit("prepare", TILES, value_dim)
+    launch(
+        _prepare, (count, heads),
+        q, k, v, g.contiguous(), beta.contiguous(), chunks.chunks,
+        saved.w, saved.new, saved.inverse, saved.sums, saved.q_unit, saved.k_unit, *strides, *v.stride()[:2], L2_EPS,
+        **sizes, COLUMNS=columns, PRECISION=INVERSE[0], num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    columns, warps, stages = fit("states", TILES, value_dim)
+    launch(
+        _states, (cdiv(value_dim, columns), heads, len(chunks.documents)),
+        k, saved.w, saved.new, saved.sums, saved.k_unit, *reversed(chunks), saved.states, *strides[2:],
+        **sizes, COLUMNS=columns, STAGES=stages, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    o = torch.empty_like(saved.new)
+    columns, warps, stages = fit("output", TILES, value_dim)
+    launch(
+        _output, (count, heads, cdiv(value_dim, columns)),
+        q, k, saved.new, saved.sums, saved.q_unit, saved.k_unit, saved.states, chunks.chunks, o, *strides, scale,
+        **sizes, COLUMNS=columns, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return o, saved
+
+
+def fit(name: str, tiles: dict[str, Tile], value_dim: int) -> Tile:
+    """Return a kernel's tile, no wider than v."""
+    return tiles[name]._replace(columns=min(tiles[name].columns, value_dim))

@@ -1,0 +1,94 @@
+"""The gated delta rule's Triton kernels against the token-by-token recurrence in float64, into poisoned memory.
+
+tests/kernels/test_gated_delta.py calls it with a CUDA device, and runs this file under Triton's interpreter:
+
+    TRITON_INTERPRET=1 python tests/support/delta_checks.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pronghorn.kernels import gated_delta
+from pronghorn.kernels.delta_chunks import Chunks, chunks_of
+from pronghorn.kernels.gated_delta_backward import backward_triton
+from pronghorn.kernels.gated_delta_forward import forward_triton
+from support.tolerance import ThreeWay
+
+NAMES = ("o", "dq", "dk", "dv", "dg", "dbeta")
+LENGTHS = (1, 2, 3, 63, 64, 65, 129)
+SMALL = 2, 4, 16, 32
+"""Key heads, value heads, D_k, D_v."""
+
+
+def case(
+    lengths: Sequence[int], sizes: tuple[int, int, int, int], dtype: torch.dtype, decay: float, seed: int
+) -> tuple[list[Tensor], Tensor]:
+    """Make (q, k, v, g, beta) and do on the CPU; q, k, v are views of one tensor."""
+    key_heads, heads, key_dim, value_dim = sizes
+    torch.manual_seed(seed)
+    tokens = sum(lengths)
+    qkv = torch.randn(tokens, 2 * key_heads * key_dim + heads * value_dim).to(dtype)
+    q, k, v = qkv.split([key_heads * key_dim] * 2 + [heads * value_dim], 1)
+    q, k = (x.unflatten(1, (key_heads, key_dim)) for x in (q, k))
+    g = -decay * torch.rand(tokens, heads) * torch.rand(tokens, heads)
+    beta = torch.randn(tokens, heads).sigmoid().to(dtype)
+    return [q, k, v.unflatten(1, (heads, value_dim)), g, beta], torch.randn(tokens, heads, value_dim).to(dtype)
+
+
+def gradients(rule: Any, given: Sequence[Tensor], do: Tensor, chunks: Chunks, scale: float) -> list[Tensor]:
+    """Return o and the gradients by autograd."""
+    leaves = [x.detach().requires_grad_() for x in given]
+    o = rule(*leaves, chunks, scale)
+    return [o, *torch.autograd.grad(o, leaves, do)]
+
+
+def check(
+    device: str,
+    dtype: torch.dtype,
+    lengths: Sequence[int] = LENGTHS,
+    sizes: tuple[int, int, int, int] = SMALL,
+    decays: Sequence[float] = (1e-6, 1.0, 30.0),
+) -> None:
+    """Assert that o and all gradients are within the rule, two draws together. The plain path is the chunked reference,
+    in 16 bits with its products' operands in 16 bits, as autocast rounds them."""
+    scale, chunks = sizes[2] ** -0.5, chunks_of(lengths, len(lengths) + 3, sum(lengths))
+    for decay in decays:
+        judged = ThreeWay()
+        for seed in (0, 1):
+            given, do = case(lengths, sizes, dtype, decay, seed)
+            exact = [x.double() for x in given]
+            right = gradients(gated_delta.recurrent_reference, exact, do.double(), chunks, scale)
+            with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
+                plain = gradients(gated_delta.chunked_reference, given, do, chunks, scale)
+            moved = [x.to(device) for x in given]
+            if device != "cpu":
+                moved[:3] = given[0].new_empty(0), given[1].new_empty(0), given[2].new_empty(0)
+                whole = torch.cat([x.flatten(1) for x in given[:3]], 1).to(device)
+                parts = whole.split([x.flatten(1).shape[1] for x in given[:3]], 1)
+                moved[:3] = [p.unflatten(1, x.shape[1:]) for p, x in zip(parts, given[:3], strict=True)]
+            on_device = Chunks(*(x.to(device) for x in chunks))
+            o, saved = forward_triton(*moved, on_device, scale)
+            ours = [o, *backward_triton(do.to(device), *moved, saved, on_device, scale)]
+            for name, mine, theirs, wanted in zip(NAMES, ours, plain, right, strict=True):
+                assert mine.dtype is theirs.dtype and mine.is_contiguous(), (name, mine.dtype)
+                judged.add(f"{name}, {dtype}, g · {decay}", mine, theirs, wanted)
+        judged.check()
+
+
+CHECKS = {
+    "documents": (LENGTHS, SMALL),
+    "one document": ((300,), (1, 3, 32, 16)),
+}
+
+if __name__ == "__main__":
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    for name, (lengths, sizes) in CHECKS.items():
+        for dtype in (torch.float32, torch.float16):  # the interpreter multiplies bfloat16's bits
+            check("cpu", dtype, lengths, sizes)
+        print(name, "ok", flush=True)
