@@ -125,6 +125,7 @@ def test_clean_expert_lora_passes(subject_of: Any, family: str) -> None:
     found = {check.name: check.detail for check in report.checks}
     assert found["experts train"].startswith("every expert that saw tokens trains")
     weights = {"gpt_oss": 2 * (4 + 2), "gemma4_text with experts": 2 * (7 + 2) - 1}
+    weights |= {"glm4_moe": 3 * 4 + 2 * 2}  # its first layer is dense
     weights |= {"qwen3_5_moe_text": 2 * 5 + 4 + 3 * 2, "qwen3_next": 2 * 3 + 4 + 3 * 2}
     assert found["merged weights"] == f"{weights.get(family, 3 * (4 + 2))} weights hold their adapter"
 

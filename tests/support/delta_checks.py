@@ -1,6 +1,6 @@
 """The gated delta rule's Triton kernels against the token-by-token recurrence in float64, into poisoned memory.
 
-tests/kernels/test_gated_delta.py calls it with a CUDA device, and runs this file under Triton's interpreter:
+tests/kernels/test_gated_delta_kernels.py calls it with a CUDA device, and runs this file under Triton's interpreter:
 
     TRITON_INTERPRET=1 python tests/support/delta_checks.py
 """

@@ -197,14 +197,14 @@ def forward_triton(
 ) -> tuple[Tensor, Saved]:
     """Do what `forward` does, by these kernels."""
     (tokens, heads, value_dim), (key_heads, key_dim) = v.shape, k.shape[1:]
-    wide, count = {"device": v.device, "dtype": torch.float32}, len(chunks.chunks)
+    count = len(chunks.chunks)
     saved = Saved(
         w=v.new_empty(tokens, heads, key_dim),
         new=v.new_empty(tokens, heads, value_dim),
         inverse=v.new_empty(tokens, heads, CHUNK),
-        sums=torch.empty(tokens, heads, **wide),
-        q_unit=torch.empty(tokens, key_heads, **wide),
-        k_unit=torch.empty(tokens, key_heads, **wide),
+        sums=v.new_empty(tokens, heads, dtype=torch.float32),
+        q_unit=v.new_empty(tokens, key_heads, dtype=torch.float32),
+        k_unit=v.new_empty(tokens, key_heads, dtype=torch.float32),
         states=v.new_empty(count, heads, key_dim, value_dim),
     )
     sizes = {"H": heads, "GROUP": heads // key_heads, "DK": key_dim, "DV": value_dim, "L": CHUNK}
