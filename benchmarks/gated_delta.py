@@ -3,7 +3,7 @@
 8,192 tokens, 16 key and 32 value heads of 128, bfloat16, as 46 documents and as one. The gate comes first, on the first
 1,024 tokens with float64 as the truth and the chunked reference in bfloat16 (autocast) as the plain path.
 
-    python -m benchmarks.gated_delta            [--sweep]
+    python -m benchmarks.gated_delta --out result.json            [--sweep]
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.program import parser_of, run
+from benchmarks.record import check_out
+from pronghorn.device import device_name, versions
 from pronghorn.kernels import gated_delta, gated_delta_backward, gated_delta_forward
 from pronghorn.kernels.delta_chunks import Chunks, chunks_of
 from pronghorn.kernels.gated_delta_forward import Tile
@@ -131,12 +134,18 @@ def sweep(work: Callable[[], Any]) -> dict[str, dict[str, float | str]]:
     return times
 
 
-def main() -> bool:
-    """Print one JSON; tell whether all is within the rule."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sweep", action="store_true")
-    sweeping = parser.parse_args().sweep
-    report: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+def arguments() -> argparse.ArgumentParser:
+    """Declare the program's arguments."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--sweep", action="store_true", help="time every kernel with other tiles, too")
+    return parser
+
+
+def main(given: argparse.Namespace) -> None:
+    """Print one JSON object, and write it; fail unless all is within the rule."""
+    check_out(given.out)
+    sweeping, out = given.sweep, given.out
+    report: dict[str, Any] = {"device": device_name(), "versions": versions(), "commit": given.commit}
     green = True
     mixed = [1, 63, 64, 65, 129, 1024 - 322]
     for name, lengths, few in (
@@ -145,25 +154,29 @@ def main() -> bool:
     ):
         checks = judge(few)
         green &= all(check["excess"] <= 1 for check in checks)
-        given, do, chunks = inputs(lengths)
-        _, saved = gated_delta.forward(*given, chunks, SCALE)
+        tensors, do, chunks = inputs(lengths)
+        _, saved = gated_delta.forward(*tensors, chunks, SCALE)
         report[name] = {
             "checks": checks,
-            "forward": milliseconds(lambda: gated_delta.forward(*given, chunks, SCALE)),  # noqa: B023
-            "backward": milliseconds(lambda: gated_delta.backward(do, *given, saved, chunks, SCALE)),  # noqa: B023
-            "kernels": by_kernel(lambda: both(given, do, chunks)),  # noqa: B023
-            "fla": of_fla(given, do, lengths),
+            "forward": milliseconds(lambda: gated_delta.forward(*tensors, chunks, SCALE)),  # noqa: B023
+            "backward": milliseconds(lambda: gated_delta.backward(do, *tensors, saved, chunks, SCALE)),  # noqa: B023
+            "kernels": by_kernel(lambda: both(tensors, do, chunks)),  # noqa: B023
+            "fla": of_fla(tensors, do, lengths),
         }
         if sweeping:
-            report[name]["sweep"] = sweep(lambda: both(given, do, chunks))  # noqa: B023
+            report[name]["sweep"] = sweep(lambda: both(tensors, do, chunks))  # noqa: B023
             before = gated_delta_forward.INVERSE[0]
             for precision in ("ieee", "tf32x3"):
                 gated_delta_forward.INVERSE[0] = precision
-                report[name][f"prepare, {precision}"] = by_kernel(lambda: both(given, do, chunks))["prepare"]  # noqa: B023
+                report[name][f"prepare, {precision}"] = by_kernel(lambda: both(tensors, do, chunks))["prepare"]  # noqa: B023
             gated_delta_forward.INVERSE[0] = before
-    print(json.dumps({"green": green} | report, indent=1))
-    return green
+    text = json.dumps({"green": green} | report, indent=1)
+    print(text)
+    if out:
+        out.write_text(text + "\n")
+    if not green:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":
-    raise SystemExit(0 if main() else 1)
+    run(arguments, main)
