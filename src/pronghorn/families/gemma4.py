@@ -9,7 +9,6 @@ from typing import Any
 
 from pronghorn.families.spec import (
     Attention,
-    Experts,
     ExpertsBeside,
     FamilySpec,
     GatedMLP,
@@ -84,7 +83,6 @@ GEMMA4 = FamilySpec(
     members="Gemma 4 text (E2B, E4B, 26B-A4B, 31B)",
     source="transformers.models.gemma4",
     blocks=_blocks,
-    experts=Experts(),
     bind=_bind,
     emit=_emit,
     output_scale="layer_scalar",

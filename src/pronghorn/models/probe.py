@@ -209,9 +209,8 @@ def _judged(base: Any, packing: GenericPacking, found: Isolation) -> Isolation:
             if leak is not None:
                 return replace(found, problem=leak)
         for own, grads in zip(row.sets, gradients, strict=True):
-            for index in range(
-                len(before) - 1, -1, -1
-            ):  # the last state that is reached is before the layer that mixes
+            # the last state that is reached is before the layer that mixes
+            for index in reversed(range(len(before))):
                 grad = grads[index]
                 if grad is not None and grad.reshape(len(ids), -1)[~own].count_nonzero():
                     inside = min(index, len(layers) - 1)

@@ -41,9 +41,8 @@ def reached_linears(base: Any) -> tuple[str, ...]:
     wanted = [m for m in inside if m in reached or (experts and names[m].startswith(experts))]
     wanted = [m for m in wanted if names[m].rpartition(".")[2] in ends.keys() - refused]
     others = {names[module].rpartition(".")[2] for module in _linears(base) if module not in set(wanted)}
-    whole = (
-        others & (ends.keys() - refused) or experts
-    )  # PEFT takes experts' usual names for those of merged parameters
+    # PEFT takes experts' usual names for those of merged parameters
+    whole = others & (ends.keys() - refused) or experts
     found = tuple(names[module] for module in wanted) if whole else tuple(end for end in ends if end not in refused)
     if not found:
         raise ConfigError("the model's layers call no linears that adapters could go on", "name target_modules")
