@@ -165,11 +165,6 @@ def main(given: argparse.Namespace) -> None:
         }
         if sweeping:
             report[name]["sweep"] = sweep(lambda: both(tensors, do, chunks))  # noqa: B023
-            before = gated_delta_forward.INVERSE[0]
-            for precision in ("ieee", "tf32x3"):
-                gated_delta_forward.INVERSE[0] = precision
-                report[name][f"prepare, {precision}"] = by_kernel(lambda: both(tensors, do, chunks))["prepare"]  # noqa: B023
-            gated_delta_forward.INVERSE[0] = before
     text = json.dumps({"green": green} | report, indent=1)
     print(text)
     if out:

@@ -32,8 +32,6 @@ class Tile(NamedTuple):
 
 
 TILES = {"prepare": Tile(128, 8, 1), "states": Tile(32, 4, 2), "output": Tile(64, 4, 1)}
-INVERSE = ["ieee"]
-"""Triton's precision of the inverse's products of float32; a list, so that a sweep may set it."""
 
 
 class Saved(NamedTuple):
@@ -68,7 +66,7 @@ def decays(b, L: tl.constexpr):
 
 
 @triton.jit
-def _inverse(a, L: tl.constexpr, PRECISION: tl.constexpr):
+def _inverse(a, L: tl.constexpr):
     """(I + a)⁻¹ of a strictly lower triangular a: by substitution in diagonal blocks of 16, whose inverses are X, then
     (I + M)⁻¹ X with M = X · (a outside these blocks), whose fourth power is 0."""
     rows = tl.arange(0, L)
@@ -82,11 +80,11 @@ def _inverse(a, L: tl.constexpr, PRECISION: tl.constexpr):
         row += tl.sum(row[:, None] * x, 0)
         x = tl.where(turn, row[None, :], x)
     x += one
-    m = tl.dot(x, tl.where(block, 0.0, a), input_precision=PRECISION)
-    square = tl.dot(m, m, input_precision=PRECISION)
+    m = tl.dot(x, tl.where(block, 0.0, a), input_precision="ieee")
+    square = tl.dot(m, m, input_precision="ieee")
     m = one - m
-    m += tl.dot(m, square, input_precision=PRECISION)
-    return tl.dot(m, x, input_precision=PRECISION)
+    m += tl.dot(m, square, input_precision="ieee")
+    return tl.dot(m, x, input_precision="ieee")
 
 
 @triton.jit
@@ -94,7 +92,6 @@ def _prepare(
     q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, chunks_ptr, w_ptr, u_ptr, inverse_ptr, sums_ptr, q_unit_ptr, k_unit_ptr,
     q_row, q_head, k_row, k_head, v_row, v_head, eps,
     H: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, L: tl.constexpr, COLUMNS: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """q, k, v of any strides; g, beta, sums [T, H]; w [T, H, DK]; u [T, H, DV]; inverse [T, H, L]; units [T, H_k]."""
     chunk, head = tl.program_id(0), tl.program_id(1)
@@ -117,7 +114,7 @@ def _prepare(
     b = tl.sum(tl.where(rows[:, None] >= rows[None, :], g[None, :], 0.0), 1)
     tl.store(sums_ptr + token * H + head, b, mask=inside)
     a = dot(k, tl.trans(k)) * (beta * k_unit)[:, None] * k_unit[None, :] * decays(b, L)
-    inverse = _inverse(tl.where(rows[:, None] > rows[None, :], a, 0.0), L, PRECISION)
+    inverse = _inverse(tl.where(rows[:, None] > rows[None, :], a, 0.0), L)
     square = (token[:, None] * H + head) * L + rows[None, :]
     tl.store(inverse_ptr + square, inverse.to(inverse_ptr.dtype.element_ty), mask=whole)
     w = dot((inverse * (beta * tl.exp(b) * k_unit)[None, :]).to(k.dtype), k)
@@ -214,7 +211,7 @@ def forward_triton(
         _prepare, (count, heads),
         q, k, v, g.contiguous(), beta.contiguous(), chunks.chunks,
         saved.w, saved.new, saved.inverse, saved.sums, saved.q_unit, saved.k_unit, *strides, *v.stride()[:2], L2_EPS,
-        **sizes, COLUMNS=columns, PRECISION=INVERSE[0], num_warps=warps, num_stages=stages,
+        **sizes, COLUMNS=columns, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     columns, warps, stages = fit("states", TILES, value_dim)
     launch(
