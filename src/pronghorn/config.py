@@ -155,6 +155,9 @@ class Packing(Section):
     enabled: bool = Field(True, description="false pads batches to their longest document instead")
     rows_per_step: int = Field(1, ge=1, description="rows (or documents, unpacked) of a micro-batch")
     attention: Literal["auto", "tiled", "flash", "per_document"] = Field("auto", description="attention backend")
+    look_ahead: int = Field(
+        1, ge=1, description="steps whose rows are regrouped so that those of a step take alike long on several GPUs"
+    )
     graph: Annotated[Literal["auto", "on", "off"], BeforeValidator(on_or_off)] = Field(
         "auto", description="launch layers as one CUDA graph; auto: where that is measured to pay"
     )
@@ -179,7 +182,7 @@ class Train(Section):
     )
     weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay")
     max_grad_norm: float = Field(1.0, ge=0, description="clip the global gradient norm; 0 doesn't")
-    gradient_accumulation_steps: int = Field(1, ge=1, description="micro-batches of an optimiser step")
+    gradient_accumulation_steps: int = Field(1, ge=1, description="micro-batches of an optimiser step, over all GPUs")
     save_steps: int | None = Field(None, gt=0, description="checkpoint every so many steps")
     save_minutes: float | None = Field(10, gt=0, description="checkpoint when the last one is this old")
     keep_checkpoints: int = Field(2, ge=1, description="keep the newest so many, and the best")
@@ -235,6 +238,16 @@ class Precision(Section):
     )
 
 
+class Launch(Section):
+    """Where it runs."""
+
+    gpus: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
+        "auto", description="GPUs of this machine; auto: all, if the rows of a step can be shared by so many"
+    )
+    nodes: int = Field(1, ge=1, description="machines, started by Slurm or torchrun")
+    timeout_minutes: float = Field(30, gt=0, description="how long a process waits for the others before it gives up")
+
+
 class Report(Section):
     """What is shown afterwards."""
 
@@ -253,6 +266,7 @@ class Recipe(Section):
     train: Train
     memory: Memory = Memory()
     precision: Precision = Precision()
+    launch: Launch = Launch()
     report: Report = Report()
 
     @classmethod

@@ -214,7 +214,7 @@ def test_a_model_that_is_nowhere(recipe: Any, monkeypatch: pytest.MonkeyPatch) -
 
 def test_two_processes_make_one_run(recipe: Any, tmp_path: Path) -> None:
     """Under torchrun the ranks share the work; one of them talks and writes."""
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe().to_dict()))
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe(train={"gradient_accumulation_steps": 2}).to_dict()))
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]
     done = subprocess.run(
         [*launcher, "pronghorn", "train", str(tmp_path / "recipe.yaml")],

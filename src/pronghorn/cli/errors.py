@@ -13,6 +13,7 @@ import typer
 from rich.markup import escape
 
 from pronghorn.cli.console import Console
+from pronghorn.cli.processes import leave_error
 from pronghorn.errors import ConfigError, PronghornError, RunStopped
 from pronghorn.text import clip
 
@@ -45,12 +46,14 @@ def plain_errors(debug: bool) -> Iterator[None]:
         _stderr().print(f"{escape(stop.problem)}; {escape(stop.remedy)}.")
         raise typer.Exit(128 + stop.signal) from None
     except PronghornError as error:
-        if debug:
+        if debug and not leave_error(error):
             raise
         _tell(error.problem, error.remedy)
     except (RuntimeError, MemoryError, ImportError, OSError) as error:
         short_of = _short_of(error)
         if debug or short_of is None:
+            if leave_error(error):
+                raise typer.Exit(1) from None
             raise
         less = "shorter rows (model.max_seq_length, --tokens), a quantised base, or nothing else on the device"
         if short_of == THREADS:
@@ -64,6 +67,10 @@ def plain_errors(debug: bool) -> Iterator[None]:
             raise
         _stderr().print("Interrupted. What is in the output folder is whole; what was being written is not there.")
         raise typer.Exit(INTERRUPTED) from None
+    except Exception as error:
+        if leave_error(error):
+            raise typer.Exit(1) from None
+        raise
 
 
 def _check_environment() -> None:
@@ -96,6 +103,8 @@ def _short_of(error: BaseException | None) -> str | None:
 
 def _tell(problem: str, remedy: str) -> NoReturn:
     """Print a problem and its remedy, and leave with code 1."""
+    if leave_error(PronghornError(problem, remedy)):
+        raise typer.Exit(1) from None
     console = _stderr()
     console.print(f"[bold red]error:[/] {escape(clip(problem, LONGEST))}")
     console.print(f"[bold]remedy:[/] {escape(clip(remedy, LONGEST))}")

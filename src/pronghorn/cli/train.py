@@ -12,6 +12,7 @@ from rich.table import Table
 from pronghorn.cli.console import Console
 from pronghorn.cli.errors import plain_errors
 from pronghorn.cli.options import Debug, Overrides, RecipeFile, main_process
+from pronghorn.cli.processes import choose_gpus, join_slurm, joined, start, visible_gpus
 
 if TYPE_CHECKING:
     from pronghorn.train.record import RunRecord
@@ -22,14 +23,16 @@ def train(
     overrides: Overrides = None,
     allow: Annotated[
         bool,
-        typer.Option(
-            "--allow", help="Go on with an unfinished run although its recipe, data or number of processes changed."
-        ),
+        typer.Option("--allow", help="Go on with an unfinished run although its recipe or data changed."),
     ] = False,
     allow_older: Annotated[
         bool,
         typer.Option("--allow-older", help="Where the newest checkpoint is damaged, go on from the one before."),
     ] = False,
+    gpus: Annotated[
+        int | None,
+        typer.Option("--gpus", min=1, help="GPUs of this machine to train on, as launch.gpus; default: all."),
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Train what RECIPE says, and leave the adapter (or model), run.json and report.html in its output folder.
@@ -44,13 +47,24 @@ def train(
 
       pronghorn train recipes/gpu-lora.yaml train.max_steps=20
 
+      pronghorn train my.yaml --gpus 2
+
       pronghorn train my.yaml 'report.sample_prompts=["What is a mutex?"]'
     """
-    console = Console(quiet=not main_process())
     with plain_errors(debug):
         from pronghorn.config import Recipe
 
-        settings = Recipe.load(recipe, overrides or [])
+        join_slurm()
+        console = Console(quiet=not main_process())
+        changes = [*(overrides or []), *([] if gpus is None else [f"launch.gpus={gpus}"])]
+        settings = Recipe.load(recipe, changes)
+        if not joined():
+            choice = choose_gpus(settings, visible_gpus())
+            if choice.note is not None:
+                console.print(f"[yellow]{escape(choice.note)}[/]", highlight=False)
+            if choice.gpus > 1:
+                flags = [name for name, given in (("--allow", allow), ("--allow-older", allow_older)) if given]
+                raise typer.Exit(start(choice.gpus, ["train", str(recipe), *changes, *flags, *(["--debug"] * debug)]))
         from pronghorn.train.run import run
 
         record = run(settings, console, allow, allow_older)

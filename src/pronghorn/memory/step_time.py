@@ -124,6 +124,16 @@ def step_times(dims: ModelDims, setup: TrainSetup, device: DeviceSpec) -> StepTi
     return StepTimes(tuple(kinds[layer] for layer in dims.layers), copy, outside)
 
 
+def attention_share(dims: ModelDims, full: bool = False) -> float:
+    """Return what attention takes of a document of one token against the products of one token: of n tokens it takes
+    n² as much. Layers with a window, whose attention grows with the tokens, count as products only."""
+    products = (6 if full else 4) * sum(layer.linear_weights for layer in dims.layers) / SUSTAINED
+    widths = [
+        layer.attention.query for layer in dims.layers if layer.attention is not None and layer.attention.window is None
+    ]
+    return 3.5 * 2 * sum(widths) / ATTENTION / max(products, 1)
+
+
 def _rates(setup: TrainSetup, device: DeviceSpec) -> tuple[float, float]:
     """Return milliseconds of an operation of large products, and of a byte that elementwise kernels move."""
     rate = 1e3 / (device.matmul * SUSTAINED * (1 if setup.itemsize == 2 else 0.1))  # float32: no tensor cores

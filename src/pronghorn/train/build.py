@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
+from datetime import timedelta
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from rich.console import Console
 from rich.markup import escape
 from transformers import PrinterCallback, TrainerCallback
@@ -102,17 +105,53 @@ def attach_options(recipe: Recipe) -> dict[str, Any]:
     }
 
 
+def step_rows(recipe: Recipe) -> int:
+    """Return the rows of an optimiser step, of all processes together."""
+    return recipe.packing.rows_per_step * recipe.train.gradient_accumulation_steps
+
+
+def share_of_step(recipe: Recipe, processes: int) -> tuple[int, int]:
+    """Return the rows of a micro-batch and the micro-batches of a step that each of so many processes computes.
+
+    A step has the same rows whatever the number of processes, so they must be divisible.
+
+    Raises:
+        ConfigError: they aren't, with numbers that are.
+    """
+    rows, rest = divmod(step_rows(recipe), processes)
+    if rest:
+        micro_batch = recipe.packing.rows_per_step
+        more = processes // math.gcd(processes, micro_batch)
+        accumulated = -(-recipe.train.gradient_accumulation_steps // more) * more
+        raise ConfigError(
+            f"a step of {step_rows(recipe)} rows (packing.rows_per_step {micro_batch} × "
+            f"train.gradient_accumulation_steps {recipe.train.gradient_accumulation_steps}) can't be shared by "
+            f"{processes} processes",
+            f"set train.gradient_accumulation_steps: {accumulated}, or use as many GPUs as divide the rows of a step",
+        )
+    each = max(n for n in range(1, recipe.packing.rows_per_step + 1) if rows % n == 0)
+    return each, rows // each
+
+
 def training_arguments(recipe: Recipe) -> SFTConfig:
-    """The trainer's arguments of a recipe. Making them joins the processes that torchrun started."""
+    """The trainer's arguments of a recipe. Making them joins the processes that torchrun started.
+
+    Raises:
+        ConfigError: the rows of a step can't be shared by these processes.
+    """
+    processes, timeout = int(os.environ.get("WORLD_SIZE", "1")), timedelta(minutes=recipe.launch.timeout_minutes)
+    if processes > 1:  # here, as transformers sets no limit on CPUs, and whoever asks for the device joins the others
+        PartialState(cpu=not torch.cuda.is_available(), timeout=timeout)
     train, device, autocast = recipe.train, default_device(), autocast_dtype(recipe)
+    rows, micro_batches = share_of_step(recipe, processes)
     return SFTConfig(
         output_dir=str(train.output),
         packing=recipe.packing.enabled,
         max_length=recipe.model.max_seq_length,
         # documents fit already: TRL's truncation would write them all once more, beside the token cache
         dataset_kwargs=None if recipe.packing.enabled else {"skip_prepare_dataset": True},
-        per_device_train_batch_size=recipe.packing.rows_per_step,
-        gradient_accumulation_steps=train.gradient_accumulation_steps,
+        per_device_train_batch_size=rows,
+        gradient_accumulation_steps=micro_batches,
         max_steps=train.max_steps or -1,
         num_train_epochs=train.epochs,
         optim=train.optimizer,
@@ -136,6 +175,7 @@ def training_arguments(recipe: Recipe) -> SFTConfig:
         fp16=autocast is torch.float16,
         gradient_checkpointing=False,  # the plan decides
         use_cpu=device.type == "cpu",
+        ddp_timeout=int(timeout.total_seconds()),
         report_to=list(train.report_to) or "none",
         disable_tqdm=True,
         accelerator_config={"dispatch_batches": False, "non_blocking": device.type == "cuda"},

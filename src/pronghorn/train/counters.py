@@ -54,8 +54,10 @@ class StepCounters:
     def add(self, inputs: dict[str, Any]) -> None:
         """Count a micro-batch."""
         self._started = self._started or time.perf_counter()
-        self._places += inputs["input_ids"].numel()
         packed = inputs.get("packed")
+        if isinstance(packed, PackedBatch) and packed.n_labels == 0 and processes() > 1:
+            return  # takes part for the others' sake (data.dealing)
+        self._places += inputs["input_ids"].numel()
         if isinstance(packed, PackedBatch):
             self._tokens += packed.real_tokens
             self._labelled += packed.n_labels

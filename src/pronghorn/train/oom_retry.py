@@ -79,11 +79,15 @@ class OomRetry:
         self._on_retry, self._tighter = on_retry, tighter
         self.begin()
 
-    def begin(self) -> None:
-        """A training begins."""
+    def begin(self, waits_for_others: bool | None = None) -> None:
+        """A training begins.
+
+        Args:
+            waits_for_others: the backward averages gradients with other processes, so that none can repeat it by
+                itself; by default where there are several.
+        """
         self._survived = 0
-        # of several processes each waits for the others' gradients: none can repeat by itself
-        self._alone = processes() == 1
+        self._alone = not (processes() > 1 if waits_for_others is None else waits_for_others)
         self._window: list[tuple[Any, _RandomState]] = []
         self._devices: list[torch.device] | None = None
 
@@ -152,7 +156,7 @@ class OomRetry:
             return self._stop(
                 f"step {step} ran out of memory{_share(*filled)} {where}", _tighter_plan(model, self._tighter)[0]
             )
-        return None if self._alone else _heard()
+        return None if processes() == 1 else _heard() or _late(error)
 
     def _stop(self, problem: str, plan: Plan | None) -> TrainingError:
         """The error to raise; other processes find it where they wonder why this one is gone."""
@@ -160,7 +164,7 @@ class OomRetry:
         remedy = f"no plan keeps less: train with {less}"
         if plan is not None:
             remedy = f"start again, from the last checkpoint if there is one, with the plan {_words(plan)!r} or {less}"
-        if not self._alone:
+        if processes() > 1:
             _store().set(_KEY, json.dumps([problem, remedy]))
         return TrainingError(problem, remedy)
 
@@ -240,6 +244,16 @@ def _words(plan: Plan) -> str:
 def _store() -> Any:
     """What the processes of a group share besides their collectives (torch names it only so)."""
     return dist.distributed_c10d._get_default_store()
+
+
+def _late(error: RuntimeError) -> TrainingError | None:
+    """Return the error of a process that waited too long for another one."""
+    if "timed out" not in str(error).lower():
+        return None
+    return TrainingError(
+        f"process {dist.get_rank()} of {processes()} waited for another one that did not answer in time",
+        "look for the process that hangs; launch.timeout_minutes (ddp_timeout) says how long is waited",
+    )
 
 
 def _heard() -> TrainingError | None:

@@ -19,6 +19,7 @@ from trl import SFTConfig
 from pronghorn.config import Recipe
 from pronghorn.data.batch import Collator
 from pronghorn.data.cache import Prepared
+from pronghorn.data.dealing import DealtRows
 from pronghorn.data.packed_rows import PackedRows, PackingStats
 from pronghorn.device import device_name, peak_bytes, processes, versions
 from pronghorn.errors import DataError, PronghornError, RunStopped
@@ -36,7 +37,7 @@ from pronghorn.train.progress import ProgressCallback, track
 from pronghorn.train.record import RunRecord, steps_of_log
 from pronghorn.train.report import check_report_dependencies, write_report
 from pronghorn.train.run_folder import must_have_improved, open_folder
-from pronghorn.train.run_state import RunState, check_data, check_processes, recipe_hash
+from pronghorn.train.run_state import RunState, check_data, note_processes, recipe_hash
 from pronghorn.train.trainer import SFTTrainer
 from pronghorn.train.validate import check_no_fsdp, use_one_gpu
 
@@ -50,7 +51,7 @@ def run(recipe: Recipe, console: Console, allow: bool = False, allow_older: bool
     what is missing is made. The folder is locked over the whole run, and nothing in it is read before it is.
 
     Args:
-        allow: go on although recipe, data or the number of processes changed.
+        allow: go on although recipe or data changed.
         allow_older: where the newest checkpoint is damaged, go on from the one before; otherwise a terminal is asked.
     Raises:
         ConfigError, DataError, UnsupportedError: before anything is trained.
@@ -164,7 +165,9 @@ def _build(
     if handle.isolation is not None:
         console.print(f"Probe: {escape(str(handle.isolation))}", highlight=False)
     trainer.recipe, trainer.checked = recipe_hash(recipe), newest
-    check_processes(state, processes(), allow)
+    trainer.look_ahead = recipe.packing.look_ahead
+    if (other := note_processes(state, processes())) is not None:
+        console.print(f"[yellow]{other}[/]", highlight=False)
     packing = _packing_stats(recipe, trainer, documents.dataset, console)
     return _Run(recipe, console, state, newest, documents, heldout, packing, handle, trainer, control, progress)
 
@@ -180,12 +183,34 @@ def _packing_stats(recipe: Recipe, trainer: SFTTrainer, documents: Any, console:
         f"{packing.row_tokens:,} they {'are' if recipe.packing.enabled else 'would be'} {packing.efficiency:.1%} full "
         f"(at most {packing.ceiling:.1%} is possible)"
     )
+    _tell_dealing(trainer, console)
     rows = packing.rows if recipe.packing.enabled else packing.documents
-    micro_batches = math.ceil(rows / recipe.packing.rows_per_step / processes())
+    micro_batches = math.ceil(rows / recipe.packing.rows_per_step)
     if (accumulated := recipe.train.gradient_accumulation_steps) > micro_batches:
         less = f"more than the {micro_batches:,} micro-batches of an epoch: each step is a whole epoch"
         console.print(f"[yellow]train.gradient_accumulation_steps {accumulated:,} is {less}[/]")
     return packing
+
+
+def _tell_dealing(trainer: SFTTrainer, console: Console) -> None:
+    """Print how long processes will wait for each other, by the predicted time of each row."""
+    dealt = getattr(trainer.get_train_dataloader(), "batch_sampler", None)
+    if processes() == 1 or not isinstance(dealt, DealtRows):
+        return
+    in_turn, waiting = dealt.waiting()
+    console.print(
+        f"Rows dealt to {processes()} processes by predicted time: they wait {waiting:.1%} of it for each other "
+        f"({in_turn:.1%} with rows dealt in turn)"
+    )
+    if waiting > WORTH_REGROUPING and dealt.look_ahead < LOOK_AHEAD:
+        less = dealt.waiting(LOOK_AHEAD)[1]
+        console.print(
+            f"packing.look_ahead: {LOOK_AHEAD} regroups the rows of so many steps: they would wait {less:.1%}"
+        )
+
+
+WORTH_REGROUPING, LOOK_AHEAD = 0.05, 16
+"""The share of waiting from which the regrouping of steps is proposed, and over how many."""
 
 
 def _measure_baseline(current: _Run) -> None:

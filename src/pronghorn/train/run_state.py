@@ -26,6 +26,7 @@ SCHEMA = "pronghorn-journal-v1"
 
 FREE = (
     "report",
+    "launch",
     "data.cache",
     "data.workers",
     "train.output",
@@ -101,7 +102,12 @@ def open_run_state(output: Path, recipe: Recipe, allow: bool) -> RunState:
     return state
 
 
-_LATER = {"train.optimizer": "adamw_torch_fused", "precision.adapter_dtype": "auto", "precision.tf32": False}
+_LATER = {
+    "packing.look_ahead": 1,
+    "train.optimizer": "adamw_torch_fused",
+    "precision.adapter_dtype": "auto",
+    "precision.tf32": False,
+}
 """Keys that recipes of earlier runs don't have, and what those runs did."""
 
 
@@ -138,11 +144,10 @@ def check_data(state: RunState, split: str, key: str, allow: bool) -> None:
     state.data[split] = key
 
 
-def check_processes(state: RunState, count: int, allow: bool) -> None:
-    """Note how many processes train; refuse another number than the run began with, unless `allow`."""
-    if state.processes not in (None, count) and not allow:
-        raise ConfigError(
-            f"the run began with {state.processes} processes and would go on with {count}, its steps with other rows",
-            "start as many, choose another train.output, or give --allow to go on with these",
-        )
-    state.processes = count
+def note_processes(state: RunState, count: int) -> str | None:
+    """Note how many processes train, and return what to tell where others did before: steps have the same rows, but
+    sums are rounded in another order."""
+    before, state.processes = state.processes, count
+    if before in (None, count):
+        return None
+    return f"Began on {before} GPUs, goes on with {count}: the same rows a step, not the same bits"

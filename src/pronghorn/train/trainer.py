@@ -24,18 +24,20 @@ import torch
 import trl
 from accelerate.utils import DistributedType, broadcast_object_list
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from pronghorn import state
 from pronghorn.data.batch import Collator
 from pronghorn.data.packed_rows import PackedRows
+from pronghorn.device import processes
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
 from pronghorn.export.folder import whole_folder
 from pronghorn.export.towers import keep_names
-from pronghorn.kernels.packed import PackedTensor
 from pronghorn.memory.plan import Plan
+from pronghorn.memory.step_time import attention_share
 from pronghorn.models.attach import Handle, attach, attached
-from pronghorn.models.auto_plan import resolve
+from pronghorn.models.auto_plan import dims_of, resolve
+from pronghorn.models.families import base_causal_lm
 from pronghorn.models.generic import PACKING
 from pronghorn.models.probe import require_isolation
 from pronghorn.train import checkpoint
@@ -43,6 +45,14 @@ from pronghorn.train.counters import StepCounters
 from pronghorn.train.evaluate import heldout_loss
 from pronghorn.train.gradients import GradientWatch
 from pronghorn.train.oom_retry import OomRetry, OutOfMemory
+from pronghorn.train.ranks import (
+    CopiesAccelerator,
+    average_gradients,
+    averages_at_once,
+    copy_from_first,
+    dealt_loader,
+    leave_packed_to_each_process,
+)
 from pronghorn.train.validate import check_arguments, check_dataset, check_row_length, check_trained_dtypes, use_one_gpu
 
 
@@ -115,7 +125,9 @@ class SFTTrainer(trl.SFTTrainer):
         if args.fp16 and self.accelerator.scaler is None and args.device.type == "cpu":
             # accelerate scales losses on GPUs only, and would train in float16 without
             self.accelerator.scaler, self.accelerator.native_amp = torch.amp.GradScaler("cpu"), True
-        leave_packed_to_each_process(adapted)
+        self._at_once = processes() > 1 and averages_at_once(adapted)
+        if not self._at_once:
+            leave_packed_to_each_process(adapted)
         handle = attached(adapted)
         if handle is not None:  # all is known now: where the model is, and its adapters, TRL's peft_config's too
             _resolve_plan(handle.adopt_adapters(), args)
@@ -133,6 +145,8 @@ class SFTTrainer(trl.SFTTrainer):
         """Where a word to the user goes."""
         if one_gpu is not None:
             self.note(one_gpu)
+        self.look_ahead = 1
+        """Steps whose rows are regrouped by cost, so that those of a step take alike long (`data.dealing`)."""
         self.recipe: str | None = None
         """The hash of the recipe that this training is of, for its checkpoints' manifests."""
         self.checked: Path | None = None
@@ -160,6 +174,28 @@ class SFTTrainer(trl.SFTTrainer):
                 "raise max_length, or shorten the prompts",
             )
         return PackedRows(documents, args.max_length, seed=args.seed) if packing else documents
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Stock's, by an accelerator that leaves models unwrapped whose gradients travel in one piece."""
+        super().create_accelerator_and_postprocess()
+        self.accelerator.__class__ = CopiesAccelerator
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Packed rows dealt to the processes by their costs; what isn't packed as stock does it."""
+        rows, args = self.train_dataset, self.args
+        sampler = self._get_train_sampler()
+        if not isinstance(rows, PackedRows) or not isinstance(sampler, (RandomSampler, SequentialSampler)):
+            return super().get_train_dataloader()
+        attention = self._attention_share()
+        return dealt_loader(rows, attention, self.look_ahead, args, self.data_collator, self.accelerator, sampler)
+
+    def _attention_share(self) -> float:
+        """Return what attention takes of one token against its products, by the layers or else by their width."""
+        model = base_causal_lm(self.model)
+        try:
+            return attention_share(dims_of(model), full=not hasattr(self.model, "peft_config"))
+        except UnsupportedError:
+            return 0.36 / model.config.hidden_size
 
     def _set_signature_columns_if_needed(self) -> None:
         self._signature_columns: Any = ["input_ids", "labels", "lengths"]
@@ -192,6 +228,8 @@ class SFTTrainer(trl.SFTTrainer):
         loss = self._memory.run(model, step, last, inputs, lambda batch: once(model, batch, *args, **kwargs))
         self._counted.add(inputs)
         if last:
+            if self._at_once:
+                average_gradients(parameter for parameter in model.parameters() if parameter.requires_grad)
             self._watch.observe(model)
         return loss
 
@@ -251,7 +289,10 @@ class SFTTrainer(trl.SFTTrainer):
             resume_from_checkpoint = str(found[-1]) if found else None
         if resume_from_checkpoint is not None:
             self._check(Path(resume_from_checkpoint))
-        self._memory.begin()
+        self._memory.begin(waits_for_others=processes() > 1 and not self._at_once)
+        if self._at_once:
+            model: Any = self.model
+            copy_from_first(model)
         self._counted = StepCounters()
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
@@ -353,13 +394,6 @@ def _attached_on_its_device(model: Any, args: Any) -> Handle:
     if handle is None or not moves:
         return handle or attach(model)
     return attach(model, **vars(handle.options))  # on the CPU it had no fused layers
-
-
-def leave_packed_to_each_process(model: Any) -> None:
-    """Tell DDP to not broadcast packed weights, which can't be written to: every process loads the same ones."""
-    packed = [name for name, parameter in model.named_parameters() if isinstance(parameter, PackedTensor)]
-    if packed:
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, packed)
 
 
 def _resolve_plan(handle: Handle, args: Any) -> Plan | None:

@@ -1,0 +1,104 @@
+"""`pronghorn launch`: a batch script for a cluster, written and shown, never submitted."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from pronghorn.cli.console import Console
+from pronghorn.cli.errors import plain_errors
+from pronghorn.cli.options import Debug, Overrides, RecipeFile
+from pronghorn.errors import ConfigError
+
+SCRIPT = """\
+#!/bin/bash
+#SBATCH --job-name={name}
+#SBATCH --nodes={nodes}
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node={gpus}
+#SBATCH --time={time}
+#SBATCH --signal=TERM@120
+#SBATCH --requeue
+#SBATCH --output={name}-%j.log
+
+# Two minutes before the time is over Slurm sends SIGTERM: a checkpoint is saved. Submitted again, the same script goes
+# on from it. Add your cluster's own lines (partition, account, modules) here.
+export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+export OMP_NUM_THREADS={threads}
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110  # seconds that torchrun waits for that checkpoint
+exec srun --kill-on-bad-exit=1 torchrun --nnodes={nodes} --nproc-per-node={gpus} --max-restarts=0 \\
+  --rdzv-id="$SLURM_JOB_ID" --rdzv-backend=c10d --rdzv-endpoint="$MASTER_ADDR:29500" \\
+  -m pronghorn train {arguments}
+"""
+
+
+def launch(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    slurm: Annotated[bool, typer.Option("--slurm", help="Write a batch script for Slurm.")] = False,
+    gpus: Annotated[int | None, typer.Option(min=1, help="GPUs of each machine; default: launch.gpus.")] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Machines; default: launch.nodes.")] = None,
+    time: Annotated[str, typer.Option(help="How long the job may take, as Slurm writes it.")] = "24:00:00",
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where the script goes; default: beside the recipe.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Write the batch script that trains RECIPE on a cluster's machines, and show it. Nothing is submitted.
+
+    On one machine `pronghorn train` starts a process a GPU by itself.
+
+    [bold]Examples[/]
+
+      pronghorn launch --slurm recipes/gpu-lora.yaml --gpus 8 --nodes 2
+
+      pronghorn launch --slurm my.yaml --gpus 4 --time 02:00:00 train.gradient_accumulation_steps=16
+    """
+    with plain_errors(debug):
+        from pronghorn.config import Recipe
+
+        if not slurm:
+            raise ConfigError(
+                "pronghorn launch writes batch scripts, and Slurm's is the one it knows",
+                "add --slurm; on one machine call pronghorn train, which uses all its GPUs",
+            )
+        settings = Recipe.load(recipe, overrides or [])
+        path = output or recipe.with_suffix(".sbatch")
+        count = gpus or (settings.launch.gpus if isinstance(settings.launch.gpus, int) else None)
+        if count is None:
+            raise ConfigError(
+                "how many GPUs a machine of the cluster has is not known here", "give --gpus N, or set launch.gpus"
+            )
+        machines = nodes or settings.launch.nodes
+        _check_shared(settings.packing.rows_per_step * settings.train.gradient_accumulation_steps, count * machines)
+        arguments = shlex.join([str(recipe), *(overrides or [])])
+        text = SCRIPT.format(
+            name=_job_name(recipe), nodes=machines, gpus=count, time=time, threads=8, arguments=arguments
+        )
+        if path.exists() and path.read_text() != text:
+            raise ConfigError(f"{path} is there already, with other lines", "name another file by --output, or move it")
+        path.write_text(text)
+        console = Console(highlight=False)
+        console.print(escape(text), soft_wrap=True)
+        console.print(
+            f"[bold]Written to[/] {escape(str(path))}. Submit it by: sbatch {escape(shlex.quote(str(path)))}",
+            soft_wrap=True,
+        )
+
+
+def _check_shared(rows: int, processes: int) -> None:
+    """Refuse a step whose rows so many GPUs can't share, before it waits in a queue."""
+    if rows % processes:
+        raise ConfigError(
+            f"a step of {rows} row{'s' if rows > 1 else ''} can't be shared by {processes} GPUs",
+            "make packing.rows_per_step × train.gradient_accumulation_steps a multiple of the GPUs, e.g. "
+            f"train.gradient_accumulation_steps={processes}",
+        )
+
+
+def _job_name(recipe: Path) -> str:
+    return "".join(c if c.isalnum() or c in "-_." else "-" for c in recipe.stem) or "pronghorn"

@@ -1,0 +1,249 @@
+"""One process a GPU: how many, started by us or joined, and stopped together.
+
+torchrun starts processes, too, and what it started is joined. It is not what `pronghorn train` starts its own by: it
+gives all of them the same 30 seconds, whether a user asked for a checkpoint, which may take minutes, or one of them
+died and the others can only wait for it; and of many errors it shows the last one's trace.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from pronghorn.errors import ConfigError, PronghornError, TrainingError
+
+if TYPE_CHECKING:
+    from pronghorn.config import Recipe
+
+ERROR_FILE = "PRONGHORN_ERROR_FILE"
+"""The environment's name of the file where a process that we started leaves its error, for us to show."""
+GRACE = 3.0
+"""Seconds that the others have to end by themselves after one has failed: they may be writing its like."""
+LAST_LINES = 20
+
+
+def joined(environment: Mapping[str, str] = os.environ) -> bool:
+    """Tell whether somebody started this process as one of a group: torchrun, accelerate, or Slurm's `srun`."""
+    return "RANK" in environment and "WORLD_SIZE" in environment
+
+
+def join_slurm() -> None:
+    """Take this process's place in a group from Slurm, where `srun` started several of a step and nobody else did."""
+    environment = os.environ
+    if joined() or "SLURM_STEP_ID" not in environment or int(environment.get("SLURM_NTASKS", "1")) < 2:
+        return
+    address = environment.get("SLURM_LAUNCH_NODE_IPADDR") or environment.get("SLURM_SRUN_COMM_HOST")
+    nodes = int(environment.get("SLURM_NNODES", "1"))
+    if nodes > 1 and "MASTER_ADDR" not in environment:
+        hosts = subprocess.run(
+            ["scontrol", "show", "hostnames", environment.get("SLURM_NODELIST", "")], capture_output=True, text=True
+        ).stdout.split()
+        address = hosts[0] if hosts else address
+    environment.setdefault("MASTER_ADDR", address if nodes > 1 and address else "127.0.0.1")
+    environment.setdefault("MASTER_PORT", str(20_000 + int(environment.get("SLURM_JOB_ID", "0")) % 20_000))
+    environment |= {
+        "RANK": environment["SLURM_PROCID"],
+        "WORLD_SIZE": environment["SLURM_NTASKS"],
+        "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
+        "LOCAL_WORLD_SIZE": str(int(environment["SLURM_NTASKS"]) // nodes),
+    }
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How many GPUs a run takes, and what to tell about it."""
+
+    gpus: int
+    note: str | None = None
+
+
+def choose_gpus(recipe: Recipe, visible: int) -> Choice:
+    """Choose how many of the visible GPUs a run takes: those asked for, or as many as can share the rows of a step.
+
+    Raises:
+        ConfigError: more are asked for than there are, or several machines of one process.
+    """
+    launch, rows = recipe.launch, recipe.packing.rows_per_step * recipe.train.gradient_accumulation_steps
+    if launch.nodes > 1:
+        raise ConfigError(
+            f"launch.nodes is {launch.nodes}, and this process was started alone",
+            "pronghorn launch --slurm RECIPE writes a batch script; without Slurm start torchrun on every machine: "
+            f"torchrun --nnodes {launch.nodes} --nproc-per-node GPUS --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
+            "-m pronghorn train RECIPE",
+        )
+    if isinstance(launch.gpus, int):
+        if launch.gpus > max(visible, 1):
+            there = f"{visible} GPU{'s' if visible > 1 else ''}" if visible else "no GPU"
+            remedy = f"set launch.gpus: {visible}, or leave it out to use what is there" if visible else "leave it out"
+            raise ConfigError(f"launch.gpus is {launch.gpus}, and this process sees {there}", remedy)
+        return Choice(launch.gpus)
+    most = max(visible, 1)
+    gpus = max(n for n in range(1, most + 1) if rows % n == 0)
+    if gpus == most:
+        return Choice(gpus)
+    accumulated = most // math.gcd(most, recipe.packing.rows_per_step)
+    return Choice(
+        gpus,
+        f"trains on {gpus} of {most} GPUs: a step has {rows} row{'s' if rows > 1 else ''}, whatever the number of "
+        f"GPUs; to use all of them set train.gradient_accumulation_steps to a multiple of {accumulated}",
+    )
+
+
+def visible_gpus() -> int:
+    """Count the GPUs that this process sees, without using one."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def start(count: int, command: Sequence[str]) -> int:
+    """Start `python -m pronghorn COMMAND` once a GPU, wait for all, and return the exit status.
+
+    The first process keeps the terminal. SIGINT, SIGTERM and SIGHUP are passed on. Where one process fails, the others
+    are ended at once and its error is raised; checkpoints are whole or not there, so nothing is lost by that.
+
+    Raises:
+        TrainingError: what the process that failed first said.
+    """
+    with tempfile.TemporaryDirectory(prefix="pronghorn-") as folder:
+        group = _Group(count, command, Path(folder))
+        earlier = {number: signal.signal(number, group.pass_on) for number in _SIGNALS}
+        try:
+            return group.wait()
+        finally:
+            group.kill()
+            for number, handler in earlier.items():
+                signal.signal(number, handler)
+
+
+def leave_error(error: BaseException) -> bool:
+    """Leave an error for the process that started this one, and tell whether there is such a one."""
+    path = os.environ.get(ERROR_FILE)
+    if path is None:
+        return False
+    about: dict[str, Any] = {"time": time.time()}
+    if isinstance(error, PronghornError):
+        about |= {"problem": error.problem, "remedy": error.remedy}
+    else:
+        about["trace"] = traceback.format_exc()
+    Path(path).write_text(json.dumps(about), encoding="utf-8")
+    return True
+
+
+_USUAL = {
+    "SIGKILL": "; the system kills what takes its last memory",
+    "SIGABRT": "; NCCL ends what has waited for launch.timeout_minutes",
+}
+"""What usually ends a process so."""
+_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+
+
+class _Group:
+    """The processes of one run on this machine."""
+
+    def __init__(self, count: int, command: Sequence[str], folder: Path) -> None:
+        self._folder = folder
+        self._signalled = False
+        self._processes: list[subprocess.Popen[bytes]] = []
+        environment = {
+            **os.environ,
+            "WORLD_SIZE": str(count),
+            "LOCAL_WORLD_SIZE": str(count),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(_free_port()),
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // count, 1))),
+        }
+        for rank in range(count):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), ERROR_FILE: str(self._error_file(rank))}
+            with self._log(rank).open("wb") as log:
+                quiet = {} if rank == 0 else {"stdout": subprocess.DEVNULL, "stderr": log}
+                line = [sys.executable, "-m", "pronghorn", *command]
+                self._processes.append(subprocess.Popen(line, env=environment | own, **quiet))  # type: ignore[call-overload]
+
+    def _error_file(self, rank: int) -> Path:
+        return self._folder / f"{rank}.json"
+
+    def _log(self, rank: int) -> Path:
+        return self._folder / f"{rank}.log"
+
+    def pass_on(self, number: int, frame: FrameType | None) -> None:
+        """Pass a signal on to every process. A terminal's Ctrl-C they have already got, which does no harm."""
+        self._signalled = True
+        for process in self._processes:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    def wait(self) -> int:
+        """Wait for all, or for the first that fails."""
+        while any(process.poll() is None for process in self._processes):
+            if not self._signalled and any(process.returncode for process in self._processes):
+                break
+            time.sleep(0.05)
+        until = time.monotonic() + GRACE
+        while any(process.poll() is None for process in self._processes) and time.monotonic() < until:
+            time.sleep(0.05)
+        status = [process.poll() for process in self._processes]
+        if not any(status):
+            return 0
+        if self._signalled and all(code is None or code >= 128 for code in status):
+            return max(code or 0 for code in status)
+        raise self._first_error(status)
+
+    def _first_error(self, status: Sequence[int | None]) -> TrainingError:
+        """Return the error of the process that failed first: one that was killed had no time to say anything, and what
+        the others say is that it is gone."""
+        for rank, code in enumerate(status):
+            if code is not None and code < 0:
+                name = signal.Signals(-code).name
+                return TrainingError(
+                    f"process {rank} of {len(status)} was ended by {name}{_USUAL.get(name, '')}",
+                    "run the same command again: it goes on from the newest checkpoint",
+                )
+        left = {
+            rank: json.loads(path.read_text())
+            for rank in range(len(status))
+            if (path := self._error_file(rank)).exists()
+        }
+        if not left:
+            rank, code = next((rank, code) for rank, code in enumerate(status) if code)
+            said = self._log(rank).read_text(errors="replace").splitlines()[-LAST_LINES:]
+            return TrainingError(
+                f"process {rank} of {len(status)} ended with status {code}" + "".join(f"\n{line}" for line in said),
+                "run the same command with --debug to see its whole trace",
+            )
+        rank = min(left, key=lambda each: left[each]["time"])
+        error = left[rank]
+        if "trace" in error:
+            sys.stderr.write(error["trace"])
+            last = error["trace"].strip().splitlines()[-1]
+            return TrainingError(
+                f"process {rank} of {len(status)} failed: {last}",
+                "the trace above is that process's; training goes on from the newest checkpoint when it runs again",
+            )
+        return TrainingError(error["problem"], error["remedy"])
+
+    def kill(self) -> None:
+        """End what is left."""
+        for process in self._processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

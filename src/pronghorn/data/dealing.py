@@ -1,0 +1,173 @@
+"""Which rows an optimiser step has, and which process computes which of them.
+
+A step is drawn from one order that depends on the seed and the epoch alone, and never on how many processes there are:
+the same run on one GPU and on four has the same rows in every step. Inside a step rows are dealt to processes so that
+their costs differ least; rows are all of one length, so what differs is attention, which grows with the square of each
+document.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch.utils.data import Sampler
+
+
+class Unsupervised(NamedTuple):
+    """The index of a row that takes part without labels: a process whose share of an epoch's last step is smaller."""
+
+    row: int
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one process computes of every step."""
+
+    process: int
+    processes: int
+    rows: int
+    """Of a micro-batch."""
+    micro_batches: int
+    """Of a step."""
+
+    @property
+    def step_rows(self) -> int:
+        """Return the rows of a step, of all processes."""
+        return self.rows * self.micro_batches * self.processes
+
+
+def deal(costs: Sequence[float], processes: int, each: int) -> list[list[int]]:
+    """Deal items to processes, at most `each` to one, so that their sums differ little.
+
+    The dearest first, each to the process with the least so far; of equal ones the first. Returns the indices of every
+    process in ascending order, so that one process has them as they were.
+    """
+    hands: list[list[int]] = [[] for _ in range(processes)]
+    sums = [0.0] * processes
+    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        least = min((p for p in range(processes) if len(hands[p]) < each), key=lambda p: (sums[p], p))
+        hands[least].append(index)
+        sums[least] += costs[index]
+    return [sorted(hand) for hand in hands]
+
+
+def order(rows: int, seed: int, epoch: int, shuffled: bool = True) -> list[int]:
+    """Return an epoch's order of rows."""
+    indices = list(range(rows))
+    if shuffled:
+        random.Random(f"{seed} {epoch}").shuffle(indices)
+    return indices
+
+
+def steps(
+    indices: Sequence[int], costs: Sequence[float], step_rows: int, look_ahead: int, seed: int
+) -> list[list[int]]:
+    """Cut an epoch's order into the rows of each step.
+
+    With `look_ahead` above 1 the rows of so many whole steps are regrouped by their costs, so that a step's rows take
+    alike long, and these steps come in a random order. The last step may have fewer rows.
+    """
+    cut = [list(indices[i : i + step_rows]) for i in range(0, len(indices), step_rows)]
+    whole = [step for step in cut if len(step) == step_rows]
+    if look_ahead == 1:
+        return cut
+    regrouped: list[list[int]] = []
+    for begin in range(0, len(whole), look_ahead):
+        window = sorted((row for step in whole[begin : begin + look_ahead] for row in step), key=lambda row: costs[row])
+        alike = [window[i : i + step_rows] for i in range(0, len(window), step_rows)]
+        random.Random(f"{seed} {begin} {len(indices)}").shuffle(alike)
+        regrouped += alike
+    return regrouped + cut[len(whole) :]
+
+
+def imbalance(costs: Sequence[float], cut: Sequence[Sequence[int]], processes: int, dealt: bool) -> float:
+    """Return the share of all processes' time that they wait for the slowest, by costs; rows dealt in turn, or `deal`t.
+
+    0 is perfect; 0.5 on two processes means that one always waits.
+    """
+    busy = waited = 0.0
+    for step in cut:
+        step_costs = [costs[row] for row in step]
+        each = -(-len(step) // processes)
+        hands = (
+            deal(step_costs, processes, each)
+            if dealt
+            else [list(range(p, len(step), processes)) for p in range(processes)]
+        )
+        sums = [sum(step_costs[i] for i in hand) for hand in hands]
+        busy += sum(sums)
+        waited += max(sums) * processes
+    return 1 - busy / waited if waited else 0.0
+
+
+class DealtRows(Sampler):
+    """The micro-batches of one process, as lists of row indices.
+
+    Every process has equally many in each step. Where an epoch's last step has too few rows for all, what is missing
+    is an `Unsupervised` row.
+
+    Args:
+        costs: of each row, in any unit.
+        seed: of the order, with the epoch (`set_epoch`).
+        shuffled: whether an epoch's order is random.
+        look_ahead: steps whose rows are regrouped by cost; see `steps`.
+        drop_last: leave out what doesn't fill a micro-batch of every process.
+    """
+
+    def __init__(
+        self,
+        costs: Sequence[float],
+        share: Share,
+        seed: int,
+        shuffled: bool = True,
+        look_ahead: int = 1,
+        drop_last: bool = False,
+    ) -> None:
+        self.costs, self.share, self.look_ahead = costs, share, look_ahead
+        self._seed, self._shuffled, self._epoch = seed, shuffled, 0
+        self._rows = len(costs) - (len(costs) % (share.rows * share.processes) if drop_last else 0)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose order comes next."""
+        self._epoch = epoch
+
+    def steps(self) -> list[list[int]]:
+        """Return the rows of this epoch's steps, of all processes."""
+        indices = order(len(self.costs), self._seed, self._epoch, self._shuffled)[: self._rows]
+        return steps(indices, self.costs, self.share.step_rows, self.look_ahead, self._seed + self._epoch)
+
+    def waiting(self, look_ahead: int | None = None) -> tuple[float, float]:
+        """Return the share of this epoch's time that processes wait for the slowest, with rows dealt in turn and as
+        they are dealt here, or would be with another `look_ahead`."""
+        cut = self.steps()
+        if look_ahead is not None:
+            indices = [row for step in cut for row in step]
+            cut = steps(indices, self.costs, self.share.step_rows, look_ahead, self._seed)
+        return (
+            imbalance(self.costs, cut, self.share.processes, dealt=False),
+            imbalance(self.costs, cut, self.share.processes, dealt=True),
+        )
+
+    def __iter__(self) -> Iterator[list[int | Unsupervised]]:
+        share = self.share
+        for step in self.steps():
+            micro_batches = self._micro_batches(len(step))
+            costs = [self.costs[row] for row in step]
+            own: list[int | Unsupervised] = [
+                step[i] for i in deal(costs, share.processes, micro_batches * share.rows)[share.process]
+            ]
+            spare = Unsupervised(min(step, key=lambda row: (self.costs[row], row)))
+            own += [spare] * (micro_batches - -(-len(own) // share.rows)) * share.rows
+            for i in range(0, len(own), share.rows):
+                yield own[i : i + share.rows]
+
+    def __len__(self) -> int:
+        whole, rest = divmod(self._rows, self.share.step_rows)
+        return whole * self.share.micro_batches + self._micro_batches(rest)
+
+    def _micro_batches(self, rows: int) -> int:
+        """Return how many micro-batches each process has of a step of so many rows."""
+        return -(-rows // (self.share.rows * self.share.processes))

@@ -1,0 +1,125 @@
+"""Several processes that train copies of one model: rows are dealt, and gradients averaged once a step, in one piece.
+
+`DistributedDataParallel` averages buckets while the backward runs, by hooks on each parameter, which layers that are
+replayed as one CUDA graph never reach. The gradients of adapters are small: all of them travel at once, after the last
+backward of a step, in less time than a layer takes. What is large (full fine-tuning) stays with DDP, which overlaps it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.data_loader import prepare_data_loader
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, RandomSampler, Sampler
+
+from pronghorn.data.dealing import DealtRows, Share
+from pronghorn.data.packed_rows import PackedRows
+from pronghorn.device import processes
+from pronghorn.kernels.packed import PackedTensor
+
+MOST_BYTES = 2**30
+"""Of gradients that travel in one piece: about 5 ms between GPUs of one host."""
+
+
+def averages_at_once(model: nn.Module) -> bool:
+    """Tell whether the gradients of a model's trained parameters travel in one piece, once a step, if at all."""
+    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad) <= MOST_BYTES
+
+
+class CopiesAccelerator(Accelerator):
+    """An accelerator that leaves a model unwrapped where `averages_at_once`."""
+
+    def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
+        """Prepare a model as `Accelerator` does, without DDP where gradients travel in one piece."""
+        return super().prepare_model(model, device_placement, evaluation_mode or averages_at_once(model))
+
+
+@torch.no_grad()
+def copy_from_first(model: nn.Module) -> None:
+    """Give every process the trained parameters of process 0: whoever made them may not have seeded."""
+    for flat, parameters in _flattened(p for p in model.parameters() if p.requires_grad):
+        dist.broadcast(flat, 0)
+        _put_back(flat, parameters)
+
+
+@torch.no_grad()
+def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Average the gradients of all processes, in place. A parameter that got none on a process counts as zero there:
+    an expert that saw no token."""
+    gradients: list[Tensor] = []
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        gradients.append(parameter.grad)
+    for flat, parts in _flattened(gradients):
+        dist.all_reduce(flat)
+        _put_back(flat.div_(processes()), parts)
+
+
+def _flattened(tensors: Iterable[Tensor]) -> list[tuple[Tensor, list[Tensor]]]:
+    """Return one flat copy for each dtype and device, with what it was made of."""
+    alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        alike.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    return [(torch.cat([part.reshape(-1) for part in parts]), parts) for parts in alike.values()]
+
+
+def _put_back(flat: Tensor, parts: list[Tensor]) -> None:
+    pieces = flat.split([part.numel() for part in parts])
+    torch._foreach_copy_(parts, [piece.view_as(part) for piece, part in zip(pieces, parts, strict=True)])
+
+
+def dealt_loader(
+    rows: PackedRows,
+    attention: float,
+    look_ahead: int,
+    args: Any,
+    collator: Any,
+    accelerator: Accelerator,
+    sampler: Sampler,
+) -> DataLoader:
+    """Make the loader of this process's micro-batches, whose rows are dealt by their costs (`data.dealing`).
+
+    Args:
+        attention: what attention takes of one token against its products.
+        look_ahead: steps whose rows are regrouped by cost.
+        args: the trainer's.
+        sampler: transformers' own; a random one means a random order, which the seed and the epoch decide.
+    """
+    share = Share(
+        args.process_index, args.world_size, args.per_device_train_batch_size, args.gradient_accumulation_steps
+    )
+    seed = args.seed if args.data_seed is None else args.data_seed
+    shuffled = isinstance(sampler, RandomSampler)
+    dealt = DealtRows(rows.costs(attention), share, seed, shuffled, look_ahead, args.dataloader_drop_last)
+    loader = DataLoader(
+        rows,
+        batch_sampler=dealt,
+        collate_fn=collator,
+        num_workers=args.dataloader_num_workers,
+        pin_memory=args.dataloader_pin_memory,
+        persistent_workers=args.dataloader_persistent_workers,
+        prefetch_factor=args.dataloader_prefetch_factor,
+    )
+    return prepare_data_loader(
+        loader,
+        accelerator.device,
+        num_processes=1,  # the rows are this process's already
+        process_index=0,
+        put_on_device=True,
+        dispatch_batches=False,
+        non_blocking=accelerator.non_blocking,
+    )
+
+
+def leave_packed_to_each_process(model: Any) -> None:
+    """Tell DDP to not broadcast packed weights, which can't be written to: every process loads the same ones."""
+    packed = [name for name, parameter in model.named_parameters() if isinstance(parameter, PackedTensor)]
+    if packed:
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, packed)

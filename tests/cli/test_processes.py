@@ -1,0 +1,132 @@
+"""How many processes a run takes, and who started them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from pronghorn.cli import processes
+from pronghorn.cli.main import app
+from pronghorn.cli.processes import choose_gpus, join_slurm, joined
+from pronghorn.config import Recipe
+from pronghorn.errors import ConfigError, TrainingError
+
+
+def recipe(folder: Path, accumulation: int = 1, rows: int = 1, **launch: object) -> Recipe:
+    (folder / "train.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    return Recipe.model_validate(
+        {
+            "model": {"name": "m/m", "max_seq_length": 64},
+            "data": {"train": folder / "train.jsonl"},
+            "packing": {"rows_per_step": rows},
+            "train": {"output": folder / "run", "gradient_accumulation_steps": accumulation},
+            "launch": launch,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "rows", "visible", "taken"),
+    [(8, 1, 0, 1), (8, 1, 1, 1), (8, 1, 2, 2), (8, 1, 8, 8), (6, 1, 4, 3), (1, 1, 4, 1), (1, 4, 4, 4), (3, 2, 4, 3)],
+)
+def test_all_gpus_that_can_share_a_step_are_taken(
+    tmp_path: Path, accumulation: int, rows: int, visible: int, taken: int
+) -> None:
+    choice = choose_gpus(recipe(tmp_path, accumulation, rows), visible)
+    assert choice.gpus == taken
+    assert (choice.note is None) == (taken == max(visible, 1))
+
+
+def test_the_note_says_how_to_use_all(tmp_path: Path) -> None:
+    note = choose_gpus(recipe(tmp_path, 1), 4).note
+    assert note is not None and "on 1 of 4 GPUs: a step has 1 row" in note
+    assert note.endswith("set train.gradient_accumulation_steps to a multiple of 4")
+    assert choose_gpus(recipe(tmp_path, 4), 4).gpus == 4
+
+
+def test_more_gpus_than_there_are(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"launch.gpus is 4, and this process sees 2 GPUs.*set launch.gpus: 2"):
+        choose_gpus(recipe(tmp_path, 4, gpus=4), 2)
+    with pytest.raises(ConfigError, match="this process sees no GPU: leave it out"):
+        choose_gpus(recipe(tmp_path, 4, gpus=2), 0)
+    assert choose_gpus(recipe(tmp_path, 4, gpus=1), 0).gpus == choose_gpus(recipe(tmp_path, 4, gpus=1), 2).gpus == 1
+
+
+def test_several_machines_are_started_by_others(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"launch --slurm RECIPE.*--nnodes 2 --nproc-per-node"):
+        choose_gpus(recipe(tmp_path, nodes=2), 8)
+
+
+def test_the_command_line_names_the_gpus_too(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    (tmp_path / "r.yaml").write_text(
+        f"model: {{name: m/m, max_seq_length: 64}}\ndata: {{train: {tmp_path}/train.jsonl}}\n"
+        f"train: {{output: {tmp_path}/run}}\n"
+    )
+    done = CliRunner().invoke(app, ["train", str(tmp_path / "r.yaml"), "--gpus", "64"])
+    assert done.exit_code == 1 and "launch.gpus is 64" in done.output
+
+
+def test_what_slurm_started_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("SLURM_") or name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            monkeypatch.delenv(name)
+    join_slurm()
+    assert not joined()
+    slurm = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NNODES": "2"}
+    slurm |= {"SLURM_JOB_ID": "12", "MASTER_ADDR": "node-1"}
+    for name, value in {**slurm, "RANK": "", "WORLD_SIZE": "", "LOCAL_RANK": "", "LOCAL_WORLD_SIZE": ""}.items():
+        monkeypatch.setenv(name, value)  # so that they are put back
+        if not value:
+            del os.environ[name]
+    join_slurm()
+    ranks = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")]
+    assert joined() and ranks == ["3", "4", "1", "2", "node-1"]
+
+
+def test_a_process_that_says_nothing_is_quoted() -> None:
+    """Here every process ends with a usage error, which no Pronghorn error is."""
+    with pytest.raises(TrainingError, match=r"process . of 2 ended with status 2"):
+        processes.start(2, ["train", "--no-such-option"])
+
+
+def write_recipe(folder: Path, accumulation: int = 1) -> Path:
+    (folder / "train.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    (folder / "my run.yaml").write_text(
+        f"model: {{name: m/m, max_seq_length: 64}}\ndata: {{train: {folder}/train.jsonl}}\n"
+        f"train: {{output: {folder}/run, gradient_accumulation_steps: {accumulation}}}\n"
+    )
+    return folder / "my run.yaml"
+
+
+def test_a_batch_script_is_written_and_shown(tmp_path: Path) -> None:
+    file = write_recipe(tmp_path, 16)
+    line = ["launch", "--slurm", str(file), "--gpus", "4", "--nodes", "2", "train.seed=1"]
+    done = CliRunner().invoke(app, line)
+    assert done.exit_code == 0, done.output
+    script = (tmp_path / "my run.sbatch").read_text()
+    assert script in done.output and "sbatch '" in done.output
+    assert "#SBATCH --nodes=2\n" in script and "--gpus-per-node=4" in script and "--job-name=my-run\n" in script
+    assert f"-m pronghorn train '{file}' train.seed=1\n" in script
+    assert subprocess.run(["bash", "-n", str(tmp_path / "my run.sbatch")]).returncode == 0
+    assert CliRunner().invoke(app, line).exit_code == 0, "the same script again is no conflict"
+    other = CliRunner().invoke(app, ["launch", "--slurm", str(file), "--gpus", "8"])
+    assert other.exit_code == 1 and "is there already, with other lines" in other.output
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ([], "add --slurm"),
+        (["--slurm"], "give --gpus N"),
+        (["--slurm", "--gpus", "3"], "a step of 16 rows can't be shared by 3 GPUs"),
+    ],
+)
+def test_what_a_batch_script_needs(tmp_path: Path, options: list[str], problem: str) -> None:
+    done = CliRunner().invoke(app, ["launch", *options, str(write_recipe(tmp_path, 16))])
+    assert done.exit_code == 1 and problem in " ".join(done.output.split())
+    assert not list(tmp_path.glob("*.sbatch"))

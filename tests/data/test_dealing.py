@@ -1,0 +1,101 @@
+"""Which rows a step has, and who computes them."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from pronghorn.data.dealing import DealtRows, Share, Unsupervised, deal, imbalance, order, steps
+from pronghorn.data.packed_rows import PackedRows
+
+
+def costs_of(rows: int, seed: int = 0) -> list[float]:
+    draw = random.Random(seed)
+    return [draw.choice([1.0, 1.5, 4.0]) for _ in range(rows)]
+
+
+def rows_of_steps(rows: int, processes: int, micro_batch: int, epoch: int = 0, look_ahead: int = 1) -> list[set[int]]:
+    """The rows of each step, put together from what all processes are dealt, each row once."""
+    costs, micro_batches = costs_of(rows), 12 // (processes * micro_batch)
+    dealt = [
+        DealtRows(costs, Share(p, processes, micro_batch, micro_batches), 7, look_ahead=look_ahead)
+        for p in range(processes)
+    ]
+    for each in dealt:
+        each.set_epoch(epoch)
+    own = [list(each) for each in dealt]
+    assert {len(batches) for batches in own} == {len(dealt[0])}, "processes would wait for each other for ever"
+    found = []
+    for begin in range(0, len(dealt[0]), micro_batches):
+        batches = [batch for each in own for batch in each[begin : begin + micro_batches]]
+        assert all(0 < len(batch) <= micro_batch for batch in batches)
+        supervised = [row for batch in batches for row in batch if not isinstance(row, Unsupervised)]
+        assert len(supervised) == len(set(supervised))
+        found.append(set(supervised))
+    return found
+
+
+@pytest.mark.parametrize("rows", [1, 11, 12, 25, 48])
+@pytest.mark.parametrize("look_ahead", [1, 3])
+def test_a_step_has_the_same_rows_on_any_number_of_processes(rows: int, look_ahead: int) -> None:
+    alone = rows_of_steps(rows, 1, 1, look_ahead=look_ahead)
+    assert sorted(itertools.chain(*alone)) == list(range(rows)) and len(alone) == -(-rows // 12)
+    for processes, micro_batch in ((1, 3), (2, 1), (2, 3), (3, 2), (4, 3), (12, 1)):
+        assert rows_of_steps(rows, processes, micro_batch, look_ahead=look_ahead) == alone
+
+
+def test_an_epoch_s_order_depends_on_seed_and_epoch_alone() -> None:
+    assert order(50, 1, 0) == order(50, 1, 0) != order(50, 1, 1) != order(50, 2, 0)
+    assert order(5, 1, 0, shuffled=False) == [0, 1, 2, 3, 4]
+    assert rows_of_steps(48, 2, 1, epoch=0) != rows_of_steps(48, 2, 1, epoch=1)
+
+
+def test_one_process_has_rows_in_their_order() -> None:
+    dealt = DealtRows(costs_of(9), Share(0, 1, 2, 2), 3)
+    assert list(itertools.chain(*dealt)) == order(9, 3, 0) and list(map(len, dealt)) == [2, 2, 2, 2, 1]
+
+
+def test_the_dearest_rows_go_to_different_processes() -> None:
+    assert deal([9.0, 1.0, 9.0, 1.0], 2, 2) == [[0, 1], [2, 3]]
+    assert deal([9.0, 1.0, 1.0, 1.0], 2, 2) == [[0, 3], [1, 2]]  # nobody gets more than two
+    assert deal([1.0], 3, 1) == [[0], [], []]
+
+
+def test_dealing_by_cost_never_waits_longer_and_looking_ahead_waits_less() -> None:
+    for seed in range(20):
+        costs = costs_of(64, seed)
+        cut = steps(order(64, seed, 0), costs, 4, 1, seed)
+        in_turn, dealt = (imbalance(costs, cut, 2, dealt=by_cost) for by_cost in (False, True))
+        ahead = imbalance(costs, steps(order(64, seed, 0), costs, 4, 16, seed), 2, dealt=True)
+        assert ahead <= dealt <= in_turn + 1e-12
+        assert in_turn > 0.05 and ahead < 0.05
+    assert imbalance([1.0, 1.0, 3.0, 3.0], [[0, 2], [1, 3]], 2, dealt=True) == pytest.approx(1 - 8 / 12)
+    assert imbalance([1.0, 1.0, 3.0, 3.0], [[0, 1], [2, 3]], 2, dealt=True) == 0
+
+
+def test_looking_ahead_regroups_whole_steps_only() -> None:
+    costs = costs_of(26)
+    cut = steps(order(26, 1, 0), costs, 4, 3, 1)
+    assert sorted(itertools.chain(*cut)) == list(range(26)) and cut[-1] == order(26, 1, 0)[24:]
+    window = sorted(order(26, 1, 0)[:12])
+    assert sorted(itertools.chain(*cut[:3])) == window, "rows left their window"
+
+
+def test_what_is_left_out_fills_no_micro_batch_of_every_process() -> None:
+    dealt = DealtRows(costs_of(11), Share(0, 2, 2, 2), 1, drop_last=True)
+    assert [len(step) for step in dealt.steps()] == [8] and len(dealt) == len(list(dealt)) == 2
+
+
+def test_rows_cost_what_their_documents_attend_to() -> None:
+    documents = [{"input_ids": [1] * n, "labels": [1] * n} for n in (8, 4, 4)]
+    rows = PackedRows(documents, 8)
+    assert sorted(rows.costs(0.5)) == [8 + 0.5 * 32, 8 + 0.5 * 64]
+    alone = PackedRows(documents[1:2], 8)
+    assert alone.costs(1.0) == [8 + 16 + 16], "the padding attends to itself"
+
+
+def test_a_row_without_labels_keeps_its_tokens() -> None:
+    rows = PackedRows([{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}], 8)
+    assert rows[Unsupervised(0)] == {**rows[0], "labels": [-100] * 3}

@@ -1,0 +1,188 @@
+"""A recipe on several processes: started together, the same steps as on one, ended together."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+START = """
+import sys, typer
+from pronghorn.cli.errors import plain_errors
+from pronghorn.cli.processes import start
+try:
+    with plain_errors(False):
+        sys.exit(start(int(sys.argv[1]), ["train", *sys.argv[2:]]))
+except typer.Exit as end:
+    sys.exit(end.exit_code)
+"""
+
+
+@pytest.fixture(scope="module")
+def recipe(stories: Path, shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("several")
+    rows = (shared / "data/gsm8k/test.jsonl").read_text().splitlines()
+    (folder / "train.jsonl").write_text("\n".join(rows[:30]))
+    (folder / "eval.jsonl").write_text("\n".join(rows[60:66]))
+
+    def make(name: str, launch: dict[str, Any] | None = None, **train: Any) -> tuple[str, Path]:
+        """The recipe's file, and the run's folder."""
+        table = {
+            "model": {"name": str(stories), "max_seq_length": 512},
+            "adapter": {"r": 4},
+            "precision": {"dtype": "float32"},
+            "data": {
+                "train": str(folder / "train.jsonl"),
+                "eval": str(folder / "eval.jsonl"),
+                "columns": {"prompt": "question", "completion": "answer"},
+                "overflow": "drop",
+                "eval_rows": 1,
+            },
+            "train": {
+                "output": str(folder / name),
+                "max_steps": 10,  # over the end of an epoch, whose last step has fewer rows than processes
+                "learning_rate": 1e-2,
+                "warmup_steps": 1,
+                "gradient_accumulation_steps": 4,
+                "logging_steps": 1,
+            }
+            | train,
+            "memory": {"gradient_checkpointing": False},
+            "launch": launch or {},
+            "report": {"html": False},
+        }
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(table))
+        return str(folder / f"{name}.yaml"), folder / name
+
+    return make
+
+
+def begin(processes: int, *arguments: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    line = [sys.executable, "-c", START, str(processes), *arguments]
+    return subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def train(processes: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    process = begin(processes, *arguments)
+    output, errors = process.communicate(timeout=300)
+    return subprocess.CompletedProcess([], process.returncode, output, errors)
+
+
+def steps(run: Path) -> list[tuple[float, int, int]]:
+    return [
+        (step["loss"], step["tokens"], step["labelled"]) for step in json.loads((run / "run.json").read_text())["steps"]
+    ]
+
+
+def same(run: Path, other: Path) -> None:
+    """Losses, tokens, held-out loss and adapter agree to the rounding of float32."""
+    for (loss, *counts), (expected, *their_counts) in zip(steps(run), steps(other), strict=True):
+        assert loss == pytest.approx(expected, rel=2e-5) and counts == their_counts
+    weights, expected_weights = (load_file(each / "adapter" / "adapter_model.safetensors") for each in (run, other))
+    for name, expected in expected_weights.items():
+        assert (weights[name] - expected).norm() <= 1e-3 * expected.norm(), name
+
+
+@pytest.fixture(scope="module")
+def alone(recipe: Any) -> Path:
+    file, run = recipe("alone")
+    done = subprocess.run(
+        [sys.executable, "-m", "pronghorn", "train", file], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(steps(run)) == 10
+    return run
+
+
+@pytest.mark.parametrize("processes", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
+def test_steps_are_the_same_on_any_number_of_processes(recipe: Any, alone: Path, processes: int) -> None:
+    accumulation = {"gradient_accumulation_steps": 4}
+    if processes == 3:  # four rows can't be shared by three: three micro-batches of four rows can
+        accumulation = {"gradient_accumulation_steps": 3}
+        file, alone = recipe("alone-of-3", **accumulation)
+        assert train(1, file).returncode == 0
+    file, run = recipe(f"on-{processes}", **accumulation)
+    done = train(processes, file)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Held-out loss before training") == 1
+    assert f"Rows dealt to {processes} processes" in done.stdout
+    same(run, alone)
+
+
+@pytest.mark.slow
+def test_whole_weights_train_the_same(recipe: Any) -> None:
+    runs = []
+    for processes in (1, 2):
+        file, run = recipe(f"full-{processes}", max_steps=4, learning_rate=1e-3)
+        done = train(processes, file, "adapter.method=full")
+        assert done.returncode == 0, done.stderr
+        runs.append(run)
+    assert [loss for loss, *_ in steps(runs[1])] == pytest.approx([loss for loss, *_ in steps(runs[0])], rel=2e-5)
+
+
+def test_a_killed_process_ends_all_and_another_number_goes_on(recipe: Any, alone: Path) -> None:
+    file, run = recipe("killed", save_steps=2)
+    process = begin(2, file)
+    while not (saved := list(run.glob("checkpoint-*"))):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    assert len(children) == 2
+    os.kill(int(children[1]), signal.SIGKILL)
+    killed = time.monotonic()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1 and time.monotonic() - killed < 10
+    assert "process 1 of 2 was ended by SIGKILL" in errors and "goes on from the newest checkpoint" in errors
+    assert "Traceback" not in errors
+    assert not any(Path(f"/proc/{child}").exists() for child in children)
+    done = train(1, file)
+    assert done.returncode == 0, done.stderr
+    assert saved and "Began on 2 GPUs, goes on with 1: the same rows a step" in " ".join(done.stdout.split())
+    same(run, alone)
+
+
+@pytest.mark.slow
+def test_one_process_s_run_goes_on_with_two(recipe: Any, alone: Path) -> None:
+    file, run = recipe("stopped", save_steps=3)
+    process = begin(1, file)
+    while not list(run.glob("checkpoint-*")):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM and "stopped by SIGTERM" in errors
+    done = train(2, file)
+    assert done.returncode == 0, done.stderr
+    same(run, alone)
+
+
+def test_rows_that_cannot_be_shared_are_refused(recipe: Any) -> None:
+    done = train(2, recipe("odd", gradient_accumulation_steps=3)[0])
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "a step of 3 rows" in done.stderr and "set train.gradient_accumulation_steps: 4" in done.stderr
+    assert done.stderr.count("error:") == 1
+
+
+@pytest.mark.slow
+def test_a_process_that_hangs_is_waited_for_so_long_and_no_longer(recipe: Any) -> None:
+    file, run = recipe("hangs", {"timeout_minutes": 0.2}, save_steps=2, max_steps=500)
+    process = begin(2, file)
+    while not list(run.glob("checkpoint-*")):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(children[1]), signal.SIGSTOP)
+    _, errors = process.communicate(timeout=90)
+    assert process.returncode == 1
+    assert "process 0 of 2 waited for another one that did not answer in time" in errors
+    assert "launch.timeout_minutes" in errors
