@@ -56,6 +56,7 @@ def main(tokenizer: str, output: str, failing: int, times: int, device: str) -> 
         save_strategy="no",
         disable_tqdm=True,
     )
+    torch.manual_seed(0)
     model = get_peft_model(tiny_model("llama"), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
     trainer = ShortOfMemory(
         model,
