@@ -20,9 +20,9 @@ from torch import Tensor
 
 from benchmarks.program import parser_of, run
 from benchmarks.record import check_out
+from pronghorn.chunks import Chunks, chunks_of
 from pronghorn.device import device_name, versions
 from pronghorn.kernels import gated_delta, gated_delta_backward, gated_delta_forward
-from pronghorn.kernels.delta_chunks import Chunks, chunks_of
 from pronghorn.kernels.gated_delta_forward import Tile
 from pronghorn.parity.distance import distance
 

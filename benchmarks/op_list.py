@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks import op_cases as dense
+from benchmarks import op_cases_delta as delta
 from benchmarks import op_cases_moe as moe
 from benchmarks.op_case import Case, Draw
 
@@ -49,6 +50,9 @@ OPS: dict[str, tuple[Callable[..., Case], tuple[tuple[Any, ...], ...], tuple[tup
         dense.linear_loss_case,
         ((2048, 128256), (4096, 128256), (1024, 151936), (2048, 128256, True), (576, 50257)),
         ((32, 256), (32, 131, True))),
+    "causal_conv": (delta.convolution_case, ((8192,), (10240,)), ((48,),)),
+    "gated_norm": (delta.gated_norm_case, ((32, 128), (48, 128)), ((3, 16),)),
+    "delta_gates": (delta.gates_case, ((32,), (48,)), ((3,),)),
     "moe_route": (moe.route_case, (QWEN3, GPT_OSS, ODD), ((8, 2), ODD)),
     "moe_gather": (moe.gather_case, ((*QWEN3, 2048), (*GPT_OSS, 2880), (*ODD, 1100)), ((8, 2, 64), (*ODD, 63))),
     "moe_combine": (

@@ -132,6 +132,9 @@ def test_copy_into_a_static_batch() -> None:
     assert merged.split(16)[1].data_ptr() == second.tiles.data_ptr() and torch.equal(second.tiles, first.tiles)
     assert merged.lengths == first.lengths and merged.n_labels == first.n_labels
     assert [t.data_ptr() for t in (merged.cu_seqlens, merged.document_ids, merged.loss_rows)] == addresses
+    assert merged.chunks.chunks.data_ptr() == second.chunk_bounds.data_ptr()
+    assert merged.chunks.documents[:4].tolist() == [[0, 1], [1, 1], [2, 1], [0, 0]]
+    assert merged.chunks.chunks[:4].tolist() == [[0, 3], [3, 4], [7, 9], [0, 0]]
     assert torch.equal(second.cu_seqlens, first.cu_seqlens) and torch.equal(second.loss_rows, first.loss_rows)
     with pytest.raises(DataError, match="differ in shape"):
         first.copy_into(collate([[3]], 32)["packed"])

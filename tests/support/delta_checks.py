@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pronghorn.chunks import Chunks, chunks_of
 from pronghorn.kernels import gated_delta
-from pronghorn.kernels.delta_chunks import Chunks, chunks_of
 from pronghorn.kernels.gated_delta_backward import backward_triton
 from pronghorn.kernels.gated_delta_forward import forward_triton
 from support.tolerance import ThreeWay

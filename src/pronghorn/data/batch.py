@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pronghorn.chunks import Chunks, chunks_of
 from pronghorn.data.packing import IGNORE_INDEX
 from pronghorn.errors import DataError
 
@@ -34,7 +35,7 @@ LOSS_ROWS_BUCKET = 512
 TILE_ROWS = 64
 """Rows of a tile of attention: documents of instructions have 100 to 300 tokens, so larger ones would be half empty."""
 
-_TENSORS = ("cu_seqlens", "document_ids", "tiles", "loss_rows")
+_TENSORS = ("cu_seqlens", "document_ids", "tiles", "chunk_documents", "chunk_bounds", "loss_rows")
 
 
 def round_up(value: int, step: int) -> int:
@@ -67,6 +68,10 @@ class PackedBatch:
     tiles: Tensor
     """int32 [T // 64 + D_b, 3]: each tile's first row and its document's start and end, long documents first; empty
     tiles (T, T, T) fill it up. What attention by tiles works through (`kernels.attention`)."""
+    chunk_documents: Tensor
+    """int32 [D_b, 2], and the next, of `chunks`."""
+    chunk_bounds: Tensor
+    """int32 [T // 64 + D_b, 2]."""
     loss_rows: Tensor | None
     """int64 [M_b], the positions whose next token is a label, padded to a multiple of 512 with T - 1, which predicts
     nothing. None where the batch was made without labels."""
@@ -81,6 +86,11 @@ class PackedBatch:
     def real_tokens(self) -> int:
         """T without the padding."""
         return self.tokens - self.padding
+
+    @property
+    def chunks(self) -> Chunks:
+        """What a gated delta net works through."""
+        return Chunks(self.chunk_documents, self.chunk_bounds)
 
     @property
     def segments(self) -> list[tuple[int, int]]:
@@ -131,6 +141,7 @@ class PackedBatch:
         document_ids = array("i")  # torch.repeat_interleave waits for its threads: milliseconds on a busy host
         for document, length in enumerate(lengths):
             document_ids.extend(array("i", [document]) * length)
+        chunks = chunks_of(lengths, bucket, tokens)
         return cls(
             lengths=lengths,
             padding=padding,
@@ -140,14 +151,10 @@ class PackedBatch:
             cu_seqlens=torch.tensor(bounds, dtype=torch.int32).to(device),
             document_ids=torch.frombuffer(document_ids, dtype=torch.int32).to(device),
             tiles=_tiles(bounds, tokens, tokens // TILE_ROWS + bucket).to(device),
+            chunk_documents=chunks.documents.to(device),
+            chunk_bounds=chunks.chunks.to(device),
             loss_rows=loss_rows,
         )
-
-    def once(self, key: str, make: Callable[[], Any]) -> Any:
-        """Return what `make` gave when it was first asked for by this key: it is made once for all layers."""
-        if (key,) not in self._derived:
-            self._derived[(key,)] = make()
-        return self._derived[(key,)]
 
     def split(self, least: int) -> tuple[list[tuple[int, int]], Tensor]:
         """Return ([start, end) of the documents of at least `least` tokens, the tiles of the others); made once."""

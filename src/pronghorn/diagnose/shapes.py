@@ -88,6 +88,20 @@ _GEMMA4_12B = _gemma4(6, 1024, layers=48, num_global_key_value_heads=1, **_CAP)
 _GEMMA4_31B = _gemma4(6, 1024, layers=60, num_global_key_value_heads=4, **_CAP)
 _GEMMA4_MOE = {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}
 _GEMMA4_26B_A4B = _gemma4(6, 1024, layers=30, num_global_key_value_heads=2, **_GEMMA4_MOE, **_CAP)
+
+
+def _qwen35(layers: int, value_heads: int, **more: Any) -> dict[str, Any]:
+    """Fields of a Qwen3.5: of four layers three have gated delta nets."""
+    linear = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4}
+    heads = {"linear_num_key_heads": 16, "linear_num_value_heads": value_heads}
+    types = ["linear_attention" if (i + 1) % 4 else "full_attention" for i in range(layers)]
+    rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10]}
+    return {"layer_types": types, "rope_parameters": {**rope, "mrope_interleaved": True}, **linear, **heads, **more}
+
+
+_QWEN35_MOE = {"num_experts": 256, "num_experts_per_tok": 8}
+_QWEN35_MOE |= {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
+_QWEN35_A3B = _qwen35(40, 32, **_QWEN35_MOE)
 _MIXTRAL = _rope(1e6, num_local_experts=8, num_experts_per_tok=2)
 _OLMOE = _rope(1e4, num_experts=64, num_experts_per_tok=8)
 _TABLE: dict[str, tuple[Any, ...]] = {
@@ -100,6 +114,10 @@ _TABLE: dict[str, tuple[Any, ...]] = {
     "Qwen3-8B": ("qwen3", 36, 4096, 12288, 32, 8, 128, 151936, False, 1e-6, 40960, _rope(1e6)),
     "Qwen3-14B": ("qwen3", 40, 5120, 17408, 40, 8, 128, 151936, False, 1e-6, 40960, _rope(1e6)),
     "Qwen3-32B": ("qwen3", 64, 5120, 25600, 64, 8, 128, 151936, False, 1e-6, 40960, _rope(1e6)),
+    "Qwen3.5-4B": ("qwen3_5_text", 32, 2560, 9216, 16, 4, 256, 248320, True, 1e-6, 262144, _qwen35(32, 32)),
+    "Qwen3.5-9B": ("qwen3_5_text", 32, 4096, 12288, 16, 4, 256, 248320, False, 1e-6, 262144, _qwen35(32, 32)),
+    "Qwen3.5-27B": ("qwen3_5_text", 64, 5120, 17408, 24, 4, 256, 248320, False, 1e-6, 262144, _qwen35(64, 48)),
+    "Qwen3.5-35B-A3B": ("qwen3_5_moe_text", 40, 2048, 512, 16, 2, 256, 248320, False, 1e-6, 262144, _QWEN35_A3B),
     "Mistral-7B": ("mistral", 32, 4096, 14336, 32, 8, 128, 32768, False, 1e-5, 32768, _rope(1e6, sliding_window=None)),
     "Gemma-3-1B": ("gemma3_text", 26, 1152, 6912, 4, 1, 256, 262144, True, 1e-6, 32768, _gemma3(512)),
     "Gemma-3-4B": ("gemma3_text", 34, 2560, 10240, 8, 4, 256, 262144, True, 1e-6, 131072, _GEMMA3_4B),

@@ -1,6 +1,10 @@
 """A causal convolution of each channel with SiLU, which stops at documents' starts.
 
-y_t = silu(Σ_j w_j x_{t−K+1+j})        over the tokens of t's document
+p_t = Σ_j w_j x_{t−K+1+j}        y_t = silu(p_t)        over the tokens of t's document
+dp_t = dy_t · silu'(p_t)         dx_t = Σ_j w_j dp_{t+K−1−j}         dw_j = Σ_t dp_t x_{t−K+1+j}
+
+In Triton: a program computes a tile of tokens and channels. The backward computes p again for the K tokens that each
+token reaches, from x that is in the cache by then, rather than write dp out.
 """
 
 from __future__ import annotations
@@ -9,9 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from pronghorn.kernels.launch import cdiv, launch, tl, triton
 
-def forward(x: Tensor, weight: Tensor, document_ids: Tensor) -> Tensor:
-    """Return y [T, C] of x [T, C]; weight [C, K], document_ids int32 [T]."""
+ROWS, COLUMNS, WARPS = 32, 128, 4
+"""Tokens and channels of a tile."""
+
+
+def forward_reference(x: Tensor, weight: Tensor, document_ids: Tensor) -> Tensor:
+    """Do what `forward` does, in plain torch."""
     wide, size = torch.promote_types(x.dtype, torch.float32), weight.shape[1]
     w, y = weight.to(wide), x.to(wide) * weight[:, -1].to(wide)
     for back in range(1, min(size, len(x))):
@@ -21,10 +30,133 @@ def forward(x: Tensor, weight: Tensor, document_ids: Tensor) -> Tensor:
     return silu(y).to(x.dtype)
 
 
-def backward(dy: Tensor, x: Tensor, weight: Tensor, document_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (dx [T, C], dweight [C, K])."""
+def backward_reference(
+    dy: Tensor, x: Tensor, weight: Tensor, document_ids: Tensor, weight_grad: bool = True, out: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Do what `backward` does, in plain torch."""
     with torch.enable_grad():
         leaves = x.detach().requires_grad_(), weight.detach().requires_grad_()
-        y = forward(*leaves, document_ids)
-    dx, d_weight = torch.autograd.grad(y, leaves, dy)
-    return dx, d_weight
+        y = forward_reference(*leaves, document_ids)
+    dx, dw = torch.autograd.grad(y, leaves, dy)
+    return dx if out is None else out.copy_(dx), dw if weight_grad else None
+
+
+@triton.jit
+def _convolved(
+    x_ptr, w_ptr, ids_ptr, rows, ids, cols, x_row, T, C, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """p [ROWS, COLUMNS] of the tokens `rows`, of documents `ids` (−1: 0 comes out)."""
+    p = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for back in tl.static_range(K):
+        before = rows - back
+        same = (before >= 0) & (ids >= 0)
+        same = same & (tl.load(ids_ptr + before, mask=same, other=-2) == ids)
+        w = tl.load(w_ptr + cols * K + (K - 1 - back), mask=cols < C, other=0.0).to(tl.float32)
+        inside = same[:, None] & (cols < C)[None, :]
+        x = tl.load(x_ptr + before.to(tl.int64)[:, None] * x_row + cols[None, :], mask=inside, other=0.0)
+        p += x.to(tl.float32) * w[None, :]
+    return p
+
+
+@triton.jit
+def _forward(x_ptr, w_ptr, ids_ptr, y_ptr, x_row, T, C, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """x [T, C], rows x_row apart; w [C, K]; ids int32 [T]; y [T, C]."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    cols = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    ids = tl.load(ids_ptr + rows, mask=rows < T, other=-1)
+    p = _convolved(x_ptr, w_ptr, ids_ptr, rows, ids, cols, x_row, T, C, K, ROWS, COLUMNS)
+    inside = (rows < T)[:, None] & (cols < C)[None, :]
+    y = p * tl.sigmoid(p)
+    tl.store(y_ptr + rows.to(tl.int64)[:, None] * C + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _backward(
+    dy_ptr, x_ptr, w_ptr, ids_ptr, dx_ptr, dw_ptr, dy_row, x_row, dx_row, T, C,
+    K: tl.constexpr, WEIGHT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """dy, x, dx [T, C], rows dy_row, x_row, dx_row apart; w [C, K]; ids int32 [T]; dw float32 [tiles, K, C]."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    cols = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    ids = tl.load(ids_ptr + rows, mask=rows < T, other=-1)
+    dx = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for ahead in tl.static_range(K):
+        # the tokens that x_t reaches: those of its document only
+        later = rows + ahead
+        same = (later < T) & (ids >= 0)
+        same = same & (tl.load(ids_ptr + later, mask=same, other=-2) == ids)
+        p = _convolved(x_ptr, w_ptr, ids_ptr, later, tl.where(same, ids, -1), cols, x_row, T, C, K, ROWS, COLUMNS)
+        inside = same[:, None] & (cols < C)[None, :]
+        dy = tl.load(dy_ptr + later.to(tl.int64)[:, None] * dy_row + cols[None, :], mask=inside, other=0.0)
+        s = tl.sigmoid(p)
+        dp = dy.to(tl.float32) * s * (1 + p * (1 - s))
+        w = tl.load(w_ptr + cols * K + (K - 1 - ahead), mask=cols < C, other=0.0).to(tl.float32)
+        dx += dp * w[None, :]
+        if WEIGHT and ahead == 0:
+            for back in tl.static_range(K):
+                before = rows - back
+                known = (before >= 0) & (ids >= 0)
+                known = known & (tl.load(ids_ptr + before, mask=known, other=-2) == ids)
+                seen = known[:, None] & (cols < C)[None, :]
+                x = tl.load(x_ptr + before.to(tl.int64)[:, None] * x_row + cols[None, :], mask=seen, other=0.0)
+                part = tl.sum(dp * x.to(tl.float32), 0)
+                at = (tl.program_id(0).to(tl.int64) * K + (K - 1 - back)) * C + cols
+                tl.store(dw_ptr + at, part, mask=cols < C)
+    inside = (rows < T)[:, None] & (cols < C)[None, :]
+    at = rows.to(tl.int64)[:, None] * dx_row + cols[None, :]
+    tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+
+
+def forward_triton(x: Tensor, weight: Tensor, document_ids: Tensor) -> Tensor:
+    """Do what `forward` does, by its Triton kernel."""
+    tokens, channels = x.shape
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    launch(
+        _forward, (cdiv(tokens, ROWS), cdiv(channels, COLUMNS)),
+        x, weight, document_ids, y, x.stride(0), tokens, channels,
+        K=weight.shape[1], ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS,
+    )  # fmt: skip
+    return y
+
+
+def backward_triton(
+    dy: Tensor, x: Tensor, weight: Tensor, document_ids: Tensor, weight_grad: bool = True, out: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Do what `backward` does, by its Triton kernel."""
+    tokens, channels = x.shape
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
+    tiles = cdiv(tokens, ROWS)
+    parts = torch.empty(tiles, weight.shape[1], channels, dtype=torch.float32, device=x.device) if weight_grad else dx
+    launch(
+        _backward, (tiles, cdiv(channels, COLUMNS)),
+        dy, x, weight, document_ids, dx, parts, dy.stride(0), x.stride(0), dx.stride(0), tokens, channels,
+        K=weight.shape[1], WEIGHT=weight_grad, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS,
+    )  # fmt: skip
+    return dx, parts.sum(0).t().to(weight.dtype) if weight_grad else None
+
+
+def forward(x: Tensor, weight: Tensor, document_ids: Tensor) -> Tensor:
+    """Return y [T, C].
+
+    Args:
+        x: [T, C], columns of a wider tensor perhaps.
+        weight: [C, K], contiguous.
+        document_ids: int32 [T].
+    """
+    if x.is_cuda and x.dtype != torch.float64:
+        return forward_triton(x, weight, document_ids)
+    return forward_reference(x, weight, document_ids)
+
+
+def backward(
+    dy: Tensor, x: Tensor, weight: Tensor, document_ids: Tensor, weight_grad: bool = True, out: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Return (dx [T, C], dweight [C, K] or None).
+
+    Args:
+        dy, x: [T, C], columns of wider tensors perhaps.
+        out: [T, C], where dx is written.
+    """
+    if x.is_cuda and x.dtype != torch.float64:
+        return backward_triton(dy, x, weight, document_ids, weight_grad, out)
+    return backward_reference(dy, x, weight, document_ids, weight_grad, out)

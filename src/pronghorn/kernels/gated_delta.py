@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.delta_chunks import CHUNK, Chunks
+from pronghorn.chunks import CHUNK, Chunks
 from pronghorn.kernels.gated_delta_backward import backward_triton
 from pronghorn.kernels.gated_delta_forward import L2_EPS, forward_triton
 from pronghorn.kernels.gated_delta_forward import Saved as TritonSaved

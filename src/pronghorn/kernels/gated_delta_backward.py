@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.delta_chunks import CHUNK, Chunks
+from pronghorn.chunks import CHUNK, Chunks
 from pronghorn.kernels.gated_delta_forward import Saved, Tile, decays, dot, fit
 from pronghorn.kernels.launch import cdiv, launch, tl, triton
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.delta_chunks import CHUNK, Chunks
+from pronghorn.chunks import CHUNK, Chunks
 from pronghorn.kernels.launch import cdiv, launch, tl, triton
 
 L2_EPS = 1e-6

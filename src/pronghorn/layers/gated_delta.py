@@ -15,12 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import softplus
 
 from pronghorn.data.batch import PackedBatch
 from pronghorn.families.spec import GatedDelta
-from pronghorn.kernels import causal_conv, gated_delta, gated_norm
-from pronghorn.kernels.delta_chunks import Chunks, chunks_of
+from pronghorn.kernels import causal_conv, delta_gates, gated_delta, gated_norm
 from pronghorn.layers.block import Block, Call, Gradients, Norm, Result, add, pick, spread
 from pronghorn.layers.fused_linear import FusedLinear
 from pronghorn.precision.source import Activation
@@ -108,40 +106,46 @@ class DeltaNet:
     def forward(self, qkv: Tensor, b: Tensor, a: Tensor, packed: PackedBatch) -> tuple[Tensor, gated_delta.Saved]:
         """Return (the rule's output [T, H_v, D_v], what its backward needs)."""
         q, k, v = self.layout.heads(causal_conv.forward(qkv, self._filter, packed.document_ids))
-        g, beta, _ = self._gates(b, a)
-        scale = self.layout.key_dim**-0.5
-        return gated_delta.forward(q, k, v, g, beta, _chunks(packed), scale)
+        g, beta = delta_gates.forward(b, a, self.decay.detach(), self.step.detach())
+        return gated_delta.forward(q, k, v, g, beta, packed.chunks, self.layout.key_dim**-0.5)
 
     def backward(
-        self, do: Tensor, qkv: Tensor, b: Tensor, a: Tensor, saved: gated_delta.Saved, packed: PackedBatch
-    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-        """Return the gradients of qkv, b, a, and of `trained`."""
-        layout = self.layout
+        self,
+        do: Tensor,
+        qkv: Tensor,
+        b: Tensor,
+        a: Tensor,
+        saved: gated_delta.Saved,
+        packed: PackedBatch,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:
+        """Return the gradients of qkv (in `out`, if given), b, a, and of `trained`, None where it isn't."""
+        layout, gates = self.layout, (b, a, self.decay.detach(), self.step.detach())
         q, k, v = layout.heads(causal_conv.forward(qkv, self._filter, packed.document_ids))
-        g, beta, slope = self._gates(b, a)
+        g, beta = delta_gates.forward(*gates)
         scale = layout.key_dim**-0.5
-        dq, dk, dv, dg, d_beta = gated_delta.backward(do, q, k, v, g, beta, saved, _chunks(packed), scale)
-        d_qkv = torch.cat([x.flatten(1) for x in (dq, dk, dv)], 1)
-        d_qkv, d_weight = causal_conv.backward(d_qkv, qkv, self._filter, packed.document_ids)
-        da, wide = dg * slope, beta.to(g.dtype)
-        trained = d_weight.view_as(self.weight), (dg * g).sum(0), da.sum(0)
-        return (
-            d_qkv,
-            (d_beta * wide * (1 - wide)).to(b.dtype),
-            da.to(a.dtype),
-            [x.to(p.dtype) for x, p in zip(trained, self.trained, strict=True)],
+        dq, dk, dv, dg, d_beta = gated_delta.backward(do, q, k, v, g, beta, saved, packed.chunks, scale)
+        d_convolved = torch.cat([x.flatten(1) for x in (dq, dk, dv)], 1)
+        del dq, dk, dv
+        d_qkv, d_weight = causal_conv.backward(
+            d_convolved, qkv, self._filter, packed.document_ids, self.weight.requires_grad, out
         )
+        db, da = delta_gates.backward(dg, d_beta, *gates)
+        trained: list[Tensor | None] = [
+            None if d_weight is None else d_weight.view_as(self.weight),
+            (dg * g).sum(0) if self.decay.requires_grad else None,
+            None,
+        ]
+        if self.step.requires_grad:
+            wide = a.to(g.dtype) + self.step.detach()
+            trained[2] = (dg * -self.decay.detach().to(g.dtype).exp() * wide.sigmoid()).sum(0)
+        named = zip(trained, self.trained, strict=True)
+        return d_qkv, db, da, [None if x is None else x.to(p.dtype) for x, p in named]
 
     @property
     def _filter(self) -> Tensor:
         """The convolution's weight [C, K]."""
         return self.weight.detach().flatten(1)
-
-    def _gates(self, b: Tensor, a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (g in float32 (float64), β, ∂g/∂a), each [T, H_v]."""
-        wide = torch.promote_types(a.dtype, torch.float32)
-        rate, x = -self.decay.detach().to(wide).exp(), a.to(wide) + self.step.detach()
-        return rate * softplus(x), b.sigmoid(), rate * x.sigmoid()
 
 
 def delta_net(module: Any, kind: GatedDelta) -> DeltaNet:
@@ -149,16 +153,6 @@ def delta_net(module: Any, kind: GatedDelta) -> DeltaNet:
     sizes = module.num_k_heads, module.num_v_heads, module.head_k_dim, module.head_v_dim
     weight = module.get_submodule(kind.convolution).weight
     return DeltaNet(DeltaLayout(*sizes, kind.interleaved), weight, module.A_log, module.dt_bias)
-
-
-def _chunks(packed: PackedBatch) -> Chunks:
-    """Return the batch's chunks of documents on its device, made once."""
-
-    def make() -> Chunks:
-        chunks = chunks_of(packed.lengths, packed.bucket, packed.tokens)
-        return Chunks(*(part.to(packed.document_ids.device, non_blocking=True) for part in chunks))
-
-    return packed.once("chunks of documents", make)
 
 
 class DeltaSaved(NamedTuple):
@@ -253,11 +247,21 @@ class GatedDeltaBlock(Block):
         out_grads = out_linear.gradients(dy, given, self._gated(rule, z))
 
         # back through the norm, the rule and the convolution
-        do, dz, d_norm = gated_norm.backward(d_gated.view_as(rule), rule, z, self.norm.weight, self.norm.eps)
+        norm, d_qkvz, qkv_out, z_out = self.norm, None, None, None
+        if rows is None and not layout.interleaved:  # both are written where the product's backward reads them
+            d_qkvz = torch.empty_like(saved.qkvz)
+            qkv_out, z_out, *_ = layout.split(d_qkvz, saved.ba)
+        do, dz, d_norm = gated_norm.backward(
+            d_gated.view_as(rule), rule, z, norm.weight, norm.eps, norm.weight.requires_grad, z_out
+        )
         del d_gated
-        do, dz = (spread(grad.flatten(1), rows, saved.x) for grad in (do, dz))
-        d_qkv, db, da, d_net = self.net.backward(do.view_as(saved.o), qkv, b, a, state, call.packed)
-        d_qkvz, d_ba = layout.merge(d_qkv, dz, db, da)
+        if d_qkvz is None:
+            do, dz = (spread(grad.flatten(1), rows, saved.x) for grad in (do, dz))
+        d_qkv, db, da, d_net = self.net.backward(do.view_as(saved.o), qkv, b, a, state, call.packed, qkv_out)
+        if d_qkvz is None:
+            d_qkvz, d_ba = layout.merge(d_qkv, dz, db, da)
+        else:
+            d_ba = torch.cat([db, da], 1)
         del do, dz, d_qkv
 
         # back through the products, and the norm before

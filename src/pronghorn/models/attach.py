@@ -29,7 +29,7 @@ from pronghorn.attention.packed import NAME_PREFIX, Metadata, implementation
 from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.layers.build import watched
 from pronghorn.layers.decoder import FusedLayers
-from pronghorn.layers.isolated_delta import delta_nets, isolate_delta_nets
+from pronghorn.layers.isolated_delta import isolate_delta_nets
 from pronghorn.layers.subclass import own_class, restore
 from pronghorn.memory.offload import OffloadEngine
 from pronghorn.memory.plan import Plan
@@ -387,8 +387,6 @@ def _graph_refusal(model: Any, attention: Backend) -> str | None:
         return f"experts go transformers' way, {model.config._experts_implementation}, which may wait for the device"
     if rope_limit(model.config) is not None:
         return "RoPE's frequencies depend on the longest position"
-    if delta_nets(model.base_model, check_config(model.config)):
-        return "gated delta nets read documents' bounds on the host"
     if getattr(model.config, "output_router_logits", False):
         return "the loss needs the routers' logits"
     if looks_tokens_up(model.base_model):
