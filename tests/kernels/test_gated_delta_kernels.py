@@ -52,7 +52,19 @@ def test_kernels_around_the_rule_agree_with_plain_torch_on_a_gpu(
 def compiled_forms() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
     """Each kernel around the rule: function, types of its arguments, compile-time values, warps."""
     x, wide, count, real = "*bf16", "*fp32", "i32", "fp32"
-    pointers = ("x_ptr", "y_ptr", "w_ptr", "dy_ptr", "dx_ptr", "z_ptr", "dz_ptr", "b_ptr", "a_ptr", "beta_ptr")
+    pointers = (
+        "x_ptr",
+        "y_ptr",
+        "w_ptr",
+        "dy_ptr",
+        "dp_ptr",
+        "dx_ptr",
+        "z_ptr",
+        "dz_ptr",
+        "b_ptr",
+        "a_ptr",
+        "beta_ptr",
+    )
     types = dict.fromkeys((*pointers, "d_beta_ptr", "db_ptr", "da_ptr"), x) | {"ids_ptr": "*i32", "eps": real}
     types |= dict.fromkeys(("dw_ptr", "g_ptr", "dg_ptr", "decay_ptr", "step_ptr"), wide)
     tile = {"ROWS": causal_conv.ROWS, "COLUMNS": causal_conv.COLUMNS, "K": 4}
@@ -60,7 +72,8 @@ def compiled_forms() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int
     gates = {"BLOCK": delta_gates.BLOCK}
     forms = {
         "convolution": (causal_conv._forward, tile, causal_conv.WARPS),
-        "convolution's backward": (causal_conv._backward, tile | {"WEIGHT": True}, causal_conv.WARPS),
+        "back through SiLU": (causal_conv._through_silu, tile | {"WEIGHT": True}, causal_conv.WARPS),
+        "convolution's backward": (causal_conv._backward, tile, causal_conv.WARPS),
         "norm": (gated_norm._forward, heads, gated_norm.WARPS),
         "norm's backward": (gated_norm._backward, heads | {"WEIGHT": True}, gated_norm.WARPS),
         "gates": (delta_gates._forward, gates, delta_gates.WARPS),

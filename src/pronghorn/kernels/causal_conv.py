@@ -3,8 +3,9 @@
 p_t = Σ_j w_j x_{t−K+1+j}        y_t = silu(p_t)        over the tokens of t's document
 dp_t = dy_t · silu'(p_t)         dx_t = Σ_j w_j dp_{t+K−1−j}         dw_j = Σ_t dp_t x_{t−K+1+j}
 
-In Triton: a program computes a tile of tokens and channels. The backward computes p again for the K tokens that each
-token reaches, from x that is in the cache by then, rather than write dp out.
+In Triton: a program computes a tile of tokens and channels. The backward writes dp over dy first. (Computed again for
+each of the K tokens that a token reaches, .74 ms went by where the forward takes .11, of 8,192 tokens and channels on
+one H200.)
 """
 
 from __future__ import annotations
@@ -71,11 +72,36 @@ def _forward(x_ptr, w_ptr, ids_ptr, y_ptr, x_row, T, C, K: tl.constexpr, ROWS: t
 
 
 @triton.jit
-def _backward(
-    dy_ptr, x_ptr, w_ptr, ids_ptr, dx_ptr, dw_ptr, dy_row, x_row, dx_row, T, C,
+def _through_silu(
+    dy_ptr, x_ptr, w_ptr, ids_ptr, dw_ptr, dy_row, x_row, T, C,
     K: tl.constexpr, WEIGHT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """dy, x, dx [T, C], rows dy_row, x_row, dx_row apart; w [C, K]; ids int32 [T]; dw float32 [tiles, K, C]."""
+    """Write dp over dy [T, C]. x [T, C]; rows are …_row apart; w [C, K]; ids int32 [T]; dw float32 [tiles, K, C]."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    cols = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    ids = tl.load(ids_ptr + rows, mask=rows < T, other=-1)
+    p = _convolved(x_ptr, w_ptr, ids_ptr, rows, ids, cols, x_row, T, C, K, ROWS, COLUMNS)
+    inside = (rows < T)[:, None] & (cols < C)[None, :]
+    at = dy_ptr + rows.to(tl.int64)[:, None] * dy_row + cols[None, :]
+    s = tl.sigmoid(p)
+    dp = tl.load(at, mask=inside, other=0.0).to(tl.float32) * s * (1 + p * (1 - s))
+    tl.store(at, dp.to(dy_ptr.dtype.element_ty), mask=inside)
+    if WEIGHT:
+        for back in tl.static_range(K):
+            before = rows - back
+            same = (before >= 0) & (ids >= 0)
+            same = same & (tl.load(ids_ptr + before, mask=same, other=-2) == ids)
+            seen = same[:, None] & (cols < C)[None, :]
+            x = tl.load(x_ptr + before.to(tl.int64)[:, None] * x_row + cols[None, :], mask=seen, other=0.0)
+            out = (tl.program_id(0).to(tl.int64) * K + (K - 1 - back)) * C + cols
+            tl.store(dw_ptr + out, tl.sum(dp * x.to(tl.float32), 0), mask=cols < C)
+
+
+@triton.jit
+def _backward(
+    dp_ptr, w_ptr, ids_ptr, dx_ptr, dp_row, dx_row, T, C, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """dp, dx [T, C], rows dp_row and dx_row apart; w [C, K]; ids int32 [T]."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     cols = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     ids = tl.load(ids_ptr + rows, mask=rows < T, other=-1)
@@ -83,25 +109,12 @@ def _backward(
     for ahead in tl.static_range(K):
         # the tokens that x_t reaches: those of its document only
         later = rows + ahead
-        same = (later < T) & (ids >= 0)
+        same = later < T
         same = same & (tl.load(ids_ptr + later, mask=same, other=-2) == ids)
-        p = _convolved(x_ptr, w_ptr, ids_ptr, later, tl.where(same, ids, -1), cols, x_row, T, C, K, ROWS, COLUMNS)
-        inside = same[:, None] & (cols < C)[None, :]
-        dy = tl.load(dy_ptr + later.to(tl.int64)[:, None] * dy_row + cols[None, :], mask=inside, other=0.0)
-        s = tl.sigmoid(p)
-        dp = dy.to(tl.float32) * s * (1 + p * (1 - s))
         w = tl.load(w_ptr + cols * K + (K - 1 - ahead), mask=cols < C, other=0.0).to(tl.float32)
-        dx += dp * w[None, :]
-        if WEIGHT and ahead == 0:
-            for back in tl.static_range(K):
-                before = rows - back
-                known = (before >= 0) & (ids >= 0)
-                known = known & (tl.load(ids_ptr + before, mask=known, other=-2) == ids)
-                seen = known[:, None] & (cols < C)[None, :]
-                x = tl.load(x_ptr + before.to(tl.int64)[:, None] * x_row + cols[None, :], mask=seen, other=0.0)
-                part = tl.sum(dp * x.to(tl.float32), 0)
-                at = (tl.program_id(0).to(tl.int64) * K + (K - 1 - back)) * C + cols
-                tl.store(dw_ptr + at, part, mask=cols < C)
+        inside = same[:, None] & (cols < C)[None, :]
+        dp = tl.load(dp_ptr + later.to(tl.int64)[:, None] * dp_row + cols[None, :], mask=inside, other=0.0)
+        dx += dp.to(tl.float32) * w[None, :]
     inside = (rows < T)[:, None] & (cols < C)[None, :]
     at = rows.to(tl.int64)[:, None] * dx_row + cols[None, :]
     tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=inside)
@@ -127,10 +140,14 @@ def backward_triton(
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
     tiles = cdiv(tokens, ROWS)
     parts = torch.empty(tiles, weight.shape[1], channels, dtype=torch.float32, device=x.device) if weight_grad else dx
+    grid, tile = (tiles, cdiv(channels, COLUMNS)), {"ROWS": ROWS, "COLUMNS": COLUMNS, "num_warps": WARPS}
     launch(
-        _backward, (tiles, cdiv(channels, COLUMNS)),
-        dy, x, weight, document_ids, dx, parts, dy.stride(0), x.stride(0), dx.stride(0), tokens, channels,
-        K=weight.shape[1], WEIGHT=weight_grad, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS,
+        _through_silu, grid, dy, x, weight, document_ids, parts, dy.stride(0), x.stride(0), tokens, channels,
+        K=weight.shape[1], WEIGHT=weight_grad, **tile,
+    )  # fmt: skip
+    launch(
+        _backward, grid, dy, weight, document_ids, dx, dy.stride(0), dx.stride(0), tokens, channels,
+        K=weight.shape[1], **tile,
     )  # fmt: skip
     return dx, parts.sum(0).t().to(weight.dtype) if weight_grad else None
 
@@ -154,7 +171,7 @@ def backward(
     """Return (dx [T, C], dweight [C, K] or None).
 
     Args:
-        dy, x: [T, C], columns of wider tensors perhaps.
+        dy, x: [T, C], columns of wider tensors perhaps; dy is overwritten.
         out: [T, C], where dx is written.
     """
     if x.is_cuda and x.dtype != torch.float64:
