@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from support.runs import make, unfinished  # noqa: F401  (fixtures)
+from support.served import answering_run  # noqa: F401  (a fixture)
 
 ROOT = Path(__file__).resolve().parents[1]
 torch.set_num_threads(1)  # tiny models: a second thread costs more than it brings
