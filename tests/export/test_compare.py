@@ -12,7 +12,7 @@ import torch
 
 from pronghorn.errors import ConfigError
 from pronghorn.export.compare import compare
-from pronghorn.export.comparison import LIMITS, Cause, Comparison, Name
+from pronghorn.export.comparison import LIMITS, Cause, Comparison, Limits, Name
 from pronghorn.export.conversations import built_in
 from pronghorn.export.engines.http import Server
 from pronghorn.export.engines.openai import OpenAIServer
@@ -128,15 +128,21 @@ def test_a_missing_stop_token_is_named(
     assert state(comparison)[Name.LOGPROBS] is (None if serves is CHAT_ONLY else True)
 
 
-def test_a_base_without_the_adapter_is_named(reference: TransformersEngine, rows: list[list[int]]) -> None:
-    class Bare(TransformersEngine):
-        def distribution(self, token_ids: Any) -> torch.Tensor:
-            base = self.base_distribution(token_ids)
-            assert base is not None
-            return base
+class Bare(TransformersEngine):
+    """The model without its adapter."""
 
-    bare = Bare(reference.model, reference.tokenizer, base=reference.model)
-    comparison = served(reference, Stub(bare), rows=rows)
+    def distribution(self, token_ids: Any) -> torch.Tensor:
+        base = self.base_distribution(token_ids)
+        assert base is not None
+        return base
+
+
+def bare(reference: TransformersEngine) -> TransformersEngine:
+    return Bare(reference.model, reference.tokenizer, base=reference.model)
+
+
+def test_a_base_without_the_adapter_is_named(reference: TransformersEngine, rows: list[list[int]]) -> None:
+    comparison = served(reference, Stub(bare(reference)), rows=rows)
     assert not comparison.ok and Cause.BASE.value in comparison.causes
 
 
@@ -174,6 +180,24 @@ def test_what_could_not_be_compared_is_told(reference: TransformersEngine) -> No
     assert comparison.ok and set(comparison.not_compared) == {Name.TOKENS, Name.LOGPROBS, Name.FIRST, Name.STOPS}
     details = {check.name: check.detail for check in comparison.checks}
     assert "numbers are equal" in details[Name.TOKENS] and all(details[name] for name in comparison.not_compared)
+
+
+def test_what_16_bits_cost_is_allowed_unless_the_server_computes_in_float32(
+    reference: TransformersEngine, rows: list[list[int]]
+) -> None:
+    short = TransformersEngine(copy.deepcopy(reference.model).to(torch.bfloat16), reference.tokenizer)
+    assert served(reference, Stub(short), rows=rows).ok
+    exact = served(reference, Stub(short), rows=rows, exact=True)
+    assert state(exact)[Name.LOGPROBS] is False and exact.causes == (Cause.WEIGHTS.value.format("merged"),)
+
+
+def test_a_base_is_named_even_within_a_format_s_limits(
+    reference: TransformersEngine, rows: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was trained may change little; few bits allow much."""
+    monkeypatch.setitem(LIMITS, "4bit", Limits(mean=100.0, tail=100.0, same=0.0))  # type: ignore[arg-type]
+    comparison = served(reference, Stub(bare(reference)), rows=rows, format="4bit")
+    assert state(comparison)[Name.LOGPROBS] is False and Cause.BASE.value in comparison.causes
 
 
 def test_an_unknown_format_is_refused(reference: TransformersEngine) -> None:

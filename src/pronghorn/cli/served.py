@@ -17,6 +17,7 @@ def verify_served(
     url: str,
     model: str | None,
     format: str,
+    exact: bool,
     timeout: float,
     api_key: str | None,
     as_json: bool,
@@ -35,7 +36,7 @@ def verify_served(
     say = progress()
     engine = OpenAIServer(Server(url, api_key, timeout), model)
     say(engine.name)
-    comparison = compare_served(run, engine, format, say)
+    comparison = compare_served(run, engine, format, exact, say)
     if as_json:
         typer.echo(json.dumps(comparison.to_dict(), indent=1))
     else:

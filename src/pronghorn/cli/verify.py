@@ -46,7 +46,8 @@ def verify(
     api_key: ApiKey = None,
     method: Method = "lora",
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="With --model: in what numbers.")
+        Literal["auto", "float32", "bfloat16", "float16"],
+        typer.Option(help="With --model: in what numbers. With --served: in what the server computes."),
     ] = "auto",
     compute: Annotated[
         Literal["dtype", "fp8", "fp8_exact"], typer.Option(help="With --model: in what frozen weights multiply.")
@@ -85,7 +86,7 @@ def verify(
         from pronghorn.errors import ConfigError
 
         if served is not None:
-            verify_served(recipe, overrides, served, model, format, timeout, api_key, as_json)
+            verify_served(recipe, overrides, served, model, format, dtype == "float32", timeout, api_key, as_json)
             return
         if (recipe is None) == (model is None):
             raise ConfigError(

@@ -20,9 +20,11 @@ from pronghorn.train.documents import prepare
 
 
 def compare_served(
-    run: Path, engine: Engine, format: str, say: Callable[[str], None] = lambda text: None
+    run: Path, engine: Engine, format: str, exact: bool = False, say: Callable[[str], None] = lambda text: None
 ) -> Comparison:
     """Compare an engine with what the run in a folder trained, on the run's held-out documents where it has some.
+
+    `format` and `exact` are those of `export.compare.compare`.
 
     Raises:
         ConfigError, DataError: no finished run, or one that can't be loaded.
@@ -34,7 +36,9 @@ def compare_served(
     reference = TransformersEngine(
         session.models["trained"], session.tokenizer, f"the run in {run}", session.models["base"]
     )
-    return compare(reference, engine, format=format, rows=_heldout(recipe, session.tokenizer, say), say=say)
+    return compare(
+        reference, engine, format=format, rows=_heldout(recipe, session.tokenizer, say), exact=exact, say=say
+    )
 
 
 def _heldout(recipe: Recipe, tokenizer: object, say: Callable[[str], None]) -> list[list[int]]:

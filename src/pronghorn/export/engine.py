@@ -74,3 +74,6 @@ class Reference(Engine, Protocol):
 
     def base_distribution(self, token_ids: Sequence[int]) -> Tensor | None:
         """Return the same of the model that training began from, or None where it isn't at hand."""
+
+    def rounded_distribution(self, token_ids: Sequence[int]) -> Tensor | None:
+        """Return the same computed with another rounding of 16 bits: how far off sound 16-bit arithmetic is."""

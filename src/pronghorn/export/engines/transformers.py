@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -23,6 +24,8 @@ class TransformersEngine:
 
         self.model, self.tokenizer, self._base = model.eval(), tokenizer, base
         self.name = name or f"transformers {transformers.__version__}"
+        self._rounded: Any = None
+        """A copy in other numbers; False where there can't be one."""
         self.stops = frozenset(stop_tokens(model, tokenizer))
         self.positions: int | None = getattr(model.config, "max_position_embeddings", None)
 
@@ -45,6 +48,19 @@ class TransformersEngine:
             return None
         with self.model.disable_adapter() if self._base is self.model else nullcontext():
             return _distribution(self._base, token_ids)
+
+    def rounded_distribution(self, token_ids: Sequence[int]) -> Tensor | None:
+        """Return the same of a copy in bfloat16, or in float32 of a model that has 16 bits: what rounding costs.
+
+        None of a model that can't be cast (packed weights), or where no memory is left for a copy.
+        """
+        if self._rounded is None:
+            other = torch.bfloat16 if self.model.dtype is torch.float32 else torch.float32
+            try:
+                self._rounded = copy.deepcopy(self.model).to(other)
+            except (RuntimeError, ValueError, TypeError, MemoryError):
+                self._rounded = False
+        return _distribution(self._rounded, token_ids) if self._rounded else None
 
     def logprobs(self, token_ids: Sequence[int]) -> Mapping[int, Scored]:
         """Return what the model says of each token but the first."""
