@@ -2,14 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import json
-import re
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -18,78 +10,7 @@ import pytest
 from pronghorn.api import FastLanguageModel
 from pronghorn.errors import ConfigError, PronghornError, ServerError
 from pronghorn.export.hub import push_folder
-
-TOKEN = "hf_SecretOfMine123"
-
-
-@dataclass
-class Hub:
-    """What was pushed to a stub, and with which token."""
-
-    status: int = 200
-    made: list[dict[str, Any]] = field(default_factory=list)
-    files: dict[str, bytes] = field(default_factory=dict)
-    tokens: set[str | None] = field(default_factory=set)
-    bodies: list[bytes] = field(default_factory=list)
-
-    def answer(self, method: str, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
-        if self.status != 200:
-            return self.status, {"error": f"no way, {TOKEN}"}
-        if path == "/api/repos/create":
-            self.made.append(json.loads(body))
-            name = self.made[-1]["name"]
-            owner = self.made[-1].get("organization") or "me"
-            return 200, {"url": f"{self.url}/{owner}/{name}", "name": f"{owner}/{name}"}
-        if path.startswith("/api/validate-yaml"):
-            return 200, {"errors": [], "warnings": []}
-        if "/preupload/" in path:
-            files = json.loads(body)["files"]
-            return 200, {"files": [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in files]}
-        if "/commit/" in path:
-            for line in map(json.loads, body.splitlines()):
-                if line["key"] == "file":
-                    self.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
-            repo = re.match(r"/api/models/(.+)/commit/", path)
-            assert repo is not None
-            return 200, {"commitUrl": f"{self.url}/{repo[1]}/commit/abc", "commitOid": "abc", "success": True}
-        if method == "GET" and path.startswith("/api/models/"):
-            return 200, {"id": "me/x", "sha": "abc", "siblings": []}
-        return 404, {"error": path}
-
-    url: str = ""
-
-
-@contextmanager
-def serving(hub: Hub) -> Iterator[Hub]:
-    class Handler(BaseHTTPRequestHandler):
-        def log_message(self, *arguments: Any) -> None:
-            pass
-
-        def respond(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            hub.tokens.add(self.headers.get("Authorization"))
-            hub.bodies.append(body)
-            status, table = hub.answer(self.command, self.path, body)
-            data = json.dumps(table).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(data)))
-            if status != 200:
-                self.send_header("X-Error-Message", f"no way, {TOKEN}")
-            self.end_headers()
-            self.wfile.write(data)
-
-        do_GET = do_POST = do_HEAD = respond
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        hub.url = f"http://127.0.0.1:{server.server_address[1]}"
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-        thread.start()
-        try:
-            yield hub
-        finally:
-            server.shutdown()
-            thread.join()
+from support.hub import TOKEN, Hub, serving_hub
 
 
 @pytest.fixture
@@ -104,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_folder_is_pushed_whole_into_a_private_repository(folder: Path, tmp_path: Path, capfd: Any) -> None:
-    with serving(Hub()) as hub:
+    with serving_hub(Hub()) as hub:
         address = push_folder(folder, "me/mine", token=TOKEN, endpoint=hub.url)
     assert address == f"{hub.url}/me/mine"
     assert hub.made[0]["visibility"] == "private" and hub.made[0]["name"] == "mine"
@@ -118,7 +39,7 @@ def test_a_folder_is_pushed_whole_into_a_private_repository(folder: Path, tmp_pa
 
 def test_the_token_of_the_environment_is_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    with serving(Hub()) as hub:
+    with serving_hub(Hub()) as hub:
         push_folder(folder, "me/mine", endpoint=hub.url, private=False)
     assert hub.files and hub.made[0]["visibility"] == "public"
 
@@ -135,7 +56,7 @@ def test_the_token_of_the_environment_is_used(folder: Path, monkeypatch: pytest.
 def test_what_the_hub_refuses_is_told_with_a_remedy_and_without_the_token(
     folder: Path, status: int, kind: type[PronghornError], problem: str, remedy: str
 ) -> None:
-    with serving(Hub(status)) as hub, pytest.raises(kind, match=problem) as error:
+    with serving_hub(Hub(status)) as hub, pytest.raises(kind, match=problem) as error:
         push_folder(folder, "me/mine", token=TOKEN, endpoint=hub.url)
     assert remedy in error.value.remedy and TOKEN not in str(error.value)
     assert error.value.__cause__ is None and error.value.__suppress_context__
@@ -143,7 +64,7 @@ def test_what_the_hub_refuses_is_told_with_a_remedy_and_without_the_token(
 
 def test_without_a_token_nothing_is_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
-    with serving(Hub()) as hub, pytest.raises(ConfigError, match="no token for the hub: log in by `hf auth login`"):
+    with serving_hub(Hub()) as hub, pytest.raises(ConfigError, match="no token for the hub: log in by `hf auth login`"):
         push_folder(folder, "me/mine", endpoint=hub.url)
     assert not hub.tokens
 
@@ -168,7 +89,7 @@ def test_a_hub_that_is_not_there(folder: Path) -> None:
 
 def test_a_file_that_holds_the_token_is_not_published(folder: Path) -> None:
     (folder / "notes.txt").write_text(f"export HF_TOKEN={TOKEN}")
-    with serving(Hub()) as hub, pytest.raises(ConfigError, match=r"notes\.txt holds the hub's token") as error:
+    with serving_hub(Hub()) as hub, pytest.raises(ConfigError, match=r"notes\.txt holds the hub's token") as error:
         push_folder(folder, "me/mine", token=TOKEN, endpoint=hub.url)
     assert not hub.files and TOKEN not in str(error.value)
 
@@ -176,7 +97,7 @@ def test_a_file_that_holds_the_token_is_not_published(folder: Path) -> None:
 def test_a_merged_model_is_pushed_from_a_script(stories: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokenizer = FastLanguageModel.from_pretrained(str(stories), max_seq_length=64)
     model = FastLanguageModel.get_peft_model(model, r=2)
-    with serving(Hub()) as hub:
+    with serving_hub(Hub()) as hub:
         monkeypatch.setattr("huggingface_hub.hf_api.constants.ENDPOINT", hub.url)
         address = model.push_to_hub_merged("me/mine", tokenizer, token=TOKEN)
     assert address.endswith("/me/mine") and {"config.json", "model.safetensors", "tokenizer.json"} <= set(hub.files)

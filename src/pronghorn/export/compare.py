@@ -59,13 +59,14 @@ def compare(
     limits = LIMITS[format]
     checks = [tokens, *_score_checks(scores, why, scores.widen(limits))]
     causes = list(token_causes)
-    if any(check.ok is False for check in checks[1:]):
+    other_weights = any(check.ok is False for check in checks[1:])
+    if other_weights:
         causes.append(Cause.BASE.value if scores.like_base else Cause.WEIGHTS.value.format(format))
     say("where generation stops")
     differing, unlike = answers.compare(limits.tail)
     stops, after = answers.compare_stops(texts, limits.tail)
     checks += [differing, stops]
-    if after:
+    if after and not other_weights:
         causes.append(Cause.STOP.value.format(after))
     elif unlike and not causes:
         causes.append(Cause.ANSWERS.value.format(unlike))
