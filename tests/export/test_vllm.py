@@ -98,7 +98,9 @@ def check(comparison: Comparison) -> None:
 @pytest.mark.timeout(1200)
 def test_the_merged_folder_is_the_trained_model(vllm: Path, trained: Path) -> None:
     with serving(vllm, "--model", trained / "merged") as server:
-        check(compare_served(trained / "run", OpenAIServer(server), "merged", exact=True))
+        check(compare_served(trained / "merged", OpenAIServer(server), "f32", exact=True))
+        rounded = compare_served(trained / "run", OpenAIServer(server), "merged")
+    assert rounded.ok and not rounded.not_compared, "rounding the merged weights is what the run has in 16 bits"
 
 
 @pytest.mark.slow

@@ -38,7 +38,8 @@ def folder(answering_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 @pytest.mark.parametrize("line", COMMANDS)
 def test_a_command_runs(line: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
-    with serving(Stub(trained(folder / "runs" / "mine"))) as url:
+    served = folder / "runs" / "mine" / ("merged" if "verify" in line and line.endswith("/merged") else "")
+    with serving(Stub(trained(served))) as url:
         arguments = shlex.split(line.replace("http://127.0.0.1:8000", url))[1:]
         result = CliRunner().invoke(app, arguments, input="Who?\n", env={"COLUMNS": "200", "NO_COLOR": "1"})
     assert result.exit_code == 0, result.output + result.stderr

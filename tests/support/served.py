@@ -56,9 +56,10 @@ def answering_run(tmp_path_factory: pytest.TempPathFactory, shared: Path) -> Pat
 
 
 def trained(folder: Path) -> TransformersEngine:
-    """The trained model of a run, as a reference."""
+    """The model of a run or an export, as a reference."""
     session = load_chat(folder)
-    return TransformersEngine(session.models["trained"], session.tokenizer, "the run", session.models["base"])
+    model = session.models.get("trained") or session.models["model"]
+    return TransformersEngine(model, session.tokenizer, "the run", session.models.get("base"))
 
 
 @dataclass

@@ -15,14 +15,15 @@ from pronghorn.export.compare import ROWS, compare
 from pronghorn.export.comparison import Comparison
 from pronghorn.export.engine import Engine
 from pronghorn.export.engines.transformers import TransformersEngine
-from pronghorn.train.chat import load_chat, recipe_of
+from pronghorn.train.chat import is_export, load_chat, recipe_of
 from pronghorn.train.documents import prepare
 
 
 def compare_served(
     run: Path, engine: Engine, format: str, exact: bool = False, say: Callable[[str], None] = lambda text: None
 ) -> Comparison:
-    """Compare an engine with what the run in a folder trained, on the run's held-out documents where it has some.
+    """Compare an engine with what the run in a folder trained, on the run's held-out documents where it has some, or
+    with the export that lies there.
 
     `format` and `exact` are those of `export.compare.compare`.
 
@@ -30,15 +31,13 @@ def compare_served(
         ConfigError, DataError: no finished run, or one that can't be loaded.
         ServerError: the server fails or doesn't answer.
     """
-    recipe = recipe_of(run)
+    recipe = None if is_export(run) else recipe_of(run)
     say(f"loading {run}")
     session = load_chat(run)
-    reference = TransformersEngine(
-        session.models["trained"], session.tokenizer, f"the run in {run}", session.models["base"]
-    )
-    return compare(
-        reference, engine, format=format, rows=_heldout(recipe, session.tokenizer, say), exact=exact, say=say
-    )
+    trained = session.models.get("trained") or session.models["model"]
+    reference = TransformersEngine(trained, session.tokenizer, str(run), session.models.get("base"))
+    rows = [] if recipe is None else _heldout(recipe, session.tokenizer, say)
+    return compare(reference, engine, format=format, rows=rows, exact=exact, say=say)
 
 
 def _heldout(recipe: Recipe, tokenizer: object, say: Callable[[str], None]) -> list[list[int]]:

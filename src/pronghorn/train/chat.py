@@ -114,7 +114,7 @@ def load_chat(folder: Path, *, trust_remote_code: bool = False, **options: Any) 
             without a chat template.
         DataError: weights or the base model are gone, or the run is of another version.
     """
-    if folder.suffix == ".gguf" or any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+    if is_export(folder):
         return _load_export(folder, trust_remote_code, **options)
     recipe = recipe_of(folder)
     if recipe.model.trust_remote_code and not trust_remote_code:
@@ -158,6 +158,11 @@ def load_chat(folder: Path, *, trust_remote_code: bool = False, **options: Any) 
         base = began.model(dtype, device).eval()
         grow_embeddings(base, tokenizer)
     return ChatSession({"base": base, "trained": trained}, tokenizer, system, **options)
+
+
+def is_export(path: Path) -> bool:
+    """Tell whether a path is a model's by itself, rather than a run's folder."""
+    return path.suffix == ".gguf" or any((path / name).is_file() for name in ("config.json", "adapter_config.json"))
 
 
 def _load_export(path: Path, trust_remote_code: bool, **options: Any) -> ChatSession:
