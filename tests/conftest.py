@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from support.runs import make, unfinished  # noqa: F401  (fixtures)
+from support.served import answering_run  # noqa: F401  (a fixture)
 
 ROOT = Path(__file__).resolve().parents[1]
 torch.set_num_threads(1)  # tiny models: a second thread costs more than it brings
@@ -16,6 +17,7 @@ torch.set_num_threads(1)  # tiny models: a second thread costs more than it brin
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shared", type=Path, default=ROOT.parent / "shared", help="folder with data/ and models/")
+    parser.addoption("--vllm", type=Path, default=None, help="a Python that has vLLM, e.g. of its CPU build")
     parser.addoption("--smollm2", type=Path, default=None, help="SmolLM2-135M-Instruct as a safetensors folder")
 
 

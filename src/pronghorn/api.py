@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import tempfile
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, Literal
 import torch
 
 from pronghorn.errors import ConfigError, UnsupportedError
+from pronghorn.export.hub import push_folder
 from pronghorn.export.merge import save_merged
 from pronghorn.export.towers import keep_names
 from pronghorn.memory.plan import Checkpointing, Plan
@@ -185,12 +187,36 @@ class FastLanguageModel:
             )
         return save_merged(model, tokenizer, save_directory)
 
+    @staticmethod
+    def push_to_hub_merged(
+        model: Any,
+        repo: str,
+        tokenizer: Any = None,
+        save_method: str = "merged_16bit",
+        token: str | None = None,
+        private: bool = True,
+        **unsupported: Any,
+    ) -> str:
+        """Save as `save_pretrained_merged` does, into a temporary folder, and push that to a repository of the hub.
+
+        Returns:
+            The repository's address.
+        Raises:
+            ConfigError, ServerError: as `export.hub.push_folder`.
+            NotImplementedError: as `save_pretrained_merged`.
+        """
+        _refuse(unsupported, "push_to_hub_merged")
+        with tempfile.TemporaryDirectory(prefix="pronghorn-push-") as scratch:
+            folder = FastLanguageModel.save_pretrained_merged(model, Path(scratch) / "model", tokenizer, save_method)
+            return push_folder(folder, repo, token=token, private=private)
+
 
 def _finish(model: Any, max_seq_length: int | None) -> Any:
     """Give this instance what scripts expect on it; plain attributes, never saved."""
     keep_names(model)
     model.max_seq_length = max_seq_length
     model.save_pretrained_merged = functools.partial(FastLanguageModel.save_pretrained_merged, model)
+    model.push_to_hub_merged = functools.partial(FastLanguageModel.push_to_hub_merged, model)
     return model
 
 

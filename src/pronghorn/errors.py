@@ -44,3 +44,7 @@ class RunStopped(PronghornError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.problem, self.remedy, self.signal)
+
+
+class ServerError(PronghornError, RuntimeError):
+    """A server that can't be reached, fails, or isn't what it was taken for."""

@@ -22,6 +22,7 @@ for package, name in (("diagnose", "inspect.html.j2"), ("diagnose", "profile.htm
     text = (files(f"pronghorn.{package}") / name).read_text(encoding="utf-8")
     assert "{%" in text or "{{" in text, name
 assert (files("pronghorn") / "py.typed").is_file()
+assert (files("pronghorn") / "export" / "conversations.jsonl").is_file()
 """
 
 

@@ -1,4 +1,5 @@
-"""`pronghorn chat`: both sides' answers next to each other on a wide terminal, one below the other elsewhere."""
+"""`pronghorn chat`: sides' answers next to each other on a wide terminal, one below the other elsewhere; a server's as
+it comes."""
 
 from __future__ import annotations
 
@@ -14,19 +15,26 @@ from rich.text import Text
 
 from pronghorn.cli.console import Console
 from pronghorn.cli.errors import plain_errors
-from pronghorn.cli.options import Debug
-from pronghorn.errors import DataError
+from pronghorn.cli.options import ApiKey, Debug, Timeout
+from pronghorn.errors import ConfigError, PronghornError
 from pronghorn.text import visible
 
 if TYPE_CHECKING:
-    from pronghorn.train.chat import ChatSession
+    from pronghorn.train.chat import ChatSession, ServedChat
 
 WIDE = 100
 COMMANDS = {"/reset": "forget the conversation", "/quit": "leave (so do Ctrl-D and Ctrl-C)"}
 
 
 def chat(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Output folder of a finished run.")],
+    run: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="RUN", help="Output folder of a finished run, a merged or adapter folder, or a GGUF file."
+        ),
+    ] = None,
+    served: Annotated[str | None, typer.Option(metavar="URL", help="Instead of RUN: a running server.")] = None,
+    model: Annotated[str | None, typer.Option(metavar="NAME", help="With --served: the model's name there.")] = None,
     system: Annotated[str | None, typer.Option(help="System prompt, instead of the recipe's.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of an answer at most.")] = 256,
     temperature: Annotated[
@@ -35,9 +43,13 @@ def chat(
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model, as the run did.")
     ] = False,
+    timeout: Timeout = 60.0,
+    api_key: ApiKey = None,
     debug: Debug = False,
 ) -> None:
     """Talk to what RUN trained and to what it began from, side by side, through the template of the training.
+
+    Or to an export, or to a server with OpenAI's interface (vLLM, SGLang, llama-server, Ollama).
 
     Questions come from the terminal or, a line each, from a pipe. /reset forgets the conversation; /quit, Ctrl-D and
     Ctrl-C leave. A model without a chat template continues each question as it is, by itself.
@@ -47,26 +59,41 @@ def chat(
       pronghorn chat runs/demo
 
       echo "What does abs do?" | pronghorn chat runs/demo
+
+      pronghorn chat --served http://127.0.0.1:8000
     """
     with plain_errors(debug):
-        from pronghorn.train.chat import load_chat
+        if (run is None) == (served is None):
+            raise ConfigError("chat needs a run or --served, and one of them", "write e.g. pronghorn chat runs/mine")
+        if model is not None and served is None:
+            raise ConfigError("--model is the name of a server's model", "leave it out, or give --served URL")
+        from pronghorn.train.chat import ServedChat, load_chat
 
-        options = {} if system is None else {"system": system}
-        session = load_chat(
-            run,
-            trust_remote_code=trust_remote_code,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            **options,
-        )
+        session: ChatSession | ServedChat
+        if served is not None:
+            from pronghorn.export.engines.http import Server
+            from pronghorn.export.engines.openai import OpenAIServer
+
+            server = OpenAIServer(Server(served, api_key, timeout), model)
+            session = ServedChat(server, system, max_new_tokens, temperature)
+        else:
+            assert run is not None
+            options = {} if system is None else {"system": system}
+            session = load_chat(
+                run,
+                trust_remote_code=trust_remote_code,
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                **options,
+            )
         converse(session, Console())
 
 
-def converse(session: ChatSession, console: Console) -> None:
+def converse(session: ChatSession | ServedChat, console: Console) -> None:
     """Ask and answer until the input ends. A turn that can't be served is told at a terminal, which goes on.
 
     Raises:
-        DataError: such a turn where the input is a pipe.
+        PronghornError: such a turn where the input is a pipe.
     """
     typed = console.is_terminal and sys.stdin.isatty()
     if typed:
@@ -90,19 +117,24 @@ def converse(session: ChatSession, console: Console) -> None:
                 _show(session, text, console)
             except KeyboardInterrupt:
                 console.print("Stopped; the question is forgotten.")
-            except DataError as error:
+            except PronghornError as error:
                 if not typed:
                     raise
                 console.print(Text(f"{error.problem}: {error.remedy}", style="yellow"))
 
 
-def _show(session: ChatSession, text: str, console: Console) -> None:
-    """Print both sides' replies."""
+def _show(session: ChatSession | ServedChat, text: str, console: Console) -> None:
+    """Print all sides' replies."""
+    if not hasattr(session, "replies"):
+        for piece in session.pieces(text):
+            console.print(Text(piece), end="", soft_wrap=True)
+        console.print()
+        return
     if not console.is_terminal or console.width < WIDE:
         for side, reply in session.replies(text):
             console.print(f"[bold]{side}:[/] {escape(reply)}", highlight=False, soft_wrap=True)
         return
-    with console.status("both are answering"):
+    with console.status("answering"):
         replies = dict(session.replies(text))
     table = Table.grid(expand=True, padding=(0, 1))
     for _ in replies:

@@ -29,6 +29,15 @@ Checkpoints = Annotated[
     typer.Option(metavar="DIR", help="Keep written checkpoints here, and use those there.", file_okay=False),
 ]
 
+Timeout = Annotated[float, typer.Option(min=0.1, help="With --served: seconds that an answer may take.")]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(
+        envvar="PRONGHORN_API_KEY", show_default=False, help="With --served: the server's key, if it has one."
+    ),
+]
+"""Best given by the environment: other users of the machine see a command's arguments."""
+
 
 def progress() -> Callable[[str], None]:
     """Make a function that prints on stderr what is being done, and after how many seconds."""

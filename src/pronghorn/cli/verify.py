@@ -13,7 +13,8 @@ import typer
 
 from pronghorn.cli.console import Console
 from pronghorn.cli.errors import plain_errors
-from pronghorn.cli.options import Checkpoints, Debug, Method, Overrides, Seed, progress
+from pronghorn.cli.options import ApiKey, Checkpoints, Debug, Method, Overrides, Seed, Timeout, progress
+from pronghorn.cli.served import verify_served
 
 ROWS, SUPERVISED = 4, 0.7
 """Rows of random documents with --model, and the share of each document that has labels."""
@@ -22,16 +23,31 @@ ROWS, SUPERVISED = 4, 0.7
 def verify(
     context: typer.Context,
     recipe: Annotated[
-        Path | None, typer.Argument(metavar="RECIPE", help="YAML file that says what is trained, and on what.")
+        Path | None,
+        typer.Argument(
+            metavar="RECIPE|RUN", help="YAML file that says what is trained, and on what; with --served a finished run."
+        ),
     ] = None,
     overrides: Overrides = None,
     model: Annotated[
         str | None,
-        typer.Option(metavar="SHAPE|PATH", help="Instead of RECIPE: a known shape with random weights, or a folder."),
+        typer.Option(
+            metavar="SHAPE|PATH|NAME",
+            help="Instead of RECIPE: a known shape with random weights, or a folder. With --served: the name there.",
+        ),
     ] = None,
+    served: Annotated[
+        str | None, typer.Option(metavar="URL", help="Compare a running server's model with what RUN trained.")
+    ] = None,
+    format: Annotated[
+        str, typer.Option(help="With --served: what the server's weights are stored as; its limits are taken.")
+    ] = "merged",
+    timeout: Timeout = 60.0,
+    api_key: ApiKey = None,
     method: Method = "lora",
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="With --model: in what numbers.")
+        Literal["auto", "float32", "bfloat16", "float16"],
+        typer.Option(help="With --model: in what numbers. With --served: in what the server computes."),
     ] = "auto",
     compute: Annotated[
         Literal["dtype", "fp8", "fp8_exact"], typer.Option(help="With --model: in what frozen weights multiply.")
@@ -51,6 +67,9 @@ def verify(
     compared with those of the same operands. Without a recipe --model says what to compare, and --method, --dtype,
     --compute, --seed and --checkpoints how it is made.
 
+    With --served a server's model (vLLM, SGLang, llama-server, Ollama) is compared with what a run trained instead:
+    token ids of rendered conversations, log-probabilities, greedy answers, and that generation stops.
+
     [bold]Examples[/]
 
       pronghorn verify recipes/gpu-lora.yaml
@@ -60,10 +79,15 @@ def verify(
       pronghorn verify --model Llama-3.1-8B --checkpoints checkpoints
 
       pronghorn verify --model tiny --tokens 256
+
+      pronghorn verify --served http://127.0.0.1:8000 runs/mine
     """
     with plain_errors(debug):
         from pronghorn.errors import ConfigError
 
+        if served is not None:
+            verify_served(recipe, overrides, served, model, format, dtype == "float32", timeout, api_key, as_json)
+            return
         if (recipe is None) == (model is None):
             raise ConfigError(
                 "verify needs a recipe or --model, and one of them", "write e.g. pronghorn verify my.yaml"

@@ -2,7 +2,7 @@
 
 from pronghorn.families.spec import Attention, Experts, FamilySpec, ResidualBlock, same_blocks, window_of_module
 
-EXPERTS = Experts(clamped_gate="GptOssExperts._apply_gate")
+EXPERTS = Experts(clamped_gate="GptOssExperts._apply_gate", served="together")
 
 GPT_OSS = FamilySpec(
     model_type="gpt_oss",

@@ -10,5 +10,6 @@ MIXTRAL = FamilySpec(
         ResidualBlock("self_attn", Attention(window=window_of_config), before="input_layernorm"),
         ResidualBlock("mlp", Experts(), before="post_attention_layernorm"),
     ),
+    experts=Experts(served="each"),
     lora_targets=("q_proj", "k_proj", "v_proj", "o_proj"),
 )

@@ -14,6 +14,7 @@ OLMOE = FamilySpec(
         ),
         ResidualBlock("mlp", Experts(), before="post_attention_layernorm"),
     ),
+    experts=Experts(served="each"),
     lora_targets=("q_proj", "k_proj", "v_proj", "o_proj"),
     refused_options={"clip_qkv": (None,)},
 )

@@ -16,5 +16,6 @@ QWEN3_MOE = FamilySpec(
     members="Qwen3 with experts",
     source="transformers.models.qwen3_moe",
     blocks=_blocks,
+    experts=Experts(served="each"),
     lora_targets=("q_proj", "k_proj", "v_proj", "o_proj"),
 )

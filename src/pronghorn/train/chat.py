@@ -1,4 +1,4 @@
-"""A chat with what a run trained, beside what it began from: each side has its own conversation."""
+"""Chats with what a run trained beside what it began from, with an export, and with a server."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from pronghorn.config import Recipe
 from pronghorn.errors import ConfigError, DataError
+from pronghorn.export.engines.openai import OpenAIServer
 from pronghorn.families.registry import import_plugins
 from pronghorn.models.load import FoundModel, default_device, find_model, resolve_dtype
 from pronghorn.models.new_tokens import grow_embeddings
@@ -19,13 +20,13 @@ from pronghorn.recipe_errors import without_removed
 from pronghorn.train.evaluate import answer
 from pronghorn.train.record import RunRecord
 
-SIDES = ("base", "trained")
+Turns = list[dict[str, str]]
 
 
 @dataclass
 class ChatSession:
-    """Models and conversations of both sides. With an adapter one model serves both; where weights of the base itself
-    were trained, two do."""
+    """Models and conversations of all sides: base and trained, or an export alone. With an adapter one model serves
+    both; where weights of the base itself were trained, two do."""
 
     models: dict[str, Any]
     tokenizer: Any
@@ -33,21 +34,24 @@ class ChatSession:
     max_new_tokens: int = 256
     temperature: float = 0.0
     """0 is greedy."""
-    histories: dict[str, list[dict[str, str]]] = field(default_factory=lambda: {side: [] for side in SIDES})
+    histories: dict[str, Turns] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.reset()
 
     def reset(self) -> None:
         """Forget what was said."""
-        self.histories = {side: [] for side in SIDES}
+        self.histories = {side: [] for side in self.models}
 
     def replies(self, text: str) -> Iterator[tuple[str, str]]:
-        """Yield (side, reply) of each side to the user's `text`. Once both have replied both remember it; a turn that
-        fails or is interrupted neither does.
+        """Yield (side, reply) of each side to the user's `text`. Once all have replied all remember it; a turn that
+        fails or is interrupted none does.
 
         Raises:
             DataError: the conversation leaves no position of the model for an answer.
         """
         turns = {}
-        for side in SIDES:
+        for side in self.models:
             turns[side] = [{"role": "user", "content": text}]
             reply = self._reply(side, [*self.histories[side], *turns[side]])
             turns[side].append({"role": "assistant", "content": reply})
@@ -64,13 +68,39 @@ class ChatSession:
     @contextmanager
     def _side(self, side: str, model: Any) -> Iterator[None]:
         """Switch the adapter off for the base's side where both share a model."""
-        off = side == "base" and model is self.models["trained"]
+        off = side == "base" and model is self.models.get("trained")
         with model.disable_adapter() if off else nullcontext():
             yield
 
 
+@dataclass
+class ServedChat:
+    """A conversation with a server's model, which renders it itself."""
+
+    server: OpenAIServer
+    system: str | None = None
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    history: Turns = field(default_factory=list)
+
+    def reset(self) -> None:
+        """Forget what was said."""
+        self.history = []
+
+    def pieces(self, text: str) -> Iterator[str]:
+        """Yield the pieces of the reply to the user's `text` as they come. A turn that fails is not remembered."""
+        turns = [*self.history, {"role": "user", "content": text}]
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        reply = ""
+        for piece in self.server.stream([*system, *turns], self.max_new_tokens, self.temperature):
+            reply += piece
+            yield piece
+        self.history = [*turns, {"role": "assistant", "content": reply}]
+
+
 def load_chat(folder: Path, *, trust_remote_code: bool = False, **options: Any) -> ChatSession:
-    """Load what the run in `folder` trained and what it began from.
+    """Load what the run in `folder` trained and what it began from, or what was exported there: a merged folder, an
+    adapter's (beside its base), a GGUF file.
 
     An adapter and its base share one copy of the base's weights. Where a run trained weights of the base itself (full
     fine-tuning, biases), the base is loaded a second time; both in the run's dtype take less than training did.
@@ -84,7 +114,9 @@ def load_chat(folder: Path, *, trust_remote_code: bool = False, **options: Any) 
             without a chat template.
         DataError: weights or the base model are gone, or the run is of another version.
     """
-    recipe = _recipe(folder)
+    if is_export(folder):
+        return _load_export(folder, trust_remote_code, **options)
+    recipe = recipe_of(folder)
     if recipe.model.trust_remote_code and not trust_remote_code:
         raise ConfigError(
             f"the run in {folder} ran Python code that came with {recipe.model.name}", "allow it: --trust-remote-code"
@@ -128,10 +160,30 @@ def load_chat(folder: Path, *, trust_remote_code: bool = False, **options: Any) 
     return ChatSession({"base": base, "trained": trained}, tokenizer, system, **options)
 
 
-def _recipe(folder: Path) -> Recipe:
+def is_export(path: Path) -> bool:
+    """Tell whether a path is a model's by itself, rather than a run's folder."""
+    return path.suffix == ".gguf" or any((path / name).is_file() for name in ("config.json", "adapter_config.json"))
+
+
+def _load_export(path: Path, trust_remote_code: bool, **options: Any) -> ChatSession:
+    """Load a model's folder or file by itself, an adapter's with its base beside it."""
+    found = find_model(path, max_seq_length=1, trust_remote_code=trust_remote_code)
+    tokenizer = found.tokenizer()
+    if options.get("system") and not tokenizer.chat_template:
+        raise ConfigError(f"a system prompt, but {path} has no chat template", "leave it out")
+    device = default_device()
+    model = found.model(resolve_dtype(None, device), device).eval()
+    bare = found.is_adapter and model.active_peft_config.bias == "none"
+    models = {"base": model, "trained": model} if bare else {"model": model}
+    options["system"] = options.get("system") or None
+    return ChatSession(models, tokenizer, **options)
+
+
+def recipe_of(folder: Path) -> Recipe:
     """Return the recipe of the finished run in `folder`."""
     if not folder.is_dir():
-        raise ConfigError(f"{folder} is no folder", "give the output folder of a finished run")
+        remedy = "give the output folder of a finished run, or a merged folder; a server's address goes to --served"
+        raise ConfigError(f"{folder} is no folder", remedy)
     if not (folder / "run.json").exists() and (folder / "journal.json").exists():
         raise ConfigError(
             f"the run in {folder} is not finished", "run its `pronghorn train` command again to finish it"

@@ -14,6 +14,7 @@ from pronghorn.data.rows import Message
 from pronghorn.data.template import render
 from pronghorn.device import processes
 from pronghorn.errors import DataError
+from pronghorn.export.engines.transformers import stop_tokens
 from pronghorn.models.families import base_causal_lm, has_experts
 
 
@@ -86,7 +87,7 @@ def answer(
             f"the conversation has {used} tokens, and the model {positions} positions",
             "ask something shorter, or begin again (in a chat with /reset)",
         )
-    ends, pad = _ends(model, tokenizer), tokenizer.pad_token_id
+    ends, pad = stop_tokens(model, tokenizer), tokenizer.pad_token_id
     was_training = model.training
     model.eval()
     try:
@@ -101,10 +102,3 @@ def answer(
     finally:
         model.train(was_training)
     return tokenizer.decode(generated[0, used:], skip_special_tokens=True).strip()
-
-
-def _ends(model: Any, tokenizer: Any) -> list[int]:
-    """Return the tokens that end an answer: the checkpoint's own and the tokenizer's, which is the chat template's."""
-    own = model.generation_config.eos_token_id
-    ends = [own] if isinstance(own, int) else list(own or [])
-    return [*ends, *({tokenizer.eos_token_id} - {None, *ends})]
