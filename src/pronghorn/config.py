@@ -108,7 +108,8 @@ class Data(Section):
     )
     chat_template: FileOrName | None = Field(
         None,
-        description="chatml, llama-3, qwen-2.5, gemma, mistral or a .jinja file; null is the tokenizer's own",
+        description="chatml, llama-3, llama-3.1, qwen-2.5, qwen-3, gemma, mistral, gpt-oss, phi-4 or a .jinja file; "
+        "null is the tokenizer's own",
     )
     system_prompt: str | None = Field(None, min_length=1, description="begins conversations without a system message")
     control_tokens: Literal["escape", "error", "allow"] = Field(
