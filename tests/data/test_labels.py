@@ -161,7 +161,7 @@ def test_bad_templates_are_refused(tmp_path: Path) -> None:
     for choice, says in (
         (
             "llama",
-            "data.chat_template is 'llama': set it to chatml, llama-3, llama-3.1, qwen-2.5, qwen-3, gemma, mistral, gpt-oss, phi-4 or the",
+            f"data.chat_template is 'llama': set it to {', '.join(BUILT_IN)} or the path",
         ),
         ("no.jinja", "no.jinja does not exist"),
         (str(tmp_path / "empty.jinja"), "is empty"),
