@@ -173,7 +173,7 @@ def _packing_stats(recipe: Recipe, trainer: SFTTrainer, documents: Any, console:
     """Print and return how full the rows are; without packing, how full they would be."""
     packed: Any = trainer.train_dataset
     if not recipe.packing.enabled:
-        packed = PackedRows(documents, recipe.model.max_seq_length, seed=recipe.train.seed)
+        packed = PackedRows(documents, recipe.model.max_seq_length, seed=recipe.data_seed)
     packing = packed.stats
     console.print(
         f"{packing.documents:,} documents, {packing.tokens:,} tokens; packed into {packing.rows:,} rows of "
@@ -300,7 +300,9 @@ def _make_record(current: _Run, started: float) -> RunRecord:
         packing={
             **vars(current.packing),
             "dropped": documents.dropped,
+            "dropped_share": documents.dropped_share,
             "truncated": documents.truncated,
+            "cut_share": documents.cut_share,
             "split": documents.split,
             "sources": [asdict(count) for count in documents.counts],
         },
