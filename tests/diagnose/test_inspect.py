@@ -101,7 +101,7 @@ def test_it_shows_what_training_sees(recipe: Any, tokenizer: Any, monkeypatch: p
     assert found.supervised == sum(label != -100 for row in trained.dataset for label in row["labels"])
     table = dict(figures(found))
     assert table["Documents"] == "3" and table["Without a label or too long, dropped"] == "1"
-    assert "25%" in found.warnings[0] and "(1 without a label or too long: " in found.warnings[0]
+    assert "25.0%" in found.warnings[0] and "(1 without a label or too long: " in found.warnings[0]
 
 
 def test_the_supervised_text_is_the_answer_and_its_end(recipe: Any) -> None:

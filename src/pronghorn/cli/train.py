@@ -30,6 +30,10 @@ def train(
         bool,
         typer.Option("--allow-older", help="Where the newest checkpoint is damaged, go on from the one before."),
     ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Delete the run that the output folder holds, and begin anew.")
+    ] = False,
+    paths: Annotated[bool, typer.Option("--paths", help="List every path that was taken, and why.")] = False,
     debug: Debug = False,
 ) -> None:
     """Train what RECIPE says, and leave the adapter (or model), run.json and report.html in its output folder.
@@ -53,21 +57,28 @@ def train(
         settings = Recipe.load(recipe, overrides or [])
         from pronghorn.train.run import run
 
-        record = run(settings, console, allow, allow_older)
+        record = run(settings, console, allow, allow_older, overwrite)
         console.print()
-        console.print(summary(record, Path(settings.train.output)))
+        console.print(summary(record, Path(settings.train.output), paths))
 
 
-def summary(record: RunRecord, output: Path) -> Table:
-    """Make a table of the report's headlines, the paths taken, answers, and where the run's files are."""
-    from pronghorn.train.report import FILE_NAME, headlines
+def summary(record: RunRecord, output: Path, paths: bool = False) -> Table:
+    """Make a table of the report's headlines, the paths taken (in one line unless `paths`), answers, and where the
+    run's files are."""
+    from pronghorn.train.report import FILE_NAME, headlines, lost
 
     table = Table.grid(padding=(0, 3, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for label, figure, note in headlines(record):
         table.add_row(label, f"{escape(figure)} [dim]({escape(note)})[/]")
-    for path in record.paths:
+    if warning := lost(record.packing):
+        table.add_row("[yellow]Warning[/]", f"[yellow]{escape(warning)}[/]")
+    if record.paths and not paths:
+        first, more = record.paths[0], len(record.paths) - 1
+        others = f" [dim](and {more} more: --paths, or run.json)[/]" if more else ""
+        table.add_row("Path taken", escape(f"{first['part']}: {first['path']}") + others)
+    for path in record.paths if paths else ():
         line = f"{path['part']}: {path['path']}"
         table.add_row("Path taken", escape(line) + f" [dim]({escape(path['why'])})[/]")
     for sample in record.samples:

@@ -124,8 +124,9 @@ class Inspection:
         """List what is allowed but looks wrong, with what to do about it."""
         warnings, dropped, packing = [], self.prepared.dropped_share, self.packing
         if self.outcomes and self.recipe.data.overflow == "error":
+            share = len(self.long) / len(self.lengths)
             warnings.append(
-                f"{len(self.long):,} documents ({len(self.long) / len(self.lengths):.1%}) are longer than model.max_seq_length "
+                f"{len(self.long):,} documents ({share:.1%}) are longer than model.max_seq_length "
                 f"{packing.row_tokens:,}: training stops there. Raise it, or set data.overflow to drop, truncate or "
                 "split; what is shown here is split."
             )

@@ -48,7 +48,8 @@ def add_lora(
     Args:
         r, lora_alpha, lora_dropout, target_modules, target_parameters, bias, use_rslora, rank_pattern, alpha_pattern,
             use_dora, init_lora_weights, modules_to_save, trainable_token_indices: as in `peft.LoraConfig`. Embeddings
-            that are tied to the head stay tied when they are trained. The default targets are the family's (`family_targets`).
+            that are tied to the head stay tied when they are trained. The default targets are the family's
+            (`family_targets`).
         random_state: seeds the adapters' initialisation, and nothing else: the global generators are left as they were.
         revision: of the base on the hub, saved with the adapter so that it is loaded with the same weights.
         adapter_dtype: float32 (None, "auto") or bfloat16, whatever the base's.

@@ -21,7 +21,7 @@ from pronghorn.data.batch import Collator
 from pronghorn.data.cache import Prepared
 from pronghorn.data.packed_rows import PackedRows, PackingStats
 from pronghorn.device import device_name, peak_bytes, processes, versions
-from pronghorn.errors import DataError, PronghornError, RunStopped
+from pronghorn.errors import ConfigError, DataError, PronghornError, RunStopped
 from pronghorn.export.folder import whole_folder
 from pronghorn.models.attach import Handle
 from pronghorn.models.load import trainable_parameters
@@ -32,6 +32,7 @@ from pronghorn.train.checkpoint import step_of
 from pronghorn.train.control import RunControl, trained_seconds
 from pronghorn.train.documents import find, prepare, tokenizer_for
 from pronghorn.train.evaluate import answer, heldout_loss
+from pronghorn.train.live import LivePage
 from pronghorn.train.progress import ProgressCallback, track
 from pronghorn.train.record import RunRecord, steps_of_log
 from pronghorn.train.report import check_report_dependencies, write_report
@@ -43,7 +44,9 @@ from pronghorn.train.validate import check_no_fsdp, use_one_gpu
 T = TypeVar("T")
 
 
-def run(recipe: Recipe, console: Console, allow: bool = False, allow_older: bool = False) -> RunRecord:
+def run(
+    recipe: Recipe, console: Console, allow: bool = False, allow_older: bool = False, overwrite: bool = False
+) -> RunRecord:
     """Do what the recipe says and leave the adapter (or model), `run.json` and `report.html` in its output folder.
 
     A run that was killed or stopped goes on from its newest checkpoint when it is called again; of a finished one only
@@ -52,6 +55,7 @@ def run(recipe: Recipe, console: Console, allow: bool = False, allow_older: bool
     Args:
         allow: go on although recipe, data or the number of processes changed.
         allow_older: where the newest checkpoint is damaged, go on from the one before; otherwise a terminal is asked.
+        overwrite: delete the run that the output folder holds, and begin anew.
     Raises:
         ConfigError, DataError, UnsupportedError: before anything is trained.
         RunStopped: SIGINT, SIGTERM or SIGHUP came; a checkpoint is saved.
@@ -63,7 +67,7 @@ def run(recipe: Recipe, console: Console, allow: bool = False, allow_older: bool
     with ExitStack() as locked:
         if recipe.precision.tf32:
             locked.enter_context(tf32_products())
-        opened = _from_main_process(args, lambda: open_folder(recipe, console, locked, allow, allow_older))
+        opened = _from_main_process(args, lambda: open_folder(recipe, console, locked, allow, allow_older, overwrite))
         if isinstance(opened, RunRecord):
             return opened
         current = _build(recipe, console, args, *opened, allow)
@@ -89,12 +93,23 @@ def _training_arguments(recipe: Recipe, console: Console) -> SFTConfig:
     check_optimizer(recipe.train.optimizer, args.device.type)
     if recipe.precision.tf32:
         check_tf32(args.device)
+    check_device(recipe, args.device.type, console)
     one_gpu = use_one_gpu(args, "-m pronghorn train RECIPE")
     if one_gpu is not None:
         console.print(f"[yellow]{escape(one_gpu)}[/]", highlight=False)
     if recipe.report.html:
         check_report_dependencies()
     return args
+
+
+def check_device(recipe: Recipe, device: str, console: Console) -> None:
+    """Refuse what this kind of device can't do at all, and say what it passes over."""
+    if device == "cuda":
+        return
+    if recipe.packing.graph == "on":
+        raise ConfigError("packing.graph: on without a CUDA device", "leave packing.graph out: auto uses one on GPUs")
+    if recipe.memory.budget is not None:
+        console.print(f"[yellow]memory.budget {recipe.memory.budget} is of GPU memory: nothing limits this CPU run[/]")
 
 
 def _from_main_process(args: SFTConfig, make: Callable[[], T]) -> T:
@@ -257,6 +272,10 @@ def _load_if_trained(current: _Run) -> bool:
 def _train_on(current: _Run) -> None:
     """Train until the last step, the time limit, the end of patience or a signal (RunStopped)."""
     state, newest, trainer, control = current.state, current.newest, current.trainer, current.control
+    if current.recipe.report.html:
+        begun = time.perf_counter()
+        page = LivePage(lambda state: _record(current, begun, state.log_history), current.output, trainer.note)
+        trainer.add_callback(page)
     if newest is not None:
         current.console.print(f"Going on from {newest.name}")
         state.resumed_at.append(step_of(newest))
@@ -288,9 +307,15 @@ def _save_model(current: _Run) -> None:
 
 def _make_record(current: _Run, started: float) -> RunRecord:
     """Measure the trained model and return all that is known of the run."""
-    recipe, state, documents, heldout = current.recipe, current.state, current.documents, current.heldout
     loss_after, samples_after = _evaluate(current, "after")
-    history: list[Any] = current.trainer.state.log_history
+    return _record(current, started, current.trainer.state.log_history, loss_after, samples_after)
+
+
+def _record(
+    current: _Run, started: float, history: list[Any], loss_after: float | None = None, samples_after: Any = ()
+) -> RunRecord:
+    """Return what is known of the run, without what is measured after training if it still trains."""
+    recipe, state, documents, heldout = current.recipe, current.state, current.documents, current.heldout
     model: Any = current.trainer.model
     return RunRecord(
         recipe=recipe.to_dict(),
@@ -316,7 +341,10 @@ def _make_record(current: _Run, started: float) -> RunRecord:
         samples=[
             {"prompt": prompt, "before": before, "after": after}
             for prompt, before, after in zip(
-                recipe.report.sample_prompts, state.samples_before, samples_after, strict=True
+                recipe.report.sample_prompts,
+                state.samples_before,
+                samples_after or [""] * len(state.samples_before),
+                strict=True,
             )
         ],
         trainable=trainable_parameters(model),
