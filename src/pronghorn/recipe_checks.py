@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from pronghorn.errors import ConfigError
-from pronghorn.recipe_sections import DATA_FILES, ON_LOSS
+from pronghorn.recipe_sections import CHANGES_BASE, DATA_FILES, ON_LOSS
 
 if TYPE_CHECKING:
     from pronghorn.config import Recipe
@@ -28,6 +28,10 @@ def _fp8(recipe: Recipe) -> bool:
 
 def _full(recipe: Recipe) -> bool:
     return recipe.adapter.method == "full"
+
+
+def _changes_base(recipe: Recipe) -> bool:
+    return str(recipe.adapter.init_lora_weights).startswith(CHANGES_BASE)
 
 
 _RULES = (
@@ -97,9 +101,18 @@ _RULES = (
         "leave them out, or set adapter.method: lora",
     ),
     _Rule(
-        lambda r: r.adapter.init_lora_weights == "loftq" and r.model.load_in_4bit,
-        "adapter.init_lora_weights: loftq with model.load_in_4bit: LoftQ quantises the weights itself",
-        "set model.load_in_4bit: false for LoftQ, or leave init_lora_weights out",
+        lambda r: _changes_base(r) and r.model.load_in_4bit,
+        "adapter.init_lora_weights: {adapter.init_lora_weights} with model.load_in_4bit: it changes the base's weights",
+        "set model.load_in_4bit: false, or leave init_lora_weights out",
+    ),
+    _Rule(
+        lambda r: (
+            _changes_base(r)
+            and (r.adapter.use_dora or (r.adapter.use_rslora and (r.adapter.rank_pattern or r.adapter.alpha_pattern)))
+        ),
+        "adapter.init_lora_weights: {adapter.init_lora_weights} with use_dora, or with use_rslora and patterns: it "
+        "can't be saved as plain LoRA",
+        "leave one of them out",
     ),
     _Rule(
         lambda r: r.adapter.use_dora and r.adapter.target_parameters,

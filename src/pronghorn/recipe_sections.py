@@ -25,7 +25,9 @@ from pronghorn.recipe_values import (
     on_or_off,
 )
 
-INIT = "gaussian|orthogonal|olora|loftq|pissa|pissa_niter_[0-9]{1,4}"
+INIT = "gaussian|orthogonal|olora|pissa|pissa_niter_[0-9]{1,4}"
+CHANGES_BASE = ("pissa", "olora")
+"""Ways to begin that take the adapter's first product out of the base's weights."""
 Scheduler = Literal[
     "linear",
     "cosine",
@@ -83,8 +85,8 @@ class Adapter(Section):
     use_dora: bool = Field(False, description="DoRA: magnitudes trained apart from directions; by PEFT, slower")
     init_lora_weights: bool | Annotated[str, Field(pattern=f"^({INIT})$")] = Field(
         True,
-        description="how adapters begin: true (no change), gaussian, orthogonal, olora, loftq (of 4-bit bases), pissa, "
-        "or pissa_niter_16 for a faster, approximate one",
+        description="how adapters begin: true (Kaiming), gaussian, orthogonal, olora, pissa or pissa_niter_16 (faster, "
+        "approximate); olora and pissa are saved as plain LoRA of twice the rank",
     )
     modules_to_save: Names = Field([], description="modules trained whole and saved with the adapter, e.g. lm_head")
     new_tokens: Texts = Field([], description="tokens to add, e.g. <think>; their embeddings are trained")

@@ -1,4 +1,4 @@
-"""Keys of adapters, optimisers and schedules reach PEFT and transformers, train, and fall back where no fast path is."""
+"""Keys of adapters, optimisers and schedules reach PEFT and transformers, and train, by slower paths where need be."""
 
 from __future__ import annotations
 
@@ -27,9 +27,7 @@ def config_of(output: Path) -> dict[str, Any]:
     ("adapter", "saved"),
     [
         ({"use_dora": True}, {"use_dora": True}),
-        ({"init_lora_weights": "pissa"}, {"init_lora_weights": "pissa"}),
         ({"init_lora_weights": "gaussian"}, {"init_lora_weights": "gaussian"}),
-        ({"init_lora_weights": "loftq"}, {"init_lora_weights": "loftq"}),
         ({"rank_pattern": {"down_proj": 8}, "alpha_pattern": {"q_proj": 32}}, {"rank_pattern": {"down_proj": 8}}),
     ],
     ids=str,
@@ -41,8 +39,22 @@ def test_kinds_of_adapters_train(adapter: dict[str, Any], saved: dict[str, Any],
     config = config_of(tmp_path / "run")
     assert {key: config[key] for key in saved} == saved
     if adapter.get("use_dora"):
-        layers = next(path for path in record.paths if path["part"] == "layers")
+        layers = next(path for path in record.paths if path["part"] == "decoder layers")
         assert "not plain LoRA" in layers["why"], layers
+
+
+@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora"])
+def test_what_was_taken_out_of_the_base_is_saved_as_plain_lora(
+    init: str, make: Make, tmp_path: Path, stories: Path
+) -> None:
+    """A plain base with the saved adapter says what the trained model says."""
+    recipe = make("run", adapter={"lora_dropout": 0.0, "init_lora_weights": init}, train=PLAIN)
+    record = run(recipe, QUIET)
+    config = config_of(tmp_path / "run")
+    assert config["init_lora_weights"] is True and config["r"] == 8 and config["lora_alpha"] == 32
+    again = make("again", model={"name": str(tmp_path / "run" / "adapter")}, train={**PLAIN, "max_steps": 1})
+    assert run(again, QUIET).heldout["before"] == pytest.approx(record.heldout["after"], abs=2e-4)
+    assert record.heldout["after"] < record.heldout["before"]  # type: ignore[operator]
 
 
 def test_a_pattern_of_no_module_is_refused(make: Make) -> None:
@@ -91,7 +103,7 @@ def test_a_seed_for_data_alone_changes_the_order_and_not_the_adapter(make: Make)
 
 
 def test_what_a_cpu_can_not_do_is_told(make: Make) -> None:
-    with pytest.raises(ConfigError, match="packing.graph: on without a CUDA device"):
+    with pytest.raises(ConfigError, match="graph: on without a CUDA device"):
         run(make("run", packing={"graph": "on"}), QUIET)
     console = Console(file=io.StringIO(), width=200)
     check_device(make("run", memory={"budget": "16GB"}), "cpu", console)

@@ -61,7 +61,9 @@ def test_page_holds_the_figures(tmp_path: Path) -> None:
 def test_page_warns_of_dropped_documents_and_draws_memory(tmp_path: Path) -> None:
     many = {**record().packing, "dropped_share": 0.02, "cut_share": 0.0}
     steps = [{**step, "peak_memory_gib": 1.5} for step in record().steps]
-    text = page(record(packing=many, steps=steps), tmp_path).text
+    measured = record(packing=many)
+    measured.steps = steps
+    text = page(measured, tmp_path).text
     assert "7 documents dropped (2.0%), 0 truncated (0.0%): see data.overflow" in text
     assert "Peak memory · GiB so far" in text
     assert "dropped (" not in page(record(packing={**many, "dropped_share": 0.01}), tmp_path).text

@@ -27,6 +27,7 @@ from pronghorn.models.attach import Handle
 from pronghorn.models.load import trainable_parameters
 from pronghorn.optimizers import check_optimizer
 from pronghorn.precision.float32 import check_tf32, tf32_products
+from pronghorn.recipe_sections import CHANGES_BASE
 from pronghorn.train.build import autocast_dtype, load, make_trainer, planned_steps, training_arguments
 from pronghorn.train.checkpoint import step_of
 from pronghorn.train.control import RunControl, trained_seconds
@@ -172,6 +173,7 @@ def _build(
         )
     console.print(f"[bold]Loading[/] {escape(recipe.model.name)}")
     model, handle = load(recipe, source, tokenizer, console)
+    _keep_initial(recipe, model, args)
     control = RunControl(recipe.train.max_minutes, recipe.train.save_minutes, recipe.train.patience)
     control.hang_up = lambda: setattr(console, "quiet", True)
     progress = ProgressCallback(console, recipe.train.max_minutes)
@@ -301,8 +303,24 @@ def _save_model(current: _Run) -> None:
     if current.trainer.accelerator.is_main_process:
         name = "adapter" if current.recipe.adapter.method == "lora" else "model"
         with whole_folder(current.output / name) as folder:
-            model.save_pretrained(folder)
+            model.save_pretrained(folder, **_initial(current.output))
             tokenizer.save_pretrained(folder)
+
+
+INITIAL = "initial_adapter"
+
+
+def _keep_initial(recipe: Recipe, model: Any, args: SFTConfig) -> None:
+    """Write the adapter as it begins, if that was taken out of the base's weights: what is saved is the difference."""
+    if args.process_index == 0 and str(recipe.adapter.init_lora_weights).startswith(CHANGES_BASE):
+        with whole_folder(Path(recipe.train.output) / INITIAL) as folder:
+            model.save_pretrained(folder)
+
+
+def _initial(output: Path) -> dict[str, Any]:
+    """Return what makes PEFT save the difference from the first adapter as plain LoRA, where there is one."""
+    folder = output / INITIAL
+    return {"path_initial_model_for_weight_conversion": str(folder)} if folder.exists() else {}
 
 
 def _make_record(current: _Run, started: float) -> RunRecord:
