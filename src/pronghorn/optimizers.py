@@ -19,6 +19,17 @@ OptimizerName = Literal[
     "lion_8bit",
     "adamw_torch_8bit",
     "adamw_torch_4bit",
+    "adafactor",
+    "ademamix",
+    "ademamix_8bit",
+    "paged_ademamix_32bit",
+    "paged_ademamix_8bit",
+    "lion_32bit",
+    "paged_lion_32bit",
+    "paged_lion_8bit",
+    "rmsprop",
+    "adagrad",
+    "sgd",
 ]
 SMALLEST = 4096
 """Elements of a tensor from which on its states are quantised, by both packages."""
@@ -51,6 +62,17 @@ _OPTIMIZERS: dict[str, _Optimizer] = {
     "lion_8bit": _Optimizer("bitsandbytes", 8, states=1),
     "adamw_torch_8bit": _Optimizer("torchao", 8),
     "adamw_torch_4bit": _Optimizer("torchao", 4),
+    "adafactor": _Optimizer(states=0),  # sums over rows and columns, which are left out here
+    "ademamix": _Optimizer("bitsandbytes", states=3),
+    "ademamix_8bit": _Optimizer("bitsandbytes", 8, states=3),
+    "paged_ademamix_32bit": _Optimizer("bitsandbytes", states=3, paged=True),
+    "paged_ademamix_8bit": _Optimizer("bitsandbytes", 8, states=3, paged=True),
+    "lion_32bit": _Optimizer("bitsandbytes", states=1),
+    "paged_lion_32bit": _Optimizer("bitsandbytes", states=1, paged=True),
+    "paged_lion_8bit": _Optimizer("bitsandbytes", 8, states=1, paged=True),
+    "rmsprop": _Optimizer(states=1),
+    "adagrad": _Optimizer(states=1),
+    "sgd": _Optimizer(states=0),
 }
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
+import re
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -44,11 +46,32 @@ def listed(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
+def listed_table(value: object) -> object:
+    """Return a list, also for one table or name of data that stands for it."""
+    return [value] if isinstance(value, dict) else value
+
+
+def data_or_share(value: object) -> object:
+    """Return data as `listed_table` does, and a share or a count of conversations as a text."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = str(value)
+    if isinstance(value, str) and re.fullmatch(SHARE, value):
+        amount = float(value.rstrip("%"))
+        if not 0 < amount < (100 if value.endswith("%") else math.inf):
+            raise ValueError("to hold out nothing, or all: use a share over 0% and under 100%, or a count")
+    return listed_table(value)
+
+
+def names(value: object) -> object:
+    """Return names, given as a list or between commas."""
+    return [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+
+
 def modules(value: object) -> object:
     """Return names of linears, given as a list or between commas; LLaMA-Factory's `all` is the default."""
     if value == "all":
         return [ALL_LINEAR]
-    return [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+    return names(value)
 
 
 def dtype_name(value: object) -> object:
@@ -67,6 +90,9 @@ File = Annotated[
     Path, Field(strict=False), BeforeValidator(_no_empty_path), AfterValidator(_at_home), AfterValidator(_possible)
 ]
 FileOrName = Annotated[str, AfterValidator(_possible)]
+SHARE = r"\d+(\.\d+)?%|\d+"
+HeldOut = Annotated[str, Field(pattern=f"^({SHARE})$")]
+Names = Annotated[list[str], BeforeValidator(names)]
 Texts = Annotated[list[str], BeforeValidator(listed)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]  # what numpy takes
 

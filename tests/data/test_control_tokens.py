@@ -81,9 +81,10 @@ def test_escaped_rows_of_built_in_templates_are_those_of_transformers(name: str,
     row = chat(f"  {token}Say it{token} and {token}", "Fine.", f"{token}", "Done.", system=None)
     document = one(row, tokenizer)
     assert document.input_ids == sanitised(row, tokenizer)
-    assert [text.strip() for text in trained(document, tokenizer)] == [
-        f"{each}{BUILT_IN[name].end}" for each in ("Fine.", "Done.")
-    ]
+    lead, end = {"qwen-3": "<think>\n\n</think>\n\n", "gpt-oss": "<|channel|>final<|message|>"}.get(name, ""), "<|end|>"
+    first, last = (text.strip().replace(lead, "") for text in trained(document, tokenizer))
+    assert last == f"Done.{BUILT_IN[name].end}"
+    assert first == f"Fine.{end if name == 'gpt-oss' else BUILT_IN[name].end}"
 
 
 def test_added_tokens_that_the_template_names_are_escaped_and_others_not() -> None:

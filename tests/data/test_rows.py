@@ -167,8 +167,8 @@ BAD = {
     "tools not json": (row(messages=TURNS, tools="add"), "line 1: tools str 'add' is not valid JSON"),
     "tool without name": (row(messages=TURNS, tools=[{"description": "x"}]), "line 1 tool 1: dict .* has no name"),
     "weight against the role": (
-        message(USER, ASSISTANT | {"weight": 0}),
-        "message 2: weight int 0 on a message of role",
+        message(USER | {"weight": 1}, ASSISTANT),
+        "message 1: weight int 1 on a message of role user",
     ),
     "unknown from": (
         shared_gpt(HUMAN, {"from": "bing", "value": "x"}),
@@ -188,8 +188,8 @@ BAD = {
         "line 1: keys 'text' beside 'instruction', 'output': .* set data.format to alpaca or text to ignore",
     ),
     "sharegpt weight against the role": (
-        shared_gpt(HUMAN, {"from": "gpt", "value": "b", "weight": 0}),
-        "message 2: weight int 0 on a message of role assistant",
+        shared_gpt(HUMAN, {"from": "gpt", "value": "b", "weight": 0.5}),
+        "message 2: weight float 0.5 on a message of role assistant",
     ),
     "observation first": (shared_gpt({"from": "observation", "value": "1"}), "message 1: a tool's result with no call"),
     "two systems": (

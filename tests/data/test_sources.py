@@ -225,9 +225,11 @@ def test_hub_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.chdir(tmp_path)
     asked: list[tuple[str, str]] = []
+    named: list[tuple[str | None, str | None]] = []
 
-    def load(name: str, *, split: str) -> Any:
+    def load(name: str, config: str | None, *, split: str, revision: str | None) -> Any:
         asked.append((name, split))
+        named.append((config, revision))
         if name == "owner/script":
             raise RuntimeError("Dataset scripts are no longer supported, but found script.py")
         if name == "owner/mixed":
@@ -250,6 +252,10 @@ def test_hub_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             read(name)
     assert len(asked) == 4
     assert count_rows(Source(path=Path("owner/chats-v1.0"))) == 2
+    some = Source(path=Path("owner/chats-v1.0"), config="main", split="test", revision="v2", max_samples=1)
+    assert count_rows(some) == 1
+    assert [row.source for row in read_source(some, RowReader())] == ["owner/chats-v1.0 row 1"]
+    assert asked[-1] == ("owner/chats-v1.0", "test") and named[-1] == ("main", "v2")
 
 
 @pytest.mark.parametrize(("file", "format", "columns"), [each[:3] for each in FILES if each[-1] is not Preference])

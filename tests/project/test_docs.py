@@ -15,11 +15,15 @@ from pronghorn.data.formats import FORMATS, read_row, recognise
 DOCS = Path(__file__).parents[2] / "docs"
 SECTIONS = {name: field.annotation.model_fields for name, field in Recipe.model_fields.items()}  # type: ignore[union-attr]
 GUIDES = ("finetune", "fit-a-card", "check-numbers", "find-the-slow-part", "resume", "migrate", "after-training", "faq")
-EXAMPLES = re.findall(r"^\| `(\w+)` \| `(\{.*\})` \|$", (DOCS / "finetune.md").read_text(), re.MULTILINE)
+BLOCKS = re.findall(
+    r"^`(\w+)`[^\n]*:\n\n```json\n(.*?)\n```", (DOCS / "finetune.md").read_text(), re.MULTILINE | re.DOTALL
+)
+EXAMPLES = [(name, row) for name, rows in BLOCKS for row in rows.split("\n")]
 
 
-def test_every_format_has_an_example_row() -> None:
-    assert {name for name, _ in EXAMPLES} == set(FORMATS) - {"preference"}
+def test_every_format_has_two_example_rows() -> None:
+    assert {name for name, _ in BLOCKS} == set(FORMATS) - {"preference"}
+    assert all(rows.count("\n") == 1 for _, rows in BLOCKS) and len(BLOCKS) == 8
 
 
 @pytest.mark.parametrize(("name", "row"), EXAMPLES)

@@ -8,13 +8,14 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from pronghorn.data.template import BUILT_IN
-from support.chats import CHATML
+from support.chats import CHATML, byte_level
 
 
 def with_template(name: str, folder: Path) -> Any:
     """stories260k's tokenizer with the special tokens that the built-in template needs."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
     template = BUILT_IN[name]
+    # stories260k's puts a space behind each special token, of which gpt-oss has some within a turn
+    tokenizer = byte_level(None) if name == "gpt-oss" else AutoTokenizer.from_pretrained(folder)
     tokenizer.add_special_tokens({"additional_special_tokens": [t for t in template.needs if t != "</s>"]})
     template.apply(tokenizer)
     return tokenizer

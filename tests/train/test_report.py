@@ -54,7 +54,19 @@ def test_page_holds_the_figures(tmp_path: Path) -> None:
         assert figure in text
     for figure in ("1.2M parameters", "1,234", "99,000", "packed attention", "flash", "2.13.0", "train: x.jsonl"):
         assert figure in text
-    assert "held-out 3.457" in text and "held-out 2.346" in text
+    assert "held-out before 3.457" in text and "held-out after 2.346" in text
+    assert "Learning rate" in text and "Gradient norm" in text and "Peak memory · GiB so far" not in text
+
+
+def test_page_warns_of_dropped_documents_and_draws_memory(tmp_path: Path) -> None:
+    many = {**record().packing, "dropped_share": 0.02, "cut_share": 0.0}
+    steps = [{**step, "peak_memory_gib": 1.5} for step in record().steps]
+    measured = record(packing=many)
+    measured.steps = steps
+    text = page(measured, tmp_path).text
+    assert "7 documents dropped (2.0%), 0 truncated (0.0%): see data.overflow" in text
+    assert "Peak memory · GiB so far" in text
+    assert "dropped (" not in page(record(packing={**many, "dropped_share": 0.01}), tmp_path).text
 
 
 def test_page_renders_text_of_the_model_inert(tmp_path: Path) -> None:
@@ -103,6 +115,21 @@ def test_summary_names_the_figures(tmp_path: Path) -> None:
     text = console.file.getvalue()  # type: ignore[attr-defined]
     for figure in ("3.4567 → 2.3456", "4,000 tokens/s", "96.7%", "3.0 GiB", "report.html", "packed attention: flash"):
         assert figure in text
+    assert "Warning" not in text
+
+
+def test_summary_has_one_line_of_paths_unless_asked(tmp_path: Path) -> None:
+    paths = [{"part": f"part {n}", "path": "p", "why": "w"} for n in range(7)]
+    packing = {**record().packing, "dropped_share": 0.5}
+
+    def told(asked: bool) -> str:
+        console = Console(file=io.StringIO(), width=200)
+        console.print(summary(record(paths=paths, packing=packing), tmp_path, asked))
+        return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+
+    assert told(False).count("Path taken") == 1 and "part 0: p (and 6 more: --paths" in told(False)
+    assert told(True).count("Path taken") == 7 and "part 6: p (w)" in told(True)
+    assert "Warning" in told(False) and "7 documents dropped (50.0%)" in told(False)
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.04, "0.0 s"), (59.97, "1 min 00 s"), (3599.6, "1 h 00 min")])

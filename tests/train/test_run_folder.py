@@ -27,6 +27,7 @@ from pronghorn.train import run_folder
 from pronghorn.train.checkpoint import checkpoints
 from pronghorn.train.control import RunControl
 from pronghorn.train.record import RunRecord
+from pronghorn.train.report import is_final
 from pronghorn.train.run import run
 from pronghorn.train.run_folder import lock_folder
 from pronghorn.train.run_state import open_run_state
@@ -81,6 +82,19 @@ def test_what_is_free_to_change_is_no_other_recipe(make: Make, unfinished: Path)
 # ---- a finished run ----
 
 
+def test_overwrite_begins_anew_and_deletes_nothing_but_runs(make: Make, tmp_path: Path) -> None:
+    first = run(short(make), QUIET)
+    (tmp_path / "run/notes.txt").write_text("x")
+    again = run(short(make, train={"learning_rate": 1e-3}), QUIET, overwrite=True)
+    assert again.resumed_at == [] and again.recipe["train"]["learning_rate"] == 1e-3 != first.steps[0]["learning_rate"]
+    assert not (tmp_path / "run/notes.txt").exists() and RunRecord.read(tmp_path / "run") == again
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/thesis.tex").write_text("x")
+    with pytest.raises(ConfigError, match="is not empty, and no run was begun there"):
+        run(make("other"), QUIET, overwrite=True)
+    assert (tmp_path / "other/thesis.tex").exists()
+
+
 def test_the_report_that_a_finished_run_lacks_is_written_by_the_same_command(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -88,7 +102,7 @@ def test_the_report_that_a_finished_run_lacks_is_written_by_the_same_command(
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(run_module, "write_report", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
         run(recipe, QUIET)
-    assert (tmp_path / "run/run.json").exists() and not (tmp_path / "run/report.html").exists()
+    assert (tmp_path / "run/run.json").exists() and not is_final(tmp_path / "run/report.html")
     with pytest.raises(ConfigError, match="already holds a finished run"):
         run(short(make, train={"learning_rate": 1.0}, report={"html": True}), QUIET)
     before = (tmp_path / "run/run.json").read_bytes()

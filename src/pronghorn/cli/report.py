@@ -13,16 +13,30 @@ from pronghorn.cli.options import Debug
 
 
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Output folder of a finished run, or its run.json.")],
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Output folders of finished runs, or their run.json.")
+    ],
+    html: Annotated[
+        Path, typer.Option("--html", metavar="PATH", help="Where the comparison of several runs goes.", dir_okay=False)
+    ] = Path("comparison.html"),
     debug: Debug = False,
 ) -> None:
-    """Write RUN's report.html from its run.json, over an earlier one.
+    """Write RUN's report.html from its run.json, over an earlier one; of several runs one page that compares them.
+
+    A comparison has their losses, speeds and memory, and the settings that differ.
 
     [bold]Examples[/]
 
       pronghorn report runs/demo
+
+      pronghorn report runs/a runs/b --html a-and-b.html
     """
     with plain_errors(debug):
+        if len(runs) > 1:
+            from pronghorn.train.compare import write_comparison
+
+            Console().print(f"Comparison: {write_comparison(runs, html)}", markup=False, soft_wrap=True)
+            return
         from pronghorn.train.report import rewrite_report
 
-        Console().print(f"Report: {rewrite_report(run)}", markup=False, soft_wrap=True)
+        Console().print(f"Report: {rewrite_report(runs[0])}", markup=False, soft_wrap=True)

@@ -33,6 +33,10 @@ def train(
         int | None,
         typer.Option("--gpus", min=1, help="GPUs of this machine to train on, as launch.gpus; default: all."),
     ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Delete the run that the output folder holds, and begin anew.")
+    ] = False,
+    paths: Annotated[bool, typer.Option("--paths", help="List every path that was taken, and why.")] = False,
     debug: Debug = False,
 ) -> None:
     """Train what RECIPE says, and leave the adapter (or model), run.json and report.html in its output folder.
@@ -63,25 +67,33 @@ def train(
             if choice.note is not None:
                 console.print(f"[yellow]{escape(choice.note)}[/]", highlight=False)
             if choice.gpus > 1:
-                flags = [name for name, given in (("--allow", allow), ("--allow-older", allow_older)) if given]
-                raise typer.Exit(start(choice.gpus, ["train", str(recipe), *changes, *flags, *(["--debug"] * debug)]))
+                given = {"--allow": allow, "--allow-older": allow_older, "--overwrite": overwrite, "--paths": paths}
+                flags = [name for name, on in (given | {"--debug": debug}).items() if on]
+                raise typer.Exit(start(choice.gpus, ["train", str(recipe), *changes, *flags]))
         from pronghorn.train.run import run
 
-        record = run(settings, console, allow, allow_older)
+        record = run(settings, console, allow, allow_older, overwrite)
         console.print()
-        console.print(summary(record, Path(settings.train.output)))
+        console.print(summary(record, Path(settings.train.output), paths))
 
 
-def summary(record: RunRecord, output: Path) -> Table:
-    """Make a table of the report's headlines, the paths taken, answers, and where the run's files are."""
-    from pronghorn.train.report import FILE_NAME, headlines
+def summary(record: RunRecord, output: Path, paths: bool = False) -> Table:
+    """Make a table of the report's headlines, the paths taken (in one line unless `paths`), answers, and where the
+    run's files are."""
+    from pronghorn.train.report import FILE_NAME, headlines, lost
 
     table = Table.grid(padding=(0, 3, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for label, figure, note in headlines(record):
         table.add_row(label, f"{escape(figure)} [dim]({escape(note)})[/]")
-    for path in record.paths:
+    if warning := lost(record.packing):
+        table.add_row("[yellow]Warning[/]", f"[yellow]{escape(warning)}[/]")
+    if record.paths and not paths:
+        first, more = record.paths[0], len(record.paths) - 1
+        others = f" [dim](and {more} more: --paths, or run.json)[/]" if more else ""
+        table.add_row("Path taken", escape(f"{first['part']}: {first['path']}") + others)
+    for path in record.paths if paths else ():
         line = f"{path['part']}: {path['path']}"
         table.add_row("Path taken", escape(line) + f" [dim]({escape(path['why'])})[/]")
     for sample in record.samples:

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pronghorn.config import Data, Source
 from pronghorn.data.formats import RowReader
-from pronghorn.data.overflow import fit_dataset
+from pronghorn.data.held_out import held_out
+from pronghorn.data.overflow import Overflow, fit_dataset
 from pronghorn.data.parts import ERRORS, SCHEMA, Part, Tokenising, info_file, part_name, read_part, write_parts
 from pronghorn.data.rows import Row, in_chunks
 from pronghorn.data.sources import count_rows, fingerprint, mixture, read_source
@@ -29,7 +30,7 @@ from pronghorn.state import MANIFEST, clear_leftovers, lock, read_json, write_js
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-LABELLING = 3
+LABELLING = 4
 """Raised when the same data would get other tokens or labels than an earlier version gave them."""
 PART_ROWS = 20_000
 PART_CHARACTERS = 16_000_000
@@ -58,18 +59,34 @@ class Prepared:
 
     dataset: Any
     """`datasets.Dataset` of input_ids, labels (int32 lists) and source (text); memory-mapped but for cut documents."""
+    whole: Any
+    """The documents before the overflow rule."""
     counts: list[SourceCount]
     errors: list[str]
     """Of the first dropped rows."""
     dropped: int
     """Rows and documents left out: refused, without a supervised token, too long."""
+    too_long: int
+    """Of `dropped`: those that data.overflow drops."""
     truncated: int
     split: int
     dropped_pieces: int
     control_rows: int
     """Rows that hold control tokens in what the assistant doesn't say (data.control_tokens)."""
+    rows: int
+    """Of the sources, those that were refused among them."""
     key: str
     """Hash of the data and all that decided the documents."""
+
+    @property
+    def dropped_share(self) -> float:
+        """Return the share of rows and documents that are left out."""
+        return self.dropped / max(self.rows, len(self.whole) + self.dropped - self.too_long, 1)
+
+    @property
+    def cut_share(self) -> float:
+        """Return the share of documents that lose tokens to data.overflow: truncate."""
+        return self.truncated / max(len(self.whole), 1)
 
 
 def documents(
@@ -80,11 +97,15 @@ def documents(
     seed: int,
     progress: Progress | None = None,
     part_rows: int = PART_ROWS,
+    overflow: Overflow | None = None,
 ) -> Prepared:
     """Return the tokenised documents of `data.train` or `data.eval`, from the cache or made now.
 
-    Weights of a mixture are shares of documents. The overflow rule comes last; documents that it cuts stand at the end.
+    Weights of a mixture are shares of documents, of those that a held-out share leaves. The overflow rule comes last;
+    documents that it cuts stand at the end.
 
+    Args:
+        overflow: another rule than `data.overflow`.
     Raises:
         DataError: data that can't be read or trained on, nothing left to train, a cache that is damaged or of another
             version; ConfigError: a split that isn't set, weights for some sources, a system prompt that no row takes.
@@ -117,23 +138,34 @@ def documents(
                 f"{source.path}: none of its rows has a token to train, and it has a share of data.{split}",
                 "take it out of the mixture, or set data.loss_on to all",
             )
-    lengths = [entry.documents for entry in entries]
-    taken = mixture(lengths, weights, seed) if weights else None
-    fitted, dataset = fit_dataset(_concatenated(entries, taken), max_seq_length, data.overflow)
-    used = lengths if taken is None else [len(indices) for indices in taken]
+    sets = [entry.dataset() for entry in entries]
+    if data.held_out is not None:
+        sets = held_out(sets, data.held_out, seed, split == "eval")
+        weights = [] if split == "eval" else weights
+    lengths = [len(documents) for documents in sets]
+    if weights:
+        taken = mixture(lengths, weights, seed)
+        sets = [documents.select(indices) for documents, indices in zip(sets, taken, strict=True)]
+    whole = _concatenated(sets)
+    fitted, dataset = fit_dataset(whole, max_seq_length, overflow or data.overflow)
+    used = [len(documents) for documents in sets]
+    held = [] if data.held_out is None else [data.held_out, split]
     return Prepared(
         dataset=dataset,
+        whole=whole,
         counts=[
             SourceCount(str(source.path), entry.format, entry.rows, entry.dropped, count)
             for source, entry, count in zip(sources, entries, used, strict=True)
         ],
         errors=[error for entry in entries for error in entry.errors][:ERRORS],
         dropped=sum(entry.dropped + entry.unsupervised for entry in entries) + fitted.dropped,
+        too_long=fitted.dropped,
         truncated=fitted.truncated,
         split=fitted.split,
         dropped_pieces=fitted.dropped_pieces,
         control_rows=sum(entry.control_rows for entry in entries),
-        key=_hash([[entry.key for entry in entries], weights, seed, max_seq_length, data.overflow]),
+        rows=sum(entry.rows + entry.dropped for entry in entries),
+        key=_hash([[entry.key for entry in entries], weights, seed, max_seq_length, data.overflow, *held]),
     )
 
 
@@ -152,6 +184,13 @@ class _Entry:
     documents: int
     conversations: int
     control_rows: int
+
+    def dataset(self) -> Any:
+        """Return the documents, memory-mapped."""
+        from datasets import Dataset, concatenate_datasets
+
+        empty = [] if self.files else [Dataset.from_dict({name: [] for name in ("input_ids", "labels", "source")})]
+        return concatenate_datasets([*empty, *(Dataset.from_file(str(file)) for file in self.files)])
 
 
 class _Cache:
@@ -176,6 +215,7 @@ class _Cache:
             "files": fingerprint(source),
             "format": source.format,
             "columns": source.columns,
+            "max_samples": source.max_samples,
             "bad_rows": self._data.bad_rows,
             "loss_on": self._data.loss_on,
             "system_prompt": self._data.system_prompt,
@@ -264,15 +304,10 @@ def _place(error: str) -> tuple[str, int]:
     return (found[1], int(found[2])) if found else ("", 0)
 
 
-def _concatenated(entries: list[_Entry], taken: list[list[int]] | None) -> Any:
-    from datasets import Dataset, concatenate_datasets
+def _concatenated(sets: list[Any]) -> Any:
+    from datasets import concatenate_datasets
 
-    sets = []
-    for number, entry in enumerate(entries):
-        if entry.files:
-            whole = concatenate_datasets([Dataset.from_file(str(file)) for file in entry.files])
-            sets.append(whole if taken is None else whole.select(taken[number]))
-    return concatenate_datasets(sets)
+    return concatenate_datasets([documents for documents in sets if len(documents)])
 
 
 def _tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:

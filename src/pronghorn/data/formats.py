@@ -3,7 +3,8 @@
     messages            {"messages": [{"role", "content", ...}], "tools"?}                 → Conversation
     sharegpt            {"conversations": [{"from", "value"}], "system"?, "tools"?}        → Conversation
     alpaca              {"instruction", "output", "input"?, "system"?, "history"?}         → Conversation
-    prompt_completion   {"prompt", "completion"}                                           → PromptCompletion
+    prompt_completion   {"prompt", "completion"}: two texts                                → PromptCompletion
+                        or two lists of messages, of which the second is supervised, "tools"?  → Conversation
     text                {"text"}                                                           → TextDocument
     preference          {"chosen", "rejected"} and a prompt in one of the ways above       → Preference
 
@@ -13,7 +14,7 @@ other key is ignored.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -44,10 +45,10 @@ from pronghorn.data.rows import (
 from pronghorn.errors import DataError
 
 FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # name: needed keys, optional keys
-    "messages": (("messages",), ("tools",)),
+    "messages": (("messages",), ("tools", "functions")),
     "sharegpt": (("conversations",), ("system", "tools")),
     "alpaca": (("instruction", "output"), ("input", "system", "history")),
-    "prompt_completion": (("prompt", "completion"), ()),
+    "prompt_completion": (("prompt", "completion"), ("tools",)),
     "text": (("text",), ()),
     "preference": (
         ("chosen", "rejected"),
@@ -208,7 +209,8 @@ def read_row(shape: Shape, value: Mapping[str, Any], path: str, line: int) -> Ro
 
 def _messages(fields: dict[str, Any], at: str, **place: Any) -> Conversation:
     turns = read_turns(openai_message, fields["messages"], "messages", at)
-    return Conversation(in_order(turns, at), read_tools(fields.get("tools"), at), **place)
+    tools = fields.get("tools") or fields.get("functions")
+    return Conversation(in_order(turns, at), read_tools(tools, at), **place)
 
 
 def _sharegpt(fields: dict[str, Any], at: str, **place: Any) -> Conversation:
@@ -232,7 +234,21 @@ def _alpaca(fields: dict[str, Any], at: str, **place: Any) -> Conversation:
     return Conversation(in_order(messages, at), **place)
 
 
-def _prompt_completion(fields: dict[str, Any], at: str, **place: Any) -> PromptCompletion:
+def _prompt_completion(fields: dict[str, Any], at: str, **place: Any) -> PromptCompletion | Conversation:
+    if isinstance(fields["prompt"], list) or isinstance(fields["completion"], list):
+        prompt_turns, completion = (
+            read_turns(
+                openai_message, [{"role": role, "content": value}] if isinstance(value, str) else value, name, at
+            )
+            for name, role, value in (
+                ("prompt", "user", fields["prompt"]),
+                ("completion", "assistant", fields["completion"]),
+            )
+        )
+        context = [replace(message, supervised=message.role != "assistant") for message in prompt_turns]
+        return Conversation(in_order([*context, *completion], at), read_tools(fields.get("tools"), at), **place)
+    if fields.get("tools"):
+        raise DataError(f"{at}: tools beside a prompt that is a text", "write prompt and completion as messages")
     prompt = string(fields["prompt"], "prompt", at)
     return PromptCompletion(prompt, not_empty(fields["completion"], "completion", at), **place)
 

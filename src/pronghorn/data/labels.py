@@ -3,17 +3,19 @@
 Labels are exact or refused. A conversation is rendered once whole and once up to each assistant turn, with
 `add_generation_prompt=True`; where the second is not the beginning of the first, or the assistant's text does not
 follow it as written, the model would be trained on something that it never sees when it answers, and the row is an
-error. The whole text is then tokenised once and the characters of a turn become tokens through the tokenizer's offsets;
-a token that lies on both sides of a boundary is an error too. A turn ends with its end-of-turn token: that is
-supervised (or generation never stops), and what a template writes after it (ChatML's newline) is not. In the first rows
-of a data set the text before each turn is tokenised once more by itself, as generation will do it: other tokens are an
-error.
+error, unless tools or reasoning are why: such a turn becomes a document of its own, which ends with it, as the model
+sees it when it answers. The whole text is then tokenised once and the characters of a turn become tokens through the
+tokenizer's offsets; a token that lies on both sides of a boundary is an error too. A turn ends with its end-of-turn
+token: that is supervised (or generation never stops), and what a template writes after it (ChatML's newline) is not. In
+the first rows of a data set the text before each turn is tokenised once more by itself, as generation will do it: other
+tokens are an error.
 """
 
+import re
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from pronghorn.data.control_tokens import ControlTokens, Pieces, Rule
@@ -90,7 +92,7 @@ def label_rows(
         texts: list[Rendered] = []
         for row in chunk:
             with dropping(on_bad):
-                texts.append(labeller.render(row))
+                texts += labeller.render(row)
         encodings = iter(labeller.encode([text.text for text in texts if not text.escaped]))
         for text in texts:
             labelled = None
@@ -135,16 +137,17 @@ class Labeller:
         """Ids of special tokens, which may end a turn and not stand inside one."""
         self._bos = [token for token in tokenizer("")["input_ids"] if token == tokenizer.bos_token_id]
 
-    def render(self, row: Row) -> Rendered:
-        """Return the row's text and the ranges of its characters that are supervised."""
+    def render(self, row: Row) -> list[Rendered]:
+        """Return the row's text and the ranges of its characters that are supervised; several texts where the template
+        renders a turn with tools or reasoning otherwise once the conversation goes on."""
         tokenizer, whole = self._tokenizer, self._loss_on == "all"
         if isinstance(row, TextDocument):
-            return Rendered(row.text, None, bare=True, source=row.source)
+            return [Rendered(row.text, None, bare=True, source=row.source)]
         if isinstance(row, PromptCompletion):
             if not tokenizer.chat_template:
                 text, start = row.prompt + row.completion, len(row.prompt)
                 spans = None if whole else [Turn(start, len(text), start)]
-                return Rendered(text, spans, bare=True, source=row.source)
+                return [Rendered(text, spans, bare=True, source=row.source)]
             messages = (Message("user", row.prompt), Message("assistant", row.completion))
             row = Conversation(messages, path=row.path, line=row.line)
         if not tokenizer.chat_template:
@@ -163,11 +166,52 @@ class Labeller:
         escaped = held is not None and self._rule == "escape"
         if escaped:
             row = self._control.escape(row)
-        text = render(row.messages, row.tools, tokenizer, row.source, answer=False)
+        row = self._with_reasoning(row)
+        common: Any = {"bare": False, "control": held is not None, "escaped": escaped}
+        supervised = [i for i, message in enumerate(row.messages) if message.role == "assistant" and message.supervised]
         if whole:
+            if len(supervised) < sum(message.role == "assistant" for message in row.messages):
+                raise DataError(
+                    f"{row.source}: a turn that is not to be trained, with data.loss_on: all, which trains every token",
+                    "set data.loss_on: completion, or delete the turn's weight",
+                )
+            text = render(row.messages, row.tools, tokenizer, row.source, answer=False)
             _check_said(row, text)
-        ranges = None if whole else turns(row, text, tokenizer, last=self._loss_on == "last")
-        return Rendered(text, ranges, bare=False, source=row.source, control=held is not None, escaped=escaped)
+            return [Rendered(text, None, source=row.source, **common)]
+        return self._documents(row, supervised[-1:] if self._loss_on == "last" else supervised, common)
+
+    def _documents(self, row: Conversation, left: list[int], common: dict[str, Any]) -> list[Rendered]:
+        """Render the whole conversation and, for turns that it rewrites, the conversation up to the last of them."""
+        excused = bool(row.tools) or any(m.reasoning or "tool_calls" in m.extra for m in row.messages)
+        rendered: list[Rendered] = []
+        end, more = len(row.messages), True
+        while more:
+            text = render(row.messages[:end], row.tools, self._tokenizer, row.source, answer=False)
+            ranges, rewritten = turns(row, text, self._tokenizer, left)
+            if rewritten and (not excused or end - 1 in rewritten):
+                raise next(iter(rewritten.values()))
+            source = f"{row.source} up to message {end}" if end < len(row.messages) else row.source
+            rendered.append(Rendered(text, ranges, source=source, **common))
+            left = list(rewritten)
+            more, end = bool(left), left[-1] + 1 if left else end
+        return [text for text in reversed(rendered) if text.turns or len(rendered) == 1]
+
+    def _with_reasoning(self, row: Conversation) -> Conversation:
+        """Give the assistant's reasoning to the template in the way that it knows: in a field of its own, or within
+        <think> at the beginning of the text."""
+        if not any(message.reasoning or THINK.match(message.content) for message in row.messages):
+            return row
+        messages = tuple(_apart(m) if self._has_field else _joined(m) for m in row.messages)
+        return replace(row, messages=messages)
+
+    @cached_property
+    def _has_field(self) -> bool:
+        """Tell whether the chat template renders `reasoning_content` (or gpt-oss's `thinking`)."""
+        said = Message("assistant", "b", {"reasoning_content": "pronghorn"})
+        try:
+            return "pronghorn" in render([Message("user", "a"), said], (), self._tokenizer, "a probe", answer=False)
+        except DataError:
+            return False
 
     def encode(self, texts: list[str]) -> "list[Encoding]":
         """Tokenise texts as `tokenizer(texts, add_special_tokens=False)`, without its conversion of every offset to
@@ -204,6 +248,27 @@ class Labeller:
             ids, labels = [*bos, *ids, *end_token], [*[IGNORE_INDEX] * len(bos), *labels, *end_token]
         labels[:1] = [IGNORE_INDEX] * len(labels[:1])
         return Document(ids, labels, row.source), ranges, tokens
+
+
+THINK = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
+"""Reasoning at the beginning of an assistant's text."""
+
+
+def _apart(message: Message) -> Message:
+    """Take reasoning out of the assistant's text into its field."""
+    written = THINK.match(message.content) if message.role == "assistant" and not message.reasoning else None
+    if written is None:
+        return message
+    reasoning = {"reasoning_content": written[1].strip("\n")} if written[1].strip() else {}
+    return replace(message, content=message.content[written.end() :], extra={**message.extra, **reasoning})
+
+
+def _joined(message: Message) -> Message:
+    """Put the assistant's reasoning at the beginning of its text."""
+    if not message.reasoning:
+        return message
+    extra = {name: value for name, value in message.extra.items() if name != "reasoning_content"}
+    return replace(message, content=f"<think>\n{message.reasoning}\n</think>\n\n{message.content}", extra=extra)
 
 
 def _check_said(row: Conversation, text: str) -> None:

@@ -27,7 +27,10 @@ SHAREGPT_ROLES = {
 """ShareGPT's `from` to our role; what a `function_call` says is the call, as JSON."""
 
 NAMES = ("name", "tool_call_id")
-WEIGHTS = ("weight", "loss_weight")
+WEIGHTS = ("weight", "loss_weight", "train")
+"""What says whether an assistant's turn is supervised: 0 and false except it."""
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""What data sets call that which the assistant thinks before it speaks."""
 
 
 def read_turns(read: Callable[[Any, str], Message], items: Any, name: str, at: str) -> list[Message]:
@@ -38,7 +41,8 @@ def read_turns(read: Callable[[Any, str], Message], items: Any, name: str, at: s
 
 
 def openai_message(item: Any, at: str) -> Message:
-    """Read {"role", "content"} and optionally "tool_calls", "name", "tool_call_id", "weight"; null is absent.
+    """Read {"role", "content"} and optionally "tool_calls" (or OpenAI's earlier "function_call"), "name",
+    "tool_call_id", "reasoning_content", "weight" or "train"; null is absent.
 
     The content may be null beside tool calls, and a list of parts {"type": "text", "text": str}, which are joined.
     """
@@ -46,37 +50,44 @@ def openai_message(item: Any, at: str) -> Message:
     if not isinstance(item, dict):
         raise DataError(f"{at}: {show(item)}", remedy)
     given = {key: value for key, value in item.items() if value is not None or key in ("role", "content")}
-    calls = given.get("tool_calls") or []
-    allowed = {"role", "content", "tool_calls", *NAMES, *WEIGHTS}
+    calls = given.get("tool_calls") or [given[key] for key in ("function_call",) if given.get(key)]
+    allowed = {"role", "content", "tool_calls", "function_call", *NAMES, *WEIGHTS, *REASONING}
     if "role" not in given or not (calls or "content" in given) or not set(given) <= allowed:
         raise DataError(f"{at}: keys {keys(given)}", remedy)
     role, content = given["role"], given.get("content")
+    role = "tool" if role == "function" else role
     if role not in ROLES:
         raise DataError(f"{at}: role {show(role)}", f"use one of {', '.join(ROLES)}")
-    _check_weight(given, role, at)
+    supervised = _supervised(given, role, at)
     text = "" if calls and content is None else _content(content, at)
     extra: dict[str, Any] = {key: string(given[key], key, at) for key in NAMES if key in given}
     if calls:
         if role != "assistant":
             raise DataError(f"{at}: tool_calls in a message of role {role}", "only the assistant calls tools")
         extra["tool_calls"] = _tool_calls(calls, at)
-    return Message(role, text, extra)
+    reasoning = next((string(given[key], key, at) for key in REASONING if key in given), "")
+    if reasoning.strip():
+        if role != "assistant":
+            raise DataError(f"{at}: reasoning in a message of role {role}", "only the assistant's is trained")
+        extra["reasoning_content"] = reasoning
+    return Message(role, text, extra, supervised)
 
 
 def sharegpt_message(item: Any, at: str) -> Message:
     """Read {"from", "value"} and optionally "weight"; a `function_call` holds {"name", "arguments"} as JSON, or a
     list."""
-    if not isinstance(item, dict) or not {"from", "value"} <= set(item) <= {"from", "value", *WEIGHTS}:
+    if not isinstance(item, dict) or not {"from", "value"} <= set(item) <= {"from", "value", *WEIGHTS, *REASONING}:
         what = f"keys {keys(item)}" if isinstance(item, dict) else show(item)
         raise DataError(f"{at}: {what}", 'write a turn as {"from": ..., "value": ...}')
     origin, value = item["from"], string(item["value"], "value", at)
     if not isinstance(origin, str) or origin not in SHAREGPT_ROLES:
         raise DataError(f"{at}: from {show(origin)}", f"use one of {', '.join(SHAREGPT_ROLES)}")
-    _check_weight(item, SHAREGPT_ROLES[origin], at)
-    if origin != "function_call":
-        return Message(SHAREGPT_ROLES[origin], value)
-    calls = _of_json(value, "function_call", at)
-    return Message("assistant", "", {"tool_calls": _tool_calls(calls if isinstance(calls, list) else [calls], at)})
+    turn = {"role": SHAREGPT_ROLES[origin], "content": value}
+    turn |= {key: given for key, given in item.items() if key not in ("from", "value")}
+    if origin == "function_call":
+        calls = _of_json(value, "function_call", at)
+        turn |= {"content": None, "tool_calls": calls if isinstance(calls, list) else [calls]}
+    return openai_message(turn, at)
 
 
 def in_order(messages: Sequence[Message], at: str) -> tuple[Message, ...]:
@@ -96,7 +107,7 @@ def in_order(messages: Sequence[Message], at: str) -> tuple[Message, ...]:
         if wrong is not None:
             raise DataError(f"{at} message {number}: {wrong[0]}", wrong[1])
         previous, called = role, "tool_calls" in message.extra
-        if role == "assistant" and not called:
+        if role == "assistant" and not called and message.supervised:
             not_empty(message.content, "assistant message", f"{at} message {number}")
     return tuple(messages)
 
@@ -198,12 +209,17 @@ def _content(value: Any, at: str) -> str:
     return "".join(texts)
 
 
-def _check_weight(given: Mapping[str, Any], role: str, at: str) -> None:
-    """Refuse weights that would be disregarded silently; those that say what is supervised anyway are fine."""
+def _supervised(given: Mapping[str, Any], role: str, at: str) -> bool:
+    """Read whether a turn is supervised, which only the assistant's can be; refuse weights other than 0 and 1."""
+    supervised = role == "assistant"
     for key in WEIGHTS:
-        if given.get(key) is not None and given[key] != (1 if role == "assistant" else 0):
+        weight = given.get(key)
+        if weight is None:
+            continue
+        if weight not in (0, 1) or (weight and role != "assistant"):
             raise DataError(
-                f"{at}: {key} {show(given[key])} on a message of role {role}",
-                "weights can't be told apart yet: assistant turns are trained (1) and others not (0); end the "
-                "conversation before this turn or delete the weight",
+                f"{at}: {key} {show(weight)} on a message of role {role}",
+                "give the assistant's turns 1 (supervised) or 0 (not), and others 0 or no weight",
             )
+        supervised = supervised and bool(weight)
+    return supervised or role != "assistant"

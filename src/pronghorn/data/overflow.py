@@ -87,6 +87,14 @@ def fit_dataset(whole: Any, max_seq_length: int, overflow: Overflow) -> tuple[Fi
     return fitted, concatenate_datasets([short, cut]) if len(short) else cut
 
 
+def outcomes(whole: Any, max_seq_length: int) -> dict[Overflow, Fitted]:
+    """Return what each rule would do with a `datasets.Dataset` that has documents over `max_seq_length`, else {}."""
+    long = [index for index, tokens in enumerate(lengths_of(whole)) if tokens > max_seq_length]
+    documents = [Document(**row) for row in whole.select(long)]
+    rules: tuple[Overflow, ...] = ("drop", "truncate", "split") if long and max_seq_length > 1 else ()
+    return {rule: fit(documents, max_seq_length, rule, others=1) for rule in rules}
+
+
 def _pieces(document: Document, length: int) -> list[Document]:
     """Cut a document into consecutive pieces of at most `length` tokens. A first token can't be supervised, so each
     piece begins with the last token of the one before, where it has its label."""

@@ -17,16 +17,24 @@ class Message:
     """One turn of a conversation; `role` is one of ROLES.
 
     `extra` holds what templates know besides: `tool_calls` (a list of {"type": "function", "function": {"name": str,
-    "arguments": dict}}, with "id" where the data has one), `name`, `tool_call_id`.
+    "arguments": dict}}, with "id" where the data has one), `name`, `tool_call_id`, and `reasoning_content`, what the
+    assistant thinks before it speaks. `supervised` is False for an assistant's turn that the data excepts.
     """
 
     role: str
     content: str
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    supervised: bool = True
+
+    @property
+    def reasoning(self) -> str:
+        """Return what the assistant thinks before it speaks, "" for nothing."""
+        return str(self.extra.get("reasoning_content", ""))
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the message as a chat template gets it."""
-        return {"role": self.role, "content": self.content, **self.extra}
+        """Return the message as a chat template gets it; gpt-oss's knows the reasoning by another name."""
+        thinking = {"thinking": self.reasoning} if self.reasoning else {}
+        return {"role": self.role, "content": self.content, **self.extra, **thinking}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ than once oftener than another of its source. The draw depends on the seed alone
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +32,15 @@ def read_source(source: Source, reader: RowReader) -> Iterator[Row]:
     Raises:
         DataError: a source that isn't there or can't be read, preference pairs, and what `RowReader.read` refuses.
     """
-    for path, values in _values(source):
-        for row in reader.read(path, values):
-            if isinstance(row, Preference):
-                raise DataError(
-                    f"{row.source}: a preference pair, and supervised fine-tuning would not know its rejected side",
-                    "name what to train on, e.g. data.format: alpaca with data.columns: {output: chosen}, or write the "
-                    "chosen answers as conversations; pairs are for DPO, which is not built yet",
-                )
-            yield row
+    rows = (row for path, values in _values(source) for row in reader.read(path, values))
+    for row in islice(rows, source.max_samples):
+        if isinstance(row, Preference):
+            raise DataError(
+                f"{row.source}: a preference pair, and supervised fine-tuning would not know its rejected side",
+                "name what to train on, e.g. data.format: alpaca with data.columns: {output: chosen}, or write the "
+                "chosen answers as conversations; pairs are for DPO, which is not built yet",
+            )
+        yield row
 
 
 def fingerprint(source: Source) -> list[tuple[str, str]]:
@@ -61,11 +62,10 @@ def fingerprint(source: Source) -> list[tuple[str, str]]:
 def count_rows(source: Source) -> int | None:
     """Estimate how many rows a source has, for the progress bar; None where counting would be reading."""
     content = _open(source)
-    if not isinstance(content, list):
-        return len(content)
-    counts = [estimate_rows(file) for file in content]
+    counts = [len(content)] if not isinstance(content, list) else [estimate_rows(file) for file in content]
     known = [count for count in counts if count is not None]
-    return sum(known) if len(known) == len(counts) else None
+    total = sum(known) if len(known) == len(counts) else source.max_samples
+    return total if total is None or source.max_samples is None else min(total, source.max_samples)
 
 
 def mixture(lengths: Sequence[int], weights: Sequence[float], seed: int) -> list[list[int]]:
@@ -109,7 +109,7 @@ def _open(source: Source) -> Any:
             raise DataError(f"{path}: no data in this folder", f"put {', '.join(READERS)} files there")
         return files
     if source.is_hub_name:
-        return _hub_set(path.as_posix())
+        return _hub_set(source)
     raise DataError(f"{path}: no such file", "mend data.train or data.eval; paths start at the current directory")
 
 
@@ -139,16 +139,18 @@ def _files(path: Path) -> list[Path]:
     return files
 
 
-def _hub_set(name: str) -> Any:
-    """Return a hub set's split `train`, downloaded once by `datasets` and memory-mapped."""
+def _hub_set(source: Source) -> Any:
+    """Return the split of a hub set that the source names, downloaded once by `datasets` and memory-mapped."""
     import datasets
     from datasets.exceptions import DatasetsError
 
+    name = source.path.as_posix()
     try:
-        return datasets.load_dataset(name, split="train")
+        return datasets.load_dataset(name, source.config, split=source.split, revision=source.revision)
     # not found or reached, several configurations, a script, files that differ in their columns
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
         raise DataError(
-            f"{name}: no such file or folder here, and the hub gives no split `train` of it ({error})",
-            "mend the path or the name, or download the set and give its folder",
+            f"{name}: no such file or folder here, and the hub gives no split `{source.split}` of it ({error})",
+            "mend the path or the name, give a list of {path, config, split, revision}, or download the set and give "
+            "its folder",
         ) from error

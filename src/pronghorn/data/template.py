@@ -1,8 +1,8 @@
 """Chat templates: the built-in ones, choosing one for a run, and rendering conversations with the tokenizer's.
 
-The built-in templates write a conversation's beginning the same whatever follows it, and the assistant's text as it
-stands, so that labels are exact (data.labels). They know messages of a system, a user and an assistant and refuse what
-else a conversation holds, tools among it; a model's own template serves those.
+The built-in templates write the assistant's text as it stands, so that labels are exact (data.labels). They render
+what their originals do and refuse the rest of a conversation: tools go through llama-3.1, qwen-2.5, qwen-3, mistral and
+gpt-oss, reasoning through qwen-3 and gpt-oss as a field of its own.
 """
 
 import json
@@ -70,9 +70,17 @@ BUILT_IN = {
     for template in (
         _built_in("chatml", "only_text chatml", "<|im_start|> <|im_end|>"),
         _built_in("llama-3", "only_text llama_3", "<|start_header_id|> <|end_header_id|> <|eot_id|>"),
-        _built_in("qwen-2.5", "only_text qwen_system chatml", "<|im_start|> <|im_end|>"),
+        _built_in("llama-3.1", "llama_3_1", "<|start_header_id|> <|end_header_id|> <|eot_id|>"),
+        _built_in("qwen-2.5", "qwen_2_5 qwen", "<|im_start|> <|im_end|>"),
+        _built_in("qwen-3", "qwen_3 qwen", "<|im_start|> <|im_end|>"),
         _built_in("gemma", "only_text system_in_user gemma", "<start_of_turn> <end_of_turn>"),
-        _built_in("mistral", "only_text system_in_user mistral", "[INST] [/INST] </s>"),
+        _built_in(
+            "mistral",
+            "system_in_user mistral",
+            "[AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_CALLS] [TOOL_RESULTS] [/TOOL_RESULTS] [INST] [/INST] </s>",
+        ),
+        _built_in("gpt-oss", "gpt_oss", "<|start|> <|channel|> <|message|> <|end|> <|call|> <|return|>"),
+        _built_in("phi-4", "only_text phi_4", "<|im_start|> <|im_sep|> <|im_end|>"),
     )
 }
 
@@ -168,75 +176,92 @@ class Turn(NamedTuple):
     said: int
 
 
-def turns(row: Conversation, text: str, tokenizer: "PreTrainedTokenizerBase", last: bool = False) -> list[Turn]:
-    """Return the character ranges of `text` (`row` rendered) that the model generates in the assistant's turns, or only
-    in the last of them.
+class Rewritten(DataError):
+    """A turn that the template renders otherwise once the conversation goes on than when the model wrote it."""
+
+
+def turns(
+    row: Conversation, text: str, tokenizer: "PreTrainedTokenizerBase", indices: Sequence[int]
+) -> tuple[list[Turn], dict[int, Rewritten]]:
+    """Return the character ranges of `text` (`row` rendered) that the model generates in those messages, and the error
+    of each message that is rendered otherwise there.
 
     Raises:
-        DataError: what the model would see before a turn is not how `text` begins, or the turn's text doesn't follow.
+        DataError: a turn without text, or one whose text doesn't follow what the model sees before it.
     """
-    indices = [index for index, message in enumerate(row.messages) if message.role == "assistant"]
-    ranges = []
-    for index in indices[-1:] if last else indices:
+    ranges, rewritten = list[Turn](), dict[int, Rewritten]()
+    for index in indices:
         at, message = f"{row.source} message {index + 1}", row.messages[index]
-        if not message.content.strip() and not message.extra.get("tool_calls"):
+        calls = message.extra.get("tool_calls")
+        if not message.content.strip() and not calls:
             raise DataError(
                 f"{at}: the assistant's text is empty: nothing but the template's own tokens would be trained",
                 "fill it in or delete the row",
             )
-        prompt = render(row.messages[:index], row.tools, tokenizer, row.source, answer=True)
-        if not text.startswith(prompt):
-            raise DataError(
-                f"{at}: the chat template renders the conversation before this turn "
-                "otherwise than the same messages within the whole conversation",
-                "set data.chat_template to one that renders a beginning the same whatever follows, or split the "
-                "row so that each ends with the assistant turn to train (data.loss_on: last)",
-            )
-        start = len(prompt)
-        if message.extra.get("tool_calls"):
-            end = said = _end_of_calls(row, index, start, text, tokenizer)
-        else:
-            lead = next((lead for lead in LEADS if text.startswith(lead + message.content, start)), None)
-            if lead is None:
-                raise DataError(
-                    f"{at}: after the generation prompt the chat template writes "
-                    f"{clip(text[start:])}, not the assistant's text {clip(message.content)} as it stands",
-                    "trim white space around the text and leave reasoning out of turns before the last, or set "
-                    "data.chat_template to one that keeps the text and knows add_generation_prompt",
+        try:
+            prompt = render(row.messages[:index], row.tools, tokenizer, row.source, answer=True)
+            if not text.startswith(prompt):
+                raise Rewritten(
+                    f"{at}: the chat template renders the conversation before this turn "
+                    "otherwise than the same messages within the whole conversation",
+                    "set data.chat_template to one that renders a beginning the same whatever follows, or split the "
+                    "row so that each ends with the assistant turn to train (data.loss_on: last)",
                 )
-            said = start + len(lead)
-            end = said + len(message.content)
-        ranges.append(Turn(start, end, said))
-    return ranges
+            start = len(prompt)
+            if calls or message.reasoning:
+                end = said = _end_of_turn(row, index, start, text, tokenizer)
+            else:
+                lead = next((lead for lead in LEADS if text.startswith(lead + message.content, start)), None)
+                if lead is None:
+                    raise DataError(
+                        f"{at}: after the generation prompt the chat template writes "
+                        f"{clip(text[start:])}, not the assistant's text {clip(message.content)} as it stands",
+                        "trim white space around the text, or set data.chat_template to one that keeps the text and "
+                        "knows add_generation_prompt",
+                    )
+                said = start + len(lead)
+                end = said + len(message.content)
+            ranges.append(Turn(start, end, said))
+        except Rewritten as error:
+            rewritten[index] = error
+    return ranges, rewritten
 
 
-def _end_of_calls(row: Conversation, index: int, start: int, text: str, tokenizer: "PreTrainedTokenizerBase") -> int:
-    """Return where a turn with tool calls ends, which each template writes its own way: where the conversation up to
-    this turn ends, less its end-of-turn token. A lead that only a last turn has (Qwen3's) may be missing in `text`.
+def _end_of_turn(row: Conversation, index: int, start: int, text: str, tokenizer: "PreTrainedTokenizerBase") -> int:
+    """Return where a turn with tool calls or reasoning ends, which each template writes its own way: where the
+    conversation up to this turn ends, less its end-of-turn token. A lead that only a last turn has (Qwen3's) may be
+    missing in `text`.
 
     Control tokens of this turn (Mistral's [TOOL_CALLS]) are the template's: the message itself may hold none.
     """
     at, message = f"{row.source} message {index + 1}", row.messages[index]
+    calls = message.extra.get("tool_calls", ())
     upto = render(row.messages[: index + 1], row.tools, tokenizer, row.source, answer=False).rstrip()
     special = special_tokens(tokenizer)
-    own = json.dumps([message.content, message.extra["tool_calls"]], ensure_ascii=False)
+    own = json.dumps([message.content, message.reasoning, calls], ensure_ascii=False)
     held = next((token for token in sorted(special) if token in own), None)
     if held is not None:
         raise DataError(f"{row.source}: the assistant's text holds the control token {clip(held)}", "delete it there")
     end_token = max((token for token in special if upto.endswith(token)), key=len, default="")
-    turn = upto[start:] if upto.startswith(text[:start]) else ""
-    without_lead = [turn.removeprefix(lead) for lead in LEADS if turn.startswith(lead)]
-    turn = next((candidate for candidate in without_lead if text.startswith(candidate, start)), "")
-    if not turn or not end_token:
+    alone = upto[start:] if upto.startswith(text[:start]) else ""
+    if not end_token or not alone:
         raise DataError(
-            f"{at}: the chat template ends this turn with tool calls otherwise when more follows, or without an "
-            "end-of-turn token",
-            "set data.chat_template to one that renders tool calls and ends each turn with a special token",
+            f"{at}: the chat template ends this turn otherwise when more follows, or without an end-of-turn token",
+            "set data.chat_template to one that renders tool calls and reasoning and ends each turn with a special "
+            "token",
         )
-    end = start + len(turn) - len(end_token)
-    names = [call["function"]["name"] for call in message.extra["tool_calls"]]
-    _check_holds(text[start:end], [*names, message.content.strip()], f"{at}: the chat template leaves the tool call's")
-    return end
+    alone = alone.removesuffix(end_token)
+    parts = [*(call["function"]["name"] for call in calls), message.reasoning.strip(), message.content.strip()]
+    what = "tool call's" if calls else "reasoning's"
+    _check_holds(alone, parts, f"{at}: the chat template leaves the {what}")
+    without_lead = [alone.removeprefix(lead) for lead in LEADS if alone.startswith(lead)]
+    turn = next((candidate for candidate in without_lead if candidate and text.startswith(candidate, start)), None)
+    if turn is None:
+        raise Rewritten(
+            f"{at}: the chat template renders this turn otherwise when more follows",
+            "set data.chat_template to one that keeps tool calls and reasoning, or set data.loss_on: last",
+        )
+    return start + len(turn)
 
 
 def _check_holds(text: str, parts: Sequence[str], problem: str) -> None:

@@ -28,10 +28,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from pronghorn.data.cache import Prepared, Progress
+    from pronghorn.data.overflow import Fitted, Overflow
     from pronghorn.data.packed_rows import PackingStats
 
 Split = Literal["train", "eval"]
-LOW_SUPERVISED, HIGH_DROPPED, LOW_PACKING = 0.01, 0.2, 0.5
+LOW_SUPERVISED, HIGH_DROPPED, LOW_PACKING = 0.01, 0.01, 0.5
 """Shares beyond which what is allowed is still worth a warning."""
 PAGE_TOKENS, PAGE_BINS = 1500, 40
 TERMINAL_TOKENS, TERMINAL_BINS = 400, 16
@@ -71,7 +72,9 @@ class Clipped:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """Hold everything there is to show. `lengths` are the documents' tokens, ascending."""
+    """Hold everything there is to show. `lengths` are the documents' tokens, ascending, and `long` those of documents
+    that are too long; `outcomes` is what each overflow rule would do with these. Where the rule is `error`, `lengths`
+    are whole documents' and the rest shows `split`."""
 
     recipe: Recipe
     split: Split
@@ -81,6 +84,8 @@ class Inspection:
     supervised: int
     packing: PackingStats
     examples: list[Example]
+    outcomes: dict[Overflow, Fitted]
+    long: list[int]
 
     @property
     def supervised_share(self) -> float:
@@ -117,7 +122,16 @@ class Inspection:
     @property
     def warnings(self) -> list[str]:
         """List what is allowed but looks wrong, with what to do about it."""
-        warnings, dropped, packing = [], self.prepared.dropped / self.rows, self.packing
+        warnings, dropped, packing = [], self.prepared.dropped_share, self.packing
+        if self.outcomes and self.recipe.data.overflow == "error":
+            share = len(self.long) / len(self.lengths)
+            warnings.append(
+                f"{len(self.long):,} documents ({share:.1%}) are longer than model.max_seq_length "
+                f"{packing.row_tokens:,}: training stops there. Raise it, or set data.overflow to drop, truncate or "
+                "split; what is shown here is split."
+            )
+        if self.prepared.cut_share > HIGH_DROPPED:
+            warnings.append(f"{self.prepared.cut_share:.1%} of the documents lose their end (data.overflow: truncate).")
         if self.supervised_share < LOW_SUPERVISED:
             warnings.append(
                 f"Only {self.supervised_share:.2%} of the tokens are supervised: see in the examples whether the "
@@ -129,7 +143,7 @@ class Inspection:
                 causes.append(f"{self.refused:,} refused: mend them, beginning with the first that is named")
             if self.left_out:
                 causes.append(f"{self.left_out:,} {self.why_left_out}: see data.overflow and model.max_seq_length")
-            warnings.append(f"{dropped:.0%} of the rows are dropped ({'; '.join(causes)}).")
+            warnings.append(f"{dropped:.1%} of the rows are dropped ({'; '.join(causes)}).")
         if self.recipe.packing.enabled and packing.efficiency < LOW_PACKING:
             warnings.append(
                 f"Packed rows are only {packing.efficiency:.0%} full, and no packing exceeds {packing.ceiling:.0%}: "
@@ -148,22 +162,27 @@ def inspect(recipe: Recipe, split: Split = "train", examples: int = 3, progress:
     import pyarrow.compute as pc
 
     from pronghorn.data.cache import documents
+    from pronghorn.data.overflow import outcomes
     from pronghorn.data.packed_rows import PackedRows, lengths_of
     from pronghorn.train.documents import find, tokenizer_for
 
     tokenizer = tokenizer_for(recipe, find(recipe, weights=False))
-    prepared = documents(recipe.data, split, tokenizer, recipe.model.max_seq_length, recipe.train.seed, progress)
-    dataset = prepared.dataset
+    tokens, seed = recipe.model.max_seq_length, recipe.data_seed
+    shown: Overflow = "split" if recipe.data.overflow == "error" and tokens > 1 else recipe.data.overflow
+    prepared = documents(recipe.data, split, tokenizer, tokens, seed, progress, overflow=shown)
+    dataset, whole = prepared.dataset, sorted(lengths_of(prepared.whole))
     labels = dataset.select_columns("labels").with_format("arrow").iter(batch_size=10_000)  # a part in memory at a time
     return Inspection(
         recipe=recipe,
         split=split,
         template=recipe.data.chat_template or ("the tokenizer's own" if tokenizer.chat_template else "none"),
         prepared=prepared,
-        lengths=sorted(lengths_of(dataset)),
+        lengths=whole if shown != recipe.data.overflow else sorted(lengths_of(dataset)),
         supervised=sum(pc.sum(pc.not_equal(pc.list_flatten(t["labels"]), IGNORE_INDEX)).as_py() for t in labels),
-        packing=PackedRows(dataset, recipe.model.max_seq_length, recipe.train.seed).stats,
+        packing=PackedRows(dataset, tokens, seed).stats,
         examples=[example_of(Document(**row), tokenizer) for row in dataset.select(range(min(examples, len(dataset))))],
+        outcomes=outcomes(prepared.whole, tokens),
+        long=[length for length in whole if length > tokens],
     )
 
 
@@ -261,10 +280,26 @@ def figures(inspection: Inspection) -> list[tuple[str, str]]:
             f"at most {packing.ceiling:.1%} is possible",
         ),
     ]
+    if inspection.long:
+        share = len(inspection.long) / len(prepared.whole)
+        rows.append(
+            ("Too long", f"{len(inspection.long):,} ({share:.1%}); the longest has {inspection.long[-1]:,} tokens")
+        )
+    for rule, fitted in inspection.outcomes.items():
+        rows.append((f"With overflow: {rule}", outcome(rule, fitted)))
     limit = recipe.data.eval_rows
     if inspection.split == "eval" and limit is not None and limit < packing.rows:
         rows.append(("Evaluated", f"the first {limit:,} packed rows (data.eval_rows)"))
     return rows
+
+
+def outcome(rule: str, fitted: Fitted) -> str:
+    """Say what an overflow rule does with the documents that are too long."""
+    if rule == "split":
+        gone = f", {fitted.dropped_pieces:,} without a label dropped" if fitted.dropped_pieces else ""
+        return f"{fitted.split:,} documents become {len(fitted.documents):,} pieces{gone}"
+    cut = f"{fitted.truncated:,} documents lose their end, " if rule == "truncate" else ""
+    return f"{cut}{fitted.dropped:,} dropped"
 
 
 def _sources(inspection: Inspection) -> Table:

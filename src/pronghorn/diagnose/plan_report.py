@@ -178,7 +178,7 @@ def _count(recipe: Recipe, found_model: FoundModel) -> dict[str, int] | None:
     if sum(sizes) > SMALL_DATA:
         return None
     documents = prepare(recipe, "train", tokenizer_for(recipe, found_model), Console(quiet=True)).dataset
-    stats = PackedRows(documents, recipe.model.max_seq_length, seed=recipe.train.seed).stats
+    stats = PackedRows(documents, recipe.model.max_seq_length, seed=recipe.data_seed).stats
     rows = stats.rows if recipe.packing.enabled else stats.documents
     batches = math.ceil(math.ceil(rows / recipe.packing.rows_per_step) * recipe.train.epochs)
     if recipe.train.max_steps is not None:

@@ -76,7 +76,7 @@ def compare(recipe: Recipe, console: Console, steps: int, warmup: int) -> Compar
         raise ConfigError("bench times packed rows, and packing.enabled is false", "set packing.enabled=true for it")
     found_model, row_tokens, rows = find(recipe), recipe.model.max_seq_length, recipe.packing.rows_per_step
     tokenizer = tokenizer_for(recipe, found_model)
-    packed = PackedRows(prepare(recipe, "train", tokenizer, console).dataset, row_tokens, recipe.train.seed)
+    packed = PackedRows(prepare(recipe, "train", tokenizer, console).dataset, row_tokens, recipe.data_seed)
     model, handle = load(recipe, found_model, tokenizer, console)
     autocast = autocast_dtype(recipe)
     plan = resolve(handle, rows, row_tokens, packs=True, autocast=autocast, accumulates=False)

@@ -33,6 +33,10 @@ def add_lora(
     target_parameters: Sequence[str] | None = None,
     bias: str = "none",
     use_rslora: bool = False,
+    rank_pattern: dict[str, int] | None = None,
+    alpha_pattern: dict[str, int] | None = None,
+    use_dora: bool = False,
+    init_lora_weights: bool | str = True,
     modules_to_save: Sequence[str] | None = None,
     trainable_token_indices: dict[str, list[int]] | None = None,
     random_state: int = 3407,
@@ -42,9 +46,10 @@ def add_lora(
     """Wrap a causal LM in a PEFT model with fresh LoRA adapters (float32, whatever the base's dtype).
 
     Args:
-        r, lora_alpha, lora_dropout, target_modules, target_parameters, bias, use_rslora, modules_to_save,
-            trainable_token_indices: as in `peft.LoraConfig`. Embeddings that are tied to the head stay tied when they
-            are trained. The default targets are the family's (`family_targets`).
+        r, lora_alpha, lora_dropout, target_modules, target_parameters, bias, use_rslora, rank_pattern, alpha_pattern,
+            use_dora, init_lora_weights, modules_to_save, trainable_token_indices: as in `peft.LoraConfig`. Embeddings
+            that are tied to the head stay tied when they are trained. The default targets are the family's
+            (`family_targets`).
         random_state: seeds the adapters' initialisation, and nothing else: the global generators are left as they were.
         revision: of the base on the hub, saved with the adapter so that it is loaded with the same weights.
         adapter_dtype: float32 (None, "auto") or bfloat16, whatever the base's.
@@ -71,6 +76,7 @@ def add_lora(
         targets = [target for target in targets if _named(target, names)]  # a dense model's list, as scripts have it
     _check_targets(targets, names, bool(target_parameters), own, _ends(model))
     _check_target_parameters(model, target_parameters or (), lora_dropout)
+    _check_patterns({**(rank_pattern or {}), **(alpha_pattern or {})}, names)
     check_whole_modules(model, modules_to_save or ())
     ends = bool(set(_ends(model)) & {name.rsplit(".", 1)[-1] for name in modules_to_save or ()})
     tied = bool(getattr(base_causal_lm(model).config, "tie_word_embeddings", False))
@@ -82,6 +88,10 @@ def add_lora(
         target_parameters=list(target_parameters) if target_parameters else None,
         bias=bias,  # type: ignore[arg-type]  # PEFT checks the value itself
         use_rslora=use_rslora,
+        rank_pattern=rank_pattern or {},
+        alpha_pattern=alpha_pattern or {},
+        use_dora=use_dora,
+        init_lora_weights=init_lora_weights,  # type: ignore[arg-type]  # PEFT checks the value itself
         modules_to_save=list(modules_to_save) if modules_to_save else None,
         trainable_token_indices=trainable_token_indices,
         ensure_weight_tying=tied and ends,
@@ -197,6 +207,15 @@ def _check_targets(
             )
         if not found:
             raise ConfigError(f"target module {target!r} is not in the model", some)
+
+
+def _check_patterns(patterns: dict[str, int], names: Sequence[str]) -> None:
+    """PEFT passes over a pattern that matches nothing; it compares regular expressions with the ends of names."""
+    for pattern, value in patterns.items():
+        check_pattern(pattern)
+        if value < 1 or not any(re.match(rf"(.*\.)?({pattern})$", name) for name in names):
+            what = f"gives {value}, below 1" if value < 1 else "matches no module"
+            raise ConfigError(f"rank_pattern or alpha_pattern {pattern!r} {what}", "name a module, e.g. down_proj: 32")
 
 
 def _check_target_parameters(model: Any, targets: Sequence[str], dropout: float) -> None:

@@ -45,7 +45,7 @@ def tokenizer_for(recipe: Recipe, found: FoundModel) -> Any:
 def prepare(recipe: Recipe, split: Literal["train", "eval"], tokenizer: Any, console: Console) -> Prepared:
     """Tokenise `data.train` or `data.eval`, and print what happened to the rows; raises as `data.cache.documents`."""
     with RowsProgress(console) as progress:
-        prepared = documents(recipe.data, split, tokenizer, recipe.model.max_seq_length, recipe.train.seed, progress)
+        prepared = documents(recipe.data, split, tokenizer, recipe.model.max_seq_length, recipe.data_seed, progress)
     for count in prepared.counts:
         left_out = f", {count.dropped:,} dropped" if count.dropped else ""
         console.print(
@@ -66,5 +66,18 @@ def prepare(recipe: Recipe, split: Literal["train", "eval"], tokenizer: Any, con
             f"{prepared.split} documents split; {prepared.dropped_pieces} pieces had no label and were dropped"
         )
     if prepared.dropped or prepared.truncated:
-        console.print(f"data.{split}: {prepared.dropped} documents dropped, {prepared.truncated} truncated")
+        loud = max(prepared.dropped_share, prepared.cut_share) > MUCH
+        shares = prepared.dropped_share, prepared.cut_share
+        lost = f"data.{split}: {lost_documents(prepared.dropped, shares[0], prepared.truncated, shares[1])}"
+        hint = ": see why with `pronghorn data inspect`" if loud else ""
+        console.print(f"{lost}{hint}", style="yellow" if loud else None)
     return prepared
+
+
+MUCH = 0.01
+"""The share of documents from which on it is a warning that they are dropped or cut."""
+
+
+def lost_documents(dropped: int, dropped_share: float, truncated: int, cut_share: float) -> str:
+    """Say how many documents were dropped and cut, and which share that is."""
+    return f"{dropped:,} documents dropped ({dropped_share:.1%}), {truncated:,} truncated ({cut_share:.1%})"

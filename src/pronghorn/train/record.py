@@ -37,7 +37,8 @@ class RunRecord:
     steps: list[dict[str, Number]]
     """Each {step, loss, learning_rate, grad_norm, tokens (real ones, of all processes), labelled, seconds (without
     evaluations), packing_efficiency and data_wait_share (shares of 1)}, since the entry before; and skipped, the steps
-    without an update so far; in float16 loss_scale, after the step."""
+    without an update so far; in float16 loss_scale, after the step; on a GPU
+    peak_memory_gib so far."""
     heldout: dict[str, int | float | None]
     """{before, after} in nats per supervised token (None: no held-out data), rows."""
     samples: list[dict[str, str]]
@@ -102,7 +103,7 @@ def steps_of_log(history: list[dict[str, float]]) -> list[dict[str, float]]:
             "packing_efficiency": entry["packing_efficiency"],
             "data_wait_share": entry["data_wait_share"],
             "skipped": entry["skipped_steps"],
-            **({"loss_scale": entry["loss_scale"]} if "loss_scale" in entry else {}),
+            **{name: entry[name] for name in ("loss_scale", "peak_memory_gib") if name in entry},
         }
         for entry in history
         if "loss" in entry

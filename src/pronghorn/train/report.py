@@ -3,45 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
-import io
 import math
-import re
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jinja2 import UndefinedError
 
 from pronghorn.errors import DataError, PronghornError, UnsupportedError
+from pronghorn.train.charts import loss_chart, speed_chart, step_chart
+from pronghorn.train.documents import MUCH, lost_documents
 from pronghorn.train.page import write_page
 from pronghorn.train.progress import duration
 from pronghorn.train.record import RunRecord
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 FILE_NAME = "report.html"
-# Colours no chart would use, exchanged for the page's own, so that a chart follows the reader's light or dark scheme.
-_INK, _GRID, _LINE, _FAINT, _MARK = "#010101", "#010102", "#010103", "#010104", "#010105"
-_VARIABLES = {_INK: "--muted", _GRID: "--rule", _LINE: "--accent", _FAINT: "--accent-faint", _MARK: "--mark"}
-_STYLE: Any = {
-    "svg.fonttype": "none",  # text stays text: sharp, selectable, in the page's font
-    "svg.hashsalt": "pronghorn",
-    "font.size": 11,
-    "text.color": _INK,
-    "axes.labelcolor": _INK,
-    "axes.edgecolor": _GRID,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "grid.color": _GRID,
-    "xtick.color": _INK,
-    "ytick.color": _INK,
-    "xtick.major.size": 0,
-    "ytick.major.size": 0,
-    "axes.axisbelow": True,
-}
 
 
 def check_report_dependencies() -> None:
@@ -53,9 +28,11 @@ def check_report_dependencies() -> None:
         )
 
 
-def write_report(record: RunRecord, folder: str | Path) -> Path:
+def write_report(record: RunRecord, folder: str | Path, refresh: int | None = None) -> Path:
     """Render `record` into `folder/report.html` (one file, a few ten kB) and return its path.
 
+    Args:
+        refresh: seconds after which the page reloads itself, of a run that still trains.
     Raises:
         UnsupportedError: matplotlib is missing.
     """
@@ -67,11 +44,28 @@ def write_report(record: RunRecord, folder: str | Path) -> Path:
         Path(__file__).with_name("report.html.j2"),
         record=record,
         headlines=headlines(record),
-        loss_chart=_loss_chart(record),
-        speed_chart=_speed_chart(record),
+        refresh=refresh,
+        lost=lost(record.packing),
+        name=Path(str(record.recipe.get("train", {}).get("output", ""))).name,
+        charts=[
+            (caption, note, chart)
+            for caption, note, chart in (
+                ("Loss", "by step, smoothed, held-out marked", loss_chart(record)),
+                ("Tokens per second", "first log left out, median dashed", speed_chart(record)),
+                ("Learning rate", "by step", step_chart(record, "learning_rate", "Learning rate by step")),
+                ("Gradient norm", "before clipping", step_chart(record, "grad_norm", "Gradient norm by step")),
+                ("Peak memory", "GiB so far", step_chart(record, "peak_memory_gib", "Peak memory in GiB by step")),
+            )
+            if chart
+        ],
         packing=_packing_table(record.packing),
         recipe=yaml.safe_dump(record.recipe, sort_keys=False, allow_unicode=True),
     )
+
+
+def is_final(page: Path) -> bool:
+    """Tell whether the page is there and isn't one that was written during training."""
+    return page.exists() and 'http-equiv="refresh"' not in page.read_text(encoding="utf-8", errors="replace")
 
 
 def rewrite_report(path: Path) -> Path:
@@ -134,6 +128,14 @@ def headlines(record: RunRecord) -> list[tuple[str, str, str]]:
     return cards
 
 
+def lost(packing: dict[str, Any]) -> str | None:
+    """Return the warning of a run that dropped or cut more than a hundredth of its documents."""
+    shares = packing.get("dropped_share", 0.0), packing.get("cut_share", 0.0)
+    if max(shares) <= MUCH:
+        return None
+    return f"{lost_documents(packing['dropped'], shares[0], packing['truncated'], shares[1])}: see data.overflow"
+
+
 def _short(count: float) -> str:
     """Return 1,234,567 as 1.2M."""
     for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
@@ -159,92 +161,3 @@ def _packing_table(packing: dict[str, Any]) -> list[tuple[str, str]]:
         ("Rows filled", f"{packing['efficiency']:.2%}"),
         ("Most any packing could fill", f"{packing['ceiling']:.2%}"),
     ]
-
-
-def _loss_chart(record: RunRecord) -> str:
-    """Draw the training loss, the evaluations, and the held-out loss before and after."""
-    steps = [step["step"] for step in record.steps]
-    losses = [step["loss"] for step in record.steps]
-
-    def draw(axes: Axes) -> None:
-        _curve(axes, steps, losses)
-        for step in record.resumed_at:
-            axes.axvline(step, color=_GRID, linewidth=1.5, linestyle=(0, (2, 2)))
-        if record.evaluations:
-            points = [(entry["step"], entry["loss"]) for entry in record.evaluations if math.isfinite(entry["loss"])]
-            axes.plot(*zip(*points, strict=True), "o-", color=_MARK, linewidth=1, markersize=4, zorder=3)
-        before, after = record.heldout["before"], record.heldout["after"]
-        ends = (steps[0], steps[-1]) if steps else (0, 1)
-        for x, y, side in ((ends[0], before, 1), (ends[1], after, -1)):
-            if y is not None and math.isfinite(y):
-                axes.plot([x], [y], "o", color=_MARK, markersize=7, clip_on=False, zorder=4)
-                axes.annotate(
-                    f"held-out {y:.3f}",
-                    (x, y),
-                    (9 * side, 9),
-                    textcoords="offset points",
-                    ha="left" if side > 0 else "right",
-                    color=_MARK,
-                    fontweight="bold",
-                    zorder=5,
-                )
-
-    return _svg("loss", "Training loss by step, held-out loss before and after", draw)
-
-
-def _speed_chart(record: RunRecord) -> str:
-    """Draw the tokens per second of each logged step, and their median."""
-    timed = [step for step in record.steps if step["seconds"] > 0]
-    timed = timed[1:] or timed  # the first has the warm-up; the median leaves it out too
-
-    def draw(axes: Axes) -> None:
-        from matplotlib.ticker import FuncFormatter
-
-        rates = [step["tokens"] / step["seconds"] for step in timed]
-        _curve(axes, [step["step"] for step in timed], rates)
-        if record.tokens_per_second is not None:
-            axes.axhline(record.tokens_per_second, color=_MARK, linewidth=1.2, linestyle=(0, (4, 3)))
-        axes.set_ylim(bottom=0, top=1.15 * max(rates, default=1.0))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-
-    return _svg("speed", "Tokens per second by step, with their median", draw)
-
-
-def _curve(axes: Axes, x: Sequence[float], y: Sequence[float]) -> None:
-    """Plot few points as they are; many faintly, under their moving mean over a twentieth of them."""
-    if len(y) < 60:
-        axes.plot(x, y, color=_LINE, linewidth=2, marker="o" if len(y) < 12 else None, markersize=4)
-        return
-    reach = len(y) // 40
-    around = [y[max(0, i - reach) : i + reach + 1] for i in range(len(y))]
-    axes.plot(x, y, color=_FAINT, linewidth=1)
-    axes.plot(x, [sum(near) / len(near) for near in around], color=_LINE, linewidth=2)
-
-
-def _svg(name: str, title: str, draw: Any) -> str:
-    """Return a chart as an SVG element for an HTML page; `name` keeps its ids apart from the other charts'."""
-    import matplotlib
-    from markupsafe import Markup
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(6.6, 3.6), layout="constrained")
-        FigureCanvasSVG(figure)
-        axes = figure.add_subplot()
-        draw(axes)
-        axes.set_xlabel("step")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
-        axes.margins(x=0.02)
-        out = io.StringIO()
-        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
-    svg = out.getvalue()
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg)  # HTML knows them; the page names no address at all
-    svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", svg)
-    svg = re.sub(r'<svg [^>]*?viewBox="([^"]*)"[^>]*>', rf'<svg viewBox="\1" role="img" aria-label="{title}">', svg)
-    for colour, variable in _VARIABLES.items():
-        svg = svg.replace(colour, f"var({variable})")
-    return Markup(svg)

@@ -172,7 +172,8 @@ def _relabelled(dataset: Any, name: str, markers: list[Marker], trainer: Any) ->
     if isinstance(dataset, PackedRows):
         ids = [list(documents[index]["input_ids"]) for index in kept]
         rows = [{"input_ids": i, "labels": row} for i, row in zip(ids, labels, strict=True)]
-        return PackedRows(rows, dataset.stats.row_tokens, seed=trainer.args.seed)
+        args = trainer.args
+        return PackedRows(rows, dataset.stats.row_tokens, args.seed if args.data_seed is None else args.data_seed)
     chosen = documents.select(kept)
     if "labels" in columns:
         chosen = chosen.remove_columns("labels")

@@ -22,17 +22,19 @@ from pronghorn.data.cache import Prepared
 from pronghorn.data.dealing import DealtRows
 from pronghorn.data.packed_rows import PackedRows, PackingStats
 from pronghorn.device import device_name, peak_bytes, processes, versions
-from pronghorn.errors import DataError, PronghornError, RunStopped
+from pronghorn.errors import ConfigError, DataError, PronghornError, RunStopped
 from pronghorn.export.folder import whole_folder
 from pronghorn.models.attach import Handle
 from pronghorn.models.load import trainable_parameters
 from pronghorn.optimizers import check_optimizer
 from pronghorn.precision.float32 import check_tf32, tf32_products
+from pronghorn.recipe_sections import CHANGES_BASE
 from pronghorn.train.build import autocast_dtype, load, make_trainer, planned_steps, training_arguments
 from pronghorn.train.checkpoint import step_of
 from pronghorn.train.control import RunControl, trained_seconds
 from pronghorn.train.documents import find, prepare, tokenizer_for
 from pronghorn.train.evaluate import answer, heldout_loss
+from pronghorn.train.live import LivePage
 from pronghorn.train.progress import ProgressCallback, track
 from pronghorn.train.record import RunRecord, steps_of_log
 from pronghorn.train.report import check_report_dependencies, write_report
@@ -44,7 +46,9 @@ from pronghorn.train.validate import check_no_fsdp, use_one_gpu
 T = TypeVar("T")
 
 
-def run(recipe: Recipe, console: Console, allow: bool = False, allow_older: bool = False) -> RunRecord:
+def run(
+    recipe: Recipe, console: Console, allow: bool = False, allow_older: bool = False, overwrite: bool = False
+) -> RunRecord:
     """Do what the recipe says and leave the adapter (or model), `run.json` and `report.html` in its output folder.
 
     A run that was killed or stopped goes on from its newest checkpoint when it is called again; of a finished one only
@@ -53,6 +57,7 @@ def run(recipe: Recipe, console: Console, allow: bool = False, allow_older: bool
     Args:
         allow: go on although recipe or data changed.
         allow_older: where the newest checkpoint is damaged, go on from the one before; otherwise a terminal is asked.
+        overwrite: delete the run that the output folder holds, and begin anew.
     Raises:
         ConfigError, DataError, UnsupportedError: before anything is trained.
         RunStopped: SIGINT, SIGTERM or SIGHUP came; a checkpoint is saved.
@@ -64,7 +69,7 @@ def run(recipe: Recipe, console: Console, allow: bool = False, allow_older: bool
     with ExitStack() as locked:
         if recipe.precision.tf32:
             locked.enter_context(tf32_products())
-        opened = _from_main_process(args, lambda: open_folder(recipe, console, locked, allow, allow_older))
+        opened = _from_main_process(args, lambda: open_folder(recipe, console, locked, allow, allow_older, overwrite))
         if isinstance(opened, RunRecord):
             return opened
         current = _build(recipe, console, args, *opened, allow)
@@ -90,12 +95,23 @@ def _training_arguments(recipe: Recipe, console: Console) -> SFTConfig:
     check_optimizer(recipe.train.optimizer, args.device.type)
     if recipe.precision.tf32:
         check_tf32(args.device)
+    check_device(recipe, args.device.type, console)
     one_gpu = use_one_gpu(args, "-m pronghorn train RECIPE")
     if one_gpu is not None:
         console.print(f"[yellow]{escape(one_gpu)}[/]", highlight=False)
     if recipe.report.html:
         check_report_dependencies()
     return args
+
+
+def check_device(recipe: Recipe, device: str, console: Console) -> None:
+    """Refuse what this kind of device can't do at all, and say what it passes over."""
+    if device == "cuda":
+        return
+    if recipe.packing.graph == "on":
+        raise ConfigError("packing.graph: on without a CUDA device", "leave packing.graph out: auto uses one on GPUs")
+    if recipe.memory.budget is not None:
+        console.print(f"[yellow]memory.budget {recipe.memory.budget} is of GPU memory: nothing limits this CPU run[/]")
 
 
 def _from_main_process(args: SFTConfig, make: Callable[[], T]) -> T:
@@ -158,6 +174,7 @@ def _build(
         )
     console.print(f"[bold]Loading[/] {escape(recipe.model.name)}")
     model, handle = load(recipe, source, tokenizer, console)
+    _keep_initial(recipe, model, args)
     control = RunControl(recipe.train.max_minutes, recipe.train.save_minutes, recipe.train.patience)
     control.hang_up = lambda: setattr(console, "quiet", True)
     progress = ProgressCallback(console, recipe.train.max_minutes)
@@ -176,7 +193,7 @@ def _packing_stats(recipe: Recipe, trainer: SFTTrainer, documents: Any, console:
     """Print and return how full the rows are; without packing, how full they would be."""
     packed: Any = trainer.train_dataset
     if not recipe.packing.enabled:
-        packed = PackedRows(documents, recipe.model.max_seq_length, seed=recipe.train.seed)
+        packed = PackedRows(documents, recipe.model.max_seq_length, seed=recipe.data_seed)
     packing = packed.stats
     console.print(
         f"{packing.documents:,} documents, {packing.tokens:,} tokens; packed into {packing.rows:,} rows of "
@@ -282,6 +299,10 @@ def _load_if_trained(current: _Run) -> bool:
 def _train_on(current: _Run) -> None:
     """Train until the last step, the time limit, the end of patience or a signal (RunStopped)."""
     state, newest, trainer, control = current.state, current.newest, current.trainer, current.control
+    if current.recipe.report.html:
+        begun = time.perf_counter()
+        page = LivePage(lambda state: _record(current, begun, state.log_history), current.output, trainer.note)
+        trainer.add_callback(page)
     if newest is not None:
         current.console.print(f"Going on from {newest.name}")
         state.resumed_at.append(step_of(newest))
@@ -307,15 +328,37 @@ def _save_model(current: _Run) -> None:
     if current.trainer.accelerator.is_main_process:
         name = "adapter" if current.recipe.adapter.method == "lora" else "model"
         with whole_folder(current.output / name) as folder:
-            model.save_pretrained(folder)
+            model.save_pretrained(folder, **_initial(current.output))
             tokenizer.save_pretrained(folder)
+
+
+INITIAL = "initial_adapter"
+
+
+def _keep_initial(recipe: Recipe, model: Any, args: SFTConfig) -> None:
+    """Write the adapter as it begins, if that was taken out of the base's weights: what is saved is the difference."""
+    if args.process_index == 0 and str(recipe.adapter.init_lora_weights).startswith(CHANGES_BASE):
+        with whole_folder(Path(recipe.train.output) / INITIAL) as folder:
+            model.save_pretrained(folder)
+
+
+def _initial(output: Path) -> dict[str, Any]:
+    """Return what makes PEFT save the difference from the first adapter as plain LoRA, where there is one."""
+    folder = output / INITIAL
+    return {"path_initial_model_for_weight_conversion": str(folder)} if folder.exists() else {}
 
 
 def _make_record(current: _Run, started: float) -> RunRecord:
     """Measure the trained model and return all that is known of the run."""
-    recipe, state, documents, heldout = current.recipe, current.state, current.documents, current.heldout
     loss_after, samples_after = _evaluate(current, "after")
-    history: list[Any] = current.trainer.state.log_history
+    return _record(current, started, current.trainer.state.log_history, loss_after, samples_after)
+
+
+def _record(
+    current: _Run, started: float, history: list[Any], loss_after: float | None = None, samples_after: Any = ()
+) -> RunRecord:
+    """Return what is known of the run, without what is measured after training if it still trains."""
+    recipe, state, documents, heldout = current.recipe, current.state, current.documents, current.heldout
     model: Any = current.trainer.model
     return RunRecord(
         recipe=recipe.to_dict(),
@@ -325,7 +368,9 @@ def _make_record(current: _Run, started: float) -> RunRecord:
         packing={
             **vars(current.packing),
             "dropped": documents.dropped,
+            "dropped_share": documents.dropped_share,
             "truncated": documents.truncated,
+            "cut_share": documents.cut_share,
             "split": documents.split,
             "sources": [asdict(count) for count in documents.counts],
         },
@@ -339,7 +384,10 @@ def _make_record(current: _Run, started: float) -> RunRecord:
         samples=[
             {"prompt": prompt, "before": before, "after": after}
             for prompt, before, after in zip(
-                recipe.report.sample_prompts, state.samples_before, samples_after, strict=True
+                recipe.report.sample_prompts,
+                state.samples_before,
+                samples_after or [""] * len(state.samples_before),
+                strict=True,
             )
         ],
         trainable=trainable_parameters(model),

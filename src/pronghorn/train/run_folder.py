@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,7 +22,7 @@ from pronghorn.train.checkpoint import checkpoints, clear_leftovers, verify
 from pronghorn.train.record import FILE_NAME as RECORD
 from pronghorn.train.record import RunRecord
 from pronghorn.train.report import FILE_NAME as REPORT
-from pronghorn.train.report import rewrite_report
+from pronghorn.train.report import is_final, rewrite_report
 from pronghorn.train.run_state import FILE_NAME as STATE
 from pronghorn.train.run_state import RunState, changed_keys, open_run_state, recipe_hash
 
@@ -31,13 +32,19 @@ PATIENCE = 5.0
 
 
 def open_folder(
-    recipe: Recipe, console: Console, locked: ExitStack, allow: bool, allow_older: bool
+    recipe: Recipe, console: Console, locked: ExitStack, allow: bool, allow_older: bool, overwrite: bool = False
 ) -> tuple[RunState, Path | None] | RunRecord:
-    """Lock the run's folder and return its state and newest checkpoint, or the record if the run was finished."""
+    """Lock the run's folder and return its state and newest checkpoint, or the record if the run was finished.
+
+    Args:
+        overwrite: delete what an earlier run left there first; a folder of anything else is refused as ever.
+    """
     output = Path(recipe.train.output)
     _make_folder(output)
     locked.enter_context(lock_folder(output))
     clear_leftovers(output)
+    if overwrite:
+        _delete_run(output)
     if (output / RECORD).exists():
         return _complete_finished_run(recipe, output, console)
     _refuse_other_folders(output)
@@ -54,14 +61,27 @@ def _complete_finished_run(recipe: Recipe, output: Path, console: Console) -> Ru
     """
     record = RunRecord.read(output)
     if not changed_keys(record.recipe, recipe.to_dict()):
-        lacks_report = recipe.report.html and not (output / REPORT).exists()
+        lacks_report = recipe.report.html and not is_final(output / REPORT)
         if lacks_report:
             rewrite_report(output)
             console.print(f"The run in {escape(str(output))} was finished; its report was missing and is written")
         must_have_improved(recipe, record.heldout)
         if lacks_report:
             return record
-    raise ConfigError(f"{output} already holds a finished run", "choose another train.output or delete the folder")
+    raise ConfigError(f"{output} already holds a finished run", "choose another train.output, or give --overwrite")
+
+
+def _delete_run(output: Path) -> None:
+    """Delete a run's files and folders, its state last: a deletion that is cut short can be done again."""
+    left = [path for path in output.iterdir() if path.name != LOCK]
+    try:
+        for path in sorted(left, key=lambda path: path.name in (STATE, RECORD)):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+    except OSError as error:
+        raise _unwritable(output, error) from error
 
 
 def _newest_checkpoint(recipe: Recipe, output: Path, console: Console, allow: bool, allow_older: bool) -> Path | None:

@@ -68,6 +68,11 @@ class _Collators:
         return self.packed(rows) if "lengths" in rows[0] else self.padded(rows)
 
 
+def _data_seed(args: Any) -> int:
+    """Return the seed of the packing."""
+    return int(args.seed if args.data_seed is None else args.data_seed)
+
+
 class SFTTrainer(trl.SFTTrainer):
     """TRL's `SFTTrainer` on the packed path; takes the same arguments (and `tokenizer` for `processing_class`).
 
@@ -165,7 +170,7 @@ class SFTTrainer(trl.SFTTrainer):
         if isinstance(dataset, PackedRows):
             return dataset
         if packing and set(dataset.column_names or ()) == {"input_ids", "labels"}:
-            return PackedRows(dataset, args.max_length, seed=args.seed)
+            return PackedRows(dataset, args.max_length, seed=_data_seed(args))
         documents = super()._prepare_dataset(dataset, processing_class, args, False, formatting_func, dataset_name)
         # TRL drops documents without a label within `max_length`; streamed ones have no length
         if hasattr(documents, "__len__") and len(documents) == 0:
@@ -173,7 +178,7 @@ class SFTTrainer(trl.SFTTrainer):
                 f"no document of the {dataset_name} data set has a token to train among its first {args.max_length}",
                 "raise max_length, or shorten the prompts",
             )
-        return PackedRows(documents, args.max_length, seed=args.seed) if packing else documents
+        return PackedRows(documents, args.max_length, seed=_data_seed(args)) if packing else documents
 
     def create_accelerator_and_postprocess(self) -> None:
         """Stock's, by an accelerator that leaves models unwrapped whose gradients travel in one piece."""

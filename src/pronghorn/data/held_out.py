@@ -1,0 +1,53 @@
+"""Hold out a share or a count of the conversations of training data, the same ones whatever else is asked.
+
+Which ones depends on the seed and on the tokens alone: equal conversations go to one side, those of a row that became
+several documents too, and rows that are added later don't move the others.
+"""
+
+from __future__ import annotations
+
+import re
+from itertools import groupby
+from typing import Any
+
+from pronghorn.errors import DataError
+
+_PIECE = re.compile(r" up to message \d+$")
+
+
+def held_out(sets: list[Any], share: str, seed: int, eval: bool) -> list[Any]:
+    """Return of each `datasets.Dataset` of documents those that are held out, or (not `eval`) the others.
+
+    Args:
+        share: "5%" or "200" of all conversations together; equal ones go with each other, so it may be a few more.
+    Raises:
+        DataError: nothing would be left on one side.
+    """
+    ranked = [(rank, number, rows) for number, documents in enumerate(sets) for rank, rows in _ranked(documents, seed)]
+    total = len(ranked)
+    count = round(total * float(share[:-1]) / 100) if share.endswith("%") else int(share)
+    ranks = sorted(rank for rank, _, _ in ranked)
+    if not 0 < count < total or ranks[count - 1] == ranks[-1]:
+        raise DataError(
+            f"data.eval: {share} of {total:,} conversations leaves nothing to {'train' if count else 'evaluate'}",
+            "give more data, another share, or a file of held-out data",
+        )
+    chosen: list[list[int]] = [[] for _ in sets]
+    for rank, number, rows in ranked:
+        if (rank <= ranks[count - 1]) == eval:
+            chosen[number] += rows
+    return [documents.select(rows) for documents, rows in zip(sets, chosen, strict=True)]
+
+
+def _ranked(documents: Any, seed: int) -> list[tuple[int, list[int]]]:
+    """Return the place that each conversation's tokens give it in the order of this seed, and its documents."""
+    import xxhash
+
+    hashes: list[int] = []
+    sources: list[str] = []
+    for table in documents.select_columns(["input_ids", "source"]).with_format("arrow").iter(batch_size=10_000):
+        hashes += [xxhash.xxh3_64_intdigest(ids.values.to_numpy().tobytes(), seed) for ids in table["input_ids"]]
+        sources += table["source"].to_pylist()
+    conversations = groupby(range(len(sources)), lambda row: _PIECE.sub("", sources[row]))
+    groups = [list(rows) for _, rows in conversations]
+    return [(hashes[rows[0]], rows) for rows in groups]

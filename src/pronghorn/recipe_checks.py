@@ -1,0 +1,144 @@
+"""What a recipe may not say: settings that contradict each other, and files that don't exist."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from pronghorn.errors import ConfigError
+from pronghorn.recipe_sections import CHANGES_BASE, DATA_FILES, ON_LOSS
+
+if TYPE_CHECKING:
+    from pronghorn.config import Recipe
+
+
+class _Rule(NamedTuple):
+    """Settings that are refused together: when, the problem ({…} names settings), and the remedy."""
+
+    broken: Callable[[Recipe], object]
+    problem: str
+    remedy: str
+
+
+def _fp8(recipe: Recipe) -> bool:
+    return recipe.precision.compute != "dtype"
+
+
+def _full(recipe: Recipe) -> bool:
+    return recipe.adapter.method == "full"
+
+
+def _changes_base(recipe: Recipe) -> bool:
+    return str(recipe.adapter.init_lora_weights).startswith(CHANGES_BASE)
+
+
+_RULES = (
+    _Rule(
+        lambda r: os.path.realpath(r.train.output) == os.getcwd(),  # `resolve` raises at a loop of links
+        "train.output is the current folder",
+        "give the run a folder of its own",
+    ),
+    _Rule(
+        lambda r: r.train.min_improvement is not None and r.data.eval is None,
+        "train.min_improvement needs held-out data",
+        "give data.eval, or leave it out",
+    ),
+    _Rule(
+        lambda r: _full(r) and (r.adapter.modules_to_save or r.adapter.new_tokens or r.adapter.target_parameters),
+        "adapter.method: full trains everything: modules_to_save, new_tokens and target_parameters are LoRA's",
+        "leave them out; for full fine-tuning add tokens to the model's folder beforehand",
+    ),
+    _Rule(
+        lambda r: r.train.eval_steps is not None and r.data.eval is None,
+        "train.eval_steps needs held-out data",
+        "give data.eval (5% of data.train, say), or leave it out",
+    ),
+    _Rule(
+        lambda r: r.train.patience is not None and r.train.eval_steps is None,
+        "train.patience counts evaluations, and there are none",
+        "set train.eval_steps",
+    ),
+    _Rule(
+        lambda r: r.train.lr_scheduler in ON_LOSS and r.train.eval_steps is None,
+        "train.lr_scheduler: {train.lr_scheduler} goes by the held-out loss, and there are no evaluations",
+        "set train.eval_steps and data.eval, or choose cosine",
+    ),
+    _Rule(
+        lambda r: _fp8(r) and _full(r),
+        "precision.compute: {precision.compute} with adapter.method: full: 8-bit products are for frozen weights",
+        "leave precision.compute out, or set adapter.method: lora",
+    ),
+    _Rule(
+        lambda r: _fp8(r) and not r.packing.enabled,
+        "precision.compute: {precision.compute} with packing.enabled: false: padded batches go through transformers",
+        "leave precision.compute out, or set packing.enabled: true",
+    ),
+    _Rule(
+        lambda r: _fp8(r) and r.precision.dtype == "float32",
+        "precision.compute: {precision.compute} with precision.dtype: float32",
+        "leave precision.compute out, or set precision.dtype: bfloat16",
+    ),
+    _Rule(
+        lambda r: r.precision.adapter_dtype == "float16",
+        "precision.adapter_dtype: float16: its gradients need loss scaling, and torch can't unscale float16",
+        "use float32, or bfloat16",
+    ),
+    _Rule(
+        lambda r: r.precision.adapter_dtype != "auto" and _full(r),
+        "precision.adapter_dtype: {precision.adapter_dtype} with adapter.method: full, which has no adapters",
+        "leave precision.adapter_dtype out: trained weights are kept in float32",
+    ),
+    _Rule(
+        lambda r: _full(r) and r.model.load_in_4bit,
+        "adapter.method: full with model.load_in_4bit: 4-bit weights can't be trained",
+        "set adapter.method: lora or load_in_4bit: false",
+    ),
+    _Rule(
+        lambda r: _full(r) and (r.adapter.use_dora or r.adapter.init_lora_weights is not True),
+        "adapter.method: full with use_dora or init_lora_weights, which are LoRA's",
+        "leave them out, or set adapter.method: lora",
+    ),
+    _Rule(
+        lambda r: _changes_base(r) and r.model.load_in_4bit,
+        "adapter.init_lora_weights: {adapter.init_lora_weights} with model.load_in_4bit: it changes the base's weights",
+        "set model.load_in_4bit: false, or leave init_lora_weights out",
+    ),
+    _Rule(
+        lambda r: (
+            _changes_base(r)
+            and (r.adapter.use_dora or (r.adapter.use_rslora and (r.adapter.rank_pattern or r.adapter.alpha_pattern)))
+        ),
+        "adapter.init_lora_weights: {adapter.init_lora_weights} with use_dora, or with use_rslora and patterns: it "
+        "can't be saved as plain LoRA",
+        "leave one of them out",
+    ),
+    _Rule(
+        lambda r: r.adapter.use_dora and r.adapter.target_parameters,
+        "adapter.use_dora with target_parameters: PEFT has no DoRA for experts",
+        "leave one of them out",
+    ),
+)
+
+
+def check(recipe: Recipe) -> None:
+    """Refuse settings that contradict each other, data that don't exist, and tools that aren't installed.
+
+    Raises:
+        ConfigError: of the first.
+    """
+    kinds = ", ".join(DATA_FILES)
+    for split in ("train", "eval"):
+        for source in recipe.data.sources(split):  # type: ignore[arg-type]
+            if not os.path.exists(source.path) and not source.is_hub_name:  # of an unreadable one Path's raises
+                raise ConfigError(
+                    f"data.{split}: {source.path} does not exist",
+                    f"give the path of a {kinds} file or folder, or a hub name",
+                )
+    for rule in _RULES:
+        if rule.broken(recipe):
+            raise ConfigError(rule.problem.format(**dict(recipe)), rule.remedy)
+    for tool in recipe.train.report_to:
+        if importlib.util.find_spec(tool) is None:
+            raise ConfigError(f"train.report_to: {tool} is not installed", f"pip install {tool}")

@@ -1,0 +1,153 @@
+"""Built-in templates beside their originals, as TRL ships those, on conversations with tools and reasoning."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from pronghorn.data.labels import label_rows
+from pronghorn.data.rows import Conversation, Message
+from pronghorn.data.template import BUILT_IN
+from pronghorn.errors import DataError
+from support.chats import WHERE, trained, written
+from support.templates import with_template
+
+ORIGINALS = {"llama-3.1": "llama3_1", "qwen-2.5": "qwen2_5", "qwen-3": "qwen3", "gpt-oss": "gptoss"}
+TOOLS: tuple[dict[str, Any], ...] = tuple(
+    {"type": "function", "function": {"name": name, "description": f"Tell {name}.", "parameters": parameters}}
+    for name, parameters in (
+        (
+            "weather",
+            {
+                "type": "object",
+                "properties": {
+                    "city": {"type": "string", "description": "Which <city> it's."},
+                    "days": {"type": "integer", "default": 1},
+                    "unit": {"type": "string", "enum": ["C", "F"], "default": "C"},
+                    "hours": {"type": "array", "items": {"type": "number"}, "nullable": True},
+                    "place": {"type": "object", "properties": {"x": {"type": "number"}, "y": {"type": "boolean"}}},
+                },
+                "required": ["city"],
+            },
+        ),
+        ("time", {}),
+    )
+)
+
+
+def call(name: str, **arguments: Any) -> dict[str, Any]:
+    """A message's extra of one call."""
+    return {"tool_calls": [{"type": "function", "function": {"name": name, "arguments": arguments}}]}
+
+
+def thinking(text: str, **extra: Any) -> dict[str, Any]:
+    return {"reasoning_content": text, **extra}
+
+
+CHATS: dict[str, tuple[Message, ...]] = {
+    "plain": (Message("user", "a"), Message("assistant", "b"), Message("user", "c"), Message("assistant", "d")),
+    "system": (Message("system", "S"), Message("user", "a"), Message("assistant", "b")),
+    "a question": (Message("system", "S"), Message("user", "a")),
+    "a call": (
+        Message("user", "Rain in Köln?"),
+        Message("assistant", "", call("weather", city="Köln", days=2)),
+        Message("tool", '{"rain": true}'),
+        Message("assistant", "It rains."),
+        Message("user", "Thanks"),
+        Message("assistant", "Bye"),
+    ),
+    "a pending call": (Message("user", "a"), Message("assistant", "", call("time"))),
+    "reasoning": (
+        Message("user", "a"),
+        Message("assistant", "b", thinking("One.")),
+        Message("user", "c"),
+        Message("assistant", "d", thinking("Two.\nThree.")),
+    ),
+    "reasoned calls": (
+        Message("user", "a"),
+        Message("assistant", "", thinking("Ask.", **call("time"))),
+        Message("tool", "noon"),
+        Message("assistant", "", thinking("Again.", **call("weather", city="x"))),
+        Message("tool", "sun"),
+        Message("assistant", "Fine", thinking("Enough.")),
+    ),
+}
+
+
+@pytest.mark.parametrize("tools", [(), TOOLS], ids=["no tools", "tools"])
+@pytest.mark.parametrize("answer", [False, True], ids=["whole", "prompt"])
+@pytest.mark.parametrize("said", CHATS)
+@pytest.mark.parametrize("name", ORIGINALS)
+def test_a_built_in_template_writes_what_its_original_does(
+    name: str, said: str, answer: bool, tools: tuple[Any, ...], shared: Path
+) -> None:
+    tokenizer = with_template(name, shared / "models" / "stories260k")
+    original = AutoTokenizer.from_pretrained(shared / "models" / "stories260k")
+    original.chat_template = (files("trl") / "chat_templates" / f"{ORIGINALS[name]}.jinja").read_text()
+    row = Conversation(CHATS[said], tools, **WHERE)
+    messages = [message.as_dict() for message in row.messages]
+    expected: Any = original.apply_chat_template(
+        messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=answer
+    )
+    ours: Any = tokenizer.apply_chat_template(
+        messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=answer
+    )
+    if (name, said, answer) == ("gpt-oss", "reasoned calls", False):  # its prompts keep what the whole leaves out
+        call_only = "<|start|>assistant to=functions."
+        for thought in ("Ask.", "Again."):
+            reasoned = f"<|start|>assistant<|channel|>analysis<|message|>{thought}<|end|>"
+            assert ours.count(reasoned + call_only) == 1
+            ours = ours.replace(reasoned, "")
+    lines = [line for line in expected.split("\n") if not line.startswith("Current date: ")]
+    assert ours == "\n".join(lines)
+
+
+def test_mistral_writes_tools_calls_and_results_between_its_tokens(shared: Path) -> None:
+    tokenizer = with_template("mistral", shared / "models" / "stories260k")
+    messages = (
+        Message("user", "a"),
+        Message("assistant", "", {"tool_calls": [{"id": "123456789", **call("time")["tool_calls"][0]}]}),
+        Message("tool", "noon", {"tool_call_id": "123456789"}),
+        Message("assistant", "It is noon."),
+    )
+    text = written(Conversation(messages, ({"type": "function", "function": {"name": "time"}},), **WHERE), tokenizer)
+    assert text == (
+        '<s>[AVAILABLE_TOOLS] [{"type": "function", "function": {"name": "time"}}][/AVAILABLE_TOOLS][INST] a[/INST]'
+        '[TOOL_CALLS] [{"name": "time", "arguments": {}, "id": "123456789"}]</s>'
+        '[TOOL_RESULTS] {"content": "noon", "call_id": "123456789"}[/TOOL_RESULTS] It is noon.</s>'
+    )
+
+
+CALLED = {
+    "llama-3.1": '{"name": "time", "parameters": {}}<|eot_id|>',
+    "qwen-2.5": '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call><|im_end|>',
+    "qwen-3": '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call><|im_end|>',
+    "mistral": '[TOOL_CALLS]  [{"name": "time", "arguments": {}}]</s>',  # the second space is stories260k's
+    "gpt-oss": " to=functions.time<|channel|>commentary json<|message|>{}<|call|>",
+}
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_each_built_in_template_with_tools_supervises_calls_and_answers(name: str, shared: Path) -> None:
+    tokenizer = with_template(name, shared / "models" / "stories260k")
+    messages = (
+        Message("user", "a"),
+        Message("assistant", "", call("time")),
+        Message("tool", "noon"),
+        Message("assistant", "It is noon."),
+    )
+    (document,) = label_rows([Conversation(messages, TOOLS, **WHERE)], tokenizer).documents
+    first, second = trained(document, tokenizer)
+    assert first == CALLED[name]
+    assert second.endswith(f"It is noon.{BUILT_IN[name].end}")
+
+
+def test_a_template_without_tools_refuses_them(shared: Path) -> None:
+    for name in sorted(set(BUILT_IN) - set(CALLED)):
+        tokenizer = with_template(name, shared / "models" / "stories260k")
+        with pytest.raises(DataError, match="this template renders no tools"):
+            label_rows([Conversation(CHATS["plain"], TOOLS, **WHERE)], tokenizer)

@@ -1,0 +1,124 @@
+"""Keys of adapters, optimisers and schedules reach PEFT and transformers, and train, by slower paths where need be."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+from pronghorn.config import Recipe
+from pronghorn.errors import ConfigError
+from pronghorn.layers.linears import unfused_reason
+from pronghorn.train.build import training_arguments
+from pronghorn.train.run import check_device, run
+from support.runs import QUIET, Make
+
+PLAIN = {"max_steps": 2, "save_steps": None, "logging_steps": 1}
+
+
+def config_of(output: Path) -> dict[str, Any]:
+    return json.loads((output / "adapter" / "adapter_config.json").read_text())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("adapter", "saved"),
+    [
+        ({"use_dora": True}, {"use_dora": True}),
+        ({"init_lora_weights": "gaussian"}, {"init_lora_weights": "gaussian"}),
+        ({"rank_pattern": {"down_proj": 8}, "alpha_pattern": {"q_proj": 32}}, {"rank_pattern": {"down_proj": 8}}),
+    ],
+    ids=str,
+)
+def test_kinds_of_adapters_train(adapter: dict[str, Any], saved: dict[str, Any], make: Make, tmp_path: Path) -> None:
+    recipe = make("run", adapter={"lora_dropout": 0.0, **adapter}, train=PLAIN)
+    record = run(recipe, QUIET)
+    assert record.heldout["after"] < record.heldout["before"]  # type: ignore[operator]
+    config = config_of(tmp_path / "run")
+    assert {key: config[key] for key in saved} == saved
+
+
+def test_dora_goes_by_the_slower_path_and_the_reason_is_told() -> None:
+    model = peft.get_peft_model(nn.Sequential(nn.Linear(4, 4)), peft.LoraConfig(target_modules=["0"], use_dora=True))
+    assert unfused_reason([model.base_model.model[0]], torch.float32) == "an adapter that is not plain LoRA"
+
+
+@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora"])
+def test_what_was_taken_out_of_the_base_is_saved_as_plain_lora(
+    init: str, make: Make, tmp_path: Path, stories: Path
+) -> None:
+    """A plain base with the saved adapter says what the trained model says."""
+    recipe = make("run", adapter={"lora_dropout": 0.0, "init_lora_weights": init}, train=PLAIN)
+    record = run(recipe, QUIET)
+    config = config_of(tmp_path / "run")
+    assert config["init_lora_weights"] is True and config["r"] == 8 and config["lora_alpha"] == 32
+    again = make("again", model={"name": str(tmp_path / "run" / "adapter")}, train={**PLAIN, "max_steps": 1})
+    assert run(again, QUIET).heldout["before"] == pytest.approx(record.heldout["after"], abs=2e-4)
+    assert record.heldout["after"] < record.heldout["before"]  # type: ignore[operator]
+
+
+def test_a_pattern_of_no_module_is_refused(make: Make) -> None:
+    with pytest.raises(ConfigError, match="rank_pattern or alpha_pattern 'dwn_proj' matches no module"):
+        run(make("run", adapter={"rank_pattern": {"dwn_proj": 8}}), QUIET)
+
+
+@pytest.mark.parametrize("optimizer", ["adafactor", "rmsprop", "adagrad", "sgd"])
+def test_optimisers_of_transformers_train(optimizer: str, make: Make) -> None:
+    record = run(make("run", train={**PLAIN, "optimizer": optimizer}), QUIET)
+    assert record.heldout["after"] != record.heldout["before"]
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "more"),
+    [
+        ("cosine_with_restarts", {}),
+        ("polynomial", {}),
+        ("inverse_sqrt", {}),
+        ("cosine_with_min_lr", {"min_lr_rate": 0.5}),
+        ("warmup_stable_decay", {"num_decay_steps": 2}),
+        ("reduce_lr_on_plateau", {}),
+    ],
+)
+def test_schedules_of_transformers_train(scheduler: str, more: dict[str, float], make: Make) -> None:
+    train = {**PLAIN, "max_steps": 4, "warmup_ratio": 0.5, "lr_scheduler": scheduler, "lr_scheduler_kwargs": more}
+    record = run(make("run", train={**train, "eval_steps": 2}), QUIET)
+    rates = [step["learning_rate"] for step in record.steps]
+    assert len(rates) == 4
+    if scheduler != "reduce_lr_on_plateau":
+        assert rates[0] == 0 and rates[1] == pytest.approx(0.5e-2)
+
+
+def test_neftune_adds_noise_to_training_alone(make: Make) -> None:
+    plain = run(make("plain", adapter={"lora_dropout": 0.0}, train=PLAIN), QUIET)
+    noisy = run(make("noisy", adapter={"lora_dropout": 0.0}, train={**PLAIN, "neftune_noise_alpha": 50.0}), QUIET)
+    assert plain.heldout["before"] == noisy.heldout["before"]
+    assert plain.steps[0]["loss"] != noisy.steps[0]["loss"]
+
+
+def test_a_seed_for_data_alone_changes_the_order_and_not_the_adapter(make: Make) -> None:
+    base, other = make("a"), make("b", data={"seed": 7})
+    assert (base.data_seed, other.data_seed) == (base.train.seed, 7)
+    arguments = training_arguments(other)
+    assert arguments.data_seed == 7 and arguments.seed == base.train.seed
+
+
+def test_what_a_cpu_can_not_do_is_told(make: Make) -> None:
+    with pytest.raises(ConfigError, match="graph: on without a CUDA device"):
+        run(make("run", packing={"graph": "on"}), QUIET)
+    console = Console(file=io.StringIO(), width=200)
+    check_device(make("run", memory={"budget": "16GB"}), "cpu", console)
+    assert "memory.budget 16GB is of GPU memory" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_names_between_commas_are_a_list(make: Make) -> None:
+    recipe = make("run", adapter={"modules_to_save": "lm_head, embed_tokens", "target_modules": "q_proj,v_proj"})
+    assert recipe.adapter.modules_to_save == ["lm_head", "embed_tokens"]
+    assert recipe.adapter.target_modules == ["q_proj", "v_proj"]
+    again = Recipe.model_validate(recipe.to_dict())
+    assert again == recipe
