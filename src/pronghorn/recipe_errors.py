@@ -54,19 +54,33 @@ _PLAIN = {
     "dictionary or instance of Source": "table like {path: …}",
 }
 """What pydantic calls the types of values, and we."""
-_OTHERS = {"base_model": "Axolotl", "model_name_or_path": "LLaMA-Factory or TRL"}
-"""Top-level keys that tell whose file it is."""
+_OTHERS = {
+    "Axolotl": {"base_model", "sequence_len", "micro_batch_size", "lora_target_linear"},
+    "LLaMA-Factory": {"finetuning_type", "stage", "cutoff_len", "dataset_dir", "template"},
+    "TRL": {"model_name_or_path", "dataset_name", "per_device_train_batch_size"},
+}
+"""Top-level keys that tell whose file it is; of several the first tool that has one."""
+CONVERTED = ("Axolotl", "LLaMA-Factory")
+"""Tools whose files `pronghorn convert` reads."""
+
+
+def tool_of(table: Mapping[Any, Any]) -> str | None:
+    """Return whose configuration a YAML table is, None for a recipe or nothing known."""
+    keys = set(table)
+    if any(isinstance(table.get(section), dict) for section in ("model", "data", "train")):
+        return None  # a recipe, if perhaps with a foreign key
+    return next((tool for tool, own in _OTHERS.items() if own & keys), None)
 
 
 def refuse_others(path: Path, table: dict[Any, Any]) -> None:
-    """Refuse another tool's configuration, and tell what its keys are called here."""
-    for key, tool in _OTHERS.items():
-        if key in table:
-            names = [f"{name} is {_ALIASES[name]}" for name in table if name in _ALIASES]
-            raise ConfigError(
-                f"{path} is a configuration of {tool} ({key})",
-                f"write a recipe: {', '.join(names)}; docs/recipe.md has every key",
-            )
+    """Refuse another tool's configuration, and tell how a recipe comes of it."""
+    tool = tool_of(table)
+    if tool in CONVERTED:
+        raise ConfigError(f"{path} is a configuration of {tool}, not a recipe", f"pronghorn convert {path}")
+    if tool is not None:
+        names = [f"{name} is {_ALIASES[name]}" for name in table if name in _ALIASES]
+        remedy = "; ".join(["pronghorn init writes a recipe", ", ".join(names[:6])] if names else ["pronghorn init"])
+        raise ConfigError(f"{path} is a configuration of {tool}, not a recipe", remedy)
 
 
 def without_removed(recipe: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,6 +27,8 @@ EXCEPTIONS = {
     "layers/linears.py": "bitsandbytes' class Linear4bit",
     "models/gguf.py": "GGUF's own names of architectures and tensors",
     "models/gguf_tokenizer.py": "GGUF's own names of tokenizers",
+    "recipes/axolotl.py": "names of chat templates, Axolotl's and ours",
+    "recipes/llama_factory.py": "names of chat templates, LLaMA-Factory's and ours",
 }
 """Files that may hold such names, and why."""
 

@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 from pronghorn import __version__
 from pronghorn.cli.bench import bench
 from pronghorn.cli.chat import chat
+from pronghorn.cli.convert import convert
 from pronghorn.cli.data import inspect_data
 from pronghorn.cli.doctor import doctor
 from pronghorn.cli.options import grow_segments, stay_quiet
@@ -20,7 +21,7 @@ from pronghorn.cli.report import report
 from pronghorn.cli.train import train
 from pronghorn.cli.verify import verify
 
-ORDER = ("train", "data", "report", "chat", "plan", "verify", "profile", "bench", "doctor")
+ORDER = ("init", "convert", "train", "data", "report", "chat", "plan", "verify", "profile", "bench", "doctor")
 
 
 class _InOrder(TyperGroup):
@@ -45,7 +46,7 @@ app = typer.Typer(
 data = typer.Typer(help="Look at what a recipe trains on.", no_args_is_help=True)
 app.add_typer(data, name="data")
 data.command("inspect", no_args_is_help=True)(inspect_data)
-for command in (train, report, chat, plan, verify, profile, bench):
+for command in (convert, train, report, chat, plan, verify, profile, bench):
     app.command(no_args_is_help=True)(command)
 app.command()(doctor)
 

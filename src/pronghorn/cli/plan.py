@@ -40,7 +40,7 @@ def plan(
 
     [bold]Examples[/]
 
-      pronghorn plan recipes/demo-cpu.yaml --device rtx4090
+      pronghorn plan my.yaml --device rtx4090
 
       pronghorn plan my.yaml memory.budget=16GiB --calibrate
     """

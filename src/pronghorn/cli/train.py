@@ -40,9 +40,9 @@ def train(
 
     [bold]Examples[/]
 
-      pronghorn train recipes/gpu-lora.yaml
+      pronghorn train my.yaml
 
-      pronghorn train recipes/gpu-lora.yaml train.max_steps=20
+      pronghorn train my.yaml train.max_steps=20
 
       pronghorn train my.yaml 'report.sample_prompts=["What is a mutex?"]'
     """
