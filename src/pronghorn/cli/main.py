@@ -6,7 +6,7 @@ import logging
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from pronghorn import __version__
 from pronghorn.cli.bench import bench
@@ -32,6 +32,36 @@ class _InOrder(TyperGroup):
         return sorted(super().list_commands(ctx), key=lambda name: (*ORDER, name).index(name))
 
 
+class _Recipe(TyperCommand):
+    """A command that takes a recipe: an unknown option that is a key's name is answered with the key."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Return what is left after the options.
+
+        Raises:
+            UsageError: an unknown option, with what to write instead.
+        """
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            option = getattr(error, "option_name", None) or ""
+            if option and (written := _override(option, given)) is not None:
+                ctx.fail(f"No such option: {option}. A recipe's keys are set without dashes: {written}")
+            raise
+
+
+def _override(option: str, given: list[str]) -> str | None:
+    """Return the override that an unknown option stands for, None where it is no key's name."""
+    from pronghorn.config import fields
+
+    name = option.lstrip("-").replace("-", "_")
+    key = next((key for key, *_ in fields() if name in (key, key.partition(".")[2])), None)
+    at = next(i for i, word in enumerate(given) if word.split("=")[0] == option)
+    value = given[at].partition("=")[2] or next(iter(given[at + 1 : at + 2]), "VALUE")
+    return key and f"{key}={value}"
+
+
 app = typer.Typer(
     name="pronghorn",
     cls=_InOrder,
@@ -45,8 +75,10 @@ app = typer.Typer(
 
 data = typer.Typer(help="Look at what a recipe trains on.", no_args_is_help=True)
 app.add_typer(data, name="data")
-data.command("inspect", no_args_is_help=True)(inspect_data)
-for command in (convert, train, report, chat, plan, verify, profile, bench):
+data.command("inspect", cls=_Recipe, no_args_is_help=True)(inspect_data)
+for command in (train, plan, verify, profile, bench):
+    app.command(cls=_Recipe, no_args_is_help=True)(command)
+for command in (convert, report, chat):
     app.command(no_args_is_help=True)(command)
 app.command()(doctor)
 

@@ -144,12 +144,11 @@ def _targets(draft: Draft) -> None:
 
 def _data(draft: Draft) -> None:
     """Take over the data sets, and the template that they go through."""
-    sets = draft.take("datasets") or draft.take("pretraining_dataset") or []
-    if isinstance(sets, str):
-        sets = [{"path": sets, "type": "completion"}]
-    sources = [_source(draft, each, "datasets") for each in sets]
-    if sources:
-        draft.put("data.train", sources, "datasets")
+    for key in ("datasets", "pretraining_dataset"):
+        sets = draft.take(key) or []
+        sets = [{"path": sets, "type": "completion"}] if isinstance(sets, str) else sets
+        if sets:
+            draft.put("data.train", [_source(draft, each, key) for each in sets], key)
     if held_out := draft.take("test_datasets"):
         draft.put("data.eval", [_source(draft, each, "test_datasets") for each in held_out], "test_datasets")
     template = draft.given.get("chat_template")

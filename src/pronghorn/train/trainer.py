@@ -43,7 +43,14 @@ from pronghorn.train.counters import StepCounters
 from pronghorn.train.evaluate import heldout_loss
 from pronghorn.train.gradients import GradientWatch
 from pronghorn.train.oom_retry import OomRetry, OutOfMemory
-from pronghorn.train.validate import check_arguments, check_dataset, check_row_length, check_trained_dtypes, use_one_gpu
+from pronghorn.train.validate import (
+    check_arguments,
+    check_dataset,
+    check_old_arguments,
+    check_row_length,
+    check_trained_dtypes,
+    use_one_gpu,
+)
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,7 @@ class SFTTrainer(trl.SFTTrainer):
     """
 
     def __init__(self, model: Any, args: Any = None, *, tokenizer: Any = None, **kwargs: Any) -> None:
+        check_old_arguments(kwargs)
         if args is None:
             args = trl.SFTConfig(output_dir="pronghorn-sft", packing=True)
             if getattr(model, "max_seq_length", None) is not None:
