@@ -107,7 +107,7 @@ BAD: list[tuple[str, list[str], str]] = [
     ("", ["train.max_steps=3: 4: 5"], "not YAML"),
     ("", ["train.seed=2026-13-40"], "train.seed = '2026-13-40': input should be a valid integer"),
     ("", ["train.max_steps=true"], "train.max_steps = True: input should be a valid integer"),
-    ("", ["train.max_steps='3'"], "train.max_steps = '3': a number in quotes valid integer"),
+    ("", ["train.max_steps='3'"], "train.max_steps = '3': a number in quotes is a text"),
     ("", ["train.learning_rate=.inf"], "train.learning_rate = inf: input should be a finite number"),
     ("", ["model.name=''"], "model.name = ''"),
     ("", ["train.output=''"], "train.output = '': an empty path"),

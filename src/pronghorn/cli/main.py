@@ -14,6 +14,7 @@ from pronghorn.cli.chat import chat
 from pronghorn.cli.convert import convert
 from pronghorn.cli.data import inspect_data
 from pronghorn.cli.doctor import doctor
+from pronghorn.cli.init import init
 from pronghorn.cli.options import grow_segments, stay_quiet
 from pronghorn.cli.plan import plan
 from pronghorn.cli.profile import profile
@@ -67,7 +68,7 @@ app = typer.Typer(
     cls=_InOrder,
     invoke_without_command=True,
     help="Fine-tune large language models: packed rows, a recipe in one YAML file, and a report of what happened.",
-    epilog="Start with: pronghorn doctor",
+    epilog="Start with: pronghorn init",
     rich_markup_mode="rich",
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -81,6 +82,7 @@ for command in (train, plan, verify, profile, bench):
 for command in (convert, report, chat):
     app.command(no_args_is_help=True)(command)
 app.command()(doctor)
+app.command()(init)
 
 
 def _version(wanted: bool) -> None:
