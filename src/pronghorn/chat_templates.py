@@ -14,6 +14,7 @@ __all__ = ["get_chat_template", "standardize_data_formats", "standardize_sharegp
 _SPELLINGS = {
     "llama-3": ("llama3", "llama-3.1", "llama-31", "llama-3.2", "llama-3.3"),
     "qwen-2.5": ("qwen2.5", "qwen25", "qwen-25"),
+    "qwen-3": ("qwen3", "qwen-3-instruct", "qwen3-instruct"),
     "gemma": ("gemma2", "gemma-2", "gemma3", "gemma-3"),
 }
 """What Unsloth calls the built-in templates."""
@@ -28,7 +29,9 @@ def get_chat_template(tokenizer: Any, chat_template: str = "chatml", mapping: An
     """
     if mapping and mapping.get("role", "role") != "role":
         raise ConfigError("get_chat_template with a mapping", "leave it out and call standardize_sharegpt(dataset)")
-    name = next((ours for ours, others in _SPELLINGS.items() if chat_template in others), chat_template)
+    name = chat_template
+    if name not in BUILT_IN:
+        name = next((ours for ours, others in _SPELLINGS.items() if name in others), name)
     if name not in BUILT_IN:
         own = "leave the call out: the tokenizer has a template of its own"
         remedy = own if getattr(tokenizer, "chat_template", None) else f"use one of {', '.join(BUILT_IN)}"
