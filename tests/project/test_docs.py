@@ -15,6 +15,7 @@ from pronghorn.data.formats import FORMATS, read_row, recognise
 DOCS = Path(__file__).parents[2] / "docs"
 SECTIONS = {name: field.annotation.model_fields for name, field in Recipe.model_fields.items()}  # type: ignore[union-attr]
 GUIDES = ("finetune", "fit-a-card", "check-numbers", "find-the-slow-part", "resume", "migrate", "after-training", "faq")
+GUIDES += ("install", "troubleshooting", "limits", "preference-training")
 EXAMPLES = re.findall(r"^\| `(\w+)` \| `(\{.*\})` \|$", (DOCS / "finetune.md").read_text(), re.MULTILINE)
 
 

@@ -20,6 +20,7 @@ CLASSES = (
 NAMES = re.compile(rf"(?<![\w-])(?:{MODULES}|{CLASSES})(?![\w-])")
 
 EXCEPTIONS = {
+    "chat_templates.py": "names of chat templates, Unsloth's and ours",
     "config.py": "examples in keys' descriptions",
     "data/template.py": "names of chat templates, which recipes give",
     "diagnose/shapes.py": "sizes of known models, as data",

@@ -79,8 +79,8 @@ app.add_typer(data, name="data")
 data.command("inspect", cls=_Recipe, no_args_is_help=True)(inspect_data)
 for command in (train, plan, verify, profile, bench):
     app.command(cls=_Recipe, no_args_is_help=True)(command)
-for command in (convert, report, chat):
-    app.command(no_args_is_help=True)(command)
+for other in (convert, report, chat):
+    app.command(no_args_is_help=True)(other)
 app.command()(doctor)
 app.command()(init)
 
