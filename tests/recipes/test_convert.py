@@ -147,6 +147,18 @@ def test_a_ratio_of_warm_up_is_counted_where_steps_are_known(place: Path) -> Non
     assert recipe["data"]["train"][0]["format"] == "text"
 
 
+def test_documents_of_a_batch_become_one_row_and_that_is_told(place: Path) -> None:
+    result, recipe, _ = convert(AXOLOTL["instruct-lora-8b"], place)
+    assert recipe is not None and recipe["packing"] == {"rows_per_step": 1}
+    assert "micro_batch_size: 2 documents there; a packed row holds many" in result.output
+
+
+def test_a_dataset_info_that_is_no_json_is_told(place: Path) -> None:
+    (place / "data/dataset_info.json").write_text("{")
+    result, _, _ = convert(LLAMA_FACTORY["lora_sft"], place)
+    assert result.exit_code == 1 and "JSONDecodeError" in result.output
+
+
 def test_what_is_there_is_not_written_over(place: Path) -> None:
     (place / "recipe.yaml").write_text("mine")
     result, _, written = convert(AXOLOTL["qlora"], place)
@@ -157,8 +169,12 @@ def test_what_is_there_is_not_written_over(place: Path) -> None:
     ("text", "says"),
     [
         ("model: {name: a}\ntrain: {}\n", "no known configuration"),
+        ("base_model: a\nadapter: lora\ndatasets: [{type: alpaca}]\n", "KeyError: 'path'"),
+        ("base_model: a\nadapter: lora\ndatasets: [3]\n", "not of the kind that Axolotl documents"),
+        ("base_model: a\nmax_steps: 5\nwarmup_ratio: some\n", "not of the kind that Axolotl documents"),
+        ("model_name_or_path: a\nstage: sft\nlora_rank: x\ndataset: 3\n", "not of the kind that LLaMA-Factory"),
         ("model_name_or_path: a\ndataset_name: b\n", "a configuration of TRL"),
-        ("base_model: a\nadapter: lora\ndatasets: []\n", "would lack data"),
+        ("base_model: a\nadapter: lora\ndatasets: []\n", "would lack"),
     ],
 )
 def test_other_files_are_refused_by_name(text: str, says: str, place: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pronghorn.recipes.draft import Draft, refuse_preferences, warm_up
+from pronghorn.recipes.draft import Draft, batch_size, refuse_preferences, warm_up
 
 _SAME = {
     "base_model": "model.name",
@@ -21,7 +21,6 @@ _SAME = {
     "tokens": "adapter.new_tokens",
     "default_system_message": "data.system_prompt",
     "dataset_num_proc": "data.workers",
-    "micro_batch_size": "packing.rows_per_step",
     "gradient_accumulation_steps": "train.gradient_accumulation_steps",
     "num_epochs": "train.epochs",
     "max_steps": "train.max_steps",
@@ -109,6 +108,7 @@ def convert(draft: Draft, folder: Path) -> None:
     draft.copy(_SAME)
     if resumed := draft.take("lora_model_dir"):
         draft.put("model.name", str(resumed), "lora_model_dir; its base is named in its adapter_config.json")
+    batch_size(draft, "micro_batch_size", 1, bool(draft.given.get("sample_packing")))
     _targets(draft)
     _data(draft)
     draft.put("train.lr_scheduler", draft.take("lr_scheduler", "cosine"), "lr_scheduler")

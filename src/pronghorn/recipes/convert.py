@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pronghorn.config import read_table
-from pronghorn.errors import ConfigError
+from pronghorn.errors import ConfigError, PronghornError
 from pronghorn.recipe_errors import tool_of
 from pronghorn.recipes import axolotl, llama_factory
 from pronghorn.recipes.draft import Draft
@@ -25,7 +25,15 @@ def convert(path: Path) -> tuple[str, Draft]:
         problem = f"{path} is {'a configuration of ' + tool if tool else 'no known configuration'}"
         raise ConfigError(problem, f"give the YAML file of {' or '.join(TOOLS)}; pronghorn init writes a recipe anew")
     draft = Draft({str(key): value for key, value in table.items() if value is not None})
-    TOOLS[tool](draft, path.parent)
+    try:
+        TOOLS[tool](draft, path.parent)
+    except PronghornError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # a text where that tool has a list, and so on
+        raise ConfigError(
+            f"{path}: a value is not of the kind that {tool} documents ({type(error).__name__}: {error})",
+            "mend it, or leave the key out and write it into the recipe",
+        ) from error
     draft.check()
     if draft.recipe["data"].get("eval") is None:
         for key in ("eval_steps", "patience"):

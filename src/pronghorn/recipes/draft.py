@@ -118,3 +118,12 @@ def refuse_preferences(task: str) -> None:
     raise ConfigError(
         f"{task} is no task of a recipe", "train it by TRL's trainer on a Pronghorn model: docs/preference-training.md"
     )
+
+
+def batch_size(draft: Draft, key: str, default: int, packed: bool) -> None:
+    """Take over the batch: rows where they are packed there, too; documents become one row, and that is told."""
+    batch = draft.take(key, default)
+    draft.put("packing.rows_per_step", batch if packed else 1, key)
+    if not packed and batch != 1:
+        more = "a packed row holds many: see `pronghorn data inspect`, then set packing.rows_per_step"
+        draft.lost[key] = f"{batch} documents there; {more}"

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pronghorn.recipes.draft import Draft, refuse_preferences, warm_up
+from pronghorn.recipes.draft import Draft, batch_size, refuse_preferences, warm_up
 
 _SAME = {
     "model_name_or_path": "model.name",
@@ -71,6 +71,7 @@ _LOST = {
     "loraplus_lr_ratio": "one learning rate for all adapters",
     "mix_strategy": "weights of the sources: data.train: [{path: …, weight: …}]",
     "pissa_init": "adapters begin at zero",
+    "report_to": "name the tools in train.report_to, once they are installed",
     "push_to_hub": "upload after training: docs/after-training.md",
     "quantization_bit": "model.load_in_4bit: true is 4 bits; others are not here",
     "use_galore": "no GaLore: adapter.method: lora takes less memory",
@@ -106,15 +107,7 @@ def convert(draft: Draft, folder: Path) -> None:
         draft.put("precision.dtype", "float16", "fp16")
     if draft.take("disable_gradient_checkpointing") is True:
         draft.put("memory.gradient_checkpointing", False, "disable_gradient_checkpointing")
-    batch, packed = draft.take("per_device_train_batch_size", 8), stage == "pt" or draft.given.get("packing")
-    draft.put("packing.rows_per_step", batch if packed else 1, "per_device_train_batch_size" if packed else "")
-    if not packed and batch > 1:
-        draft.lost["per_device_train_batch_size"] = (
-            f"{batch} documents there; a packed row holds many: see `pronghorn data inspect`, "
-            "then set packing.rows_per_step"
-        )
-    if (tools := draft.take("report_to")) not in (None, "none", []):
-        draft.lost["report_to"] = f"train.report_to: {tools}, once that is installed"
+    batch_size(draft, "per_device_train_batch_size", 8, stage == "pt" or bool(draft.given.get("packing")))
     draft.explain(_LOST, _NEEDLESS)
 
 
@@ -124,7 +117,9 @@ def _adapter(draft: Draft) -> None:
     draft.put("adapter.r", rank, "lora_rank")
     draft.put("adapter.lora_alpha", draft.take("lora_alpha", 2 * rank), "lora_alpha (twice the rank by default)")
     target = draft.take("lora_target", "all")
-    if target != "all":
+    if target == "all":
+        draft.needless["lora_target"] = "adapter.target_modules: all-linear is the default"
+    else:
         draft.put("adapter.target_modules", _names(target), "lora_target")
     if whole := draft.take("additional_target"):
         draft.put("adapter.modules_to_save", _names(whole), "additional_target")
