@@ -49,6 +49,8 @@ def shared(request: pytest.FixtureRequest) -> Path:
     """The folder of data and models the tests read in place."""
     folder = request.config.getoption("--shared").resolve()  # tests may change the current folder
     if not (folder / "models").is_dir():
+        if folder == ROOT.parent / "shared":
+            pytest.skip(f"needs data and models in {folder}: CONTRIBUTING.md says which, and how to get them")
         pytest.fail(f"no data at {folder}: give the folder with data/ and models/ by --shared PATH")
     return folder
 

@@ -107,7 +107,7 @@ BAD: list[tuple[str, list[str], str]] = [
     ("", ["train.max_steps=3: 4: 5"], "not YAML"),
     ("", ["train.seed=2026-13-40"], "train.seed = '2026-13-40': input should be a valid integer"),
     ("", ["train.max_steps=true"], "train.max_steps = True: input should be a valid integer"),
-    ("", ["train.max_steps='3'"], "train.max_steps = '3': input should be a valid integer"),
+    ("", ["train.max_steps='3'"], "train.max_steps = '3': a number in quotes is a text"),
     ("", ["train.learning_rate=.inf"], "train.learning_rate = inf: input should be a finite number"),
     ("", ["model.name=''"], "model.name = ''"),
     ("", ["train.output=''"], "train.output = '': an empty path"),
@@ -175,11 +175,11 @@ def test_bad_recipes(folder: Path, extra: str, overrides: list[str], says: str) 
         ),
         (
             "base_model: m\nsequence_len: 8\n",
-            "of Axolotl (base_model): write a recipe: base_model is model.name, sequence",
+            "a configuration of Axolotl, not a recipe: pronghorn convert ",
         ),
         (
             "model_name_or_path: m\nlora_rank: 8\n",
-            "LLaMA-Factory or TRL (model_name_or_path): write a recipe: model_name",
+            "a configuration of LLaMA-Factory, not a recipe: pronghorn convert ",
         ),
     ],
 )

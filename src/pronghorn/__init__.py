@@ -12,8 +12,11 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "FastLanguageModel": "pronghorn.api",
+    "FastModel": "pronghorn.api",
     "SFTTrainer": "pronghorn.train.trainer",
     "attach": "pronghorn.models.attach",
+    "is_bf16_supported": "pronghorn.device",
+    "is_bfloat16_supported": "pronghorn.device",
     "Handle": "pronghorn.models.attach",
     "Plan": "pronghorn.memory.plan",
     "PackedBatch": "pronghorn.data.batch",
@@ -26,6 +29,7 @@ _HOMES = {
 __all__ = [
     "Collator",
     "FastLanguageModel",
+    "FastModel",
     "Handle",
     "PackedBatch",
     "PackedRows",
@@ -34,15 +38,18 @@ __all__ = [
     "SFTTrainer",
     "__version__",
     "attach",
+    "is_bf16_supported",
+    "is_bfloat16_supported",
     "register_family",
     "train_on_responses_only",
 ]
 
 if TYPE_CHECKING:
-    from pronghorn.api import FastLanguageModel
+    from pronghorn.api import FastLanguageModel, FastModel
     from pronghorn.config import Recipe
     from pronghorn.data.batch import Collator, PackedBatch
     from pronghorn.data.packed_rows import PackedRows
+    from pronghorn.device import is_bf16_supported, is_bfloat16_supported
     from pronghorn.families.registry import register_family
     from pronghorn.memory.plan import Plan
     from pronghorn.models.attach import Handle, attach
@@ -52,6 +59,9 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
+        from pronghorn.unsloth_names import elsewhere
+
+        elsewhere(name)
         raise AttributeError(f"module 'pronghorn' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)
 

@@ -21,6 +21,7 @@ from pronghorn.models.attach import Attention, Experimental, attach, attached
 from pronghorn.models.families import base_causal_lm, decoder_layers, recompute_layers
 from pronghorn.models.load import load_model, resolve_dtype
 from pronghorn.models.lora import add_lora
+from pronghorn.unsloth_names import answer_methods, refuse_arguments
 
 
 class FastLanguageModel:
@@ -123,6 +124,8 @@ class FastLanguageModel:
         Raises:
             NotImplementedError: an argument that isn't supported yet, by name.
         """
+        if unsupported.get("max_seq_length") == getattr(model, "max_seq_length", None):
+            unsupported.pop("max_seq_length", None)
         _refuse(unsupported, "get_peft_model")
         if use_gradient_checkpointing is not None:
             _set_recompute(model, use_gradient_checkpointing)
@@ -211,10 +214,15 @@ class FastLanguageModel:
             return push_folder(folder, repo, token=token, private=private)
 
 
+FastModel = FastLanguageModel
+"""Unsloth's name for any family."""
+
+
 def _finish(model: Any, max_seq_length: int | None) -> Any:
     """Give this instance what scripts expect on it; plain attributes, never saved."""
     keep_names(model)
     model.max_seq_length = max_seq_length
+    answer_methods(model)
     model.save_pretrained_merged = functools.partial(FastLanguageModel.save_pretrained_merged, model)
     model.push_to_hub_merged = functools.partial(FastLanguageModel.push_to_hub_merged, model)
     return model
@@ -241,6 +249,4 @@ def _refuse(arguments: dict[str, Any], where: str) -> None:
             f"{where} does not take {', '.join(switches)}, which only measurements need",
             f"leave it out, or call pronghorn.attach(model, experimental={{'{switches[0]}': ...}})",
         )
-    asked = sorted(name for name, value in arguments.items() if value)
-    if asked:
-        raise UnsupportedError(f"{where} does not support {', '.join(asked)} yet", "leave it out")
+    refuse_arguments(arguments, where)

@@ -76,10 +76,7 @@ class Recipe(Section):
                 override without "=", data files that don't exist, settings that contradict each other.
         """
         path = Path(path)
-        table = parse(_read(path), str(path))
-        if not isinstance(table, dict):
-            known = ", ".join(Recipe.model_fields)
-            raise ConfigError(f"{path}: a recipe is a table of sections", f"begin with {known}")
+        table = read_table(path)
         refuse_others(path, table)
         for override in overrides:
             override_key(table, override)
@@ -101,9 +98,22 @@ class Recipe(Section):
         return self.train.seed if self.data.seed is None else self.data.seed
 
 
+def read_table(path: Path) -> dict[Any, Any]:
+    """Return what a YAML file says, a recipe or another tool's configuration.
+
+    Raises:
+        ConfigError: a file that is missing, not YAML, or no table.
+    """
+    table = parse(_read(path), str(path))
+    if not isinstance(table, dict):
+        known = ", ".join(Recipe.model_fields)
+        raise ConfigError(f"{path}: a recipe is a table of sections", f"begin with {known}")
+    return table
+
+
 def _read(path: Path) -> str:
     """Return the text of a file, which may be no recipe."""
-    remedy = "give the path of a YAML file, e.g. recipes/demo-cpu.yaml"
+    remedy = "give the path of a YAML file; `pronghorn init` writes one"
     try:
         if path.is_dir():
             raise ConfigError(f"recipe {path} is a folder", remedy)

@@ -139,6 +139,15 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return False
 
 
+def is_bfloat16_supported() -> bool:
+    """Tell whether this machine's GPU computes in bfloat16 at full speed: `SFTConfig(bf16=…)` of Unsloth's scripts."""
+    return probe().bf16
+
+
+is_bf16_supported = is_bfloat16_supported
+"""Unsloth's shorter name."""
+
+
 def device_name() -> str:
     """Return the current GPU's name, or CPU with its architecture."""
     import torch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,18 @@ _ALIASES = {
     "num_train_epochs": "train.epochs",
     "output_dir": "train.output",
     "lr_scheduler_type": "train.lr_scheduler",
+    "optim": "train.optimizer",
+    "optimiser": "train.optimizer",
+    "gradient_checkpointing": "memory.gradient_checkpointing",
+    "load_in_4bit": "model.load_in_4bit",
+    "max_seq_len": "model.max_seq_length",
+    "steps": "train.max_steps",
+    "val_size": "data.eval",
+    "val_set_size": "data.eval",
+    "test_size": "data.eval",
+    "eval_dataset": "data.eval",
+    "train_dataset": "data.train",
+    "train_on_inputs": "data.loss_on",
     "finetuning_type": "adapter.method",
     "lora_r": "adapter.r",
     "lora_rank": "adapter.r",
@@ -54,19 +67,33 @@ _PLAIN = {
     "dictionary or instance of Source": "table like {path: …}",
 }
 """What pydantic calls the types of values, and we."""
-_OTHERS = {"base_model": "Axolotl", "model_name_or_path": "LLaMA-Factory or TRL"}
-"""Top-level keys that tell whose file it is."""
+_OTHERS = {
+    "Axolotl": {"base_model", "sequence_len", "micro_batch_size", "lora_target_linear"},
+    "LLaMA-Factory": {"finetuning_type", "stage", "cutoff_len", "dataset_dir", "template", "lora_rank"},
+    "TRL": {"model_name_or_path", "dataset_name", "per_device_train_batch_size"},
+}
+"""Top-level keys that tell whose file it is; of several the first tool that has one."""
+CONVERTED = ("Axolotl", "LLaMA-Factory")
+"""Tools whose files `pronghorn convert` reads."""
+
+
+def tool_of(table: Mapping[Any, Any]) -> str | None:
+    """Return whose configuration a YAML table is, None for a recipe or nothing known."""
+    keys = set(table)
+    if any(isinstance(table.get(section), dict) for section in ("model", "data", "train")):
+        return None  # a recipe, if perhaps with a foreign key
+    return next((tool for tool, own in _OTHERS.items() if own & keys), None)
 
 
 def refuse_others(path: Path, table: dict[Any, Any]) -> None:
-    """Refuse another tool's configuration, and tell what its keys are called here."""
-    for key, tool in _OTHERS.items():
-        if key in table:
-            names = [f"{name} is {_ALIASES[name]}" for name in table if name in _ALIASES]
-            raise ConfigError(
-                f"{path} is a configuration of {tool} ({key})",
-                f"write a recipe: {', '.join(names)}; docs/recipe.md has every key",
-            )
+    """Refuse another tool's configuration, and tell how a recipe comes of it."""
+    tool = tool_of(table)
+    if tool in CONVERTED:
+        raise ConfigError(f"{path} is a configuration of {tool}, not a recipe", f"pronghorn convert {path}")
+    if tool is not None:
+        names = [f"{name} is {_ALIASES[name]}" for name in table if name in _ALIASES]
+        remedy = "; ".join(["pronghorn init writes a recipe", ", ".join(names[:6])] if names else ["pronghorn init"])
+        raise ConfigError(f"{path} is a configuration of {tool}, not a recipe", remedy)
 
 
 def without_removed(recipe: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,6 +132,11 @@ def explain(error: ValidationError, source: str, about: dict[str, str]) -> Confi
         message = message.replace(pydantic_name, plain)
     setting = ".".join(path[:2])
     remedy = f"set {setting} ({about.get(setting, 'a section')})"
+    quoted = isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?([eE][-+]?\d+)?", value)
+    if first["type"] in ("int_type", "float_type") and quoted:
+        message, remedy = "a number in quotes is a text", f"write {setting}: {value}"
+    if first["type"] == "string_pattern_mismatch":
+        message, remedy = "no amount of memory", f"write e.g. {setting}: 16GiB"
     if key == "adapter.method" and value == "qlora":
         remedy = "set adapter.method: lora and model.load_in_4bit: true"
     return ConfigError(f"{source}: {key} = {short(value)}: {message[0].lower()}{message[1:]}", remedy)

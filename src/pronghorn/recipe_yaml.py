@@ -94,6 +94,8 @@ def parse(text: str, source: str) -> Any:
         where = f" line {mark.line + 1}" if mark else ""
         reason = getattr(error, "problem", None) or getattr(error, "reason", None) or error
         remedy = "indent with spaces, not tabs" if r"'\t'" in str(reason) else _EDIT
+        if "mapping values" in str(reason) or "expected <block end>" in str(reason):
+            remedy = "indent a section's keys alike, by two spaces, and quote a value that holds a colon"
         raise ConfigError(f"{source}{where}: not YAML ({reason})", remedy) from None
 
 

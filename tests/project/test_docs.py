@@ -19,6 +19,7 @@ BLOCKS = re.findall(
     r"^`(\w+)`[^\n]*:\n\n```json\n(.*?)\n```", (DOCS / "finetune.md").read_text(), re.MULTILINE | re.DOTALL
 )
 EXAMPLES = [(name, row) for name, rows in BLOCKS for row in rows.split("\n")]
+GUIDES += ("install", "troubleshooting", "limits", "preference-training", "several-gpus")
 
 
 def test_every_format_has_two_example_rows() -> None:
@@ -63,3 +64,18 @@ def test_every_line_of_the_walk_names_a_function() -> None:
 
 METHODS = {"model.save_pretrained_gguf", "model.push_to_hub"}
 """Methods of a model, which read like keys."""
+
+
+TOLD = re.findall(r"^\| (?!the error|---)(.*?) \|", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("error", TOLD)
+def test_an_error_of_the_troubleshooting_page_is_raised_somewhere(error: str) -> None:
+    """Its words stand in the source, in strings that may go on in another line."""
+    for piece in filter(None, (piece.strip(" ,?") for piece in error.split("…"))):
+        assert piece in SOURCE
+
+
+SOURCE = "".join(
+    re.sub(r'"\s*\n\s*f?"', "", file.read_text()) for file in sorted((DOCS.parent / "src/pronghorn").rglob("*.py"))
+)

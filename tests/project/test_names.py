@@ -20,6 +20,7 @@ CLASSES = (
 NAMES = re.compile(rf"(?<![\w-])(?:{MODULES}|{CLASSES})(?![\w-])")
 
 EXCEPTIONS = {
+    "chat_templates.py": "names of chat templates, Unsloth's and ours",
     "config.py": "examples in keys' descriptions",
     "data/template.py": "names of chat templates, which recipes give",
     "diagnose/shapes.py": "sizes of known models, as data",
@@ -27,6 +28,8 @@ EXCEPTIONS = {
     "layers/linears.py": "bitsandbytes' class Linear4bit",
     "models/gguf.py": "GGUF's own names of architectures and tensors",
     "models/gguf_tokenizer.py": "GGUF's own names of tokenizers",
+    "recipes/axolotl.py": "names of chat templates, Axolotl's and ours",
+    "recipes/llama_factory.py": "names of chat templates, LLaMA-Factory's and ours",
 }
 """Files that may hold such names, and why."""
 

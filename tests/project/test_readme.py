@@ -22,6 +22,7 @@ PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 YAML = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
 THREE_STEPS = ["train.max_steps=3", "train.warmup_steps=0", "data.eval_rows=2", "report.sample_tokens=8"]
 SMALL = {  # what each command is given beside what the README says, to be quick on two cores
+    "init": "",
     "doctor": "",
     "data inspect": "--rows 1",
     "plan": "",
@@ -148,6 +149,18 @@ def test_the_demo_fails_loudly_and_keeps_what_it_trained(tmp_path: Path, tiny: l
 def test_commands_that_need_no_run(name: str, says: list[str], folder: Path) -> None:
     said = command(name, folder).stdout
     assert all(each in said for each in says), said
+
+
+def test_the_recipe_that_init_writes_trains(folder: Path, stories: Path) -> None:
+    [line] = [line for line in BASH if line.startswith("pronghorn init")]
+    words = shlex.split(line.replace("Qwen/Qwen3-0.6B", str(stories)))
+    program = [sys.executable, "-m", "pronghorn"]
+    done = shell([*program, *words[1:]], folder)
+    assert done.returncode == 0, done.stderr
+    small = ["train.max_steps=1", "train.output=runs/first", "report.html=false"]
+    done = shell([*program, "train", words[2], *small], folder)
+    assert done.returncode == 0, done.stderr
+    assert (folder / "runs/first/adapter/adapter_model.safetensors").is_file()
 
 
 @pytest.mark.slow

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+
+from pronghorn import __version__ as VERSION
+from release import dated
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = ("--no-deps", "--disable-pip-version-check", "--no-index", "-q")
@@ -23,7 +28,9 @@ for package, name in (("diagnose", "inspect.html.j2"), ("diagnose", "profile.htm
     assert "{%" in text or "{{" in text, name
 assert (files("pronghorn") / "py.typed").is_file()
 assert (files("pronghorn") / "export" / "conversations.jsonl").is_file()
+from pronghorn.chat_templates import get_chat_template
 """
+QLORA = "base_model: a/b\nadapter: qlora\nsequence_len: 64\noutput_dir: out\ndatasets: [{path: a/c, type: alpaca}]\n"
 
 
 def run(folder: Path, *command: str) -> str:
@@ -49,3 +56,43 @@ def test_the_wheel_runs_outside_the_repository(tmp_path: Path) -> None:
     assert run(installed, sys.executable, "-m", "pronghorn", "--version").startswith("pronghorn 0.")
     run(installed, sys.executable, "-c", READ)
     assert "pronghorn" in {path.name for path in (installed / "bin").iterdir()}
+    run(installed, sys.executable, "-m", "pronghorn", "init", "first.yaml")
+    (installed / "qlora.yml").write_text(QLORA)
+    run(installed, sys.executable, "-m", "pronghorn", "convert", "qlora.yml")
+    assert (installed / "first.yaml").is_file() and "load_in_4bit: true" in (installed / "recipe.yaml").read_text()
+
+
+@pytest.mark.slow
+def test_a_release_is_built_checked_and_dated(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    for name in ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "release.py"):
+        shutil.copy(ROOT / name, source)
+    told = run(source, sys.executable, "release.py", "--offline")
+    assert told.count("is whole") == 2 and {path.suffix for path in (source / "dist").iterdir()} == {".whl", ".gz"}
+    assert f"## {VERSION} (20" in (source / "CHANGELOG.md").read_text()
+
+
+def test_unreleased_changes_get_the_version_and_the_day() -> None:
+    before = "# Changelog\n\n## Unreleased\n\n- One.\n\n## 0.1.0 (2026-01-01)\n\n- Two.\n"
+    after = dated(before, "0.2.0", "2026-02-02")
+    assert after.index("## Unreleased\n") < after.index("## 0.2.0 (2026-02-02)\n\n- One.") < after.index("## 0.1.0")
+    for changelog, version in ((before, "0.1.0"), (before.replace("- One.\n", ""), "0.2.0"), ("", "0.2.0")):
+        with pytest.raises(SystemExit):
+            dated(changelog, version, "2026-02-02")
+
+
+def test_the_version_is_said_once() -> None:
+    """pyproject.toml's and the package's are the same, and the changelog has something to release."""
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == VERSION
+    dated((ROOT / "CHANGELOG.md").read_text(), f"{VERSION}.next", "2026-01-01")
+
+
+def test_the_image_installs_what_the_package_has() -> None:
+    """The Dockerfile can't be built here: what it copies and the extras it names exist."""
+    text = (ROOT / "Dockerfile").read_text()
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    [names] = re.findall(r"/source\[(.*?)\]", text)
+    assert set(names.split(",")) <= extras.keys()
+    for line in re.findall(r"^COPY (.*) \S+$", text, re.MULTILINE):
+        assert all((ROOT / name).exists() for name in line.split())

@@ -30,9 +30,9 @@ def bench(
 
     [bold]Examples[/]
 
-      pronghorn bench recipes/gpu-lora.yaml
+      pronghorn bench my.yaml
 
-      pronghorn bench recipes/demo-cpu.yaml --steps 2 --warmup 1
+      pronghorn bench my.yaml --steps 2 --warmup 1
     """
     with plain_errors(debug):
         from pronghorn.config import Recipe

@@ -30,7 +30,7 @@ def inspect_data(
 
     [bold]Examples[/]
 
-      pronghorn data inspect recipes/gpu-lora.yaml
+      pronghorn data inspect my.yaml
 
       pronghorn data inspect my.yaml --split eval --rows 10 --html eval.html
 

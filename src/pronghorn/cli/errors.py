@@ -21,8 +21,8 @@ INTERRUPTED = 130
 """The exit code of a program ended by Ctrl-C (128 + SIGINT)."""
 
 
-LONGEST = 800
-"""Characters of a problem or a remedy; of longer ones the middle is left out."""
+LONGEST = 360
+"""Characters of a problem or a remedy, so that both are at most eight lines; of longer ones the middle is left out."""
 MEMORY, THREADS = "memory", "threads"
 _NO_ROOM = ("failed to map segment", "returned NULL without setting an exception")
 """What the loader says of a library for which no memory is left, and Python of an import that had none."""

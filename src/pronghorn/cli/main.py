@@ -6,13 +6,15 @@ import logging
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from pronghorn import __version__
 from pronghorn.cli.bench import bench
 from pronghorn.cli.chat import chat
+from pronghorn.cli.convert import convert
 from pronghorn.cli.data import inspect_data
 from pronghorn.cli.doctor import doctor
+from pronghorn.cli.init import init
 from pronghorn.cli.launch import launch
 from pronghorn.cli.options import grow_segments, stay_quiet
 from pronghorn.cli.plan import plan
@@ -21,7 +23,9 @@ from pronghorn.cli.report import report
 from pronghorn.cli.train import train
 from pronghorn.cli.verify import verify
 
-ORDER = ("train", "data", "report", "chat", "plan", "verify", "profile", "bench", "launch", "doctor")
+ORDER = (
+    "init", "convert", "train", "data", "report", "chat", "plan", "verify", "profile", "bench", "launch", "doctor"
+)  # fmt: skip
 
 
 class _InOrder(TyperGroup):
@@ -32,12 +36,42 @@ class _InOrder(TyperGroup):
         return sorted(super().list_commands(ctx), key=lambda name: (*ORDER, name).index(name))
 
 
+class _Recipe(TyperCommand):
+    """A command that takes a recipe: an unknown option that is a key's name is answered with the key."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Return what is left after the options.
+
+        Raises:
+            UsageError: an unknown option, with what to write instead.
+        """
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            option = getattr(error, "option_name", None) or ""
+            if option and (written := _override(option, given)) is not None:
+                ctx.fail(f"No such option: {option}. A recipe's keys are set without dashes: {written}")
+            raise
+
+
+def _override(option: str, given: list[str]) -> str | None:
+    """Return the override that an unknown option stands for, None where it is no key's name."""
+    from pronghorn.config import fields
+
+    name = option.lstrip("-").replace("-", "_")
+    key = next((key for key, *_ in fields() if name in (key, key.partition(".")[2])), None)
+    at = next(i for i, word in enumerate(given) if word.split("=")[0] == option)
+    value = given[at].partition("=")[2] or next(iter(given[at + 1 : at + 2]), "VALUE")
+    return key and f"{key}={value}"
+
+
 app = typer.Typer(
     name="pronghorn",
     cls=_InOrder,
     invoke_without_command=True,
     help="Fine-tune large language models: packed rows, a recipe in one YAML file, and a report of what happened.",
-    epilog="Start with: pronghorn doctor",
+    epilog="Start with: pronghorn init",
     rich_markup_mode="rich",
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -45,10 +79,13 @@ app = typer.Typer(
 
 data = typer.Typer(help="Look at what a recipe trains on.", no_args_is_help=True)
 app.add_typer(data, name="data")
-data.command("inspect", no_args_is_help=True)(inspect_data)
-for command in (train, report, chat, plan, verify, profile, bench, launch):
-    app.command(no_args_is_help=True)(command)
+data.command("inspect", cls=_Recipe, no_args_is_help=True)(inspect_data)
+for command in (train, plan, verify, profile, bench, launch):
+    app.command(cls=_Recipe, no_args_is_help=True)(command)
+for other in (convert, report, chat):
+    app.command(no_args_is_help=True)(other)
 app.command()(doctor)
+app.command()(init)
 
 
 def _version(wanted: bool) -> None:

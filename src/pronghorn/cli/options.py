@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import typer
 
 from pronghorn.cli.console import Console
+from pronghorn.errors import ConfigError
 
 RecipeFile = Annotated[
     Path, typer.Argument(metavar="RECIPE", help="YAML file that says what to train, on what, and where it goes.")
@@ -61,3 +62,18 @@ def stay_quiet() -> None:
 def main_process() -> bool:
     """Tell whether this process prints: torchrun's other ranks have nothing to add."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def write_new(path: Path, text: str) -> None:
+    """Write a file that isn't there yet.
+
+    Raises:
+        ConfigError: it is there, or its folder can't be written to.
+    """
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ConfigError(f"{path} is there already", "give another name by --output, or delete it") from None
+    except OSError as error:
+        raise ConfigError(f"{path} can't be written ({error.strerror})", "give another place by --output") from None

@@ -23,7 +23,7 @@ def plan(
     overrides: Overrides = None,
     device: Annotated[
         str | None,
-        typer.Option(metavar="GPU|SIZE", help="rtx4090, h100, …, or its memory, like 24GiB. Without it: this GPU."),
+        typer.Option(metavar="GPU|SIZE", help="t4, 'rtx 4060 laptop', h100, …, or 24GiB. Without it: this GPU."),
     ] = None,
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="Load the model and time a layer on this GPU (seconds).")
@@ -40,7 +40,7 @@ def plan(
 
     [bold]Examples[/]
 
-      pronghorn plan recipes/demo-cpu.yaml --device rtx4090
+      pronghorn plan my.yaml --device rtx4090
 
       pronghorn plan my.yaml memory.budget=16GiB --calibrate
     """
@@ -84,4 +84,6 @@ def render(report: PlanReport) -> RenderableType:
     else:
         counts = "{documents:,} documents, {tokens:,} tokens: {micro_batches:,} micro-batches".format(**report.data)
         lines.append(f"{counts}, {duration(report.seconds)}")
-    return Group(*lines, "", memory)
+    if device.display_bytes:
+        lines.append(f"{device.display_bytes / GIB:.1f} GiB are left to a screen; memory.budget sets another limit")
+    return Group(*lines, "", memory, "", f"for the recipe: {report.recipe_lines}")

@@ -37,7 +37,7 @@ def profile(
 
     [bold]Examples[/]
 
-      pronghorn profile recipes/gpu-lora.yaml
+      pronghorn profile my.yaml
 
       pronghorn profile my.yaml --json before.json --html before.html
 

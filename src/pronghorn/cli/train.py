@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -47,9 +48,9 @@ def train(
 
     [bold]Examples[/]
 
-      pronghorn train recipes/gpu-lora.yaml
+      pronghorn train my.yaml
 
-      pronghorn train recipes/gpu-lora.yaml train.max_steps=20
+      pronghorn train my.yaml train.max_steps=20
 
       pronghorn train my.yaml --gpus 2
 
@@ -103,4 +104,16 @@ def summary(record: RunRecord, output: Path, paths: bool = False) -> Table:
     table.add_row("Output", escape(str(output)))
     if (output / FILE_NAME).is_file():
         table.add_row("Report", escape(str(output / FILE_NAME)))
+    for step, command in next_steps(output):
+        table.add_row("Next", f"{escape(command)} [dim]({step})[/]")
     return table
+
+
+def next_steps(output: Path) -> list[tuple[str, str]]:
+    """Return what to do with a finished run, each with what a shell or a script takes."""
+    weights = output / ("model" if (output / "model").is_dir() else "adapter")
+    load = f"FastLanguageModel.from_pretrained({str(weights)!r})"
+    steps = [("ask it beside its base", f"pronghorn chat {shlex.quote(str(output))}")]
+    if weights.name == "adapter":
+        load += ", then model.save_pretrained_merged(FOLDER, tokenizer)"
+    return [*steps, ("in Python, to merge and serve it: docs/after-training.md", load)]

@@ -72,7 +72,7 @@ def verify(
 
     [bold]Examples[/]
 
-      pronghorn verify recipes/gpu-lora.yaml
+      pronghorn verify my.yaml
 
       pronghorn verify my.yaml precision.dtype=float32 --tokens 512 --json > verdict.json
 

@@ -37,8 +37,8 @@ def read_source(source: Source, reader: RowReader) -> Iterator[Row]:
         if isinstance(row, Preference):
             raise DataError(
                 f"{row.source}: a preference pair, and supervised fine-tuning would not know its rejected side",
-                "name what to train on, e.g. data.format: alpaca with data.columns: {output: chosen}, or write the "
-                "chosen answers as conversations; pairs are for DPO, which is not built yet",
+                "train on pairs by TRL's DPOTrainer (docs/preference-training.md), or write the chosen answers as "
+                "conversations",
             )
         yield row
 

@@ -59,6 +59,15 @@ class PlanReport:
         """Return the seconds of the whole run, without evaluations and checkpoints."""
         return None if self.data is None else self.data["micro_batches"] * self.step_ms / 1e3
 
+    @property
+    def recipe_lines(self) -> str:
+        """Return what a recipe says for this plan."""
+        policies = set(self.plan.policies)
+        whole = {Policy.KEEP: "false", Policy.RECOMPUTE_LAYER: "true", Policy.OFFLOAD: "offload"}
+        asked = whole.get(policies.pop(), "auto") if len(policies) == 1 else "auto"
+        budget = (self.plan.budget_bytes or 0) / GIB
+        return f"memory: {{gradient_checkpointing: {asked}, budget: {math.floor(budget * 10) / 10}GiB}}"
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON; `docs/plan.md` lists the fields."""
         return {"schema": SCHEMA, **asdict(self), "tokens_per_s": self.tokens_per_s, "seconds": self.seconds}
@@ -80,8 +89,8 @@ def report_plan(recipe: Recipe, device: str | None, calibrate: bool, console: Co
     spec = cuda_device_spec(default_device()) if device is None else device_spec(device)
     if calibrate and not (on_this_gpu and recipe.packing.enabled):
         raise ConfigError("--calibrate times packed rows on this machine's GPU", "leave it out, or --device")
-    if not on_this_gpu and recipe.precision.dtype == "auto":  # the table's cards all have it
-        precision = recipe.precision.model_copy(update={"dtype": "bfloat16"})
+    if not on_this_gpu and recipe.precision.dtype == "auto":
+        precision = recipe.precision.model_copy(update={"dtype": "bfloat16" if spec.bf16 else "float16"})
         recipe = recipe.model_copy(update={"precision": precision})
     if recipe.precision.compute != "dtype" and not spec.fp8:
         raise UnsupportedError(
@@ -101,13 +110,13 @@ def report_plan(recipe: Recipe, device: str | None, calibrate: bool, console: Co
         whole = find(recipe)
         model, _ = load(recipe, whole, tokenizer_for(recipe, whole), console)
         times, measured = measured_times(model, dims, setup, spec, autocast), True
-    limit = available(default_device()) if on_this_gpu else spec.memory_bytes
+    limit = available(default_device()) if on_this_gpu else spec.memory_bytes - spec.display_bytes
     if recipe.memory.budget is not None:
         asked = parse_bytes(recipe.memory.budget, "memory.budget")
         if asked > spec.memory_bytes:
             has = f"{spec.name} has ({spec.memory_bytes / GIB:.1f} GiB)"
             raise ConfigError(f"memory.budget {recipe.memory.budget} is more than {has}", "lower it, or leave it out")
-        limit = min(limit, asked)
+        limit = min(limit, asked) if on_this_gpu else asked
     chosen = plan(dims, setup, spec, limit, times, handle.plan)
     return PlanReport(recipe.model.name, setup, spec, times, measured, chosen, data)
 

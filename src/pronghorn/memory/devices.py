@@ -1,8 +1,4 @@
-"""List what GPUs are able to do: datasheet figures, and the fractions of them that were measured on one H200.
-
-Dense bf16 products summed in float32 (consumer cards do these at half their advertised rate), memory and link bandwidth
-from NVIDIA's datasheets; memory as torch sees it.
-"""
+"""Tell what a GPU is able to do: its datasheet's figures times the fractions of them that were measured on one H200."""
 
 from __future__ import annotations
 
@@ -10,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from pronghorn.errors import ConfigError
+from pronghorn.memory.cards import CARDS, MEASURED, amount_in, find_card, has_display, like
 from pronghorn.memory.estimate import GIB
 
 
@@ -28,58 +25,49 @@ class DeviceSpec:
     source: str
     fp8: bool = True
     """Whether it has 8-bit products; true where the card isn't known."""
+    bf16: bool = True
+    """Whether it computes in bfloat16; true where the card isn't known."""
+    display_bytes: int = 0
+    """What plans leave to a screen."""
 
 
 PRODUCTS, COPIES, PCIE = 0.79, 0.89, 0.87
 """Measured on a H200, of the datasheet: 779 of 989 TFLOP/s, 4.28 of 4.8 TB/s, 55.5 of 64 GB/s."""
 
-_TABLE: dict[str, tuple[float, float, float, float]] = {
-    "rtx3090": (23.6, 71, 936, 32),
-    "rtx4090": (23.5, 165, 1008, 32),
-    "rtx5090": (31.3, 210, 1792, 64),
-    "l40s": (44.4, 362, 864, 32),
-    "a100-40": (39.4, 312, 1555, 32),
-    "a100-80": (79.2, 312, 2039, 32),
-    "h100": (79.2, 989, 3350, 64),
-    "h200": (139.8, 989, 4800, 64),
-    "b200": (178.3, 2250, 8000, 64),
-    "gb10": (119.6, 125, 273, 0),
-}
-"""Name: GiB, TFLOP/s, GB/s, GB/s of PCIe (0: unified memory)."""
-_WITHOUT_FP8 = ("rtx3090", "a100-40", "a100-80")
-"""Those before Ada."""
+DISPLAY_BYTES = GIB // 2
+"""What a desktop takes of a card that a screen hangs on, left out of plans for cards that are named."""
 
 
 def device_spec(name: str, memory_bytes: int | None = None) -> DeviceSpec:
-    """Look up a GPU by its name in the table, its memory ("24GiB"), or its driver's words ("NVIDIA H200", bytes).
+    """Look up a GPU by its name as people write it, its memory ("24GiB"), or its driver's words ("NVIDIA H200", bytes).
 
     One that isn't in the table gets the rates of a common card of its size; `source` says so.
 
     Raises:
-        ConfigError: neither a known name nor an amount of memory; the known names are listed.
+        ConfigError: neither a known name nor an amount of memory; names like it are listed.
     """
-    plain = re.sub(r"nvidia|geforce|[\s_]", "", name.lower())
-    known = plain if plain in _TABLE else None
-    if memory_bytes is not None:
-        known = _as_driver_tells(name, memory_bytes)
-    elif known is None and re.match(r"\d", name):
+    by_driver = memory_bytes is not None
+    known = find_card(name, memory_bytes)
+    if known is None and not by_driver and re.match(r"\d(?!\d{3})", name):
         memory_bytes = parse_bytes(name, "--device")
     if known is None and memory_bytes is None:
-        raise ConfigError(f"device {name!r} is unknown", f"use one of {', '.join(_TABLE)}, or its memory, like 24GiB")
-    like = known or ("rtx4090" if (memory_bytes or 0) <= 48 * GIB else "h100")
-    gib, tflops, bandwidth, pcie = _TABLE[like]
-    source = "datasheet estimate" if known else f"datasheet estimate, with {like}'s rates"
-    rates = tflops * 1e12 * PRODUCTS, bandwidth * 1e9 * COPIES, pcie * 1e9 * PCIE
-    return DeviceSpec(name, memory_bytes or int(gib * GIB), *rates, source, known not in _WITHOUT_FP8)
-
-
-def _as_driver_tells(name: str, memory_bytes: int) -> str | None:
-    plain = re.sub(r"[^a-z0-9]", "", name.lower())
-    for known in _TABLE:
-        stem, _, gigabytes = known.partition("-")
-        if stem in plain and (not gigabytes or abs(int(gigabytes) * 1e9 / memory_bytes - 1) < 0.2):
-            return known
-    return None
+        near = like(name) or ["rtx4090", "rtx4060 laptop", "t4", "a100-80", "h100"]
+        raise ConfigError(
+            f"device {name!r} is unknown", f"use a name like {', '.join(near)}, or its memory, like 24GiB"
+        )
+    card = CARDS[known or ("rtx4090" if (memory_bytes or 0) <= 48 * GIB else "h100")]
+    if known is not None and not by_driver:
+        amount = amount_in(name)
+        other = amount is not None and abs(amount / card.gb - 1) > 0.1
+        memory_bytes = int((amount if other and amount else card.gib) * GIB)
+        name = known
+    source = "datasheet estimate" + ("" if known in MEASURED else "; this card was not measured")
+    if known is None:
+        source = f"datasheet estimate, with {'rtx4090' if (memory_bytes or 0) <= 48 * GIB else 'h100'}'s rates"
+    rates = card.tflops * 1e12 * PRODUCTS, card.bandwidth * 1e9 * COPIES, card.pcie * 1e9 * PCIE
+    display = DISPLAY_BYTES if known is not None and has_display(known) and not by_driver else 0
+    known_8_bits = known is None or card.fp8
+    return DeviceSpec(name, memory_bytes or 0, *rates, source, known_8_bits, known is None or card.bf16, display)
 
 
 def parse_bytes(text: str, key: str) -> int:

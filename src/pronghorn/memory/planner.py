@@ -126,7 +126,10 @@ def _refusal(dims: ModelDims, setup: TrainSetup, times: StepTimes, budget: int, 
         for name, other in remedies.items()
         if other is not None and other.tokens
     }
-    told = [f"{name} needs {gib:.1f} GiB" for name, gib in needs.items()]
+    fits = [f"{name} needs {gib:.1f} GiB" for name, gib in needs.items() if gib * GIB <= budget]
+    larger = [f"{name} needs {gib:.1f} GiB" for name, gib in needs.items() if gib * GIB > budget]
+    told = [f"fits: {', or '.join(fits)}"] if fits else ["nothing of this fits alone"]
+    told += [f"still too large: {', '.join(larger)}"] if larger else []
     if not times.copy:
         told.append("this device shares its memory with the host, so nothing can be offloaded")
     problem = f"the smallest plan needs {least.predicted['process'] / GIB:.1f} GiB"

@@ -53,7 +53,14 @@ from pronghorn.train.ranks import (
     dealt_loader,
     leave_packed_to_each_process,
 )
-from pronghorn.train.validate import check_arguments, check_dataset, check_row_length, check_trained_dtypes, use_one_gpu
+from pronghorn.train.validate import (
+    check_arguments,
+    check_dataset,
+    check_old_arguments,
+    check_row_length,
+    check_trained_dtypes,
+    use_one_gpu,
+)
 
 
 @dataclass(frozen=True)
@@ -85,6 +92,7 @@ class SFTTrainer(trl.SFTTrainer):
     """
 
     def __init__(self, model: Any, args: Any = None, *, tokenizer: Any = None, **kwargs: Any) -> None:
+        check_old_arguments(kwargs)
         if args is None:
             args = trl.SFTConfig(output_dir="pronghorn-sft", packing=True)
             if getattr(model, "max_seq_length", None) is not None:

@@ -11,6 +11,17 @@ from accelerate.utils import parse_flag_from_env
 from pronghorn.data.media import parts_of, refuse_media
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
 from pronghorn.optimizers import check_optimizer
+from pronghorn.text import short
+
+_OF_CONFIG = {"max_seq_length": "max_length", "dataset_text_field": "dataset_text_field", "packing": "packing"}
+"""Arguments that TRL's trainer once took, and the fields of SFTConfig that they became."""
+
+
+def check_old_arguments(kwargs: Iterable[str]) -> None:
+    """Refuse the trainer's arguments of earlier TRL versions, which scripts of Unsloth still give."""
+    if moved := [name for name in kwargs if name in (*_OF_CONFIG, "dataset_num_proc", "dataset_kwargs")]:
+        fields = ", ".join(f"{_OF_CONFIG.get(name, name)}=..." for name in moved)
+        raise ConfigError(f"{', '.join(moved)} given to SFTTrainer", f"give args=SFTConfig({fields}) from trl")
 
 
 def check_dataset(name: str, given: Any, packing: bool) -> None:
@@ -85,12 +96,16 @@ def check_arguments(args: Any, kwargs: dict[str, Any], packs_train: bool, packs_
         check_optimizer(str(getattr(args.optim, "value", args.optim)), args.device.type)
     if packs_eval and kwargs.get("compute_metrics") is not None:
         raise UnsupportedError("compute_metrics over packed rows, which have no logits", "set eval_packing=False")
+    if collator := kwargs.get("data_collator"):
+        name = getattr(collator, "__name__", type(collator).__name__)
+        raise UnsupportedError(
+            f"data_collator = {name}: the trainer packs and pads by itself", "leave data_collator out"
+        )
     unserved = [
         ("loss_type", getattr(args, "loss_type", "nll"), "nll"),
         ("label_smoothing_factor", args.label_smoothing_factor, 0),
         ("use_liger_kernel", args.use_liger_kernel, False),
         ("compute_loss_func", kwargs.get("compute_loss_func"), None),
-        ("data_collator", kwargs.get("data_collator"), None),
         ("padding_free", getattr(args, "padding_free", False), False),
         ("auto_find_batch_size", args.auto_find_batch_size, False),  # memory that runs out is survived in another way
     ]
@@ -101,6 +116,6 @@ def check_arguments(args: Any, kwargs: dict[str, Any], packs_train: bool, packs_
     for name, value, served in unserved:
         if value != served:
             raise UnsupportedError(
-                f"{name} = {value!r} is not served by the packed trainer",
+                f"{name} = {short(value)} is not served by the packed trainer",
                 f"leave {name} at {served!r}, or use TRL's own SFTTrainer with an attached model",
             )

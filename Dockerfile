@@ -1,0 +1,16 @@
+# Pronghorn with CUDA: torch's wheels bring CUDA's libraries, the host its driver (NVIDIA Container Toolkit).
+#   docker build -t pronghorn .
+#   docker run --gpus all --rm -it -v "$PWD:/work" -v "$HOME/.cache/huggingface:/cache" pronghorn train recipe.yaml
+# TORCH takes another build: --build-arg TORCH="torch==2.13.0 --index-url URL"
+FROM python:3.12-slim
+ARG TORCH=torch==2.13.0
+# Triton compiles a small C file per kernel
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
+RUN pip install --no-cache-dir ${TORCH}
+COPY pyproject.toml README.md LICENSE /source/
+COPY src /source/src
+RUN pip install --no-cache-dir "/source[nf4,gguf,report]" && rm -rf /source
+ENV HF_HOME=/cache
+WORKDIR /work
+ENTRYPOINT ["pronghorn"]
+CMD ["doctor"]

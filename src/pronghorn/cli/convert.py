@@ -1,0 +1,42 @@
+"""`pronghorn convert`: a recipe from Axolotl's or LLaMA-Factory's YAML file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pronghorn.cli.console import Console
+from pronghorn.cli.errors import plain_errors
+from pronghorn.cli.options import Debug, write_new
+
+
+def convert(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML file of Axolotl or LLaMA-Factory.")],
+    output: Annotated[
+        Path, typer.Option("--output", metavar="RECIPE", help="Where the recipe goes; never over another file.")
+    ] = Path("recipe.yaml"),
+    debug: Debug = False,
+) -> None:
+    """Write the recipe that says the same as a configuration of Axolotl or LLaMA-Factory.
+
+    Each line names the key that it comes from. Keys that have no equivalent are listed, here and at the recipe's end,
+    with what to do instead. Data sets of LLaMA-Factory are looked up in its dataset_info.json.
+
+    [bold]Examples[/]
+
+      pronghorn convert qlora.yml
+
+      pronghorn convert llama3_lora_sft.yaml --output mine.yaml
+    """
+    console = Console(highlight=False, soft_wrap=True)
+    with plain_errors(debug):
+        from pronghorn.recipes.convert import convert as convert_file
+
+        tool, draft = convert_file(file)
+        write_new(output, draft.text([f"Made of {file.name} ({tool}) by `pronghorn convert`. Keys: docs/recipe.md"]))
+        for name, why in draft.lost.items():
+            console.print(f"no equivalent  {name}: {why}", markup=False)
+        console.print(f"{output} is written; {len(draft.lost)} keys have no equivalent.", markup=False)
+        console.print(f"Next: pronghorn data inspect {output}, then pronghorn train {output}", markup=False)

@@ -1,0 +1,58 @@
+"""`pronghorn init`: a first recipe, for this machine and one's own data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from pronghorn.cli.console import Console
+from pronghorn.cli.errors import plain_errors
+from pronghorn.cli.options import Debug, Method, write_new
+from pronghorn.errors import ConfigError
+
+Task = Literal["sft", "pretrain", "dpo", "kto", "orpo", "grpo"]
+
+
+def init(
+    output: Annotated[
+        Path, typer.Argument(metavar="RECIPE", help="Where the recipe goes; never over another file.")
+    ] = Path("recipe.yaml"),
+    task: Annotated[Task, typer.Option(help="Answers to prompts, or texts; the others are TRL's trainers.")] = "sft",
+    method: Method = "lora",
+    model: Annotated[str | None, typer.Option(help="Folder or hub name; without it one that fits.")] = None,
+    data: Annotated[Path | None, typer.Option(help="File, folder or hub name of your rows, to be looked at.")] = None,
+    device: Annotated[
+        str | None, typer.Option(metavar="GPU|SIZE", help="Write for this GPU, e.g. rtx4090. Without it: this machine.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Write a commented recipe for this machine, which `pronghorn train` then runs.
+
+    With --data the rows are looked at: their format and columns, how long they are, and whether that fits the GPU. What
+    training would refuse is told now.
+
+    [bold]Examples[/]
+
+      pronghorn init
+
+      pronghorn init mine.yaml --model Qwen/Qwen3-0.6B --data my-data.jsonl
+
+      pronghorn init --method qlora --data chats/ --device t4
+    """
+    console = Console(highlight=False, soft_wrap=True)
+    with plain_errors(debug):
+        if task not in ("sft", "pretrain"):
+            raise ConfigError(
+                f"--task {task}: recipes train on answers or texts",
+                "train it by TRL's trainer on a Pronghorn model: docs/preference-training.md",
+            )
+        if output.exists():
+            raise ConfigError(f"{output} is there already", "give another name, or delete it")
+        from pronghorn.recipes.first import Machine, first_recipe, head
+
+        draft = first_recipe(task, method, model, data, device)
+        write_new(output, draft.text(head(Machine.of(device), data)))
+        console.print(f"{output} is written.", markup=False)
+        console.print(f"Next: pronghorn data inspect {output}, then pronghorn train {output}", markup=False)

@@ -1,0 +1,44 @@
+"""Make a recipe of another tool's YAML file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pronghorn.config import read_table
+from pronghorn.errors import ConfigError, PronghornError
+from pronghorn.recipe_errors import tool_of
+from pronghorn.recipes import axolotl, llama_factory
+from pronghorn.recipes.draft import Draft
+
+TOOLS = {"Axolotl": axolotl.convert, "LLaMA-Factory": llama_factory.convert}
+
+
+def convert(path: Path) -> tuple[str, Draft]:
+    """Return whose configuration a file is, and the recipe that says the same.
+
+    Raises:
+        ConfigError: no YAML table, another tool's, or a task that recipes don't have (DPO, rewards).
+    """
+    table = read_table(path)
+    tool = tool_of(table)
+    if tool not in TOOLS:
+        problem = f"{path} is {'a configuration of ' + tool if tool else 'no known configuration'}"
+        raise ConfigError(problem, f"give the YAML file of {' or '.join(TOOLS)}; pronghorn init writes a recipe anew")
+    draft = Draft({str(key): value for key, value in table.items() if value is not None})
+    try:
+        TOOLS[tool](draft, path.parent)
+    except PronghornError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # a text where that tool has a list, and so on
+        raise ConfigError(
+            f"{path}: a value is not of the kind that {tool} documents ({type(error).__name__}: {error})",
+            "mend it, or leave the key out and write it into the recipe",
+        ) from error
+    draft.check()
+    if draft.recipe["data"].get("eval") is None:
+        for key in ("eval_steps", "patience"):
+            if draft.recipe["train"].pop(key, None) is not None:
+                draft.lost[draft.comments.get(f"train.{key}", key)] = f"train.{key} needs data.eval"
+    elif draft.recipe["train"].get("eval_steps") is None and draft.recipe["train"].pop("patience", None):
+        draft.lost["early_stopping_patience"] = "train.patience counts evaluations: set train.eval_steps, too"
+    return tool, draft

@@ -1,0 +1,129 @@
+"""A recipe in the making: what each key became, why, and what has no place in it; and its text with comments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from pronghorn.config import Recipe
+from pronghorn.errors import ConfigError
+
+WIDTH = 44
+"""Column at which comments begin."""
+
+
+@dataclass
+class Draft:
+    """Collect a recipe's values while the keys of another configuration are gone through."""
+
+    given: dict[str, Any]
+    """The other configuration's keys that were not looked at yet."""
+    recipe: dict[str, dict[str, Any]] = field(default_factory=dict)
+    comments: dict[str, str] = field(default_factory=dict)
+    """By our key."""
+    lost: dict[str, str] = field(default_factory=dict)
+    """Their keys that have no equivalent, and what to do."""
+    needless: dict[str, str] = field(default_factory=dict)
+    """Their keys that nothing has to be written for, and why."""
+
+    def take(self, key: str, default: Any = None) -> Any:
+        """Return the value of one of their keys, which is done with then."""
+        value = self.given.pop(key, None)
+        return default if value is None else value
+
+    def put(self, key: str, value: Any, comment: str = "") -> None:
+        """Set one of our keys, `section.name`."""
+        section, _, name = key.partition(".")
+        self.recipe.setdefault(section, {})[name] = value
+        if comment:
+            self.comments[key] = comment
+
+    def copy(self, names: Mapping[str, str]) -> None:
+        """Take over each of their keys that means the same as one of ours: theirs to ours."""
+        for name, ours in names.items():
+            if (value := self.take(name)) is not None:
+                self.put(ours, value, name)
+
+    def explain(self, lost: Mapping[str, str], needless: Mapping[str, str]) -> None:
+        """Tell of the keys that are left what becomes of them; false ones ask for nothing."""
+        for name, value in list(self.given.items()):
+            if name in needless or value is None or value is False or value in ("none", "no", [], {}):
+                self.needless[name] = needless.get(name, "it asks for nothing")
+            else:
+                self.lost[name] = lost.get(name, "no equivalent: leave it out")
+            del self.given[name]
+
+    def check(self) -> None:
+        """Move what a recipe can't hold to `lost`, so that what stays is valid.
+
+        Raises:
+            ConfigError: a key without which there is no recipe is missing or can't be used.
+        """
+        while True:
+            try:
+                Recipe.model_validate(self.recipe)
+                return
+            except ValidationError as error:
+                first = error.errors()[0]
+                section, name = (*map(str, first["loc"]), "")[:2]
+                value = self.recipe.get(section, {}).pop(name, None)
+                key = f"{section}.{name}".rstrip(".")
+                if value is None:
+                    raise ConfigError(f"the recipe would lack {key}", "add it to the file, and convert again") from None
+                theirs = self.comments.pop(key, key)
+                known = name in Recipe.model_fields[section].annotation.model_fields  # type: ignore[union-attr]
+                what = f"{key} does not take {value!r}: {first['msg'].lower()}" if known else "no equivalent yet"
+                self.lost[theirs] = f"{what}; the default stays" if known else what
+
+    def text(self, head: Iterable[str]) -> str:
+        """Return the recipe as YAML: comments beside the keys, and what was left out at the end."""
+        lines = [f"# {line}".rstrip() for line in head]
+        for section in Recipe.model_fields:
+            if values := self.recipe.get(section):
+                lines += ["", f"{section}:"]
+                lines += [self._line(section, name, value) for name, value in values.items()]
+        for title, keys in (("Has no equivalent here:", self.lost), ("Needs no key here:", self.needless)):
+            if keys:
+                lines += ["", f"# {title}", *(f"#   {name}: {why}" for name, why in keys.items())]
+        return "\n".join(lines) + "\n"
+
+    def _line(self, section: str, name: str, value: Any) -> str:
+        """Return one key's line, with its comment."""
+        written = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True, sort_keys=False)
+        line = f"  {name}: {written.removesuffix(chr(10)).removesuffix('...').rstrip()}"
+        comment = self.comments.get(f"{section}.{name}")
+        return f"{line:<{WIDTH}}  # {comment}" if comment else line
+
+
+def warm_up(draft: Draft) -> None:
+    """Take over `warmup_steps`, or `warmup_ratio` as steps where their number is known."""
+    steps, ratio = draft.take("warmup_steps"), draft.take("warmup_ratio")
+    total = draft.recipe.get("train", {}).get("max_steps")
+    if isinstance(steps, float) and 0 < steps < 1:  # transformers 5 takes a share in the same key
+        steps, ratio = None, steps
+    if steps is not None:
+        draft.put("train.warmup_steps", int(steps), "warmup_steps")
+    elif ratio is not None and total is not None:
+        draft.put("train.warmup_steps", round(ratio * total), "warmup_ratio of max_steps")
+    elif ratio is not None:
+        draft.put("train.warmup_ratio", ratio, "warmup_ratio")
+
+
+def refuse_preferences(task: str) -> None:
+    """Refuse a task that recipes don't have."""
+    raise ConfigError(
+        f"{task} is no task of a recipe", "train it by TRL's trainer on a Pronghorn model: docs/preference-training.md"
+    )
+
+
+def batch_size(draft: Draft, key: str, default: int, packed: bool) -> None:
+    """Take over the batch: rows where they are packed there, too; documents become one row, and that is told."""
+    batch = draft.take(key, default)
+    draft.put("packing.rows_per_step", batch if packed else 1, key)
+    if not packed and batch != 1:
+        more = "a packed row holds many: see `pronghorn data inspect`, then set packing.rows_per_step"
+        draft.lost[key] = f"{batch} documents there; {more}"

@@ -1,0 +1,102 @@
+"""What Unsloth's scripts name and Pronghorn does otherwise: arguments that ask for what happens anyway, and answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pronghorn.errors import PronghornError, UnsupportedError
+
+
+class ElsewhereError(PronghornError, ImportError):
+    """A name that Unsloth's scripts import and that is not here, with what to write."""
+
+
+_AS_IT_IS: dict[str, tuple[Any, ...]] = {
+    "load_in_16bit": (True,),
+    "device_map": ("auto", "sequential", "cuda", "cuda:0", {"": 0}, {"": "cuda"}),
+    "fix_tokenizer": (True,),
+    "task_type": ("CAUSAL_LM",),
+    "init_lora_weights": (True,),
+    "finetune_language_layers": (True,),
+    "finetune_attention_modules": (True,),
+    "finetune_mlp_modules": (True,),
+    "disable_log_stats": (True,),
+    "maximum_memory_usage": (0.75, 0.9),
+}
+"""Arguments with the values that ask for what happens anyway."""
+_INSTEAD = {
+    "attn_implementation": "choose by attention='tiled' or 'flash', or leave it out",
+    "cache_dir": "set HF_HOME in the environment",
+    "device_map": "leave it out: the model goes to this process's GPU; several GPUs by torchrun",
+    "fast_inference": "leave it out: model.generate() is transformers' own; vLLM serves the merged folder",
+    "finetune_vision_layers": "set it to False: training is text only",
+    "gpu_memory_utilization": "leave it out: it is vLLM's",
+    "layers_pattern": "leave it out, or name whole module paths in target_modules",
+    "layers_to_transform": "leave it out, or name whole module paths in target_modules",
+    "load_in_8bit": "load_in_4bit=True, or leave it out for 16 bits",
+    "load_in_fp8": "compute='fp8' multiplies in 8 bits; the weights stay in 16",
+    "local_files_only": "set HF_HUB_OFFLINE=1 in the environment, or give the model's folder",
+    "max_lora_rank": "leave it out: it is vLLM's",
+    "push_to_hub": "save to a folder, then `hf upload OWNER/NAME FOLDER`",
+    "random_state": "give it to get_peft_model",
+    "rope_scaling": "set it in the model's config.json",
+    "temporary_location": "leave it out: shards are written to the folder one by one",
+    "token": "save to a folder, then `hf upload OWNER/NAME FOLDER`",
+}
+_NAMES = {
+    "FastVisionModel": "train on text with FastLanguageModel: it loads the language model of one with towers",
+    "PatchDPOTrainer": "leave it out: TRL's DPOTrainer takes the model as it is",
+    "PatchFastRL": "leave it out: TRL's GRPOTrainer takes the model as it is",
+    "UnslothTrainer": "use pronghorn.SFTTrainer",
+    "UnslothTrainingArguments": "use trl.SFTConfig",
+    "UnslothVisionDataCollator": "leave it out: training is text only",
+    "add_new_tokens": "tokenizer.add_tokens and model.resize_token_embeddings, or adapter.new_tokens in a recipe",
+    "apply_chat_template": "give rows with a `messages` column to SFTTrainer: it applies the tokenizer's template",
+    "create_formatting_function": "give rows with a `messages` column to SFTTrainer",
+    "to_sharegpt": "make a `messages` column by dataset.map",
+    "unsloth_train": "call trainer.train()",
+}
+_METHODS = {
+    "fast_generate": "model.generate(...) after FastLanguageModel.for_inference(model)",
+    "load_lora": "FastLanguageModel.from_pretrained(FOLDER) loads a saved adapter with its base",
+    "push_to_hub_merged": "model.save_pretrained_merged(FOLDER, tokenizer), then `hf upload OWNER/NAME FOLDER`",
+    "save_lora": "model.save_pretrained(FOLDER)",
+    "save_pretrained_torchao": "model.save_pretrained_merged(FOLDER, tokenizer), then torchao's own quantize_",
+}
+
+
+def refuse_arguments(arguments: Mapping[str, Any], where: str) -> None:
+    """Refuse arguments by name, unless they ask for nothing (False, None, 0) or for what happens anyway.
+
+    Raises:
+        UnsupportedError: with what to write instead.
+    """
+    asked = sorted(name for name, value in arguments.items() if value and value not in _AS_IT_IS.get(name, ()))
+    if asked:
+        remedies = dict.fromkeys(_INSTEAD.get(name, "leave it out") for name in asked)
+        raise UnsupportedError(f"{where} does not support {', '.join(asked)} yet", "; ".join(remedies))
+
+
+def elsewhere(name: str) -> None:
+    """Raise ElsewhereError for a name of Unsloth's that is not here; others pass."""
+    if name in _NAMES:
+        raise ElsewhereError(f"{name} is Unsloth's", _NAMES[name])
+
+
+def answer_methods(model: Any) -> None:
+    """Give the model Unsloth's methods that it lacks, each of which says what to call."""
+    for name, instead in _METHODS.items():
+        if not hasattr(model, name):
+            setattr(model, name, _Answer(name, instead))
+
+
+class _Answer:
+    """A method of Unsloth's models that is not here."""
+
+    def __init__(self, name: str, instead: str) -> None:
+        self.name, self.instead = name, instead
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Raise what to call instead."""
+        raise UnsupportedError(f"model.{self.name} is Unsloth's", self.instead)

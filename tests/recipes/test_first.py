@@ -1,0 +1,85 @@
+"""`pronghorn init` writes a recipe that trains as it stands, for the machine, the model and the data that there are."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from pronghorn.cli.main import app
+from pronghorn.config import Recipe
+
+ROWS = [{"question": f"How many cats are {n}?", "answer": " ".join(["cat"] * (n + 1))} for n in range(40)]
+
+
+def invoke(*arguments: str) -> Any:
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200", "NO_COLOR": "1"})
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a current folder with questions and answers under names of no known format."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return tmp_path
+
+
+def test_a_recipe_for_one_s_own_data_trains_as_it_stands(place: Path, stories: Path) -> None:
+    result = invoke("init", "mine.yaml", "--model", str(stories), "--data", "rows.jsonl")
+    assert result.exit_code == 0, result.output
+    text = (place / "mine.yaml").read_text()
+    recipe = yaml.safe_load(text)
+    assert recipe["model"]["max_seq_length"] == 512 and recipe["data"]["train"] == "rows.jsonl"
+    assert recipe["data"]["columns"] == {"prompt": "question", "completion": "answer"}
+    assert "40 rows (prompt_completion)" in text and re.search(r"40 documents of \d+ tokens in the median", text)
+    assert "A recipe for a CPU" in text and "pronghorn train mine.yaml" in result.output
+    trained = invoke("train", "mine.yaml", "train.max_steps=1", "report.html=false")
+    assert trained.exit_code == 0, trained.output
+    assert (place / "runs/rows/adapter/adapter_model.safetensors").is_file()
+
+
+def test_without_anything_named_the_recipe_is_whole(place: Path) -> None:
+    assert invoke("init").exit_code == 0
+    (place / "my-data.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    recipe = Recipe.load("recipe.yaml")
+    assert recipe.adapter.method == "lora" and recipe.data.train == Path("my-data.jsonl")
+    again = invoke("init")
+    assert again.exit_code == 1 and "recipe.yaml is there already" in again.stderr
+
+
+def test_documents_longer_than_a_row_are_split(place: Path, stories: Path) -> None:
+    with (place / "rows.jsonl").open("a") as file:
+        file.write(json.dumps({"question": "Say it.", "answer": "cat " * 2000}) + "\n")
+    assert invoke("init", "--model", str(stories), "--data", "rows.jsonl").exit_code == 0
+    text = (place / "recipe.yaml").read_text()
+    recipe = yaml.safe_load(text)
+    assert recipe["model"]["max_seq_length"] == 512 and recipe["data"]["overflow"] == "split"
+    assert "2.4% are longer than a row" in text and "more than 512" in text
+
+
+def test_a_recipe_for_another_gpu_has_its_plan(place: Path, stories: Path) -> None:
+    result = invoke("init", "--model", str(stories), "--data", "rows.jsonl", "--device", "rtx4090")
+    assert result.exit_code == 0, result.output
+    assert re.search(r"planned: \d+\.\d of \d+\.\d GiB", (place / "recipe.yaml").read_text())
+
+
+@pytest.mark.parametrize(("gib", "size"), [("6GiB", "0.6B"), ("15GiB", "4B"), ("80GiB", "8B")])
+def test_the_model_is_one_for_the_gpu(gib: str, size: str, place: Path) -> None:
+    assert invoke("init", "--device", gib).exit_code == 0
+    assert Recipe.model_validate(yaml.safe_load((place / "recipe.yaml").read_text())).model.name.endswith(size)
+
+
+def test_data_that_can_t_be_trained_on_are_told_at_once(place: Path, stories: Path) -> None:
+    (place / "rows.jsonl").write_text('{"frage": "a", "antwort": "b"}\n')
+    result = invoke("init", "--model", str(stories), "--data", "rows.jsonl")
+    assert result.exit_code == 1 and "rows.jsonl line 1" in result.stderr and not (place / "recipe.yaml").exists()
+
+
+def test_preferences_lead_to_their_page(place: Path) -> None:
+    result = invoke("init", "--task", "dpo")
+    assert result.exit_code == 1 and "docs/preference-training.md" in result.stderr

@@ -1,0 +1,175 @@
+"""Scripts of Unsloth run with their imports changed, and what they name that is not here is answered."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+
+import pronghorn
+from pronghorn import FastLanguageModel, FastModel, SFTTrainer
+from pronghorn.chat_templates import get_chat_template, standardize_sharegpt
+from pronghorn.errors import ConfigError, DataError, UnsupportedError
+from support.templates import with_template
+
+TURNS = [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "A cat sat."}]
+NOTEBOOK = """
+from unsloth import FastLanguageModel, is_bfloat16_supported
+import torch
+max_seq_length = 256
+model, tokenizer = FastLanguageModel.from_pretrained(
+    model_name = MODEL, max_seq_length = max_seq_length, dtype = None, load_in_4bit = False, load_in_16bit = True,
+    device_map = "auto", full_finetuning = False,
+)
+model = FastLanguageModel.get_peft_model(
+    model, r = 16, target_modules = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    lora_alpha = 16, lora_dropout = 0, bias = "none", use_gradient_checkpointing = "unsloth", random_state = 3407,
+    use_rslora = False, loftq_config = None, max_seq_length = max_seq_length,
+)
+from unsloth.chat_templates import get_chat_template, standardize_sharegpt, train_on_responses_only
+tokenizer = get_chat_template(tokenizer, chat_template = "llama-3.1")
+def formatting_prompts_func(examples):
+    convos = examples["conversations"]
+    texts = [tokenizer.apply_chat_template(c, tokenize = False, add_generation_prompt = False) for c in convos]
+    return {"text": texts}
+from datasets import load_dataset
+dataset = load_dataset("json", data_files = "rows.json", split = "train")
+dataset = standardize_sharegpt(dataset)
+dataset = dataset.map(formatting_prompts_func, batched = True)
+from trl import SFTTrainer, SFTConfig
+trainer = SFTTrainer(
+    model = model, tokenizer = tokenizer, train_dataset = dataset,
+    args = SFTConfig(
+        dataset_text_field = "text", max_length = max_seq_length, packing = False,
+        per_device_train_batch_size = 2, gradient_accumulation_steps = 2, warmup_steps = 1, max_steps = 2,
+        learning_rate = 2e-4, logging_steps = 1, optim = "adamw_torch", weight_decay = 0.01,
+        lr_scheduler_type = "linear", seed = 3407, output_dir = "outputs", report_to = "none",
+        fp16 = False, bf16 = is_bfloat16_supported(),
+    ),
+)
+trainer = train_on_responses_only(
+    trainer,
+    instruction_part = "<|start_header_id|>user<|end_header_id|>\\n\\n",
+    response_part = "<|start_header_id|>assistant<|end_header_id|>\\n\\n",
+)
+trainer_stats = trainer.train()
+FastLanguageModel.for_inference(model)
+messages = [{"role": "user", "content": "Who?"}]
+inputs = tokenizer.apply_chat_template(messages, tokenize = True, add_generation_prompt = True, return_tensors = "pt")
+inputs = inputs["input_ids"] if not isinstance(inputs, torch.Tensor) else inputs
+outputs = model.generate(input_ids = inputs, max_new_tokens = 4, use_cache = True)
+model.save_pretrained("lora_model")
+tokenizer.save_pretrained("lora_model")
+model.save_pretrained_merged("merged", tokenizer, save_method = "merged_16bit")
+"""
+CHANGES = [("from unsloth", "from pronghorn"), ("from trl import SFTTrainer, SFTConfig", "from trl import SFTConfig")]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory, stories: Path) -> Path:
+    """Return stories260k with Llama 3's special tokens."""
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("llama")
+    tokenizer = with_template("llama-3", stories)
+    model = AutoModelForCausalLM.from_pretrained(stories)
+    model.resize_token_embeddings(len(tokenizer))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_a_notebook_s_script_runs_with_its_imports_changed(llama: Path, tmp_path: Path) -> None:
+    script = NOTEBOOK.replace("MODEL", repr(str(llama)))
+    for old, new in CHANGES:
+        assert old in script
+        script = script.replace(old, new)
+    script = script.replace(
+        "from pronghorn import FastLanguageModel, is", "from pronghorn import FastLanguageModel, SFTTrainer, is"
+    )
+    (tmp_path / "script.py").write_text(script)
+    Dataset.from_list([{"conversations": TURNS}] * 8).to_json(tmp_path / "rows.json")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (tmp_path / "lora_model/adapter_model.safetensors").is_file()
+    assert (tmp_path / "merged/model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("argument", "says"),
+    [
+        ({"load_in_8bit": True}, "load_in_4bit=True"),
+        ({"local_files_only": True}, "HF_HUB_OFFLINE=1"),
+        ({"device_map": "balanced"}, "torchrun"),
+        ({"fast_inference": True, "max_lora_rank": 32}, "vLLM"),
+        ({"attn_implementation": "flash_attention_2"}, "attention="),
+    ],
+)
+def test_an_argument_of_unsloth_s_is_answered(argument: dict[str, Any], says: str, stories: Path) -> None:
+    with pytest.raises(UnsupportedError, match=re.escape(says)) as error:
+        FastLanguageModel.from_pretrained(str(stories), max_seq_length=128, **argument)
+    assert all(name in error.value.problem for name in argument)
+
+
+def test_names_that_are_not_here_are_answered_at_the_import() -> None:
+    for name, says in (
+        ("PatchDPOTrainer", "leave it out"),
+        ("FastVisionModel", "on text"),
+        ("unsloth_train", "train()"),
+    ):
+        with pytest.raises(ImportError, match=says):
+            getattr(pronghorn, name)
+    with pytest.raises(ImportError, match=r"dataset\.map"):
+        from pronghorn.chat_templates import to_sharegpt  # type: ignore[attr-defined]  # noqa: F401
+    with pytest.raises(AttributeError, match="no attribute 'nobody'"):
+        pronghorn.nobody  # noqa: B018
+
+
+def test_methods_that_are_not_here_are_answered(stories: Path) -> None:
+    model, _ = FastModel.from_pretrained(str(stories), max_seq_length=128)
+    with pytest.raises(UnsupportedError, match=r"model\.generate"):
+        model.fast_generate("Who?")
+    with pytest.raises(UnsupportedError, match="hf upload"):
+        FastLanguageModel.save_pretrained_merged(model, "merged", push_to_hub=True)
+
+
+def test_templates_by_unsloth_s_names(stories: Path) -> None:
+    tokenizer = with_template("llama-3", stories)
+    assert get_chat_template(tokenizer, "llama-3.1") is tokenizer and tokenizer.eos_token == "<|eot_id|>"
+    with pytest.raises(ConfigError, match="leave the call out"):
+        get_chat_template(tokenizer, "zephyr")
+    with pytest.raises(ConfigError, match="standardize_sharegpt"):
+        get_chat_template(tokenizer, "llama-3.1", mapping={"role": "from", "content": "value"})
+
+
+def test_turns_become_messages() -> None:
+    dataset = standardize_sharegpt(Dataset.from_list([{"conversations": TURNS}]))
+    messages = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "A cat sat."}]
+    assert dataset[0]["conversations"] == messages and standardize_sharegpt(dataset) is dataset
+    with pytest.raises(DataError, match="leave standardize_sharegpt out"):
+        standardize_sharegpt(Dataset.from_list([{"text": "a"}]))
+
+
+@pytest.mark.parametrize("argument", [{"max_seq_length": 128}, {"dataset_text_field": "text"}, {"packing": True}])
+def test_the_trainer_s_old_arguments_lead_to_its_config(argument: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"give args=SFTConfig\("):
+        SFTTrainer(model=None, train_dataset=None, **argument)
+
+
+def test_a_collator_is_refused_in_a_line(stories: Path) -> None:
+    from transformers import DataCollatorForSeq2Seq
+    from trl import SFTConfig
+
+    model, tokenizer = FastLanguageModel.from_pretrained(str(stories), max_seq_length=128)
+    args = SFTConfig("out", packing=True, max_length=128, report_to="none", bf16=False)
+    with pytest.raises(UnsupportedError, match="leave data_collator out") as error:
+        SFTTrainer(model, args, tokenizer=tokenizer, data_collator=DataCollatorForSeq2Seq(tokenizer))
+    assert len(str(error.value)) < 120
