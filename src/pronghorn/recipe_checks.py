@@ -130,7 +130,7 @@ def check(recipe: Recipe) -> None:
     """
     kinds = ", ".join(DATA_FILES)
     for split in ("train", "eval"):
-        for source in recipe.data.sources(split):  # type: ignore[arg-type]
+        for source in recipe.data.sources(split):
             if not os.path.exists(source.path) and not source.is_hub_name:  # of an unreadable one Path's raises
                 raise ConfigError(
                     f"data.{split}: {source.path} does not exist",
