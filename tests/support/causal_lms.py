@@ -87,6 +87,7 @@ OWN: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "deepseek_v2": {"num_experts_per_tok": 2},
     "deepseek_v4": {"o_groups": 2, "num_key_value_heads": 1, "head_dim": 16},
     "dots1": {"num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1},
     "dots3_note_text": {"num_key_value_heads": 4},
@@ -100,6 +101,7 @@ OWN: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
+    "longcat_flash": {"head_dim": 8},
     "mamba2": {"num_heads": 8, "n_groups": 1},
     "nemotron": {"num_key_value_heads": 2},
     "phi4_multimodal": {

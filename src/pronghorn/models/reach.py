@@ -55,10 +55,8 @@ def _called(base: Any) -> list[nn.Module]:
 
     def note(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         # a subclass may multiply groups of columns with blocks of the weight, which an adapter doesn't
-        whole = not isinstance(module, nn.Linear) or (
-            args and args[0].shape[-1:] == (module.in_features,) and output.shape[-1:] == (module.out_features,)
-        )
-        if whole:
+        widths = [value.shape[-1] for value in (*args[:1], output) if isinstance(value, torch.Tensor)]
+        if not isinstance(module, nn.Linear) or widths == [module.in_features, module.out_features]:
             called.setdefault(module)
 
     hooks = [module.register_forward_hook(note) for module in _linears(base)]
