@@ -44,6 +44,9 @@ one that crosses a window or a chunk follows, then one of `LAST`."""
 LAST = 5
 MOST = 160
 """Tokens of the longest document of the probe."""
+LONG_LENGTHS = (1, 65, 2, 3, 4, 17, 63, 1, 64, 129, 256, 257)
+"""Of the documents of the long probe (`verify`), which one beyond every limit follows."""
+LONG_MOST = 8192
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8, torch.float16: 0.03, torch.bfloat16: 0.15}
 """How far packed logits may be from those of a document alone, by root mean square over that of the logits: the two go
 through other kernels, and a wrong position or a leak is off by much more. Where tokens are routed to experts, whose
@@ -82,6 +85,7 @@ class Isolation:
     """Whether bits were compared; else values, for the layers route tokens to experts."""
     error: float = 0.0
     """The largest error of a document's packed logits, relative to those of the document alone."""
+    tolerance: float = 0.0
     seconds: float = 0.0
 
     @property
@@ -146,6 +150,12 @@ def probe(model: Any, lengths: Sequence[int] | None = None) -> Isolation:
     return found
 
 
+def long_lengths(config: Any) -> tuple[int, ...]:
+    """Return lengths for a long probe: around tiles and chunks, and beyond each limit up to `LONG_MOST` tokens."""
+    beyond = sorted({n + 1 for n in limits_to_cross(config).values() if n < LONG_MOST})
+    return (*LONG_LENGTHS, *beyond, LAST)
+
+
 def _tried(base: Any, packing: GenericPacking, found: Isolation) -> Isolation:
     """Return the record of one way of packing, that its forward fails if it does."""
     try:
@@ -194,7 +204,7 @@ def _judged(base: Any, packing: GenericPacking, found: Isolation) -> Isolation:
     packing.take(found.way)
     row, layers = _Row.of(found.lengths, base.device), decoder_layers(base)
     exact = not any(True for layer in layers for _ in expert_counts(layer))
-    found = replace(found, exact=exact)
+    found = replace(found, exact=exact, tolerance=TOLERANCE[compute_dtype(base)])
     vocabulary = base.get_input_embeddings().weight.shape[0]
     generator = torch.Generator().manual_seed(0)
     ids, other = torch.randint(0, vocabulary, (2, len(row.last)), generator=generator).to(base.device)
