@@ -122,7 +122,8 @@ def probe(model: Any, lengths: Sequence[int] | None = None) -> Isolation:
     """Look whether documents stay apart, in the first of the model's ways in which they do.
 
     Weights, gradients, buffers and random state stay as they are; hooks are on this instance, and taken off again.
-    Takes eight forward and two backward passes of about 250 tokens, three times as many if the first ways fail.
+    Takes six forward and two backward passes of a row of at most 233 tokens, and a forward of each of its five
+    documents; up to three times if the first ways fail (docs/verify.md has the cost).
 
     Args:
         model: attached, of a generic family, with adapters or not; on any device.
@@ -211,20 +212,17 @@ def _judged(base: Any, packing: GenericPacking, found: Isolation) -> Isolation:
     other = torch.where(other == ids, (ids + 1) % vocabulary, other)
     tolerance = TOLERANCE[compute_dtype(base)]
     with recorded(base, layers, len(ids)) as states:
-        logits = seeded(lambda: row.call(base, ids), base.device)
-        before = list(states)
-        if len(before) != len(layers) + 1:
-            return replace(found, problem="its layers were not called as modules, so that nothing can be proven")
-        for index, state in enumerate(before):
-            if not state.detach().isfinite().all():
-                name = type(layers[index - 1]).__name__ if index else "the embeddings"
-                return replace(found, problem=f"hidden states after {name} {index - 1} are not finite")
-        targets = other % logits.shape[-1]
-        losses = logits.float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
-        gradients = [
-            torch.autograd.grad(losses[own].sum(), before, retain_graph=own is row.sets[0], allow_unused=True)
-            for own in row.sets
-        ]
+        gradients = []
+        for own in row.sets:  # a forward for each: offloaded activations are there for one backward
+            states.clear()
+            logits = seeded(lambda: row.call(base, ids), base.device)
+            before = list(states)
+            problem = _unlike_layers(before, layers)
+            if problem is not None:
+                return replace(found, problem=problem)
+            targets = other % logits.shape[-1]
+            losses = logits.float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
+            gradients.append(torch.autograd.grad(losses[own].sum(), before, allow_unused=True))
         for own, changed in (row.sets, row.sets[::-1]):
             leak = _changed(base, row, ids, torch.where(changed, other, ids), own, tolerance, exact, before, states)
             if leak is not None:
@@ -242,6 +240,17 @@ def _judged(base: Any, packing: GenericPacking, found: Isolation) -> Isolation:
             return replace(found, problem=replace(leak, how="a token sees one that comes after it"))
     del logits, losses, before, gradients
     return _compared_with_alone(base, packing, found, row, ids, tolerance)
+
+
+def _unlike_layers(states: list[Tensor], layers: nn.ModuleList) -> str | None:
+    """Say why nothing can be told of recorded hidden states, or None."""
+    if len(states) != len(layers) + 1:
+        return "its layers were not called as modules, so that nothing can be proven"
+    for index, state in enumerate(states):
+        if not state.detach().isfinite().all():
+            name = type(layers[index - 1]).__name__ if index else "the embeddings"
+            return f"hidden states after {name} {index - 1} are not finite"
+    return None
 
 
 def _changed(
