@@ -12,6 +12,7 @@ from torch import nn
 import pronghorn
 from pronghorn.data.batch import Collator
 from pronghorn.errors import UnsupportedError
+from pronghorn.memory.plan import Plan, Policy
 from pronghorn.models.families import decoder_layers
 from pronghorn.models.generic import Way
 from pronghorn.models.lora import add_lora
@@ -186,6 +187,26 @@ def test_a_forward_that_fails_is_an_error_with_its_cause() -> None:
     layer.forward = types.MethodType(broken, layer)
     with pytest.raises(UnsupportedError, match=r"its forward fails \(RuntimeError: no such kernel\)"):
         model(**batch(LENGTHS))
+
+
+@pytest.mark.parametrize(("model_type", "window"), [("gpt_neox", {}), ("starcoder2", {"sliding_window": 159})])
+def test_the_probe_costs_eleven_short_forwards(model_type: str, window: dict[str, int]) -> None:
+    model = generic_model(model_type, **window)
+    pronghorn.attach(model)
+    tokens: list[int] = []
+    hook = model.get_input_embeddings().register_forward_pre_hook(lambda module, args: tokens.append(args[0].numel()))
+    found = probe(model)
+    hook.remove()
+    assert found.clean
+    assert len(tokens) == 6 + len(found.lengths)
+    assert sum(tokens) == 7 * sum(found.lengths) <= 7 * 233
+
+
+@pytest.mark.parametrize("policy", [Policy.RECOMPUTE_LAYER, Policy.OFFLOAD])
+def test_the_probe_runs_under_the_policy_that_training_has(policy: Policy) -> None:
+    model = generic_model("starcoder2")
+    pronghorn.attach(model, Plan((policy,)))
+    assert probe(model).clean
 
 
 def test_weights_that_are_no_numbers_are_named_and_not_called_clean() -> None:

@@ -91,7 +91,7 @@ def packed_attention(
     softcap = kwargs.get("softcap")
     if dropout or softcap is not None or value.shape[-1] != head_dim:  # which the kernels don't have
         out = per_document_attention(q_THD, k_THD, v_THD, packed, scale, window, s_aux, dropout, softcap)
-        return out.reshape(batch, length, heads, -1), None
+        return out.reshape(batch, length, heads, -1).contiguous(), None  # some layers take a view of it
     if metadata == "per_layer_mask" or (metadata == "once" and way == "masked"):
         out = masked_attention(q_THD, k_THD, v_THD, packed, scale, window, s_aux, keep_mask=metadata == "once")
     elif metadata == "per_layer":
@@ -100,7 +100,7 @@ def packed_attention(
         out = per_document_attention(q_THD, k_THD, v_THD, packed, scale, window, s_aux)
     else:
         out = explicit.attention(q_THD, k_THD, v_THD, options, s_aux)
-    return out.reshape(batch, length, heads, head_dim), None
+    return out.reshape(batch, length, heads, head_dim).contiguous(), None
 
 
 def _unpacked_written_out(

@@ -145,6 +145,13 @@ def _weightless(recipe: Recipe, found_model: FoundModel) -> Handle:
     if (found_model.base or found_model).config is None:
         problem = f"{found_model.name}: a GGUF file is read whole only"
         raise UnsupportedError(problem, "plan for the folder it was made from")
+    if found_model.is_generic:
+        kind = (found_model.base or found_model).config.model_type
+        raise UnsupportedError(
+            f"no plan is made of {kind}: no family file knows what its layers keep (docs/families.md)",
+            "train a few steps with train.max_steps=3, whose report tells the peak, or `pronghorn profile`; "
+            "memory.gradient_checkpointing: true takes the least memory",
+        )
     adapter = recipe.adapter.model_copy(update={"new_tokens": []})
     recipe = recipe.model_copy(update={"adapter": adapter})
     # loading attaches for this machine, which may have no products in 8 bits; the plan is for another

@@ -41,6 +41,7 @@ from pronghorn.layers.decoder import is_fused
 from pronghorn.layers.linears import adapter_of
 from pronghorn.models.attach import Handle
 from pronghorn.models.experts import wrappers
+from pronghorn.models.families import decoder_layers
 from pronghorn.models.report import Decisions, LayersPath
 from pronghorn.ranges import PREFIX, in_part
 from pronghorn.train.build import build
@@ -225,10 +226,11 @@ def named(trainer: SFTTrainer, handle: Handle) -> Iterator[None]:
 
 def parts_of(model: Any) -> dict[nn.Module, str]:
     """Name the modules of a causal LM for `cause`, by its family's spec; any other has the part of the one around."""
-    backbone, blocks = model.base_model, family_of(model.config).blocks
+    backbone, blocks, layers = model.base_model, family_of(model.config).blocks, decoder_layers(model)
     parts = {model: "model", backbone: "backbone"}
-    parts |= {child: "norm" for child in backbone.children() if child is not backbone.layers}  # the last norm, RoPE
-    for layer in backbone.layers:
+    # the last norm, RoPE
+    parts |= {child: "norm" for child in backbone.children() if layers not in child.modules()}
+    for layer in layers:
         parts[layer] = "layer"
         for block in blocks(layer):
             part = "attention" if isinstance(block.kind, Attention | GatedDelta) else "feed-forward"
@@ -250,7 +252,7 @@ def parts_of(model: Any) -> dict[nn.Module, str]:
 def inner_dimensions(handle: Handle) -> frozenset[int]:
     """Return the ranks of a model's adapters, and their sums where adapters are computed as one product."""
     dimensions = {rank for wrapper in wrappers(handle.model) for rank in wrapper.r.values()}
-    for layer in handle.model.base_model.layers:
+    for layer in decoder_layers(handle.model):
         for block in family_of(handle.model.config).blocks(layer):
             for group in block.kind.linears:
                 adapters = [adapter_of(layer.get_submodule(block.path(path))) for path in group]

@@ -23,6 +23,7 @@ from pronghorn.diagnose.verify_subject import Subject
 from pronghorn.errors import DataError, UnsupportedError
 from pronghorn.export import merge
 from pronghorn.models.families import base_causal_lm
+from pronghorn.models.probe import Isolation
 from pronghorn.parity.distance import THREE_WAY, BaselineNoise, Distance, distance, listed, mean_limit, ratio
 from pronghorn.parity.visibility import Visibility
 
@@ -76,7 +77,7 @@ def verify(subject: Subject, say: Callable[[str], None] = lambda text: None) -> 
         dead(ours.dead, exact.dead),
         *([] if ours.routed is None else [experts(ours.routed)]),
         packed_or_alone(packed, alone, plain, exact),
-        visibility(run.visibility(packed=True), plain_visibility),
+        isolation(run.isolation()) if run.is_generic else visibility(run.visibility(packed=True), plain_visibility),
         twice(ours, again, plain, exact, noise),
         *([] if unquantised is None else [cosines(ours, *unquantised)]),
     ]
@@ -200,6 +201,12 @@ def visibility(ours: list[Visibility], plain: list[Visibility]) -> Check:
         else:
             detail = f"a token is seen by {len(mine.inside)} tokens and not by {len(right.inside)} {layers}"
     return Check(Name.VISIBILITY, not wrong, len(wrong), 0, detail, Finding(cause, detail))
+
+
+def isolation(found: Isolation) -> Check:
+    """Check that documents stay apart in a family whose layers aren't known, at the lengths of the long probe."""
+    detail = f"{found}; {found.way}"
+    return Check(Name.VISIBILITY, found.clean, found.error, found.tolerance, detail, Finding(Cause.MASK_LEAKS, detail))
 
 
 def twice(ours: Passes, again: Passes, plain: Passes, exact: Passes, noise: BaselineNoise) -> Check:

@@ -31,10 +31,11 @@ from pronghorn.layers.decoder import FusedLayers
 from pronghorn.models.attach import PathTaken, attached
 from pronghorn.models.expert_gradients import RoutedTokens, count_tokens
 from pronghorn.models.families import base_causal_lm
+from pronghorn.models.probe import Isolation, long_lengths, probe
 from pronghorn.parity.distance import Distance
 from pronghorn.parity.parameters import canonical, trainable
 from pronghorn.parity.quantised import compared_products, quantised_products
-from pronghorn.parity.reference import accumulate, kept_gradients, layerwise_upcast, logits_at
+from pronghorn.parity.reference import accumulate, kept_gradients, logits_at, upcast_of
 from pronghorn.parity.visibility import NEIGHBOUR, Visibility, position_dependent, probe_tokens, visible_positions
 from pronghorn.precision.compute import Compute
 
@@ -144,7 +145,7 @@ class Run:
             quantised: in 8 bits what the attached model multiplies so.
         """
         products = self.fp8_products(self.model) if quantised else []
-        with quantised_products(products), layerwise_upcast(base_causal_lm(self.model)) as upcast:
+        with quantised_products(products), upcast_of(base_causal_lm(self.model)) as upcast:
             apart = "" if quantised else "; without 8 bits"
             say(f"plain transformers and PEFT, one document at a time{apart}")
             with self._autocast():
@@ -156,6 +157,8 @@ class Run:
     def fp8_products(self, model: Any) -> list[list[nn.Module]]:
         """The linears of each product that the attached model computes in 8 bits."""
         base, subject = base_causal_lm(model), self.subject
+        if not subject.compute.is_fp8:
+            return []
         layers = FusedLayers(base.base_model, family_of(base.config), "auto", subject.compute)
         return layers.fp8_products(subject.autocast or base.get_input_embeddings().weight.dtype)
 
@@ -251,6 +254,16 @@ class Run:
         base, sample = base_causal_lm(self.model), self.subject.documents[0]
         with self._autocast():
             return visible_positions(base, sample, self.probe, packed and self._batch)
+
+    @property
+    def is_generic(self) -> bool:
+        """Whether nothing is known of the layers, so that what a token reaches is probed from outside."""
+        return family_of(base_causal_lm(self.model).config).generic
+
+    def isolation(self) -> Isolation:
+        """Probe an attached generic model at more and longer lengths than training does."""
+        with self._autocast():
+            return probe(self.model, long_lengths(base_causal_lm(self.model).config))
 
     @torch.no_grad()
     def shift(self) -> int | None:

@@ -72,10 +72,15 @@ def expert_counts(layer: nn.Module) -> Iterator[tuple[str, int]]:
                     yield path, len(parameter)
 
 
+CHOSEN = ("index_topk",)
+"""What names begin with that say how many tokens an indexer chooses for each query: its choice comes as a mask."""
+
+
 def limits_to_cross(config: Any) -> dict[str, int]:
-    """List the windows and chunks of tokens that a configuration names."""
+    """List the windows and chunks of tokens that a configuration names, and how many tokens its indexers choose."""
     numbers = {name: value for name, value in text_config(config).to_dict().items() if type(value) is int and value > 1}
-    return {name: n for name, n in numbers.items() if ("window" in name or "chunk" in name) and "layer" not in name}
+    words = ("window", "chunk", *CHOSEN)
+    return {name: n for name, n in numbers.items() if any(word in name for word in words) and "layer" not in name}
 
 
 def _parameters(module: nn.Module) -> int:

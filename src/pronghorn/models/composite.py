@@ -176,9 +176,11 @@ def _on_meta(name: Any, config: Any) -> tuple[Any, Any]:
     try:
         with torch.device("meta"):
             return kind._from_config(config), kinds[type(text)]._from_config(text)
-    except ImportError as error:
+    except Exception as error:  # a package that isn't there, or whatever a class raises on a configuration
+        why = " ".join(str(error).split())[:200]
         raise UnsupportedError(
-            f"{name}: {architecture} can't be made here ({error})", "install what it needs"
+            f"{name}: {architecture} can't be made here ({type(error).__name__}: {why})",
+            f"install what it needs, or {_REMEDY}",
         ) from error
 
 

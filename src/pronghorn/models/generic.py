@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from pronghorn.data.batch import PackedBatch
 from pronghorn.data.packing import IGNORE_INDEX
 from pronghorn.errors import UnsupportedError
-from pronghorn.families.generic import limits_to_cross
+from pronghorn.families.generic import CHOSEN, limits_to_cross
 from pronghorn.layers.subclass import subclass
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.models.causal_lm import PackedCausalLM, has_own_loss
@@ -65,9 +65,10 @@ class GenericPacking:
         """List the ways that this model's signatures allow, the cheapest first."""
         names, any_keyword = keywords_of(self.model)
         ways = [Way.MASK] if any_keyword or "position_ids" in names else []
-        if any_keyword and getattr(self.model, "_supports_attention_backend", False):
-            ways = [Way.BOUNDS, Way.BOUNDS_AND_MASK, Way.MASK]
         windows = limits_to_cross(self.model.config)  # which a mask made here would not have
+        chosen = any(name.startswith(CHOSEN) for name in windows)  # what an indexer chooses is no bounds of documents
+        if any_keyword and not chosen and getattr(self.model, "_supports_attention_backend", False):
+            ways = [Way.BOUNDS, Way.BOUNDS_AND_MASK, Way.MASK]
         return ways if windows else [*ways, Way.OWN_MASK]
 
     def take(self, way: Way | None) -> None:

@@ -13,8 +13,7 @@ The first layer whose output changes is the first that mixes: what comes before 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -27,6 +26,17 @@ from pronghorn.errors import PronghornError, UnsupportedError
 from pronghorn.families.generic import expert_counts, limits_to_cross, text_config
 from pronghorn.models.families import base_causal_lm, decoder_layers
 from pronghorn.models.generic import PACKING, GenericPacking, Way
+from pronghorn.models.passes import (
+    as_rows,
+    compute_dtype,
+    differs,
+    in_evaluation,
+    recorded,
+    relative_error,
+    seeded,
+    short,
+    undisturbed,
+)
 
 LENGTHS = (1, 65, 2)
 """Tokens of the probe's documents: one token, one that is shorter than a convolution, one beyond a tile of 64. A longer
@@ -34,6 +44,9 @@ one that crosses a window or a chunk follows, then one of `LAST`."""
 LAST = 5
 MOST = 160
 """Tokens of the longest document of the probe."""
+LONG_LENGTHS = (1, 65, 2, 3, 4, 17, 63, 1, 64, 129, 256, 257)
+"""Of the documents of the long probe (`verify`), which one beyond every limit follows."""
+LONG_MOST = 8192
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8, torch.float16: 0.03, torch.bfloat16: 0.15}
 """How far packed logits may be from those of a document alone, by root mean square over that of the logits: the two go
 through other kernels, and a wrong position or a leak is off by much more. Where tokens are routed to experts, whose
@@ -72,6 +85,7 @@ class Isolation:
     """Whether bits were compared; else values, for the layers route tokens to experts."""
     error: float = 0.0
     """The largest error of a document's packed logits, relative to those of the document alone."""
+    tolerance: float = 0.0
     seconds: float = 0.0
 
     @property
@@ -108,7 +122,8 @@ def probe(model: Any, lengths: Sequence[int] | None = None) -> Isolation:
     """Look whether documents stay apart, in the first of the model's ways in which they do.
 
     Weights, gradients, buffers and random state stay as they are; hooks are on this instance, and taken off again.
-    Takes eight forward and two backward passes of about 250 tokens, three times as many if the first ways fail.
+    Takes six forward and two backward passes of a row of at most 233 tokens, and a forward of each of its five
+    documents; up to three times if the first ways fail (docs/verify.md has the cost).
 
     Args:
         model: attached, of a generic family, with adapters or not; on any device.
@@ -117,7 +132,8 @@ def probe(model: Any, lengths: Sequence[int] | None = None) -> Isolation:
     started = time.perf_counter()
     base = base_causal_lm(model)
     packing: GenericPacking = base.__dict__[PACKING]
-    longest = getattr(text_config(base.config), "max_position_embeddings", None) or 1 << 30
+    longest = getattr(text_config(base.config), "max_position_embeddings", None) or 0
+    longest = longest if longest > 0 else 1 << 30  # XLNet says -1
     limits = limits_to_cross(base.config)
     lengths = tuple(min(n, longest) for n in lengths or _lengths(limits))
     missed = tuple(f"{name} {n:,}" for name, n in limits.items() if n >= max(lengths))
@@ -135,15 +151,21 @@ def probe(model: Any, lengths: Sequence[int] | None = None) -> Isolation:
     return found
 
 
+def long_lengths(config: Any) -> tuple[int, ...]:
+    """Return lengths for a long probe: around tiles and chunks, and beyond each limit up to `LONG_MOST` tokens."""
+    beyond = sorted({n + 1 for n in limits_to_cross(config).values() if n < LONG_MOST})
+    return (*LONG_LENGTHS, *beyond, LAST)
+
+
 def _tried(base: Any, packing: GenericPacking, found: Isolation) -> Isolation:
     """Return the record of one way of packing, that its forward fails if it does."""
     try:
-        with _undisturbed(base):
+        with undisturbed(base):
             return _judged(base, packing, found)
     except PronghornError as error:
         return replace(found, problem=error.problem)
     except Exception as error:  # whatever a stranger's forward raises is why it can't be used
-        return replace(found, problem=f"its forward fails ({type(error).__name__}: {_short(error)})")
+        return replace(found, problem=f"its forward fails ({type(error).__name__}: {short(error)})")
 
 
 def _lengths(limits: dict[str, int]) -> tuple[int, ...]:
@@ -183,27 +205,24 @@ def _judged(base: Any, packing: GenericPacking, found: Isolation) -> Isolation:
     packing.take(found.way)
     row, layers = _Row.of(found.lengths, base.device), decoder_layers(base)
     exact = not any(True for layer in layers for _ in expert_counts(layer))
-    found = replace(found, exact=exact)
+    found = replace(found, exact=exact, tolerance=TOLERANCE[compute_dtype(base)])
     vocabulary = base.get_input_embeddings().weight.shape[0]
     generator = torch.Generator().manual_seed(0)
     ids, other = torch.randint(0, vocabulary, (2, len(row.last)), generator=generator).to(base.device)
     other = torch.where(other == ids, (ids + 1) % vocabulary, other)
-    tolerance = TOLERANCE[_dtype(base)]
-    with _recorded(base, layers, len(ids)) as states:
-        logits = _seeded(lambda: row.call(base, ids), base.device)
-        before = list(states)
-        if len(before) != len(layers) + 1:
-            return replace(found, problem="its layers were not called as modules, so that nothing can be proven")
-        for index, state in enumerate(before):
-            if not state.detach().isfinite().all():
-                name = type(layers[index - 1]).__name__ if index else "the embeddings"
-                return replace(found, problem=f"hidden states after {name} {index - 1} are not finite")
-        targets = other % logits.shape[-1]
-        losses = logits.float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
-        gradients = [
-            torch.autograd.grad(losses[own].sum(), before, retain_graph=own is row.sets[0], allow_unused=True)
-            for own in row.sets
-        ]
+    tolerance = TOLERANCE[compute_dtype(base)]
+    with recorded(base, layers, len(ids)) as states:
+        gradients = []
+        for own in row.sets:  # a forward for each: offloaded activations are there for one backward
+            states.clear()
+            logits = seeded(lambda: row.call(base, ids), base.device)
+            before = list(states)
+            problem = _unlike_layers(before, layers)
+            if problem is not None:
+                return replace(found, problem=problem)
+            targets = other % logits.shape[-1]
+            losses = logits.float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
+            gradients.append(torch.autograd.grad(losses[own].sum(), before, allow_unused=True))
         for own, changed in (row.sets, row.sets[::-1]):
             leak = _changed(base, row, ids, torch.where(changed, other, ids), own, tolerance, exact, before, states)
             if leak is not None:
@@ -223,6 +242,17 @@ def _judged(base: Any, packing: GenericPacking, found: Isolation) -> Isolation:
     return _compared_with_alone(base, packing, found, row, ids, tolerance)
 
 
+def _unlike_layers(states: list[Tensor], layers: nn.ModuleList) -> str | None:
+    """Say why nothing can be told of recorded hidden states, or None."""
+    if len(states) != len(layers) + 1:
+        return "its layers were not called as modules, so that nothing can be proven"
+    for index, state in enumerate(states):
+        if not state.detach().isfinite().all():
+            name = type(layers[index - 1]).__name__ if index else "the embeddings"
+            return f"hidden states after {name} {index - 1} are not finite"
+    return None
+
+
 def _changed(
     base: Any,
     row: _Row,
@@ -237,19 +267,13 @@ def _changed(
     """Run the row with other tokens; name the first layer after which rows that are `own` differ, or return None."""
     states.clear()
     with torch.no_grad():
-        _seeded(lambda: row.call(base, changed_ids), base.device)
+        seeded(lambda: row.call(base, changed_ids), base.device)
     for index, (old, new) in enumerate(zip(before, states, strict=True)):
-        if _differs(old.detach()[own], new[own], tolerance, exact):
+        if differs(old.detach()[own], new[own], tolerance, exact):
             layer = None if index == 0 else index - 1
             name = _mixer(base, row, ids, changed_ids, own, layer, tolerance, exact)
             return Leak(layer, name, "a document's hidden states change with another's tokens")
     return None
-
-
-def _differs(old: Tensor, new: Tensor, tolerance: float, exact: bool) -> bool:
-    if exact:
-        return not bool(torch.equal(old, new))
-    return _error(new, old) > tolerance
 
 
 def _mixer(
@@ -265,7 +289,7 @@ def _mixer(
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         given = next(iter([*args, *kwargs.values()]), None)
         given = kwargs.get("hidden_states", given)
-        runs[-1].setdefault(module, (_rows(given, len(ids)), _rows(output, len(ids))))
+        runs[-1].setdefault(module, (as_rows(given, len(ids)), as_rows(output, len(ids))))
         names.append(module)
 
     hooks = [module.register_forward_hook(note, with_kwargs=True) for module in whole.modules()]
@@ -273,7 +297,7 @@ def _mixer(
         for tokens in (ids, other):
             runs.append({})
             with torch.no_grad():
-                _seeded(lambda tokens=tokens: row.call(base, tokens), base.device)
+                seeded(lambda tokens=tokens: row.call(base, tokens), base.device)
     finally:
         for hook in hooks:
             hook.remove()
@@ -282,7 +306,7 @@ def _mixer(
         pairs = (given, given_then), (result, result_then)
         if any(part is None for pair in pairs for part in pair):
             continue
-        same_in, same_out = (not _differs(a[own], b[own], tolerance, exact) for a, b in pairs)  # type: ignore[index]
+        same_in, same_out = (not differs(a[own], b[own], tolerance, exact) for a, b in pairs)  # type: ignore[index]
         if same_in and not same_out:
             return type(module).__name__
     return type(whole).__name__
@@ -292,21 +316,17 @@ def _compared_with_alone(
     base: Any, packing: GenericPacking, found: Isolation, row: _Row, ids: Tensor, tolerance: float
 ) -> Isolation:
     """Return the record with the error of packed logits, or with what is wrong if it is beyond the tolerance."""
-    was_training = [(module, module.training) for module in base.modules()]
-    base.eval()  # dropout would differ
     try:
-        with torch.no_grad():
+        with torch.no_grad(), in_evaluation(base):
             packed = row.call(base, ids)
             packing.take(None)
             bounds = pairwise([0, *accumulate(found.lengths)])
             errors = [
-                _error(packed[start:end], base(input_ids=ids[None, start:end], use_cache=False).logits[0])
+                relative_error(packed[start:end], base(input_ids=ids[None, start:end], use_cache=False).logits[0])
                 for start, end in bounds
             ]
     finally:
         packing.take(found.way)
-        for module, training in was_training:
-            module.training = training
     worst = max(range(len(errors)), key=lambda index: errors[index])
     found = replace(found, error=errors[worst])
     if errors[worst] <= tolerance:
@@ -316,91 +336,3 @@ def _compared_with_alone(
         problem=f"the document of {found.lengths[worst]} tokens has other logits in a packed row than alone (relative "
         f"error {errors[worst]:.1e}, tolerance {tolerance:.0e}): its positions or its attention are not its own",
     )
-
-
-@contextmanager
-def _recorded(base: Any, layers: nn.ModuleList, tokens: int) -> Iterator[list[Tensor]]:
-    """Yield the list that a forward fills with the hidden states [T, H] after embeddings and layers, where autograd
-    sees them."""
-    states: list[Tensor] = []
-
-    def embedded(module: Any, args: Any, output: Tensor) -> Tensor:
-        if torch.is_grad_enabled() and not output.requires_grad:
-            output.requires_grad_()
-        states.append(output)
-        return output
-
-    def passed(module: Any, args: Any, output: Any) -> Any:
-        rows = _rows(output, tokens)
-        if rows is not None:
-            states.append(rows)
-            if rows.requires_grad:  # what goes on is made of what is looked at
-                tensor = output if isinstance(output, Tensor) else output[0]
-                again = rows.view(tensor.shape)
-                return again if isinstance(output, Tensor) else (again, *output[1:])
-        return None
-
-    def first(module: Any, args: Any, output: Tensor) -> Tensor | None:
-        if states:  # other tables of the same module
-            return None
-        output = embedded(module, args, output)
-        rows = _rows(output, tokens)
-        assert rows is not None
-        states[0] = rows
-        return rows.view(output.shape)
-
-    hooks = [base.get_input_embeddings().register_forward_hook(first)]
-    hooks += [layer.register_forward_hook(passed) for layer in layers]
-    try:
-        yield states
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-@contextmanager
-def _undisturbed(base: Any) -> Iterator[None]:
-    """Leave gradients, buffers, random state and the modes of modules as they were."""
-    buffers = [(buffer, buffer.clone()) for buffer in base.buffers()]
-    devices = [base.device] if base.device.type == "cuda" else []
-    try:
-        with torch.random.fork_rng(devices=devices), torch.enable_grad():
-            yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in buffers:
-                if buffer.shape == value.shape and buffer.device == value.device:
-                    buffer.copy_(value)
-
-
-def _seeded(run: Any, device: torch.device) -> Any:
-    """Run with the same random numbers each time: dropout's masks are of the same shape."""
-    torch.manual_seed(0)
-    return run()
-
-
-def _rows(value: Any, tokens: int) -> Tensor | None:
-    """Return what a module is given or returns as [T, H], or None where it has no such rows."""
-    value = value[0] if isinstance(value, tuple | list) and value else value
-    if not isinstance(value, Tensor) or value.dim() < 2 or not value.is_floating_point():
-        return None
-    fits = value.numel() == tokens * value.shape[-1]
-    return value.reshape(tokens, value.shape[-1]) if fits else None
-
-
-def _error(value: Tensor, right: Tensor) -> float:
-    """Return the root mean square of the difference over that of what is right; infinite where it is no number."""
-    value, right = value.detach().double(), right.detach().double()
-    error = (value - right).square().mean().sqrt() / right.square().mean().sqrt().clamp(min=1e-30)
-    return float("inf") if error.isnan() else error.item()
-
-
-def _dtype(base: Any) -> torch.dtype:
-    kind = base.device.type
-    return (
-        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else base.get_input_embeddings().weight.dtype
-    )
-
-
-def _short(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]

@@ -40,7 +40,7 @@ def reached_linears(base: Any) -> tuple[str, ...]:
     # a text of four tokens doesn't reach all experts
     wanted = [m for m in inside if m in reached or (experts and names[m].startswith(experts))]
     wanted = [m for m in wanted if names[m].rpartition(".")[2] in ends.keys() - refused]
-    others = {names[module].rpartition(".")[2] for module in _linears(base) if module not in set(wanted)}
+    others = {name.rpartition(".")[2] for module, name in names.items() if module not in set(wanted)}
     # PEFT takes experts' usual names for those of merged parameters
     whole = others & (ends.keys() - refused) or experts
     found = tuple(names[module] for module in wanted) if whole else tuple(end for end in ends if end not in refused)
@@ -52,7 +52,14 @@ def reached_linears(base: Any) -> tuple[str, ...]:
 def _called(base: Any) -> list[nn.Module]:
     """Return the linears that a forward of a few tokens calls, in training as in training; nothing is changed."""
     called: dict[nn.Module, None] = {}
-    hooks = [m.register_forward_hook(lambda module, *_: called.setdefault(module)) for m in _linears(base)]
+
+    def note(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        # a subclass may multiply groups of columns with blocks of the weight, which an adapter doesn't
+        widths = [value.shape[-1] for value in (*args[:1], output) if isinstance(value, torch.Tensor)]
+        if not isinstance(module, nn.Linear) or widths == [module.in_features, module.out_features]:
+            called.setdefault(module)
+
+    hooks = [module.register_forward_hook(note) for module in _linears(base)]
     ids = torch.arange(4, device=base.device)[None]
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[base.device] if base.device.type == "cuda" else []):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -22,6 +22,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from pronghorn.data.packing import IGNORE_INDEX, Document
+from pronghorn.families.registry import family_of
 from pronghorn.models.families import base_causal_lm, has_experts
 from pronghorn.parity.distance import kind_of
 
@@ -60,13 +61,45 @@ class UpcastPart(nn.Module):
         return functional_call(self.part, weights, (inputs, *args), kwargs)
 
 
-@contextmanager
-def layerwise_upcast(model: Any) -> Iterator[Callable[[torch.dtype], None]]:
-    """Run a transformers causal LM part by part, and leave it as it was. Not for an attached model.
+def upcast_of(model: Any) -> AbstractContextManager[Callable[[torch.dtype], None]]:
+    """Run a transformers causal LM that isn't attached, and leave it as it was: part by part, or whole where its parts
+    aren't known.
 
     Yields:
-        A function that makes every part compute in the given dtype from then on; until it is called they run as is.
+        A function that makes the model compute in the given dtype from then on; until it is called it runs as is.
     """
+    return _whole_upcast(model) if family_of(model.config).generic else layerwise_upcast(model)
+
+
+@contextmanager
+def _whole_upcast(model: Any) -> Iterator[Callable[[torch.dtype], None]]:
+    """Hold all weights in the wide dtype at once, beside their own."""
+    own = [(tensor, tensor.data) for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point()]
+    quantised = [(module, module.compute_dtype) for module in model.modules() if hasattr(module, "compute_dtype")]
+    experts = getattr(model.config, "_experts_implementation", None)
+
+    def upcast(dtype: torch.dtype) -> None:
+        if dtype is torch.float64 and experts is not None:
+            model.set_experts_implementation("eager")  # grouped products have no float64
+        for tensor, data in own:
+            tensor.data = data.to(dtype)
+        for module, _ in quantised:
+            module.compute_dtype = dtype
+
+    try:
+        yield upcast
+    finally:
+        if experts is not None:
+            model.set_experts_implementation(experts)
+        for tensor, data in own:
+            tensor.data = data
+        for module, dtype in quantised:
+            module.compute_dtype = dtype
+
+
+@contextmanager
+def layerwise_upcast(model: Any) -> Iterator[Callable[[torch.dtype], None]]:
+    """Run a causal LM of a family that is known part by part, as `upcast_of` says."""
     layers, backbone = model.base_model.layers, model.base_model
     plain = list(layers)
     embedding, norm, head = model.get_input_embeddings(), backbone.norm, model.get_output_embeddings()

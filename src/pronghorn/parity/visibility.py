@@ -34,8 +34,11 @@ class Visibility:
 
 
 def token_mixers(model: Any) -> list[tuple[int, nn.Module, BlockKind]]:
-    """List the blocks of a causal LM's layers that read other tokens, as its family has them: layer, module, kind."""
+    """List the blocks of a causal LM's layers that read other tokens, as its family has them: layer, module, kind. Of a
+    generic family none are known."""
     family = family_of(model.config)
+    if family.generic:
+        return []
     return [
         (number, layer.get_submodule(block.module), block.kind)
         for number, layer in enumerate(model.base_model.layers)
@@ -46,8 +49,8 @@ def token_mixers(model: Any) -> list[tuple[int, nn.Module, BlockKind]]:
 
 def probe_tokens(model: Any) -> int:
     """Return the tokens of a probed document that is longer than what any token of it sees."""
-    windows = (kind.window(module) or 0 for _, module, kind in token_mixers(model) if isinstance(kind, Attention))
-    return max(*windows, NEIGHBOUR) + AT + NEIGHBOUR
+    windows = [kind.window(module) or 0 for _, module, kind in token_mixers(model) if isinstance(kind, Attention)]
+    return max([*windows, NEIGHBOUR]) + AT + NEIGHBOUR
 
 
 def position_dependent(model: Any) -> tuple[str, ...]:

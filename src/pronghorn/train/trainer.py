@@ -39,6 +39,7 @@ from pronghorn.models.attach import Handle, attach, attached
 from pronghorn.models.auto_plan import dims_of, resolve
 from pronghorn.models.families import base_causal_lm
 from pronghorn.models.generic import PACKING
+from pronghorn.models.padded_probe import require_padded
 from pronghorn.models.probe import require_isolation
 from pronghorn.train import checkpoint
 from pronghorn.train.counters import StepCounters
@@ -144,9 +145,12 @@ class SFTTrainer(trl.SFTTrainer):
         handle = attached(adapted)
         if handle is not None:  # all is known now: where the model is, and its adapters, TRL's peft_config's too
             _resolve_plan(handle.adopt_adapters(), args)
-        if handle is not None and PACKING in handle.model.__dict__ and (self._packs_train or self._packs_eval):
+        if handle is not None and PACKING in handle.model.__dict__:
             with self.accelerator.autocast():
-                require_isolation(handle.model)
+                if self._packs_train or self._packs_eval:
+                    require_isolation(handle.model)
+                if not self._packs_train:
+                    require_padded(handle.model)
         stock: Any = self.data_collator
         self._pack_collator = Collator(args.max_length or 0, stock.pad_token_id)
         self.data_collator = _Collators(self._pack_collator, stock)
