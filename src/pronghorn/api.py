@@ -40,6 +40,7 @@ class FastLanguageModel:
         full_finetuning: bool = False,
         attention: Attention = "auto",
         compute: Literal["dtype", "fp8", "fp8_exact"] = "dtype",
+        experts_in_16bit: bool = False,
         trust_remote_code: bool = False,
         token: str | None = None,
         revision: str | None = None,
@@ -51,7 +52,7 @@ class FastLanguageModel:
             model_name: local folder (a saved adapter's too), hub name, or `.gguf` file.
             max_seq_length: tokens of a packed row.
             dtype: None for the device's own (bfloat16, float16 on GPUs before Ampere, float32 on the CPU).
-            load_in_4bit: NF4 through bitsandbytes.
+            load_in_4bit: NF4 through bitsandbytes, experts too unless `experts_in_16bit`.
             packing: attach the packed path, so that documents of a packed row are isolated.
             use_gradient_checkpointing: False keeps activations; True recomputes layers; "offload" and "unsloth"
                 recompute them, and their inputs wait in host memory; "auto" recomputes until `pronghorn.SFTTrainer`
@@ -82,6 +83,7 @@ class FastLanguageModel:
             max_seq_length=max_seq_length,
             dtype=torch.float32 if full_finetuning else dtype,
             load_in_4bit=load_in_4bit,
+            experts_in_16bit=experts_in_16bit,
             trust_remote_code=trust_remote_code,
             token=token,
             revision=revision,

@@ -58,6 +58,7 @@ class Model(Section):
     name: FileOrName = Field(min_length=1, description="local folder, saved adapter, .gguf file or hub name")
     max_seq_length: int = Field(gt=0, description="tokens of a packed row, and the most a document may have")
     load_in_4bit: bool = Field(False, description="NF4 base weights, experts too, through bitsandbytes (QLoRA)")
+    experts_in_16bit: bool = Field(False, description="with load_in_4bit, leave experts in 16 bits")
     trust_remote_code: bool = Field(False, description="run Python code that comes with the checkpoint")
     plugins: Names = Field([], description="Python modules to import before the model loads; they register families")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -492,6 +493,17 @@ def test_the_command_on_a_shape(method: str) -> None:
     result = CliRunner().invoke(app, ["verify", "--model", "tiny", "--method", method, "--tokens", "128"])
     assert result.exit_code == 0, result.output
     assert "The numbers are right." in result.stdout and "self_attn" in result.stdout
+
+
+def test_the_command_on_experts_in_4_bits(stories: Path, tmp_path: Path) -> None:
+    """With the model in bfloat16, quantised as it loads."""
+    shutil.copytree(stories, tmp_path / "model")
+    model = tiny_model("qwen3_moe", vocab_size=512, num_experts_per_tok=8).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "model")
+    options = ["--model", str(tmp_path / "model"), "--method", "qlora", "--dtype", "bfloat16", "--tokens", "128"]
+    result = CliRunner().invoke(app, ["verify", *options, "--json"])
+    found = json.loads(result.stdout)
+    assert result.exit_code == 0 and found["ok"], result.output
 
 
 def test_the_command_says_no(monkeypatch: pytest.MonkeyPatch) -> None:

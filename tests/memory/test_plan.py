@@ -484,6 +484,17 @@ def test_a_plan_fits_by_its_own_accounting(method: Any) -> None:
     assert ("adapter.method: lora" in refused.value.remedy) is (method == "full")
 
 
+def test_what_fits_nowhere_is_advised_4_bits_that_count_the_experts_too() -> None:
+    dims, gpu = dims_of(skeleton(config_of("Qwen3-30B-A3B"))), device_spec("h200")
+    with pytest.raises(PlanDoesNotFit) as refused:
+        plan(dims, TrainSetup(2048), gpu, 4 * GIB)
+    [gib] = re.findall(r"load_in_4bit: true needs ([0-9.]+) GiB", refused.value.remedy)
+    assert 14 < float(gib) < 24  # 30.5 billion weights take 57 GiB in 16 bits and 15 in 4
+    with pytest.raises(PlanDoesNotFit) as refused:
+        plan(dims, TrainSetup(2048, "qlora", expert_bytes=0.516), gpu, 4 * GIB)
+    assert "load_in_4bit" not in refused.value.remedy
+
+
 def test_everything_is_kept_where_it_fits_and_shared_memory_never_offloads() -> None:
     dims = dims_of(skeleton(config_of("Llama-3.2-1B")))
     assert set(plan(dims, TrainSetup(8192), device_spec("h200")).policies) == {Policy.KEEP}

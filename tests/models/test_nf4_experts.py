@@ -11,19 +11,23 @@ import torch
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from torch import nn
 
+from pronghorn.api import FastLanguageModel
 from pronghorn.diagnose.shapes import byte_tokenizer
-from pronghorn.errors import UnsupportedError
+from pronghorn.errors import ConfigError, UnsupportedError
+from pronghorn.export import merge
 from pronghorn.export.merge import save_merged
 from pronghorn.kernels.nf4_experts import NF4Tensor, quantise_experts
 from pronghorn.memory.estimate import resting_bytes
 from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import attach
 from pronghorn.models.auto_plan import dims_of, setup_of
+from pronghorn.models.experts import weight_names, wrappers
 from pronghorn.models.load import load_model
 from pronghorn.models.lora import add_lora
 from support.documents import LENGTHS, ROW
 from support.fused import loss_and_gradients
 from support.tiny import MOE_FAMILIES, packed_row, tiny_model
+from support.tolerance import ThreeWay
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
@@ -127,3 +131,82 @@ def test_experts_that_are_no_whole_blocks_are_refused(tmp_path: Path) -> None:
     checkpoint(tmp_path, "qwen3_moe", hidden_size=68, moe_intermediate_size=12)
     with pytest.raises(UnsupportedError, match="NF4 stores blocks of 64"):
         loaded(tmp_path)
+
+
+def test_experts_in_16bit_leaves_them_dense_and_says_so_in_the_plan(tmp_path: Path) -> None:
+    plain = checkpoint(tmp_path, "qwen3_moe")
+    options: dict[str, Any] = {"max_seq_length": 128, "load_in_4bit": True, "experts_in_16bit": True}
+    model = FastLanguageModel.from_pretrained(str(tmp_path), dtype="float32", **options)[0]
+    assert type(model.model.layers[0].self_attn.q_proj).__name__ == "Linear4bit"
+    for name in weight_names(model):
+        assert torch.equal(model.get_parameter(name), plain.get_parameter(name))
+    setup = setup_of(adapted(model, []), 512)
+    assert setup.method == "qlora" and setup.expert_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("family", "load_in_4bit", "problem"),
+    [("qwen3", True, "qwen3, which has no experts"), ("qwen3_moe", False, "without load_in_4bit")],
+)
+def test_experts_in_16bit_is_refused_where_it_says_nothing(
+    tmp_path: Path, family: str, load_in_4bit: bool, problem: str
+) -> None:
+    checkpoint(tmp_path, family)
+    with pytest.raises(ConfigError, match=f"experts_in_16bit .*{problem}"):
+        load_model(tmp_path, max_seq_length=128, load_in_4bit=load_in_4bit, experts_in_16bit=True)
+
+
+@pytest.mark.parametrize("targets", [[], EXPERTS])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_a_saved_adapter_over_nf4_experts_loads_to_the_same_numbers(
+    tmp_path: Path, family: str, targets: list[str]
+) -> None:
+    checkpoint(tmp_path / "base", family)
+    model = adapted(loaded(tmp_path / "base"), targets)
+    model.save_pretrained(tmp_path / "adapter")
+    again = loaded(tmp_path / "adapter").train()
+    assert any(isinstance(parameter, NF4Tensor) for parameter in again.parameters())
+    results = []
+    for each in (model, again):
+        attach(each, Plan.keep())
+        results.append(loss_and_gradients(each, packed_row(LENGTHS, ROW)))
+    (loss, gradients), (other_loss, others) = results
+    assert loss == other_loss
+    assert gradients.keys() == others.keys() and all(torch.equal(gradients[name], others[name]) for name in others)
+
+
+@pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
+def test_a_merged_expert_is_rounded_once(tmp_path: Path, name: str) -> None:
+    checkpoint(tmp_path / "base", "qwen3_moe")
+    model = adapted(loaded(tmp_path / "base", "bfloat16"), EXPERTS)
+    base, path = model.get_base_model(), f"model.layers.0.mlp.experts.{name}"
+    [written] = [tensor.read() for tensor in merge.merged_tensors(base, torch.bfloat16) if tensor.name == path]
+    wrapper = next(wrapper for wrapper in wrappers(base) if wrapper.parameter_name == name)
+    experts = len(wrapper.get_param())
+    a = wrapper.lora_A["default"].weight.detach().double().unflatten(0, (experts, -1))
+    b = wrapper.lora_B["default"].weight.detach().double().unflatten(1, (-1, experts))
+    delta = torch.einsum("ore,eri->eoi", b, a) * wrapper.scaling["default"]
+    exact = wrapper.get_param().dequantise().double() + delta
+    assert written.dtype == torch.bfloat16
+    assert ((written.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-6).all()  # half a unit in the last place
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("targets", [[], EXPERTS])
+def test_nf4_experts_on_a_gpu_are_within_the_rule(tmp_path: Path, targets: list[str]) -> None:
+    """Against the same weights written out to bfloat16, and to float32; and their graphs give the same bits."""
+    checkpoint(tmp_path, "qwen3_moe", num_experts_per_tok=8)  # all of them: rounding moves no token to another
+    rule, batch = ThreeWay(), {name: value.to("cuda") for name, value in packed_row(LENGTHS, ROW).items()}
+    packed = adapted(loaded(tmp_path, "bfloat16"), targets).to("cuda")
+    exact = dense(packed).float()
+    results = []
+    for model in (packed, dense(packed), exact):
+        attach(model, Plan.keep(), layers="fused" if model is not exact else "stock", graph="off")
+        results.append(loss_and_gradients(model, batch))
+    for name, right in results[2][1].items():
+        rule.add(name, results[0][1][name], results[1][1][name], right)
+    rule.check()
+    attach(packed, Plan.keep(), layers="fused", graph="on")
+    for _ in range(2):
+        loss, gradients = loss_and_gradients(packed, batch)
+        assert loss == results[0][0] and all(torch.equal(gradients[name], results[0][1][name]) for name in gradients)

@@ -10,6 +10,8 @@ import torch
 
 from pronghorn.data.batch import Collator
 from pronghorn.families.registry import FAMILIES as FAMILY_FACTS
+from pronghorn.kernels.nf4_experts import quantise_experts
+from pronghorn.models.experts import weight_names
 
 stock_loss_on_cpu = pytest.mark.skipif(
     not hasattr(importlib.import_module("trl.kernels.chunked_logprob"), "_use_triton"),
@@ -181,7 +183,7 @@ def packed_row(lengths: list[int], row_tokens: int, vocab: int = VOCAB, seed: in
 
 
 def in_4_bits(model: Any) -> Any:
-    """The linears of the model's layers in bitsandbytes' NF4; call it before adapters are added."""
+    """Quantise the linears and experts of the model's layers to NF4; call it before adapters are added."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     for module in list(model.model.layers.modules()):
@@ -191,5 +193,9 @@ def in_4_bits(model: Any) -> Any:
                 new.weight = Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4").to("cpu")
                 new.bias = linear.bias
                 setattr(module, name, new)
+    for path in list(weight_names(model)):
+        holder, _, name = path.rpartition(".")
+        packed = quantise_experts(model.get_parameter(path).detach(), nested=True)
+        setattr(model.get_submodule(holder), name, torch.nn.Parameter(packed, requires_grad=False))
     model.is_loaded_in_4bit = True  # PEFT asks for it
     return model

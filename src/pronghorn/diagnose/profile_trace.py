@@ -47,7 +47,8 @@ TRANSFERS = (Cause.TO_DEVICE, Cause.TO_HOST, Cause.COMMUNICATION)
 
 _ATTENTION = ("flash_attention", "scaled_dot_product", "efficient_attention", "cudnn_attention")
 _PRODUCTS = {f"aten::{name}" for name in ("mm", "addmm", "addmm_", "bmm", "baddbmm", "matmul", "linear")}
-_PRODUCTS |= {"aten::_grouped_mm", "aten::_scaled_mm", "bitsandbytes::gemv_4bit", "bitsandbytes::gemm_4bit"}
+_PRODUCTS |= {f"aten::{name}" for name in ("_grouped_mm", "_scaled_mm", "_scaled_mm_v2")}
+_PRODUCTS |= {"bitsandbytes::gemv_4bit", "bitsandbytes::gemm_4bit"}
 _WHOLE = {"data": Cause.DATA, "logging": Cause.LOGGING, "optimiser": Cause.OPTIMISER}
 """Ranges all of whose time has one cause, Python's included."""
 

@@ -227,7 +227,10 @@ def _merged_linear(layer: Any) -> Tensor:
 
 def _merged_experts(experts: Any) -> Tensor:
     """Compute the parameter of experts, or a router, with its active adapters, in float32."""
-    weight = experts.get_param().float()
+    weight = experts.get_param()
+    if isinstance(weight, PackedTensor):
+        weight = weight.dequantise()  # in its own dtype, as training multiplied it
+    weight = weight.float()
     for adapter in [] if experts.disable_adapters else experts.active_adapters:
         if adapter in experts.lora_A:
             a, b = low_rank_factors(experts, adapter)

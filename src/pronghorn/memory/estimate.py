@@ -36,6 +36,9 @@ FRAGMENTATION = 20 * 2**20
 """Bytes a layer that the allocator holds in pieces too small for what comes. Growing segments come and go by pages of
 so much, and of a free block those at its ends stay. 8B needed 7 MiB or less where not all is recomputed."""
 
+NF4_BYTES = 1 / 2 + 1 / 64 + 1 / 4096
+"""Of a number in NF4: 4 bits, 8 of absmax for 64 of them, and 32 for 256 of those."""
+
 Method = Literal["lora", "qlora", "full"]
 
 
@@ -152,8 +155,8 @@ def resting_bytes(dims: ModelDims, setup: TrainSetup) -> dict[str, int]:
     p, b, full = dims.parameters, setup.itemsize, setup.method == "full"
     linear = sum(layer.linear_weights for layer in dims.layers)
     weights = p * (4 if full else b)
-    if setup.method == "qlora":  # 4 bits each, 8 of absmax for 64 elements, and 32 for 256 of those
-        weights = (p - linear) * b + linear // 2 + linear // 64 + linear // 4096
+    if setup.method == "qlora":
+        weights = (p - linear) * b + int(linear * NF4_BYTES)
     if setup.expert_bytes is not None:
         weights -= int(sum(layer.expert_weights for layer in dims.layers) * (b - setup.expert_bytes))
     if setup.linear_bytes is not None:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from pronghorn.errors import ConfigError
 from pronghorn.memory.devices import DeviceSpec
-from pronghorn.memory.estimate import GIB, LayerBytes, MemoryModel, ModelDims, TrainSetup
+from pronghorn.memory.estimate import GIB, NF4_BYTES, LayerBytes, MemoryModel, ModelDims, TrainSetup
 from pronghorn.memory.plan import Plan, Policy, followed
 from pronghorn.memory.step_time import LayerTimes, StepTimes, step_times
 
@@ -110,13 +110,14 @@ def _refusal(dims: ModelDims, setup: TrainSetup, times: StepTimes, budget: int, 
     """Make the error for a budget that nothing fits, with what each remedy would need."""
     ranks = {linear.path: setup.rank(linear.path) for layer in dims.kinds for linear in layer.linears}
     half = {path: max(1, rank // 2) for path, rank in ranks.items() if rank}
-    lora = setup.method == "lora" and setup.linear_bytes is None and not dims.has_experts
+    dense = setup.method == "lora" and setup.linear_bytes is None and setup.expert_bytes is None
+    in_4_bits = replace(setup, method="qlora", expert_bytes=NF4_BYTES if dims.has_experts else None)
     remedies = {
         f"rows of half as many tokens ({setup.tokens // 2:,})": replace(setup, tokens=setup.tokens // 2),
         "adapter.method: lora": replace(setup, method="lora", ranks=None, optimizer_bytes=None)
         if setup.method == "full"
         else None,
-        "model.load_in_4bit: true": replace(setup, method="qlora") if lora else None,
+        "model.load_in_4bit: true": in_4_bits if dense else None,
         f"adapter.r: {max(half.values(), default=0)}": replace(setup, ranks=half, optimizer_bytes=None)
         if half
         else None,

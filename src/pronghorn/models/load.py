@@ -94,6 +94,8 @@ class FoundModel:
     hub: dict[str, Any]
     composite: Composite | None = None
     """Where the model lies among towers; `config` is the language model's."""
+    experts_in_16bit: bool = False
+    """Whether `load_in_4bit` leaves experts as they are."""
 
     @property
     def is_adapter(self) -> bool:
@@ -145,7 +147,7 @@ class FoundModel:
             return model
         if format_of(self.config) is not None:
             return load_packed(self.name, self.config, dtype, device, self.hub, self.composite)
-        quantization = bitsandbytes_config(self.config, self.load_in_4bit, dtype)
+        quantization = bitsandbytes_config(self.config, self.load_in_4bit, dtype, self.experts_in_16bit)
         return whole_model(
             self.name,
             self.composite,
@@ -197,6 +199,7 @@ def find_model(
     *,
     max_seq_length: int,
     load_in_4bit: bool = False,
+    experts_in_16bit: bool = False,
     trust_remote_code: bool = False,
     token: str | None = None,
     revision: str | None = None,
@@ -207,7 +210,8 @@ def find_model(
     Args:
         name: a local folder (a saved adapter's too), a hub name, or a `.gguf` file.
         max_seq_length: tokens of a packed row; at most what the model's positions allow.
-        load_in_4bit: quantise the linears to NF4 through bitsandbytes while loading.
+        load_in_4bit: quantise linears and experts to NF4 through bitsandbytes while loading.
+        experts_in_16bit: leave the experts out of that.
         trust_remote_code: run Python code that comes with the checkpoint.
         token, revision: for the hub; of a saved adapter's base the revision that it was trained on, if not given.
         weights: without, these and what reads them needn't be there.
@@ -218,6 +222,10 @@ def find_model(
     """
     if max_seq_length <= 0:
         raise ConfigError(f"max_seq_length {max_seq_length} is not positive", "give the tokens a packed row shall hold")
+    if experts_in_16bit and not load_in_4bit:
+        raise ConfigError(
+            "experts_in_16bit without load_in_4bit, which alone changes them", "leave experts_in_16bit out"
+        )
     hub = {"trust_remote_code": trust_remote_code, "token": token, "revision": revision}
     path = Path(os.path.expanduser(name))  # leaves a home that isn't there as it is
     if path.suffix == ".gguf":
@@ -248,6 +256,7 @@ def find_model(
             base_name,
             max_seq_length=max_seq_length,
             load_in_4bit=load_in_4bit,
+            experts_in_16bit=experts_in_16bit,
             trust_remote_code=trust_remote_code,
             token=token,
             revision=revision or table.get("revision"),
@@ -262,12 +271,12 @@ def find_model(
     check_config(config)
     check_values(found, config)
     check_max_seq_length(config, max_seq_length)
-    check_quantised(config, load_in_4bit)
+    check_quantised(config, load_in_4bit, experts_in_16bit)
     if files:
         check_weights_fit(path, files, config, composite)
     if weights:
         bitsandbytes_config(config, load_in_4bit, torch.float32)
-    return FoundModel(found, config, None, max_seq_length, load_in_4bit, hub, composite)
+    return FoundModel(found, config, None, max_seq_length, load_in_4bit, hub, composite, experts_in_16bit)
 
 
 def _config(name: str | Path, hub: dict[str, Any]) -> Any:

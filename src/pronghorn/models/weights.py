@@ -79,15 +79,17 @@ def _language_model(
     return model, info
 
 
-def check_quantised(config: Any, load_in_4bit: bool) -> None:
+def check_quantised(config: Any, load_in_4bit: bool, experts_in_16bit: bool = False) -> None:
     """Refuse a checkpoint that is quantised in a way that isn't served, or that would have to be quantised twice.
 
     Raises:
         UnsupportedError: quantised by others than bitsandbytes and those of `packed_formats.FORMATS`, or with experts
             in a format that has none.
-        ConfigError: `load_in_4bit` of a checkpoint that is packed otherwise.
+        ConfigError: `load_in_4bit` of a checkpoint that is packed otherwise, or `experts_in_16bit` without experts.
     """
     method, form = method_of(config), format_of(config)
+    if experts_in_16bit and not has_experts(config):
+        raise ConfigError(f"experts_in_16bit of {config.model_type}, which has no experts", "leave it out")
     if form is not None:
         check_experts(form, has_experts(config))
     if form is not None and load_in_4bit:
@@ -99,8 +101,8 @@ def check_quantised(config: Any, load_in_4bit: bool) -> None:
         )
 
 
-def bitsandbytes_config(config: Any, load_in_4bit: bool, dtype: torch.dtype) -> Any:
-    """The bitsandbytes config to load with, or None; a checkpoint that is already quantised keeps its own."""
+def bitsandbytes_config(config: Any, load_in_4bit: bool, dtype: torch.dtype, experts_in_16bit: bool = False) -> Any:
+    """Return the bitsandbytes config to load with, or None; a checkpoint that is already quantised keeps its own."""
     stored = getattr(config, "quantization_config", None)
     if (stored is None and not load_in_4bit) or format_of(config) is not None:
         return None
@@ -110,7 +112,7 @@ def bitsandbytes_config(config: Any, load_in_4bit: bool, dtype: torch.dtype) -> 
         return None  # transformers reads the checkpoint's own
     from transformers import BitsAndBytesConfig
 
-    asked = config_class() if has_experts(config) else BitsAndBytesConfig
+    asked = config_class() if has_experts(config) and not experts_in_16bit else BitsAndBytesConfig
     return asked(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",

@@ -22,6 +22,7 @@ from pronghorn.kernels.nf4 import NF4Weight, write_codes
 from pronghorn.kernels.packed import PackedTensor
 from pronghorn.kernels.quantise import DTYPE, quantise_rows, transposed, weight_scales
 from pronghorn.precision.compute import MULTIPLE
+from pronghorn.precision.scaled_mm import row_product
 from pronghorn.precision.source import Activation, Lifetime, LowRankGrad, WeightSource
 
 
@@ -69,7 +70,7 @@ def scaled_product(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, dty
     """
     if not a.is_cuda:
         return ((a.float() * a_scales) @ (b.float() * b_scales[:, None]).t()).to(dtype)
-    return torch._scaled_mm(a, b.t(), a_scales, b_scales.view(1, -1), out_dtype=dtype, use_fast_accum=not exact)
+    return row_product(a.device)(a, b, a_scales, b_scales, dtype, not exact)
 
 
 def check_float16(device: torch.device) -> None:

@@ -137,6 +137,7 @@ def load_chat(folder: Path, *, trust_remote_code: bool = False, **options: Any) 
                 name,
                 max_seq_length=recipe.model.max_seq_length,
                 load_in_4bit=recipe.model.load_in_4bit,
+                experts_in_16bit=recipe.model.experts_in_16bit,
                 trust_remote_code=trust_remote_code,
             )
         except DataError as error:

@@ -26,6 +26,7 @@ def find(recipe: Recipe, name: str | Path | None = None, weights: bool = True) -
         name or recipe.model.name,
         max_seq_length=recipe.model.max_seq_length,
         load_in_4bit=recipe.model.load_in_4bit,
+        experts_in_16bit=recipe.model.experts_in_16bit,
         trust_remote_code=recipe.model.trust_remote_code,
         weights=weights,
     )
