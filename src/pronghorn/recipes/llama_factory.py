@@ -136,7 +136,7 @@ def _data(draft: Draft, folder: Path) -> None:
     """Take over the data sets by their entries in dataset_info.json, the template, and what is supervised."""
     place = Path(str(draft.take("dataset_dir", "data")))
     bases = [place] if place.is_absolute() else [folder / place, place]
-    base = next((each for each in bases if (each / "dataset_info.json").is_file()), None)
+    base = next((folder for folder in bases if (folder / "dataset_info.json").is_file()), None)
     entries: dict[str, Any] = {}
     if base is not None:
         entries = json.loads((base / "dataset_info.json").read_text(encoding="utf-8"))
@@ -149,7 +149,7 @@ def _data(draft: Draft, folder: Path) -> None:
     if template in _TEMPLATES:
         comment = f"the tokenizer's own; or {_TEMPLATES[template]} (template: {template})"
         draft.put("data.chat_template", None, comment)
-    elif template not in (None, "default", "empty"):
+    elif template is not None:
         draft.needless["template"] = f"{template}: the tokenizer's own is used; data.chat_template takes a .jinja file"
     if draft.take("train_on_prompt"):
         draft.put("data.loss_on", "all", "train_on_prompt")
