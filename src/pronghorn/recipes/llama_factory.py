@@ -174,10 +174,10 @@ def _source(draft: Draft, name: str, entry: dict[str, Any] | None, base: Path) -
         form, renamed = "text", {"text": columns.pop("prompt")}
     else:
         form, names = "alpaca", {"prompt": "instruction", "query": "input", "response": "output"}
-        renamed = {ours: columns.pop(theirs) for theirs, ours in names.items() if theirs in columns}
+        renamed = {ours: columns.pop(name) for name, ours in names.items() if name in columns}
     renamed |= {key: value for key, value in columns.items() if key in ("system", "history", "tools")}
     source: dict[str, Any] = {"path": path, "format": form}
-    if renamed := {ours: theirs for ours, theirs in renamed.items() if ours != theirs}:
+    if renamed := {ours: name for ours, name in renamed.items() if ours != name}:
         source["columns"] = renamed
     for key in ("split", "subset", "num_samples"):
         if entry.get(key) not in (None, "train"):
