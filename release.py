@@ -60,9 +60,9 @@ def check(package: Path, version: str, offline: bool) -> None:
         place = Path(folder)
         python = environment(place / "clean", offline)
         run(python, "-m", "pip", "install", "-q", *without, package)
-        told = run(place / "clean/bin/pronghorn", "--version", folder=place).strip()
-        if told != f"pronghorn {version}":
-            sys.exit(f"{package.name} says {told!r}, not {version}")
+        version_line = run(place / "clean/bin/pronghorn", "--version", folder=place).strip()
+        if version_line != f"pronghorn {version}":
+            sys.exit(f"{package.name} says {version_line!r}, not {version}")
         where = run(python, "-c", "import pronghorn; print(pronghorn.__file__)", folder=place).strip()
         if not Path(where).is_relative_to(place.resolve()):
             sys.exit(f"{package.name} was not what was imported: {where}")
@@ -76,8 +76,8 @@ def dated(changelog: str, version: str, day: str) -> str:
     heading = f"## {version} ({day})\n"
     if f"## {version} " in changelog:
         sys.exit(f"CHANGELOG.md has {version} already: raise the version in pyproject.toml and pronghorn/__init__.py")
-    before, found, after = changelog.partition(UNRELEASED)
-    if not found or not after.partition("\n## ")[0].strip():
+    before, heading_found, after = changelog.partition(UNRELEASED)
+    if not heading_found or not after.partition("\n## ")[0].strip():
         sys.exit("CHANGELOG.md names no unreleased changes")
     return f"{before}{UNRELEASED}\n{heading}{after}"
 

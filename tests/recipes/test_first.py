@@ -13,6 +13,8 @@ from typer.testing import CliRunner
 
 from pronghorn.cli.main import app
 from pronghorn.config import Recipe
+from pronghorn.diagnose.plan_report import report_plan as plan_report
+from pronghorn.memory.planner import PlanDoesNotFit
 
 ROWS = [{"question": f"How many cats are {n}?", "answer": " ".join(["cat"] * (n + 1))} for n in range(40)]
 
@@ -66,6 +68,28 @@ def test_a_recipe_for_another_gpu_has_its_plan(place: Path, stories: Path) -> No
     result = invoke("init", "--model", str(stories), "--data", "rows.jsonl", "--device", "rtx4090")
     assert result.exit_code == 0, result.output
     assert re.search(r"planned: \d+\.\d of \d+\.\d GiB", (place / "recipe.yaml").read_text())
+
+
+def test_what_does_not_fit_gets_4_bit_weights_then_shorter_rows(
+    place: Path, stories: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pronghorn.recipes.first.SHORTEST", 128)
+    asked = []
+
+    def report_plan(recipe: Recipe, device: str | None, *others: Any) -> Any:
+        asked.append((recipe.model.load_in_4bit, recipe.model.max_seq_length))
+        if len(asked) < 3:
+            raise PlanDoesNotFit("too large", "less")
+        return plan_report(recipe, device, *others)
+
+    monkeypatch.setattr("pronghorn.recipes.first.report_plan", report_plan)
+    with (place / "rows.jsonl").open("a") as file:
+        file.write(json.dumps({"question": "Say it.", "answer": "cat " * 100}) + "\n")
+    result = invoke("init", "--model", str(stories), "--data", "rows.jsonl", "--device", "h100")
+    assert result.exit_code == 0, result.output
+    (first, row), *others = asked
+    assert (first, others) == (False, [(True, row), (True, row // 2)])
+    assert yaml.safe_load((place / "recipe.yaml").read_text())["data"]["overflow"] == "split"
 
 
 @pytest.mark.parametrize(("gib", "size"), [("6GiB", "0.6B"), ("15GiB", "4B"), ("80GiB", "8B")])

@@ -73,9 +73,9 @@ _NEEDLESS = {
 }
 _LOST = {
     "cosine_min_lr_ratio": "schedules end at zero",
-    "deepspeed": "several GPUs: torchrun --nproc_per_node N -m pronghorn train RECIPE (each holds the whole model)",
+    "deepspeed": "several GPUs: torchrun --nproc_per_node N -m pronghorn train RECIPE (table holds the whole model)",
     "evals_per_epoch": "train.eval_steps counts steps, with data.eval",
-    "fsdp": "several GPUs: torchrun --nproc_per_node N -m pronghorn train RECIPE (each holds the whole model)",
+    "fsdp": "several GPUs: torchrun --nproc_per_node N -m pronghorn train RECIPE (table holds the whole model)",
     "fsdp_config": "as fsdp",
     "group_by_length": "packing fills rows instead",
     "hub_model_id": "upload after training: docs/after-training.md",
@@ -148,9 +148,9 @@ def _data(draft: Draft) -> None:
         sets = draft.take(key) or []
         sets = [{"path": sets, "type": "completion"}] if isinstance(sets, str) else sets
         if sets:
-            draft.put("data.train", [_source(draft, each, key) for each in sets], key)
+            draft.put("data.train", [_source(draft, table, key) for table in sets], key)
     if held_out := draft.take("test_datasets"):
-        draft.put("data.eval", [_source(draft, each, "test_datasets") for each in held_out], "test_datasets")
+        draft.put("data.eval", [_source(draft, table, "test_datasets") for table in held_out], "test_datasets")
     template = draft.given.get("chat_template")
     if template in _TEMPLATES:
         draft.put("data.chat_template", _TEMPLATES[draft.take("chat_template")], f"chat_template: {template}")
@@ -172,7 +172,7 @@ def _source(draft: Draft, table: dict[str, Any], where: str) -> dict[str, Any]:
     files = [files] if isinstance(files, str) else files
     source: dict[str, Any] = {"path": files[0] if files and len(files) == 1 else path}
     if files and len(files) > 1:
-        draft.lost[f"{where}.data_files"] = "name each file as a source of its own"
+        draft.lost[f"{where}.data_files"] = "name table file as a source of its own"
     columns: dict[str, str] = {}
     if isinstance(kind, dict):  # a format of one's own: columns of Alpaca's
         names = {"field_instruction": "instruction", "field_input": "input", "field_output": "output"}

@@ -74,10 +74,10 @@ class Draft:
                 key = f"{section}.{name}".rstrip(".")
                 if value is None:
                     raise ConfigError(f"the recipe would lack {key}", "add it to the file, and convert again") from None
-                theirs = self.comments.pop(key, key)
-                known = name in Recipe.model_fields[section].annotation.model_fields  # type: ignore[union-attr]
-                what = f"{key} does not take {value!r}: {first['msg'].lower()}" if known else "no equivalent yet"
-                self.lost[theirs] = f"{what}; the default stays" if known else what
+                source_key = self.comments.pop(key, key)
+                is_key = name in Recipe.model_fields[section].annotation.model_fields  # type: ignore[union-attr]
+                what = f"{key} does not take {value!r}: {first['msg'].lower()}" if is_key else "no equivalent yet"
+                self.lost[source_key] = f"{what}; the default stays" if is_key else what
 
     def text(self, head: Iterable[str]) -> str:
         """Return the recipe as YAML: comments beside the keys, and what was left out at the end."""

@@ -44,13 +44,13 @@ class Machine:
         if device is not None:
             spec = device_spec(device)
             return cls(spec.name, spec.memory_bytes / GIB, spec.memory_bytes / GIB, True)
-        here = probe()
-        if here.type == "cpu":
-            return cls("a CPU", here.ram_bytes / GIB, here.ram_bytes / GIB, False)
+        device_here = probe()
+        if device_here.type == "cpu":
+            return cls("a CPU", device_here.ram_bytes / GIB, device_here.ram_bytes / GIB, False)
         import torch
 
-        free, total = torch.cuda.mem_get_info(here.index)
-        return cls(here.name, total / GIB, free / GIB, True)
+        free, total = torch.cuda.mem_get_info(device_here.index)
+        return cls(device_here.name, total / GIB, free / GIB, True)
 
     @property
     def model(self) -> str:
@@ -107,8 +107,8 @@ def _look_at(draft: Draft, machine: Machine) -> None:
     path = Path(draft.recipe["data"]["train"])
     if path.is_file() and path.suffix in READERS:
         _name_columns(draft, path)
-    found = find_model(name, max_seq_length=1, weights=False)
-    limit = getattr((found.base or found).config, "max_position_embeddings", None) or LONGEST
+    located = find_model(name, max_seq_length=1, weights=False)
+    limit = getattr((located.base or located).config, "max_position_embeddings", None) or LONGEST
     draft.put("model.max_seq_length", min(limit, 4 * LONGEST))
     seen = inspect(_recipe(draft, overflow="truncate"), "train", 0)
     _choose_length(draft, seen, min(limit, LONGEST if machine.gpu else ON_A_CPU))
@@ -120,8 +120,8 @@ def _name_columns(draft: Draft, path: Path) -> None:
     if isinstance(row, dict) and not {"messages", "conversations", "text", "chosen"} & row.keys():
         prompt = next((key for key in PROMPTS if key in row), None)
         answer = next((key for key in COMPLETIONS if key in row), None)
-        known = ({"prompt", "completion"}, {"instruction", "output"}, {"instruction", "context", "response"})
-        if prompt and answer and not any(keys <= row.keys() for keys in known):
+        formats = ({"prompt", "completion"}, {"instruction", "output"}, {"instruction", "context", "response"})
+        if prompt and answer and not any(keys <= row.keys() for keys in formats):
             draft.put("data.columns", {"prompt": prompt, "completion": answer}, "our names, and the file's")
 
 

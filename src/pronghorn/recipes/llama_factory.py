@@ -136,7 +136,7 @@ def _data(draft: Draft, folder: Path) -> None:
     """Take over the data sets by their entries in dataset_info.json, the template, and what is supervised."""
     place = Path(str(draft.take("dataset_dir", "data")))
     bases = [place] if place.is_absolute() else [folder / place, place]
-    base = next((each for each in bases if (each / "dataset_info.json").is_file()), None)
+    base = next((folder for folder in bases if (folder / "dataset_info.json").is_file()), None)
     entries: dict[str, Any] = {}
     if base is not None:
         entries = json.loads((base / "dataset_info.json").read_text(encoding="utf-8"))
@@ -149,7 +149,7 @@ def _data(draft: Draft, folder: Path) -> None:
     if template in _TEMPLATES:
         comment = f"the tokenizer's own; or {_TEMPLATES[template]} (template: {template})"
         draft.put("data.chat_template", None, comment)
-    elif template not in (None, "default", "empty"):
+    elif template is not None:
         draft.needless["template"] = f"{template}: the tokenizer's own is used; data.chat_template takes a .jinja file"
     if draft.take("train_on_prompt"):
         draft.put("data.loss_on", "all", "train_on_prompt")
@@ -174,10 +174,10 @@ def _source(draft: Draft, name: str, entry: dict[str, Any] | None, base: Path) -
         form, renamed = "text", {"text": columns.pop("prompt")}
     else:
         form, names = "alpaca", {"prompt": "instruction", "query": "input", "response": "output"}
-        renamed = {ours: columns.pop(theirs) for theirs, ours in names.items() if theirs in columns}
+        renamed = {ours: columns.pop(name) for name, ours in names.items() if name in columns}
     renamed |= {key: value for key, value in columns.items() if key in ("system", "history", "tools")}
     source: dict[str, Any] = {"path": path, "format": form}
-    if renamed := {ours: theirs for ours, theirs in renamed.items() if ours != theirs}:
+    if renamed := {ours: name for ours, name in renamed.items() if ours != name}:
         source["columns"] = renamed
     for key in ("split", "subset", "num_samples"):
         if entry.get(key) not in (None, "train"):
