@@ -20,7 +20,7 @@ CLASSES = (
 NAMES = re.compile(rf"(?<![\w-])(?:{MODULES}|{CLASSES})(?![\w-])")
 
 EXCEPTIONS = {
-    "config.py": "examples in keys' descriptions",
+    "recipe_sections.py": "examples in keys' descriptions",
     "data/template.py": "names of chat templates, which recipes give",
     "diagnose/shapes.py": "sizes of known models, as data",
     "export/merge.py": "names not taken out yet",

@@ -82,7 +82,7 @@ def sharegpt_message(item: Any, at: str) -> Message:
     origin, value = item["from"], string(item["value"], "value", at)
     if not isinstance(origin, str) or origin not in SHAREGPT_ROLES:
         raise DataError(f"{at}: from {show(origin)}", f"use one of {', '.join(SHAREGPT_ROLES)}")
-    turn = {"role": SHAREGPT_ROLES[origin], "content": value}
+    turn: dict[str, Any] = {"role": SHAREGPT_ROLES[origin], "content": value}
     turn |= {key: given for key, given in item.items() if key not in ("from", "value")}
     if origin == "function_call":
         calls = _of_json(value, "function_call", at)

@@ -215,7 +215,10 @@ def _check_patterns(patterns: dict[str, int], names: Sequence[str]) -> None:
         check_pattern(pattern)
         if value < 1 or not any(re.match(rf"(.*\.)?({pattern})$", name) for name in names):
             what = f"gives {value}, below 1" if value < 1 else "matches no module"
-            raise ConfigError(f"rank_pattern or alpha_pattern {pattern!r} {what}", "name a module, e.g. down_proj: 32")
+            raise ConfigError(
+                f"rank_pattern or alpha_pattern {pattern!r} {what}",
+                "name a module of the model, with a number from 1 on",
+            )
 
 
 def _check_target_parameters(model: Any, targets: Sequence[str], dropout: float) -> None:
