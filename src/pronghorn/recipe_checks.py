@@ -12,7 +12,7 @@ from pronghorn.recipe_sections import CHANGES_BASE, DATA_FILES, ON_LOSS
 
 
 class _Rule(NamedTuple):
-    """Settings of a `config.Recipe` that are refused together: when, the problem ({…} names settings), and the remedy."""
+    """Settings of a `config.Recipe` that are refused together: when, the problem ({…} names one), and the remedy."""
 
     broken: Callable[[Any], object]
     problem: str
