@@ -238,9 +238,9 @@ def test_interrupt(recipe: Path, fake_run: Any) -> None:
 def test_train_ends_with_the_summary(recipe: Path, fake_run: Any) -> None:
     seen = []
 
-    def run(settings: Any, console: Any, allow: bool, allow_older: bool) -> Any:
+    def run(settings: Any, console: Any, allow: bool, allow_older: bool, overwrite: bool) -> Any:
         seen.append(settings)
-        assert allow and not allow_older
+        assert allow and not allow_older and not overwrite
         return record()
 
     fake_run(run)
