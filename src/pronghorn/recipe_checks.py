@@ -5,32 +5,29 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 from pronghorn.errors import ConfigError
 from pronghorn.recipe_sections import CHANGES_BASE, DATA_FILES, ON_LOSS
 
-if TYPE_CHECKING:
-    from pronghorn.config import Recipe
-
 
 class _Rule(NamedTuple):
-    """Settings that are refused together: when, the problem ({…} names settings), and the remedy."""
+    """Settings of a `config.Recipe` that are refused together: when, the problem ({…} names one), and the remedy."""
 
-    broken: Callable[[Recipe], object]
+    broken: Callable[[Any], object]
     problem: str
     remedy: str
 
 
-def _fp8(recipe: Recipe) -> bool:
+def _fp8(recipe: Any) -> bool:
     return recipe.precision.compute != "dtype"
 
 
-def _full(recipe: Recipe) -> bool:
+def _full(recipe: Any) -> bool:
     return recipe.adapter.method == "full"
 
 
-def _changes_base(recipe: Recipe) -> bool:
+def _changes_base(recipe: Any) -> bool:
     return str(recipe.adapter.init_lora_weights).startswith(CHANGES_BASE)
 
 
@@ -122,7 +119,7 @@ _RULES = (
 )
 
 
-def check(recipe: Recipe) -> None:
+def check(recipe: Any) -> None:
     """Refuse settings that contradict each other, data that don't exist, and tools that aren't installed.
 
     Raises:

@@ -217,7 +217,7 @@ def _check_patterns(patterns: dict[str, int], names: Sequence[str]) -> None:
             what = f"gives {value}, below 1" if value < 1 else "matches no module"
             raise ConfigError(
                 f"rank_pattern or alpha_pattern {pattern!r} {what}",
-                f"name a module of the model, e.g. {next(iter(names), pattern)!r}",
+                "name a module of the model, with a number from 1 on",
             )
 
 

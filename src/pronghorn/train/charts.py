@@ -57,7 +57,7 @@ def loss_chart(record: RunRecord) -> str:
             if y is not None and math.isfinite(y):
                 axes.plot([x], [y], "o", color=_MARK, markersize=7, clip_on=False, zorder=4)
                 text = f"● held-out {words} {y:.3f}"  # above the axes, where no curve is
-                at: Any = {"ha": "right" if side else "left", "va": "bottom", "transform": axes.transAxes}
+                at: dict[str, Any] = {"ha": "right" if side else "left", "va": "bottom", "transform": axes.transAxes}
                 axes.text(side, 1.02, text, color=_MARK, fontweight="bold", **at)
 
     return svg("loss", "Training loss by step, held-out loss before and after", draw)
