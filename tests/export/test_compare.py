@@ -189,7 +189,6 @@ def test_what_16_bits_cost_is_allowed_unless_the_server_computes_in_float32(
     assert served(reference, Stub(short), rows=rows).ok
     exact = served(reference, Stub(short), rows=rows, format="adapter", exact=True)
     assert state(exact)[Name.LOGPROBS] is False and exact.causes == (Cause.WEIGHTS.value.format("adapter"),)
-    assert served(reference, Stub(short), rows=rows, exact=True).ok, "a merge rounds the weights"
 
 
 def test_a_base_is_named_even_within_a_format_s_limits(

@@ -47,7 +47,7 @@ def verify(
     method: Method = "lora",
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        typer.Option(help="With --model: in what numbers. With --served: in what the server computes."),
+        typer.Option(help="With --model: in what numbers. With --served float32 is what the server computes in."),
     ] = "auto",
     compute: Annotated[
         Literal["dtype", "fp8", "fp8_exact"], typer.Option(help="With --model: in what frozen weights multiply.")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pronghorn.errors import ConfigError, DataError
 from pronghorn.export.compare_answers import ANSWER_TOKENS, ANSWERS, Answers
-from pronghorn.export.comparison import EXACT, LIMITS, Cause, Check, Comparison, Limits, Name
+from pronghorn.export.comparison import LIMITS, Cause, Check, Comparison, Limits, Name
 from pronghorn.export.conversations import Named, built_in
 from pronghorn.export.engine import Engine, NotServed, Reference, Refused, Scored
 from pronghorn.parity.distance import THREE_WAY
@@ -37,9 +37,8 @@ def compare(
     Args:
         format: what the engine's weights are stored as, one of LIMITS.
         rows: token ids of held-out documents; without any, conversations with the trained model's answers are scored.
-        exact: the engine computes in float32. If not, or if the format rounds weights, differences may also be twice
-            (`THREE_WAY`) what the trained model itself is off by in 16 bits: more than the format's limits for small
-            models.
+        exact: the format's limits alone. If not, differences may also be twice (`THREE_WAY`) what the trained model
+            itself is off by in 16 bits, which is more than most limits for small models.
         say: is told what is being compared.
     Raises:
         ConfigError: an unknown format.
@@ -56,7 +55,7 @@ def compare(
     scored_on = "held-out rows" if rows else "conversations and the trained model's answers"
     texts = [list(row[:ROW_TOKENS]) for row in rows[:ROWS] if len(row) > 1] or answers.texts()
     say(f"log-probabilities of {len(texts)} texts")
-    scores, why = _score(reference, engine, texts, exact and format in EXACT)
+    scores, why = _score(reference, engine, texts, exact)
     limits = LIMITS[format]
     checks = [tokens, *_score_checks(scores, why, scores.widen(limits))]
     causes = list(token_causes)

@@ -30,9 +30,6 @@ LIMITS: Mapping[str, Limits] = {
 }
 """By format. Those of few bits are wide: they find what is wrong, not what rounding costs."""
 
-EXACT = ("f32", "adapter")
-"""Formats that round no weight."""
-
 
 class Name(StrEnum):
     """The checks, as tables and files call them."""
