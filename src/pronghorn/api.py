@@ -12,6 +12,8 @@ from typing import Any, Literal
 import torch
 
 from pronghorn.errors import ConfigError, UnsupportedError
+from pronghorn.export.folder import whole_folder
+from pronghorn.export.gguf import check_quantisations, write_gguf
 from pronghorn.export.hub import push_folder
 from pronghorn.export.merge import save_merged
 from pronghorn.export.towers import keep_names
@@ -193,6 +195,35 @@ class FastLanguageModel:
         return save_merged(model, tokenizer, save_directory)
 
     @staticmethod
+    def save_pretrained_gguf(
+        model: Any,
+        save_directory: str | Path,
+        tokenizer: Any = None,
+        quantization_method: str | list[str] = "q8_0",
+        **unsupported: Any,
+    ) -> list[Path]:
+        """Merge the adapter and write GGUF files for llama.cpp, one for each method, into a new folder.
+
+        Args:
+            quantization_method: one or some of `export.gguf.QUANTISATIONS`.
+        Returns:
+            The files.
+        Raises:
+            ConfigError: an unknown method, no tokenizer, or something is in the folder.
+            NotImplementedError: a model or tokenizer that isn't written as GGUF, or an argument that isn't supported.
+        """
+        _refuse(unsupported, "save_pretrained_gguf")
+        methods = [quantization_method] if isinstance(quantization_method, str) else list(quantization_method)
+        if tokenizer is None:
+            raise ConfigError("a GGUF file holds the tokenizer, and none is given", "give it as the second argument")
+        check_quantisations(methods)
+        with tempfile.TemporaryDirectory(prefix="pronghorn-gguf-") as scratch:
+            merged = save_merged(model, tokenizer, Path(scratch) / "merged")
+            with whole_folder(Path(save_directory)) as folder:
+                names = [write_gguf(merged, folder / f"model-{method}.gguf", method).name for method in methods]
+        return [Path(save_directory) / name for name in names]
+
+    @staticmethod
     def push_to_hub_merged(
         model: Any,
         repo: str,
@@ -227,6 +258,7 @@ def _finish(model: Any, max_seq_length: int | None) -> Any:
     answer_methods(model)
     model.save_pretrained_merged = functools.partial(FastLanguageModel.save_pretrained_merged, model)
     model.push_to_hub_merged = functools.partial(FastLanguageModel.push_to_hub_merged, model)
+    model.save_pretrained_gguf = functools.partial(FastLanguageModel.save_pretrained_gguf, model)
     return model
 
 

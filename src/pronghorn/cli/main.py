@@ -14,6 +14,7 @@ from pronghorn.cli.chat import chat
 from pronghorn.cli.convert import convert
 from pronghorn.cli.data import inspect_data
 from pronghorn.cli.doctor import doctor
+from pronghorn.cli.export import export
 from pronghorn.cli.init import init
 from pronghorn.cli.launch import launch
 from pronghorn.cli.options import grow_segments, stay_quiet
@@ -23,9 +24,10 @@ from pronghorn.cli.report import report
 from pronghorn.cli.train import train
 from pronghorn.cli.verify import verify
 
-ORDER = (
-    "init", "convert", "train", "data", "report", "chat", "plan", "verify", "profile", "bench", "launch", "doctor"
-)  # fmt: skip
+ORDER = [
+    *("init", "convert", "train", "data", "report", "chat", "export"),
+    *("plan", "verify", "profile", "bench", "launch", "doctor"),
+]
 
 
 class _InOrder(TyperGroup):
@@ -82,7 +84,7 @@ app.add_typer(data, name="data")
 data.command("inspect", cls=_Recipe, no_args_is_help=True)(inspect_data)
 for command in (train, plan, verify, profile, bench, launch):
     app.command(cls=_Recipe, no_args_is_help=True)(command)
-for other in (convert, report, chat):
+for other in (convert, report, chat, export):
     app.command(no_args_is_help=True)(other)
 app.command()(doctor)
 app.command()(init)

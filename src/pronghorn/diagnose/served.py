@@ -36,11 +36,11 @@ def compare_served(
     session = load_chat(run)
     trained = session.models.get("trained") or session.models["model"]
     reference = TransformersEngine(trained, session.tokenizer, str(run), session.models.get("base"))
-    rows = [] if recipe is None else _heldout(recipe, session.tokenizer, say)
+    rows = [] if recipe is None else heldout_rows(recipe, session.tokenizer, say)
     return compare(reference, engine, format=format, rows=rows, exact=exact, say=say)
 
 
-def _heldout(recipe: Recipe, tokenizer: object, say: Callable[[str], None]) -> list[list[int]]:
+def heldout_rows(recipe: Recipe, tokenizer: object, say: Callable[[str], None]) -> list[list[int]]:
     """Return token ids of the run's first held-out documents; none where it has none, or these are gone."""
     if recipe.data.eval is None:
         return []

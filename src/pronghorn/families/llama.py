@@ -7,4 +7,5 @@ LLAMA = FamilySpec(
     members="Llama 2 and 3, CodeLlama, SmolLM",
     source="transformers.models.llama",
     blocks=same_blocks(*LLAMA_BLOCKS),
+    gguf="llama",
 )

@@ -11,4 +11,5 @@ QWEN2 = FamilySpec(
         ResidualBlock("mlp", GatedMLP(), before="post_attention_layernorm"),
     ),
     as_text_of=("qwen2_vl_text", "qwen2_5_vl_text"),
+    gguf="qwen2",
 )

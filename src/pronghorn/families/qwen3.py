@@ -14,4 +14,5 @@ QWEN3 = FamilySpec(
     source="transformers.models.qwen3",
     blocks=same_blocks(QWEN3_ATTENTION, ResidualBlock("mlp", GatedMLP(), before="post_attention_layernorm")),
     as_text_of=("qwen3_vl_text",),
+    gguf="qwen3",
 )

@@ -82,6 +82,31 @@ def load_tokenizer(path: Path, metadata: dict[str, Any]) -> Any:
     return tokenizer
 
 
+_SAMPLES = (
+    "It's 12,345.67 km from here; isn't it?  Yes.\n\n\tNo, you'LL see: x_1 += 2**10  # ok\r\n",
+    "Übergröße naïve ΑΒΓ 你好，世界 مرحبا 12٣ e\u0301cole 🙂👍🏽 ½ ①",
+)
+"""Texts that the known ways of splitting split differently."""
+
+
+def byte_level_names() -> tuple[str, ...]:
+    """Return the names of ways of splitting text that byte-level BPE can be written with."""
+    return tuple(PRE_TOKENIZERS)
+
+
+def splits_alike(tokenizer: Tokenizer, name: str) -> bool:
+    """Tell whether a byte-level tokenizer splits text as the way of this name does."""
+    known = _byte_level({"tokenizer.ggml.tokens": [], "tokenizer.ggml.merges": []}, name)
+
+    def split(each: Tokenizer, text: str) -> list[str]:
+        text = text if each.normalizer is None else each.normalizer.normalize_str(text)
+        return (
+            [text] if each.pre_tokenizer is None else [piece for piece, _ in each.pre_tokenizer.pre_tokenize_str(text)]
+        )
+
+    return all(split(tokenizer, text) == split(known, text) for text in _SAMPLES)
+
+
 def _rebuild(path: Path, metadata: dict[str, Any]) -> Tokenizer:
     from tokenizers import AddedToken
 

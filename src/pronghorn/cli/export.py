@@ -1,0 +1,66 @@
+"""`pronghorn export`: what a run trained, for whoever serves it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from pronghorn.cli.console import Console
+from pronghorn.cli.errors import plain_errors
+from pronghorn.cli.options import Debug, progress
+
+
+def export(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Output folder of a finished run, or an adapter's folder.")
+    ],
+    to: Annotated[
+        str, typer.Option("--to", metavar="FORMAT", help="merged, adapter, served-adapter, fp8, gguf or ollama.")
+    ] = "merged",
+    quantization: Annotated[
+        str, typer.Option(metavar="NAME", help="Of a GGUF file: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1 or q4_0.")
+    ] = "q8_0",
+    output: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where it goes; default: a folder of the format's name in RUN.")
+    ] = None,
+    push: Annotated[
+        str | None, typer.Option(metavar="OWNER/NAME", help="Push it to this repository of the hub, too.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Write what RUN trained in the format of whoever serves it, load that again, and compare it with what was trained.
+
+    An export whose token ids, log-probabilities, answers or stops differ by more than its format explains is not put in
+    its place; the causes are named.
+
+    [bold]merged[/] transformers, vLLM, SGLang. [bold]adapter[/] PEFT. [bold]served-adapter[/] vLLM and SGLang, experts
+    too. [bold]fp8[/] vLLM. [bold]gguf[/] llama.cpp, LM Studio. [bold]ollama[/] a GGUF file and its Modelfile.
+
+    [bold]Examples[/]
+
+      pronghorn export runs/demo
+
+      pronghorn export runs/demo --to gguf --quantization q8_0
+
+      pronghorn export runs/demo --to ollama --output out
+    """
+    with plain_errors(debug):
+        from pronghorn.diagnose.export_run import export_run
+        from pronghorn.diagnose.served import render
+        from pronghorn.export.hub import push_folder
+
+        console = Console(highlight=False)
+        exported = export_run(run, to, output, quantization.lower(), progress())
+        if exported.comparison is None:
+            console.print(
+                "[yellow]Not compared:[/] nothing here reads this format. Serve it, then: pronghorn verify --served"
+            )
+        else:
+            console.print(render(exported.comparison))
+        console.print(f"[bold]Written to[/] {escape(str(exported.folder))}", soft_wrap=True)
+        if push is not None:
+            console.print(f"[bold]Pushed to[/] {escape(push_folder(exported.folder, push))}", soft_wrap=True)
+        console.print(f"[bold]Next[/] {escape(exported.next)}", soft_wrap=True)

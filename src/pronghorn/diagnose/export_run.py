@@ -1,0 +1,163 @@
+"""Export what a run trained, load what was written, compare it with the run, and only then put it in its place."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pronghorn.device import versions
+from pronghorn.diagnose.served import heldout_rows
+from pronghorn.errors import ConfigError, TrainingError
+from pronghorn.export.adapter_layouts import write_served_adapter
+from pronghorn.export.compare import compare
+from pronghorn.export.comparison import Comparison
+from pronghorn.export.engines.transformers import TransformersEngine
+from pronghorn.export.folder import whole_folder
+from pronghorn.export.fp8_checkpoint import write_fp8_checkpoint
+from pronghorn.export.gguf import check_quantisations, write_gguf
+from pronghorn.export.merge import save_merged
+from pronghorn.models.load import load_model
+from pronghorn.train.chat import is_export, load_chat, recipe_of
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Format:
+    """What an export is, who reads it, and how one goes on with it."""
+
+    about: str
+    readers: str
+    next: str
+    """The command that uses it; {folder} and {file} are filled in."""
+
+
+FORMATS = {
+    "merged": Format("the whole model in 16 bits", "transformers, vLLM, SGLang", "vllm serve {folder}"),
+    "adapter": Format("LoRA alone, as PEFT saves it", "PEFT, transformers", "pronghorn chat {folder}"),
+    "served-adapter": Format(
+        "LoRA alone, experts by their own names",
+        "vLLM, SGLang",
+        "vllm serve BASE --enable-lora --lora-modules mine={folder}",
+    ),
+    "fp8": Format("the whole model, linears in 8 bits", "vLLM, Pronghorn", "vllm serve {folder}"),
+    "gguf": Format("one file for llama.cpp", "llama.cpp, LM Studio, Ollama", "llama-server -m {file}"),
+    "ollama": Format("a GGUF file and its Modelfile", "Ollama", "ollama create mine -f {folder}/Modelfile"),
+}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written, and what came of comparing it."""
+
+    folder: Path
+    comparison: Comparison | None
+    """None where nothing here reads what was written."""
+    next: str
+
+
+def export_run(run: Path, to: str, output: Path | None, quantisation: str, say: Say = lambda text: None) -> Exported:
+    """Export a finished run.
+
+    Args:
+        to: one of FORMATS.
+        output: the folder to write; None: one of the format's name in the run's folder.
+        quantisation: of a GGUF file, one of `export.gguf.QUANTISATIONS`.
+    Raises:
+        ConfigError, DataError: no finished run, an unknown format, or something is in the output folder.
+        UnsupportedError: a model that the format doesn't hold; says what to do instead.
+        TrainingError: what was written is not what was trained; names the causes, and nothing is left in its place.
+    """
+    if to not in FORMATS:
+        raise ConfigError(f"--to {to!r} is no format", f"use one of {', '.join(FORMATS)}")
+    if to in ("gguf", "ollama"):
+        check_quantisations([quantisation])
+    recipe = None if is_export(run) else recipe_of(run)
+    target = (run if run.is_dir() else run.parent) / to if output is None else output
+    if target.exists() and any(target.iterdir() if target.is_dir() else [target]):
+        raise ConfigError(f"{target} is there already", "name another folder by --output, or delete it")
+    say(f"loading {run}")
+    session = load_chat(run)
+    trained, tokenizer = session.models.get("trained") or session.models["model"], session.tokenizer
+    with whole_folder(target) as folder:
+        say(f"writing {target}")
+        limits = _write(to, trained, tokenizer, folder, quantisation)
+        comparison = None
+        if limits is not None:
+            say("loading what was written")
+            reference = TransformersEngine(trained, tokenizer, str(run), session.models.get("base"))
+            rows = [] if recipe is None else heldout_rows(recipe, tokenizer, say)
+            model, own_tokenizer = _load(folder, trained)
+            engine = TransformersEngine(model, own_tokenizer, f"{to} in transformers")
+            comparison = compare(reference, engine, format=limits, rows=rows, say=say)
+            if any(check.ok is False for check in comparison.checks):
+                causes = "; ".join(comparison.causes) or "its answers differ"
+                raise TrainingError(
+                    f"the export is not what was trained: {causes}",
+                    "nothing was written; try --to merged, and report it",
+                )
+        _describe(folder, to, run, comparison)
+    file = next(iter(sorted(target.glob("*.gguf"))), target)
+    return Exported(target, comparison, FORMATS[to].next.format(folder=target, file=file))
+
+
+def _write(to: str, model: Any, tokenizer: Any, folder: Path, quantisation: str) -> str | None:
+    """Write a format, and return which limits it is compared by; None where nothing here reads it."""
+    adapted = hasattr(model, "peft_config")
+    if to in ("adapter", "served-adapter") and not adapted:
+        raise ConfigError("the run has no adapter: it trained whole weights", "use --to merged")
+    if to == "adapter":
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        return "adapter"
+    if to == "served-adapter":
+        write_served_adapter(model, tokenizer, folder)
+        return None
+    if to == "merged":
+        save_merged(model, tokenizer, folder)
+        return "merged"
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".merged-") as scratch:
+        merged = save_merged(model, tokenizer, Path(scratch) / "merged")
+        if to == "fp8":
+            write_fp8_checkpoint(merged, folder)
+            return "fp8"
+        file = write_gguf(merged, folder / f"model-{quantisation}.gguf", quantisation)
+    if to == "ollama":
+        (folder / "Modelfile").write_text(modelfile(file.name, tokenizer), encoding="utf-8")
+    return quantisation if quantisation in ("f32", "f16", "bf16", "q8_0") else "4bit"
+
+
+def _load(folder: Path, trained: Any) -> tuple[Any, Any]:
+    """Load what was written, in the numbers and on the device of the trained model."""
+    file = next(iter(sorted(folder.glob("*.gguf"))), folder)
+    return load_model(file, dtype=trained.dtype, device=trained.device, max_seq_length=1)
+
+
+def modelfile(name: str, tokenizer: Any) -> str:
+    """Return an Ollama Modelfile for a GGUF file beside it. The template is the file's own, which Ollama reads."""
+    stops = [tokenizer.eos_token]
+    template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
+    stops += [end for end in ("<|im_end|>", "<|eot_id|>") if end in template]
+    lines = [f"FROM ./{name}", *(f'PARAMETER stop "{stop}"' for stop in dict.fromkeys(stops) if stop)]
+    return "\n".join([*lines, "PARAMETER temperature 0.7", ""])
+
+
+def _describe(folder: Path, to: str, run: Path, comparison: Comparison | None) -> None:
+    """Say in the folder's README.md what was checked, against what."""
+    lines = [f"# Exported by Pronghorn as {to}", "", f"From the run `{run.name}`: {FORMATS[to].about}.", ""]
+    if comparison is None:
+        lines.append("Not compared with the trained model: nothing on the machine that wrote it reads this format.")
+    else:
+        lines += [f"Compared with the trained model by {comparison.engine}, on {comparison.scored_on}:", ""]
+        lines += ["| compared | result | limit |", "|---|---|---|"]
+        verdicts = {True: "same", False: "differs", None: "not compared"}
+        for check in comparison.checks:
+            lines.append(f"| {check.name.value} | {verdicts[check.ok]}: {check.value} | {check.limit} |")
+    packages = ", ".join(f"{name} {version}" for name, version in versions("gguf").items())
+    lines += ["", f"Versions: {packages}.", ""]
+    card = folder / "README.md"
+    before = card.read_text(encoding="utf-8") + "\n" if card.is_file() else ""
+    card.write_text(before + "\n".join(lines), encoding="utf-8")

@@ -1,0 +1,237 @@
+"""Write a merged folder as a GGUF file, which llama.cpp, Ollama and LM Studio read.
+
+Weights are read, reordered, quantised and written one by one. Names of tensors are those of the `gguf` package; what
+the file must say of the model and its tokenizer is read back by `models.gguf`, which loads such files for training.
+
+Source: the GGUF specification, https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pronghorn.errors import ConfigError, UnsupportedError
+from pronghorn.models.families import check_config
+from pronghorn.models.gguf_tokenizer import byte_level_names, splits_alike
+from pronghorn.precision.loader import StoredTensor, checkpoint
+
+QUANTISATIONS = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
+"""What the `gguf` package computes. K-quants are llama.cpp's own: `llama-quantize` makes them of an f16 file."""
+MERGE = "export it merged (--to merged), and convert that with llama.cpp's convert_hf_to_gguf.py"
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+_ENDS_OF_TURNS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>")
+
+
+def write_gguf(source: str | Path, file: str | Path, quantisation: str = "q8_0") -> Path:
+    """Write the model in a merged folder, with its tokenizer and chat template, as one file.
+
+    Norms, biases and what doesn't divide into blocks of 32 stay float32. Memory holds one tensor, in float32.
+
+    Args:
+        source: a plain checkpoint in 16 or 32 bits.
+        file: the file to write; an earlier one is replaced.
+        quantisation: one of QUANTISATIONS.
+    Raises:
+        ConfigError: an unknown quantisation.
+        UnsupportedError: a family, RoPE scaling or tokenizer that isn't written; or `gguf` isn't installed.
+    """
+    check_quantisations([quantisation])
+    try:
+        import gguf
+    except ImportError:
+        raise UnsupportedError("GGUF files need the package gguf", "pip install gguf") from None
+    from transformers import AutoConfig, AutoTokenizer
+
+    source, file = Path(source), Path(file)
+    config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    architecture = check_config(config).gguf
+    if architecture is None:
+        raise UnsupportedError(f"{config.model_type} is not written as GGUF here", MERGE)
+    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    writer = gguf.GGUFWriter(str(file), architecture)
+    stored = getattr(gguf.LlamaFileType, "ALL_F32" if quantisation == "f32" else f"MOSTLY_{quantisation.upper()}")
+    writer.add_file_type(stored)
+    _describe(writer, config)
+    _describe_tokenizer(writer, tokenizer, config, _stops(source, tokenizer))
+    kind = gguf.GGMLQuantizationType[quantisation.upper()]
+    _write_tensors(writer, lambda: _tensors(source, config, architecture), kind)
+    return file
+
+
+def check_quantisations(names: Iterable[str]) -> None:
+    """Refuse a quantisation that isn't written here (ConfigError)."""
+    for name in names:
+        if name not in QUANTISATIONS:
+            raise ConfigError(
+                f"quantisation {name!r} is not written here",
+                f"use one of {', '.join(QUANTISATIONS)}; for K-quants write f16 and call "
+                f"llama.cpp's: llama-quantize FILE.gguf OUT.gguf {name.upper()}",
+            )
+
+
+def _describe(writer: Any, config: Any) -> None:
+    """Write what the file says of the model's shape."""
+    rope = dict(config.rope_parameters)
+    if rope.get("rope_type", "default") not in ("default", "llama3"):
+        raise UnsupportedError(f"RoPE scaling {rope['rope_type']!r} is not written as GGUF here", MERGE)
+    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
+        raise UnsupportedError(f"a window of {config.sliding_window} tokens is not written as GGUF here", MERGE)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_name(Path(str(config._name_or_path)).name or config.model_type)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(float(rope["rope_theta"]))
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_vocab_size(config.vocab_size)
+
+
+def _stops(source: Path, tokenizer: Any) -> list[int]:
+    """Return the tokens that end an answer: those of the checkpoint's generation, then the template's end of a turn."""
+    from transformers import GenerationConfig
+
+    own: Any = None
+    if (source / "generation_config.json").is_file():
+        own = GenerationConfig.from_pretrained(source).eos_token_id
+    stops = [tokenizer.eos_token_id, *([own] if isinstance(own, int) else own or [])]
+    template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
+    vocabulary = tokenizer.get_vocab()
+    stops += [vocabulary[end] for end in _ENDS_OF_TURNS if end in template and end in vocabulary]
+    return [stop for stop in dict.fromkeys(stops) if stop is not None]
+
+
+def _describe_tokenizer(writer: Any, tokenizer: Any, config: Any, stops: list[int]) -> None:
+    """Write the vocabulary, how text is split, special tokens, every stop token and the chat template.
+
+    Raises:
+        UnsupportedError: text is split in a way that llama.cpp has no name for here.
+    """
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    model = backend["model"]
+    if model["type"] != "BPE":
+        raise UnsupportedError(f"a {model['type']} tokenizer is not written as GGUF here", MERGE)
+    pieces = model["byte_fallback"]  # SentencePiece's; otherwise byte-level
+    tokens, types = _vocabulary(tokenizer, model["vocab"], config.vocab_size, pieces)
+    writer.add_tokenizer_model("llama" if pieces else "gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    if pieces:
+        writer.add_token_scores([-float(index) for index in range(len(tokens))])
+        normalizer = json.dumps(backend["normalizer"])
+        writer.add_add_space_prefix("Prepend" in normalizer)
+    else:
+        name = next((name for name in byte_level_names() if splits_alike(tokenizer.backend_tokenizer, name)), None)
+        if name is None:
+            raise UnsupportedError("the tokenizer splits text in a way that has no name here", MERGE)
+        writer.add_tokenizer_pre(name)
+        merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+        writer.add_token_merges(merges)
+    begins = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+    writer.add_add_bos_token(begins and tokenizer.bos_token_id is not None)
+    writer.add_add_eos_token(False)
+    for index, add in (
+        (tokenizer.bos_token_id, writer.add_bos_token_id),
+        (stops[0] if stops else None, writer.add_eos_token_id),
+        (stops[1] if len(stops) > 1 else None, writer.add_eot_token_id),
+        (tokenizer.unk_token_id, writer.add_unk_token_id),
+        (tokenizer.pad_token_id, writer.add_pad_token_id),
+    ):
+        if index is not None:
+            add(index)
+    if len(stops) > 2:
+        raise UnsupportedError(f"{len(stops)} stop tokens, and a GGUF file names two", MERGE)
+    if isinstance(tokenizer.chat_template, str):
+        writer.add_chat_template(tokenizer.chat_template)
+
+
+def _vocabulary(tokenizer: Any, vocabulary: dict[str, int], size: int, pieces: bool) -> tuple[list[str], list[int]]:
+    """Return every token with its kind, in the order of ids; places that no token has are filled."""
+    tokens = [f"[PAD{index}]" for index in range(size)]
+    types = [_UNUSED] * size
+    for token, index in vocabulary.items():
+        tokens[index] = token
+        is_byte = pieces and len(token) == 6 and token.startswith("<0x")
+        types[index] = _BYTE if is_byte else _NORMAL
+    for index, added in tokenizer.added_tokens_decoder.items():
+        tokens[index] = added.content
+        types[index] = _CONTROL if added.special else _USER_DEFINED
+    if pieces and tokenizer.unk_token_id is not None:
+        types[tokenizer.unk_token_id] = _UNKNOWN
+    return tokens, types
+
+
+def _tensors(source: Path, config: Any, architecture: str) -> Iterator[tuple[str, StoredTensor | Tensor, int]]:
+    """Yield (the file's name of a tensor, the tensor, heads whose rows are interleaved or 0)."""
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    arch = next(key for key, name in MODEL_ARCH_NAMES.items() if name == architecture)
+    table = get_tensor_name_map(arch, config.num_hidden_layers)
+    rope = dict(config.rope_parameters)
+    if rope.get("rope_type") == "llama3":
+        yield "rope_freqs.weight", _rope_factors(rope, config), 0
+    for stored in checkpoint(source):
+        module, _, leaf = stored.name.rpartition(".")
+        name = table.get_name(module)
+        if name is None:
+            raise UnsupportedError(f"{stored.name} has no name in a GGUF file of {architecture}", MERGE)
+        if name == "output" and config.tie_word_embeddings:
+            continue  # the embeddings are read for it
+        # llama.cpp turns neighbouring rows of a head where transformers turns its halves
+        heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+        yield f"{name}.{leaf}", stored, heads.get(name.rpartition(".")[2], 0) if architecture == "llama" else 0
+
+
+def _rope_factors(rope: dict[str, Any], config: Any) -> Tensor:
+    """Return by what each frequency of Llama 3's RoPE is divided, [head_dim / 2]."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    low, high, original = rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
+    factors = []
+    for pair in range(head_dim // 2):
+        wavelength = 2 * math.pi * rope["rope_theta"] ** (2 * pair / head_dim)
+        mix = min(max((original / wavelength - low) / (high - low), 0.0), 1.0)
+        factors.append(1 / ((1 - mix) / rope["factor"] + mix))
+    return torch.tensor(factors)
+
+
+def _write_tensors(
+    writer: Any, tensors: Callable[[], Iterator[tuple[str, StoredTensor | Tensor, int]]], wanted: Any
+) -> None:
+    """Write the tensors' table, then each tensor as it is read: `tensors` gives the same ones twice."""
+    import numpy as np
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+    from gguf.quants import quantize
+
+    kinds = []
+    for name, stored, _ in tensors():
+        shape, block = tuple(stored.shape), GGML_QUANT_SIZES[wanted][0]
+        kind = wanted if len(shape) > 1 and shape[-1] % block == 0 else GGMLQuantizationType.F32
+        kinds.append(kind)
+        per_block, size = GGML_QUANT_SIZES[kind]
+        plain = {GGMLQuantizationType.F32: np.float32, GGMLQuantizationType.F16: np.float16}.get(kind)
+        if plain is not None:
+            writer.add_tensor_info(name, shape, np.dtype(plain), math.prod(shape) * np.dtype(plain).itemsize)
+        else:
+            stored_shape = (*shape[:-1], shape[-1] // per_block * size)
+            writer.add_tensor_info(name, stored_shape, np.dtype(np.uint8), math.prod(stored_shape), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for (_, stored, heads), kind in zip(tensors(), kinds, strict=True):
+        weight = (stored if isinstance(stored, Tensor) else stored.read()).float()
+        if heads:
+            weight = weight.view(heads, 2, -1, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
+        writer.write_tensor_data(quantize(weight.numpy(), kind))
+    writer.close()

@@ -1,0 +1,196 @@
+"""GGUF files: what is written is what is read back, and what isn't the trained model is not published."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+from typer.testing import CliRunner
+
+from pronghorn import FastLanguageModel
+from pronghorn.cli.main import app
+from pronghorn.diagnose import export_run as exporting
+from pronghorn.diagnose.export_run import FORMATS, export_run, modelfile
+from pronghorn.errors import ConfigError, TrainingError, UnsupportedError
+from pronghorn.export import gguf
+from pronghorn.export.gguf import write_gguf
+from pronghorn.models.gguf import load_gguf, read_header
+from support.tiny import tiny_model
+
+pytest.importorskip("gguf")
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 8192}
+TEXT = "It's 1,234 km from here.\n\n你好 naïve 🙂"
+
+
+def save(model: Any, tokenizer: Any, folder: Path) -> Path:
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def logits(model: Any, ids: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        return model.float().eval()(input_ids=torch.tensor([ids])).logits[0]
+
+
+@pytest.mark.matrix(2)
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {}),
+        ("llama", {"rope_parameters": LLAMA3}),
+        ("qwen2", {"use_sliding_window": False}),
+        ("qwen3", {"tie_word_embeddings": True}),
+    ],
+    ids=["llama", "llama 3's RoPE", "qwen2", "qwen3, tied"],
+)
+def test_what_is_written_is_read_back(smollm2: Path, tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    model = tiny_model(family, vocab_size=len(tokenizer), **changes)
+    folder = save(model, tokenizer, tmp_path / "merged")
+    tokenizer = AutoTokenizer.from_pretrained(folder)  # a family has its own way of splitting text
+    ids = tokenizer(TEXT)["input_ids"]
+    for quantisation, allowed in (("f32", 1e-5), ("f16", 2e-3), ("q8_0", 3e-2)):
+        file = write_gguf(folder, tmp_path / f"{quantisation}.gguf", quantisation)
+        again, own = load_gguf(file, torch.float32)
+        assert own(TEXT)["input_ids"] == ids and own.chat_template == tokenizer.chat_template
+        assert own.eos_token_id == tokenizer.eos_token_id
+        exact = logits(model, ids)
+        assert (logits(again, ids) - exact).norm() <= allowed * exact.norm(), quantisation
+
+
+def test_rows_in_transformers_order_are_another_model(
+    smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check above can fail: llama.cpp's order of rows forgotten."""
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    model = tiny_model("llama", vocab_size=len(tokenizer))
+    folder = save(model, tokenizer, tmp_path / "merged")
+    right = gguf._tensors
+    monkeypatch.setattr(gguf, "_tensors", lambda *given: ((name, stored, 0) for name, stored, _ in right(*given)))
+    again, _ = load_gguf(write_gguf(folder, tmp_path / "wrong.gguf", "f32"), torch.float32)
+    ids = tokenizer(TEXT)["input_ids"]
+    exact = logits(model, ids)
+    assert (logits(again, ids) - exact).norm() > 1e-2 * exact.norm()
+
+
+def test_sentence_piece_vocabularies_are_written(stories: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(stories)
+    file = write_gguf(stories, tmp_path / "stories.gguf", "f16")
+    _, own = load_gguf(file, torch.float32)
+    for text in ("Once upon a time, Lily", "  two  spaces", "naïve 🙂"):
+        assert own(text)["input_ids"] == tokenizer(text)["input_ids"]
+
+
+def test_the_file_names_every_stop_token(smollm2: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    tokenizer.eos_token = "<|endoftext|>"  # as base models have it, whose template ends turns by another
+    folder = save(tiny_model("llama", vocab_size=len(tokenizer)), tokenizer, tmp_path / "merged")
+    metadata = read_header(write_gguf(folder, tmp_path / "model.gguf", "f16")).metadata
+    ends = [metadata["tokenizer.ggml.eos_token_id"], metadata["tokenizer.ggml.eot_token_id"]]
+    assert "<|im_end|>" in [tokenizer.convert_ids_to_tokens(end) for end in ends]
+    assert modelfile("model.gguf", tokenizer).count("PARAMETER stop") == 2
+
+
+@pytest.mark.parametrize(
+    ("family", "problem"),
+    [("gemma3_text", "gemma3_text is not written as GGUF"), ("qwen3_moe", "is not written as GGUF")],
+)
+def test_families_that_are_not_written_are_refused(stories: Path, tmp_path: Path, family: str, problem: str) -> None:
+    folder = save(tiny_model(family), AutoTokenizer.from_pretrained(stories), tmp_path / "merged")
+    with pytest.raises(UnsupportedError, match=problem):
+        write_gguf(folder, tmp_path / "model.gguf")
+
+
+def test_k_quants_are_llama_cpp_s(stories: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'q4_k_m' is not written here.*llama-quantize"):
+        write_gguf(stories, tmp_path / "model.gguf", "q4_k_m")
+
+
+def test_unsloth_s_call_writes_one_file_a_method(stories: Path, tmp_path: Path) -> None:
+    model, tokenizer = FastLanguageModel.from_pretrained(str(stories), max_seq_length=64, dtype="float32")
+    files = model.save_pretrained_gguf(tmp_path / "gguf", tokenizer, quantization_method=["q8_0", "f16"])
+    assert [file.name for file in files] == ["model-q8_0.gguf", "model-f16.gguf"] and all(map(Path.is_file, files))
+    with pytest.raises(ConfigError, match="holds the tokenizer, and none is given"):
+        model.save_pretrained_gguf(tmp_path / "none")
+
+
+# ---- pronghorn export ----
+
+
+@pytest.fixture(scope="module")
+def adapter(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2 with an adapter that changes what it says."""
+    folder = tmp_path_factory.mktemp("adapter") / "adapter"
+    model, tokenizer = FastLanguageModel.from_pretrained(str(smollm2), max_seq_length=64, dtype="float32")
+    model = FastLanguageModel.get_peft_model(model, r=4, target_modules=["q_proj", "v_proj"])
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.03)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+def test_an_export_is_compared_and_says_so(adapter: Path, tmp_path: Path) -> None:
+    line = ["export", str(adapter), "--to", "ollama", "--quantization", "f16", "--output", str(tmp_path / "out")]
+    done = CliRunner().invoke(app, line)
+    assert done.exit_code == 0, done.output
+    assert "The served model is the trained one." in " ".join(done.output.split())
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"README.md", "Modelfile", "model-f16.gguf"}
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| token ids | same: " in card and "gguf 0" in card
+    again = CliRunner().invoke(app, line)
+    assert again.exit_code == 1 and "is there already" in again.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [("template", "template differs"), ("rows", "weights differ"), ("base", "weights differ|adapter")],
+)
+def test_an_export_that_is_not_what_was_trained_is_not_published(
+    adapter: Path, smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, cause: str
+) -> None:
+    right = write_gguf
+
+    def wrong(source: Path, file: Path, quantisation: str) -> Path:
+        if fault == "base":
+            return right(smollm2, file, quantisation)
+        if fault == "template":
+            tokenizer = AutoTokenizer.from_pretrained(source)
+            tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+            tokenizer.save_pretrained(source)
+        else:
+            tensors = gguf._tensors
+            monkeypatch.setattr(gguf, "_tensors", lambda *given: ((n, stored, 0) for n, stored, _ in tensors(*given)))
+        return right(source, file, quantisation)
+
+    monkeypatch.setattr(exporting, "write_gguf", wrong)
+    with pytest.raises(TrainingError, match=cause):
+        export_run(adapter, "gguf", tmp_path / "out", "f16")
+    assert not list(tmp_path.iterdir()), "something was left"
+
+
+def test_what_cannot_be_exported(stories: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'onnx' is no format: use one of merged, adapter"):
+        export_run(stories, "onnx", tmp_path / "out", "q8_0")
+    with pytest.raises(ConfigError, match=r"the run has no adapter.*use --to merged"):
+        export_run(stories, "adapter", tmp_path / "out", "q8_0")
+    assert not list(tmp_path.iterdir())
+    assert all(name in CliRunner().invoke(app, ["export", "--help"]).output for name in FORMATS)
+
+
+def test_a_whole_model_is_exported(stories: Path, tmp_path: Path) -> None:
+    """Without a template and held-out rows nothing can be compared, and that is told."""
+    exported = export_run(stories, "gguf", tmp_path / "out", "f16")
+    assert exported.comparison is not None and not exported.comparison.ok
+    assert not any(check.ok is False for check in exported.comparison.checks)
+    assert exported.next == f"llama-server -m {tmp_path / 'out' / 'model-f16.gguf'}"
