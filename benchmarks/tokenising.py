@@ -42,7 +42,7 @@ def measure(rows: list[Any], tokenizer: Any) -> tuple[dict[str, list[float]], in
     """Return the milliseconds of each candidate, the tokens of the texts, and whether all gave the same."""
     how = Tokenising(tokenizer, "completion", None, "escape")
     labeller = Labeller(tokenizer, "completion", None, "escape")
-    texts = [labeller.render(row).text for row in rows]
+    texts = [rendered.text for row in rows for rendered in labeller.render(row)]
     encode = tokenizer.backend_tokenizer.encode_batch
     with tempfile.TemporaryDirectory() as folder:
         candidates: dict[str, Callable[[], Any]] = {

@@ -176,7 +176,9 @@ def test_preference_pairs(value: dict[str, Any], tmp_path: Path) -> None:
     path = write(tmp_path / "pairs.jsonl", value)
     wanted = Preference((ASKED,), ANSWERED, Message("assistant", "Go away"), path=str(path), line=1)
     assert list(RowReader("preference").read(str(path), read_file(path))) == [wanted]
-    with pytest.raises(DataError, match=r"pairs\.jsonl line 1: a preference pair, .*name what to train on"):
+    with pytest.raises(
+        DataError, match=r"pairs\.jsonl line 1: a preference pair, .*train on pairs by TRL's DPOTrainer"
+    ):
         read_rows(path)
 
 
