@@ -26,6 +26,7 @@ EXCEPTIONS = {
     "diagnose/shapes.py": "sizes of known models, as data",
     "export/merge.py": "names not taken out yet",
     "layers/linears.py": "bitsandbytes' class Linear4bit",
+    "export/gguf.py": "llama.cpp's names",
     "models/gguf.py": "GGUF's own names of architectures and tensors",
     "models/gguf_tokenizer.py": "GGUF's own names of tokenizers",
     "recipes/axolotl.py": "names of chat templates, Axolotl's and ours",
