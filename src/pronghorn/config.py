@@ -67,6 +67,11 @@ class Recipe(Section):
     launch: Launch = Launch()
     report: Report = Report()
 
+    @property
+    def step_rows(self) -> int:
+        """Return the rows of an optimiser step, of all processes together."""
+        return self.packing.rows_per_step * self.train.gradient_accumulation_steps
+
     @classmethod
     def load(cls, path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
         """Read a recipe and apply overrides like `train.max_steps=3` (values are YAML).

@@ -28,7 +28,7 @@ _AS_IT_IS: dict[str, tuple[Any, ...]] = {
 _INSTEAD = {
     "attn_implementation": "choose by attention='tiled' or 'flash', or leave it out",
     "cache_dir": "set HF_HOME in the environment",
-    "device_map": "leave it out: the model goes to this process's GPU; several GPUs by torchrun",
+    "device_map": "leave it out: the model goes to this process's GPU; pronghorn train or torchrun use several",
     "fast_inference": "leave it out: model.generate() is transformers' own; vLLM serves the merged folder",
     "finetune_vision_layers": "set it to False: training is text only",
     "gpu_memory_utilization": "leave it out: it is vLLM's",
@@ -60,7 +60,6 @@ _NAMES = {
 _METHODS = {
     "fast_generate": "model.generate(...) after FastLanguageModel.for_inference(model)",
     "load_lora": "FastLanguageModel.from_pretrained(FOLDER) loads a saved adapter with its base",
-    "push_to_hub_merged": "model.save_pretrained_merged(FOLDER, tokenizer), then `hf upload OWNER/NAME FOLDER`",
     "save_lora": "model.save_pretrained(FOLDER)",
     "save_pretrained_torchao": "model.save_pretrained_merged(FOLDER, tokenizer), then torchao's own quantize_",
 }

@@ -12,6 +12,7 @@ import pytest
 from pronghorn.families.registry import FAMILIES
 
 SOURCE = Path(__file__).parents[2] / "src" / "pronghorn"
+TESTS = Path(__file__).parents[1]
 MODULES = r"\w+_proj|self_attn|mlp|embed_tokens|lm_head|act_fn"
 CLASSES = (
     r"(?:Llama|Mi[sx]tral|Ministral3?|Qwen\d|Gemma\d|GptOss|Olmoe|Olmo\d|Phi3|SmolLM3|Granite|SeedOss|Glm4)"
@@ -80,3 +81,9 @@ def test_every_exception_is_needed() -> None:
 )
 def test_the_search_sees_a_name(line: str) -> None:
     assert [number for number, _ in names_in(f'"""About q_proj."""\n{line}')] == [2]
+
+
+def test_no_two_files_of_tests_have_the_same_name() -> None:
+    """pytest imports them by their name alone, and refuses to collect the second."""
+    names = [path.name for path in TESTS.rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))

@@ -418,7 +418,7 @@ def test_a_hangup_again_is_the_same_one_and_nohup_stays() -> None:
 # ---- several GPUs ----
 
 
-def test_one_process_that_sees_two_gpus_trains_on_the_first_and_says_so(
+def test_one_process_that_sees_two_gpus_trains_on_the_first(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = run_module.training_arguments
@@ -431,8 +431,7 @@ def test_one_process_that_sees_two_gpus_trains_on_the_first_and_says_so(
     monkeypatch.setattr(run_module, "training_arguments", two)
     console = Console(record=True, width=200)
     assert len(run(short(make), console).steps) == 2
-    assert "one process sees 2 GPUs and trains on the first" in console.export_text(clear=False)
-    assert "torchrun --nproc-per-node 2 -m pronghorn train" in console.export_text()
+    assert "torchrun" not in console.export_text(), "the command that starts a run says how many GPUs it takes"
 
 
 def test_only_several_gpus_are_told_of() -> None:

@@ -46,15 +46,13 @@ def plain_errors(debug: bool) -> Iterator[None]:
         _stderr().print(f"{escape(stop.problem)}; {escape(stop.remedy)}.")
         raise typer.Exit(128 + stop.signal) from None
     except PronghornError as error:
-        if debug and not leave_error(error):
-            raise
+        if debug:
+            _raise(error)
         _tell(error.problem, error.remedy)
     except (RuntimeError, MemoryError, ImportError, OSError) as error:
         short_of = _short_of(error)
         if debug or short_of is None:
-            if leave_error(error):
-                raise typer.Exit(1) from None
-            raise
+            _raise(error)
         less = "shorter rows (model.max_seq_length, --tokens), a quantised base, or nothing else on the device"
         if short_of == THREADS:
             less = "raise the shell's limits (ulimit -v for memory, ulimit -u for threads)"
@@ -68,9 +66,7 @@ def plain_errors(debug: bool) -> Iterator[None]:
         _stderr().print("Interrupted. What is in the output folder is whole; what was being written is not there.")
         raise typer.Exit(INTERRUPTED) from None
     except Exception as error:
-        if leave_error(error):
-            raise typer.Exit(1) from None
-        raise
+        _raise(error)
 
 
 def _check_environment() -> None:
@@ -99,6 +95,13 @@ def _short_of(error: BaseException | None) -> str | None:
                 return MEMORY
         error = error.__cause__ or error.__context__
     return None
+
+
+def _raise(error: BaseException) -> NoReturn:
+    """Raise an error as it is; leave it to the process that started this one, if it is one of several."""
+    if leave_error(error):
+        raise typer.Exit(1) from None
+    raise error
 
 
 def _tell(problem: str, remedy: str) -> NoReturn:

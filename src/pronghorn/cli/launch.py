@@ -74,7 +74,7 @@ def launch(
                 "how many GPUs a machine of the cluster has is not known here", "give --gpus N, or set launch.gpus"
             )
         machines = nodes or settings.launch.nodes
-        _check_shared(settings.packing.rows_per_step * settings.train.gradient_accumulation_steps, count * machines)
+        _check_shared(settings.step_rows, count * machines)
         arguments = shlex.join([str(recipe), *(overrides or [])])
         text = SCRIPT.format(
             name=_job_name(recipe), nodes=machines, gpus=count, time=time, threads=8, arguments=arguments

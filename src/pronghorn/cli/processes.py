@@ -1,8 +1,8 @@
-"""One process a GPU: how many, started by us or joined, and stopped together.
+"""Start one process a GPU, or join those that somebody started, and stop all of them together.
 
-torchrun starts processes, too, and what it started is joined. It is not what `pronghorn train` starts its own by: it
-gives all of them the same 30 seconds, whether a user asked for a checkpoint, which may take minutes, or one of them
-died and the others can only wait for it; and of many errors it shows the last one's trace.
+Processes that torchrun, accelerate or Slurm started are joined. `pronghorn train` does not call torchrun for its own:
+torchrun gives all processes the same 30 seconds to end. That is too short where a user asked for a checkpoint, and too
+long where one process died and the others can only wait for it. It also shows a trace rather than the first error.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def choose_gpus(recipe: Recipe, visible: int) -> Choice:
     Raises:
         ConfigError: more are asked for than there are, or several machines of one process.
     """
-    launch, rows = recipe.launch, recipe.packing.rows_per_step * recipe.train.gradient_accumulation_steps
+    launch, rows = recipe.launch, recipe.step_rows
     if launch.nodes > 1:
         raise ConfigError(
             f"launch.nodes is {launch.nodes}, and this process was started alone",
@@ -120,7 +120,8 @@ def start(count: int, command: Sequence[str]) -> int:
     """
     with tempfile.TemporaryDirectory(prefix="pronghorn-") as folder:
         group = _Group(count, command, Path(folder))
-        earlier = {number: signal.signal(number, group.pass_on) for number in _SIGNALS}
+        heard = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
+        earlier = {number: signal.signal(number, group.pass_on) for number in heard}
         try:
             return group.wait()
         finally:
@@ -156,7 +157,8 @@ class _Group:
 
     def __init__(self, count: int, command: Sequence[str], folder: Path) -> None:
         self._folder = folder
-        self._signalled = False
+        self._signal = 0
+        """The last one that was passed on."""
         self._processes: list[subprocess.Popen[bytes]] = []
         environment = {
             **os.environ,
@@ -181,7 +183,7 @@ class _Group:
 
     def pass_on(self, number: int, frame: FrameType | None) -> None:
         """Pass a signal on to every process. A terminal's Ctrl-C they have already got, which does no harm."""
-        self._signalled = True
+        self._signal = number
         for process in self._processes:
             if process.poll() is None:
                 process.send_signal(number)
@@ -189,7 +191,7 @@ class _Group:
     def wait(self) -> int:
         """Wait for all, or for the first that fails."""
         while any(process.poll() is None for process in self._processes):
-            if not self._signalled and any(process.returncode for process in self._processes):
+            if not self._signal and any(process.returncode for process in self._processes):
                 break
             time.sleep(0.05)
         until = time.monotonic() + GRACE
@@ -198,8 +200,8 @@ class _Group:
         status = [process.poll() for process in self._processes]
         if not any(status):
             return 0
-        if self._signalled and all(code is None or code >= 128 for code in status):
-            return max(code or 0 for code in status)
+        if self._signal and all(code is None or code >= 128 or code == -self._signal for code in status):
+            return 128 + self._signal  # before training it ends a process as usual
         raise self._first_error(status)
 
     def _first_error(self, status: Sequence[int | None]) -> TrainingError:

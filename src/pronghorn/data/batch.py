@@ -69,9 +69,9 @@ class PackedBatch:
     """int32 [T // 64 + D_b, 3]: each tile's first row and its document's start and end, long documents first; empty
     tiles (T, T, T) fill it up. What attention by tiles works through (`kernels.attention`)."""
     chunk_documents: Tensor
-    """int32 [D_b, 2], and the next, of `chunks`."""
+    """int32 [D_b, 2]: each document's first chunk of 64 tokens, and how many it has (`chunks.Chunks`)."""
     chunk_bounds: Tensor
-    """int32 [T // 64 + D_b, 2]."""
+    """int32 [T // 64 + D_b, 2]: each chunk's first token and length."""
     loss_rows: Tensor | None
     """int64 [M_b], the positions whose next token is a label, padded to a multiple of 512 with T - 1, which predicts
     nothing. None where the batch was made without labels."""

@@ -134,22 +134,18 @@ class DealtRows(Sampler):
         """Choose the epoch whose order comes next."""
         self._epoch = epoch
 
-    def steps(self) -> list[list[int]]:
-        """Return the rows of this epoch's steps, of all processes."""
+    def steps(self, look_ahead: int | None = None) -> list[list[int]]:
+        """Return the rows of this epoch's steps, of all processes; with its own `look_ahead`, or another."""
         indices = order(len(self.costs), self._seed, self._epoch, self._shuffled)[: self._rows]
-        return steps(indices, self.costs, self.share.step_rows, self.look_ahead, self._seed + self._epoch)
+        seed = self._seed + self._epoch
+        return steps(indices, self.costs, self.share.step_rows, look_ahead or self.look_ahead, seed)
 
     def waiting(self, look_ahead: int | None = None) -> tuple[float, float]:
         """Return the share of this epoch's time that processes wait for the slowest, with rows dealt in turn and as
         they are dealt here, or would be with another `look_ahead`."""
-        cut = self.steps()
-        if look_ahead is not None:
-            indices = [row for step in cut for row in step]
-            cut = steps(indices, self.costs, self.share.step_rows, look_ahead, self._seed)
-        return (
-            imbalance(self.costs, cut, self.share.processes, dealt=False),
-            imbalance(self.costs, cut, self.share.processes, dealt=True),
-        )
+        cut = self.steps(look_ahead)
+        in_turn, dealt = (imbalance(self.costs, cut, self.share.processes, dealt=by_cost) for by_cost in (False, True))
+        return in_turn, dealt
 
     def __iter__(self) -> Iterator[list[int | Unsupervised]]:
         share = self.share

@@ -73,9 +73,9 @@ _NEEDLESS = {
 }
 _LOST = {
     "cosine_min_lr_ratio": "schedules end at zero",
-    "deepspeed": "several GPUs: torchrun --nproc_per_node N -m pronghorn train RECIPE (table holds the whole model)",
+    "deepspeed": "pronghorn train uses all GPUs of the machine; each holds the whole model",
     "evals_per_epoch": "train.eval_steps counts steps, with data.eval",
-    "fsdp": "several GPUs: torchrun --nproc_per_node N -m pronghorn train RECIPE (table holds the whole model)",
+    "fsdp": "pronghorn train uses all GPUs of the machine; each holds the whole model",
     "fsdp_config": "as fsdp",
     "group_by_length": "packing fills rows instead",
     "hub_model_id": "upload after training: docs/after-training.md",

@@ -64,8 +64,8 @@ _NEEDLESS = {
     "use_unsloth_gc": "memory.gradient_checkpointing: offload",
 }
 _LOST = {
-    "deepspeed": "several GPUs: torchrun --nproc_per_node N -m pronghorn train RECIPE (each holds the whole model)",
-    "fsdp": "several GPUs: torchrun --nproc_per_node N -m pronghorn train RECIPE (each holds the whole model)",
+    "deepspeed": "pronghorn train uses all GPUs of the machine; each holds the whole model",
+    "fsdp": "pronghorn train uses all GPUs of the machine; each holds the whole model",
     "galore_rank": "no GaLore: adapter.method: lora takes less memory",
     "interleave_probs": "weights of the sources: data.train: [{path: …, weight: …}]",
     "loraplus_lr_ratio": "one learning rate for all adapters",

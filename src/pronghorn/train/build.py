@@ -109,11 +109,6 @@ def attach_options(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def step_rows(recipe: Recipe) -> int:
-    """Return the rows of an optimiser step, of all processes together."""
-    return recipe.packing.rows_per_step * recipe.train.gradient_accumulation_steps
-
-
 def share_of_step(recipe: Recipe, processes: int) -> tuple[int, int]:
     """Return the rows of a micro-batch and the micro-batches of a step that each of so many processes computes.
 
@@ -122,13 +117,13 @@ def share_of_step(recipe: Recipe, processes: int) -> tuple[int, int]:
     Raises:
         ConfigError: they aren't, with numbers that are.
     """
-    rows, rest = divmod(step_rows(recipe), processes)
+    rows, rest = divmod(recipe.step_rows, processes)
     if rest:
         micro_batch = recipe.packing.rows_per_step
         more = processes // math.gcd(processes, micro_batch)
         accumulated = -(-recipe.train.gradient_accumulation_steps // more) * more
         raise ConfigError(
-            f"a step of {step_rows(recipe)} rows (packing.rows_per_step {micro_batch} × "
+            f"a step of {recipe.step_rows} rows (packing.rows_per_step {micro_batch} × "
             f"train.gradient_accumulation_steps {recipe.train.gradient_accumulation_steps}) can't be shared by "
             f"{processes} processes",
             f"set train.gradient_accumulation_steps: {accumulated}, or use as many GPUs as divide the rows of a step",

@@ -21,7 +21,11 @@ from torch.utils.data import DataLoader, RandomSampler, Sampler
 from pronghorn.data.dealing import DealtRows, Share
 from pronghorn.data.packed_rows import PackedRows
 from pronghorn.device import processes
+from pronghorn.errors import UnsupportedError
 from pronghorn.kernels.packed import PackedTensor
+from pronghorn.memory.step_time import attention_share
+from pronghorn.models.auto_plan import dims_of
+from pronghorn.models.families import base_causal_lm
 
 MOST_BYTES = 2**30
 """Of gradients that travel in one piece: about 5 ms between GPUs of one host."""
@@ -41,11 +45,11 @@ class CopiesAccelerator(Accelerator):
 
 
 @torch.no_grad()
-def copy_from_first(model: nn.Module) -> None:
+def copy_from_first(parameters: Iterable[nn.Parameter]) -> None:
     """Give every process the trained parameters of process 0: whoever made them may not have seeded."""
-    for flat, parameters in _flattened(p for p in model.parameters() if p.requires_grad):
+    for flat, parts in _flattened(parameters):
         dist.broadcast(flat, 0)
-        _put_back(flat, parameters)
+        _put_back(flat, parts)
 
 
 @torch.no_grad()
@@ -75,6 +79,33 @@ def _put_back(flat: Tensor, parts: list[Tensor]) -> None:
     torch._foreach_copy_(parts, [piece.view_as(part) for piece, part in zip(pieces, parts, strict=True)])
 
 
+WIDTH_SHARE = 0.36
+"""`attention_share` times the hidden size, of layers with 12 · hidden² weights: attention as wide as the stream, an MLP
+four times as wide."""
+
+
+def attention_against_products(model: Any) -> float:
+    """Return what attention takes of one token against its products, by the model's layers, or by their width where
+    these aren't known."""
+    base = base_causal_lm(model)
+    try:
+        return attention_share(dims_of(base), full=not hasattr(model, "peft_config"))
+    except UnsupportedError:
+        return WIDTH_SHARE / base.config.hidden_size
+
+
+_OPTIONS = (
+    *("num_workers", "pin_memory", "persistent_workers", "prefetch_factor"),
+    *("multiprocessing_context", "in_order"),  # of newer versions of transformers
+)
+"""What a loader takes over from the trainer's arguments."""
+
+
+def data_seed(args: Any) -> int:
+    """Return the seed of the packing and of the order of rows."""
+    return int(args.seed if args.data_seed is None else args.data_seed)
+
+
 def dealt_loader(
     rows: PackedRows,
     attention: float,
@@ -95,18 +126,10 @@ def dealt_loader(
     share = Share(
         args.process_index, args.world_size, args.per_device_train_batch_size, args.gradient_accumulation_steps
     )
-    seed = args.seed if args.data_seed is None else args.data_seed
-    shuffled = isinstance(sampler, RandomSampler)
-    dealt = DealtRows(rows.costs(attention), share, seed, shuffled, look_ahead, args.dataloader_drop_last)
-    loader = DataLoader(
-        rows,
-        batch_sampler=dealt,
-        collate_fn=collator,
-        num_workers=args.dataloader_num_workers,
-        pin_memory=args.dataloader_pin_memory,
-        persistent_workers=args.dataloader_persistent_workers,
-        prefetch_factor=args.dataloader_prefetch_factor,
-    )
+    shuffled, drop_last = isinstance(sampler, RandomSampler), args.dataloader_drop_last
+    dealt = DealtRows(rows.costs(attention), share, data_seed(args), shuffled, look_ahead, drop_last)
+    options = {name: getattr(args, f"dataloader_{name}") for name in _OPTIONS if hasattr(args, f"dataloader_{name}")}
+    loader = DataLoader(rows, batch_sampler=dealt, collate_fn=collator, **options)
     return prepare_data_loader(
         loader,
         accelerator.device,

@@ -96,9 +96,7 @@ def _training_arguments(recipe: Recipe, console: Console) -> SFTConfig:
     if recipe.precision.tf32:
         check_tf32(args.device)
     check_device(recipe, args.device.type, console)
-    one_gpu = use_one_gpu(args, "-m pronghorn train RECIPE")
-    if one_gpu is not None:
-        console.print(f"[yellow]{escape(one_gpu)}[/]", highlight=False)
+    use_one_gpu(args, "SCRIPT.py")  # what starts runs has said how many it takes
     if recipe.report.html:
         check_report_dependencies()
     return args
@@ -211,8 +209,10 @@ def _packing_stats(recipe: Recipe, trainer: SFTTrainer, documents: Any, console:
 
 def _tell_dealing(trainer: SFTTrainer, console: Console) -> None:
     """Print how long processes will wait for each other, by the predicted time of each row."""
+    if processes() == 1:
+        return
     dealt = getattr(trainer.get_train_dataloader(), "batch_sampler", None)
-    if processes() == 1 or not isinstance(dealt, DealtRows):
+    if not isinstance(dealt, DealtRows):
         return
     in_turn, waiting = dealt.waiting()
     console.print(

@@ -33,11 +33,7 @@ from pronghorn.device import processes
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
 from pronghorn.export.folder import whole_folder
 from pronghorn.export.towers import keep_names
-from pronghorn.memory.plan import Plan
-from pronghorn.memory.step_time import attention_share
-from pronghorn.models.attach import Handle, attach, attached
-from pronghorn.models.auto_plan import dims_of, resolve
-from pronghorn.models.families import base_causal_lm
+from pronghorn.models.attach import attached
 from pronghorn.models.generic import PACKING
 from pronghorn.models.padded_probe import require_padded
 from pronghorn.models.probe import require_isolation
@@ -46,11 +42,14 @@ from pronghorn.train.counters import StepCounters
 from pronghorn.train.evaluate import heldout_loss
 from pronghorn.train.gradients import GradientWatch
 from pronghorn.train.oom_retry import OomRetry, OutOfMemory
+from pronghorn.train.prepared_model import attached_on_its_device, resolve_plan
 from pronghorn.train.ranks import (
     CopiesAccelerator,
+    attention_against_products,
     average_gradients,
     averages_at_once,
     copy_from_first,
+    data_seed,
     dealt_loader,
     leave_packed_to_each_process,
 )
@@ -74,11 +73,6 @@ class _Collators:
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         return self.packed(rows) if "lengths" in rows[0] else self.padded(rows)
-
-
-def _data_seed(args: Any) -> int:
-    """Return the seed of the packing."""
-    return int(args.seed if args.data_seed is None else args.data_seed)
 
 
 class SFTTrainer(trl.SFTTrainer):
@@ -115,7 +109,7 @@ class SFTTrainer(trl.SFTTrainer):
         if args.packing or args.eval_packing:
             args.max_length = check_row_length(args.max_length, getattr(model, "max_seq_length", None))
         # attached before TRL's constructor wraps `model.forward`, so that its wrapper calls ours
-        if _attached_on_its_device(model, args).plan is not None:
+        if attached_on_its_device(model, args).plan is not None:
             for name in ("gradient_checkpointing", "activation_checkpointing"):  # transformers 5.23 renamed it
                 if hasattr(args, name):
                     setattr(args, name, False)  # the plan decides; SFTConfig's default would recompute regardless
@@ -144,7 +138,7 @@ class SFTTrainer(trl.SFTTrainer):
             leave_packed_to_each_process(adapted)
         handle = attached(adapted)
         if handle is not None:  # all is known now: where the model is, and its adapters, TRL's peft_config's too
-            _resolve_plan(handle.adopt_adapters(), args)
+            resolve_plan(handle.adopt_adapters(), args)
         if handle is not None and PACKING in handle.model.__dict__:
             with self.accelerator.autocast():
                 if self._packs_train or self._packs_eval:
@@ -182,7 +176,7 @@ class SFTTrainer(trl.SFTTrainer):
         if isinstance(dataset, PackedRows):
             return dataset
         if packing and set(dataset.column_names or ()) == {"input_ids", "labels"}:
-            return PackedRows(dataset, args.max_length, seed=_data_seed(args))
+            return PackedRows(dataset, args.max_length, seed=data_seed(args))
         documents = super()._prepare_dataset(dataset, processing_class, args, False, formatting_func, dataset_name)
         # TRL drops documents without a label within `max_length`; streamed ones have no length
         if hasattr(documents, "__len__") and len(documents) == 0:
@@ -190,7 +184,7 @@ class SFTTrainer(trl.SFTTrainer):
                 f"no document of the {dataset_name} data set has a token to train among its first {args.max_length}",
                 "raise max_length, or shorten the prompts",
             )
-        return PackedRows(documents, args.max_length, seed=_data_seed(args)) if packing else documents
+        return PackedRows(documents, args.max_length, seed=data_seed(args)) if packing else documents
 
     def create_accelerator_and_postprocess(self) -> None:
         """Stock's, by an accelerator that leaves models unwrapped whose gradients travel in one piece."""
@@ -203,16 +197,8 @@ class SFTTrainer(trl.SFTTrainer):
         sampler = self._get_train_sampler()
         if not isinstance(rows, PackedRows) or not isinstance(sampler, (RandomSampler, SequentialSampler)):
             return super().get_train_dataloader()
-        attention = self._attention_share()
+        attention = attention_against_products(self.model)
         return dealt_loader(rows, attention, self.look_ahead, args, self.data_collator, self.accelerator, sampler)
-
-    def _attention_share(self) -> float:
-        """Return what attention takes of one token against its products, by the layers or else by their width."""
-        model = base_causal_lm(self.model)
-        try:
-            return attention_share(dims_of(model), full=not hasattr(self.model, "peft_config"))
-        except UnsupportedError:
-            return 0.36 / model.config.hidden_size
 
     def _set_signature_columns_if_needed(self) -> None:
         self._signature_columns: Any = ["input_ids", "labels", "lengths"]
@@ -246,7 +232,7 @@ class SFTTrainer(trl.SFTTrainer):
         self._counted.add(inputs)
         if last:
             if self._at_once:
-                average_gradients(parameter for parameter in model.parameters() if parameter.requires_grad)
+                average_gradients(self._averaged)
             self._watch.observe(model)
         return loss
 
@@ -309,7 +295,8 @@ class SFTTrainer(trl.SFTTrainer):
         self._memory.begin(waits_for_others=processes() > 1 and not self._at_once)
         if self._at_once:
             model: Any = self.model
-            copy_from_first(model)
+            self._averaged = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            copy_from_first(self._averaged)
         self._counted = StepCounters()
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
@@ -398,33 +385,3 @@ class SFTTrainer(trl.SFTTrainer):
         elif before is not None and not Path(before).is_dir():
             self.state.best_model_checkpoint = None
         self.state.save_to_json(str(folder / "trainer_state.json"))
-
-
-def _attached_on_its_device(model: Any, args: Any) -> Handle:
-    """The model's handle, made after the trainer's device has it: attach looks where it is."""
-    stays = args.place_model_on_device is False or getattr(args, "deepspeed", None)
-    stays = stays or getattr(model, "hf_device_map", None) or getattr(model, "is_quantized", False)
-    moves = not stays and args.device.type == "cuda" and model.device.type == "cpu"
-    if moves:
-        model.to(args.device)
-    handle = attached(model)
-    if handle is None or not moves:
-        return handle or attach(model)
-    return attach(model, **vars(handle.options))  # on the CPU it had no fused layers
-
-
-def _resolve_plan(handle: Handle, args: Any) -> Plan | None:
-    """Return the attached model's plan, made now where `auto` waited for these arguments.
-
-    Raises:
-        PlanDoesNotFit: with what would.
-    """
-    return resolve(
-        handle,
-        args.per_device_train_batch_size,
-        args.max_length or 0,
-        packs=args.packing,
-        autocast=torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None,
-        accumulates=args.gradient_accumulation_steps > 1,
-        optimizer=str(getattr(args.optim, "value", args.optim)),
-    )
