@@ -53,7 +53,7 @@ from pronghorn.models.attach import attach, attached
 from pronghorn.models.auto_plan import cuda_device_spec, dims_of, measured_times, plan_for, setup_of, skeleton
 from pronghorn.models.families import base_causal_lm
 from pronghorn.models.lora import add_lora
-from pronghorn.train.trainer import _resolve_plan
+from pronghorn.train.prepared_model import resolve_plan
 from support.tiny import DELTA_FAMILIES, FAMILIES, tiny_model
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -858,21 +858,21 @@ def test_the_trainer_plans_for_its_batches_and_for_one_device(
     )
     args = SimpleNamespace(per_device_train_batch_size=2, max_length=64, bf16=packing, fp16=True, packing=packing)
     args.gradient_accumulation_steps, args.optim = 1 + packing, "adamw_8bit"
-    _resolve_plan(handle, args)
+    resolve_plan(handle, args)
     wanted = ((128, 7), {"autocast": torch.bfloat16, "padded": 0, "accumulates": True, "optimizer": "adamw_8bit"})
     if not packing:
         wanted = ((128, 7), {"autocast": torch.float16, "padded": 2, "accumulates": False, "optimizer": "adamw_8bit"})
     assert asked == ([wanted] if len(devices) == 1 else [])
     monkeypatch.setattr(auto_plan, "refusal", lambda model, fused: None if fused else "padded")
     asked.clear()
-    _resolve_plan(handle, args)
+    resolve_plan(handle, args)
     assert asked == ([wanted] if len(devices) == 1 and packing else [])  # padded rows of experts aren't counted
     asked.clear()
-    assert _resolve_plan(handle, SimpleNamespace(**{**vars(args), "max_length": None})) is handle.plan
+    assert resolve_plan(handle, SimpleNamespace(**{**vars(args), "max_length": None})) is handle.plan
     handle.fuses = False
-    _resolve_plan(handle, args)
+    resolve_plan(handle, args)
     handle.fuses, handle.plan = True, Plan.keep()
-    assert _resolve_plan(handle, args) == Plan.keep() and asked == []
+    assert resolve_plan(handle, args) == Plan.keep() and asked == []
 
 
 def test_processes_make_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ ONCE = {"attached": 1, "merged": 1}
 def counts(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Attachments and merges of runs whose layers are fused, and whose plans are made by measured times."""
     monkeypatch.setattr(AttachOptions, "fuses", lambda options, model: True)
-    monkeypatch.setattr("pronghorn.train.trainer.resolve", resolve_as_on_cuda)
+    monkeypatch.setattr("pronghorn.train.prepared_model.resolve", resolve_as_on_cuda)
     monkeypatch.setattr(auto_plan, "_measure", forwards_of_one_layer_and_of_two)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     return count_attachments(monkeypatch)
