@@ -19,7 +19,8 @@ from pronghorn.export.merge import save_merged
 from pronghorn.export.towers import keep_names
 from pronghorn.memory.plan import Checkpointing, Plan
 from pronghorn.memory.recompute import INSTALLED, install
-from pronghorn.models.attach import Attention, Experimental, attach, attached
+from pronghorn.models.attach import attach, attached
+from pronghorn.models.attach_options import Attention, Experimental
 from pronghorn.models.families import base_causal_lm, decoder_layers, recompute_layers
 from pronghorn.models.load import load_model, resolve_dtype
 from pronghorn.models.lora import add_lora

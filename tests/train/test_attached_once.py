@@ -16,7 +16,8 @@ from pronghorn import FastLanguageModel, SFTTrainer
 from pronghorn.memory.devices import device_spec
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.models import auto_plan
-from pronghorn.models.attach import AttachOptions, Handle, attached
+from pronghorn.models.attach import Handle, attached
+from pronghorn.models.attach_options import AttachOptions
 from pronghorn.models.auto_plan import dims_of, measured_times, setup_of
 from support.fused import count_attachments
 from support.runs import QUIET, Make, run

@@ -17,15 +17,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from pronghorn.attention.backends import Backend, choose
-from pronghorn.attention.packed import NAME_PREFIX, Metadata, implementation
+from pronghorn.attention.packed import NAME_PREFIX, implementation
 from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.layers.build import watched
 from pronghorn.layers.decoder import FusedLayers
@@ -35,6 +35,7 @@ from pronghorn.memory.offload import OffloadEngine
 from pronghorn.memory.plan import Plan
 from pronghorn.memory.recompute import Installed, install, policies_of
 from pronghorn.models import experts
+from pronghorn.models.attach_options import AttachOptions, Attention, Experimental, Layers
 from pronghorn.models.causal_lm import packed_class
 from pronghorn.models.families import (
     base_causal_lm,
@@ -53,68 +54,6 @@ from pronghorn.models.probe import Isolation
 from pronghorn.models.report import Decisions, PathTaken, decide, longest_tiled, queries_of, render
 from pronghorn.models.subject import check_subject
 from pronghorn.precision.compute import Compute
-
-Attention = Literal["auto", "tiled", "flash", "per_document"]
-Layers = Literal["auto", "fused", "stock"]
-
-
-@dataclass(frozen=True)
-class Experimental:
-    """Switches for measurements: each turns off one thing that makes packed rows fast. Nothing to train with."""
-
-    packing_metadata: Metadata = "once"
-    """`per_layer` and `per_layer_mask` make documents' bounds, or the dense mask, again in every layer."""
-    moe_routing: experts.Routing = "once"
-    """`loop` leaves the experts to transformers' eager code."""
-    masked_attention: bool = False
-    """Packed attention over a dense mask."""
-
-
-@dataclass(frozen=True)
-class AttachOptions:
-    """How a model is attached; see `attach`."""
-
-    attention: Attention = "auto"
-    layers: Layers = "auto"
-    graph: Graph = "auto"
-    compute: Compute = Compute.DTYPE
-    experimental: Experimental = Experimental()
-
-    @property
-    def backend(self) -> Backend:
-        """The backend of packed attention."""
-        return "masked" if self.experimental.masked_attention else self.attention
-
-    def check(self, config: Any) -> None:
-        """Raise ConfigError for a value that is unknown, or that the model has no use for."""
-        switches = self.experimental
-        for name, value, known in (
-            ("attention", self.attention, Attention),
-            ("layers", self.layers, Layers),
-            ("graph", self.graph, Graph),
-            ("packing_metadata", switches.packing_metadata, Metadata),
-            ("moe_routing", switches.moe_routing, experts.Routing),
-        ):
-            if value not in get_args(known):
-                raise ConfigError(f"{name} {value!r} is unknown", f"use one of {', '.join(get_args(known))}")
-        if switches.moe_routing == "loop" and not has_experts(config):
-            raise ConfigError("moe_routing 'loop' for a model without experts", "leave moe_routing out")
-
-    def fuses(self, model: Any) -> bool:
-        """Tell whether a model's layers get their fused classes."""
-        wanted = self.layers == "fused" or (self.layers == "auto" and next(model.parameters()).is_cuda)
-        if check_config(model.config).generic:
-            if self.layers == "fused" or self.experimental != Experimental():
-                raise UnsupportedError(
-                    f"{model.config.model_type} is no family whose layers Pronghorn computes itself",
-                    "leave layers and experimental out",
-                )
-            return False
-        return wanted and self.backend != "masked" and self.experimental.packing_metadata == "once"
-
-    def graphs(self, model: Any) -> bool:
-        """Tell whether a model's layers may be launched as CUDA graphs."""
-        return self.fuses(model) and self.graph != "off" and next(model.parameters()).is_cuda
 
 
 @dataclass
@@ -281,7 +220,7 @@ def attach(
     check_subject(model)
     base = base_causal_lm(model)
     family = check_config(base.config)
-    options = AttachOptions(attention, layers, graph, Compute.of(compute), _switches(experimental))
+    options = AttachOptions(attention, layers, graph, Compute.of(compute), Experimental.of(experimental))
     options.check(base.config)
     current, fused, graphed = attached(base), options.fuses(base), options.graphs(base)
     if current is not None:
@@ -328,16 +267,6 @@ def _attach_generic(base: Any, options: AttachOptions) -> Handle:
     setattr(base, PACKING, packing)
     base._pronghorn_handle = Handle(base, options, previous, None, None, None, base.config._attn_implementation, None)
     return base._pronghorn_handle
-
-
-def _switches(given: Experimental | Mapping[str, Any] | None) -> Experimental:
-    if isinstance(given, Experimental):
-        return given
-    known = [field.name for field in fields(Experimental)]
-    for name in given or ():
-        if name not in known:
-            raise ConfigError(f"experimental {name!r} is unknown", f"use one of {', '.join(known)}")
-    return Experimental(**(given or {}))
 
 
 def _add_graphs(model: Any, options: AttachOptions) -> BackboneGraphs:
