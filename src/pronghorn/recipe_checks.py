@@ -78,6 +78,16 @@ _RULES = (
         "leave precision.compute out, or set precision.dtype: bfloat16",
     ),
     _Rule(
+        lambda r: r.launch.strategy == "sharded" and _fp8(r),
+        "launch.strategy: sharded with precision.compute: {precision.compute}: 8-bit copies of weights aren't shared",
+        "use launch.strategy: copies, or leave precision.compute out",
+    ),
+    _Rule(
+        lambda r: r.launch.strategy == "sharded" and _full(r),
+        "launch.strategy: sharded with adapter.method: full: only frozen weights are shared",
+        "use launch.strategy: copies, or set adapter.method: lora",
+    ),
+    _Rule(
         lambda r: r.precision.adapter_dtype == "float16",
         "precision.adapter_dtype: float16: its gradients need loss scaling, and torch can't unscale float16",
         "use float32, or bfloat16",

@@ -119,6 +119,14 @@ def test_steps_are_the_same_on_any_number_of_processes(recipe: Any, alone: Path,
     same(run, alone)
 
 
+def test_layers_that_are_shared_train_the_same(recipe: Any, alone: Path) -> None:
+    file, run = recipe("shared", {"strategy": "sharded"})
+    done = train(2, file, "memory.gradient_checkpointing=true")
+    assert done.returncode == 0, done.stderr
+    assert "Each of 2 processes holds a part of every layer's weights" in done.stdout
+    same(run, alone)
+
+
 @pytest.mark.slow
 def test_whole_weights_train_the_same(recipe: Any) -> None:
     runs = []

@@ -23,6 +23,7 @@ from pronghorn.errors import ConfigError, TrainingError, UnsupportedError
 from pronghorn.export.folder import whole_folder
 from pronghorn.export.original import Original, composite_of
 from pronghorn.kernels.packed import PackedTensor
+from pronghorn.memory.sharded import refuse_sharded
 from pronghorn.models.experts import low_rank_factors
 from pronghorn.models.families import base_causal_lm, has_experts
 from pronghorn.parity.distance import MERGED_LOGITS, relative_error
@@ -47,7 +48,7 @@ def save_merged(
         The folder.
     Raises:
         ConfigError: something is there, it is the current folder or a disk's, or PEFT's `merge_adapter` was called.
-        UnsupportedError: an adapter that is not plain LoRA on linears and experts.
+        UnsupportedError: an adapter that is not plain LoRA on linears and experts, or processes share the weights.
         TrainingError: the reloaded checkpoint's logits differ from the adapted model's, or the disk is full.
     """
     target = Path(folder)
@@ -58,6 +59,7 @@ def save_merged(
         what = "the current folder" if current else "where a disk is mounted"
         raise ConfigError(f"{target} is {what}", "give the merged model a folder of its own, in it")
     base = base_causal_lm(model)
+    refuse_sharded(base, "merging")
     if any(getattr(module, "merged", False) for module in base.modules()):
         # it would be added once more, and comparing with the base model would take it out of the training model
         raise ConfigError(

@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pronghorn.errors import UnsupportedError
 from pronghorn.kernels.fp8_blocks import FP8Tensor
 from pronghorn.kernels.packed import PackedTensor
 from pronghorn.kernels.quantise import transposed
 from pronghorn.layers.linears import adapter_of, base_of, is_written_out
+from pronghorn.memory.sharded import IN_BUFFER
 from pronghorn.precision.fp8 import FP8Weight
 
 WIDE = 2
@@ -125,7 +127,7 @@ class GroupStorage:
         rank, weight = len(adapter.a), base.weight
         if rank % STEP:
             return 0
-        frozen = weight.dtype is dtype and not weight.requires_grad
+        frozen = weight.dtype is dtype and not weight.requires_grad and not hasattr(weight, IN_BUFFER)
         return rank if is_written_out(base) or (frozen and not self._is_taken(weight, rank)) else 0
 
     def _merge(self, parts: list[Any], into_new: bool = False) -> Tensor:
@@ -177,8 +179,15 @@ def merge(parts: list[Tensor], into_new: bool = False) -> Tensor:
     """Return the parts in one tensor and make them its row slices; they stay where they are if they lie so already,
     unless `into_new`."""
     rows, first = [part.shape[0] for part in parts], parts[0].detach()
-    if not into_new and all(_follows(part, before) for before, part in pairwise(parts)):
+    together = all(_follows(part, before) for before, part in pairwise(parts))
+    if together and (not into_new or hasattr(parts[0], IN_BUFFER)):
         return first.as_strided((sum(rows), *first.shape[1:]), first.stride())
+    if any(hasattr(part, IN_BUFFER) for part in parts):
+        shapes = ", ".join(str(tuple(part.shape)) for part in parts)
+        raise UnsupportedError(
+            f"weights of {shapes}, shared by several processes, have to lie together",
+            "use launch.strategy: copies, or packing.layers: stock",
+        )
     merged = torch.cat([part.detach() for part in parts])
     for part, place in zip(parts, merged.split(rows), strict=True):
         part.data = place

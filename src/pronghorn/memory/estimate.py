@@ -23,6 +23,7 @@ from pronghorn.errors import UnsupportedError
 from pronghorn.families.layer_spec import ExpertsSpec, GatedMLPSpec, LayerSpec
 from pronghorn.memory.mixers import mixer_bytes, shared_bytes
 from pronghorn.memory.plan import Policy, followed
+from pronghorn.memory.sharded import BUFFERS
 
 GIB = 2**30
 CONTEXT_BYTES = int(0.6 * GIB)
@@ -113,6 +114,8 @@ class TrainSetup:
     """The optimiser's states on the device; None for AdamW's, in float32."""
     paged_bytes: int = 0
     """The optimiser's states in memory that moves to the host when the device is full: not counted on the device."""
+    processes: int = 1
+    """How many share the frozen weights of each layer (`memory.sharded`)."""
     documents: int = 512
     """Mean tokens of a document, which attention's time depends on (memory doesn't)."""
 
@@ -164,6 +167,10 @@ def resting_bytes(dims: ModelDims, setup: TrainSetup) -> dict[str, int]:
     if setup.fp8:  # codes in two layouts, unless they are written out of 4 bits, and scales of rows
         rows = sum(each.out for layer in dims.layers for each in layer.linears)
         weights += 10 * rows if setup.method == "qlora" else (1 if setup.own_codes else 2) * linear + 6 * rows
+    if setup.processes > 1:
+        inside, outside = weights - dims.outside * b, dims.outside * b
+        largest = max(layer.parameters for layer in dims.layers) / (dims.parameters - dims.outside)
+        weights = outside + int(inside / setup.processes + BUFFERS * inside * largest)
     adapters = sum(count * setup.adapters(layer) for layer, count in dims.kinds.items())
     copies = 0  # of A and B in the products' dtype, B of a merged product with zeros beside each block
     for layer, count in dims.kinds.items() if setup.fused else ():

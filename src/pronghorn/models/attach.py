@@ -34,6 +34,7 @@ from pronghorn.layers.subclass import own_class, restore
 from pronghorn.memory.offload import OffloadEngine
 from pronghorn.memory.plan import Plan
 from pronghorn.memory.recompute import Installed, install, policies_of
+from pronghorn.memory.sharded import refuse_sharded, sharded
 from pronghorn.models import experts
 from pronghorn.models.attach_options import AttachOptions, Attention, Experimental, Layers
 from pronghorn.models.causal_lm import packed_class
@@ -160,10 +161,12 @@ class Handle:
 
         Raises:
             ConfigError: the model was sharded (FSDP2) since; its class can't be taken back then.
+        UnsupportedError: processes share its layers' weights, whose places fused layers rely on.
         """
         if attached(self.model) is not self:
             return
         self._check_unchanged("detach before sharding the model")
+        refuse_sharded(self.model, "detaching")
         if self._hook is not None:
             self._hook.remove()
         if self.experts is not None:
@@ -292,6 +295,8 @@ def _merge_weights(backbone: Any) -> None:
 def _graph_refusal(model: Any, attention: Backend) -> str | None:
     """Why a model's layers can't be captured as they are now, or None. Only attention by tiles takes nothing about
     documents from the host, which a graph would keep for ever."""
+    if sharded(model) is not None:
+        return "weights are gathered from other processes, layer by layer"
     outside = model.base_model, model.get_input_embeddings()  # which are called
     if watched(module for module in model.base_model.modules() if module not in outside):
         return "modules inside carry hooks, which a graph doesn't call"

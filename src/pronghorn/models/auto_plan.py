@@ -27,6 +27,7 @@ from pronghorn.memory.estimate import CONTEXT_BYTES, Method, ModelDims, TrainSet
 from pronghorn.memory.pinned import PinnedPool
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.memory.planner import plan
+from pronghorn.memory.sharded import sharded
 from pronghorn.memory.step_time import StepTimes, step_times
 from pronghorn.models import experts
 from pronghorn.models.attach import Handle, attach, attached
@@ -187,6 +188,7 @@ def setup_of(
         adapter_itemsize=max(adapters, default=4),
         optimizer_bytes=states,
         paged_bytes=paged,
+        processes=1 if (shared := sharded(base)) is None else shared.processes,
     )
 
 

@@ -108,6 +108,12 @@ class FoundModel:
         found = self.base or self
         return found.config is not None and check_config(found.config).generic
 
+    @property
+    def is_quantised(self) -> bool:
+        """Whether weights are loaded in fewer bits than they are computed in."""
+        config = (self.base or self).config
+        return self.load_in_4bit or getattr(config, "quantization_config", None) is not None
+
     def tokenizer(self) -> Any:
         """The tokenizer; an adapter's own if one was saved with it."""
         path = Path(self.name)

@@ -16,6 +16,7 @@ from trl import SFTConfig
 
 from pronghorn.config import Recipe
 from pronghorn.data.packed_rows import PackedRows
+from pronghorn.device import processes
 from pronghorn.errors import ConfigError
 from pronghorn.export.towers import keep_names
 from pronghorn.memory.devices import parse_bytes
@@ -24,8 +25,10 @@ from pronghorn.models.attach import Handle, attach
 from pronghorn.models.load import FoundModel, default_device, resolve_dtype
 from pronghorn.models.lora import add_lora, cast_adapters, resolve_adapter_dtype
 from pronghorn.models.new_tokens import grow_embeddings, trainable_tokens
+from pronghorn.models.share import share_layers
 from pronghorn.recipe_values import ALL_LINEAR
 from pronghorn.train.documents import find, prepare, tokenizer_for
+from pronghorn.train.strategy import Strategy, strategy
 from pronghorn.train.trainer import SFTTrainer
 
 NEVER = 10**9
@@ -66,7 +69,9 @@ def load(recipe: Recipe, found: FoundModel, tokenizer: Any, console: Console) ->
             "merge it first (save_pretrained_merged), or set adapter.method: lora to train it on",
         )
     # full fine-tuning keeps float32 masters and computes in `dtype`
-    model = found.model(torch.float32 if full else dtype, device)
+    shared = strategy(recipe, found, processes(), device) is Strategy.SHARDED
+    on_host = shared and not found.is_quantised  # a device holds its part of the layers, never all of them
+    model = found.model(torch.float32 if full else dtype, torch.device("cpu") if on_host else device)
     if found.is_adapter:
         console.print("The saved adapter is trained on; the recipe's adapter section is not used.")
         adapter_dtype = resolve_adapter_dtype(recipe.precision.adapter_dtype)
@@ -97,6 +102,11 @@ def load(recipe: Recipe, found: FoundModel, tokenizer: Any, console: Console) ->
     budget = None if memory.budget is None else parse_bytes(memory.budget, "memory.budget")
     plan = Plan.asked(memory.gradient_checkpointing, budget)
     keep_names(model)
+    if shared:
+        console.print(
+            f"Each of {processes()} processes holds a part of every layer's weights (launch.strategy: sharded)"
+        )
+        share_layers(model, device)
     return model, attach(model, plan, **attach_options(recipe))
 
 

@@ -17,6 +17,7 @@ import torch
 
 from pronghorn import state
 from pronghorn.errors import DataError
+from pronghorn.memory.sharded import first_values
 
 SCHEMA = "pronghorn-checkpoint-v2"
 
@@ -40,7 +41,7 @@ class Fingerprint:
             line = f"{name} {tuple(parameter.shape)} {parameter.dtype}"
             (trainable if parameter.requires_grad else frozen).append(line)
             if not parameter.requires_grad and parameter.numel() and not parameter.is_meta:
-                values.append(parameter.detach().reshape(-1)[:8].double())
+                values.append(first_values(parameter))
         sample = torch.cat(values).cpu().numpy().tobytes() if values else b""
         return cls(_digest("\n".join(trainable).encode()), _digest("\n".join(frozen).encode() + sample))
 

@@ -15,6 +15,7 @@ from pronghorn.data.template import render
 from pronghorn.device import processes
 from pronghorn.errors import DataError
 from pronghorn.export.engines.transformers import stop_tokens
+from pronghorn.memory.sharded import sharded
 from pronghorn.models.families import base_causal_lm, has_experts
 
 
@@ -95,6 +96,8 @@ def answer(
             **encoded.to(model.device),
             max_new_tokens=min(max_new_tokens, room),
             use_cache=True,
+            synced_gpus=sharded(base_causal_lm(model))
+            is not None,  # a process whose answer ends goes on for the others
             eos_token_id=ends or None,
             pad_token_id=next(iter(ends), None) if pad is None else pad,
             **({"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}),

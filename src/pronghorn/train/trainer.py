@@ -33,7 +33,9 @@ from pronghorn.device import processes
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
 from pronghorn.export.folder import whole_folder
 from pronghorn.export.towers import keep_names
+from pronghorn.memory.sharded import sharded
 from pronghorn.models.attach import attached
+from pronghorn.models.families import base_causal_lm
 from pronghorn.models.generic import PACKING
 from pronghorn.models.padded_probe import require_padded
 from pronghorn.models.probe import require_isolation
@@ -292,7 +294,8 @@ class SFTTrainer(trl.SFTTrainer):
             resume_from_checkpoint = str(found[-1]) if found else None
         if resume_from_checkpoint is not None:
             self._check(Path(resume_from_checkpoint))
-        self._memory.begin(waits_for_others=processes() > 1 and not self._at_once)
+        gathers = sharded(base_causal_lm(self.model)) is not None
+        self._memory.begin(waits_for_others=processes() > 1 and (gathers or not self._at_once))
         if self._at_once:
             model: Any = self.model
             self._averaged = [parameter for parameter in model.parameters() if parameter.requires_grad]

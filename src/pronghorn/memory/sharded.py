@@ -1,0 +1,268 @@
+"""Frozen weights that processes share: each holds a part of every layer, and gathers whole layers one ahead.
+
+    forward    compute   … │ layer k      │ layer k + 1 │     layer k + 1's weights arrive while layer k computes, in
+               gather        of k + 1       of k + 2          the buffer that layer k - 1 is done with
+
+    backward   compute   … │ layer k      │ layer k - 1 │     the same, downwards
+               gather        of k - 1       of k - 2
+
+There are two buffers, and every weight has a fixed place in one of them: layer k's in buffer k mod 2. So the model's
+parameters stay the very tensors that they were, fused layers read them where they always lie, and what autograd saved
+of them in the forward is right again in the backward. Bytes are gathered as they are stored: a 4-bit base travels in 4
+bits.
+
+What is trained isn't touched, nor is what lies outside the layers (embeddings, head, last norm): each process has it
+whole. FSDP2 would make DTensors of weights, which layers find in other places in each forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pronghorn.errors import TrainingError, UnsupportedError
+from pronghorn.kernels.packed import PackedTensor
+
+BUFFERS = 2
+IN_BUFFER = "_pronghorn_in_buffer"
+"""The attribute of a parameter whose place in a buffer must not change."""
+_FIRST = "_pronghorn_first_values"
+_SHARDED = "_pronghorn_sharded"
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+ALIGNED = 256
+"""Bytes that groups of weights begin at a multiple of."""
+
+
+class ShardedLayers:
+    """The frozen weights of one model's decoder layers, shared by the processes of a group.
+
+    Args:
+        layers: in the order of the forward.
+        groups: for each layer the weights that must follow each other without a gap, as `weight_groups` lists them.
+        device: where the buffers are; weights may still be on the CPU.
+        group: of processes, all of which call the layers in the same order; None for all there are.
+    """
+
+    def __init__(
+        self, layers: Sequence[nn.Module], groups: Sequence[list[list[Tensor]]], device: torch.device, group: Any = None
+    ) -> None:
+        self._group, self._device = group, device
+        self.processes, rank = dist.get_world_size(group), dist.get_rank(group)
+        placed = [_placed(of_layer) for of_layer in groups]
+        step = self.processes * ALIGNED
+        sizes = [-(-size // step) * step for _, size in placed]
+        self._buffers = [torch.zeros(max(sizes, default=0), dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._holds: list[int | None] = [None] * BUFFERS
+        """The layer whose weights are in each buffer, or on their way."""
+        self._arrived: list[Any] = [None] * BUFFERS
+        self._in_backward: int | None = None
+        self._shards: list[Tensor] = []
+        self._places: list[list[_Place]] = []
+        for index, (layer, (places, _), size) in enumerate(zip(layers, placed, sizes, strict=True)):
+            part = size // self.processes
+            shard = torch.zeros(part, dtype=torch.uint8, device=device)
+            for place in places:
+                _copy_part(shard, rank * part, _bytes(place.tensor), place.offset)
+            self._shards.append(shard)
+            self._places.append(places)
+            self._put(index)
+            layer.register_forward_pre_hook(_Before(self, index))
+            layer.register_forward_hook(_After(self, index))
+
+    @property
+    def bytes(self) -> int:
+        """Return the bytes that this process holds: its parts and the buffers."""
+        return sum(each.nbytes for each in (*self._shards, *self._buffers))
+
+    def use(self, index: int, ahead: int) -> None:
+        """Let compute wait for a layer's weights, and begin to gather those of the layer that comes next.
+
+        Args:
+            ahead: 1 in a forward, -1 in a backward, 0 to gather nothing else.
+        """
+        self._gather(index)
+        arrived = self._arrived[index % BUFFERS]
+        if arrived is not None:
+            torch.cuda.current_stream(self._device).wait_event(arrived)
+        following = index + ahead
+        if ahead and 0 <= following < len(self._shards):
+            self._gather(following)
+
+    def _put(self, index: int) -> None:
+        """Let a layer's weights lie in its buffer."""
+        buffer = self._buffers[index % BUFFERS]
+        for place in self._places[index]:
+            part = buffer[place.offset : place.offset + place.tensor.nbytes]
+            place.tensor.data = part.view(place.dtype).view(place.tensor.shape)
+
+    def _is_moved(self, index: int) -> bool:
+        """Tell whether `.to` copied a layer's weights elsewhere: to the same device by another name, as trainers do.
+
+        Raises:
+            TrainingError: it made other weights of them.
+        """
+        place, buffer = self._places[index][0], self._buffers[index % BUFFERS]
+        first = place.tensor
+        if first.data_ptr() == buffer.data_ptr() + place.offset:
+            return False
+        if first.device.type != buffer.device.type or first.dtype is not place.dtype:
+            raise TrainingError(
+                f"weights that {self.processes} processes share were moved to {first.device} as {first.dtype}",
+                "leave the model where it was loaded, in its dtype; launch.strategy: copies lets it be moved",
+            )
+        return True
+
+    def _gather(self, index: int) -> None:
+        """Start to gather a layer's weights, after all that compute was given so far: it may read the buffer."""
+        slot, shard = index % BUFFERS, self._shards[index]
+        if self._holds[slot] == index:
+            return
+        self._holds[slot] = index
+        whole = self._buffers[slot][: shard.numel() * self.processes]
+        if self._stream is None:
+            _all_gather(whole, shard, group=self._group)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            _all_gather(whole, shard, group=self._group)
+            self._arrived[slot] = self._stream.record_event()
+
+    def forward_begins(self, index: int) -> None:
+        """Bring a layer's weights before its forward, or before it is recomputed in a backward."""
+        if self._is_moved(index):
+            self._put(index)
+        recomputed = self._in_backward == index
+        self._in_backward = self._in_backward if recomputed else None
+        self.use(index, 0 if recomputed else 1)
+
+    def backward_begins(self, index: int) -> None:
+        """Bring a layer's weights before its backward."""
+        self._in_backward = index
+        self.use(index, -1)
+
+
+class _Before:
+    """A hook: a layer's forward begins."""
+
+    def __init__(self, sharded: ShardedLayers, index: int) -> None:
+        self._sharded, self._index = sharded, index
+
+    def __call__(self, layer: nn.Module, args: Any) -> None:
+        self._sharded.forward_begins(self._index)
+
+
+class _After(_Before):
+    """A hook: a layer's forward ends, and gradients of its output will begin its backward."""
+
+    def __call__(self, layer: nn.Module, args: Any, output: Any = None) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        if hidden.requires_grad:
+            hidden.register_hook(lambda _: self._sharded.backward_begins(self._index))
+
+
+def weight_groups(layer: nn.Module, merged: Iterable[Sequence[Any]], elsewhere: set[int]) -> list[list[Tensor]]:
+    """List a layer's frozen weights: first those that are multiplied with together, then the others one by one.
+
+    Args:
+        merged: the base linears of each product.
+        elsewhere: identities of parameters that other layers have, too, which stay whole.
+    """
+    frozen = [p for p in layer.parameters() if not p.requires_grad and id(p) not in elsewhere]
+    left = {id(p): p for p in frozen}
+    groups: list[list[Any]] = []
+    for linears in merged:
+        for name in ("weight", "bias"):
+            together = [left.pop(id(p)) for linear in linears if id(p := getattr(linear, name, None)) in left]
+            groups.append(together)
+    groups += [[p] for p in left.values()]
+    return [placed for group in groups if group for placed in _stored(group)]
+
+
+def _stored(group: list[Any]) -> list[list[Tensor]]:
+    """List the tensors that parameters' values are stored in, in groups that begin aligned: plain weights together,
+    of those in few bits each part alone, constants of bitsandbytes' blocks too."""
+    packed = [p for p in group if isinstance(p, PackedTensor) or getattr(p, "quant_state", None) is not None]
+    if not packed:
+        return [group]
+    parts: list[Any] = []
+    for parameter in group:
+        state = getattr(parameter, "quant_state", None)
+        parts += getattr(parameter, "parts", (parameter,) if state is None else (parameter, state.absmax))
+    return [[part] for part in parts]
+
+
+def shard(model: Any, layers: Sequence[nn.Module], groups: Sequence[list[list[Tensor]]], device: torch.device) -> None:
+    """Share the frozen weights of a model's layers among all processes. There is no way back.
+
+    Args:
+        model: the causal LM, which remembers it.
+        layers, groups, device: of `ShardedLayers`.
+    """
+    for layer in layers:
+        for parameter in layer.parameters():
+            if not parameter.requires_grad:
+                setattr(parameter, _FIRST, first_values(parameter).to(device))
+    for tensor in (part for of_layer in groups for group in of_layer for part in group):
+        setattr(tensor, IN_BUFFER, True)
+    group = dist.new_group()  # its own: gathers on their stream never wait for reductions on another
+    model.__dict__[_SHARDED] = ShardedLayers(layers, groups, device, group)
+
+
+def sharded(model: Any) -> ShardedLayers | None:
+    """Return what a causal LM's layers share with other processes, or None."""
+    found: ShardedLayers | None = model.__dict__.get(_SHARDED)
+    return found
+
+
+def refuse_sharded(model: Any, what: str) -> None:
+    """Raise UnsupportedError if a causal LM's weights lie in parts, so that nobody can read them all."""
+    shared = sharded(model)
+    if shared is not None:
+        raise UnsupportedError(
+            f"{what} of a model whose layers are shared by {shared.processes} processes",
+            "save the adapter; `pronghorn export` merges it in one process",
+        )
+
+
+def first_values(parameter: Any) -> Tensor:
+    """Return a parameter's first eight values in float64, of a shared one as it was."""
+    kept: Tensor | None = getattr(parameter, _FIRST, None)
+    return parameter.detach().reshape(-1)[:8].double() if kept is None else kept
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor lies in its layer's buffer."""
+
+    tensor: Tensor
+    offset: int
+    """In bytes."""
+    dtype: torch.dtype
+
+
+def _placed(groups: Iterable[list[Tensor]]) -> tuple[list[_Place], int]:
+    """Give each tensor its place, and return the bytes of all."""
+    places, offset = list[_Place](), 0
+    for group in groups:
+        offset = -(-offset // ALIGNED) * ALIGNED
+        for tensor in group:
+            places.append(_Place(tensor, offset, tensor.dtype))
+            offset += tensor.nbytes
+    return places, offset
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _copy_part(shard: Tensor, begin: int, source: Tensor, offset: int) -> None:
+    """Copy what of `source`, which lies at `offset` of a layer, falls into the part that begins at `begin`."""
+    first, last = max(begin, offset), min(begin + shard.numel(), offset + source.numel())
+    if first < last:
+        shard[first - begin : last - begin].copy_(source[first - offset : last - offset])
