@@ -87,13 +87,22 @@ def test_sentence_piece_vocabularies_are_written(stories: Path, tmp_path: Path) 
 
 
 def test_the_file_names_every_stop_token(smollm2: Path, tmp_path: Path) -> None:
+    """As Llama 3 has it: the end of a text, of a turn (in the template), and of a message."""
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
-    tokenizer.eos_token = "<|endoftext|>"  # as base models have it, whose template ends turns by another
-    folder = save(tiny_model("llama", vocab_size=len(tokenizer)), tokenizer, tmp_path / "merged")
-    metadata = read_header(write_gguf(folder, tmp_path / "model.gguf", "f16")).metadata
-    ends = [metadata["tokenizer.ggml.eos_token_id"], metadata["tokenizer.ggml.eot_token_id"]]
-    assert "<|im_end|>" in [tokenizer.convert_ids_to_tokens(end) for end in ends]
-    assert modelfile("model.gguf", tokenizer).count("PARAMETER stop") == 2
+    tokenizer.eos_token = "<|endoftext|>"
+    model = tiny_model("llama", vocab_size=len(tokenizer))
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<file_sep>")]
+    folder = save(model, tokenizer, tmp_path / "merged")
+    stops = gguf.stop_tokens(folder, tokenizer)
+    assert tokenizer.convert_ids_to_tokens(stops) == ["<|endoftext|>", "<file_sep>", "<|im_end|>"]
+    file = write_gguf(folder, tmp_path / "model.gguf", "f16")
+    metadata = read_header(file).metadata
+    assert [metadata[f"tokenizer.ggml.{end}_token_id"] for end in ("eos", "eot", "eom")] == stops
+    assert load_gguf(file, torch.float32)[0].generation_config.eos_token_id == stops
+    assert modelfile("model.gguf", ["<|endoftext|>", "<|im_end|>"]).count("PARAMETER stop") == 2
+    model.generation_config.eos_token_id = [*stops[:2], 9]
+    with pytest.raises(UnsupportedError, match="4 stop tokens, and a GGUF file names three"):
+        write_gguf(save(model, tokenizer, tmp_path / "four"), tmp_path / "four.gguf", "f16")
 
 
 @pytest.mark.parametrize(
@@ -186,6 +195,17 @@ def test_what_cannot_be_exported(stories: Path, tmp_path: Path) -> None:
         export_run(stories, "adapter", tmp_path / "out", "q8_0")
     assert not list(tmp_path.iterdir())
     assert all(name in CliRunner().invoke(app, ["export", "--help"]).output for name in FORMATS)
+
+
+def test_an_adapter_s_export_leaves_the_run_s_own_alone(stories: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    model, tokenizer = FastLanguageModel.from_pretrained(str(stories), max_seq_length=64, dtype="float32")
+    FastLanguageModel.get_peft_model(model, r=2).save_pretrained(run)
+    tokenizer.save_pretrained(run)
+    exported = export_run(run, "adapter", None, "q8_0")
+    assert exported.folder == run / "exported-adapter" and (exported.folder / "adapter_config.json").is_file()
+    with pytest.raises(ConfigError, match="exported-adapter is there already"):
+        export_run(run, "adapter", None, "q8_0")
 
 
 def test_a_whole_model_is_exported(stories: Path, tmp_path: Path) -> None:

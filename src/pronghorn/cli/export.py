@@ -24,7 +24,11 @@ def export(
         str, typer.Option(metavar="NAME", help="Of a GGUF file: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1 or q4_0.")
     ] = "q8_0",
     output: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where it goes; default: a folder of the format's name in RUN.")
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Where it goes; default: a folder of the format's name in RUN (adapter: exported-adapter).",
+        ),
     ] = None,
     push: Annotated[
         str | None, typer.Option(metavar="OWNER/NAME", help="Push it to this repository of the hub, too.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from pronghorn.export.comparison import Comparison
 from pronghorn.export.engines.transformers import TransformersEngine
 from pronghorn.export.folder import whole_folder
 from pronghorn.export.fp8_checkpoint import write_fp8_checkpoint
-from pronghorn.export.gguf import check_quantisations, write_gguf
+from pronghorn.export.gguf import check_quantisations, stop_tokens, write_gguf
 from pronghorn.export.merge import save_merged
 from pronghorn.models.load import load_model
 from pronghorn.train.chat import is_export, load_chat, recipe_of
@@ -33,11 +33,15 @@ class Format:
     readers: str
     next: str
     """The command that uses it; {folder} and {file} are filled in."""
+    folder: str = ""
+    """What its folder is called in the run's; the format's own name if empty."""
 
 
 FORMATS = {
     "merged": Format("the whole model in 16 bits", "transformers, vLLM, SGLang", "vllm serve {folder}"),
-    "adapter": Format("LoRA alone, as PEFT saves it", "PEFT, transformers", "pronghorn chat {folder}"),
+    "adapter": Format(
+        "LoRA alone, as PEFT saves it", "PEFT, transformers", "pronghorn chat {folder}", "exported-adapter"
+    ),
     "served-adapter": Format(
         "LoRA alone, experts by their own names",
         "vLLM, SGLang",
@@ -64,7 +68,8 @@ def export_run(run: Path, to: str, output: Path | None, quantisation: str, say: 
 
     Args:
         to: one of FORMATS.
-        output: the folder to write; None: one of the format's name in the run's folder.
+        output: the folder to write; None: one in the run's folder, called as the format (the adapter of training
+            is there already, so its export is `exported-adapter`).
         quantisation: of a GGUF file, one of `export.gguf.QUANTISATIONS`.
     Raises:
         ConfigError, DataError: no finished run, an unknown format, or something is in the output folder.
@@ -76,7 +81,7 @@ def export_run(run: Path, to: str, output: Path | None, quantisation: str, say: 
     if to in ("gguf", "ollama"):
         check_quantisations([quantisation])
     recipe = None if is_export(run) else recipe_of(run)
-    target = (run if run.is_dir() else run.parent) / to if output is None else output
+    target = (run if run.is_dir() else run.parent) / (FORMATS[to].folder or to) if output is None else output
     if target.exists() and any(target.iterdir() if target.is_dir() else [target]):
         raise ConfigError(f"{target} is there already", "name another folder by --output, or delete it")
     say(f"loading {run}")
@@ -125,8 +130,9 @@ def _write(to: str, model: Any, tokenizer: Any, folder: Path, quantisation: str)
             write_fp8_checkpoint(merged, folder)
             return "fp8"
         file = write_gguf(merged, folder / f"model-{quantisation}.gguf", quantisation)
+        stops = tokenizer.convert_ids_to_tokens(stop_tokens(merged, tokenizer))
     if to == "ollama":
-        (folder / "Modelfile").write_text(modelfile(file.name, tokenizer), encoding="utf-8")
+        (folder / "Modelfile").write_text(modelfile(file.name, stops), encoding="utf-8")
     return quantisation if quantisation in ("f32", "f16", "bf16", "q8_0") else "4bit"
 
 
@@ -136,13 +142,11 @@ def _load(folder: Path, trained: Any) -> tuple[Any, Any]:
     return load_model(file, dtype=trained.dtype, device=trained.device, max_seq_length=1)
 
 
-def modelfile(name: str, tokenizer: Any) -> str:
+def modelfile(name: str, stops: Iterable[str]) -> str:
     """Return an Ollama Modelfile for a GGUF file beside it. The template is the file's own, which Ollama reads."""
-    stops = [tokenizer.eos_token]
-    template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
-    stops += [end for end in ("<|im_end|>", "<|eot_id|>") if end in template]
-    lines = [f"FROM ./{name}", *(f'PARAMETER stop "{stop}"' for stop in dict.fromkeys(stops) if stop)]
-    return "\n".join([*lines, "PARAMETER temperature 0.7", ""])
+    return "\n".join(
+        [f"FROM ./{name}", *(f'PARAMETER stop "{stop}"' for stop in stops), "PARAMETER temperature 0.7", ""]
+    )
 
 
 def _describe(folder: Path, to: str, run: Path, comparison: Comparison | None) -> None:

@@ -59,7 +59,7 @@ def write_gguf(source: str | Path, file: str | Path, quantisation: str = "q8_0")
     stored = getattr(gguf.LlamaFileType, "ALL_F32" if quantisation == "f32" else f"MOSTLY_{quantisation.upper()}")
     writer.add_file_type(stored)
     _describe(writer, config)
-    _describe_tokenizer(writer, tokenizer, config, _stops(source, tokenizer))
+    _describe_tokenizer(writer, tokenizer, config, stop_tokens(source, tokenizer))
     kind = gguf.GGMLQuantizationType[quantisation.upper()]
     _write_tensors(writer, lambda: _tensors(source, config, architecture), kind)
     return file
@@ -99,8 +99,8 @@ def _describe(writer: Any, config: Any) -> None:
     writer.add_vocab_size(config.vocab_size)
 
 
-def _stops(source: Path, tokenizer: Any) -> list[int]:
-    """Return the tokens that end an answer: those of the checkpoint's generation, then the template's end of a turn."""
+def stop_tokens(source: Path, tokenizer: Any) -> list[int]:
+    """Return the tokens that end an answer: the tokenizer's, the checkpoint's and the template's end of a turn."""
     from transformers import GenerationConfig
 
     own: Any = None
@@ -139,20 +139,19 @@ def _describe_tokenizer(writer: Any, tokenizer: Any, config: Any, stops: list[in
         writer.add_tokenizer_pre(name)
         merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
         writer.add_token_merges(merges)
+    if len(stops) > 3:
+        raise UnsupportedError(f"{len(stops)} stop tokens, and a GGUF file names three", MERGE)
     begins = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
     writer.add_add_bos_token(begins and tokenizer.bos_token_id is not None)
     writer.add_add_eos_token(False)
     for index, add in (
         (tokenizer.bos_token_id, writer.add_bos_token_id),
-        (stops[0] if stops else None, writer.add_eos_token_id),
-        (stops[1] if len(stops) > 1 else None, writer.add_eot_token_id),
+        *zip(stops, (writer.add_eos_token_id, writer.add_eot_token_id, writer.add_eom_token_id), strict=False),
         (tokenizer.unk_token_id, writer.add_unk_token_id),
         (tokenizer.pad_token_id, writer.add_pad_token_id),
     ):
         if index is not None:
             add(index)
-    if len(stops) > 2:
-        raise UnsupportedError(f"{len(stops)} stop tokens, and a GGUF file names two", MERGE)
     if isinstance(tokenizer.chat_template, str):
         writer.add_chat_template(tokenizer.chat_template)
 

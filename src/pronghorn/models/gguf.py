@@ -223,13 +223,11 @@ def _llama3_rope(header: GgufHeader, rope: dict[str, Any], head_dim: int) -> dic
 
 
 def _set_token_ids(model: Any, tokenizer: Any, metadata: dict[str, Any]) -> None:
-    """Put the tokenizer's special ids on the configs; generation also stops at the end of a turn."""
-    stops = [tokenizer.eos_token_id]
-    turn_end = metadata.get("tokenizer.ggml.eot_token_id")
-    if turn_end is None and "<|im_end|>" in (tokenizer.chat_template or ""):
-        turn_end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    if turn_end is not None and turn_end not in stops:
-        stops.append(int(turn_end))
+    """Put the tokenizer's special ids on the configs; generation also stops at the end of a turn or message."""
+    ends = [metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("eot", "eom")]
+    if ends[0] is None and "<|im_end|>" in (tokenizer.chat_template or ""):
+        ends[0] = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    stops = list(dict.fromkeys([tokenizer.eos_token_id, *(int(end) for end in ends if end is not None)]))
     for config in (model.config, model.generation_config):
         config.bos_token_id = tokenizer.bos_token_id
         config.pad_token_id = tokenizer.pad_token_id
