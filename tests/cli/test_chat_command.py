@@ -88,6 +88,7 @@ def test_each_side_remembers_its_own_words(stories: Path, tmp_path: Path) -> Non
     assert session.tokenizer.chat_template == TEMPLATE
 
 
+@pytest.mark.slow
 def test_two_columns_on_a_wide_terminal(stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(recipe(tmp_path, stories), Console(quiet=True))
     session = load_chat(tmp_path / "run", max_new_tokens=24)
@@ -122,6 +123,7 @@ def model_folder(folder: Path, stories: Path, **changes: Any) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_an_answer_ends_where_the_template_of_the_training_ends_turns(stories: Path, tmp_path: Path) -> None:
     """The checkpoint's own generation settings don't know the token."""
     base = model_folder(tmp_path / "base", stories, tokens=["<|im_start|>", "<|im_end|>"])
@@ -133,6 +135,7 @@ def test_an_answer_ends_where_the_template_of_the_training_ends_turns(stories: P
     assert dict(session.replies("Who?"))["trained"] == record.samples[0]["after"] == "A cat sat on a mat."
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     "adapter",
     [

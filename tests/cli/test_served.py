@@ -44,6 +44,7 @@ def test_a_server_of_the_trained_model_is_the_same(engine: TransformersEngine, a
         assert check in result.stdout
 
 
+@pytest.mark.slow
 def test_a_server_with_a_fault_ends_with_code_1_and_its_cause(engine: TransformersEngine, answering_run: Path) -> None:
     with serving(Stub(engine, doubled_bos=True)) as url:
         shown = command("verify", "--served", f"{url}/v1", answering_run, "--model", "tiny")

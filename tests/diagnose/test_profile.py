@@ -358,6 +358,7 @@ def test_fused_layers(recipe: Any, fusible: dict[str, Any], monkeypatch: pytest.
     assert found.recomputed_ms == 0
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -375,6 +376,7 @@ def test_other_recipes(recipe: Any, changes: dict[str, Any]) -> None:
     assert any("second time" in each.cost for each in found.advice) == ("memory" in changes)
 
 
+@pytest.mark.slow
 def test_a_slow_collator_is_named_first(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     collate = Collator.__call__
 

@@ -89,6 +89,7 @@ def planted(subject: Subject, plant: Callable[[Any], object]) -> Report:
     return verify(replace(subject, attach=attach_and_plant))
 
 
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("family", [*FAMILIES, *MOE_FAMILIES])
 def test_clean_runs_pass(subject_of: Any, family: str) -> None:
     report = verify(subject_of(family))
@@ -116,6 +117,7 @@ ROUGH_REFERENCE = pytest.mark.xfail(
 )
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     "family",
     [pytest.param(x, marks=ROUGH_REFERENCE) if x == "qwen3_5_moe_text" else x for x in MOE_FAMILIES],
@@ -131,6 +133,7 @@ def test_clean_expert_lora_passes(subject_of: Any, family: str) -> None:
     assert found["merged weights"] == f"{weights.get(family, 3 * (4 + 2))} weights hold their adapter"
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("part", ["A", "B"])
 def test_an_expert_that_never_trains(subject_of: Any, part: str) -> None:
     """Its slice of the adapter gets no gradient, though tokens go to it: the tensor as a whole looks alive."""
@@ -151,6 +154,7 @@ def test_an_expert_that_never_trains(subject_of: Any, part: str) -> None:
     )
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_clean_full_fine_tuning_passes(subject_of: Any, family: str) -> None:
     report = verify(subject_of(family, full=True))
@@ -158,6 +162,7 @@ def test_clean_full_fine_tuning_passes(subject_of: Any, family: str) -> None:
     assert "merged weights" not in {check.name for check in report.checks}
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_clean_bf16_passes(subject_of: Any, family: str) -> None:
     report = verify(subject_of(family, dtype=torch.bfloat16))
@@ -173,6 +178,7 @@ def test_clean_runs_pass_on_the_gpu(subject_of: Any, family: str, dtype: torch.d
     assert report.ok and report.causes == [], [check for check in report.checks if not check.ok]
 
 
+@pytest.mark.matrix(1)
 @both_dtypes
 def test_a_leaking_mask_in_the_batch(subject_of: Any, dtype: torch.dtype) -> None:
     """The collator forgets where documents end; positions and labels stay right."""
@@ -223,6 +229,7 @@ def test_a_wrong_rope_position(subject_of: Any, change: Callable[[Any], Any], dt
     only_cause(verify(replace(subject, collate=collate)), "wrong RoPE position")
 
 
+@pytest.mark.matrix(1)
 @both_dtypes
 def test_queries_turned_one_position_further_than_keys(subject_of: Any, dtype: torch.dtype) -> None:
     """Which a loss doesn't show."""
@@ -245,6 +252,7 @@ def test_queries_turned_one_position_further_than_keys(subject_of: Any, dtype: t
 NAME = "model.layers.1.mlp.up_proj.lora_A.weight"
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("gradient", [torch.zeros_like, lambda g: g * torch.inf, None])
 def test_an_adapter_that_gets_no_gradient(subject_of: Any, gradient: Any) -> None:
     def plant(model: Any) -> None:
@@ -256,6 +264,7 @@ def test_an_adapter_that_gets_no_gradient(subject_of: Any, gradient: Any) -> Non
     assert report.worst[0].name == NAME
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("by", "learns", "dtype"), [(1, "itself", torch.float32), (-1, "the one after the next", torch.bfloat16)]
 )
@@ -269,6 +278,7 @@ def test_a_dropped_label_shift(subject_of: Any, by: int, learns: str, dtype: tor
     only_cause(verify(replace(subject, collate=collate)), f"label shift: each token learns {learns}")
 
 
+@pytest.mark.matrix(1)
 @both_dtypes
 def test_mis_scaled_accumulation(subject_of: Any, dtype: torch.dtype) -> None:
     def plant(model: Any) -> None:
@@ -471,6 +481,7 @@ def test_the_command_on_a_recipe(recipe: Path, tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == files
 
 
+@pytest.mark.slow
 def test_the_command_on_a_saved_adapter(recipe: Path, stories: Path, tmp_path: Path) -> None:
     """A trained adapter is judged as it is: its B isn't zero."""
     from transformers import AutoModelForCausalLM

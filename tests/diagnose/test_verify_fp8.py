@@ -55,6 +55,7 @@ def subject_of(family: str = "llama", base: str = "bf16", compute: str = "fp8", 
     )
 
 
+@pytest.mark.slow
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("kind", ["rows", "blocks", "nvfp4"])
 def test_packed_bases_are_judged_by_the_codes_that_they_multiply(kind: str, tmp_path: Path) -> None:
@@ -107,7 +108,7 @@ def product(model: Any, layer: int, name: str) -> FusedLinear:
     return next(linear for linear in handle.layers.linears() if base in linear.bases)
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("compute", ["fp8", "fp8_exact"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text", "gpt_oss", "qwen3_moe"])
 def test_sound_products_pass(family: str, compute: str) -> None:
@@ -121,6 +122,7 @@ def test_sound_products_pass(family: str, compute: str) -> None:
     assert report.ok and checks[Name.COSINE].detail.startswith("least 0.9")
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("base", ["nf4", "fp16"])
 def test_sound_products_over_other_bases_pass(base: str) -> None:
     report = verify(subject_of("qwen3", base))
@@ -195,6 +197,7 @@ def test_a_product_that_silently_is_not_in_8_bits() -> None:
     only_cause(planted(subject_of(), plant), "products in 8 bits: 1 of 12 are not in 8 bits")
 
 
+@pytest.mark.slow
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize(("by", "learns"), [(1, "itself"), (-1, "the one after the next")])
 def test_shifted_labels(by: int, learns: str) -> None:
@@ -207,6 +210,7 @@ def test_shifted_labels(by: int, learns: str) -> None:
     only_cause(verify(replace(subject, collate=collate)), f"label shift: each token learns {learns}")
 
 
+@pytest.mark.slow
 def test_mixed_documents() -> None:
     subject = subject_of()
 
@@ -235,6 +239,7 @@ def test_one_scale_for_all_rows_mixes_documents() -> None:
     assert next(check.detail for check in report.checks if check.name is Name.ALONE) != "bit-equal"
 
 
+@pytest.mark.slow
 def test_blocks_that_are_not_fused_are_judged_as_they_are() -> None:
     """With LoRA dropout the blocks multiply in the model's dtype, and so do the references."""
     report = verify(subject_of(lora_dropout=0.1))
@@ -265,6 +270,7 @@ def test_cosines_are_judged_where_16_bits_reach_them() -> None:
     assert not cosines(passes([torch.nan, 0.0], [1.0, 0.0], [0.0, 0.0]), plain, exact).ok
 
 
+@pytest.mark.slow
 def test_the_report_says_which_rule_judged() -> None:
     report = verify(subject_of("gemma3_text"))
     console = Console(width=400)
@@ -305,6 +311,7 @@ def test_the_command_on_a_recipe(stories: Path, tmp_path: Path, monkeypatch: pyt
     assert checks["8-bit products"]["detail"] == "12 of frozen weights" and "in 8 bits" in found["rule"]
 
 
+@pytest.mark.slow
 def test_the_command_on_a_folder_in_4_bits(stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As bitsandbytes loads it, its statistics nested."""
     from pronghorn.train.build import attach_options
@@ -320,6 +327,7 @@ def test_the_command_on_a_folder_in_4_bits(stories: Path, tmp_path: Path, monkey
     assert checks["8-bit products"]["detail"] == "12 of frozen weights"
 
 
+@pytest.mark.slow
 def test_the_command_on_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     from pronghorn.train.build import attach_options
 

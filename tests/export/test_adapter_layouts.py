@@ -38,6 +38,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "adapter_model.safetensors")
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("family", EACH)
 @pytest.mark.parametrize("parameters", [BOTH, BOTH[::-1], BOTH[:1], BOTH[1:]], ids=["both", "turned", "up", "down"])
 def test_every_expert_s_own_adapter_is_what_merging_adds(family: str, parameters: list[str], tmp_path: Path) -> None:

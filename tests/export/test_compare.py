@@ -73,11 +73,13 @@ def test_the_trained_model_itself_is_the_same(reference: TransformersEngine, row
     assert json.loads(json.dumps(comparison.to_dict()))["ok"] is True
 
 
+@pytest.mark.slow
 def test_without_rows_the_trained_model_s_answers_are_scored(reference: TransformersEngine) -> None:
     comparison = served(reference, Stub(reference))
     assert comparison.ok and comparison.positions > 100 and "answers" in comparison.scored_on
 
 
+@pytest.mark.slow
 def test_conversations_that_the_trained_template_refuses_are_skipped_by_name(reference: TransformersEngine) -> None:
     tokenizer = copy.deepcopy(reference.tokenizer)
     tokenizer.chat_template = tokenizer.chat_template.replace("{{ tools | tojson }}", "{{ raise_exception('none') }}")
@@ -92,6 +94,7 @@ def with_template(reference: TransformersEngine, old: str, new: str) -> Transfor
     return other(reference, tokenizer=tokenizer)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("serves", [Stub.serves, LLAMA_CPP], ids=["vllm", "llama.cpp"])
 def test_another_template_is_named(
     reference: TransformersEngine, rows: list[list[int]], serves: frozenset[str]
@@ -114,11 +117,13 @@ def test_a_missing_bos_is_named(reference: TransformersEngine, rows: list[list[i
     assert not comparison.ok and comparison.causes == (Cause.BOS_MISSING.value.format("'<s>'"),)
 
 
+@pytest.mark.slow
 def test_a_bos_is_counted_where_no_token_ids_are_told(reference: TransformersEngine) -> None:
     comparison = served(reference, Stub(reference, CHAT_ONLY, doubled_bos=True))
     assert not comparison.ok and "tokens, in training" in comparison.causes[0]
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("serves", [Stub.serves, CHAT_ONLY], ids=["vllm", "chat only"])
 def test_a_missing_stop_token_is_named(
     reference: TransformersEngine, rows: list[list[int]], serves: frozenset[str]
@@ -156,6 +161,7 @@ def merged_onto_another_base(reference: TransformersEngine) -> TransformersEngin
     return TransformersEngine(model, reference.tokenizer)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("serves", [Stub.serves, ECHOES, LLAMA_CPP], ids=["vllm", "echo", "llama.cpp"])
 def test_a_merge_onto_another_base_is_named(
     reference: TransformersEngine, rows: list[list[int]], serves: frozenset[str]
@@ -165,6 +171,7 @@ def test_a_merge_onto_another_base_is_named(
     assert state(comparison)[Name.TOKENS] in (True, None), "the template is right"
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("serves", [ECHOES, LLAMA_CPP], ids=["echo", "llama.cpp"])
 def test_servers_that_score_otherwise_are_scored_too(
     reference: TransformersEngine, rows: list[list[int]], serves: frozenset[str]
@@ -182,6 +189,7 @@ def test_what_could_not_be_compared_is_told(reference: TransformersEngine) -> No
     assert "numbers are equal" in details[Name.TOKENS] and all(details[name] for name in comparison.not_compared)
 
 
+@pytest.mark.slow
 def test_what_16_bits_cost_is_allowed_unless_the_server_computes_in_float32(
     reference: TransformersEngine, rows: list[list[int]]
 ) -> None:

@@ -37,7 +37,7 @@ def logits(model: Any, ids: list[int]) -> torch.Tensor:
         return model.float().eval()(input_ids=torch.tensor([ids])).logits[0]
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
@@ -63,6 +63,7 @@ def test_what_is_written_is_read_back(smollm2: Path, tmp_path: Path, family: str
         assert (logits(again, ids) - exact).norm() <= allowed * exact.norm(), quantisation
 
 
+@pytest.mark.slow
 def test_rows_in_transformers_order_are_another_model(
     smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,6 +56,7 @@ def test_every_policy_gives_the_gradients_of_one_document_at_a_time(
     close(model, loss.detach(), exact, exact_loss.detach())
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("masters", [True, False], ids=["masters", "lora"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_16_bits(kind: str, masters: bool, nan_memory: None) -> None:

@@ -158,6 +158,7 @@ def test_a_step_may_have_none_of_the_new_tokens(stories: Path, tmp_path: Path) -
     assert len(run(settings, QUIET).steps) == 6
 
 
+@pytest.mark.slow
 def test_the_same_recipe_gives_the_same_run(stories: Path, tmp_path: Path) -> None:
     records = []
     for name in "ab":

@@ -40,6 +40,7 @@ def test_a_family_from_outside_is_fused_and_equals_one_document_at_a_time(tmp_pa
     assert "fused, and equal" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("name", "before", "after"),
@@ -97,6 +98,7 @@ def test_the_planner_knows_a_family_from_outside(ibex: Path) -> None:
     assert setup["ranks"] == dict.fromkeys(linears, 16), "LoRA's default targets"
 
 
+@pytest.mark.slow
 def test_a_family_from_outside_recomputes_its_mlp(ibex: Path) -> None:
     """The loss and gradients are those of layers that keep everything."""
     script = """
@@ -126,6 +128,7 @@ assert all(map(torch.equal, kept[2], again[2]))
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_a_family_from_outside_is_verified(ibex: Path) -> None:
     """Its forward takes no `logits_to_keep`."""
     done = python(ibex, "-m", "pronghorn", "verify", "recipe.yaml", "--json")
@@ -134,6 +137,7 @@ def test_a_family_from_outside_is_verified(ibex: Path) -> None:
     assert len(checks) > 5 and all(check["ok"] for check in checks)
 
 
+@pytest.mark.slow
 def test_a_plugin_that_can_t_be_imported_is_a_plain_error(ibex: Path) -> None:
     done = python(ibex, "-m", "pronghorn", "plan", "recipe.yaml", "model.plugins=no_such_family", "--device", "24GiB")
     assert done.returncode != 0 and "Traceback" not in done.stderr

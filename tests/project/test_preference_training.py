@@ -27,7 +27,7 @@ def test_the_page_has_a_script_for_each_task() -> None:
     assert list(SCRIPTS) == ["DPO", "KTO", "ORPO", "GRPO"]
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("task", SCRIPTS)
 def test_a_script_trains_as_printed(task: str, tmp_path: Path, stories: Path) -> None:
     script = SCRIPTS[task]

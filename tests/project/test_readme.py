@@ -124,6 +124,7 @@ def test_make_demo_in_three_steps(tmp_path: Path) -> None:
     assert "Held-out loss" in done.stdout and "tokens/s" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_demo_fails_loudly_and_keeps_what_it_trained(tmp_path: Path, tiny: list[str]) -> None:
     """The demo's recipe, with an improvement that two steps can't bring."""
     program = [sys.executable, "-m", "pronghorn", "train", "recipes/demo-cpu.yaml"]
@@ -217,6 +218,7 @@ def test_the_scripts_after_training_run_as_printed(folder: Path, trained: subpro
     assert (folder / "runs" / "mine" / "merged" / "model.safetensors").is_file()
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("recipe", ["gpu-lora.yaml", "gpu-full.yaml"])
 def test_gpu_recipes_train_on_a_small_model(recipe: str, tmp_path: Path, tiny: list[str]) -> None:
     done = CliRunner().invoke(app, ["train", str(ROOT / "recipes" / recipe), *tiny])

@@ -35,6 +35,7 @@ def folder(answering_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return folder
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("line", COMMANDS)
 def test_a_command_runs(line: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)

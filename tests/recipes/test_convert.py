@@ -73,6 +73,7 @@ def put_files(recipe: dict[str, Any], folder: Path) -> None:
             (folder / source["path"]).write_text(f"{json.dumps(row)}\n" * 8)
 
 
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize(
     "text", [*AXOLOTL.values(), *LLAMA_FACTORY.values()], ids=[f"{n}" for n in [*AXOLOTL, *LLAMA_FACTORY]]
 )

@@ -74,6 +74,7 @@ def test_optimisers_of_transformers_train(optimizer: str, make: Make) -> None:
     assert record.heldout["after"] != record.heldout["before"]
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     ("scheduler", "more"),
     [

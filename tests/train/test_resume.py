@@ -54,6 +54,7 @@ FULL = {
 }
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("changes", "kills", "resumes"),
     [
@@ -205,6 +206,7 @@ def test_what_is_free_to_change_changes(make: Make, unfinished: Path, tmp_path: 
     assert [step["step"] for step in record.steps] == [1, 2, 3, 4, 5, 6, 8, 9, 12]
 
 
+@pytest.mark.slow
 def test_a_longer_run_after_the_last_step(make: Make, tmp_path: Path, monkeypatch: Any) -> None:
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(RunRecord, "write", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -214,6 +216,7 @@ def test_a_longer_run_after_the_last_step(make: Make, tmp_path: Path, monkeypatc
     assert [step["step"] for step in record.steps] == list(range(1, 15)) and record.resumed_at == [12]
 
 
+@pytest.mark.slow
 def test_checkpoints_that_were_deleted_after_the_last_step(make: Make, tmp_path: Path, monkeypatch: Any) -> None:
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(RunRecord, "write", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -292,6 +295,7 @@ def test_a_damaged_checkpoint(make: Make, unfinished: Path, damage: str) -> None
         run(make("run"), QUIET)
 
 
+@pytest.mark.slow
 def test_the_remedy_for_a_damaged_checkpoint_works(make: Make, unfinished: Path, tmp_path: Path) -> None:
     run(make("whole"), QUIET)
     shutil.rmtree(checkpoints(unfinished)[-1])
@@ -354,6 +358,7 @@ def test_killed_after_the_last_step(make: Make, tmp_path: Path, monkeypatch: Any
     same_run(tmp_path / "whole", tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_checkpoints_by_minutes_count_and_best(make: Make, tmp_path: Path, monkeypatch: Any) -> None:
     evaluations = iter([3.0, 1.0, 2.0, 2.5, 2.25, 9.0])
     monkeypatch.setattr("pronghorn.train.trainer.heldout_loss", lambda *args: next(evaluations))
@@ -382,6 +387,7 @@ def test_killed_after_patience_ran_out(make: Make, tmp_path: Path, monkeypatch: 
     assert record.stopped == "patience" and [step["step"] for step in record.steps][-1] == 4
 
 
+@pytest.mark.slow
 def test_what_a_better_evaluation_saves_has_the_log_so_far(make: Make, tmp_path: Path) -> None:
     run(make("run", train={"save_steps": None, "eval_steps": 2, "logging_steps": 100, "keep_checkpoints": 9}), QUIET)
     state = json.loads((checkpoints(tmp_path / "run")[0] / "trainer_state.json").read_text())
@@ -400,6 +406,7 @@ def test_no_run_is_quiet_for_long(make: Make, monkeypatch: Any) -> None:
     assert [step["step"] for step in run(make("slow", train=changes), QUIET).steps] == list(range(1, 13))
 
 
+@pytest.mark.slow
 def test_the_last_weights_when_the_best_are_not_asked_for(make: Make, tmp_path: Path, monkeypatch: Any) -> None:
     evaluations = iter([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
     monkeypatch.setattr("pronghorn.train.trainer.heldout_loss", lambda *args: next(evaluations))
@@ -441,6 +448,7 @@ def test_clocks_of_saves_logs_and_the_end(monkeypatch: pytest.MonkeyPatch) -> No
         state.global_step, control.stopped = 9, None  # it was the last step anyway
 
 
+@pytest.mark.slow
 def test_minutes_count_over_resumes(make: Make, tmp_path: Path, monkeypatch: Any) -> None:
     """The time limit is of the whole run, not of each process."""
     with monkeypatch.context() as patch:

@@ -93,6 +93,7 @@ def test_accumulation_beyond_the_data_is_told(recipe: Any, accumulated: int) -> 
     assert ("train.gradient_accumulation_steps 500 is more than the " in told) == (accumulated == 500)
 
 
+@pytest.mark.slow
 def test_the_same_recipe_gives_the_same_run(recipe: Any, tmp_path: Path) -> None:
     first, second = (run(recipe(train={"output": tmp_path / name}), QUIET) for name in "ab")
     assert [step["loss"] for step in first.steps] == [step["loss"] for step in second.steps]
@@ -212,6 +213,7 @@ def test_a_model_that_is_nowhere(recipe: Any, monkeypatch: pytest.MonkeyPatch) -
         run(recipe(model={"name": "nobody/nothing"}), QUIET)
 
 
+@pytest.mark.slow
 def test_two_processes_make_one_run(recipe: Any, tmp_path: Path) -> None:
     """Under torchrun the ranks share the work; one of them talks and writes."""
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe(train={"gradient_accumulation_steps": 2}).to_dict()))

@@ -129,6 +129,7 @@ def test_the_verdict_is_given_again(make: Make, tmp_path: Path, after: float) ->
     assert (tmp_path / "run/report.html").exists()
 
 
+@pytest.mark.slow
 def test_the_report_command_writes_it_from_the_record(make: Make, tmp_path: Path) -> None:
     run(short(make), QUIET)
     done = CliRunner().invoke(app, ["report", str(tmp_path / "run")])
@@ -193,6 +194,7 @@ def test_one_flipped_bit_is_refused_and_the_older_one_taken_if_allowed(make: Mak
     assert run(make("run"), QUIET, allow_older=True).resumed_at == [4]
 
 
+@pytest.mark.slow
 def test_a_terminal_is_asked_whether_the_older_one_is_meant(
     make: Make, unfinished: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,6 +215,7 @@ def test_the_only_checkpoint_damaged_leaves_a_new_start(make: Make, unfinished: 
         run(make("run"), QUIET, allow_older=True)
 
 
+@pytest.mark.slow
 def test_a_damaged_best_checkpoint_names_the_way_out(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -349,6 +352,7 @@ def test_a_full_disk_is_told_with_the_file_and_the_same_command_goes_on(
     assert len(run(short(make), QUIET).steps) == 2
 
 
+@pytest.mark.slow
 def test_planted_links_are_not_followed(make: Make, tmp_path: Path) -> None:
     """Names that anybody could have guessed, of every file that is written aside."""
     victim = tmp_path / "victim"

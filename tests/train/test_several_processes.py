@@ -138,6 +138,7 @@ def test_whole_weights_train_the_same(recipe: Any) -> None:
     assert [loss for loss, *_ in steps(runs[1])] == pytest.approx([loss for loss, *_ in steps(runs[0])], rel=2e-5)
 
 
+@pytest.mark.slow
 def test_a_killed_process_ends_all_and_another_number_goes_on(recipe: Any, alone: Path) -> None:
     file, run = recipe("killed", save_steps=2)
     process = begin(2, file)

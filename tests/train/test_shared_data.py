@@ -66,6 +66,7 @@ def recipe(model: Path, train: Path, folder: Path, **data: Any) -> Recipe:
     )
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize(("file", "data"), SETS, ids=[file for file, _ in SETS])
 def test_a_data_set_of_the_shared_folder_trains(
     file: str, data: dict[str, Any], shared: Path, chat_model: Path, tmp_path: Path

@@ -206,6 +206,7 @@ def test_text_datasets_pack_and_the_loss_falls(stories: Path, texts: list[str], 
     assert entry["packing_efficiency"] == entry["tokens"] / ROW and entry["skipped_steps"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("packing", [True, False])
 def test_waiting_for_data_is_told(stories: Path, texts: list[str], tmp_path: Path, packing: bool) -> None:
@@ -640,7 +641,7 @@ def ctrl_c(*_: Any, **__: Any) -> None:
     raise KeyboardInterrupt
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("where", ["optimizer", "weights"])
 @pytest.mark.parametrize(
     ("failure", "free", "raised"),
