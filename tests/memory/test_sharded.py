@@ -12,22 +12,35 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch import Tensor
 
+from pronghorn.errors import PronghornError
 from pronghorn.memory.plan import Plan
+from pronghorn.memory.sharded import BUFFERS, sharded
 from pronghorn.models.attach import attach
-from support.tiny import packed_row, tiny_model
+from pronghorn.models.families import base_causal_lm
+from pronghorn.models.share import share_layers
+from pronghorn.train.checkpoint import Fingerprint
+from support.tiny import in_4_bits, packed_row, tiny_model
 
 WORLD = 2
-PLANS = {
-    "keep": None,
-    "recompute": Plan.recompute(),
-    "offload": Plan.offload(),
-}
+PLANS = {"keep": None, "recompute": Plan.recompute(), "offload": Plan.offload()}
+CASES = [
+    *(("llama", layers, plan) for layers in ("stock", "fused") for plan in PLANS),
+    ("qwen2", "fused", "keep"),  # with biases
+    ("qwen2 nf4", "fused", "recompute"),
+    ("qwen3_5_text", "fused", "recompute"),
+    ("gemma4_text", "fused", "keep"),  # later layers read earlier ones' keys and values
+    ("qwen3_moe", "fused", "offload"),
+    ("gpt_oss", "stock", "keep"),
+]
 
 
-def adapted(family: str) -> Any:
+def adapted(name: str) -> Any:
     from peft import LoraConfig, get_peft_model
 
-    model = tiny_model(family, num_hidden_layers=5)
+    family, _, quantised = name.partition(" ")
+    model = tiny_model(family)
+    if quantised:
+        in_4_bits(model)
     torch.manual_seed(1)
     model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
     with torch.no_grad():
@@ -38,7 +51,7 @@ def adapted(family: str) -> Any:
 
 
 def gradients(model: Any, layers: str, plan: Plan | None) -> dict[str, Tensor]:
-    """Of two micro-batches, with a forward without gradients between them; with the losses."""
+    """Return those of two micro-batches, with a forward that keeps nothing after each, and the losses."""
     attach(model, plan, layers=layers)
     losses = []
     for seed in (0, 1):
@@ -47,30 +60,52 @@ def gradients(model: Any, layers: str, plan: Plan | None) -> dict[str, Tensor]:
         with torch.no_grad():
             model(**packed_row([48], 48, seed=3))
         losses.append(loss.detach())
-    return {"losses": torch.stack(losses)} | {
-        name: p.grad for name, p in model.named_parameters() if p.grad is not None
-    }
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"losses": torch.stack(losses), **found}
 
 
-CASES = [(family, layers, plan) for family in ("llama", "qwen2") for layers in ("stock", "fused") for plan in PLANS]
+def refusals(model: Any, folder: Path) -> list[str]:
+    """Return why a shared model is not detached, merged, or trained on elsewhere."""
+    from pronghorn.export.merge import save_merged
+
+    handle = attach(model, layers="fused")
+    messages = []
+    for refused in (
+        handle.detach,
+        lambda: save_merged(model, None, folder),
+        lambda: gradients(model.double(), "fused", None),
+    ):
+        try:
+            refused()
+            messages.append("")
+        except PronghornError as error:
+            messages.append(str(error))
+    return messages
 
 
 def worker(rank: int, port: int, folder: Path) -> None:
-    from pronghorn.models.share import share_layers
-
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD)
+    cpu = torch.device("cpu")
     for case in CASES:
-        family, layers, plan = case
-        model = adapted(family)
-        share_layers(model, torch.device("cpu"))
-        torch.save(gradients(model, layers, PLANS[plan]), folder / f"{'-'.join(case)}-{rank}.pt")
+        name, layers, plan = case
+        model = adapted(name)
+        before = Fingerprint.of(model)
+        share_layers(model, cpu)
+        told: dict[str, Any] = {"same": Fingerprint.of(model) == before, "bytes": sharded(base_causal_lm(model)).bytes}
+        told["gradients"] = gradients(model, layers, PLANS[plan])
+        torch.save(told, folder / f"{'-'.join(case)}-{rank}.pt")
+    model = adapted("llama")
+    share_layers(model, cpu)
+    model.to("cpu:0")  # by another name of the same device, as trainers do: a copy, which is put back
+    again = gradients(model, "fused", None)
+    torch.save((again, refusals(model, folder / f"merged-{rank}")), folder / f"moved-{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def shared_gradients(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shared_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sharded")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -79,12 +114,31 @@ def shared_gradients(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
 @pytest.mark.parametrize("case", CASES, ids=["-".join(case) for case in CASES])
-def test_shared_layers_give_the_gradients_of_whole_ones(shared_gradients: Path, case: tuple[str, str, str]) -> None:
-    family, layers, plan = case
-    expected = gradients(adapted(family), layers, PLANS[plan])
+def test_shared_layers_give_the_gradients_of_whole_ones(shared_runs: Path, case: tuple[str, str, str]) -> None:
+    name, layers, plan = case
+    model = adapted(name)
+    of_layers = [p for p in base_causal_lm(model).model.layers.parameters() if not p.requires_grad]
+    whole = sum(p.nbytes for p in of_layers)
+    expected = gradients(model, layers, PLANS[plan])
     for rank in range(WORLD):
-        found = torch.load(shared_gradients / f"{'-'.join(case)}-{rank}.pt")
-        assert found.keys() == expected.keys()
-        for name, value in expected.items():
-            assert torch.equal(found[name], value), name
+        found = torch.load(shared_runs / f"{'-'.join(case)}-{rank}.pt")
+        assert found["same"], "the fingerprint of a checkpoint is of the model, not of what buffers hold"
+        layer = whole / len(base_causal_lm(model).model.layers)
+        assert found["bytes"] <= 1.1 * (whole / WORLD + BUFFERS * layer) + 2**16
+        same(found["gradients"], expected)
+
+
+def test_what_a_shared_model_can_not_do_is_refused(shared_runs: Path) -> None:
+    expected = gradients(adapted("llama"), "fused", None)
+    for rank in range(WORLD):
+        again, (detached, merged, moved) = torch.load(shared_runs / f"moved-{rank}.pt")
+        same(again, expected)
+        assert detached.startswith("detaching of a model whose layers are shared by 2 processes")
+        assert merged.startswith("merging of a model whose layers are shared by 2 processes")
+        assert "weights that 2 processes share were moved to cpu as torch.float64" in moved

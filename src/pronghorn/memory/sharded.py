@@ -101,6 +101,12 @@ class ShardedLayers:
             part = buffer[place.offset : place.offset + place.tensor.nbytes]
             place.tensor.data = part.view(place.dtype).view(place.tensor.shape)
 
+    def put_back(self) -> None:
+        """Let weights that were copied elsewhere lie in their buffers again."""
+        for index in range(len(self._places)):
+            if self._is_moved(index):
+                self._put(index)
+
     def _is_moved(self, index: int) -> bool:
         """Tell whether `.to` copied a layer's weights elsewhere: to the same device by another name, as trainers do.
 
@@ -135,8 +141,6 @@ class ShardedLayers:
 
     def forward_begins(self, index: int) -> None:
         """Bring a layer's weights before its forward, or before it is recomputed in a backward."""
-        if self._is_moved(index):
-            self._put(index)
         recomputed = self._in_backward == index
         self._in_backward = self._in_backward if recomputed else None
         self.use(index, 0 if recomputed else 1)
@@ -145,6 +149,16 @@ class ShardedLayers:
         """Bring a layer's weights before its backward."""
         self._in_backward = index
         self.use(index, -1)
+
+
+class _BeforeAll:
+    """A hook: the forward of what holds the layers begins."""
+
+    def __init__(self, sharded: ShardedLayers) -> None:
+        self._sharded = sharded
+
+    def __call__(self, backbone: nn.Module, args: Any) -> None:
+        self._sharded.put_back()
 
 
 class _Before:
@@ -211,7 +225,8 @@ def shard(model: Any, layers: Sequence[nn.Module], groups: Sequence[list[list[Te
     for tensor in (part for of_layer in groups for group in of_layer for part in group):
         setattr(tensor, IN_BUFFER, True)
     group = dist.new_group()  # its own: gathers on their stream never wait for reductions on another
-    model.__dict__[_SHARDED] = ShardedLayers(layers, groups, device, group)
+    model.__dict__[_SHARDED] = shared = ShardedLayers(layers, groups, device, group)
+    model.base_model.register_forward_pre_hook(_BeforeAll(shared))
 
 
 def sharded(model: Any) -> ShardedLayers | None:
