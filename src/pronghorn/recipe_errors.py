@@ -55,6 +55,21 @@ _ALIASES = {
     "fp16": "precision.dtype",
 }
 """What other libraries call a key."""
+_QUANTISED = (
+    "LoftQ's adapters fit only the quantised weights that it makes itself, which neither a server nor a merge has",
+    "with load_in_4bit leave it out (adapters of all linears make up for what NF4 loses); without, use pissa",
+)
+_INSTEAD = {
+    ("adapter.method", "qlora"): ("lora or full", "set adapter.method: lora and model.load_in_4bit: true"),
+    ("adapter.method", "dora"): ("lora or full", "set adapter.method: lora and adapter.use_dora: true"),
+    ("adapter.init_lora_weights", "loftq"): _QUANTISED,
+    ("train.optimizer", "muon"): (
+        "transformers has no Muon by name",
+        "use adamw_torch_fused; a script may give SFTTrainer optimizer_cls_and_kwargs=(torch.optim.Muon, {…}), which "
+        "takes 2-D weights alone, as LoRA's are",
+    ),
+}
+"""What is wrong with values that people know from elsewhere, and what to write."""
 _REMOVED = {
     "packing.metadata": "attach(model, experimental={'packing_metadata': ...})",
     "packing.moe_routing": "attach(model, experimental={'moe_routing': ...})",
@@ -135,10 +150,10 @@ def explain(error: ValidationError, source: str, about: dict[str, str]) -> Confi
     quoted = isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?([eE][-+]?\d+)?", value)
     if first["type"] in ("int_type", "float_type") and quoted:
         message, remedy = "a number in quotes is a text", f"write {setting}: {value}"
-    if first["type"] == "string_pattern_mismatch":
+    if setting == "memory.budget" and first["type"] == "string_pattern_mismatch":
         message, remedy = "no amount of memory", f"write e.g. {setting}: 16GiB"
-    if key == "adapter.method" and value == "qlora":
-        remedy = "set adapter.method: lora and model.load_in_4bit: true"
+    if isinstance(value, str) and (setting, value) in _INSTEAD:
+        message, remedy = _INSTEAD[setting, value]
     return ConfigError(f"{source}: {key} = {short(value)}: {message[0].lower()}{message[1:]}", remedy)
 
 

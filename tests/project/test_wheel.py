@@ -69,6 +69,7 @@ def test_a_release_is_built_checked_and_dated(tmp_path: Path) -> None:
     for name in ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "release.py"):
         shutil.copy(ROOT / name, source)
     told = run(source, sys.executable, "release.py", "--offline")
+    assert "warning: pyproject.toml has no [project.urls]" in told
     assert told.count("is whole") == 2 and {path.suffix for path in (source / "dist").iterdir()} == {".whl", ".gz"}
     assert f"## {VERSION} (20" in (source / "CHANGELOG.md").read_text()
 
