@@ -3,7 +3,7 @@
 | file | a row is | counted in |
 |---|---|---|
 | .jsonl | an object a line (lines end at \\n only) | lines |
-| .json | an item of the file's list | the line that it starts on |
+| .json | an item of the file's list, which is often one line | rows |
 | .csv | a record under a header line, every value a string | rows after the header |
 | .parquet | a record; null fields of nested records are left out, since Parquet fills in what a record lacks | rows |
 | .txt | {"text": what stands between lines of `<|endoftext|>`}, without those the whole file | the line it starts on |
@@ -141,7 +141,7 @@ def _json_lines(path: Path) -> Values:
 
 
 def _json_list(path: Path) -> Values:
-    """Yield the items of a JSON list with the lines that they start on, which `json.loads` would not tell."""
+    """Yield the items of a JSON list, each parsed as a row of its own."""
     text = _decode(path.read_bytes(), path, 1)
     if not text.strip():
         return
@@ -152,15 +152,12 @@ def _json_list(path: Path) -> Values:
     if not isinstance(values, list):
         raise DataError(f"{path}: {type(values).__name__} instead of a list", "write a list of rows")
     end = text.index("[") + 1
-    line = 1 + text.count("\n", 0, end)
-    for _ in values:
+    for number in range(1, len(values) + 1):
         start = end
         while text[start] in " \t\r\n,":
             start += 1
-        line += text.count("\n", end, start)
         end = json.JSONDecoder().raw_decode(text, start)[1]
-        yield line, _parse(text[start:end], path, line)
-        line += text.count("\n", start, end)
+        yield number, _parse(text[start:end], path, number)
 
 
 def _parse(text: str, path: Path, line: int) -> Any:
@@ -175,7 +172,7 @@ def _parse(text: str, path: Path, line: int) -> Any:
 
 def _json_error(error: Exception, path: Path, line: int) -> DataError:
     if not isinstance(error, json.JSONDecodeError):
-        return DataError(f"{path} line {line}: JSON that can't be read: {error}", "mend or delete that row")
+        return DataError(f"{where(path, line)}: JSON that can't be read: {error}", "mend or delete that row")
     lines = path.suffix == ".json" and error.doc.lstrip().startswith("{")
     return DataError(
         f"{path} line {line + error.lineno - 1}: not valid JSON ({error.msg}, column {error.colno})",
