@@ -195,7 +195,7 @@ def test_missing_recipe() -> None:
     ("override", "error", "remedy"),
     [
         ("train.max_step=3", "unknown key train.max_step", "did you mean train.max_steps?"),
-        ("train.learning_rate=-1", "train.learning_rate = -1", "set train.learning_rate (the highest learning rate)"),
+        ("train.learning_rate=-1", "train.learning_rate = -1", "set train.learning_rate (the highest learning rate,"),
         ("max_steps", "not section.key=value", "train.max_steps=3"),
         ("data.train=no[where].jsonl", "no[where].jsonl does not exist", ".jsonl"),  # brackets are no markup
     ],

@@ -28,6 +28,16 @@ DEPTH = 100
 """The most brackets of JSON that may be open at a time: deeper values end in RecursionErrors, here or in a template."""
 SEPARATOR = "<|endoftext|>"
 
+LFS = "version https://git-lfs"
+"""How a pointer of Git LFS begins, which a clone without it has in a file's place."""
+_NOT_JSON = {
+    (".json", "{"): "name the file .jsonl: it has an object a line, not a list",
+    (".jsonl", "["): "name the file .json: it is a list of rows",
+    (".jsonl", "<"): "that is a web page: download the file itself",
+    (".json", "<"): "that is a web page: download the file itself",
+}
+"""What to do about a file that is not JSON, by its suffix and first character."""
+
 Values = Iterator[tuple[int, Any]]
 
 
@@ -173,10 +183,16 @@ def _parse(text: str, path: Path, line: int) -> Any:
 def _json_error(error: Exception, path: Path, line: int) -> DataError:
     if not isinstance(error, json.JSONDecodeError):
         return DataError(f"{where(path, line)}: JSON that can't be read: {error}", "mend or delete that row")
-    lines = path.suffix == ".json" and error.doc.lstrip().startswith("{")
+    start = (path.suffix, error.doc.lstrip()[:1])
+    remedy = _NOT_JSON.get(start, "mend or delete that line")
+    if error.doc.startswith(LFS):
+        remedy = "that is a pointer of Git LFS: git lfs pull gets the file"
+    elif error.doc.lstrip().startswith("{'"):
+        remedy = "JSON's quotes are double: write rows by json.dumps"
+    elif error.msg == "Extra data" and error.doc[error.pos :].strip() == ",":
+        remedy = "leave the comma at the line's end out"
     return DataError(
-        f"{path} line {line + error.lineno - 1}: not valid JSON ({error.msg}, column {error.colno})",
-        "name the file .jsonl: it has an object a line, not a list" if lines else "mend or delete that line",
+        f"{path} line {line + error.lineno - 1}: not valid JSON ({error.msg}, column {error.colno})", remedy
     )
 
 
@@ -236,7 +252,10 @@ def _parquet(path: Path) -> Values:
             f"{where(path, row + 1)}: bytes that are not UTF-8 ({error})", "write strings as UTF-8"
         ) from error
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path}: not a whole Parquet file ({error})", "write the file anew") from error
+        raise DataError(
+            f"{path}: not a whole Parquet file ({error})",
+            "download or write it anew; git lfs pull, if Git LFS left a pointer",
+        ) from error
 
 
 READERS = {".jsonl": _json_lines, ".json": _json_list, ".csv": _csv, ".parquet": _parquet, ".txt": _texts}

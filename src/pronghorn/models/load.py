@@ -299,7 +299,7 @@ def _config(name: str | Path, hub: dict[str, Any]) -> Any:
         if isinstance(error, OSError) and not isinstance(name, Path):
             raise DataError(
                 f"model {name} is neither a folder here nor to be had from the hub ({reason})",
-                "check the name and the connection; a private model needs `token`",
+                "check the name (owner/model) and the connection; a private model needs HF_TOKEN in the environment",
             ) from error
         raise UnsupportedError(
             f"{name}: its config.json can't be used ({reason})",

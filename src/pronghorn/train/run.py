@@ -108,6 +108,10 @@ def check_device(recipe: Recipe, device: str, console: Console) -> None:
         return
     if recipe.packing.graph == "on":
         raise ConfigError("packing.graph: on without a CUDA device", "leave packing.graph out: auto uses one on GPUs")
+    if recipe.precision.compute != "dtype":
+        raise ConfigError(
+            f"precision.compute: {recipe.precision.compute} without a CUDA device", "leave precision.compute out here"
+        )
     if recipe.memory.budget is not None:
         console.print(f"[yellow]memory.budget {recipe.memory.budget} is of GPU memory: nothing limits this CPU run[/]")
 
