@@ -36,6 +36,7 @@ _INSTEAD = {
     "layers_to_transform": "leave it out, or name whole module paths in target_modules",
     "init_lora_weights": "leave it out, or train by a recipe, whose adapter.init_lora_weights takes pissa, olora, …",
     "loftq_config": "leave it out: LoftQ's adapters fit only the quantised weights that it makes itself",
+    "lora_r": "give it as r",
     "load_in_8bit": "load_in_4bit=True, or leave it out for 16 bits",
     "load_in_fp8": "compute='fp8' multiplies in 8 bits; the weights stay in 16",
     "local_files_only": "set HF_HUB_OFFLINE=1 in the environment, or give the model's folder",
