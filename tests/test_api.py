@@ -159,7 +159,7 @@ def test_switches_for_measurements_are_refused_with_what_takes_them(stories: Pat
         load(stories, **{argument: "once"})
 
 
-@pytest.mark.parametrize("argument", ["use_dora", "loftq_config", "layers_to_transform", "init_lora_weights"])
+@pytest.mark.parametrize("argument", ["loftq_config", "layers_to_transform", "init_lora_weights"])
 def test_unsupported_adapter_arguments_are_named(stories: Path, argument: str) -> None:
     model, _ = load(stories)
     with pytest.raises(NotImplementedError, match=f"get_peft_model does not support {argument} yet"):

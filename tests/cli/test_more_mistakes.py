@@ -305,7 +305,10 @@ def test_sharegpt_turns_train_once_their_roles_are_the_templates(stories: Path, 
     args = SFTConfig(str(tmp_path), packing=True, max_length=128, max_steps=1, bf16=False, report_to="none")
     tokenizer = with_template("chatml", stories)
     model.resize_token_embeddings(len(tokenizer))
-    with pytest.raises(DataError, match=r"turns of 'human'.*standardize_sharegpt\(dataset\)"):
+    with pytest.raises(DataError, match=r"standardize_sharegpt\(dataset\)\.rename_column"):
         SFTTrainer(model=model, processing_class=tokenizer, train_dataset=SHAREGPT, args=args)
     rows = standardize_sharegpt(SHAREGPT)
+    with pytest.raises(DataError, match=r': dataset\.rename_column\("conversations", "messages"\)'):
+        SFTTrainer(model=model, processing_class=tokenizer, train_dataset=rows, args=args)
+    rows = rows.rename_column("conversations", "messages")
     SFTTrainer(model=model, processing_class=tokenizer, train_dataset=rows, args=args).train()

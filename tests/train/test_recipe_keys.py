@@ -19,8 +19,8 @@ from pronghorn import FastLanguageModel, SFTTrainer
 from pronghorn.config import Recipe
 from pronghorn.errors import ConfigError
 from pronghorn.layers.linears import unfused_reason
-from pronghorn.train.build import training_arguments
-from pronghorn.train.run import check_device, run
+from pronghorn.train.build import check_device, training_arguments
+from pronghorn.train.run import run
 from support.runs import QUIET, Make
 
 PLAIN = {"max_steps": 2, "save_steps": None, "logging_steps": 1}

@@ -34,7 +34,7 @@ from pronghorn.train.checkpoint import checkpoints
 from pronghorn.train.control import trained_seconds
 from pronghorn.train.counters import StepCounters
 from pronghorn.train.gradients import GradientWatch, _Pending, gradient_flags, gradient_norms
-from pronghorn.train.trainer import _attached_on_its_device
+from pronghorn.train.prepared_model import attached_on_its_device
 from support.tiny import stock_loss_on_cpu, tiny_model
 from support.trainers import LINEARS, ROW, adapted, config
 
@@ -832,7 +832,13 @@ def test_arguments_are_as_they_were_after_an_error(stories: Path, documents: Dat
     model, tokenizer = adapted(stories)
     args = config(tmp_path, eval_packing=False)
     with pytest.raises(KeyError):
-        SFTTrainer(model, args, train_dataset=Dataset.from_dict({"story": ["once"]}), tokenizer=tokenizer)
+        SFTTrainer(
+            model,
+            args,
+            train_dataset=Dataset.from_dict({"story": ["once"]}),
+            tokenizer=tokenizer,
+            formatting_func=lambda row: row["tale"],
+        )
     assert args.packing is True and args.eval_packing is False
     with pytest.raises(ConfigError, match=r"args is a TrainingArguments: give a trl\.SFTConfig"):
         other = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
@@ -932,17 +938,17 @@ def test_a_model_is_attached_where_the_trainer_brings_it(before: bool, monkeypat
     args: Any = SimpleNamespace(place_model_on_device=None, device=torch.device("cuda"))
     cuda = property(lambda tensor: True)
     monkeypatch.setattr(model, "to", lambda device: monkeypatch.setattr(torch.Tensor, "is_cuda", cuda))
-    handle = _attached_on_its_device(model, args)
+    handle = attached_on_its_device(model, args)
     monkeypatch.undo()
     assert handle is attached(model) and handle.fuses
     args.place_model_on_device = False
-    assert _attached_on_its_device(model, args) is handle
+    assert attached_on_its_device(model, args) is handle
     args.place_model_on_device = None
     monkeypatch.setattr(model, "to", lambda device: pytest.fail("moved"))
     for place, name in ((args, "deepspeed"), (model, "hf_device_map"), (model, "is_quantized")):
         with monkeypatch.context() as patch:
             patch.setattr(place, name, True, raising=False)
-            assert _attached_on_its_device(model, args) is handle
+            assert attached_on_its_device(model, args) is handle
 
 
 def test_checkpointing_asked_of_the_model_is_kept(stories: Path, documents: Dataset, tmp_path: Path) -> None:

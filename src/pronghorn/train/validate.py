@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from os import PathLike
 from typing import Any
 
-import datasets
 import torch
 from accelerate.utils import parse_flag_from_env
 
@@ -33,7 +33,7 @@ def check_dataset(name: str, given: Any, packing: bool, args: Any, kwargs: dict[
     for dataset in given.values() if several else [given]:
         if dataset is None and name == "eval_dataset":
             continue
-        if not isinstance(dataset, datasets.Dataset | datasets.IterableDataset):
+        if dataset is None or isinstance(dataset, str | PathLike | list | dict):
             raise ConfigError(
                 f"{name} is {'missing' if dataset is None else f'a {type(dataset).__name__}'}",
                 'give a datasets.Dataset: load_dataset("json", data_files=FILE, split="train")',
@@ -56,17 +56,19 @@ def check_dataset(name: str, given: Any, packing: bool, args: Any, kwargs: dict[
 def _check_columns(name: str, row: dict[str, Any], text: str, tokenizer: Any) -> None:
     """Refuse rows that TRL makes no documents of, and conversations without a chat template."""
     turns = {"messages", "conversations"} & row.keys() or isinstance(row.get("prompt"), list)
-    if turns and tokenizer is not None and getattr(tokenizer, "chat_template", None) is None:
+    if turns and text not in row and tokenizer is not None and getattr(tokenizer, "chat_template", None) is None:
         raise ConfigError(
             f"{name} has conversations, and the tokenizer no chat template",
             "use the model's instruct version, or pronghorn.chat_templates.get_chat_template(tokenizer, NAME)",
         )
-    first = next((turn for key in ("messages", "conversations") for turn in row.get(key) or ()), None)
-    if isinstance(first, dict) and first.get("from") in ("human", "gpt"):
-        raise DataError(
-            f"{name}: turns of {first['from']!r}, and chat templates know user and assistant",
-            "pronghorn.chat_templates.standardize_sharegpt(dataset)",
-        )
+    if "conversations" in row and text not in row:
+        turn = next(iter(row["conversations"] or [{}]))
+        if turn.get("from") not in ("user", "assistant", "system"):  # what TRL takes as it is
+            standard = "dataset" if "role" in turn else "pronghorn.chat_templates.standardize_sharegpt(dataset)"
+            raise DataError(
+                f"{name}: `conversations` of keys {', '.join(turn)}, and TRL reads `messages` of role and content",
+                f'{standard}.rename_column("conversations", "messages")',
+            )
     if not turns and not {text, "input_ids"} & row.keys() and not {"prompt", "completion"} <= row.keys():
         columns = likely_columns(row)
         renamed = columns and {column: ours for ours, column in columns.items()}
