@@ -89,13 +89,16 @@ def main() -> None:
     parser.add_argument("--offline", action="store_true", help="use the packages installed here, and no index")
     parser.add_argument("--changelog", type=Path, default=ROOT / "CHANGELOG.md", help="whose version is dated")
     given = parser.parse_args()
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    version = project["version"]
     changelog = dated(given.changelog.read_text(encoding="utf-8"), version, datetime.date.today().isoformat())
     for package in build(given.output.resolve(), given.offline):
         check(package, version, given.offline)
         print(f"{package} is whole")
     given.changelog.write_text(changelog, encoding="utf-8")
     print(f"{given.changelog} names {version}")
+    if not project.get("urls"):
+        print("warning: pyproject.toml has no [project.urls]: add them once the project has a public address")
 
 
 if __name__ == "__main__":

@@ -159,7 +159,7 @@ def test_switches_for_measurements_are_refused_with_what_takes_them(stories: Pat
         load(stories, **{argument: "once"})
 
 
-@pytest.mark.parametrize("argument", ["use_dora", "loftq_config", "layers_to_transform", "init_lora_weights"])
+@pytest.mark.parametrize("argument", ["loftq_config", "layers_to_transform", "init_lora_weights"])
 def test_unsupported_adapter_arguments_are_named(stories: Path, argument: str) -> None:
     model, _ = load(stories)
     with pytest.raises(NotImplementedError, match=f"get_peft_model does not support {argument} yet"):
@@ -170,8 +170,8 @@ def test_unsupported_adapter_arguments_are_named(stories: Path, argument: str) -
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_seq_length": 0}, "max_seq_length 0 is not positive"),
-        ({"max_seq_length": -5}, "max_seq_length -5 is not positive"),
+        ({"max_seq_length": 0}, "max_seq_length 0 is no positive number"),
+        ({"max_seq_length": -5}, "max_seq_length -5 is no positive number"),
         ({"max_seq_length": 513}, "max_seq_length 513 > 512, .*: use max_seq_length <= 512"),
         ({"dtype": "float8"}, "dtype 'float8' is unknown: use one of float32, bfloat16, float16"),
         ({"dtype": torch.int8}, "dtype torch.int8 is unknown"),

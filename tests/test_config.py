@@ -120,7 +120,7 @@ BAD: list[tuple[str, list[str], str]] = [
     ("", ["train.batch_size=2"], "did you mean packing.rows_per_step?"),
     ("", ["data.train=''"], "data.train = '': an empty path"),
     ("", ["data.train=' '"], "data.train = ' ': an empty path"),
-    ("", ["data.train=['']"], "data.train.0 = '': input should be a valid table like {path: …}"),
+    ("", ["data.train=['']"], "data.train.0.path = '': an empty path"),
     ("", ["data.train=[{path: ''}]"], "data.train.0.path = '': an empty path"),
     ("", ["data.train=null"], "data.train = None: input is not a valid path: set data.train"),
     ("", [f"data.train={'a' * 5000}"], "no path (File name too long)"),

@@ -109,6 +109,8 @@ def read_table(path: Path) -> dict[Any, Any]:
     Raises:
         ConfigError: a file that is missing, not YAML, or no table.
     """
+    if path.suffix in DATA_FILES and path.suffix != ".json" and path.is_file():
+        raise ConfigError(f"{path} is data, not a recipe", f"pronghorn init --data {path} writes a recipe for it")
     table = parse(_read(path), str(path))
     if not isinstance(table, dict):
         known = ", ".join(Recipe.model_fields)

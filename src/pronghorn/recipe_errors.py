@@ -13,7 +13,10 @@ from pydantic import ValidationError
 from pronghorn.errors import ConfigError
 from pronghorn.text import short
 
-_ALIASES = {
+ALIASES = {
+    "model": "model.name",
+    "data": "data.train",
+    "output": "train.output",
     "lr": "train.learning_rate",
     "batch_size": "packing.rows_per_step",
     "micro_batch_size": "packing.rows_per_step",
@@ -55,6 +58,21 @@ _ALIASES = {
     "fp16": "precision.dtype",
 }
 """What other libraries call a key."""
+_QUANTISED = (
+    "its adapters fit only the quantised weights that LoftQ makes itself, which neither a server nor a merge has",
+    "with load_in_4bit leave it out (adapters of all linears make up for what NF4 loses); without, use pissa",
+)
+_INSTEAD = {
+    ("adapter.method", "qlora"): ("", "set adapter.method: lora and model.load_in_4bit: true"),
+    ("adapter.method", "dora"): ("", "set adapter.method: lora and adapter.use_dora: true"),
+    ("adapter.init_lora_weights", "loftq"): _QUANTISED,
+    ("train.optimizer", "muon"): (
+        "transformers has no Muon by name",
+        "use adamw_torch_fused; a script may give SFTTrainer optimizer_cls_and_kwargs=(torch.optim.Muon, {…}), which "
+        "takes 2-D weights alone, as LoRA's are",
+    ),
+}
+"""What is wrong with values that people know from elsewhere, and what to write."""
 _REMOVED = {
     "packing.metadata": "attach(model, experimental={'packing_metadata': ...})",
     "packing.moe_routing": "attach(model, experimental={'moe_routing': ...})",
@@ -91,7 +109,7 @@ def refuse_others(path: Path, table: dict[Any, Any]) -> None:
     if tool in CONVERTED:
         raise ConfigError(f"{path} is a configuration of {tool}, not a recipe", f"pronghorn convert {path}")
     if tool is not None:
-        names = [f"{name} is {_ALIASES[name]}" for name in table if name in _ALIASES]
+        names = [f"{name} is {ALIASES[name]}" for name in table if name in ALIASES]
         remedy = "; ".join(["pronghorn init writes a recipe", ", ".join(names[:6])] if names else ["pronghorn init"])
         raise ConfigError(f"{path} is a configuration of {tool}, not a recipe", remedy)
 
@@ -112,9 +130,12 @@ def explain(error: ValidationError, source: str, about: dict[str, str]) -> Confi
     """
     errors = sorted(error.errors(), key=lambda each: each["type"] != "extra_forbidden")  # `trian` before no `train`
     # of a path or a mixture pydantic tells what is wrong with it as either: what lies deepest is what was meant
-    first = max((each for each in errors if each["loc"][:2] == errors[0]["loc"][:2]), key=lambda each: len(each["loc"]))
-    # `list[Source]` and `constrained-int` are pydantic's, no keys
-    path = [part for part in map(str, first["loc"]) if "[" not in part and not part.startswith("constrained-")]
+    first = max(
+        (each for each in errors if each["loc"][:2] == errors[0]["loc"][:2]),
+        key=lambda each: (len(each["loc"]), (each["type"] == "literal_error") == isinstance(each["input"], str)),
+    )
+    # `list[Source]`, `constrained-int` and the types that a value may have are pydantic's, no keys
+    path = [part for part in map(str, first["loc"]) if not re.search(r"\[|^constrained-|^(bool|int|float|str)$", part)]
     key, value = ".".join(path), first.get("input")
     if key in _REMOVED:
         return ConfigError(
@@ -135,11 +156,31 @@ def explain(error: ValidationError, source: str, about: dict[str, str]) -> Confi
     quoted = isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?([eE][-+]?\d+)?", value)
     if first["type"] in ("int_type", "float_type") and quoted:
         message, remedy = "a number in quotes is a text", f"write {setting}: {value}"
-    if first["type"] == "string_pattern_mismatch":
+    if len(path) == 1:
+        message, remedy = "a section is a table of keys", f"write e.g. {key}: {{{_first_key(key, about)}: …}}"
+    elif first["type"] == "literal_error":
+        choices = re.findall("'([^']+)'", first["ctx"]["expected"])
+        if near := _nearest(str(value).lower(), choices):
+            remedy = f"did you mean {near}?"
+        if len(choices) > 8:
+            message, remedy = "no choice of this key", f"{remedy if near else 'the choices:'} {', '.join(choices)}"
+    if setting == "memory.budget":
         message, remedy = "no amount of memory", f"write e.g. {setting}: 16GiB"
-    if key == "adapter.method" and value == "qlora":
-        remedy = "set adapter.method: lora and model.load_in_4bit: true"
+    if isinstance(value, str) and (setting, value) in _INSTEAD:
+        problem, remedy = _INSTEAD[setting, value]
+        message = problem or message
     return ConfigError(f"{source}: {key} = {short(value)}: {message[0].lower()}{message[1:]}", remedy)
+
+
+def _nearest(value: str, choices: list[str]) -> str | None:
+    """Return the choice that begins like the value, or else resembles it."""
+    alike = (choice for choice in choices if choice.startswith(value) or value.startswith(choice))
+    return next(alike, None) or next(iter(difflib.get_close_matches(value, choices, n=1, cutoff=0.65)), None)
+
+
+def _first_key(section: str, about: dict[str, str]) -> str:
+    """Return the first key of a section."""
+    return next((name.split(".")[1] for name in about if name.startswith(f"{section}.")), "key")
 
 
 def _meant(path: list[str], about: dict[str, str]) -> str:
@@ -149,8 +190,8 @@ def _meant(path: list[str], about: dict[str, str]) -> str:
     known = list(dict.fromkeys(name.removeprefix(prefix).split(".")[0] for name in about if name.startswith(prefix)))
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     everywhere = [name for name in about if name.endswith(f".{key}")]
-    if key in _ALIASES:
-        return f"did you mean {_ALIASES[key]}?"
+    if key in ALIASES:
+        return f"did you mean {ALIASES[key]}?"
     if near:
         return f"did you mean {'.'.join([*path[:-1], near[0]])}?"
     return f"did you mean {everywhere[0]}?" if everywhere else f"known here: {', '.join(known)}"

@@ -19,10 +19,10 @@ from pronghorn.recipe_values import (
     Texts,
     data_or_share,
     dtype_name,
-    listed,
     listed_table,
     modules,
     on_or_off,
+    tools,
 )
 
 INIT = "gaussian|orthogonal|olora|pissa|pissa_niter_[0-9]{1,4}"
@@ -217,7 +217,9 @@ class Train(Section):
         description="by name: torch's, bitsandbytes' (8bit, paged, lion, ademamix), torchao's (torch_8bit, torch_4bit) "
         "or transformers' (adafactor); see docs/precision.md",
     )
-    learning_rate: float = Field(2e-4, gt=0, description="the highest learning rate")
+    learning_rate: float = Field(
+        2e-4, gt=0, le=10, description="the highest learning rate, e.g. 2e-4 for LoRA, 2e-5 for every weight"
+    )
     warmup_steps: int = Field(5, ge=0, description="steps of linear warm-up")
     warmup_ratio: float | None = Field(None, ge=0, lt=1, description="share of all steps, instead of warmup_steps")
     lr_scheduler: Scheduler = Field("linear", description="decay after the warm-up, by transformers' names")
@@ -244,7 +246,7 @@ class Train(Section):
     seed: Seed = Field(3407, description="seeds data order, packing and dropout")
     deterministic: bool = Field(False, description="bit-equal repeats, slower")
     min_improvement: float | None = Field(None, description="fail unless the held-out loss falls by this much")
-    report_to: Annotated[list[Literal["tensorboard", "wandb", "trackio"]], BeforeValidator(listed)] = Field(
+    report_to: Annotated[list[Literal["tensorboard", "wandb", "trackio"]], BeforeValidator(tools)] = Field(
         [], description="where else figures go"
     )
 

@@ -24,6 +24,8 @@ def _at_home(path: Path) -> Path:
 
 def _possible(path: _Path) -> _Path:
     """Refuse what the system can't look up: a path that is too long, or holds a NUL character."""
+    if address := re.match(r"https?:/+(?:huggingface\.co/(?:datasets/)?)?(.*)", str(path)):
+        raise ValueError(f"an address: write a path, or the hub's name (here perhaps {address[1]})")
     try:
         os.stat(path)
     except ValueError as error:
@@ -47,15 +49,25 @@ def listed(value: object) -> object:
 
 
 def listed_table(value: object) -> object:
-    """Return a list, also for one table or name of data that stands for it."""
+    """Return a list of tables, also for one that stands for it, and for paths in a list."""
+    if isinstance(value, list):
+        return [{"path": source} if isinstance(source, str) else source for source in value]
     return [value] if isinstance(value, dict) else value
 
 
+def tools(value: object) -> object:
+    """Return names as a list, `none` as an empty one."""
+    return [] if value == "none" else listed(value)
+
+
 def data_or_share(value: object) -> object:
-    """Return data as `listed_table` does, and a share or a count of conversations as a text."""
+    """Return data as `listed_table` does, and a share (5% or 0.05) or a count of conversations as a text."""
+    if isinstance(value, float) and 0 < value < 1:
+        value = f"{100 * value:g}%"
     if isinstance(value, int) and not isinstance(value, bool):
         value = str(value)
-    if isinstance(value, str) and re.fullmatch(SHARE, value):
+    if isinstance(value, str) and re.fullmatch(SHARE, value.replace(" %", "%")):
+        value = value.replace(" %", "%")
         amount = float(value.rstrip("%"))
         if not 0 < amount < (100 if value.endswith("%") else math.inf):
             raise ValueError("to hold out nothing, or all: use a share over 0% and under 100%, or a count")
@@ -69,7 +81,7 @@ def names(value: object) -> object:
 
 def modules(value: object) -> object:
     """Return names of linears, given as a list or between commas; LLaMA-Factory's `all` is the default."""
-    if value == "all":
+    if value in ("all", "all_linear"):
         return [ALL_LINEAR]
     return names(value)
 

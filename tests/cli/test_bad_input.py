@@ -111,7 +111,7 @@ CASES: dict[str, Case] = {
     "ragged CSV": Case(
         ("t.csv: not valid CSV",), {"t.csv": "prompt,completion\na,b\na,b,c\n"}, {"data": {"train": "t.csv"}}
     ),
-    "nothing but brackets": Case(("t.json line 1",), {"t.json": "[" * 100_000}, {"data": {"train": "t.json"}}),
+    "nothing but brackets": Case(("t.json row 1",), {"t.json": "[" * 100_000}, {"data": {"train": "t.json"}}),
     "CSV with a column twice": Case(
         ("t.csv: the column 'prompt' twice",),
         {"t.csv": "prompt,prompt,completion\na,b,c\n"},

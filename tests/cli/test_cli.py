@@ -195,7 +195,7 @@ def test_missing_recipe() -> None:
     ("override", "error", "remedy"),
     [
         ("train.max_step=3", "unknown key train.max_step", "did you mean train.max_steps?"),
-        ("train.learning_rate=-1", "train.learning_rate = -1", "set train.learning_rate (the highest learning rate)"),
+        ("train.learning_rate=-1", "train.learning_rate = -1", "set train.learning_rate (the highest learning rate,"),
         ("max_steps", "not section.key=value", "train.max_steps=3"),
         ("data.train=no[where].jsonl", "no[where].jsonl does not exist", ".jsonl"),  # brackets are no markup
     ],
@@ -249,8 +249,10 @@ def test_train_ends_with_the_summary(recipe: Path, fake_run: Any) -> None:
     assert seen[0].train.max_steps == 3 and seen[0].packing.enabled is False
     for part in ("3.4567 → 2.3456", "4,000 tokens/s", "packed attention: flash", str(seen[0].train.output)):
         assert part in result.stdout
-    [chat, load] = [line for line in result.stdout.splitlines() if line.startswith("Next")]
-    assert f"pronghorn chat {seen[0].train.output}" in chat and "save_pretrained_merged" in load
+    [chat, export, load] = [line for line in result.stdout.splitlines() if line.startswith("Next")]
+    output = seen[0].train.output
+    assert f"pronghorn chat {output}" in chat and f"pronghorn export {output}" in export
+    assert "FastLanguageModel.from_pretrained(" in load
 
 
 def test_doctor_of_this_machine() -> None:

@@ -185,12 +185,12 @@ def test_preference_pairs(value: dict[str, Any], tmp_path: Path) -> None:
 BAD_PAIRS: dict[str, tuple[dict[str, Any], str]] = {
     "equal sides": (
         {"prompt": "Hi", "chosen": "a", "rejected": "a"},
-        r"line 1: chosen and rejected are equal \(str 'a'",
+        r"line 1: chosen and rejected are equal \('a'",
     ),
     "no rejected": ({"prompt": "Hi", "chosen": "a"}, "line 1: no 'rejected' among its keys"),
     "empty side": ({"prompt": "Hi", "chosen": "a", "rejected": ""}, "line 1: an empty rejected answer"),
     "side a number": ({"prompt": "Hi", "chosen": 1, "rejected": "b"}, "line 1 chosen message 1: int 1"),
-    "side null": ({"prompt": "Hi", "chosen": None, "rejected": "b"}, "line 1 chosen message 1: NoneType None"),
+    "side null": ({"prompt": "Hi", "chosen": None, "rejected": "b"}, "line 1 chosen message 1: null"),
     "side an empty list": ({"prompt": "Hi", "chosen": [], "rejected": "b"}, r"line 1 chosen: chosen is list \[\]"),
     "no prompt": (BOTH, "line 1: the prompt of the pair is missing"),
     "empty prompt": ({"prompt": ""} | BOTH, "line 1: an empty prompt"),

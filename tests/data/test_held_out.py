@@ -46,6 +46,13 @@ def test_a_share_or_a_count_is_held_out(files: Path, stories: Path, share: str |
     assert set(sides(data, tokenizer, seed=2)[1]) != set(held)
 
 
+def test_rows_of_a_list_on_one_line_are_conversations_of_their_own(tmp_path: Path, stories: Path) -> None:
+    (tmp_path / "a.json").write_text(f"[{','.join(row(number) for number in range(60))}]")
+    data = Data(train=tmp_path / "a.json", eval="10%", cache=tmp_path / "cache")
+    train, held = sides(data, AutoTokenizer.from_pretrained(stories))
+    assert (len(train), len(held)) == (54, 6)
+
+
 def test_rows_that_are_added_and_repeated_stay_on_their_side(files: Path, stories: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(stories)
     data = Data(train=files / "a.jsonl", eval="10", cache=files / "cache")

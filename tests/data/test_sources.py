@@ -206,7 +206,7 @@ def test_folders(tmp_path: Path) -> None:
 
     (tmp_path / "part-3.jsonl").write_text(lines({"text": "x"}))
     with pytest.raises(
-        DataError, match=r"part-3\.jsonl line 1: a row with 'text', but .*part-1\.json line 1 has 'prompt"
+        DataError, match=r"part-3\.jsonl line 1: a row with 'text', but .*part-1\.json row 1 has 'prompt"
     ):
         read(tmp_path)
     (tmp_path / "text.txt").write_text("x")

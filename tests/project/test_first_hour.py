@@ -1,55 +1,17 @@
 """What newcomers get wrong in the first hour: the answer names the mistake and leads on, in at most eight lines.
 
 One table of a mistake a line, from a journey of a user of Unsloth, Axolotl, LLaMA-Factory and TRL.
-tests/cli/test_bad_input.py has the mistakes in data, models and files.
+tests/cli/test_bad_input.py has the mistakes in data, models and files, tests/cli/test_more_mistakes.py further ones.
 """
 
 from __future__ import annotations
 
-import json
-import math
-import re
-import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
-from typer.testing import CliRunner
 
-from pronghorn.cli.main import app
 from support.foreign_recipes import AXOLOTL, LLAMA_FACTORY
-
-RECIPE: dict[str, Any] = {
-    "model": {"name": "model", "max_seq_length": 128},
-    "data": {"train": "train.jsonl"},
-    "train": {"output": "out", "max_steps": 1},
-}
-GOOD = '{"prompt": "One day", "completion": " a cat sat."}\n'
-
-
-@dataclass(frozen=True)
-class Mistake:
-    """What is done wrong, and what the answer must say: in its problem, and in its remedy."""
-
-    problem: str
-    remedy: str
-    override: str = ""
-    recipe: str | None = None
-    command: tuple[str, ...] = ("train", "recipe.yaml")
-    prepare: Callable[[Path], Any] = lambda folder: None
-
-
-def key(section: str, name: str, value: Any, problem: str, remedy: str) -> Mistake:
-    """A key that is set wrongly."""
-    return Mistake(problem, remedy, f"{section}.{name}={json.dumps(value)}")
-
-
-def text(recipe: str, problem: str, remedy: str) -> Mistake:
-    """A recipe's whole text."""
-    return Mistake(problem, remedy, recipe=recipe)
+from support.mistakes import Mistake, answered, key, text
 
 
 def without_tokenizer(folder: Path) -> None:
@@ -131,19 +93,4 @@ MISTAKES = {
 def test_a_mistake_is_answered(
     mistake: Mistake, tmp_path: Path, stories: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    shutil.copytree(stories, "model", copy_function=shutil.copyfile)
-    Path("train.jsonl").write_text(GOOD)
-    Path("recipe.yaml").write_text(yaml.safe_dump(RECIPE) if mistake.recipe is None else mistake.recipe)
-    mistake.prepare(tmp_path)
-    overrides = [mistake.override] if mistake.override else []
-    environment = {"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}
-    result = CliRunner().invoke(app, [*mistake.command, *overrides], env=environment)
-    assert result.exit_code in (1, 2), repr(result.exception) + result.output
-    said = result.stderr if "remedy: " in result.stderr else " ".join(re.sub("[│╭╰─╮╯]", " ", result.stderr).split())
-    problem, _, remedy = said.partition("remedy: ")
-    assert mistake.problem in problem and mistake.remedy in (remedy or problem), repr(result.exception) + result.output
-    assert sum(math.ceil(len(line) / 100) for line in result.stderr.splitlines()) <= 8
-    assert " object at 0x" not in said and "Traceback" not in said
-    assert not Path("out/adapter").exists()
+    answered(mistake, tmp_path, stories, monkeypatch)

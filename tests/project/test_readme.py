@@ -17,12 +17,12 @@ from pronghorn.cli.main import app
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-BASH = [line for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL) for line in block.splitlines() if line]
+BLOCKS = [block.splitlines() for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL)]
+BEGIN, BASH = BLOCKS[0], [line for block in BLOCKS[1:] for line in block if line]
 PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 YAML = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
 THREE_STEPS = ["train.max_steps=3", "train.warmup_steps=0", "data.eval_rows=2", "report.sample_tokens=8"]
 SMALL = {  # what each command is given beside what the README says, to be quick on two cores
-    "init": "",
     "doctor": "",
     "data inspect": "--rows 1",
     "plan": "",
@@ -93,7 +93,12 @@ def tiny(stories: Path, shared: Path, tmp_path: Path) -> list[str]:
 
 def test_the_readme_names_these_commands() -> None:
     """A new command in the README needs a test below."""
-    assert [line for line in BASH if "pronghorn " not in line] == ["pip install .", "make demo", "make test"]
+    assert [line for line in BASH if "pronghorn " not in line] == ["make demo", "make test"]
+    assert [line.split(" -")[0] for line in BEGIN] == [
+        "pip install .",
+        "pronghorn init first.yaml",
+        "pronghorn train first.yaml",
+    ]
     commands = [re.split(r"pronghorn ", line)[1] for line in BASH if "pronghorn " in line]
     assert all(any(line.startswith(name) for name in SMALL) for line in commands) and len(commands) == len(SMALL)
     assert len(PYTHON) == len(YAML) == 1
@@ -153,8 +158,7 @@ def test_commands_that_need_no_run(name: str, says: list[str], folder: Path) -> 
 
 
 def test_the_recipe_that_init_writes_trains(folder: Path, stories: Path) -> None:
-    [line] = [line for line in BASH if line.startswith("pronghorn init")]
-    words = shlex.split(line.replace("Qwen/Qwen3-0.6B", str(stories)))
+    words = shlex.split(BEGIN[1].replace("Qwen/Qwen3-0.6B", str(stories)))
     program = [sys.executable, "-m", "pronghorn"]
     done = shell([*program, *words[1:]], folder)
     assert done.returncode == 0, done.stderr

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -13,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from pronghorn import __version__ as VERSION
-from release import dated
+from release import build, dated, environment
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = ("--no-deps", "--disable-pip-version-check", "--no-index", "-q")
@@ -63,12 +65,35 @@ def test_the_wheel_runs_outside_the_repository(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_three_commands_of_the_readme_lead_to_an_adapter(tmp_path: Path, stories: Path) -> None:
+    """On a machine that has the dependencies, with the wheel from a folder as index, and rows of one's own."""
+    place, wheels = tmp_path / "place", tmp_path / "wheels"
+    place.mkdir()
+    _, wheel = build(wheels, offline=True)
+    python = environment(tmp_path / "machine", offline=True)
+    rows = [{"prompt": f"Once upon {number}", "completion": f" a cat sat by {number} trees."} for number in range(40)]
+    (place / "my-data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    block = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
+    commands = block.replace("Qwen/Qwen3-0.6B", str(stories)).splitlines()
+    assert len(commands) == 3
+    changed = f"{python} -m pip install {' '.join(OPTIONS)} --ignore-installed --find-links {wheels} pronghorn"
+    assert commands[0] == "pip install ."
+    for command in (changed, *(f"{python.parent}/{line}" for line in commands[1:])):
+        run(place, *shlex.split(command))
+    where = run(place, str(python), "-c", "import pronghorn; print(pronghorn.__file__)")
+    assert Path(where.strip()).is_relative_to(tmp_path / "machine") and wheel.parent == wheels
+    assert (place / "runs/my-data/adapter/adapter_model.safetensors").is_file()
+    assert (place / "runs/my-data/report.html").is_file()
+
+
+@pytest.mark.slow
 def test_a_release_is_built_checked_and_dated(tmp_path: Path) -> None:
     source = tmp_path / "source"
     shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     for name in ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "release.py"):
         shutil.copy(ROOT / name, source)
     told = run(source, sys.executable, "release.py", "--offline")
+    assert "warning: pyproject.toml has no [project.urls]" in told
     assert told.count("is whole") == 2 and {path.suffix for path in (source / "dist").iterdir()} == {".whl", ".gz"}
     assert f"## {VERSION} (20" in (source / "CHANGELOG.md").read_text()
 

@@ -55,11 +55,16 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
     (tmp_path / "data/dataset_info.json").write_text(json.dumps(DATASET_INFO))
-    (tmp_path / "data/identity.json").write_text(json.dumps([ROWS["alpaca"]] * 8))
-    (tmp_path / "data/alpaca.json").write_text(json.dumps([{"question": "Who?", "answer": "A cat."}] * 8))
-    (tmp_path / "data/c4.jsonl").write_text(json.dumps(ROWS["text"]) + "\n")
-    (tmp_path / "data/chats.json").write_text(json.dumps([{"turns": TURNS}] * 8))
+    alpaca = {"question": "Who?", "answer": "A cat sat."}
+    for name, row in (("identity", ROWS["alpaca"]), ("alpaca", alpaca), ("chats", {"turns": TURNS})):
+        (tmp_path / f"data/{name}.json").write_text(f"[{','.join(lines(row))}]")
+    (tmp_path / "data/c4.jsonl").write_text("\n".join(lines(ROWS["text"])))
     return tmp_path
+
+
+def lines(row: dict[str, Any]) -> list[str]:
+    """Return forty rows that differ, as JSON."""
+    return [json.dumps(row).replace("cat sat", f"cat sat by {number} trees") for number in range(40)]
 
 
 def put_files(recipe: dict[str, Any], folder: Path) -> None:
@@ -70,7 +75,9 @@ def put_files(recipe: dict[str, Any], folder: Path) -> None:
             for ours, theirs in source.get("columns", {}).items():
                 row[theirs] = row.pop(ours)
             source["path"] = f"{number}.jsonl"
-            (folder / source["path"]).write_text(f"{json.dumps(row)}\n" * 8)
+            (folder / source["path"]).write_text("\n".join(lines(row)))
+            for key in ("split", "config", "revision"):
+                source.pop(key, None)
 
 
 @pytest.mark.matrix(5)
@@ -121,6 +128,7 @@ def test_values_are_those_of_the_file(place: Path) -> None:
     assert recipe["adapter"]["r"] == 16 and recipe["adapter"]["lora_alpha"] == 32
     assert recipe["adapter"]["target_modules"][0] == "gate_proj"
     assert recipe["data"]["train"] == [{"path": "teknium/GPT4-LLM-Cleaned", "format": "alpaca"}]
+    assert recipe["data"]["eval"] == "10%" and recipe["data"]["overflow"] == "drop"
     assert recipe["packing"] == {"rows_per_step": 2}
     assert recipe["train"]["lr_scheduler"] == "cosine" and recipe["train"]["optimizer"] == "adamw_8bit"
     assert "# sequence_len" in written and "#   loss_watchdog_threshold: " in written
@@ -140,6 +148,91 @@ def test_dataset_info_is_read(place: Path) -> None:
         {"path": "data/identity.json", "format": "alpaca"},
         {"path": "data/alpaca.json", "format": "alpaca", "columns": {"instruction": "question", "output": "answer"}},
     ]
+
+
+HEAD = "base_model: a/b\nadapter: lora\noutput_dir: out\n"
+FACTORY = "model_name_or_path: a/b\nstage: sft\noutput_dir: out\nper_device_train_batch_size: 1\n"
+ALPACA = "datasets: [{path: a/c, type: alpaca}]\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "section", "values"),
+    [
+        (f"{HEAD}{ALPACA}val_set_size: 200\n", "data", {"eval": "200"}),
+        (f"{HEAD}{ALPACA}val_set_size: 0.025\n", "data", {"eval": "2.5%"}),
+        (f"{HEAD}{ALPACA}val_set_size: 0.1\ntest_datasets: [{{path: a/d}}]\n", "data", {"eval": [{"path": "a/d"}]}),
+        (
+            f"{HEAD}datasets: [{{path: a/c, name: main, split: 'train[:5%]', revision: v1, type: alpaca}}]\n",
+            "data",
+            {"train": [{"path": "a/c", "format": "alpaca", "split": "train[:5%]", "config": "main", "revision": "v1"}]},
+        ),
+        (
+            f"{HEAD}datasets: [{{path: json, data_files: [a.json, b.json], type: alpaca}}]\n",
+            "data",
+            {"train": [{"path": "a.json", "format": "alpaca"}, {"path": "b.json", "format": "alpaca"}]},
+        ),
+        (f"{HEAD}{ALPACA}excess_length_strategy: truncate\n", "data", {"overflow": "truncate"}),
+        (f"{HEAD}{ALPACA}train_on_inputs: true\n", "data", {"loss_on": "all"}),
+        (f"{HEAD}{ALPACA}peft_init_lora_weights: olora\n", "adapter", {"init_lora_weights": "olora"}),
+        (
+            f"{HEAD}{ALPACA}lr_scheduler: cosine\ncosine_min_lr_ratio: 0.1\n",
+            "train",
+            {"lr_scheduler": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}},
+        ),
+        (
+            f"{FACTORY}dataset: identity\nval_size: 50\n",
+            "data",
+            {"eval": "50"},
+        ),
+        (
+            f"{FACTORY}dataset: part\n",
+            "data",
+            {
+                "train": [{"path": "a/c", "format": "alpaca", "split": "test", "config": "main", "max_samples": 100}],
+                "overflow": "truncate",
+            },
+        ),
+        (
+            f"{FACTORY}dataset: identity\npissa_init: true\npissa_iter: 4\n",
+            "adapter",
+            {"init_lora_weights": "pissa_niter_4"},
+        ),
+        (
+            f"{FACTORY}dataset: identity\nuse_unsloth_gc: true\n",
+            "memory",
+            {"gradient_checkpointing": "offload"},
+        ),
+    ],
+)
+def test_a_key_is_taken_over(text: str, section: str, values: dict[str, Any], place: Path) -> None:
+    result, recipe, _ = convert(text, place)
+    assert recipe is not None, result.output
+    assert {key: recipe[section].get(key) for key in values} == values
+    assert "0 keys have no equivalent" in result.output, result.output
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("{path: a/c, data_files: x.json}", "datasets.data_files: download them from a/c, and name each file"),
+        ("{path: a/c, type: chat_template, train_on_eos: last}", "datasets.train_on_eos: 'last'"),
+        ("{path: a/c, type: chat_template, message_field_training: learn}", "call the turns' key `train` in the data"),
+        (
+            "{path: a/c, type: chat_template, message_property_mappings: {content: text}}",
+            "None and text: call the turns'",
+        ),
+    ],
+)
+def test_what_a_data_set_asks_for_in_vain_is_told(line: str, says: str, place: Path) -> None:
+    result, _, _ = convert(f"{HEAD}datasets: [{line}]\n", place)
+    assert says in result.output and "1 keys have no" in result.output
+
+
+def test_turns_that_are_not_trained_need_no_key(place: Path) -> None:
+    table = "{path: a/c, type: chat_template, message_field_training: train, roles_to_train: [assistant]}"
+    result, _, written = convert(f"{HEAD}datasets: [{table}]\n", place)
+    assert "0 keys have no equivalent" in result.output
+    assert "message_field_training: turns whose train is false or 0 are not supervised" in written
 
 
 def test_a_ratio_of_warm_up_is_counted_where_steps_are_known(place: Path) -> None:

@@ -417,5 +417,6 @@ DATASET_INFO = {
         "columns": {"messages": "turns"},
         "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"},
     },
+    "part": {"hf_hub_url": "a/c", "split": "test", "subset": "main", "num_samples": 100},
     "dpo_en_demo": {"file_name": "dpo.json", "ranking": True, "formatting": "sharegpt"},
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -56,6 +57,14 @@ def test_a_comparison_of_equal_recipes_and_of_too_many(tmp_path: Path) -> None:
         write_comparison(runs, tmp_path / "page.html")
 
 
+@pytest.fixture
+def quick_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let 40 seconds pass between two looks at the clock."""
+    clock = SimpleNamespace(monotonic=count(0.0, 40.0).__next__)
+    monkeypatch.setattr("pronghorn.train.live.time", clock)
+
+
+@pytest.mark.usefixtures("quick_clock")
 def test_the_live_page_reloads_and_the_last_one_does_not(make: Make, tmp_path: Path, monkeypatch: Any) -> None:
     seen: list[str] = []
     on_log = LivePage.on_log
@@ -78,6 +87,7 @@ def test_the_live_page_reloads_and_the_last_one_does_not(make: Make, tmp_path: P
     assert len(RunRecord.read(tmp_path / "run").steps) == 3
 
 
+@pytest.mark.usefixtures("quick_clock")
 def test_a_live_page_that_can_not_be_written_is_told_once(tmp_path: Path) -> None:
     notes: list[str] = []
     (tmp_path / "file").write_text("")
@@ -88,10 +98,18 @@ def test_a_live_page_that_can_not_be_written_is_told_once(tmp_path: Path) -> Non
     assert len(notes) == 1 and notes[0].startswith("no live page: ")
 
 
+def test_no_page_is_drawn_at_the_first_log(tmp_path: Path) -> None:
+    page = LivePage(lambda state: record(), tmp_path, print)
+    page.on_log(None, SimpleNamespace(is_world_process_zero=True), None, {"loss": 1.0})
+    assert not (tmp_path / "report.html").exists()
+
+
+@pytest.mark.usefixtures("quick_clock")
 def test_pages_are_drawn_at_most_every_so_often(tmp_path: Path) -> None:
     page = LivePage(lambda state: record(), tmp_path, print)
     state = SimpleNamespace(is_world_process_zero=True)
     page.on_log(None, state, None, {"loss": 1.0})
+    assert (tmp_path / "report.html").exists() and not is_final(tmp_path / "report.html")
     write_report(record(), tmp_path)
     page.on_log(None, state, None, {"loss": 1.0})
     assert is_final(tmp_path / "report.html")

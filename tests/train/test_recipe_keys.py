@@ -10,14 +10,17 @@ from typing import Any
 import peft
 import pytest
 import torch
+from datasets import Dataset
 from rich.console import Console
 from torch import nn
+from trl import SFTConfig
 
+from pronghorn import FastLanguageModel, SFTTrainer
 from pronghorn.config import Recipe
 from pronghorn.errors import ConfigError
 from pronghorn.layers.linears import unfused_reason
-from pronghorn.train.build import training_arguments
-from pronghorn.train.run import check_device, run
+from pronghorn.train.build import check_device, training_arguments
+from pronghorn.train.run import run
 from support.runs import QUIET, Make
 
 PLAIN = {"max_steps": 2, "save_steps": None, "logging_steps": 1}
@@ -123,3 +126,20 @@ def test_names_between_commas_are_a_list(make: Make) -> None:
     assert recipe.adapter.target_modules == ["q_proj", "v_proj"]
     again = Recipe.model_validate(recipe.to_dict())
     assert again == recipe
+
+
+def test_muon_trains_lora_in_a_script(stories: Path, tmp_path: Path) -> None:
+    """transformers has no Muon by name, so recipes refuse it; its matrices are what LoRA trains."""
+    model, tokenizer = FastLanguageModel.from_pretrained(str(stories), max_seq_length=128)
+    model = FastLanguageModel.get_peft_model(model, r=8, rank_pattern={"down_proj": 4})
+    assert {parameter.dim() for parameter in model.parameters() if parameter.requires_grad} == {2}
+    trainer = SFTTrainer(
+        model=model,
+        processing_class=tokenizer,
+        train_dataset=Dataset.from_list([{"prompt": "One day", "completion": " a cat sat."}] * 8),
+        args=SFTConfig(str(tmp_path), packing=True, max_length=128, max_steps=3, bf16=False, report_to="none"),
+        optimizer_cls_and_kwargs=(torch.optim.Muon, {"lr": 2e-3, "adjust_lr_fn": "match_rms_adamw"}),
+    )
+    before = trainer.evaluate(trainer.train_dataset)["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate(trainer.train_dataset)["eval_loss"] < before

@@ -833,7 +833,13 @@ def test_arguments_are_as_they_were_after_an_error(stories: Path, documents: Dat
     model, tokenizer = adapted(stories)
     args = config(tmp_path, eval_packing=False)
     with pytest.raises(KeyError):
-        SFTTrainer(model, args, train_dataset=Dataset.from_dict({"story": ["once"]}), tokenizer=tokenizer)
+        SFTTrainer(
+            model,
+            args,
+            train_dataset=Dataset.from_dict({"story": ["once"]}),
+            tokenizer=tokenizer,
+            formatting_func=lambda row: row["tale"],
+        )
     assert args.packing is True and args.eval_packing is False
     with pytest.raises(ConfigError, match=r"args is a TrainingArguments: give a trl\.SFTConfig"):
         other = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)

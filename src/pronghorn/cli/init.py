@@ -43,6 +43,8 @@ def init(
     """
     console = Console(highlight=False, soft_wrap=True)
     with plain_errors(debug):
+        from pronghorn.config import DATA_FILES
+
         if task not in ("sft", "pretrain"):
             raise ConfigError(
                 f"--task {task}: recipes train on answers or texts",
@@ -50,6 +52,8 @@ def init(
             )
         if output.exists():
             raise ConfigError(f"{output} is there already", "give another name, or delete it")
+        if data is not None and data.suffix in DATA_FILES and not data.exists():
+            raise ConfigError(f"--data {data} does not exist", f"give the path of a {', '.join(DATA_FILES)} file")
         from pronghorn.recipes.first import Machine, first_recipe, head
 
         draft = first_recipe(task, method, model, data, device)

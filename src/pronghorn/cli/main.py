@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 from typing import Annotated, Any
 
@@ -30,8 +31,43 @@ ORDER = [
 ]
 
 
+_COMMANDS = {
+    "sft": "train",
+    "finetune": "train",
+    "fine-tune": "train",
+    "merge": "export",
+    "merge-lora": "export",
+    "inference": "chat",
+    "generate": "chat",
+    "eval": "verify",
+    "preprocess": "data inspect",
+}
+"""Commands of other tools, and ours."""
+_OPTIONS = {
+    "--set": "changes follow the recipe without an option: train.max_steps=3",
+    "--config": "the recipe is given without an option: pronghorn train my.yaml",
+    "--resume": "the same command goes on with an unfinished run",
+    "--resume-from-checkpoint": "the same command goes on with an unfinished run",
+}
+"""Options of other tools, and what to do here."""
+
+
 class _InOrder(TyperGroup):
-    """The commands in the order that people need them."""
+    """The commands in the order that people need them; of other tools' commands ours is named."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command of this name.
+
+        Raises:
+            UsageError: there is none, with the one that was meant.
+        """
+        name, commands = args[0], self.list_commands(ctx)
+        if name in commands or name.startswith("-"):
+            return super().resolve_command(ctx, args)
+        near = _COMMANDS.get(name) or next(iter(difflib.get_close_matches(name, commands, n=1)), None)
+        if near is None:
+            ctx.fail(f"No such command '{name}'. Commands: {', '.join(commands)}")
+        ctx.fail(f"No such command '{name}'. Did you mean {ctx.command_path} {near}?")
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names as `--help` lists them."""
@@ -52,6 +88,8 @@ class _Recipe(TyperCommand):
             return super().parse_args(ctx, args)
         except Exception as error:
             option = getattr(error, "option_name", None) or ""
+            if what := _OPTIONS.get(option.replace("_", "-")):
+                ctx.fail(f"No such option: {option}; {what}")
             if option and (written := _override(option, given)) is not None:
                 ctx.fail(f"No such option: {option}. A recipe's keys are set without dashes: {written}")
             raise
@@ -60,9 +98,10 @@ class _Recipe(TyperCommand):
 def _override(option: str, given: list[str]) -> str | None:
     """Return the override that an unknown option stands for, None where it is no key's name."""
     from pronghorn.config import fields
+    from pronghorn.recipe_errors import ALIASES
 
     name = option.lstrip("-").replace("-", "_")
-    key = next((key for key, *_ in fields() if name in (key, key.partition(".")[2])), None)
+    key = next((key for key, *_ in fields() if name in (key, key.partition(".")[2])), ALIASES.get(name))
     at = next(i for i, word in enumerate(given) if word.split("=")[0] == option)
     value = given[at].partition("=")[2] or next(iter(given[at + 1 : at + 2]), "VALUE")
     return key and f"{key}={value}"
@@ -79,7 +118,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-data = typer.Typer(help="Look at what a recipe trains on.", no_args_is_help=True)
+data = typer.Typer(cls=_InOrder, help="Look at what a recipe trains on.", no_args_is_help=True)
 app.add_typer(data, name="data")
 data.command("inspect", cls=_Recipe, no_args_is_help=True)(inspect_data)
 for command in (train, plan, verify, profile, bench, launch):

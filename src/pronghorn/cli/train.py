@@ -113,7 +113,9 @@ def next_steps(output: Path) -> list[tuple[str, str]]:
     """Return what to do with a finished run, each with what a shell or a script takes."""
     weights = output / ("model" if (output / "model").is_dir() else "adapter")
     load = f"FastLanguageModel.from_pretrained({str(weights)!r})"
-    steps = [("ask it beside its base", f"pronghorn chat {shlex.quote(str(output))}")]
-    if weights.name == "adapter":
-        load += ", then model.save_pretrained_merged(FOLDER, tokenizer)"
-    return [*steps, ("in Python, to merge and serve it: docs/after-training.md", load)]
+    run = shlex.quote(str(output))
+    return [
+        ("ask it beside its base", f"pronghorn chat {run}"),
+        ("merged for vLLM; --to gguf or ollama for others: docs/after-training.md", f"pronghorn export {run}"),
+        ("in Python", load),
+    ]

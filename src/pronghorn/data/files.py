@@ -3,7 +3,7 @@
 | file | a row is | counted in |
 |---|---|---|
 | .jsonl | an object a line (lines end at \\n only) | lines |
-| .json | an item of the file's list | the line that it starts on |
+| .json | an item of the file's list, which is often one line | rows |
 | .csv | a record under a header line, every value a string | rows after the header |
 | .parquet | a record; null fields of nested records are left out, since Parquet fills in what a record lacks | rows |
 | .txt | {"text": what stands between lines of `<|endoftext|>`}, without those the whole file | the line it starts on |
@@ -27,6 +27,16 @@ LINE_LIMIT = 2**26
 DEPTH = 100
 """The most brackets of JSON that may be open at a time: deeper values end in RecursionErrors, here or in a template."""
 SEPARATOR = "<|endoftext|>"
+
+LFS = "version https://git-lfs"
+"""How a pointer of Git LFS begins, which a clone without it has in a file's place."""
+_NOT_JSON = {
+    (".json", "{"): "name the file .jsonl: it has an object a line, not a list",
+    (".jsonl", "["): "name the file .json: it is a list of rows",
+    (".jsonl", "<"): "that is a web page: download the file itself",
+    (".json", "<"): "that is a web page: download the file itself",
+}
+"""What to do about a file that is not JSON, by its suffix and first character."""
 
 Values = Iterator[tuple[int, Any]]
 
@@ -141,7 +151,7 @@ def _json_lines(path: Path) -> Values:
 
 
 def _json_list(path: Path) -> Values:
-    """Yield the items of a JSON list with the lines that they start on, which `json.loads` would not tell."""
+    """Yield the items of a JSON list, each parsed as a row of its own."""
     text = _decode(path.read_bytes(), path, 1)
     if not text.strip():
         return
@@ -152,15 +162,12 @@ def _json_list(path: Path) -> Values:
     if not isinstance(values, list):
         raise DataError(f"{path}: {type(values).__name__} instead of a list", "write a list of rows")
     end = text.index("[") + 1
-    line = 1 + text.count("\n", 0, end)
-    for _ in values:
+    for number in range(1, len(values) + 1):
         start = end
         while text[start] in " \t\r\n,":
             start += 1
-        line += text.count("\n", end, start)
         end = json.JSONDecoder().raw_decode(text, start)[1]
-        yield line, _parse(text[start:end], path, line)
-        line += text.count("\n", start, end)
+        yield number, _parse(text[start:end], path, number)
 
 
 def _parse(text: str, path: Path, line: int) -> Any:
@@ -175,11 +182,17 @@ def _parse(text: str, path: Path, line: int) -> Any:
 
 def _json_error(error: Exception, path: Path, line: int) -> DataError:
     if not isinstance(error, json.JSONDecodeError):
-        return DataError(f"{path} line {line}: JSON that can't be read: {error}", "mend or delete that row")
-    lines = path.suffix == ".json" and error.doc.lstrip().startswith("{")
+        return DataError(f"{where(path, line)}: JSON that can't be read: {error}", "mend or delete that row")
+    start = (path.suffix, error.doc.lstrip()[:1])
+    remedy = _NOT_JSON.get(start, "mend or delete that line")
+    if error.doc.startswith(LFS):
+        remedy = "that is a pointer of Git LFS: git lfs pull gets the file"
+    elif error.doc.lstrip().startswith("{'"):
+        remedy = "JSON's quotes are double: write rows by json.dumps"
+    elif error.msg == "Extra data" and error.doc[error.pos :].strip() == ",":
+        remedy = "leave the comma at the line's end out"
     return DataError(
-        f"{path} line {line + error.lineno - 1}: not valid JSON ({error.msg}, column {error.colno})",
-        "name the file .jsonl: it has an object a line, not a list" if lines else "mend or delete that line",
+        f"{path} line {line + error.lineno - 1}: not valid JSON ({error.msg}, column {error.colno})", remedy
     )
 
 
@@ -239,7 +252,10 @@ def _parquet(path: Path) -> Values:
             f"{where(path, row + 1)}: bytes that are not UTF-8 ({error})", "write strings as UTF-8"
         ) from error
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path}: not a whole Parquet file ({error})", "write the file anew") from error
+        raise DataError(
+            f"{path}: not a whole Parquet file ({error})",
+            "download or write it anew; git lfs pull, if Git LFS left a pointer",
+        ) from error
 
 
 READERS = {".jsonl": _json_lines, ".json": _json_list, ".csv": _csv, ".parquet": _parquet, ".txt": _texts}

@@ -61,6 +61,10 @@ SPELLINGS = {("instruction", "context", "response"): ("alpaca", {"input": "conte
 PROVENANCE = frozenset({"id", "idx", "index", "category", "source"})
 """Keys that say where a row comes from and don't change what the others mean: left aside."""
 
+PROMPTS = ("question", "query", "instruction", "input", "prompt", "problem")
+COMPLETIONS = ("answer", "response", "output", "completion", "solution")
+"""Columns that are asked, and that answer, in sets of no known format."""
+
 ACCEPTED = (
     '{"messages": [...]}, {"prompt": ..., "completion": ...}, {"text": ...} or another of the formats of data.format'
 )
@@ -107,7 +111,10 @@ class RowReader:
 
     def _shape_of(self, value: Any, at: str) -> "Shape":
         if not isinstance(value, dict):
-            raise DataError(f"{at}: {type(value).__name__} instead of an object", f"write each row as {ACCEPTED}")
+            remedy = f"write each row as {ACCEPTED}"
+            if isinstance(value, list) and at.endswith(".jsonl line 1"):
+                remedy = "name the file .json: it is a list of rows"
+            raise DataError(f"{at}: {type(value).__name__} instead of an object", remedy)
         if self.shape is not None and self.shape.given:
             missing = [key for key in self.shape.needed if key not in value]
             if missing:
@@ -181,7 +188,7 @@ def recognise(value: Mapping[str, Any], at: str) -> Shape:
     near = [name for name, (needed, _) in FORMATS.items() if names.issuperset(needed)]
     for name in near:
         if names <= _all_keys(name):
-            return Shape(name, {})
+            return _by_turns(name, value)
     if near:
         extra = [key for key in value if key in names - _all_keys(near[0])]
         if media := media_in(extra):
@@ -190,10 +197,31 @@ def recognise(value: Mapping[str, Any], at: str) -> Shape:
             f"{at}: keys {keys(extra)} beside {keys(FORMATS[near[0]][0])}",
             f"delete them, or set data.format to {' or '.join(near)} to ignore every other key",
         )
-    raise DataError(
-        f"{at}: keys {keys(value)} are no known format",
-        f"write each row as {ACCEPTED}, or name the columns in data.columns",
-    )
+    remedy = f"write each row as {ACCEPTED}, or name the columns in data.columns"
+    if likely := likely_columns(value):
+        remedy = f"set data.columns: {{prompt: {likely['prompt']}, completion: {likely['completion']}}}"
+    raise DataError(f"{at}: keys {keys(value)} are no known format", remedy)
+
+
+def likely_columns(row: Mapping[str, Any]) -> dict[str, str] | None:
+    """Return which keys of a row seem to be a prompt and its answer: ours to the row's; None where none do."""
+    keys_of = {key.lower(): key for key in row}
+    prompt, answer = (next((name for name in names if name in keys_of), None) for names in (PROMPTS, COMPLETIONS))
+    return {"prompt": keys_of[prompt], "completion": keys_of[answer]} if prompt and answer else None
+
+
+def _by_turns(name: str, value: Mapping[str, Any]) -> Shape:
+    """Return the format that the turns' own keys say, where the list has the other format's name."""
+    other, column, key = {
+        "sharegpt": ("messages", "conversations", "role"),
+        "messages": ("sharegpt", "messages", "from"),
+    }.get(name, ("", "", ""))
+    turns = value.get(column)
+    if other and isinstance(turns, list) and turns and isinstance(turns[0], dict) and key in turns[0]:
+        [own], _ = FORMATS[other]
+        if value.keys() - PROVENANCE - {column} <= _all_keys(other):
+            return Shape(other, {own: column})
+    return Shape(name, {})
 
 
 def read_row(shape: Shape, value: Mapping[str, Any], path: str, line: int) -> Row | Preference:

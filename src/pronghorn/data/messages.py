@@ -36,7 +36,10 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 def read_turns(read: Callable[[Any, str], Message], items: Any, name: str, at: str) -> list[Message]:
     """Read a list of turns, each with `read` (`openai_message` or `sharegpt_message`); `at` says where they stand."""
     if not isinstance(items, list) or not items:
-        raise DataError(f"{at}: {name} is {show(items)}", "give a list of at least one message")
+        remedy = "give a list of at least one message" + (
+            ", not its text (json.loads)" if isinstance(items, str) else ""
+        )
+        raise DataError(f"{at}: {name} is {show(items)}", remedy)
     return [read(item, f"{at} message {number}") for number, item in enumerate(items, 1)]
 
 
@@ -151,9 +154,10 @@ def keys(names: Iterable[str]) -> str:
 
 
 def show(value: Any) -> str:
-    """Return a value with its type, shortened: str 'hello'."""
+    """Return a value with its type, shortened: 'hello', int 3, null."""
     text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 40 else text[:37] + '...'}"
+    text = text if len(text) <= 40 else text[:37] + "..."
+    return "null" if value is None else text if isinstance(value, str) else f"{type(value).__name__} {text}"
 
 
 def _tool_calls(calls: Any, at: str) -> list[dict[str, Any]]:

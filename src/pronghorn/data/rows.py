@@ -89,8 +89,8 @@ Row = Conversation | PromptCompletion | TextDocument
 
 
 def where(path: str | PurePath, line: int) -> str:
-    """Return how errors name a row: "train.jsonl line 3", or "train.parquet row 3" where there are no lines."""
-    unit = "line" if str(path).endswith((".jsonl", ".json", ".txt")) else "row"
+    """Return how errors name a row: "train.jsonl line 3", or "train.json row 3" where rows are no lines."""
+    unit = "line" if str(path).endswith((".jsonl", ".txt")) else "row"
     return f"{path} {unit} {line}"
 
 

@@ -167,6 +167,9 @@ class FoundModel:
         )
 
 
+_NAME_BASE = "set base_model_name_or_path in its adapter_config.json to the model that it was trained on"
+
+
 def _with_adapter(base: Any, folder: str | Path) -> Any:
     """The base with a saved adapter, whole: PEFT warns of weights that the folder lacks, and begins anew there; those
     that the model has no place for it drops without a word."""
@@ -183,6 +186,10 @@ def _with_adapter(base: Any, folder: str | Path) -> Any:
             model: Any = PeftModel.from_pretrained(base, folder, is_trainable=True)
     except UserWarning as error:
         raise DataError(f"{folder} lacks weights of its adapter ({error})", "copy or save the adapter again") from error
+    except RuntimeError as error:
+        if "size mismatch" not in str(error):
+            raise
+        raise DataError(f"{folder} has matrices of other shapes than its base model", _NAME_BASE) from error
     except (TypeError, ValueError) as error:
         raise DataError(
             f"the adapter in {folder} doesn't fit its base model ({error})", f"mend or save again its {CONFIG}"
@@ -195,7 +202,7 @@ def _with_adapter(base: Any, folder: str | Path) -> Any:
     if dropped:
         raise DataError(
             f"{folder} holds {len(dropped)} weights that its base model has no place for ({dropped[0]} ...)",
-            "set base_model_name_or_path in its adapter_config.json to the model that it was trained on",
+            _NAME_BASE,
         )
     return model
 
@@ -226,8 +233,10 @@ def find_model(
         DataError: the folder or file is missing, or holds no safetensors weights or not all of them.
         UnsupportedError: a family or a quantisation Pronghorn doesn't serve.
     """
-    if max_seq_length <= 0:
-        raise ConfigError(f"max_seq_length {max_seq_length} is not positive", "give the tokens a packed row shall hold")
+    if not isinstance(max_seq_length, int) or max_seq_length <= 0:
+        raise ConfigError(
+            f"max_seq_length {max_seq_length!r} is no positive number", "give the tokens a packed row shall hold"
+        )
     if experts_in_16bit and not load_in_4bit:
         raise ConfigError(
             "experts_in_16bit without load_in_4bit, which alone changes them", "leave experts_in_16bit out"
@@ -305,7 +314,7 @@ def _config(name: str | Path, hub: dict[str, Any]) -> Any:
         if isinstance(error, OSError) and not isinstance(name, Path):
             raise DataError(
                 f"model {name} is neither a folder here nor to be had from the hub ({reason})",
-                "check the name and the connection; a private model needs `token`",
+                "check the name (owner/model) and the connection; a private model needs HF_TOKEN in the environment",
             ) from error
         raise UnsupportedError(
             f"{name}: its config.json can't be used ({reason})",

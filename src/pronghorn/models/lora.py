@@ -23,6 +23,10 @@ DENSE_MLP = tuple(name for group in GatedMLP().linears for name in group)
 """A gated MLP's linears by their usual names, which lists of targets hold even for models with experts."""
 
 
+HIGHEST_RANK = 256
+"""That makes sense for every model; for wide ones the width is the limit."""
+
+
 def add_lora(
     model: Any,
     *,
@@ -65,7 +69,12 @@ def add_lora(
             "the model already has an adapter", "train that adapter on, or load the base model without it"
         )
     if r < 1:
-        raise ConfigError(f"LoRA rank r = {r} is below 1", "use a rank from 1 to 256, 16 is common")
+        raise ConfigError(f"LoRA rank r = {r} is below 1", f"use a rank from 1 to {HIGHEST_RANK}, 16 is common")
+    width = base_causal_lm(model).get_input_embeddings().weight.shape[-1]
+    if r > max(width, HIGHEST_RANK):
+        raise ConfigError(
+            f"LoRA rank r = {r} is above the model's width {width}", f"use a rank from 1 to {HIGHEST_RANK}"
+        )
     own = family_targets(model)
     targets = (
         target_modules if isinstance(target_modules, str) else list(own if target_modules is None else target_modules)

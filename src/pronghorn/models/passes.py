@@ -77,7 +77,7 @@ def in_evaluation(base: Any) -> Iterator[None]:
             module.training = training
 
 
-def seeded(run: Any, device: torch.device) -> Any:
+def seeded(run: Any) -> Any:
     """Run with the same random numbers each time: dropout's masks are of the same shape."""
     torch.manual_seed(0)
     return run()

@@ -215,7 +215,7 @@ def _judged(base: Any, packing: GenericPacking, found: Isolation) -> Isolation:
         gradients = []
         for own in row.sets:  # a forward for each: offloaded activations are there for one backward
             states.clear()
-            logits = seeded(lambda: row.call(base, ids), base.device)
+            logits = seeded(lambda: row.call(base, ids))
             before = list(states)
             problem = _unlike_layers(before, layers)
             if problem is not None:
@@ -267,7 +267,7 @@ def _changed(
     """Run the row with other tokens; name the first layer after which rows that are `own` differ, or return None."""
     states.clear()
     with torch.no_grad():
-        seeded(lambda: row.call(base, changed_ids), base.device)
+        seeded(lambda: row.call(base, changed_ids))
     for index, (old, new) in enumerate(zip(before, states, strict=True)):
         if differs(old.detach()[own], new[own], tolerance, exact):
             layer = None if index == 0 else index - 1
@@ -297,7 +297,7 @@ def _mixer(
         for tokens in (ids, other):
             runs.append({})
             with torch.no_grad():
-                seeded(lambda tokens=tokens: row.call(base, tokens), base.device)
+                seeded(lambda tokens=tokens: row.call(base, tokens))
     finally:
         for hook in hooks:
             hook.remove()

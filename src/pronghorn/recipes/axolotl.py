@@ -5,85 +5,79 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pronghorn.recipes.draft import Draft, batch_size, refuse_preferences, warm_up
+from pronghorn.data.messages import WEIGHTS
+from pronghorn.recipes import common
+from pronghorn.recipes.common import KERNELS, PACKED
+from pronghorn.recipes.draft import Draft
 
 _SAME = {
     "base_model": "model.name",
     "sequence_len": "model.max_seq_length",
-    "trust_remote_code": "model.trust_remote_code",
     "lora_r": "adapter.r",
     "lora_alpha": "adapter.lora_alpha",
-    "lora_dropout": "adapter.lora_dropout",
     "lora_modules_to_save": "adapter.modules_to_save",
     "lora_target_parameters": "adapter.target_parameters",
     "peft_use_rslora": "adapter.use_rslora",
     "peft_use_dora": "adapter.use_dora",
+    "peft_init_lora_weights": "adapter.init_lora_weights",
     "tokens": "adapter.new_tokens",
     "default_system_message": "data.system_prompt",
     "dataset_num_proc": "data.workers",
-    "gradient_accumulation_steps": "train.gradient_accumulation_steps",
+    "dataset_processes": "data.workers",
     "num_epochs": "train.epochs",
-    "max_steps": "train.max_steps",
     "optimizer": "train.optimizer",
     "learning_rate": "train.learning_rate",
-    "weight_decay": "train.weight_decay",
-    "max_grad_norm": "train.max_grad_norm",
-    "neftune_noise_alpha": "train.neftune_noise_alpha",
-    "logging_steps": "train.logging_steps",
-    "save_steps": "train.save_steps",
-    "save_total_limit": "train.keep_checkpoints",
-    "eval_steps": "train.eval_steps",
     "early_stopping_patience": "train.patience",
-    "seed": "train.seed",
-    "output_dir": "train.output",
-    "tf32": "precision.tf32",
 }
 _TEMPLATES = {"chatml": "chatml", "llama3": "llama-3", "qwen_25": "qwen-2.5", "gemma": "gemma", "mistral_v1": "mistral"}
-_KERNELS = "Pronghorn's own attention and kernels"
-_PACKED = "rows are always packed and full"
+_BUILDERS = ("arrow", "csv", "json", "parquet", "text")
+"""What `path` says of files that `data_files` names."""
+_SUPERVISED = {"roles_to_train": (["assistant"], ["gpt"], ["assistant", "gpt"]), "train_on_eos": ("turn",)}
+"""What a data set asks for that happens anyway."""
+_SOURCES = {
+    "message_field_training": "call the turns' key `train` in the data",
+    "shards": "max_samples reads the first rows of a source",
+}
+_TOO_LONG = {"drop": "drop", "truncate": "truncate", "raise": "error"}
 _NEEDLESS = {
     "auto_resume_from_checkpoints": "the same command goes on",
-    "bf16": "precision.dtype: auto is bf16 on a GPU that has it",
     "chat_template": "the tokenizer's own template is the default",
     "dataset_prepared_path": "tokenised data are cached by themselves",
-    "eval_sample_packing": _PACKED,
-    "flash_attention": _KERNELS,
+    "eval_batch_size": PACKED,
+    "eval_sample_packing": PACKED,
+    "flash_attention": KERNELS,
     "gradient_checkpointing": "memory.gradient_checkpointing: auto keeps what fits and recomputes the rest",
     "gradient_checkpointing_kwargs": "memory.gradient_checkpointing: auto",
     "is_llama_derived_model": "read from the model",
-    "liger_glu_activation": _KERNELS,
-    "liger_fused_linear_cross_entropy": _KERNELS,
-    "liger_layer_norm": _KERNELS,
-    "liger_rms_norm": _KERNELS,
-    "liger_rope": _KERNELS,
-    "lora_mlp_kernel": _KERNELS,
-    "lora_o_kernel": _KERNELS,
-    "lora_qkv_kernel": _KERNELS,
+    "liger_glu_activation": KERNELS,
+    "liger_fused_linear_cross_entropy": KERNELS,
+    "liger_layer_norm": KERNELS,
+    "liger_rms_norm": KERNELS,
+    "liger_rope": KERNELS,
+    "lora_mlp_kernel": KERNELS,
+    "lora_o_kernel": KERNELS,
+    "lora_qkv_kernel": KERNELS,
     "lora_target_linear": "adapter.target_modules: all-linear is the default",
     "model_type": "read from the model",
-    "pad_to_sequence_len": _PACKED,
-    "plugins": _KERNELS,
-    "sample_packing": _PACKED,
-    "sdp_attention": _KERNELS,
+    "pad_to_sequence_len": PACKED,
+    "plugins": KERNELS,
+    "sample_packing": PACKED,
+    "save_safetensors": "weights are always saved so",
+    "sdp_attention": KERNELS,
     "shuffle_merged_datasets": "documents are always shuffled",
     "tokenizer_type": "read from the model",
-    "torch_compile": _KERNELS,
+    "torch_compile": KERNELS,
     "train_on_inputs": "data.loss_on: completion is the default",
-    "xformers_attention": _KERNELS,
+    "xformers_attention": KERNELS,
 }
 _LOST = {
-    "cosine_min_lr_ratio": "schedules end at zero",
-    "deepspeed": "pronghorn train uses all GPUs of the machine; each holds the whole model",
     "evals_per_epoch": "train.eval_steps counts steps, with data.eval",
-    "fsdp": "pronghorn train uses all GPUs of the machine; each holds the whole model",
-    "fsdp_config": "as fsdp",
     "group_by_length": "packing fills rows instead",
     "hub_model_id": "upload after training: docs/after-training.md",
     "load_in_8bit": "model.load_in_4bit: true, or 16-bit weights (the default)",
     "saves_per_epoch": "train.save_steps counts steps; a checkpoint is saved every ten minutes anyway",
     "special_tokens": "tokens that the tokenizer has stay; new ones go into adapter.new_tokens",
     "unfrozen_parameters": "adapter.method: full trains every weight, adapter.modules_to_save whole modules",
-    "val_set_size": "hold rows out in a file of their own, and name it in data.eval",
 }
 
 
@@ -91,12 +85,11 @@ def convert(draft: Draft, folder: Path) -> None:
     """Turn Axolotl's keys into a recipe's."""
     for key in ("rl", "reward_model", "process_reward_model"):
         if task := draft.take(key):
-            refuse_preferences(f"{key}: {task}")
+            common.refuse_preferences(f"{key}: {task}")
     adapter = draft.take("adapter")
     draft.put("adapter.method", "lora" if adapter else "full", f"adapter: {adapter or '(none)'}")
-    if adapter == "qlora" or draft.given.get("load_in_4bit"):
+    if draft.asked("load_in_4bit") or adapter == "qlora":
         draft.put("model.load_in_4bit", True, "adapter: qlora" if adapter == "qlora" else "load_in_4bit")
-    draft.take("load_in_4bit")
     if adapter not in (None, "lora", "qlora"):
         draft.lost["adapter"] = f"{adapter!r} is not here; lora is written instead"
     if adapter is None:  # an example's left-over LoRA keys say nothing of full fine-tuning
@@ -105,23 +98,25 @@ def convert(draft: Draft, folder: Path) -> None:
             del draft.given[key]
     if "sequence_len" not in draft.given:
         draft.put("model.max_seq_length", 512, "sequence_len's default")
-    draft.copy(_SAME)
+    draft.copy(common.SAME | _SAME)
     if resumed := draft.take("lora_model_dir"):
         draft.put("model.name", str(resumed), "lora_model_dir; its base is named in its adapter_config.json")
-    batch_size(draft, "micro_batch_size", 1, bool(draft.given.get("sample_packing")))
+    common.batch_size(draft, "micro_batch_size", 1, bool(draft.given.get("sample_packing")))
     _targets(draft)
     _data(draft)
+    common.hold_out(draft, "val_set_size")
     draft.put("train.lr_scheduler", draft.take("lr_scheduler", "cosine"), "lr_scheduler")
-    warm_up(draft)
+    if least := draft.asked("cosine_min_lr_ratio"):
+        draft.put("train.lr_scheduler", "cosine_with_min_lr", "cosine_min_lr_ratio")
+        draft.put("train.lr_scheduler_kwargs", {"min_lr_rate": least}, "cosine_min_lr_ratio")
+    common.warm_up(draft)
     if draft.given.get("gradient_checkpointing") is False:
         draft.put("memory.gradient_checkpointing", draft.take("gradient_checkpointing"), "gradient_checkpointing")
-    if draft.take("fp16") is True:
-        draft.put("precision.dtype", "float16", "fp16")
-    if draft.given.get("train_on_inputs"):
-        draft.put("data.loss_on", "all" if draft.take("train_on_inputs") else "completion", "train_on_inputs")
+    common.half_precision(draft)
+    if draft.asked("train_on_inputs"):
+        draft.put("data.loss_on", "all", "train_on_inputs")
     for tool, key in (("wandb", "wandb_project"), ("tensorboard", "use_tensorboard")):
-        if draft.given.get(key):
-            draft.take(key)
+        if draft.asked(key):
             draft.lost[key] = f"train.report_to: [{tool}], once {tool} is installed"
     for key in [key for key in draft.given if key.startswith("wandb_")]:
         draft.lost[key] = "wandb reads it from its environment variables"
@@ -130,7 +125,7 @@ def convert(draft: Draft, folder: Path) -> None:
     if isinstance(special, dict) and set(special) <= {"pad_token", "eos_token", "bos_token", "unk_token"}:
         draft.take("special_tokens")
         draft.needless["special_tokens"] = "packed rows have no padding; the tokenizer's own tokens stay"
-    draft.explain(_LOST, _NEEDLESS)
+    draft.explain(common.LOST | _LOST, common.NEEDLESS | _NEEDLESS)
 
 
 def _targets(draft: Draft) -> None:
@@ -148,9 +143,13 @@ def _data(draft: Draft) -> None:
         sets = draft.take(key) or []
         sets = [{"path": sets, "type": "completion"}] if isinstance(sets, str) else sets
         if sets:
-            draft.put("data.train", [_source(draft, table, key) for table in sets], key)
+            draft.put("data.train", _sources(draft, sets, key), key)
+            draft.put("data.overflow", "split" if key == "pretraining_dataset" else "drop", f"as {key} there")
+    too_long = str(draft.take("excess_length_strategy", ""))
+    if too_long in _TOO_LONG:
+        draft.put("data.overflow", _TOO_LONG[too_long], "excess_length_strategy")
     if held_out := draft.take("test_datasets"):
-        draft.put("data.eval", [_source(draft, table, "test_datasets") for table in held_out], "test_datasets")
+        draft.put("data.eval", _sources(draft, held_out, "test_datasets"), "test_datasets")
     template = draft.given.get("chat_template")
     if template in _TEMPLATES:
         draft.put("data.chat_template", _TEMPLATES[draft.take("chat_template")], f"chat_template: {template}")
@@ -165,14 +164,27 @@ def _data(draft: Draft) -> None:
         )
 
 
+def _sources(draft: Draft, tables: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
+    """Return data sets as sources of a recipe: of one whose `data_files` are local each file."""
+    sources = []
+    for table in tables:
+        files = table.get("data_files")
+        if files and table["path"] in _BUILDERS:
+            plain = {key: value for key, value in table.items() if key != "data_files"}
+            files = [files] if isinstance(files, str) else files
+            sources += [_source(draft, {**plain, "path": file}, where) for file in files]
+        else:
+            sources.append(_source(draft, table, where))
+    return sources
+
+
 def _source(draft: Draft, table: dict[str, Any], where: str) -> dict[str, Any]:
     """Return one data set as a source of a recipe."""
     table = {key: value for key, value in table.items() if value is not None}
-    files, path, kind = table.pop("data_files", None), table.pop("path"), table.pop("type", None)
-    files = [files] if isinstance(files, str) else files
-    source: dict[str, Any] = {"path": files[0] if files and len(files) == 1 else path}
-    if files and len(files) > 1:
-        draft.lost[f"{where}.data_files"] = "name table file as a source of its own"
+    path, kind = table.pop("path"), table.pop("type", None)
+    source: dict[str, Any] = {"path": path}
+    if table.pop("data_files", None):
+        draft.lost[f"{where}.data_files"] = f"download them from {path}, and name each file as a source of its own"
     columns: dict[str, str] = {}
     if isinstance(kind, dict):  # a format of one's own: columns of Alpaca's
         names = {"field_instruction": "instruction", "field_input": "input", "field_output": "output"}
@@ -183,7 +195,7 @@ def _source(draft: Draft, table: dict[str, Any], where: str) -> dict[str, Any]:
     elif kind == "input_output":
         draft.lost[f"{where}.type"] = "input_output: write rows of prompt and completion"
     elif str(kind).startswith(("chat_template", "sharegpt")):
-        _turns(table, source, columns, str(kind))
+        _turns(draft, table, source, columns, str(kind))
     elif str(kind).startswith("alpaca"):
         source["format"] = "alpaca"
         draft.needless[f"{where}.type"] = f"{kind}: rows become conversations of the chat template"
@@ -193,27 +205,31 @@ def _source(draft: Draft, table: dict[str, Any], where: str) -> dict[str, Any]:
         )
     if renamed := {ours: name for ours, name in columns.items() if ours != name}:
         source["columns"] = renamed
-    for key, served in (("split", "train"), ("ds_type", None), ("roles", None), ("shards", None), ("name", None)):
-        value = table.pop(key, None)
-        if key == "ds_type" or value in (None, served):
-            continue
-        hint = {"split": "the split `train` is read", "name": "save that configuration to a file"}.get(key, "left out")
-        draft.lost[f"{where}.{key}"] = f"{value!r}: {hint}"
+    common.of_hub(source, table, {"split": "split", "name": "config", "revision": "revision"})
+    for key in ("ds_type", "roles"):
+        table.pop(key, None)  # both are recognised
     for key, value in table.items():
-        if key in ("roles_to_train", "train_on_eos", "message_property_mappings", "message_field_training"):
+        if value in _SUPERVISED.get(key, ()):
             draft.needless[f"{where}.{key}"] = "every assistant turn is supervised, with the token that ends it"
+        elif key == "message_field_training" and value in WEIGHTS:
+            draft.needless[f"{where}.{key}"] = f"turns whose {value} is false or 0 are not supervised"
         else:
-            draft.lost[f"{where}.{key}"] = f"{value!r}: no equivalent: leave it out"
+            draft.lost[f"{where}.{key}"] = f"{value!r}: {_SOURCES.get(key, 'no equivalent: leave it out')}"
     return source
 
 
-def _turns(table: dict[str, Any], source: dict[str, Any], columns: dict[str, str], kind: str) -> None:
+def _turns(draft: Draft, table: dict[str, Any], source: dict[str, Any], columns: dict[str, str], kind: str) -> None:
     """Take over how the turns of a conversation are called."""
-    roles = table.pop("message_property_mappings", None) or {}
-    role = roles.get("role") or table.pop("message_field_role", None)
-    table.pop("message_field_content", None)
+    names = table.pop("message_property_mappings", None) or {}
+    role = names.get("role") or table.pop("message_field_role", None)
+    content = names.get("content") or table.pop("message_field_content", None)
     field = table.pop("field_messages", "conversations" if kind.startswith("sharegpt") else "messages")
     table.pop("chat_template", None)
     form = "sharegpt" if role == "from" or kind.startswith("sharegpt") else "messages"
+    usual = ("from", "value") if form == "sharegpt" else ("role", "content")
+    if (role or usual[0], content or usual[1]) != usual:
+        draft.lost["message_property_mappings"] = (
+            f"{role} and {content}: call the turns' keys {usual[0]} and {usual[1]} in the data"
+        )
     source["format"] = form
     columns["conversations" if form == "sharegpt" else "messages"] = field

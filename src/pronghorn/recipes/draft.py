@@ -35,6 +35,10 @@ class Draft:
         value = self.given.pop(key, None)
         return default if value is None else value
 
+    def asked(self, key: str) -> Any:
+        """Take the value of one of their keys if it asks for something; what asks for nothing is left to `explain`."""
+        return self.take(key) if self.given.get(key) else None
+
     def put(self, key: str, value: Any, comment: str = "") -> None:
         """Set one of our keys, `section.name`."""
         section, _, name = key.partition(".")
@@ -97,33 +101,3 @@ class Draft:
         line = f"  {name}: {written.removesuffix(chr(10)).removesuffix('...').rstrip()}"
         comment = self.comments.get(f"{section}.{name}")
         return f"{line:<{WIDTH}}  # {comment}" if comment else line
-
-
-def warm_up(draft: Draft) -> None:
-    """Take over `warmup_steps`, or `warmup_ratio` as steps where their number is known."""
-    steps, ratio = draft.take("warmup_steps"), draft.take("warmup_ratio")
-    total = draft.recipe.get("train", {}).get("max_steps")
-    if isinstance(steps, float) and 0 < steps < 1:  # transformers 5 takes a share in the same key
-        steps, ratio = None, steps
-    if steps is not None:
-        draft.put("train.warmup_steps", int(steps), "warmup_steps")
-    elif ratio is not None and total is not None:
-        draft.put("train.warmup_steps", round(ratio * total), "warmup_ratio of max_steps")
-    elif ratio is not None:
-        draft.put("train.warmup_ratio", ratio, "warmup_ratio")
-
-
-def refuse_preferences(task: str) -> None:
-    """Refuse a task that recipes don't have."""
-    raise ConfigError(
-        f"{task} is no task of a recipe", "train it by TRL's trainer on a Pronghorn model: docs/preference-training.md"
-    )
-
-
-def batch_size(draft: Draft, key: str, default: int, packed: bool) -> None:
-    """Take over the batch: rows where they are packed there, too; documents become one row, and that is told."""
-    batch = draft.take(key, default)
-    draft.put("packing.rows_per_step", batch if packed else 1, key)
-    if not packed and batch != 1:
-        more = "a packed row holds many: see `pronghorn data inspect`, then set packing.rows_per_step"
-        draft.lost[key] = f"{batch} documents there; {more}"

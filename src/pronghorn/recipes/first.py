@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pronghorn.config import Recipe
 from pronghorn.data.files import READERS, read_file
+from pronghorn.data.formats import likely_columns
 from pronghorn.device import probe
 from pronghorn.diagnose.inspect import Inspection, inspect
 from pronghorn.diagnose.plan_report import PlanReport, report_plan
@@ -21,9 +22,6 @@ from pronghorn.train.progress import duration
 Task = Literal["sft", "pretrain"]
 Method = Literal["lora", "qlora", "full"]
 EXAMPLE_DATA = "my-data.jsonl"
-PROMPTS = ("question", "query", "instruction", "input", "prompt", "problem")
-COMPLETIONS = ("answer", "response", "output", "completion", "solution")
-"""Columns that are asked, and that answer, in sets of no known format."""
 SHORTEST, LONGEST, ON_A_CPU = 512, 8192, 1024
 """Tokens of a row: at least and at most, unless documents or the model's positions say otherwise."""
 
@@ -118,11 +116,10 @@ def _name_columns(draft: Draft, path: Path) -> None:
     """Name the columns of rows of a prompt and an answer under other names."""
     row = next(iter(read_file(path)), (0, None))[1]
     if isinstance(row, dict) and not {"messages", "conversations", "text", "chosen"} & row.keys():
-        prompt = next((key for key in PROMPTS if key in row), None)
-        answer = next((key for key in COMPLETIONS if key in row), None)
+        columns = likely_columns(row)
         formats = ({"prompt", "completion"}, {"instruction", "output"}, {"instruction", "context", "response"})
-        if prompt and answer and not any(keys <= row.keys() for keys in formats):
-            draft.put("data.columns", {"prompt": prompt, "completion": answer}, "our names, and the file's")
+        if columns and not any(keys <= row.keys() for keys in formats):
+            draft.put("data.columns", columns, "our names, and the file's")
 
 
 def _choose_length(draft: Draft, seen: Inspection, most: int) -> None:

@@ -6,30 +6,18 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pronghorn.recipes.draft import Draft, batch_size, refuse_preferences, warm_up
+from pronghorn.recipes import common
+from pronghorn.recipes.common import KERNELS, PACKED
+from pronghorn.recipes.draft import Draft
 
 _SAME = {
     "model_name_or_path": "model.name",
-    "trust_remote_code": "model.trust_remote_code",
-    "lora_dropout": "adapter.lora_dropout",
     "use_rslora": "adapter.use_rslora",
     "use_dora": "adapter.use_dora",
     "max_samples": "data.max_samples",
     "default_system": "data.system_prompt",
     "preprocessing_num_workers": "data.workers",
-    "gradient_accumulation_steps": "train.gradient_accumulation_steps",
-    "max_steps": "train.max_steps",
     "optim": "train.optimizer",
-    "weight_decay": "train.weight_decay",
-    "max_grad_norm": "train.max_grad_norm",
-    "neftune_noise_alpha": "train.neftune_noise_alpha",
-    "logging_steps": "train.logging_steps",
-    "save_steps": "train.save_steps",
-    "save_total_limit": "train.keep_checkpoints",
-    "eval_steps": "train.eval_steps",
-    "seed": "train.seed",
-    "output_dir": "train.output",
-    "tf32": "precision.tf32",
 }
 _DEFAULTS = {
     "cutoff_len": ("model.max_seq_length", 2048),
@@ -39,43 +27,30 @@ _DEFAULTS = {
 }
 """Keys whose default there is another than here: ours, and that default."""
 _TEMPLATES = {"chatml": "chatml", "llama3": "llama-3", "qwen": "qwen-2.5", "gemma": "gemma", "mistral": "mistral"}
-_KERNELS = "Pronghorn's own attention and kernels"
-_PACKED = "rows are always packed and full"
 _NEEDLESS = {
-    "bf16": "precision.dtype: auto is bf16 on a GPU that has it",
-    "dataloader_num_workers": "data are tokenised beforehand",
     "ddp_timeout": "leave it out",
     "do_eval": "data.eval is measured before and after training",
     "do_train": "pronghorn train trains",
-    "enable_liger_kernel": _KERNELS,
-    "eval_strategy": "train.eval_steps, with data.eval",
-    "flash_attn": _KERNELS,
-    "neat_packing": _PACKED,
+    "enable_liger_kernel": KERNELS,
+    "flash_attn": KERNELS,
+    "neat_packing": PACKED,
     "overwrite_cache": "the cache knows when data change",
-    "overwrite_output_dir": "a run never writes over another: choose a new train.output",
-    "packing": _PACKED,
-    "per_device_eval_batch_size": _PACKED,
+    "overwrite_output_dir": "pronghorn train --overwrite",
+    "packing": PACKED,
+    "per_device_eval_batch_size": PACKED,
     "plot_loss": "report.html draws it",
-    "resume_from_checkpoint": "the same command goes on",
-    "save_only_model": "checkpoints hold what resuming needs",
-    "shift_attn": _KERNELS,
-    "upcast_layernorm": _KERNELS,
-    "use_unsloth": _KERNELS,
-    "use_unsloth_gc": "memory.gradient_checkpointing: offload",
+    "pissa_convert": "adapters that begin so are saved as plain LoRA",
+    "shift_attn": KERNELS,
+    "upcast_layernorm": KERNELS,
+    "use_unsloth": KERNELS,
 }
 _LOST = {
-    "deepspeed": "pronghorn train uses all GPUs of the machine; each holds the whole model",
-    "fsdp": "pronghorn train uses all GPUs of the machine; each holds the whole model",
     "galore_rank": "no GaLore: adapter.method: lora takes less memory",
     "interleave_probs": "weights of the sources: data.train: [{path: …, weight: …}]",
     "loraplus_lr_ratio": "one learning rate for all adapters",
     "mix_strategy": "weights of the sources: data.train: [{path: …, weight: …}]",
-    "pissa_init": "adapters begin at zero",
-    "report_to": "name the tools in train.report_to, once they are installed",
-    "push_to_hub": "upload after training: docs/after-training.md",
     "quantization_bit": "model.load_in_4bit: true is 4 bits; others are not here",
     "use_galore": "no GaLore: adapter.method: lora takes less memory",
-    "val_size": "hold rows out in a file of their own, and name it in data.eval",
 }
 
 
@@ -83,11 +58,11 @@ def convert(draft: Draft, folder: Path) -> None:
     """Turn LLaMA-Factory's keys into a recipe's; `folder` is the file's."""
     stage = draft.take("stage", "sft")
     if stage not in ("sft", "pt"):
-        refuse_preferences(f"stage: {stage}")
+        common.refuse_preferences(f"stage: {stage}")
     if adapter := draft.take("adapter_name_or_path"):
         draft.take("model_name_or_path")
         draft.put("model.name", str(adapter), "adapter_name_or_path; its base is named in its adapter_config.json")
-    draft.copy(_SAME)
+    draft.copy(common.SAME | _SAME)
     for name, (ours, default) in _DEFAULTS.items():
         set_there = name in draft.given
         draft.put(ours, draft.take(name, default), name if set_there else f"{name}'s default")
@@ -102,13 +77,15 @@ def convert(draft: Draft, folder: Path) -> None:
         draft.take("quantization_method")
         draft.put("model.load_in_4bit", True, "quantization_bit: 4")
     _data(draft, folder)
-    warm_up(draft)
-    if draft.take("fp16") is True:
-        draft.put("precision.dtype", "float16", "fp16")
-    if draft.take("disable_gradient_checkpointing") is True:
-        draft.put("memory.gradient_checkpointing", False, "disable_gradient_checkpointing")
-    batch_size(draft, "per_device_train_batch_size", 8, stage == "pt" or bool(draft.given.get("packing")))
-    draft.explain(_LOST, _NEEDLESS)
+    draft.put("data.overflow", "split" if stage == "pt" else "truncate", "as cutoff_len there")
+    common.hold_out(draft, "val_size")
+    common.warm_up(draft)
+    common.half_precision(draft)
+    for key, recompute in (("use_unsloth_gc", "offload"), ("disable_gradient_checkpointing", False)):
+        if draft.asked(key):
+            draft.put("memory.gradient_checkpointing", recompute, key)
+    common.batch_size(draft, "per_device_train_batch_size", 8, stage == "pt" or bool(draft.given.get("packing")))
+    draft.explain(common.LOST | _LOST, common.NEEDLESS | _NEEDLESS)
 
 
 def _adapter(draft: Draft) -> None:
@@ -123,6 +100,9 @@ def _adapter(draft: Draft) -> None:
         draft.put("adapter.target_modules", _names(target), "lora_target")
     if whole := draft.take("additional_target"):
         draft.put("adapter.modules_to_save", _names(whole), "additional_target")
+    if draft.asked("pissa_init"):
+        steps = draft.take("pissa_iter", 16)
+        draft.put("adapter.init_lora_weights", f"pissa_niter_{steps}" if steps > 0 else "pissa", "pissa_init")
     if tokens := draft.take("new_special_tokens"):
         draft.put("adapter.new_tokens", _names(tokens), "new_special_tokens")
 
@@ -163,7 +143,7 @@ def _source(draft: Draft, name: str, entry: dict[str, Any] | None, base: Path) -
         draft.lost[f"dataset {name}"] = f"no entry in {base / 'dataset_info.json'}: write its path into data.train"
         return {"path": str(base / f"{name}.json")}
     if entry.get("ranking"):
-        refuse_preferences(f"{name} (ranking: true)")
+        common.refuse_preferences(f"{name} (ranking: true)")
     path = entry.get("hf_hub_url") or entry.get("ms_hub_url") or str(base / entry.get("file_name", f"{name}.json"))
     columns, tags = dict(entry.get("columns") or {}), entry.get("tags") or {}
     if entry.get("formatting") == "sharegpt":
@@ -179,7 +159,5 @@ def _source(draft: Draft, name: str, entry: dict[str, Any] | None, base: Path) -
     source: dict[str, Any] = {"path": path, "format": form}
     if renamed := {ours: name for ours, name in renamed.items() if ours != name}:
         source["columns"] = renamed
-    for key in ("split", "subset", "num_samples"):
-        if entry.get(key) not in (None, "train"):
-            draft.lost[f"dataset {name}.{key}"] = f"{entry[key]!r}: save that part to a file"
+    common.of_hub(source, dict(entry), {"split": "split", "subset": "config", "num_samples": "max_samples"})
     return source

@@ -234,3 +234,17 @@ def autocast_dtype(recipe: Recipe) -> torch.dtype | None:
     dtype = resolve_dtype(recipe.precision.dtype, default_device())
     full = recipe.adapter.method == "full"
     return dtype if dtype is torch.float16 or (full and dtype is torch.bfloat16) else None
+
+
+def check_device(recipe: Recipe, device: str, console: Console) -> None:
+    """Refuse what this kind of device can't do at all, and say what it passes over."""
+    if device == "cuda":
+        return
+    if recipe.packing.graph == "on":
+        raise ConfigError("packing.graph: on without a CUDA device", "leave packing.graph out: auto uses one on GPUs")
+    if recipe.precision.compute != "dtype":
+        raise ConfigError(
+            f"precision.compute: {recipe.precision.compute} without a CUDA device", "leave precision.compute out here"
+        )
+    if recipe.memory.budget is not None:
+        console.print(f"[yellow]memory.budget {recipe.memory.budget} is of GPU memory: nothing limits this CPU run[/]")

@@ -183,7 +183,7 @@ def _load_export(path: Path, trust_remote_code: bool, **options: Any) -> ChatSes
 def recipe_of(folder: Path) -> Recipe:
     """Return the recipe of the finished run in `folder`."""
     if not folder.is_dir():
-        remedy = "give the output folder of a finished run, or a merged folder; a server's address goes to --served"
+        remedy = "give the output folder of a finished run (train.output), or a merged folder"
         raise ConfigError(f"{folder} is no folder", remedy)
     if not (folder / "run.json").exists() and (folder / "journal.json").exists():
         raise ConfigError(

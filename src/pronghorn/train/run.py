@@ -22,14 +22,14 @@ from pronghorn.data.cache import Prepared
 from pronghorn.data.dealing import DealtRows
 from pronghorn.data.packed_rows import PackedRows, PackingStats
 from pronghorn.device import device_name, peak_bytes, processes, versions
-from pronghorn.errors import ConfigError, DataError, PronghornError, RunStopped
+from pronghorn.errors import DataError, PronghornError, RunStopped
 from pronghorn.export.folder import whole_folder
 from pronghorn.models.attach import Handle
 from pronghorn.models.load import trainable_parameters
 from pronghorn.optimizers import check_optimizer
 from pronghorn.precision.float32 import check_tf32, tf32_products
 from pronghorn.recipe_sections import CHANGES_BASE
-from pronghorn.train.build import autocast_dtype, load, make_trainer, planned_steps, training_arguments
+from pronghorn.train.build import autocast_dtype, check_device, load, make_trainer, planned_steps, training_arguments
 from pronghorn.train.checkpoint import step_of
 from pronghorn.train.control import RunControl, trained_seconds
 from pronghorn.train.documents import find, prepare, tokenizer_for
@@ -100,16 +100,6 @@ def _training_arguments(recipe: Recipe, console: Console) -> SFTConfig:
     if recipe.report.html:
         check_report_dependencies()
     return args
-
-
-def check_device(recipe: Recipe, device: str, console: Console) -> None:
-    """Refuse what this kind of device can't do at all, and say what it passes over."""
-    if device == "cuda":
-        return
-    if recipe.packing.graph == "on":
-        raise ConfigError("packing.graph: on without a CUDA device", "leave packing.graph out: auto uses one on GPUs")
-    if recipe.memory.budget is not None:
-        console.print(f"[yellow]memory.budget {recipe.memory.budget} is of GPU memory: nothing limits this CPU run[/]")
 
 
 def _from_main_process(args: SFTConfig, make: Callable[[], T]) -> T:

@@ -103,7 +103,7 @@ class SFTTrainer(trl.SFTTrainer):
         check_arguments(args, kwargs, self._packs_train, self._packs_eval)
         one_gpu = use_one_gpu(args, "SCRIPT.py")
         for name, packs in (("train_dataset", self._packs_train), ("eval_dataset", self._packs_eval)):
-            check_dataset(name, kwargs.get(name), packs)
+            check_dataset(name, kwargs.get(name), packs, args, kwargs)
         if isinstance(model, str):
             raise UnsupportedError(
                 f"model {model!r} given by name", "load it with FastLanguageModel.from_pretrained and pass the model"
@@ -332,7 +332,7 @@ class SFTTrainer(trl.SFTTrainer):
                 rows = self.eval_dataset[rows]
             raw = hasattr(rows, "column_names") and not isinstance(rows, (PackedRows, dict))  # a DatasetDict has them
             if self._packs_eval and raw:  # given to this call
-                check_dataset("eval_dataset", rows, packing=True)
+                check_dataset("eval_dataset", rows, True, self.args, {"processing_class": self.processing_class})
                 formatting = getattr(self, "_formatting_func", None)
                 rows = self._prepare_dataset(rows, self.processing_class, self.args, False, formatting, "eval")
             if not isinstance(rows, PackedRows):

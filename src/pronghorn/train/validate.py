@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from os import PathLike
 from typing import Any
 
 import torch
 from accelerate.utils import parse_flag_from_env
 
+from pronghorn.data.formats import likely_columns
 from pronghorn.data.media import parts_of, refuse_media
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
 from pronghorn.optimizers import check_optimizer
@@ -24,11 +26,18 @@ def check_old_arguments(kwargs: Iterable[str]) -> None:
         raise ConfigError(f"{', '.join(moved)} given to SFTTrainer", f"give args=SFTConfig({fields}) from trl")
 
 
-def check_dataset(name: str, given: Any, packing: bool) -> None:
-    """Refuse a data set that is empty, streamed where documents are packed, or holds images, videos or sounds."""
-    for dataset in given.values() if isinstance(given, dict) else [given]:
-        if dataset is None:
+def check_dataset(name: str, given: Any, packing: bool, args: Any, kwargs: dict[str, Any]) -> None:
+    """Refuse what is no data set, is empty, streamed where documents are packed, has columns that TRL doesn't read, or
+    holds images, videos or sounds."""
+    several = isinstance(given, dict) and name == "eval_dataset"
+    for dataset in given.values() if several else [given]:
+        if dataset is None and name == "eval_dataset":
             continue
+        if dataset is None or isinstance(dataset, str | PathLike | list | dict):
+            raise ConfigError(
+                f"{name} is {'missing' if dataset is None else f'a {type(dataset).__name__}'}",
+                'give a datasets.Dataset: load_dataset("json", data_files=FILE, split="train")',
+            )
         refuse_media(name, getattr(dataset, "column_names", None) or ())
         if not hasattr(dataset, "__len__"):
             if packing:
@@ -40,6 +49,33 @@ def check_dataset(name: str, given: Any, packing: bool) -> None:
             raise DataError(f"{name} is empty", "check the file and the filters it went through")
         elif isinstance(row := dataset[0], dict):
             refuse_media(f"{name}, in its first row's messages,", parts_of(row))
+            if kwargs.get("formatting_func") is None and not (args.dataset_kwargs or {}).get("skip_prepare_dataset"):
+                _check_columns(name, row, args.dataset_text_field, kwargs.get("processing_class"))
+
+
+def _check_columns(name: str, row: dict[str, Any], text: str, tokenizer: Any) -> None:
+    """Refuse rows that TRL makes no documents of, and conversations without a chat template."""
+    turns = {"messages", "conversations"} & row.keys() or isinstance(row.get("prompt"), list)
+    if turns and text not in row and tokenizer is not None and getattr(tokenizer, "chat_template", None) is None:
+        raise ConfigError(
+            f"{name} has conversations, and the tokenizer no chat template",
+            "use the model's instruct version, or pronghorn.chat_templates.get_chat_template(tokenizer, NAME)",
+        )
+    if "conversations" in row and text not in row:
+        turn = next(iter(row["conversations"] or [{}]))
+        if turn.get("from") not in ("user", "assistant", "system"):  # what TRL takes as it is
+            standard = "dataset" if "role" in turn else "pronghorn.chat_templates.standardize_sharegpt(dataset)"
+            raise DataError(
+                f"{name}: `conversations` of keys {', '.join(turn)}, and TRL reads `messages` of role and content",
+                f'{standard}.rename_column("conversations", "messages")',
+            )
+    if not turns and not {text, "input_ids"} & row.keys() and not {"prompt", "completion"} <= row.keys():
+        columns = likely_columns(row)
+        renamed = columns and {column: ours for ours, column in columns.items()}
+        raise DataError(
+            f"{name}: columns {', '.join(row)} are no known format",
+            f"dataset.rename_columns({renamed})" if renamed else "name them messages, prompt and completion, or text",
+        )
 
 
 def check_row_length(asked: int | None, limit: int | None) -> int:

@@ -1,0 +1,100 @@
+"""What Axolotl's and LLaMA-Factory's configurations have in common: keys of the same name and meaning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pronghorn.errors import ConfigError
+from pronghorn.recipes.draft import Draft
+
+SAME = {
+    "trust_remote_code": "model.trust_remote_code",
+    "lora_dropout": "adapter.lora_dropout",
+    "gradient_accumulation_steps": "train.gradient_accumulation_steps",
+    "max_steps": "train.max_steps",
+    "weight_decay": "train.weight_decay",
+    "max_grad_norm": "train.max_grad_norm",
+    "neftune_noise_alpha": "train.neftune_noise_alpha",
+    "lr_scheduler_kwargs": "train.lr_scheduler_kwargs",
+    "logging_steps": "train.logging_steps",
+    "save_steps": "train.save_steps",
+    "save_total_limit": "train.keep_checkpoints",
+    "eval_steps": "train.eval_steps",
+    "seed": "train.seed",
+    "output_dir": "train.output",
+    "tf32": "precision.tf32",
+}
+"""Keys of both that mean the same as one of ours: theirs to ours."""
+KERNELS = "Pronghorn's own attention and kernels"
+PACKED = "rows are always packed and full"
+NEEDLESS = {
+    "bf16": "precision.dtype: auto is bf16 on a GPU that has it",
+    "dataloader_num_workers": "data are tokenised beforehand",
+    "eval_strategy": "train.eval_steps, with data.eval",
+    "resume_from_checkpoint": "the same command goes on",
+    "save_only_model": "checkpoints hold what resuming needs",
+    "save_strategy": "train.save_steps; a checkpoint is saved every ten minutes anyway",
+}
+_GPUS = "pronghorn train uses all GPUs of the machine; each holds the whole model"
+LOST = {
+    "deepspeed": _GPUS,
+    "fsdp": _GPUS,
+    "fsdp_config": _GPUS,
+    "push_to_hub": "upload after training: docs/after-training.md",
+    "report_to": "name the tools in train.report_to, once they are installed",
+}
+
+
+def refuse_preferences(task: str) -> None:
+    """Refuse a task that recipes don't have."""
+    raise ConfigError(
+        f"{task} is no task of a recipe", "train it by TRL's trainer on a Pronghorn model: docs/preference-training.md"
+    )
+
+
+def half_precision(draft: Draft) -> None:
+    """Take over `fp16`."""
+    if draft.asked("fp16") is True:
+        draft.put("precision.dtype", "float16", "fp16")
+
+
+def hold_out(draft: Draft, key: str) -> None:
+    """Take over the share or the count of rows that are held out, unless held-out data are named."""
+    amount = draft.asked(key)
+    if not amount:
+        return
+    if "eval" in draft.recipe.get("data", {}):
+        draft.needless[key] = "held-out data are named"
+    else:
+        draft.put("data.eval", f"{amount * 100:g}%" if amount < 1 else str(int(amount)), key)
+
+
+def warm_up(draft: Draft) -> None:
+    """Take over `warmup_steps`, or `warmup_ratio` as steps where their number is known."""
+    steps, ratio = draft.take("warmup_steps"), draft.take("warmup_ratio")
+    total = draft.recipe.get("train", {}).get("max_steps")
+    if isinstance(steps, float) and 0 < steps < 1:  # transformers 5 takes a share in the same key
+        steps, ratio = None, steps
+    if steps is not None:
+        draft.put("train.warmup_steps", int(steps), "warmup_steps")
+    elif ratio is not None and total is not None:
+        draft.put("train.warmup_steps", round(ratio * total), "warmup_ratio of max_steps")
+    elif ratio is not None:
+        draft.put("train.warmup_ratio", ratio, "warmup_ratio")
+
+
+def batch_size(draft: Draft, key: str, default: int, packed: bool) -> None:
+    """Take over the batch: rows where they are packed there, too; documents become one row, and that is told."""
+    batch = draft.take(key, default)
+    draft.put("packing.rows_per_step", batch if packed else 1, key)
+    if not packed and batch != 1:
+        more = "a packed row holds many: see `pronghorn data inspect`, then set packing.rows_per_step"
+        draft.lost[key] = f"{batch} documents there; {more}"
+
+
+def of_hub(source: dict[str, Any], entry: dict[str, Any], names: dict[str, str]) -> None:
+    """Move what says which part of a data set is read from its entry to the source; `names` are theirs to ours."""
+    for name, ours in names.items():
+        value = entry.pop(name, None)
+        if value is not None and (ours, value) != ("split", "train"):  # the default
+            source[ours] = value
