@@ -38,6 +38,8 @@ class Call:
     """int64 [M]: the mixer returns these rows only. A row that is named more than once must have no gradient."""
     output_wanted: bool
     """Whether the last block's output is read, or only what its backward needs is (in a recomputation)."""
+    mlp_rows: int = 0
+    """Rows of the tiles that a gated MLP is computed in; 0: as a whole."""
     attention: explicit.Options | None = None
     """What packed attention goes through, chosen once for forward and backward."""
     positions: Tensor | None = None

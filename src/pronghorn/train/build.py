@@ -93,11 +93,15 @@ def load(recipe: Recipe, found: FoundModel, tokenizer: Any, console: Console) ->
             random_state=adapter.random_state,
             adapter_dtype=recipe.precision.adapter_dtype,
         )
+    keep_names(model)
+    return model, attach(model, asked_plan(recipe), **attach_options(recipe))
+
+
+def asked_plan(recipe: Recipe) -> Plan:
+    """Return the plan that a recipe asks for."""
     memory = recipe.memory
     budget = None if memory.budget is None else parse_bytes(memory.budget, "memory.budget")
-    plan = Plan.asked(memory.gradient_checkpointing, budget)
-    keep_names(model)
-    return model, attach(model, plan, **attach_options(recipe))
+    return Plan.asked(memory.gradient_checkpointing, budget, memory.mlp)
 
 
 def attach_options(recipe: Recipe) -> dict[str, Any]:
