@@ -132,6 +132,9 @@ def _refusal(dims: ModelDims, setup: TrainSetup, times: StepTimes, budget: int, 
         if setup.method == "full"
         else None,
         "model.load_in_4bit: true": in_4_bits if dense else None,
+        "memory.mlp: tiled": replace(setup, mlp_rows=TILE_ROWS)
+        if can_tile(dims.layers, setup) and not setup.mlp_rows
+        else None,
         f"adapter.r: {max(half.values(), default=0)}": replace(setup, ranks=half, optimizer_bytes=None)
         if half
         else None,
