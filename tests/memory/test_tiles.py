@@ -121,7 +121,7 @@ def test_a_recipe_asks_for_tiles(mlp: str, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
         f"model: {{name: {tmp_path}/model, max_seq_length: 64}}\ndata: {{train: {tmp_path}/data.jsonl}}\n"
-        f"memory: {{mlp: {mlp}}}\n"
+        f"memory: {{mlp: {mlp}}}\ntrain: {{output: {tmp_path}/out}}\n"
     )
     shown = CliRunner().invoke(app, ["plan", str(recipe), "--device", "h100", "--json"], catch_exceptions=False)
     assert shown.exit_code == 0, shown.output
