@@ -37,7 +37,8 @@ def run_parts(facts: Any, given: argparse.Namespace, module: str, command: Comma
     """Measure what `facts` (a `record.Facts`) doesn't hold yet under `parts`, and return all of it by name.
 
     Args:
-        module: it has a function `part(name, given)` that returns what becomes JSON.
+        module: it has a function `part(name, given)` that returns what becomes JSON; `given.keep(found)` keeps what
+            it has so far, should it be ended.
         command: in its place.
     """
     done: dict[str, Any] = {} if given.again else _earlier(given.out)
@@ -103,8 +104,11 @@ def main(module: str, name: str, arguments: str, result: str) -> None:
 
     grow_segments()  # as the commands do, before torch starts with the GPU
     given: Mapping[str, Any] = json.loads(Path(arguments).read_text(encoding="utf-8"))
-    found = importlib.import_module(module).part(name, SimpleNamespace(**given))
-    Path(result).write_text(json.dumps(found), encoding="utf-8")
+
+    def keep(found: Any) -> None:
+        Path(result).write_text(json.dumps(found), encoding="utf-8")
+
+    keep(importlib.import_module(module).part(name, SimpleNamespace(**given, keep=keep)))
 
 
 if __name__ == "__main__":

@@ -101,7 +101,8 @@ def in_4_bits(fields: dict[str, Any]) -> Any:
                 value = torch.empty(parameter.shape, **made)
                 value = value.fill_(1) if parameter.dim() == 1 else value.normal_(0, 0.02)
                 module._parameters[name] = nn.Parameter(value, requires_grad=False)
-    model.model.rotary_emb = type(model.model.rotary_emb)(model.config, device=device())
+    with torch.device(device()):
+        model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
     model.tie_weights()
     model.is_loaded_in_4bit = model.is_quantized = True
     model.config.quantization_config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
