@@ -16,8 +16,8 @@ below the line, is Pronghorn as it comes, with layers of its own. A model's vari
 from the same adapters, each for `--steps` steps, one row a step: their losses must coincide.
 
 Beside what was measured stand the formulas: (L − 1) · s, s being what one layer's metadata take in a loop of its own,
-and (L − 1) · min(c, g), with a layer's copy c and backward g by events on the streams. Where a change saves nothing, the
-table shows that: what is left to save depends on how much else a step waits for.
+and (L − 1) · min(c, g), with a layer's copy c and backward g by events on the streams. Where a change saves nothing,
+the table shows that: what is left to save depends on how much else a step waits for.
 """
 
 from __future__ import annotations

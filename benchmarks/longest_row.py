@@ -2,7 +2,8 @@
 
     python -m benchmarks.longest_row --shape Llama-3.1-8B --memory 80GiB --out longest-row.json
 
-`tiled` offloads, too, and computes MLPs in tiles of rows. For each policy the longest row is computed from bytes alone (`memory.estimate`). Then steps run on a row of that
+`tiled` offloads, too, and computes MLPs in tiles of rows. For each policy the longest row is computed from bytes alone
+(`memory.estimate`). Then steps run on a row of that
 length and on one 5 % longer: the prediction is met if the first trains and the second does not. If not, the search
 goes on up or down by 5 %. Each row has a process of its own, as a training has: what earlier ones leave in torch's
 allocator decides what still fits. LoRA r16 on all linears, AdamW, documents of `--document` tokens, random weights.

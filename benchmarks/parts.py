@@ -33,13 +33,15 @@ def add_arguments(parser: argparse.ArgumentParser, parts: Sequence[str], limit_s
     parser.add_argument("--again", action="store_true", help="measure parts that --out holds already, too")
 
 
-def run_parts(facts: Any, given: argparse.Namespace, module: str, command: Command | None = None) -> dict[str, Any]:
+def run_parts(
+    facts: Any, given: argparse.Namespace, module: str, measure: Callable[[str], dict[str, Any]] | None = None
+) -> dict[str, Any]:
     """Measure what `facts` (a `record.Facts`) doesn't hold yet under `parts`, and return all of it by name.
 
     Args:
         module: it has a function `part(name, given)` that returns what becomes JSON; `given.keep(found)` keeps what
             it has so far, should it be ended.
-        command: in its place.
+        measure: measures a part by its name, in its place; `one` runs a command.
     """
     done: dict[str, Any] = {} if given.again else _earlier(given.out)
     facts["parts"] = done
@@ -47,7 +49,7 @@ def run_parts(facts: Any, given: argparse.Namespace, module: str, command: Comma
         if name in done and "error" not in done[name]:
             print(f"{name}: measured before", flush=True)
             continue
-        done[name] = _one(name, given, command or (lambda *files: _command(module, *files)))
+        done[name] = measure(name) if measure else one(name, given, lambda *files: _command(module, *files))
         said = done[name].get("error") or f"{done[name]['part_s']:.0f} s"
         print(f"{name}: {said}", flush=True)
         facts.keep()
@@ -67,7 +69,7 @@ def _command(module: str, name: str, arguments: Path, result: Path) -> Sequence[
     return [sys.executable, "-m", "benchmarks.parts", module, name, str(arguments), str(result)]
 
 
-def _one(name: str, given: argparse.Namespace, command: Command) -> dict[str, Any]:
+def one(name: str, given: argparse.Namespace, command: Command) -> dict[str, Any]:
     """Measure one part; return its result, or the `error`."""
     with tempfile.TemporaryDirectory(prefix="pronghorn-part-") as folder:
         arguments, result, log = (Path(folder) / each for each in ("arguments.json", "result.json", "log.txt"))
@@ -75,6 +77,7 @@ def _one(name: str, given: argparse.Namespace, command: Command) -> dict[str, An
         arguments.write_text(json.dumps({**vars(given), "began": began}, default=str), encoding="utf-8")
         paths = os.pathsep.join([str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
         quiet = {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        quiet["UNSLOTH_DISABLE_STATISTICS"] = "1"
         with log.open("w") as output:
             try:
                 process = subprocess.run(
