@@ -44,7 +44,7 @@ def figures(results: Sequence[Result]) -> dict[str, Any]:
     found: dict[str, Any] = {"green": ours.shown and plain.shown, "device": ours.device, "gate": ours.gate}
     if found["green"]:
         found |= {"step_ms": ours.median("step"), "plain_ms": plain.median("step")}
-        found |= {"ratio": found["plain_ms"] / found["step_ms"], "peak_bytes": ours.memory_bytes["peak"]}
+        found |= {"ratio": found["plain_ms"] / found["step_ms"], "peak_bytes": ours.memory_bytes.get("peak", 0)}
     return found
 
 
@@ -61,7 +61,7 @@ def committed(model: str, folder: Path) -> dict[str, Any]:
     later = folder / f"step-{model.lower()}-once.json"
     if later.is_file():
         newest = next(result for result in read_results(later) if result.candidate == "pronghorn")
-        found["peak_bytes"] = newest.memory_bytes["peak"]
+        found["peak_bytes"] = newest.memory_bytes.get("peak", 0)
     return found
 
 

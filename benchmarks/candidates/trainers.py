@@ -88,7 +88,9 @@ def trl(given: dict[str, Any], **more: Any) -> dict[str, Any]:
     return finish(trainer, given)
 
 
-def unsloth(given: dict[str, Any], packs: bool = False, checkpointing: Any = "unsloth") -> dict[str, Any]:
+def unsloth(
+    given: dict[str, Any], packs: bool = False, checkpointing: Any = "unsloth", in_4_bits: bool = False
+) -> dict[str, Any]:
     """Unsloth's model with TRL's trainer as it changes that, as its notebooks do."""
     library = importlib.import_module("unsloth")
     import trl as trainers
@@ -96,7 +98,7 @@ def unsloth(given: dict[str, Any], packs: bool = False, checkpointing: Any = "un
 
     MARKS["imported"] = time.time()
     model, tokenizer = library.FastLanguageModel.from_pretrained(
-        given["model"], max_seq_length=given["tokens"], load_in_4bit=False, local_files_only=True
+        given["model"], max_seq_length=given["tokens"], load_in_4bit=in_4_bits, local_files_only=True
     )
     model = library.FastLanguageModel.get_peft_model(
         model, r=16, lora_alpha=32, lora_dropout=0, bias="none", target_modules=TARGETS, random_state=3407,
@@ -152,13 +154,19 @@ CANDIDATES: dict[str, Any] = {
     "trl-liger": (trl, {"gradient_checkpointing": False, "use_liger_kernel": True}),
     "unsloth": (unsloth, {}),
     "unsloth-best": (unsloth, {"packs": True, "checkpointing": False}),
+    "unsloth-nf4": (unsloth, {"in_4_bits": True}),
     "pronghorn": (pronghorn, {}),
     "pronghorn-nf4": (pronghorn, {"in_4_bits": True}),
     "pronghorn-fp8": (pronghorn, {"compute": "fp8"}),
+    "pronghorn-nf4-fp8": (pronghorn, {"in_4_bits": True, "compute": "fp8"}),
     "evaluate": (evaluate, {}),
 }
 """The function of each and its own arguments."""
-NEEDS = {"trl-liger": "liger_kernel", "unsloth": "unsloth", "unsloth-best": "unsloth", "pronghorn-nf4": "bitsandbytes"}
+NEEDS = {"trl-liger": "liger_kernel"} | {
+    name: "unsloth" if name.startswith("unsloth") else "bitsandbytes"
+    for name in CANDIDATES
+    if name.startswith("unsloth") or "nf4" in name
+}
 """The module without which one is skipped."""
 
 
