@@ -4,7 +4,8 @@ The MLP keeps its input alone and its working memory is a tile's, so that the la
 rows are few, and in attention where they are many:
 
     in the MLP        what attention kept, x, dy, dx, and of one tile the norm's result, gate·up and the activation
-    in attention      what attention kept, its norm's result and that's gradient, dy, dx, d(q·k·v)
+    in attention      what attention kept, its norm's result and that's gradient, whose place dx takes, dy, d(q·k·v);
+                      in the last layer dy of the supervised rows and of all
 
 Experts and gated delta nets have no tiles: experts' rows are grouped by expert, a net's states go from row to row.
 """
@@ -66,10 +67,10 @@ def tiled_bytes(
     apart = t * h * b if has_after or stream != b else 0  # the former as products read it
     rotated = t * attention.query * b if attention.head_norms else 0  # q is made again from what its product left
     d_qkv = t * b * (attention.query + 2 * attention.key_value)
-    # the product's weight, or its gradient's codes, are gone when x's gradient is made
+    # the product's weight, or its gradient's codes, are gone when the last layer's dy of all rows is made
     product = (1 if setup.fp8 else b) * h * attention.projected * setup.writes_out + t * attention.projected * setup.fp8
-    last = max(t * h * stream, product) if layer.norms_before else product
-    in_attention = keep + apart + rotated + d_qkv + t * h * b + last  # the MLP's input has made room for a gradient
+    last = max(t * h * stream * (1 if stream == b else 2), product)
+    in_attention = keep + apart + rotated + d_qkv + t * h * b + last  # the MLP's input has made room for dy
     return left, {policy: max(size, in_attention) for policy, size in in_mlp.items()}
 
 
