@@ -79,7 +79,7 @@ def test_tiles_are_chosen_only_where_nothing_else_fits() -> None:
     tiled = plan(model, replace(setup, tokens=500_000), device, 80 * GIB)
     assert tiled.mlp_rows == TILE_ROWS and not tiled.graph and tiled.predicted["process"] <= 80 * GIB
     for asked in (Plan.offload(), Plan.recompute()):  # which say nothing of tiles
-        with pytest.raises(PlanDoesNotFit, match=r"memory\.mlp: tiled needs \d+\.\d GiB"):
+        with pytest.raises(PlanDoesNotFit, match=r"memory\.feed_forward: tiled needs \d+\.\d GiB"):
             plan(model, replace(setup, tokens=500_000), device, 80 * GIB, asked=asked)
     with pytest.raises(PlanDoesNotFit, match="the smallest plan needs 1"):
         plan(model, replace(setup, tokens=1_500_000), device, 80 * GIB)
@@ -90,10 +90,12 @@ def test_tiles_that_are_asked_for_are_planned_under_every_switch() -> None:
     setup = TrainSetup(8192)
     switches: tuple[Any, ...] = (False, True, "offload", "auto")
     for switch in switches:
-        made = plan(model, setup, device, asked=Plan.asked(switch, mlp="tiled"))
+        made = plan(model, setup, device, asked=Plan.asked(switch, feed_forward="tiled"))
         assert made.mlp_rows == TILE_ROWS
         assert set(made.policies) == set(Plan.asked(switch).policies if switch != "auto" else (Policy.KEEP,))
-    kept, whole = (plan(model, setup, device, asked=Plan.asked(False, mlp=mlp)).predicted for mlp in ("tiled", "auto"))
+    kept, whole = (
+        plan(model, setup, device, asked=Plan.asked(False, feed_forward=way)).predicted for way in ("tiled", "auto")
+    )
     assert kept["activations"] < 0.6 * whole["activations"] and kept["step_ms"] > whole["step_ms"]
 
 
@@ -114,17 +116,17 @@ def test_a_recomputed_layer_computes_gate_and_up_once_more_either_way() -> None:
     assert tiled.step((Policy.KEEP,) * 32) > times.step((Policy.KEEP,) * 32)
 
 
-@pytest.mark.parametrize("mlp", ["auto", "tiled"])
-def test_a_recipe_asks_for_tiles(mlp: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["auto", "tiled"])
+def test_a_recipe_asks_for_tiles(way: str, tmp_path: Path) -> None:
     write_checkpoint(SHAPES["tiny"], tmp_path / "model", seed=0)
     (tmp_path / "data.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 8)
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
         f"model: {{name: {tmp_path}/model, max_seq_length: 64}}\ndata: {{train: {tmp_path}/data.jsonl}}\n"
-        f"memory: {{mlp: {mlp}}}\ntrain: {{output: {tmp_path}/out}}\n"
+        f"memory: {{feed_forward: {way}}}\ntrain: {{output: {tmp_path}/out}}\n"
     )
     shown = CliRunner().invoke(app, ["plan", str(recipe), "--device", "h100", "--json"], catch_exceptions=False)
     assert shown.exit_code == 0, shown.output
-    assert json.loads(shown.output)["plan"]["mlp_rows"] == (TILE_ROWS if mlp == "tiled" else 0)
+    assert json.loads(shown.output)["plan"]["mlp_rows"] == (TILE_ROWS if way == "tiled" else 0)
     text = CliRunner().invoke(app, ["plan", str(recipe), "--device", "h100"], catch_exceptions=False).output
-    assert ("MLPs in tiles of 16,384 rows" in text) == ("mlp: tiled" in text) == (mlp == "tiled")
+    assert ("MLPs in tiles of 16,384 rows" in text) == ("feed_forward: tiled" in text) == (way == "tiled")

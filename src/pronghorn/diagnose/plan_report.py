@@ -66,8 +66,8 @@ class PlanReport:
         whole = {Policy.KEEP: "false", Policy.RECOMPUTE_LAYER: "true", Policy.OFFLOAD: "offload"}
         asked = whole.get(policies.pop(), "auto") if len(policies) == 1 else "auto"
         budget = (self.plan.budget_bytes or 0) / GIB
-        mlp = ", mlp: tiled" if self.plan.mlp_rows else ""
-        return f"memory: {{gradient_checkpointing: {asked}{mlp}, budget: {math.floor(budget * 10) / 10}GiB}}"
+        tiled = ", feed_forward: tiled" if self.plan.mlp_rows else ""
+        return f"memory: {{gradient_checkpointing: {asked}{tiled}, budget: {math.floor(budget * 10) / 10}GiB}}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON; `docs/plan.md` lists the fields."""
@@ -157,7 +157,7 @@ def _weightless(recipe: Recipe, found_model: FoundModel) -> Handle:
     recipe = recipe.model_copy(update={"adapter": adapter})
     # loading attaches for this machine, which may have no products in 8 bits or fused layers; the plan is for another
     precision = recipe.precision.model_copy(update={"compute": "dtype"})
-    memory = recipe.memory.model_copy(update={"mlp": "auto"})
+    memory = recipe.memory.model_copy(update={"feed_forward": "auto"})
     here = recipe.model_copy(update={"precision": precision, "memory": memory})
     model, _ = load(here, _Weightless(**vars(found_model)), None, Console(quiet=True))
     return attach(model, asked_plan(recipe), layers="fused", **attach_options(recipe))

@@ -17,8 +17,8 @@ MLP_ROWS = "_pronghorn_mlp_rows"
 """The attribute that holds the rows of its MLP's tiles while a plan with tiles is on it."""
 TILE_ROWS = 16_384
 """Rows of a tile: their products are as fast as whole ones, and their gate·up takes 0.9 GB at 8B."""
-MLP = Literal["auto", "tiled"]
-"""Values of a recipe's `memory.mlp`."""
+FeedForward = Literal["auto", "tiled"]
+"""Values of a recipe's `memory.feed_forward`."""
 
 
 class Policy(StrEnum):
@@ -76,10 +76,10 @@ class Plan:
         return cls(policies=(Policy.OFFLOAD,), buffers=buffers)
 
     @classmethod
-    def asked(cls, value: Checkpointing, budget_bytes: int | None = None, mlp: MLP = "auto") -> Plan:
+    def asked(cls, value: Checkpointing, budget_bytes: int | None = None, feed_forward: FeedForward = "auto") -> Plan:
         """The plan that a switch asks for: False keeps, True recomputes, "offload" and "unsloth" offload, "auto"
-        recomputes until a trainer on CUDA chooses by the memory there is, or the budget. `mlp`: "tiled" computes MLPs
-        in tiles of rows under any of these; "auto" does where "auto" finds nothing else that fits.
+        recomputes until a trainer on CUDA chooses by the memory there is, or the budget. `feed_forward` "tiled"
+        computes MLPs in tiles of rows under any of these; "auto" does where "auto" finds nothing else that fits.
 
         Raises:
             ConfigError: another value.
@@ -88,7 +88,7 @@ class Plan:
             raise ConfigError(
                 f"use_gradient_checkpointing = {value!r} is unknown", "use True, False, 'auto', 'offload' or 'unsloth'"
             )
-        rows = TILE_ROWS if mlp == "tiled" else 0
+        rows = TILE_ROWS if feed_forward == "tiled" else 0
         if value in ("offload", "unsloth"):
             return replace(cls.offload(), mlp_rows=rows)
         if value == "auto":

@@ -61,7 +61,7 @@ def plan(
     if rows and not can:
         raise UnsupportedError(
             "MLPs in tiles of rows need packed rows, fused layers, and attention with one gated MLP in each",
-            "leave memory.mlp out",
+            "leave memory.feed_forward out",
         )
     times, setup = tiled_times(whole) if rows else whole, replace(setup, mlp_rows=rows)
     memory = MemoryModel.of(dims, replace(setup, graph=False))
@@ -132,7 +132,7 @@ def _refusal(dims: ModelDims, setup: TrainSetup, times: StepTimes, budget: int, 
         if setup.method == "full"
         else None,
         "model.load_in_4bit: true": in_4_bits if dense else None,
-        "memory.mlp: tiled": replace(setup, mlp_rows=TILE_ROWS)
+        "memory.feed_forward: tiled": replace(setup, mlp_rows=TILE_ROWS)
         if can_tile(dims.layers, setup) and not setup.mlp_rows
         else None,
         f"adapter.r: {max(half.values(), default=0)}": replace(setup, ranks=half, optimizer_bytes=None)

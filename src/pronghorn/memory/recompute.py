@@ -110,7 +110,7 @@ def policies_of(plan: Plan, family: FamilySpec, layers: Iterable[nn.Module], fus
     if plan.mlp_rows and not (fused and all(is_tiled_kind(family.blocks(layer)) for layer in layers)):
         raise UnsupportedError(
             "an MLP in tiles of rows needs fused layers of attention and one gated MLP, which this model does not have",
-            "leave memory.mlp out (experts and gated delta nets are computed as a whole)",
+            "leave memory.feed_forward out (experts and gated delta nets are computed as a whole)",
         )
     for layer, policy in zip(layers, policies, strict=True):
         if policy in WHOLE_LAYER and not hasattr(layer, "gradient_checkpointing"):

@@ -101,7 +101,7 @@ def asked_plan(recipe: Recipe) -> Plan:
     """Return the plan that a recipe asks for."""
     memory = recipe.memory
     budget = None if memory.budget is None else parse_bytes(memory.budget, "memory.budget")
-    return Plan.asked(memory.gradient_checkpointing, budget, memory.mlp)
+    return Plan.asked(memory.gradient_checkpointing, budget, memory.feed_forward)
 
 
 def attach_options(recipe: Recipe) -> dict[str, Any]:
