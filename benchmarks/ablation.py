@@ -54,6 +54,7 @@ CASES = {
     "gpt-oss-20b": Case("gpt-oss-20b", recomputes=True),
     "tiny": Case("tiny", offloads=True),
     "tiny-moe": Case("tiny-moe"),
+    "tiny-gpt-oss": Case("tiny-gpt-oss", recomputes=True),
 }
 """The last ones try the program."""
 SWITCHES = ("metadata", "buffers", "grouping")

@@ -13,6 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+
+from pronghorn.kernels import glu, residual, rms_norm
+from pronghorn.kernels.quantise import quantise_rows
 
 KERNELS = Path(__file__).parents[2] / "src" / "pronghorn" / "kernels"
 BOUNDED = {
@@ -152,6 +156,35 @@ def test_addresses_of_long_rows_are_in_int64(path: Path) -> None:
 def test_no_count_is_doubled_in_int32(path: Path) -> None:
     """A weight of more than 2³¹ numbers in 4 bits has a count of bytes that fits, and its double doesn't."""
     assert "2 * count" not in path.read_text()
+
+
+TOKENS, WIDTH = 2**31 // 4096 + 700, 4096
+"""More than 2³¹ elements: 4.3 GB in 16 bits."""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", ["norm", "norm backward", "residual", "activation", "activation backward", "codes"])
+def test_the_last_rows_of_a_tensor_beyond_int32_are_what_they_are_alone(kernel: str) -> None:
+    """These kernels take each row by itself, so the bits are the same."""
+    x = torch.randn(TOKENS, WIDTH, device="cuda", dtype=torch.bfloat16)
+    weight, rstd = torch.ones(WIDTH, device="cuda"), torch.ones(TOKENS, 1, device="cuda")
+
+    def run(rows: slice) -> torch.Tensor:
+        own = x[rows].clone()
+        if kernel == "norm":
+            return rms_norm.forward(own, weight, 1e-6, 0.0)[0]
+        if kernel == "norm backward":
+            return rms_norm.backward(own, x[rows], weight, rstd[rows], 0.0, False)[0]
+        if kernel == "residual":
+            return residual.add_(own, x[rows], None, 0.5)
+        if kernel == "activation":
+            return glu.forward(own, "silu")
+        if kernel == "activation backward":
+            return glu.backward_(own[:, : WIDTH // 2].contiguous(), own, "silu", donated=True)
+        return quantise_rows(own)[0].float()
+
+    last = slice(TOKENS - 64, TOKENS)
+    assert torch.equal(run(slice(0, TOKENS))[-64:], run(last))
 
 
 KERNEL = """

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.models.attach import attach
-from support.documents import LENGTHS, ROW
+from support.documents import DRAWS, LENGTHS, ROW
 from support.fused import BIASED, WIDE, compare, loss_and_gradients, with_adapters
 from support.tiny import packed_row, tiny_model
 from support.traces import trace
@@ -58,6 +58,15 @@ def test_gradients_are_summed_in_float32_where_adapters_are_in_16_bits() -> None
     for name in names:
         whole, tiled = found[0][name].double(), found[1][name].double()
         assert (tiled - whole).norm() <= 2**-7 * whole.norm(), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tiles_give_what_whole_mlps_give_on_a_gpu(family: str, dtype: torch.dtype, nan_memory: None) -> None:
+    batches = [packed_row(LENGTHS, ROW, seed=seed) for seed in range(DRAWS)]
+    plan = replace(Plan.offload(), mlp_rows=37)
+    compare(with_adapters(tiny_model(family, **WIDE)), *batches, device="cuda", dtype=dtype, plan=plan)
 
 
 class Largest(TorchDispatchMode):
