@@ -2,7 +2,8 @@
 
     python -m benchmarks.plan [--cases TEXT] [--checkpoints FOLDER] [--out FILE] [--commit ID]
 
-A case's last part is a policy for every layer, or a budget that the planner fills. Peaks are torch's, with what CUDA
+A case's last part is a policy for every layer (`tiled`: offloaded, MLPs in tiles of rows), or a budget that the planner
+fills. Peaks are torch's, with what CUDA
 graphs hold; predicted times are the table's, and those after a layer was measured.
 """
 
@@ -27,9 +28,10 @@ from pronghorn.diagnose.shapes import checkpoint_of, shape_of
 from pronghorn.errors import PronghornError
 from pronghorn.memory.devices import parse_bytes
 from pronghorn.memory.estimate import GIB, MemoryModel
-from pronghorn.memory.plan import Plan, Policy
+from pronghorn.memory.plan import TILE_ROWS, Plan, Policy
 from pronghorn.memory.planner import plan
 from pronghorn.memory.step_time import step_times
+from pronghorn.memory.tiles import tiled_times
 from pronghorn.models.attach import attach
 from pronghorn.models.auto_plan import cuda_device_spec, dims_of, measured_times, setup_of
 from pronghorn.models.load import load_model
@@ -45,6 +47,7 @@ Llama-3.2-1B lora 8192 offload; Llama-3.2-1B lora 32768 layer; Llama-3.2-1B lora
 Llama-3.2-1B full 8192 keep; Llama-3.2-1B full 8192 layer
 Llama-3.1-8B lora 8192 keep; Llama-3.1-8B lora 8192 mlp; Llama-3.1-8B lora 8192 24GiB; Llama-3.1-8B lora 8192 layer
 Llama-3.1-8B lora 8192 offload
+Llama-3.2-1B lora 65536 tiled; Llama-3.1-8B lora 65536 tiled; Llama-3.1-8B lora 131072 tiled
 Llama-3.1-8B qlora 8192 keep; Llama-3.1-8B qlora 8192 12GiB
 gpt-oss-20b mxfp4 4096 offload; gpt-oss-20b mxfp4+experts 4096 offload; gpt-oss-20b mxfp4 4096 keep
 gpt-oss-120b mxfp4 4096 keep
@@ -99,12 +102,16 @@ def one(model: Any, method: str, tokens: int, wanted: str) -> dict[str, float]:
     rows = make_rows(tokens, "lognormal", 1.0, shape.vocab, seed=0)
     work = replace(work, documents=tokens * len(rows) // sum(len(row.lengths) for row in rows))  # as of a recipe's data
     batches = packed_batches(model, tokens, seed=0)  # of the same rows
-    if wanted in POLICIES:
+    if wanted == "tiled":
+        made = Plan((Policy.OFFLOAD,) * len(shape.layers), mlp_rows=TILE_ROWS)
+    elif wanted in POLICIES:
         made = Plan((list(Policy)[POLICIES.index(wanted)],) * len(shape.layers))
     else:
         made = plan(shape, work, card, parse_bytes(wanted, "budget"))
     table = step_times(shape, work, card)
     calibrated = measured_times(model, shape, work, card, autocast)
+    if made.mlp_rows:
+        table, calibrated, work = tiled_times(table), tiled_times(calibrated), replace(work, mlp_rows=made.mlp_rows)
     kinds = MemoryModel.of(shape, work).peak(made.policies, made.buffers)
     handle = attach(model, made)
     try:

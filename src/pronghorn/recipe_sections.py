@@ -259,6 +259,11 @@ class Memory(Section):
         description="recompute layers in the backward pass; offload or unsloth: keep their inputs in host memory "
         "meanwhile; auto: on CUDA keep what fits into the memory there is, elsewhere true",
     )
+    feed_forward: Literal["auto", "tiled"] = Field(
+        "auto",
+        description="tiled: compute MLPs in tiles of 16,384 rows, forward and backward, for the longest packed rows "
+        "(no experts); auto: where gradient_checkpointing is auto, too, and nothing else fits",
+    )
     budget: str | None = Field(
         None,
         pattern=r"^\d+(\.\d+)?\s*(GiB|GB|MiB|MB)$",

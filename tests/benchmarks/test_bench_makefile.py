@@ -186,7 +186,7 @@ def test_every_result_has_its_target() -> None:
     assert results - targets == set(EARLIER)
     assert {name for name in EARLIER.values() if " " not in name} <= targets
     programs = {path.stem for path in FOLDER.glob("*.py") if '__name__ == "__main__"' in path.read_text()}
-    assert programs - {command[1].split(".")[-1] for command in commands()} == {"packing", "report", "worker"}
+    assert programs - {command[1].split(".")[-1] for command in commands()} == {"packing", "parts", "report", "worker"}
 
 
 def test_one_command_a_gpu(tmp_path: Path) -> None:

@@ -54,10 +54,11 @@ from pronghorn.models.auto_plan import cuda_device_spec, dims_of, measured_times
 from pronghorn.models.families import base_causal_lm
 from pronghorn.models.lora import add_lora
 from pronghorn.train.prepared_model import resolve_plan
+from support.saved import TOKENS, saved_bytes
 from support.tiny import DELTA_FAMILIES, FAMILIES, tiny_model
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-TOKENS, RANK = 48, 4
+RANK = 4
 
 
 def config_of(name: str) -> Any:
@@ -69,28 +70,6 @@ def config_of(name: str) -> Any:
 
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
-
-
-def saved_bytes(model: Any, packed: PackedBatch | None, autocast: torch.dtype | None, padded: bool = False) -> int:
-    """Bytes that autograd saves in the backbone's forward, weights and buffers aside."""
-    backbone = base_causal_lm(model).base_model
-    arguments: dict[str, Any] = {"input_ids": torch.arange(TOKENS)[None], "position_ids": torch.arange(TOKENS)[None]}
-    arguments |= {"packed": packed} if packed else {}
-    arguments |= {"attention_mask": torch.arange(TOKENS)[None] < TOKENS - 3} if padded else {}
-    kept: dict[int, torch.Tensor] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
-        return tensor
-
-    with torch.autocast("cpu", autocast, enabled=autocast is not None):
-        with torch.no_grad():
-            backbone(**arguments, use_cache=False)  # weights that are merged have moved now
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            y = backbone(**arguments, use_cache=False)
-    own = {t.untyped_storage().data_ptr() for t in itertools.chain(model.parameters(), model.buffers())}
-    del y
-    return sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in own)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -859,9 +838,15 @@ def test_the_trainer_plans_for_its_batches_and_for_one_device(
     args = SimpleNamespace(per_device_train_batch_size=2, max_length=64, bf16=packing, fp16=True, packing=packing)
     args.gradient_accumulation_steps, args.optim = 1 + packing, "adamw_8bit"
     resolve_plan(handle, args)
-    wanted = ((128, 7), {"autocast": torch.bfloat16, "padded": 0, "accumulates": True, "optimizer": "adamw_8bit"})
+    wanted = (
+        (128, 7),
+        {"autocast": torch.bfloat16, "padded": 0, "accumulates": True, "optimizer": "adamw_8bit", "mlp_rows": 0},
+    )
     if not packing:
-        wanted = ((128, 7), {"autocast": torch.float16, "padded": 2, "accumulates": False, "optimizer": "adamw_8bit"})
+        wanted = (
+            (128, 7),
+            {"autocast": torch.float16, "padded": 2, "accumulates": False, "optimizer": "adamw_8bit", "mlp_rows": 0},
+        )
     assert asked == ([wanted] if len(devices) == 1 else [])
     monkeypatch.setattr(auto_plan, "refusal", lambda model, fused: None if fused else "padded")
     asked.clear()

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from pronghorn.layers.decoder import FusedLayers
+from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import attach
 from pronghorn.models.lora import add_lora
 from support.documents import gradients, one_document_at_a_time
@@ -65,20 +66,27 @@ def compare(
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
     masters: bool = False,
+    plan: Plan | None = None,
 ) -> None:
     """Fused, stock in the same dtype, and one document at a time in float64; `model` is float32 on the CPU.
 
     In 16 bits the stock path runs under autocast, as trainers run it: else PEFT multiplies float32 adapters in float32.
-    With `masters` the weights stay float32 and both paths run under autocast.
+    With `masters` the weights stay float32 and both paths run under autocast. The fused layers follow `plan`.
     """
     errors = ThreeWay()
     for batch in batches:
-        measure(errors, model, batch, device, dtype, masters)
+        measure(errors, model, batch, device, dtype, masters, plan)
     errors.check()
 
 
 def measure(
-    errors: ThreeWay, model: Any, batch: dict[str, Any], device: str, dtype: torch.dtype, masters: bool
+    errors: ThreeWay,
+    model: Any,
+    batch: dict[str, Any],
+    device: str,
+    dtype: torch.dtype,
+    masters: bool,
+    plan: Plan | None = None,
 ) -> None:
     reference = copy.deepcopy(model).double()
     _, exact_loss = one_document_at_a_time(reference, batch)
@@ -90,7 +98,7 @@ def measure(
         for name, parameter in mine.named_parameters():
             if "lora_" not in name and not masters:
                 parameter.data = parameter.data.to(dtype)
-        handle = attach(mine, layers=layers)
+        handle = attach(mine, plan if layers == "fused" else None, layers=layers)
         autocast = (layers == "stock" or masters) and dtype is not torch.float32
         with torch.autocast(device, dtype) if autocast else nullcontext():
             loss = mine(**on_device).loss

@@ -76,7 +76,7 @@ def render(report: PlanReport) -> RenderableType:
     times = "one layer measured here" if report.measured else device.source
     lines = [
         f"[bold]{escape(report.model)}[/], {work.method}, {work.tokens:,} tokens a micro-batch, on {device.name}",
-        f"[bold]{policy_map(report.plan.policies)}[/]",
+        f"[bold]{policy_map(report.plan.policies, report.plan.mlp_rows)}[/]",
         f"{report.step_ms:,.0f} ms a micro-batch, {report.tokens_per_s:,.0f} tokens/s ({times})",
     ]
     if report.data is None or report.seconds is None:

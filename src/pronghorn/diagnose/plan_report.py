@@ -66,7 +66,8 @@ class PlanReport:
         whole = {Policy.KEEP: "false", Policy.RECOMPUTE_LAYER: "true", Policy.OFFLOAD: "offload"}
         asked = whole.get(policies.pop(), "auto") if len(policies) == 1 else "auto"
         budget = (self.plan.budget_bytes or 0) / GIB
-        return f"memory: {{gradient_checkpointing: {asked}, budget: {math.floor(budget * 10) / 10}GiB}}"
+        tiled = ", feed_forward: tiled" if self.plan.mlp_rows else ""
+        return f"memory: {{gradient_checkpointing: {asked}{tiled}, budget: {math.floor(budget * 10) / 10}GiB}}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON; `docs/plan.md` lists the fields."""
@@ -140,7 +141,7 @@ def _weightless(recipe: Recipe, found_model: FoundModel) -> Handle:
 
     New tokens are left out: they weigh next to nothing.
     """
-    from pronghorn.train.build import attach_options, load
+    from pronghorn.train.build import asked_plan, attach_options, load
 
     if (found_model.base or found_model).config is None:
         problem = f"{found_model.name}: a GGUF file is read whole only"
@@ -154,10 +155,12 @@ def _weightless(recipe: Recipe, found_model: FoundModel) -> Handle:
         )
     adapter = recipe.adapter.model_copy(update={"new_tokens": []})
     recipe = recipe.model_copy(update={"adapter": adapter})
-    # loading attaches for this machine, which may have no products in 8 bits; the plan is for another
-    here = recipe.model_copy(update={"precision": recipe.precision.model_copy(update={"compute": "dtype"})})
+    # loading attaches for this machine, which may have no products in 8 bits or fused layers; the plan is for another
+    precision = recipe.precision.model_copy(update={"compute": "dtype"})
+    memory = recipe.memory.model_copy(update={"feed_forward": "auto"})
+    here = recipe.model_copy(update={"precision": precision, "memory": memory})
     model, _ = load(here, _Weightless(**vars(found_model)), None, Console(quiet=True))
-    return attach(model, layers="fused", **attach_options(recipe))
+    return attach(model, asked_plan(recipe), layers="fused", **attach_options(recipe))
 
 
 def _work(recipe: Recipe, handle: Handle, autocast: torch.dtype | None) -> TrainSetup:
@@ -175,14 +178,14 @@ def _work(recipe: Recipe, handle: Handle, autocast: torch.dtype | None) -> Train
     return replace(work, method="qlora") if quantised else work
 
 
-def policy_map(policies: Sequence[Policy]) -> str:
-    """Say which layers do what: "layers 0–11 recompute the MLP, 12–31 keep"."""
+def policy_map(policies: Sequence[Policy], mlp_rows: int = 0) -> str:
+    """Say which layers do what: "layers 0–11 recompute the MLP, 12–31 keep"; and the rows of MLPs' tiles."""
     parts, first = [], 0
     for policy, run in groupby(policies):
         last = first + len(list(run)) - 1
         parts.append(f"{first}–{last} {policy.value}" if last > first else f"{first} {policy.value}")
         first = last + 1
-    return "layers " + ", ".join(parts)
+    return "layers " + ", ".join(parts) + (f"; MLPs in tiles of {mlp_rows:,} rows" if mlp_rows else "")
 
 
 def _count(recipe: Recipe, found_model: FoundModel) -> dict[str, int] | None:

@@ -122,7 +122,7 @@ def _write_out(
     high, low = tl.load(table_ptr + (byte >> 4)) * scale, tl.load(table_ptr + (byte & 15)) * scale
     values = tl.interleave(high, low).to(out_ptr.dtype.element_ty)
     to = block[:, None] * (2 * HALF) + tl.arange(0, 2 * HALF)[None, :]
-    tl.store(out_ptr + to, values, mask=to < 2 * count)
+    tl.store(out_ptr + to, values, mask=to // 2 < count)
 
 
 @triton.jit

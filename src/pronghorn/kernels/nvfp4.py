@@ -55,7 +55,7 @@ def _write_out(
     factor = tl.div_rn(factor, tl.load(scale_ptr)) if DIVIDES else factor * tl.load(scale_ptr)
     numbers = tl.interleave(decode_e2m1(packed & 15) * factor, decode_e2m1(packed >> 4) * factor)
     to = tl.program_id(0).to(tl.int64) * (2 * BYTES) + tl.arange(0, 2 * BYTES)
-    tl.store(out_ptr + to, numbers.to(out_ptr.dtype.element_ty), mask=to < 2 * count)
+    tl.store(out_ptr + to, numbers.to(out_ptr.dtype.element_ty), mask=to // 2 < count)
 
 
 def write_out_triton(codes: Tensor, scales: Tensor, scale: Tensor, out: Tensor, divides: bool) -> None:

@@ -95,7 +95,7 @@ class AttentionBlock(Block):
             k, v = (y.to(q.dtype) for y in inputs)
         assert call.attention is not None
         mixed, state = explicit.forward(q, k, v, call.attention, self.sinks)
-        gated = self.heads.gate(pick(mixed.flatten(1), call.rows), pick(qkv, call.rows))
+        gated = self.heads.gate(pick(mixed.flatten(1), call.rows), self._gates_of(qkv, call.rows))
         y, low_rank = out_linear.parts(Activation(gated))
         h, after_y, after_rstd = add(pick(x, call.rows), y, low_rank, self.after, self.multiplier)
         saved = AttentionSaved(
@@ -110,6 +110,10 @@ class AttentionBlock(Block):
             y_rstd=after_rstd,
         )
         return Result(h, (k, v) if self.outputs else (), saved, (*inputs, *state))
+
+    def _gates_of(self, qkv: Tensor, rows: Tensor | None) -> Tensor:
+        """Return these rows of the product that gates are columns of; the product itself, which isn't read, without."""
+        return pick(qkv, rows) if self.heads.gated else qkv
 
     def gradients(
         self,
@@ -130,10 +134,11 @@ class AttentionBlock(Block):
             dy, d_after = self.after.backward(dy, saved.y, saved.y_rstd)
         dy = dy.to(out_linear.dtype)
         d_mixed, given = out_linear.input_grad(dy, saved.mixed_a)
-        attended, product = pick(mixed.flatten(1), rows), pick(saved.qkv, rows)
+        attended, product = pick(mixed.flatten(1), rows), self._gates_of(saved.qkv, rows)
         out_grads = out_linear.gradients(dy, given, self.heads.gate(attended, product))
         d_mixed, d_gate = self.heads.gate_backward(d_mixed, attended, product)
         d_mixed = spread(d_mixed, rows, mixed)
+        del attended, product
 
         # back through attention, RoPE and the heads' norms
         if self.heads.reads_raw:
@@ -168,6 +173,6 @@ class AttentionBlock(Block):
         qkv_grads = qkv_linear.gradients(d_qkv, given, normed)
         d_before = None
         if needed:
-            dx, d_before = self.before.backward(d_normed, saved.x, saved.rstd, spread(dh, rows, saved.x))
+            dx, d_before = self.before.backward(d_normed, saved.x, saved.rstd, spread(dh, rows, saved.x), donated=True)
         trained = [d_before, d_after, d_query_norm, d_key_norm, d_sinks, *qkv_grads, *out_grads]
         return Gradients(dx if wanted else None, d_inputs, trained)

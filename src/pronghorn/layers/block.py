@@ -38,6 +38,8 @@ class Call:
     """int64 [M]: the mixer returns these rows only. A row that is named more than once must have no gradient."""
     output_wanted: bool
     """Whether the last block's output is read, or only what its backward needs is (in a recomputation)."""
+    mlp_rows: int = 0
+    """Rows of the tiles that a gated MLP is computed in; 0: as a whole."""
     attention: explicit.Options | None = None
     """What packed attention goes through, chosen once for forward and backward."""
     positions: Tensor | None = None
@@ -62,10 +64,11 @@ class Norm:
         return rms_norm.forward(x, self.weight, self.eps, self.offset, dtype)
 
     def backward(
-        self, dy: Tensor, x: Tensor, rstd: Tensor, residual_grad: Tensor | None = None
+        self, dy: Tensor, x: Tensor, rstd: Tensor, residual_grad: Tensor | None = None, donated: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Return (dx, dw or None); see `kernels.rms_norm`."""
-        return rms_norm.backward(dy, x, self.weight, rstd, self.offset, self.weight.requires_grad, residual_grad)
+        """Return (dx, dw or None); see `kernels.rms_norm`. `donated`: dx may take dy's place."""
+        trained, out = self.weight.requires_grad, dy if donated and dy.dtype is x.dtype else None
+        return rms_norm.backward(dy, x, self.weight, rstd, self.offset, trained, residual_grad, out)
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,9 @@ class NoNorm:
         """Return x in `dtype`."""
         return x.to(dtype), None
 
-    def backward(self, dy: Tensor, x: Tensor, rstd: None, residual_grad: Tensor) -> tuple[Tensor, None]:
+    def backward(
+        self, dy: Tensor, x: Tensor, rstd: None, residual_grad: Tensor, donated: bool = True
+    ) -> tuple[Tensor, None]:
         """Return dy, which is overwritten, with the stream's own gradient."""
         return residual.add_(dy, residual_grad, None), None
 

@@ -35,7 +35,7 @@ from pronghorn.layers.stock import StockBlock
 from pronghorn.layers.subclass import moving, subclass
 from pronghorn.layers.watch import Watch
 from pronghorn.layers.weight_layout import GroupStorage, merge_weights
-from pronghorn.memory.plan import POLICY, Policy
+from pronghorn.memory.plan import MLP_ROWS, POLICY, Policy
 from pronghorn.memory.recompute import OUTPUT_NOT_WANTED, WHOLE_LAYER, has_own_forward
 from pronghorn.precision.compute import MULTIPLE, Compute, check_device
 from pronghorn.precision.fp8 import check_float16
@@ -321,7 +321,8 @@ def _layer_class(original: Any) -> type[nn.Module]:
         wanted = output_wanted or has_own_forward(self) or not all(map(_is_ours, self._forward_hooks.values()))
         mixer = next((block for block in run.blocks if isinstance(block, AttentionBlock)), None)
         attention = None if mixer is None else step.attention(mixer, hidden_states.device)
-        call = Call(step.packed, cos, sin, policy, rows, wanted, attention, kwargs.get("position_ids"))
+        mlp_rows = self.__dict__.get(MLP_ROWS, 0)
+        call = Call(step.packed, cos, sin, policy, rows, wanted, mlp_rows, attention, kwargs.get("position_ids"))
         x = hidden_states.flatten(0, 1).contiguous()
         named = {} if run.family.bind is None else run.family.bind(args, kwargs)
         shape = shape if rows is None else torch.Size((1, len(rows), shape[2]))

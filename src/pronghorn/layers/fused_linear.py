@@ -77,6 +77,8 @@ class FusedLinear:
         self._biased = first.bias is not None
         self._static_bias = self._bias(storage)
         self.trained = self._trained()
+        self.gradient_dtype: torch.dtype | None = None
+        """Of the gradients that `input_grad` and `gradients` give; None for that of each trained tensor."""
 
     def _source(self, storage: GroupStorage, below: int) -> WeightSource:
         weights = [base.weight for base in self.bases]
@@ -127,6 +129,12 @@ class FusedLinear:
         other.source = source
         return other
 
+    def summing(self) -> FusedLinear:
+        """Return this linear with gradients in float32 or wider, which are to be summed over tiles of rows."""
+        other = copy.copy(self)
+        other.gradient_dtype = torch.promote_types(self.dtype, torch.float32)
+        return other
+
     @property
     def bias(self) -> Tensor | None:
         """b [N] in the products' dtype, or None."""
@@ -157,7 +165,7 @@ class FusedLinear:
         if self.b is None or self.a is None or xa is None:
             return (self.source.input_grad(Activation(dy), None) if wanted else None), None
         both = dy.new_empty(len(dy), sum(self.b.shape)) if wanted and self.source.side_by_side else None
-        dtype = self.adapters[0][1].b.dtype
+        dtype = self.gradient_dtype or self.adapters[0][1].b.dtype
         given = adapter_gradients.products(dy, self.b, xa, self.columns, self.adapter_ranks, self.scale, dtype, both)
         if not wanted:
             return None, given
@@ -167,13 +175,13 @@ class FusedLinear:
         """Return the gradients of `trained`, from dy [T, N], what `input_grad` gave, and x [T, K]."""
         grads: list[Tensor] = []
         if self.full:
-            grads += matmul(dy.t(), x, self.bases[0].weight.dtype).split(self.widths)
+            grads += matmul(dy.t(), x, self.gradient_dtype or self.bases[0].weight.dtype).split(self.widths)
             if self.bases[0].bias is not None:
-                grads += dy.sum(0, dtype=self.bases[0].bias.dtype).split(self.widths)
+                grads += dy.sum(0, dtype=self.gradient_dtype or self.bases[0].bias.dtype).split(self.widths)
         if given is None:
             return grads
         dya, dbs = given
-        das = matmul(dya.t(), x, self.adapters[0][1].a.dtype).split(self.adapter_ranks)
+        das = matmul(dya.t(), x, self.gradient_dtype or self.adapters[0][1].a.dtype).split(self.adapter_ranks)
         return grads + [grad for pair in zip(das, dbs, strict=True) for grad in pair]
 
 

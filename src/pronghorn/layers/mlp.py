@@ -2,7 +2,7 @@
 Beside experts it leaves x as it is and gives what it would add by name.
 
 Kept for the backward: x with its norm's result, and gate·up. The activation is computed again; so are, as the layer's
-policy says, the norm's result and gate·up.
+policy says, the norm's result and gate·up. In tiles of rows (`layers.tiles`) x alone is kept.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from pronghorn.kernels import glu
+from pronghorn.layers import tiles
 from pronghorn.layers.block import Block, Call, Gradients, NoNorm, Norm, Result, add, freed_after, times
 from pronghorn.layers.fused_linear import FusedLinear
 from pronghorn.memory.plan import Policy
@@ -68,6 +69,8 @@ class GatedMLPBlock(Block):
         self.trained = [before.weight, after_weight, *gate_up.trained, *down.trained]
 
     def compute(self, x: Tensor, inputs: Sequence[Tensor], linears: Sequence[FusedLinear], call: Call) -> Result:
+        if call.mlp_rows:
+            return tiles.forward(self, x, linears, call)
         gate_up_linear, down = linears
         normed, rstd = self.before.forward(x, gate_up_linear.dtype)
         a, gate_up, xa = self._gate_up(normed, gate_up_linear)
@@ -101,6 +104,8 @@ class GatedMLPBlock(Block):
         call: Call,
         wanted: bool,
     ) -> Gradients:
+        if call.mlp_rows:
+            return tiles.gradients(self, dx, saved.x, linears, call)
         gate_up_linear, down = linears
         dtype, d_out = gate_up_linear.dtype, dx
         if self.outputs:

@@ -24,6 +24,7 @@ from pronghorn.families.layer_spec import ExpertsSpec, GatedMLPSpec, LayerSpec
 from pronghorn.memory.mixers import mixer_bytes, shared_bytes
 from pronghorn.memory.plan import Policy, followed
 from pronghorn.memory.sharded import BUFFERS
+from pronghorn.memory.tiles import tiled_bytes
 
 GIB = 2**30
 CONTEXT_BYTES = int(0.6 * GIB)
@@ -104,6 +105,8 @@ class TrainSetup:
     """The layers run as CUDA graphs, which hold what comes and goes in their backward for themselves."""
     padded: int = 0
     """Rows of a micro-batch that is padded and goes transformers' way, through layers and loss; 0: it is packed."""
+    mlp_rows: int = 0
+    """Rows of the tiles that gated MLPs are computed in (`Plan.mlp_rows`); 0: as a whole."""
     distributed: bool = False
     """Under DDP, whose buckets hold all gradients once more."""
     accumulates: bool = True
@@ -207,6 +210,8 @@ class LayerBytes:
     def of(cls, layer: LayerSpec, setup: TrainSetup, parts: bool = True) -> LayerBytes:
         """Count a layer's bytes; without `parts` it is kept or recomputed as a whole."""
         stored = stored_bytes(layer, setup, parts)
+        if setup.mlp_rows:
+            return cls(*tiled_bytes(layer, setup, stored, setup.tokens * _normed_bytes(layer, setup)), 0)
         return cls(stored, read_bytes(layer, setup, stored), working_bytes(layer, setup))
 
 

@@ -21,11 +21,12 @@ from typing import NamedTuple, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from pronghorn.errors import ConfigError
+from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.memory.devices import DeviceSpec
 from pronghorn.memory.estimate import GIB, NF4_BYTES, LayerBytes, MemoryModel, ModelDims, TrainSetup
-from pronghorn.memory.plan import Plan, Policy, followed
+from pronghorn.memory.plan import TILE_ROWS, Plan, Policy, followed
 from pronghorn.memory.step_time import LayerTimes, StepTimes, step_times
+from pronghorn.memory.tiles import can_tile, tiled_times
 
 GRAPH_MS = 3.0
 """A layer's forward and backward below this are likely to be captured as a CUDA graph (`models.graph`)."""
@@ -43,7 +44,8 @@ def plan(
     times: StepTimes | None = None,
     asked: Plan | None = None,
 ) -> Plan:
-    """Choose the fastest plan within a budget, or check the one that is asked for.
+    """Choose the fastest plan within a budget, or check the one that is asked for. MLPs are computed in tiles of rows
+    only where that is asked for or nothing else fits.
 
     Args:
         budget_bytes: of the process, CUDA's context included; None for the whole device.
@@ -51,16 +53,28 @@ def plan(
         asked: None or an undecided one (`auto`) for the fastest.
     Raises:
         PlanDoesNotFit: with the least that would fit and what would make it smaller.
+        UnsupportedError: tiles are asked for and these layers have none.
     """
     budget = device.memory_bytes if budget_bytes is None else budget_bytes
-    times = times or step_times(dims, setup, device)
+    whole = times or step_times(dims, setup, device)
+    rows, can = asked.mlp_rows if asked is not None else 0, can_tile(dims.layers, setup)
+    if rows and not can:
+        raise UnsupportedError(
+            "MLPs in tiles of rows need packed rows, fused layers, and attention with one gated MLP in each",
+            "leave memory.feed_forward out",
+        )
+    times, setup = tiled_times(whole) if rows else whole, replace(setup, mlp_rows=rows)
     memory = MemoryModel.of(dims, replace(setup, graph=False))
     if asked is not None and not asked.undecided:
         made = _predicted(memory, times, asked.by_layer(len(dims.layers)), asked.buffers)
     else:
         made = frontier(memory, times).within(budget)
     if made.predicted["process"] <= budget:
-        return replace(_with_graph(made, dims, setup, times, budget), device=device.name, budget_bytes=budget)
+        made = replace(made, graph=False) if rows else _with_graph(made, dims, setup, times, budget)
+        return replace(made, mlp_rows=rows, device=device.name, budget_bytes=budget)
+    if can and not rows and (asked is None or asked.undecided):
+        tiled = Plan((Policy.RECOMPUTE_LAYER,), mlp_rows=TILE_ROWS, undecided=True)
+        return plan(dims, setup, device, budget_bytes, whole, tiled)
     smallest = frontier(memory, times)[-1]
     least = smallest.predicted["process"]
     if least <= budget:
@@ -118,6 +132,9 @@ def _refusal(dims: ModelDims, setup: TrainSetup, times: StepTimes, budget: int, 
         if setup.method == "full"
         else None,
         "model.load_in_4bit: true": in_4_bits if dense else None,
+        "memory.feed_forward: tiled": replace(setup, mlp_rows=TILE_ROWS)
+        if can_tile(dims.layers, setup) and not setup.mlp_rows
+        else None,
         f"adapter.r: {max(half.values(), default=0)}": replace(setup, ranks=half, optimizer_bytes=None)
         if half
         else None,

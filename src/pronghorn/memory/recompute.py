@@ -22,7 +22,8 @@ from pronghorn.errors import TrainingError, UnsupportedError
 from pronghorn.families.registry import family_of
 from pronghorn.families.spec import FamilySpec
 from pronghorn.memory.offload import OffloadEngine
-from pronghorn.memory.plan import POLICY, Plan, Policy
+from pronghorn.memory.plan import MLP_ROWS, POLICY, Plan, Policy
+from pronghorn.memory.tiles import is_tiled_kind
 
 INSTALLED = "_pronghorn_installed"
 """The attribute of a causal LM that holds what is installed on it."""
@@ -42,6 +43,8 @@ class Installed:
     """None if no layer offloads."""
     flags: list[tuple[Any, bool]] = field(default_factory=list)
     """Modules with transformers' flag, and what the plan sets it to."""
+    mlp_rows: int = 0
+    """`Plan.mlp_rows`."""
     _before: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
 
     def counts(self, unfused: str | None = None) -> Counter[Policy]:
@@ -58,6 +61,8 @@ class Installed:
         counts = self.counts(unfused)
         what = "; ".join(f"{n} of {len(self.layers)} layers: {policy}" for policy, n in counts.items())
         what = what if len(counts) > 1 else min(counts).value
+        if self.mlp_rows and unfused is None:
+            what += f"; MLPs in tiles of {self.mlp_rows:,} rows"
         if self.engine is not None and counts[Policy.OFFLOAD]:
             return what, self.engine.state
         if counts == Counter(self.policies):
@@ -102,6 +107,11 @@ def policies_of(plan: Plan, family: FamilySpec, layers: Iterable[nn.Module], fus
             f"'{Policy.RECOMPUTE_NORMS}' needs fused layers, which this model does not have",
             f"train on CUDA with layers='auto', or use '{Policy.RECOMPUTE_MLP}' or '{Policy.RECOMPUTE_LAYER}'",
         )
+    if plan.mlp_rows and not (fused and all(is_tiled_kind(family.blocks(layer)) for layer in layers)):
+        raise UnsupportedError(
+            "an MLP in tiles of rows needs fused layers of attention and one gated MLP, which this model does not have",
+            "leave memory.feed_forward out (experts and gated delta nets are computed as a whole)",
+        )
     for layer, policy in zip(layers, policies, strict=True):
         if policy in WHOLE_LAYER and not hasattr(layer, "gradient_checkpointing"):
             raise UnsupportedError(
@@ -134,7 +144,7 @@ def install(model: Any, layers: Iterable[nn.Module], plan: Plan, fused: bool = F
     policies = policies_of(plan, family, layers, fused)
     offloaded = [index for index, policy in enumerate(policies) if policy is Policy.OFFLOAD]
     engine = OffloadEngine(offloaded[-1], plan.buffers) if offloaded else None
-    installed = Installed(layers, policies, engine)
+    installed = Installed(layers, policies, engine, mlp_rows=plan.mlp_rows)
     whole = any(policy in WHOLE_LAYER for policy in policies)
     by_layer = dict(zip(layers, policies, strict=True))
     for module in model.modules():
@@ -145,6 +155,8 @@ def install(model: Any, layers: Iterable[nn.Module], plan: Plan, fused: bool = F
             installed.put(module, "_gradient_checkpointing_func", _recomputing(module))
     for index, (layer, policy) in enumerate(by_layer.items()):
         installed.put(layer, POLICY, policy)
+        if plan.mlp_rows:
+            installed.put(layer, MLP_ROWS, plan.mlp_rows)
         if policy is Policy.OFFLOAD:
             assert engine is not None
             run = functools.partial(engine.checkpoint, index, _again(layer))

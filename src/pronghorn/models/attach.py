@@ -315,6 +315,8 @@ def _graph_refusal(model: Any, attention: Backend) -> str | None:
         return "adapters differ in dtype"  # and a graph's backward gives all gradients in one tensor
     if recomputes_layers(model):
         return "layers are recomputed"
+    if handle is not None and handle.plan is not None and handle.plan.mlp_rows:
+        return "MLPs are computed in tiles of rows"
     if handle is not None and handle.plan is not None and not handle.plan.graph:
         return "the plan's budget has no memory for one"
     if has_experts(model.config) and not str(model.config._experts_implementation).startswith(NAME_PREFIX):

@@ -241,6 +241,7 @@ def resolve(
         padded=padded,
         accumulates=accumulates,
         optimizer=optimizer,
+        mlp_rows=asked.mlp_rows,
     )
     return handle.replan(made).plan
 
@@ -254,6 +255,7 @@ def plan_for(
     padded: int = 0,
     accumulates: bool = True,
     optimizer: str = "adamw_torch_fused",
+    mlp_rows: int = 0,
 ) -> Plan:
     """Decide what `auto` means on CUDA: everything kept where that fits, else the fastest plan that does, by a layer's
     times as measured; by the table's where batches are padded, or there is no room to measure (which is logged).
@@ -267,6 +269,7 @@ def plan_for(
         padded: rows of a micro-batch, if it is padded instead of packed.
         accumulates: whether a step has several micro-batches.
         optimizer: its name, one of `OptimizerName`.
+        mlp_rows: of the tiles that MLPs are to be computed in (`Plan.mlp_rows`).
     Raises:
         PlanDoesNotFit: with what would fit.
     """
@@ -274,7 +277,8 @@ def plan_for(
     dims, setup = dims_of(model), setup_of(model, tokens, autocast, padded, accumulates, optimizer)
     spec = cuda_device_spec(device)
     budget = min(_everywhere(min(available(device), budget_bytes or sys.maxsize)))
-    made = plan(dims, setup, spec, budget)
+    asked = Plan((Policy.RECOMPUTE_LAYER,), mlp_rows=mlp_rows, undecided=True)
+    made = plan(dims, setup, spec, budget, asked=asked)
     if padded or set(made.policies) == {Policy.KEEP}:
         return made
     try:
@@ -285,7 +289,7 @@ def plan_for(
     if None in measured:
         logging.getLogger(__name__).warning("no memory to time a layer in: planned by the %s", spec.source)
         return made
-    return plan(dims, setup, spec, budget, measured[0])
+    return plan(dims, setup, spec, budget, measured[0], asked)
 
 
 def _everywhere(value: T) -> list[T]:

@@ -98,16 +98,20 @@ def load(recipe: Recipe, found: FoundModel, tokenizer: Any, console: Console) ->
             random_state=adapter.random_state,
             adapter_dtype=recipe.precision.adapter_dtype,
         )
-    memory = recipe.memory
-    budget = None if memory.budget is None else parse_bytes(memory.budget, "memory.budget")
-    plan = Plan.asked(memory.gradient_checkpointing, budget)
     keep_names(model)
     if shared:
         console.print(
             f"Each of {processes()} processes holds a part of every layer's weights (launch.strategy: sharded)"
         )
         share_layers(model, device)
-    return model, attach(model, plan, **attach_options(recipe))
+    return model, attach(model, asked_plan(recipe), **attach_options(recipe))
+
+
+def asked_plan(recipe: Recipe) -> Plan:
+    """Return the plan that a recipe asks for."""
+    memory = recipe.memory
+    budget = None if memory.budget is None else parse_bytes(memory.budget, "memory.budget")
+    return Plan.asked(memory.gradient_checkpointing, budget, memory.feed_forward)
 
 
 def attach_options(recipe: Recipe) -> dict[str, Any]:

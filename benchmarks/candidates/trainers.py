@@ -1,0 +1,183 @@
+"""Train as a user's script would, from the start of the process to the saved adapter, and write when what was done.
+
+    python -P benchmarks/candidates/trainers.py NAME ARGUMENTS.json RESULT.json      (`benchmarks.end_to_end` runs it)
+
+A candidate's library alone is imported, by the function of its name. All get the same rows, epochs, learning rate and
+LoRA, and as many tokens an update: those that pack by rows of `tokens`, the others by as many documents as fill one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+MARKS: dict[str, float] = {}
+"""Moments by the clock on the wall."""
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def read_rows(file: str) -> list[dict[str, str]]:
+    """Read prompts and completions: GSM8K's questions, or instructions with their inputs."""
+    text = Path(file).read_text(encoding="utf-8")
+    rows = json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in text.splitlines()]
+    found = []
+    for row in rows:
+        prompt = row.get("question") or "\n".join(filter(None, (row.get("instruction"), row.get("input"))))
+        found.append({"prompt": prompt + "\n", "completion": row.get("answer") or row.get("output") or ""})
+    return [row for row in found if row["completion"]]
+
+
+def config_of(given: dict[str, Any], packs: bool, **more: Any) -> dict[str, Any]:
+    """Return what all tell TRL's `SFTConfig`."""
+    import torch
+
+    batch = 1 if packs else given["documents"]
+    return {
+        "output_dir": given["folder"] + "/out", "max_length": given["tokens"], "packing": packs,
+        "per_device_train_batch_size": batch, "gradient_accumulation_steps": 1, "num_train_epochs": given["epochs"],
+        "max_steps": given["steps"], "learning_rate": given["learning_rate"], "lr_scheduler_type": "linear",
+        "warmup_steps": 10, "logging_steps": 10, "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
+        "seed": 3407, "use_cpu": not torch.cuda.is_available(), **more,
+    }  # fmt: skip
+
+
+def finish(trainer: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """Train and save; return what is known then."""
+    import torch
+    from transformers import TrainerCallback
+
+    class First(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            if "first step" not in MARKS:
+                torch.cuda.synchronize() if torch.cuda.is_available() else None
+                MARKS["first step"] = time.time()
+
+    trainer.add_callback(First())
+    MARKS["loaded"] = time.time()
+    trainer.train()
+    MARKS["trained"] = time.time()
+    trainer.model.save_pretrained(given["folder"] + "/adapter")
+    MARKS["saved"] = time.time()
+    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return {"steps": trainer.state.global_step, "losses": losses, "peak_bytes": peak}
+
+
+def trl(given: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """TRL's trainer: padded batches, recomputing, as it comes."""
+    import torch
+    import trl as library
+    from datasets import Dataset
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    MARKS["imported"] = time.time()
+    cuda = torch.cuda.is_available()
+    model = AutoModelForCausalLM.from_pretrained(given["model"], dtype=torch.bfloat16 if cuda else torch.float32)
+    lora = LoraConfig(r=16, lora_alpha=32, target_modules=TARGETS, task_type="CAUSAL_LM")
+    config = library.SFTConfig(**config_of(given, packs=False, bf16=cuda, **more))
+    tokenizer = AutoTokenizer.from_pretrained(given["model"])
+    rows = Dataset.from_list(read_rows(given["train"]))
+    trainer = library.SFTTrainer(
+        model.to("cuda" if cuda else "cpu"), config, train_dataset=rows, processing_class=tokenizer, peft_config=lora
+    )
+    return finish(trainer, given)
+
+
+def unsloth(
+    given: dict[str, Any], packs: bool = False, checkpointing: Any = "unsloth", in_4_bits: bool = False
+) -> dict[str, Any]:
+    """Unsloth's model with TRL's trainer as it changes that, as its notebooks do."""
+    library = importlib.import_module("unsloth")
+    import trl as trainers
+    from datasets import Dataset
+
+    MARKS["imported"] = time.time()
+    model, tokenizer = library.FastLanguageModel.from_pretrained(
+        given["model"], max_seq_length=given["tokens"], load_in_4bit=in_4_bits, local_files_only=True
+    )
+    model = library.FastLanguageModel.get_peft_model(
+        model, r=16, lora_alpha=32, lora_dropout=0, bias="none", target_modules=TARGETS, random_state=3407,
+        use_gradient_checkpointing=checkpointing,
+    )  # fmt: skip
+    config = trainers.SFTConfig(**config_of(given, packs))
+    rows = Dataset.from_list(read_rows(given["train"]))
+    return finish(trainers.SFTTrainer(model=model, processing_class=tokenizer, train_dataset=rows, args=config), given)
+
+
+def pronghorn(given: dict[str, Any], in_4_bits: bool = False, compute: Any = "dtype") -> dict[str, Any]:
+    """Pronghorn's model and trainer, packed rows, `auto`."""
+    import trl as trainers
+    from datasets import Dataset
+
+    from pronghorn import FastLanguageModel, SFTTrainer
+
+    MARKS["imported"] = time.time()
+    model, tokenizer = FastLanguageModel.from_pretrained(
+        given["model"], max_seq_length=given["tokens"], load_in_4bit=in_4_bits, compute=compute
+    )
+    model = FastLanguageModel.get_peft_model(model, r=16, lora_alpha=32)
+    config = trainers.SFTConfig(**config_of(given, packs=True, bf16=False))
+    rows = Dataset.from_list(read_rows(given["train"]))
+    return finish(SFTTrainer(model, config, train_dataset=rows, tokenizer=tokenizer), given)
+
+
+def evaluate(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the mean loss a completion's token of held-out rows, one at a time, by transformers and PEFT."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    base = AutoModelForCausalLM.from_pretrained(given["model"], dtype=torch.float32).to(device)
+    tokenizer: Any = AutoTokenizer.from_pretrained(given["model"])
+    model: Any = PeftModel.from_pretrained(base, given["folder"] + "/adapter").eval()
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for row in read_rows(given["held_out"])[: given["held_out_rows"]]:
+            prompt = tokenizer(row["prompt"])["input_ids"]
+            ids = (prompt + tokenizer(row["completion"], add_special_tokens=False)["input_ids"])[: given["tokens"]]
+            if len(ids) > len(prompt):
+                labels = torch.tensor([[-100] * len(prompt) + ids[len(prompt) :]], device=device)
+                loss = model(input_ids=torch.tensor([ids], device=device), labels=labels).loss
+                total, count = total + float(loss) * (len(ids) - len(prompt)), count + len(ids) - len(prompt)
+    return {"held_out_loss": total / count, "held_out_tokens": count}
+
+
+CANDIDATES: dict[str, Any] = {
+    "trl": (trl, {}),
+    "trl-best": (trl, {"gradient_checkpointing": False}),
+    "trl-liger": (trl, {"gradient_checkpointing": False, "use_liger_kernel": True}),
+    "unsloth": (unsloth, {}),
+    "unsloth-best": (unsloth, {"packs": True, "checkpointing": False}),
+    "unsloth-nf4": (unsloth, {"in_4_bits": True}),
+    "pronghorn": (pronghorn, {}),
+    "pronghorn-nf4": (pronghorn, {"in_4_bits": True}),
+    "pronghorn-fp8": (pronghorn, {"compute": "fp8"}),
+    "pronghorn-nf4-fp8": (pronghorn, {"in_4_bits": True, "compute": "fp8"}),
+    "evaluate": (evaluate, {}),
+}
+"""The function of each and its own arguments."""
+NEEDS = {"trl-liger": "liger_kernel"} | {
+    name: "unsloth" if name.startswith("unsloth") else "bitsandbytes"
+    for name in CANDIDATES
+    if name.startswith("unsloth") or "nf4" in name
+}
+"""The module without which one is skipped."""
+
+
+def main(name: str, arguments: str, result: str) -> None:
+    """Run one candidate."""
+    given = json.loads(Path(arguments).read_text(encoding="utf-8"))
+    function, more = CANDIDATES[name]
+    found = function(given, **more)
+    found["marks_s"] = {mark: moment - given["began"] for mark, moment in MARKS.items()}
+    Path(result).write_text(json.dumps(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

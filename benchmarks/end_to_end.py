@@ -1,0 +1,145 @@
+"""Whole trainings, from the start of the process to the saved adapter: TRL, TRL with Liger's kernels, Unsloth and
+Pronghorn, each by its own trainer.
+
+    python -m benchmarks.end_to_end --model SMOLLM2_FOLDER --train gsm8k/train.jsonl --held-out gsm8k/test.jsonl \\
+        --out end-to-end.json
+    python -m benchmarks.end_to_end --model Llama-3.1-8B --steps 30 --only unsloth pronghorn --out end-to-end-8b.json
+
+`trl` and `unsloth` are their defaults, `-best` what a user who reads on would set: no recomputation, and packing where
+that keeps documents apart without another attention library. One epoch of the same rows unless `--steps` ends it; an
+update has as many tokens for everybody (`candidates.trainers`). The adapter that was saved is then loaded by
+transformers and PEFT in float32 and judged on held-out rows, outside the clock; a shape's random weights learn nothing
+and aren't. Who isn't installed is skipped by name; `--python unsloth=PATH` gives a candidate an interpreter.
+
+    startup     until the library is imported      first step   until the first update is done
+    wall        until the adapter is saved         tokens/s     real tokens, of the updates after the first
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks import parts
+from benchmarks.candidates import trainers
+from benchmarks.program import parser_of, run, show
+from benchmarks.record import Facts
+from pronghorn.diagnose.shapes import checkpoint_of, shape_of
+from pronghorn.errors import ConfigError
+
+NAMES = [name for name in trainers.CANDIDATES if name != "evaluate"]
+SCRIPT = Path(trainers.__file__)
+
+
+def tokens_of(model: Path, file: Path) -> list[int]:
+    """Count each row's tokens by the model's tokenizer."""
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    texts = [row["prompt"] + row["completion"] for row in trainers.read_rows(str(file))]
+    return [len(ids) for ids in tokenizer(texts)["input_ids"]]
+
+
+def is_installed(name: str, python: str) -> bool:
+    """Tell whether a candidate's module can be imported by its interpreter, without importing it."""
+    module = trainers.NEEDS.get(name, "trl")
+    code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
+    return subprocess.run([python, "-c", code], check=False).returncode == 0
+
+
+def candidate(name: str, given: argparse.Namespace, python: str) -> dict[str, Any]:
+    """Train by one candidate in a process of its own, and judge what it saved in another."""
+
+    def command(part: str, arguments: Path, result: Path) -> list[str]:
+        return [python if part == name else sys.executable, "-P", str(SCRIPT), part, str(arguments), str(result)]
+
+    with tempfile.TemporaryDirectory(prefix="pronghorn-end-to-end-") as folder:
+        given = argparse.Namespace(**{**vars(given), "folder": folder})
+        found = parts.one(name, given, command)
+        if "error" in found:
+            return found
+        if given.held_out is not None:
+            found |= {"evaluated": parts.one("evaluate", given, command)}
+            found |= {key: value for key, value in found["evaluated"].items() if key == "held_out_loss"}
+        marks, updates = found["marks_s"], found["steps"]
+        trained = min(given.real_tokens, updates * given.documents * given.mean)
+        after = marks["trained"] - marks["first step"]
+        rate = trained * (updates - 1) / updates / after if updates > 1 and after > 0 else None
+        return found | {"wall_s": marks["saved"], "tokens_per_s": rate}
+
+
+def arguments() -> argparse.ArgumentParser:
+    """Declare the program's arguments."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--model", required=True, help="a model's folder, or a shape (random weights, not judged)")
+    parser.add_argument("--train", type=Path, required=True, help="JSON or JSON lines: GSM8K's, or instructions")
+    parser.add_argument("--held-out", type=Path, help="the same, to judge by")
+    parser.add_argument("--held-out-rows", type=int, default=200)
+    parser.add_argument("--tokens", type=int, default=4096, help="of a packed row, and about those of a padded batch")
+    parser.add_argument("--epochs", type=float, default=1.0)
+    parser.add_argument("--steps", type=int, default=-1, help="end after so many updates")
+    parser.add_argument("--learning-rate", type=float, default=2e-4)
+    parser.add_argument("--checkpoints", type=Path, help="where a shape's random weights are kept")
+    parser.add_argument("--python", action="append", default=[], metavar="NAME=PATH", help="a candidate's interpreter")
+    parts.add_arguments(parser, NAMES, limit_s=400)
+    return parser
+
+
+def main(given: argparse.Namespace) -> bool:
+    """Train by every candidate that is installed; tell whether all of these came through."""
+    for file in (given.train, given.held_out):
+        if file is not None and not file.is_file():
+            raise ConfigError(f"{file} is not there", "give a file of JSON or JSON lines")
+    pythons = dict(part.split("=", 1) for part in given.python)
+    with tempfile.TemporaryDirectory() as scratch, Facts(given, "trl") as facts:
+        shape = shape_of(given.model)
+        model = checkpoint_of(given.model, given.checkpoints or Path(scratch), seed=0).resolve()
+        lengths = tokens_of(model, given.train)
+        mean = sum(lengths) / len(lengths)
+        given.documents, given.mean = max(1, round(given.tokens / mean)), mean
+        given.real_tokens = sum(lengths) * given.epochs
+        name, given.model = given.model, str(model)
+        given.train = given.train.resolve()
+        given.held_out = None if shape is not None or given.held_out is None else given.held_out.resolve()
+        facts |= {"model": Path(name).name, "train": given.train.name, "rows": len(lengths), "mean_tokens": mean}
+        facts |= {"documents_a_batch": given.documents, "tokens": given.tokens, "epochs": given.epochs}
+        facts["skipped"] = []
+        for one in list(given.only):
+            if not is_installed(one, pythons.get(one, sys.executable)):
+                facts["skipped"].append(f"{one}: {trainers.NEEDS.get(one, 'trl')} isn't installed")
+                given.only.remove(one)
+
+        def measure(one: str) -> dict[str, Any]:
+            return candidate(one, given, pythons.get(one, sys.executable))
+
+        done = parts.run_parts(facts, given, "", measure)
+        done = {one: done[one] for one in given.only}
+    print(json.dumps(facts["skipped"]))
+    show([row(one, found) for one, found in done.items()], f"{facts['model']}, {facts['device']}")
+    return bool(done) and all("error" not in found for found in done.values())
+
+
+def row(name: str, found: dict[str, Any]) -> dict[str, Any]:
+    """Return a candidate's row of the table."""
+    if "error" in found:
+        return {"candidate": name, "wall, s": found["error"]}
+    marks, rate = found["marks_s"], found["tokens_per_s"]
+    return {
+        "candidate": name,
+        "wall, s": f"{found['wall_s']:.1f}",
+        "startup, s": f"{marks['imported']:.1f}",
+        "first step, s": f"{marks['first step']:.1f}",
+        "updates": found["steps"],
+        "tokens/s": None if rate is None else f"{rate:,.0f}",
+        "peak, GiB": f"{found['peak_bytes'] / 2**30:.1f}",
+        "held-out loss": f"{found['held_out_loss']:.4f}" if "held_out_loss" in found else None,
+    }
+
+
+if __name__ == "__main__":
+    run(arguments, main)

@@ -1,0 +1,242 @@
+"""Programs that measure whole runs, tried on the CPU with tiny shapes: parts, ablation, end to end, records, guard."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from concurrent.futures import Executor, Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import ablation, end_to_end, guard, longest_row, parts, records
+from benchmarks.candidates import trainers
+from benchmarks.record import Result, Workload, unfinished, write_results
+from pronghorn.diagnose.shapes import SHAPES, shape_of, write_checkpoint
+from pronghorn.errors import ConfigError, DataError
+from support import programs
+
+
+class Kept(dict[str, Any]):
+    """In the place of `record.Facts`."""
+
+    kept = 0
+
+    def keep(self) -> None:
+        self.kept += 1
+
+
+def given(out: Path | None, **more: Any) -> argparse.Namespace:
+    return argparse.Namespace(**{"out": out, "only": ["a", "b", "c"], "again": False, "limit": 60, **more})
+
+
+# --- parts
+
+
+def test_parts_that_were_measured_are_left_alone_and_failed_ones_tried_again(tmp_path: Path) -> None:
+    out = tmp_path / "parts.json"
+    unfinished(out).write_text(json.dumps({"parts": {"a": {"n": 1}, "b": {"error": "cut off"}}}))
+    ran: list[str] = []
+
+    def measure(name: str) -> dict[str, Any]:
+        ran.append(name)
+        return {"n": 2, "part_s": 0.0}
+
+    facts = Kept()
+    done = parts.run_parts(facts, given(out), "", measure)
+    assert ran == ["b", "c"] and done["a"] == {"n": 1} and facts["parts"] is done and facts.kept == 2
+    parts.run_parts(Kept(), given(out, again=True, only=["a"]), "", measure)
+    assert ran[-1] == "a"
+
+
+@pytest.mark.parametrize(
+    ("code", "limit", "said"),
+    [
+        ("import sys; print('why'); sys.exit(3)", 60, "ended with code 3"),
+        ("import time; time.sleep(60)", 1, "than 1 s"),
+    ],
+)
+def test_a_part_that_fails_or_takes_too_long_tells_so_with_what_it_had(code: str, limit: int, said: str) -> None:
+    def command(name: str, arguments: Path, result: Path) -> list[str]:
+        assert json.loads(arguments.read_text())["only"] == ["a", "b", "c"]
+        result.write_text('{"half": 1}')
+        return [sys.executable, "-c", code]
+
+    found = parts.one("a", given(None, limit=limit), command)
+    assert said in found["error"] and found["half"] == 1 and found["output"] == (["why"] if limit == 60 else [])
+
+
+# --- ablation
+
+
+def test_variants_have_the_changes_that_a_case_can_have() -> None:
+    def names(case: str, routed: bool = False) -> dict[str, set[str]]:
+        return {name: set(changes) for name, changes in ablation.variants_of(ablation.CASES[case], routed).items()}
+
+    assert names("qwen3-0.6b") == {"none": set(), "all": {"metadata"}, "fused": {"metadata"}}
+    both = {"metadata", "buffers"}
+    assert names("qwen3-14b-nf4") == {
+        "none": set(),
+        **{name: {name} for name in sorted(both)},
+        "all": both,
+        "fused": both,
+    }
+    assert names("gpt-oss-20b", routed=True)["all"] == {"metadata", "grouping"}
+
+
+def test_losses_that_do_not_coincide_withhold_the_times() -> None:
+    def variants(off: float) -> dict[str, Any]:
+        one = {"step_ms": 10.0, "peak_bytes": 0, "changes": []}
+        return {"none": {**one, "losses": [4.0, 3.0]}, "all": {**one, "losses": [4.0, 3.0 + off]}}
+
+    assert ablation.judge(variants(0.01))["green"] and not ablation.judge(variants(0.03))["green"]
+    assert not ablation.judge({"none": {"error": "out of memory"}})["green"]
+    found = {"variants": variants(0.03), "gate": ablation.judge(variants(0.03))}
+    assert [row["step, ms"] for row in ablation.rows_of("x", found)] == ["withheld: losses differ"] * 2
+
+
+@pytest.mark.parametrize("case", ["tiny", pytest.param("tiny-moe", marks=pytest.mark.slow)])
+def test_the_ablation_runs(case: str, tmp_path: Path) -> None:
+    out = tmp_path / "ablation.json"
+    done = programs.invoke(ablation, "--only", case, "--tokens", 128, "--steps", 3, "--out", out)
+    [found] = json.loads(out.read_text())["parts"].values()
+    assert done.exit_code == 0 and found["gate"]["green"], found
+    alone = "buffers" if case == "tiny" else "grouping"
+    assert list(found["variants"]) == ["none", "metadata", alone, "all", "fused"]
+    assert all(len(one["losses"]) == 3 for one in found["variants"].values())
+    assert found["predicted"]["metadata_ms"] == (found["layers"] - 1) * found["predicted"]["s_ms"]
+
+
+# --- records and the longest row
+
+
+def test_a_record_is_met_where_it_trains_and_is_fast_enough() -> None:
+    found = {"gate": {"green": True}, "least": 100, "tokens_per_s": 100.0}
+    assert records.is_met(found) and records.is_met({"gate": {"green": True}, "least": 100})
+    assert not records.is_met(found | {"tokens_per_s": 99.0}) and not records.is_met(found | {"gate": {"green": False}})
+    assert not records.is_met(found | {"error": "took longer"})
+
+
+@pytest.mark.parametrize("name", ["tiny-nf4", pytest.param("tiny-moe", marks=pytest.mark.slow)])
+def test_records_are_made_without_a_checkpoint(name: str, tmp_path: Path) -> None:
+    if name == "tiny-nf4":
+        pytest.importorskip("bitsandbytes")
+    done = programs.invoke(records, "--only", name, "--tokens", 128, "--out", tmp_path / "records.json")
+    [found] = json.loads((tmp_path / "records.json").read_text())["parts"].values()
+    assert done.exit_code == 0 and found["gate"]["green"] and found["gate"]["trained"] > 0, found
+
+
+def test_records_are_shapes_that_exist() -> None:
+    assert all(shape_of(record.shape) for record in records.RECORDS.values())
+    assert all(shape_of(case.shape) for case in ablation.CASES.values())
+
+
+def test_a_row_of_a_length_that_was_asked_for_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoConfig
+
+    from pronghorn.models import auto_plan
+
+    tried: list[Any] = []
+
+    class Trains(Executor):
+        """In the place of a process with a GPU."""
+
+        def submit(self, fn: Any, /, *arguments: Any, **_: Any) -> Future[Any]:
+            tried.append(arguments[1:])
+            done: Future[Any] = Future()
+            done.set_result((1, 1.0))
+            return done
+
+    monkeypatch.setattr(longest_row, "ProcessPoolExecutor", lambda *_: Trains())
+    fields = shape_of("Llama-3.1-8B")
+    assert fields is not None
+    shape = auto_plan.dims_of(auto_plan.skeleton(AutoConfig.for_model(**fields)))
+    setting = longest_row.Setting(fields, 80 * 2**30, 8192, 2, tokens=524_288)
+    found = longest_row.meet(shape, "tiled", setting)
+    assert tried == [(longest_row.POLICIES["tiled"], 524_288)] and found["met"] and found["longest_tokens"] == 524_288
+    assert longest_row.longest(shape, longest_row.POLICIES["tiled"], setting.budget) > 524_288
+    assert longest_row.longest(shape, longest_row.POLICIES["offload"], setting.budget) > 344_064
+
+
+# --- end to end
+
+
+def test_whole_trainings_are_timed_and_judged_and_who_is_missing_is_skipped(tmp_path: Path) -> None:
+    write_checkpoint(SHAPES["tiny"], tmp_path / "model", seed=0)
+    rows = [{"question": f"how many are {i}?", "answer": f"they are {i} " * 8} for i in range(12)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    asked = ["--model", tmp_path / "model", "--train", tmp_path / "rows.jsonl", "--held-out", tmp_path / "rows.jsonl"]
+    asked += ["--tokens", 256, "--held-out-rows", 2, "--only", "trl", "unsloth", "pronghorn"]
+    done = programs.invoke(end_to_end, *asked, "--out", tmp_path / "out.json")
+    facts = json.loads((tmp_path / "out.json").read_text())
+    assert done.exit_code == 0, facts
+    assert facts["skipped"] == ["unsloth: unsloth isn't installed"] and list(facts["parts"]) == ["trl", "pronghorn"]
+    for found in facts["parts"].values():
+        marks = list(found["marks_s"].values())
+        assert list(found["marks_s"]) == ["imported", "loaded", "first step", "trained", "saved"]
+        assert marks[0] > 0 and marks == sorted(marks) and found["wall_s"] == marks[-1] <= found["part_s"]
+        assert 0 < found["held_out_loss"] < 10 and found["steps"] >= 1
+    assert "unsloth" not in done.stdout.split("held-out loss")[1]
+
+
+def test_rows_are_read_from_questions_and_instructions(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    rows = [{"instruction": "a", "input": "b", "output": "c"}, {"instruction": "d", "input": "", "output": ""}]
+    file.write_text(json.dumps(rows))
+    assert trainers.read_rows(str(file)) == [{"prompt": "a\nb\n", "completion": "c"}]
+
+
+def test_data_that_are_missing_are_told_before_anything_runs(tmp_path: Path) -> None:
+    done = programs.invoke(end_to_end, "--model", "tiny", "--train", tmp_path / "nothing.jsonl")
+    assert done.exit_code == 1 and "nothing.jsonl is not there" in done.stderr
+
+
+# --- the guard
+
+
+def result(candidate: str, step: float, peak: int = 100, green: bool = True) -> Result:
+    workload = Workload("tiny", "lora", 256, "lognormal", 1.0, 0)
+    return Result("", candidate, workload, {"green": green}, {"step": [step] * 4}, memory_bytes={"peak": peak})
+
+
+def test_the_guard_compares_ratios_and_bytes_with_what_was_committed(tmp_path: Path) -> None:
+    write_results([result("pronghorn", 10.0, 120), result("hf", 25.0)], tmp_path / "step-tiny.json")
+    write_results([result("pronghorn", 9.0, 100)], tmp_path / "step-tiny-once.json")
+    before = guard.committed("tiny", tmp_path)
+    assert before["ratio"] == 2.5 and before["peak_bytes"] == 100
+
+    def worse(ours: float, plain: float, peak: int = 100, green: bool = True) -> list[str]:
+        now = guard.figures([result("pronghorn", ours, peak, green), result("hf", plain)])
+        return guard.compare(now, before, slower=0.07, larger=0.03)
+
+    assert worse(20.0, 50.0) == worse(10.0, 23.5, 102) == []  # a host half as fast, a little noise
+    assert worse(10.0, 23.0) == ["2.30 times the plain step; 2.50 was committed"]
+    assert "GiB" in worse(10.0, 25.0, 104)[0] and "gate is red" in worse(5.0, 25.0, green=False)[0]
+    with pytest.raises(DataError, match="measure pronghorn and hf in one run"):
+        guard.figures([result("pronghorn", 1.0)])
+    with pytest.raises(ConfigError, match=r"step-other\.json isn't in"):
+        guard.committed("other", tmp_path)
+
+
+def test_the_guard_s_models_have_committed_figures() -> None:
+    for model in guard.MODELS:
+        found = guard.committed(model, guard.RESULTS)
+        assert found["green"] and found["ratio"] > 1.5 and found["peak_bytes"] > 0
+
+
+@pytest.mark.parametrize("slowed", [False, True])
+def test_the_guard_ends_with_code_1_where_a_step_got_slower(
+    slowed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_results([result("pronghorn", 10.0), result("hf", 25.0)], tmp_path / "step-tiny.json")
+
+    def ran(command: list[str], **_: Any) -> None:
+        out = Path(command[command.index("--out") + 1])
+        write_results([result("pronghorn", 20.0 if slowed else 10.0), result("hf", 25.0)], out)
+
+    monkeypatch.setattr(guard.subprocess, "run", ran)
+    done = programs.invoke(guard, "--models", "tiny", "--results", tmp_path, "--out", tmp_path / "guard.json")
+    assert done.exit_code == slowed, done.output
+    assert bool(json.loads((tmp_path / "guard.json").read_text())["models"]["tiny"]["worse"]) == slowed

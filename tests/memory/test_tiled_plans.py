@@ -1,0 +1,132 @@
+"""Plans with MLPs in tiles of rows: what is kept to the byte, when they are chosen, how long a row they allow."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from pronghorn.cli.main import app
+from pronghorn.data.batch import PackedBatch
+from pronghorn.diagnose.shapes import SHAPES, shape_of, write_checkpoint
+from pronghorn.errors import UnsupportedError
+from pronghorn.memory.devices import device_spec
+from pronghorn.memory.estimate import GIB, LayerBytes, MemoryModel, ModelDims, TrainSetup
+from pronghorn.memory.plan import TILE_ROWS, Plan, Policy
+from pronghorn.memory.planner import PlanDoesNotFit, plan
+from pronghorn.memory.step_time import step_times
+from pronghorn.memory.tiles import tiled_times
+from pronghorn.models.attach import attach
+from pronghorn.models.auto_plan import dims_of, setup_of, skeleton
+from pronghorn.models.lora import add_lora
+from support.saved import TOKENS, saved_bytes
+from support.tiny import tiny_model
+
+LEAST = (Policy.OFFLOAD,)
+
+
+def dims(name: str = "Llama-3.1-8B") -> ModelDims:
+    from transformers import AutoConfig
+
+    fields = shape_of(name)
+    assert fields is not None
+    return dims_of(skeleton(AutoConfig.for_model(**fields)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("policy", [Policy.KEEP, Policy.RECOMPUTE_NORMS, Policy.RECOMPUTE_MLP])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "phi3", "olmo2", "granite"])
+def test_a_layer_saves_what_the_formula_says(family: str, policy: Policy, dtype: torch.dtype) -> None:
+    """Exactly: a model of three layers against one of two."""
+    found, work = [], None
+    for count in (2, 3):
+        model = add_lora(tiny_model(family, num_hidden_layers=count).to(dtype), r=4)
+        attach(model, Plan((policy,), mlp_rows=16), layers="fused")
+        found.append(saved_bytes(model, PackedBatch.build([TOKENS], tokens=TOKENS), None))
+        work = replace(setup_of(model, TOKENS), mlp_rows=16)
+    assert work is not None
+    layer = dims_of(model).layers[0]
+    assert layer.attention is not None
+    expected = LayerBytes.of(layer, work).stored[policy] - 4 * TOKENS * layer.attention.heads  # no log-sum-exp here
+    assert found[1] - found[0] == expected
+
+
+def longest(model: ModelDims, rows: int, budget: int) -> int:
+    """Return the most tokens, in thousands, whose inputs all are offloaded."""
+    for thousands in range(1, 2000):
+        step = MemoryModel.of(model, TrainSetup(1000 * thousands, accumulates=False, mlp_rows=rows))
+        if step.process(step.peak(LEAST * len(model.layers))) > budget:
+            return thousands - 1
+    raise AssertionError("no end")
+
+
+def test_a_row_of_half_a_million_tokens_of_8b_is_planned_within_80_gib() -> None:
+    """What issue 29 asks for: 500,000 with tiles, 340,000 without."""
+    model = dims()
+    assert longest(model, 0, 80 * GIB) >= 340 and longest(model, TILE_ROWS, 80 * GIB) >= 500
+
+
+def test_tiles_are_chosen_only_where_nothing_else_fits() -> None:
+    model, device = dims(), device_spec("h100")
+    setup = TrainSetup(400_000, accumulates=False)
+    whole = plan(model, setup, device, 80 * GIB)
+    assert whole.mlp_rows == 0 and Policy.OFFLOAD in whole.policies
+    tiled = plan(model, replace(setup, tokens=500_000), device, 80 * GIB)
+    assert tiled.mlp_rows == TILE_ROWS and not tiled.graph and tiled.predicted["process"] <= 80 * GIB
+    for asked in (Plan.offload(), Plan.recompute()):  # which say nothing of tiles
+        with pytest.raises(PlanDoesNotFit, match=r"memory\.feed_forward: tiled needs \d+\.\d GiB"):
+            plan(model, replace(setup, tokens=500_000), device, 80 * GIB, asked=asked)
+    with pytest.raises(PlanDoesNotFit, match="the smallest plan needs 1"):
+        plan(model, replace(setup, tokens=1_500_000), device, 80 * GIB)
+
+
+def test_tiles_that_are_asked_for_are_planned_under_every_switch() -> None:
+    model, device = dims("Llama-3.2-1B"), device_spec("h100")
+    setup = TrainSetup(8192)
+    switches: tuple[Any, ...] = (False, True, "offload", "auto")
+    for switch in switches:
+        made = plan(model, setup, device, asked=Plan.asked(switch, feed_forward="tiled"))
+        assert made.mlp_rows == TILE_ROWS
+        assert set(made.policies) == set(Plan.asked(switch).policies if switch != "auto" else (Policy.KEEP,))
+    kept, whole = (
+        plan(model, setup, device, asked=Plan.asked(False, feed_forward=way)).predicted for way in ("tiled", "auto")
+    )
+    assert kept["activations"] < 0.6 * whole["activations"] and kept["step_ms"] > whole["step_ms"]
+
+
+def test_layers_without_tiles_are_planned_as_a_whole_and_refused_by_name() -> None:
+    experts, device = dims("gpt-oss-20b"), device_spec("h100")
+    for model, setup in ((experts, TrainSetup(8192)), (dims("Llama-3.2-1B"), TrainSetup(8192, fused=False))):
+        with pytest.raises(UnsupportedError, match="tiles of rows need packed rows, fused layers"):
+            plan(model, setup, device, asked=Plan(mlp_rows=TILE_ROWS))
+        with pytest.raises(PlanDoesNotFit):
+            plan(model, setup, device, 2**30)
+
+
+def test_a_recomputed_layer_computes_gate_and_up_once_more_either_way() -> None:
+    times = step_times(dims(), TrainSetup(32_768), device_spec("h100"))
+    tiled = tiled_times(times)
+    layers = (Policy.RECOMPUTE_LAYER,) * 32
+    assert tiled.step(layers) == pytest.approx(times.step(layers))
+    assert tiled.step((Policy.KEEP,) * 32) > times.step((Policy.KEEP,) * 32)
+
+
+@pytest.mark.parametrize("way", ["auto", "tiled"])
+def test_a_recipe_asks_for_tiles(way: str, tmp_path: Path) -> None:
+    write_checkpoint(SHAPES["tiny"], tmp_path / "model", seed=0)
+    (tmp_path / "data.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 8)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"model: {{name: {tmp_path}/model, max_seq_length: 64}}\ndata: {{train: {tmp_path}/data.jsonl}}\n"
+        f"memory: {{feed_forward: {way}}}\ntrain: {{output: {tmp_path}/out}}\n"
+    )
+    shown = CliRunner().invoke(app, ["plan", str(recipe), "--device", "h100", "--json"], catch_exceptions=False)
+    assert shown.exit_code == 0, shown.output
+    assert json.loads(shown.output)["plan"]["mlp_rows"] == (TILE_ROWS if way == "tiled" else 0)
+    text = CliRunner().invoke(app, ["plan", str(recipe), "--device", "h100"], catch_exceptions=False).output
+    assert ("MLPs in tiles of 16,384 rows" in text) == ("feed_forward: tiled" in text) == (way == "tiled")
