@@ -58,9 +58,12 @@ EARLIER = {
 
 
 def commands() -> list[list[str]]:
-    """What `make all tokenising` would run, from the interpreter on."""
+    """What `make all several tokenising` would run, from the interpreter on."""
     done = subprocess.run(
-        ["make", "-n", "-C", FOLDER, "all", "tokenising", "PYTHON=python"], capture_output=True, text=True, check=True
+        ["make", "-n", "-C", FOLDER, "all", "several", "tokenising", "PYTHON=python"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     lines = [shlex.split(line) for line in done.stdout.splitlines() if " python " in line]
     return [line[line.index("python") + 1 :] for line in lines]

@@ -1,0 +1,278 @@
+"""Several GPUs of one host together, against the sum of what each does alone at the same time.
+
+    python -m benchmarks.ranks --model Llama-3.1-8B --out ranks-llama-3.1-8b.json
+    python -m benchmarks.ranks --model Qwen3-14B --method qlora --strategies copies --out ranks-qwen3-14b-nf4.json
+
+A process a GPU trains LoRA r16 through `pronghorn.SFTTrainer`, one packed row of log-normal documents a step and GPU,
+with random weights that every process makes from one seed:
+
+    alone       all at the same time, none knows of the others: what heat and the host cost is in it
+    copies      together, each holds the whole model
+    sharded     together, each holds a part of every layer (`launch.strategy`)
+
+Before a rate counts, one step of plain SGD over a row of each process is compared with the same step of one process
+that accumulates these rows: its loss within 1e-3, the adapters' change with a cosine of at least 0.9999 and a norm
+within 1 %. A second phase that fails costs no other; on the CPU (gloo) it shows that it works, not how fast.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.program import parser_of, run, show
+from benchmarks.record import Facts
+
+STRATEGIES = ("copies", "sharded")
+WARM = 0.4
+"""Share of the steps, at the start, whose time doesn't count."""
+LOSS, COSINE, NORM = 1e-3, 0.9999, 0.01
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def worker(given: Any) -> None:
+    """Train as one process of a phase, and write what it took."""
+    import torch
+
+    from benchmarks.records import build
+    from pronghorn.cli.options import grow_segments
+    from pronghorn.models.attach import attached
+    from pronghorn.parity.parameters import trainable
+
+    grow_segments()
+    rank, processes = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    cuda, folder = torch.cuda.is_available(), Path(given.folder)
+    if cuda:
+        torch.cuda.set_device(rank)
+    model = build(given.model, given.method)
+    before = {name: p.detach().clone() for name, p in trainable(model).items()}
+    trainer = trainer_of(model, given, folder / f"out-{rank}", rank, processes)
+    losses, seconds, steps = trained(trainer)
+    found: dict[str, Any] = {"losses": losses, "seconds": seconds, "steps": steps}
+    handle: Any = attached(model)
+    if given.judged:
+        change = torch.cat(
+            [(p.detach() - before[name]).flatten().float().cpu() for name, p in trainable(model).items()]
+        )
+        torch.save(change, folder / f"{given.phase}-{rank}.pt")
+    else:
+        found["tokens_per_s"] = given.tokens * steps / seconds if steps else 0.0
+    if cuda:
+        found["peak_bytes"] = torch.cuda.max_memory_allocated()
+        found["predicted"] = dict(handle.plan.predicted) if handle.plan is not None else {}
+    found["paths"] = [f"{path.part}: {path.path} ({path.why})" for path in handle.report]
+    (folder / f"{given.phase}-{rank}.json").write_text(json.dumps(found))
+    if processes > 1:
+        torch.distributed.destroy_process_group()
+
+
+def trainer_of(model: Any, given: Any, folder: Path, rank: int, processes: int) -> Any:
+    """Make the trainer of one process; joins the others."""
+    import torch
+    from accelerate import PartialState
+    from datasets import Dataset
+    from trl import SFTConfig
+
+    from benchmarks.workload import make_rows
+    from pronghorn.diagnose.shapes import byte_tokenizer
+    from pronghorn.memory.plan import Plan
+    from pronghorn.models.attach import attach
+    from pronghorn.models.share import share_layers
+    from pronghorn.train.trainer import SFTTrainer
+
+    cuda = torch.cuda.is_available()
+    config = SFTConfig(
+        output_dir=str(folder), packing=True, max_length=given.tokens, per_device_train_batch_size=1,
+        gradient_accumulation_steps=given.accumulation, max_steps=given.steps,
+        learning_rate=1.0 if given.judged else 1e-4,
+        lr_scheduler_type="constant", optim="sgd" if given.judged else "adamw_torch_fused", max_grad_norm=0.0,
+        logging_steps=1, gradient_checkpointing=False, bf16=False, save_strategy="no", report_to="none",
+        disable_tqdm=True, seed=0, use_cpu=not cuda,
+    )  # fmt: skip
+    if processes > 1:
+        PartialState(cpu=not cuda)
+    if given.phase.startswith("sharded"):
+        share_layers(model, model.device)
+        if cuda:
+            torch.cuda.empty_cache()
+    attach(model, Plan.asked("auto") if cuda else Plan.keep(), **({} if cuda else {"layers": "fused"}))
+    documents = []
+    for seed in range(max(given.processes, 4)):
+        rows = make_rows(given.tokens, "lognormal", 1.0, model.config.vocab_size, seed)
+        documents += [row.input_ids[a:b] for row in rows for a, b in row.bounds if b > a + 1]
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    return SFTTrainer(
+        model,
+        config,
+        train_dataset=Dataset.from_list([{"input_ids": list(ids), "labels": list(ids)} for ids in documents]),
+        tokenizer=byte_tokenizer(given.tokens),
+    )
+
+
+def trained(trainer: Any) -> tuple[list[float], float, int]:
+    """Train; return the losses, and the seconds of so many last steps."""
+    import torch
+    from transformers import TrainerCallback
+
+    warm, marks = int(WARM * trainer.args.max_steps), []
+
+    class Marks(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step in (warm, args.max_steps):
+                if torch.cuda.is_available():
+                    torch.cuda.synchronize()
+                marks.append(time.perf_counter())
+
+    trainer.add_callback(Marks())
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    counted = trainer.args.max_steps - warm if len(marks) == 2 else 0
+    return losses, marks[-1] - marks[0], counted
+
+
+def phase(name: str, given: argparse.Namespace, folder: Path, judged: bool) -> list[dict[str, Any]]:
+    """Run the processes of a phase at the same time, and return what each wrote.
+
+    Raises:
+        RuntimeError: one failed, with the end of what it printed.
+    """
+    together, one = name.startswith(STRATEGIES), name == "one"
+    count = 1 if one else given.processes
+    told = {
+        **{key: getattr(given, key) for key in ("model", "method", "tokens", "processes")},
+        **{"phase": name, "folder": str(folder), "judged": judged, "steps": 1 if judged else given.steps},
+        "accumulation": given.processes if one else 1,
+    }
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    running = []
+    for rank in range(count):
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "src"), *sys.path]))
+        }
+        if together:
+            numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+            environment |= {key: str(value) for key, value in numbers.items()}
+            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        elif "CUDA_VISIBLE_DEVICES" not in os.environ:
+            environment["CUDA_VISIBLE_DEVICES"] = str(rank)
+        log = (folder / f"{name}-{rank}.log").open("w")
+        command = [sys.executable, "-m", "benchmarks.ranks", "--worker", json.dumps(told)]
+        running.append((subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=ROOT), log))
+    until = time.time() + given.limit
+    codes = []
+    for process, log in running:
+        try:
+            codes.append(process.wait(max(until - time.time(), 1)))
+        except subprocess.TimeoutExpired:
+            codes.append(-1)
+        log.close()
+    for process, _ in running:
+        if process.poll() is None:
+            process.kill()
+    for rank, code in enumerate(codes):
+        if code:
+            lines = (folder / f"{name}-{rank}.log").read_text(errors="replace").splitlines()[-8:]
+            raise RuntimeError(f"process {rank} of {name}: {'too slow' if code == -1 else f'code {code}'}: {lines}")
+    return [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in range(count)]
+
+
+def gate(name: str, given: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Compare one step of a strategy with one process that accumulates."""
+    import torch
+
+    if not (folder / "one-0.pt").is_file():
+        phase("one", given, folder, judged=True)
+    expected = json.loads((folder / "one-0.json").read_text())["losses"][0]
+    loss = phase(f"{name}-judged", given, folder, judged=True)[0]["losses"][0]
+    change, whole = torch.load(folder / f"{name}-judged-0.pt"), torch.load(folder / "one-0.pt")
+    cosine = float(torch.nn.functional.cosine_similarity(change, whole, dim=0))
+    norm = float(change.norm() / whole.norm())
+    others = [torch.load(folder / f"{name}-judged-{rank}.pt") for rank in range(1, given.processes)]
+    found = {"loss": loss, "of one": expected, "cosine": cosine, "norm": norm}
+    found["processes agree"] = all(torch.equal(other, change) for other in others)
+    near = abs(loss - expected) <= LOSS * abs(expected) and cosine >= COSINE and abs(norm - 1) <= NORM
+    return found | {"green": near and found["processes agree"]}
+
+
+def measure(given: argparse.Namespace, facts: Facts) -> None:
+    """Run all phases, keeping what is done."""
+    with tempfile.TemporaryDirectory(prefix="pronghorn-ranks-") as scratch:
+        folder = Path(scratch)
+        facts["phases"] = phases = dict[str, Any]()
+        for name in given.strategies:
+            phases[name] = {}
+            try:
+                phases[name]["gate"] = gate(name, given, folder)
+                if phases[name]["gate"]["green"]:
+                    phases[name]["processes"] = phase(name, given, folder, judged=False)
+            except RuntimeError as error:
+                phases[name]["error"] = str(error)
+            facts.keep()
+        try:
+            phases["alone"] = {"processes": phase("alone", given, folder, judged=False)}
+        except RuntimeError as error:  # a base that fits no GPU is what sharding is for
+            phases["alone"] = {"error": str(error)}
+
+
+def rate(found: dict[str, Any]) -> float | None:
+    """Return the tokens a second of all processes."""
+    return sum(each["tokens_per_s"] for each in found["processes"]) if "processes" in found else None
+
+
+def arguments() -> argparse.ArgumentParser:
+    """Declare the program's arguments."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--model", default="tiny", help="a known shape")
+    parser.add_argument("--method", default="lora", choices=("lora", "qlora", "lora+experts"))
+    parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES), choices=STRATEGIES)
+    parser.add_argument("--processes", type=int, default=0, help="GPUs; 0: all there are, two on the CPU")
+    parser.add_argument("--tokens", type=int, default=8192, help="of a packed row, one a step and process")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--limit", type=int, default=170, metavar="SECONDS", help="of each phase")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    return parser
+
+
+def main(given: argparse.Namespace) -> bool:
+    """Measure; tell whether every strategy ran with a green gate."""
+    if given.worker:
+        worker(argparse.Namespace(**json.loads(given.worker)))
+        return True
+    import torch
+
+    given.processes = given.processes or max(torch.cuda.device_count(), 0) or 2
+    with Facts(given, "trl") as facts:
+        facts |= {key: getattr(given, key) for key in ("model", "method", "processes", "tokens", "steps")}
+        measure(given, facts)
+        alone = rate(facts["phases"]["alone"])
+        rows = []
+        for name, found in facts["phases"].items():
+            total = rate(found)
+            if total is not None and alone and name != "alone":
+                found["of_the_sum"] = total / alone
+            peaks = [each.get("peak_bytes", 0) for each in found.get("processes", [])]
+            rows.append(
+                {
+                    "phase": name,
+                    "tokens/s": f"{total:,.0f}" if total is not None else found.get("error", "gate is red"),
+                    "of the sum alone": f"{found['of_the_sum']:.1%}" if "of_the_sum" in found else None,
+                    "peak a GPU, GiB": f"{max(peaks) / 2**30:.2f}" if peaks else None,
+                }
+            )
+    show(rows, f"{given.model}, {given.method}, {given.processes} processes, {facts['device']}")
+    return all("processes" in facts["phases"][name] for name in given.strategies)
+
+
+if __name__ == "__main__":
+    run(arguments, main)

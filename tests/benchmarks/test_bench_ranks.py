@@ -1,0 +1,44 @@
+"""The program that measures several GPUs, tried with two processes on the CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import ranks
+from support import programs
+
+
+@pytest.mark.slow
+def test_two_processes_are_judged_and_timed_against_their_sum(tmp_path: Path) -> None:
+    out = tmp_path / "ranks.json"
+    sizes = ("--model", "tiny", "--tokens", "128", "--steps", "3", "--processes", "2")
+    done = programs.invoke(ranks, *sizes, "--out", out)
+    assert done.exit_code == 0, done.output
+    phases = json.loads(out.read_text())["phases"]
+    assert set(phases) == {"copies", "sharded", "alone"}
+    for name in ranks.STRATEGIES:
+        assert phases[name]["gate"]["green"] and len(phases[name]["processes"]) == 2 and phases[name]["of_the_sum"] > 0
+
+
+def test_other_gradients_are_not_green(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A strategy whose adapters moved another way, though its loss is right."""
+    change = torch.randn(100, generator=torch.Generator().manual_seed(0))
+    moved = {"one": [change], "copies-judged": [change * 1.001] * 2, "sharded-judged": [change + 0.1] * 2}
+
+    def phase(name: str, given: Any, folder: Path, judged: bool) -> list[dict[str, Any]]:
+        for rank, value in enumerate(moved[name]):
+            torch.save(value, folder / f"{name}-{rank}.pt")
+        (folder / f"{name}-0.json").write_text(json.dumps({"losses": [2.0]}))
+        return [{"losses": [2.0]}]
+
+    monkeypatch.setattr(ranks, "phase", phase)
+    given = ranks.arguments().parse_args(["--processes", "2"])
+    assert ranks.gate("copies", given, tmp_path)["green"]
+    assert not ranks.gate("sharded", given, tmp_path)["green"]
+    moved["copies-judged"] = [change, change * 1.0001]
+    assert not ranks.gate("copies", given, tmp_path)["green"], "processes that go apart"
