@@ -5,6 +5,7 @@ files and in scripts. The answer names the mistake and leads on; tests/project/t
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -312,3 +313,9 @@ def test_sharegpt_turns_train_once_their_roles_are_the_templates(stories: Path, 
         SFTTrainer(model=model, processing_class=tokenizer, train_dataset=rows, args=args)
     rows = rows.rename_column("conversations", "messages")
     SFTTrainer(model=model, processing_class=tokenizer, train_dataset=rows, args=args).train()
+
+
+def test_4_bits_without_bitsandbytes(tmp_path: Path, stories: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    missing = key("model", "load_in_4bit", True, "4-bit loading needs bitsandbytes", "pip install 'pronghorn[nf4]'")
+    answered(missing, tmp_path, stories, monkeypatch)

@@ -211,3 +211,10 @@ def test_evaluations_and_resumes_are_shown(tmp_path: Path) -> None:
     shown = page(record(evaluations=evaluations, resumed_at=[30]), tmp_path)
     assert "taken up again at step 30" in shown.text and "taken up" not in plain.text
     assert len(shown.tags) > len(plain.tags)  # the points and the line in the chart
+
+
+@pytest.mark.parametrize(("steps", "smoothed"), [(20, False), (80, True)])
+def test_a_curve_is_called_smoothed_where_it_is(steps: int, smoothed: bool, tmp_path: Path) -> None:
+    text = Page(write_report(record(steps), tmp_path).read_text()).text
+    assert ("by step, smoothed, held-out marked" in text) == smoothed
+    assert ("by step, held-out marked" in text) != smoothed

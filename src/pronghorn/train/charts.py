@@ -19,6 +19,8 @@ _VARIABLES = {_INK: "--muted", _GRID: "--rule", _LINE: "--accent", _FAINT: "--ac
 RUNS = ("#010106", "#010107", "#010108", "#010109", "#01010a", "#01010b")
 """Colours of runs that are compared, in the order of the page's variables --run-1 to --run-6."""
 _VARIABLES |= {colour: f"--run-{number}" for number, colour in enumerate(RUNS, 1)}
+SMOOTHED_FROM = 60
+"""Points of a curve from which on its moving mean is drawn, too."""
 _STYLE: Any = {
     "svg.fonttype": "none",  # text stays text: sharp, selectable, in the page's font
     "svg.hashsalt": "pronghorn",
@@ -118,8 +120,8 @@ def smoothed(values: Sequence[float]) -> list[float]:
 
 
 def _curve(axes: Axes, x: Sequence[float], y: Sequence[float]) -> None:
-    """Plot few points as they are; many faintly, under their moving mean over a twentieth of them."""
-    if len(y) < 60:
+    """Plot few points as they are; many faintly, under their moving mean."""
+    if len(y) < SMOOTHED_FROM:
         axes.plot(x, y, color=_LINE, linewidth=2, marker="o" if len(y) < 12 else None, markersize=4)
         return
     axes.plot(x, y, color=_FAINT, linewidth=1)

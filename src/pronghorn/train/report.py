@@ -10,7 +10,7 @@ from typing import Any
 from jinja2 import UndefinedError
 
 from pronghorn.errors import DataError, PronghornError, UnsupportedError
-from pronghorn.train.charts import loss_chart, speed_chart, step_chart
+from pronghorn.train.charts import SMOOTHED_FROM, loss_chart, speed_chart, step_chart
 from pronghorn.train.documents import MUCH, lost_documents
 from pronghorn.train.page import write_page
 from pronghorn.train.progress import duration
@@ -39,6 +39,7 @@ def write_report(record: RunRecord, folder: str | Path, refresh: int | None = No
     check_report_dependencies()
     import yaml
 
+    smooth = "smoothed, " if len(record.steps) >= SMOOTHED_FROM else ""
     return write_page(
         Path(folder) / FILE_NAME,
         Path(__file__).with_name("report.html.j2"),
@@ -50,7 +51,7 @@ def write_report(record: RunRecord, folder: str | Path, refresh: int | None = No
         charts=[
             (caption, note, chart)
             for caption, note, chart in (
-                ("Loss", "by step, smoothed, held-out marked", loss_chart(record)),
+                ("Loss", f"by step, {smooth}held-out marked", loss_chart(record)),
                 ("Tokens per second", "first log left out, median dashed", speed_chart(record)),
                 ("Learning rate", "by step", step_chart(record, "learning_rate", "Learning rate by step")),
                 ("Gradient norm", "before clipping", step_chart(record, "grad_norm", "Gradient norm by step")),
