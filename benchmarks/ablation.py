@@ -13,8 +13,8 @@ equal.
                (`integrations.moe`)
 Attention, layers (transformers' and PEFT's), loss, rows, adapters and optimiser are the same in all variants; `fused`,
 below the line, is Pronghorn as it comes, with layers of its own. A model's variants run in one process, on one model,
-from the same adapters, each for `--steps` steps, one row a step: their losses must coincide. `none, again` comes last of
-them: what it saves is the machine's drift.
+from the same adapters, each for `--steps` steps, one row a step: their losses must coincide. `none, again` comes last
+of them: what it saves is the machine's drift.
 
 Beside what was measured stand the formulas: (L − 1) · s, s being what one layer's metadata take in a loop of its own,
 and (L − 1) · min(c, g), with a layer's copy c and backward g by events on the streams. Where a change saves nothing,
