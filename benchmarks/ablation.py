@@ -13,7 +13,8 @@ equal.
                (`integrations.moe`)
 Attention, layers (transformers' and PEFT's), loss, rows, adapters and optimiser are the same in all variants; `fused`,
 below the line, is Pronghorn as it comes, with layers of its own. A model's variants run in one process, on one model,
-from the same adapters, each for `--steps` steps, one row a step: their losses must coincide.
+from the same adapters, each for `--steps` steps, one row a step: their losses must coincide. `none, again` comes last
+of them: what it saves is the machine's drift.
 
 Beside what was measured stand the formulas: (L − 1) · s, s being what one layer's metadata take in a loop of its own,
 and (L − 1) · min(c, g), with a layer's copy c and backward g by events on the streams. Where a change saves nothing,
@@ -68,7 +69,8 @@ def variants_of(case: Case, has_experts: bool) -> dict[str, frozenset[str]]:
     """Return the changes that each variant has, of those that the case can have."""
     can = [name for name in SWITCHES if {"buffers": case.offloads, "grouping": has_experts}.get(name, True)]
     alone = {name: frozenset([name]) for name in can} if len(can) > 1 else {}
-    return {"none": frozenset(), **alone, "all": frozenset(can), "fused": frozenset(can)}
+    ends = {"none, again": frozenset[str](), "fused": frozenset(can)}
+    return {"none": frozenset(), **alone, "all": frozenset(can), **ends}
 
 
 def part(name: str, given: Any) -> dict[str, Any]:
@@ -227,7 +229,7 @@ def rows_of(name: str, found: dict[str, Any]) -> list[dict[str, Any]]:
                 "variant": variant,
                 "step, ms": f"{one['step_ms']:,.1f}" if green else "withheld: losses differ",
                 "saved, ms": f"{saved:,.1f} ({saved / none:.1%})" if green and none else None,
-                "predicted, ms": told if variant not in ("none", "fused") else None,
+                "predicted, ms": told if variant != "fused" else None,
                 "peak, GiB": f"{one['peak_bytes'] / 2**30:.2f}",
                 "last loss": f"{one['losses'][-1]:.4f}",
             }

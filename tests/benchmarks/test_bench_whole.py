@@ -75,13 +75,12 @@ def test_variants_have_the_changes_that_a_case_can_have() -> None:
     def names(case: str, routed: bool = False) -> dict[str, set[str]]:
         return {name: set(changes) for name, changes in ablation.variants_of(ablation.CASES[case], routed).items()}
 
-    assert names("qwen3-0.6b") == {"none": set(), "all": {"metadata"}, "fused": {"metadata"}}
+    once = {"metadata"}
+    assert names("qwen3-0.6b") == {"none": set(), "all": once, "none, again": set(), "fused": once}
     both = {"metadata", "buffers"}
     assert names("qwen3-14b-nf4") == {
-        "none": set(),
-        **{name: {name} for name in sorted(both)},
-        "all": both,
-        "fused": both,
+        **{"none": set(), "metadata": once, "buffers": {"buffers"}},
+        **{"all": both, "none, again": set(), "fused": both},
     }
     assert names("gpt-oss-20b", routed=True)["all"] == {"metadata", "grouping"}
 
@@ -104,7 +103,7 @@ def test_the_ablation_runs(case: str, tmp_path: Path) -> None:
     [found] = json.loads(out.read_text())["parts"].values()
     assert done.exit_code == 0 and found["gate"]["green"], found
     alone = "buffers" if case == "tiny" else "grouping"
-    assert list(found["variants"]) == ["none", "metadata", alone, "all", "fused"]
+    assert list(found["variants"]) == ["none", "metadata", alone, "all", "none, again", "fused"]
     assert all(len(one["losses"]) == 3 for one in found["variants"].values())
     assert found["predicted"]["metadata_ms"] == (found["layers"] - 1) * found["predicted"]["s_ms"]
 

@@ -574,7 +574,7 @@ def four_bit_pair(folder: Path, device: str, dtype: torch.dtype) -> tuple[Any, A
     return with_adapters(quantised), with_adapters(exact.double())
 
 
-def compare_four_bit(folder: Path, device: str, dtype: torch.dtype) -> None:
+def compare_four_bit(folder: Path, device: str, dtype: torch.dtype, plan: Plan) -> None:
     quantised, exact = four_bit_pair(folder, device, dtype)
     errors = ThreeWay()
     for seed in range(DRAWS):
@@ -584,7 +584,7 @@ def compare_four_bit(folder: Path, device: str, dtype: torch.dtype) -> None:
         exact_loss.backward()
         found = {}
         for layers in ("stock", "fused"):
-            handle = attach(quantised, layers=layers)
+            handle = attach(quantised, plan if layers == "fused" else Plan.keep(), layers=layers)
             assert path_of_layers(handle)[0] == ("fused" if layers == "fused" else "transformers and PEFT")
             on_device = {name: value.to(device) for name, value in batch.items()}
             quantised.zero_grad()
@@ -597,14 +597,19 @@ def compare_four_bit(folder: Path, device: str, dtype: torch.dtype) -> None:
     errors.check()
 
 
-def test_four_bit_weights(tmp_path: Path) -> None:
-    compare_four_bit(tmp_path, "cpu", torch.float32)
+WHOLE_AND_TILED = pytest.mark.parametrize("plan", [Plan.keep(), Plan(mlp_rows=37)], ids=["whole", "tiled"])
+
+
+@WHOLE_AND_TILED
+def test_four_bit_weights(tmp_path: Path, plan: Plan) -> None:
+    compare_four_bit(tmp_path, "cpu", torch.float32, plan)
 
 
 @pytest.mark.gpu
+@WHOLE_AND_TILED
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_four_bit_weights_on_a_gpu(tmp_path: Path, dtype: torch.dtype) -> None:
-    compare_four_bit(tmp_path, "cuda", dtype)
+def test_four_bit_weights_on_a_gpu(tmp_path: Path, dtype: torch.dtype, plan: Plan) -> None:
+    compare_four_bit(tmp_path, "cuda", dtype, plan)
 
 
 def test_padded_batches_and_generation_take_transformers_way() -> None:

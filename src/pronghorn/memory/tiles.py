@@ -67,6 +67,7 @@ def tiled_bytes(
     apart = t * h * b if has_after or stream != b else 0  # the former as products read it
     rotated = t * attention.query * b if attention.head_norms else 0  # q is made again from what its product left
     d_qkv = t * b * (attention.query + 2 * attention.key_value)
+    d_qkv += t * b * sum(setup.rank(linear.path) for linear in attention.groups[0])  # and what adapters need of it
     # the product's weight, or its gradient's codes, are gone when the last layer's dy of all rows is made
     product = (1 if setup.fp8 else b) * h * attention.projected * setup.writes_out + t * attention.projected * setup.fp8
     last = max(t * h * stream * (1 if stream == b else 2), product)
