@@ -20,6 +20,7 @@ from pronghorn.errors import UnsupportedError
 from pronghorn.families.layer_spec import ExpertsSpec, GatedMLPSpec, LayerSpec
 from pronghorn.memory.mixers import mixer_bytes, shared_bytes
 from pronghorn.memory.plan import Policy, followed
+from pronghorn.memory.shards import sharded
 from pronghorn.memory.workload import NF4_BYTES as NF4_BYTES
 from pronghorn.memory.workload import Method as Method
 from pronghorn.memory.workload import ModelDims as ModelDims
@@ -70,14 +71,15 @@ def resting_bytes(dims: ModelDims, setup: TrainSetup) -> dict[str, int]:
         states = 8 * ((p if full else adapters) + setup.trained_whole)
     rotary = sum({layer.attention.head_dim for layer in dims.kinds if layer.attention})
     inputs = sum(layer.per_layer_input.width for layer in dims.layers if layer.per_layer_input)
-    return {
+    resting = {
         "weights": weights,
         "adapters": 0 if full else trained + copies,
-        "gradients": trained * (2 if setup.distributed else 1),
+        "gradients": trained * (2 if setup.distributed and not (full and setup.shards > 1) else 1),
         "optimizer": states,
         "libraries": LIBRARY_BYTES,
         "batch": setup.tokens * ((2 * rotary + inputs) * b + 40),  # with RoPE's cosines and sines, and layers' inputs
     }
+    return resting if setup.shards == 1 else sharded(resting, dims, setup)
 
 
 @dataclass(frozen=True)
@@ -155,8 +157,8 @@ def _fused_bytes(layer: LayerSpec, setup: TrainSetup) -> int:
     if experts:
         token += 2 * b * experts.chosen * setup.expert_rank + 4 * experts.count + 32 * experts.chosen + 4
         token += shared_bytes(experts, layer.hidden, setup) if experts.shared else 0
-    # of float32 masters, until the backward; of experts they are made for each product
-    copies = b * layer.linear_weights if setup.method == "full" else 0
+    # of float32 masters, until the backward; of experts they are made for each product, of shards gathered so
+    copies = b * layer.linear_weights if setup.method == "full" and setup.shards == 1 else 0
     mixers = sum(mixer_bytes(block, setup) for block in layer.blocks)
     return setup.tokens * token + mixers + copies + _given_bytes(layer, setup)
 

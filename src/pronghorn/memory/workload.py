@@ -79,6 +79,8 @@ class TrainSetup:
     """Rows of a micro-batch that is padded and goes transformers' way, through layers and loss; 0: it is packed."""
     distributed: bool = False
     """Under DDP, whose buckets hold all gradients once more."""
+    shards: int = 1
+    """Ranks that the layers' weights are sharded over (`memory.shards`)."""
     accumulates: bool = True
     """A step has several micro-batches, so that gradients are there all the time; else they come layer by layer."""
     adapter_itemsize: int = 4
