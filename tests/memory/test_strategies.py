@@ -101,16 +101,16 @@ def test_slow_links_are_waited_for(dims: ModelDims) -> None:
 
 
 def test_inputs_of_all_ranks_share_the_hosts_memory(dims: ModelDims) -> None:
-    setup, budget = TrainSetup(32768), 28 * GIB
-    free = choose(dims, setup, H200, 8, budget_bytes=budget, strategy=Strategy.COPIES).chosen
+    setup: TrainSetup = TrainSetup(32768)
+    tables: dict[str, Any] = {"budget_bytes": 32 * GIB, "strategy": Strategy.COPIES}
+    free = choose(dims, setup, H200, 8, **tables).chosen
     assert free.plan is not None and Policy.OFFLOAD in free.plan.policies
-    offloaded = free.plan.policies.count(Policy.OFFLOAD)
-    assert free.host_bytes >= 8 * (offloaded - 1) * 32768 * 4096 * 2
-    try:
-        tight = choose(dims, setup, H200, 8, budget_bytes=budget, strategy=Strategy.COPIES, host_memory_bytes=GIB)
-    except PlanDoesNotFit:
-        return
-    assert tight.chosen.host_bytes <= GIB
+    assert free.host_bytes == 8 * (free.plan.policies.count(Policy.OFFLOAD) - 1) * 32768 * 4096 * 2
+    tight = choose(dims, setup, H200, 8, **tables, host_memory_bytes=GIB).chosen
+    assert tight.plan is not None and Policy.OFFLOAD not in tight.plan.policies and tight.host_bytes == 0
+    assert tight.step_ms > free.step_ms
+    with pytest.raises(PlanDoesNotFit, match=r"host's memory.*--strategy sharded"):
+        choose(dims, setup, H200, 8, budget_bytes=28 * GIB, strategy=Strategy.COPIES, host_memory_bytes=GIB)
 
 
 def test_two_h200s_as_they_were_measured(dims: ModelDims) -> None:

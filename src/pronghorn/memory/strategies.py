@@ -159,17 +159,18 @@ def _candidate(
     micro_batches: int,
     host_memory_bytes: int | None,
 ) -> Candidate:
-    undecided = asked is None or asked.undecided
+    undecided, why = asked is None or asked.undecided, ""
     room = None if host_memory_bytes is None else int(HOST_SHARE * host_memory_bytes)
     try:
         made = plan(dims, work, device, budget, times, asked)
         host = _host_bytes(made, dims, work, gpus)
         if room is not None and host > room and undecided:  # without what goes to the host
+            why = f", as the host's memory has no room for what {gpus} ranks offload ({host / GIB:.1f} GiB)"
             made = plan(dims, work, device, budget, replace(times, copy=0.0), asked)
             host = _host_bytes(made, dims, work, gpus)
     except PlanDoesNotFit as error:
         least = int(plans_of(dims, work, times)[-1].predicted["process"])
-        return Candidate(strategy, work, None, least, 0, 0.0, 0.0, str(error.problem))
+        return Candidate(strategy, work, None, least, 0, 0.0, 0.0, f"{error.problem}{why}")
     process = int(made.predicted["process"])
     if room is not None and host > room:
         problem = f"{gpus} ranks keep {host / GIB:.1f} GiB in host memory, of {room / GIB:.1f} GiB"
