@@ -136,6 +136,7 @@ def test_a_gpu_needs_triton(monkeypatch: pytest.MonkeyPatch, there: bool) -> Non
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ARCHS)
     monkeypatch.setattr(doctor, "probe", lambda index: dataclasses.replace(H200, index=index))
     monkeypatch.setattr(doctor, "has_triton", lambda: there)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda i, j: True)
     findings = doctor.diagnose()
     assert [finding.status for finding in findings if finding.part == "Triton"] == ["ok" if there else "missing"]
     assert healthy(findings) is there and sum(finding.part.startswith("GPU 1") for finding in findings) == 3

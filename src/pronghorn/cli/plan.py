@@ -16,6 +16,7 @@ from pronghorn.cli.options import Debug, Overrides, RecipeFile
 
 if TYPE_CHECKING:
     from pronghorn.diagnose.plan_report import PlanReport
+    from pronghorn.memory.strategies import Choice
 
 
 def plan(
@@ -28,6 +29,14 @@ def plan(
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="Load the model and time a layer on this GPU (seconds).")
     ] = False,
+    gpus: Annotated[int, typer.Option("--gpus", min=1, metavar="N", help="Plan for so many of this GPU.")] = 1,
+    strategy: Annotated[
+        str, typer.Option(metavar="auto|copies|sharded", help="How several GPUs hold the model; auto: what fits.")
+    ] = "auto",
+    link: Annotated[
+        float | None,
+        typer.Option(metavar="GB/s", help="Between two GPUs, each way, as measured. Without it: by the datasheet."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON, for programs.")] = False,
     debug: Debug = False,
 ) -> None:
@@ -43,13 +52,16 @@ def plan(
       pronghorn plan my.yaml --device rtx4090
 
       pronghorn plan my.yaml memory.budget=16GiB --calibrate
+
+      pronghorn plan my.yaml --gpus 4 --device h100
     """
     with plain_errors(debug):
         from pronghorn.config import Recipe
-        from pronghorn.diagnose.plan_report import report_plan
+        from pronghorn.diagnose.plan_report import SeveralGpus, report_plan
 
         console = Console(stderr=True, highlight=False)
-        report = report_plan(Recipe.load(recipe, overrides or []), device, calibrate, console)
+        several = SeveralGpus.asked(gpus, strategy, link)
+        report = report_plan(Recipe.load(recipe, overrides or []), device, calibrate, console, several)
         if as_json:
             typer.echo(json.dumps(report.to_dict(), indent=1))
         else:
@@ -74,10 +86,11 @@ def render(report: PlanReport) -> RenderableType:
 
     work, device = report.work, report.device
     times = "one layer measured here" if report.measured else device.source
+    what = "micro-batch" if report.gpus is None else "step"
     lines = [
         f"[bold]{escape(report.model)}[/], {work.method}, {work.tokens:,} tokens a micro-batch, on {device.name}",
         f"[bold]{policy_map(report.plan.policies, report.plan.mlp_rows)}[/]",
-        f"{report.step_ms:,.0f} ms a micro-batch, {report.tokens_per_s:,.0f} tokens/s ({times})",
+        f"{report.step_ms:,.0f} ms a {what}, {report.tokens_per_s:,.0f} tokens/s ({times})",
     ]
     if report.data is None or report.seconds is None:
         lines.append(f"a million tokens take {duration(1e6 / report.tokens_per_s)}")
@@ -86,4 +99,19 @@ def render(report: PlanReport) -> RenderableType:
         lines.append(f"{counts}, {duration(report.seconds)}")
     if device.display_bytes:
         lines.append(f"{device.display_bytes / GIB:.1f} GiB are left to a screen; memory.budget sets another limit")
-    return Group(*lines, "", memory, "", f"for the recipe: {report.recipe_lines}")
+    several = [strategies(report.gpus), ""] if report.gpus else []
+    return Group(*lines, "", *several, memory, "", f"for the recipe: {report.recipe_lines}")
+
+
+def strategies(choice: Choice) -> RenderableType:
+    """Return what each strategy for several GPUs takes, side by side."""
+    from pronghorn.memory.estimate import GIB
+
+    table = Table(f"{choice.gpus} GPUs", "GiB a GPU", "GiB of host", "ms a step", "of it waiting", "", box=None)
+    for each in choice.candidates:
+        times = [f"{each.step_ms:,.0f}", f"{each.communication_ms:,.1f}"] if each.plan else ["", ""]
+        said = each.refusal or (f"[bold]chosen[/]: {choice.why}" if each is choice.chosen else "fits")
+        sizes = f"{each.process_bytes / GIB:.2f}", f"{each.host_bytes / GIB:.2f}"
+        table.add_row(each.strategy.value, *sizes, *times, said)
+    rate = f"{choice.link / 1e9:,.0f} GB/s between GPUs ({choice.link_source}); times on several GPUs were not measured"
+    return Group(table, rate)

@@ -102,7 +102,9 @@ def diagnose() -> list[Finding]:
         findings.append(Finding("Triton", "not installed", "missing", effect, "pip install triton"))
     for device in devices:
         findings += device_findings(device, torch.cuda.get_arch_list() if cuda else [])
-    return [*findings, *host_findings(devices[0])]
+    from pronghorn.diagnose.links import link_findings
+
+    return [*findings, *link_findings(devices), *host_findings(devices[0])]
 
 
 def healthy(findings: list[Finding]) -> bool:

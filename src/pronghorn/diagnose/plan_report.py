@@ -13,12 +13,14 @@ from rich.console import Console
 
 from pronghorn.config import Recipe
 from pronghorn.data.packed_rows import PackedRows
+from pronghorn.device import probe
 from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.memory.devices import DeviceSpec, device_spec, parse_bytes
 from pronghorn.memory.estimate import GIB, TrainSetup
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.memory.planner import plan
 from pronghorn.memory.step_time import StepTimes, step_times
+from pronghorn.memory.strategies import Choice, Strategy, choose
 from pronghorn.models.attach import Handle, attach
 from pronghorn.models.auto_plan import available, cuda_device_spec, dims_of, measured_times, setup_of, skeleton
 from pronghorn.models.load import FoundModel, default_device
@@ -43,21 +45,28 @@ class PlanReport:
     plan: Plan
     data: dict[str, int] | None
     """The data set's `tokens` and `documents`, and the run's `micro_batches`; None where it wasn't counted."""
+    gpus: Choice | None = None
+    """How several GPUs train, beside what it was chosen from; None for one."""
 
     @property
     def step_ms(self) -> float:
-        """Return the milliseconds of a micro-batch, with its share of the optimiser."""
-        return self.plan.predicted["step_ms"]
+        """Return the milliseconds of a micro-batch, with its share of the optimiser; on several GPUs of a step."""
+        return self.plan.predicted["step_ms"] if self.gpus is None else self.gpus.chosen.step_ms
+
+    @property
+    def micro_batches(self) -> int:
+        """Return how many of all GPUs `step_ms` counts."""
+        return 1 if self.gpus is None else self.gpus.gpus * self.gpus.micro_batches
 
     @property
     def tokens_per_s(self) -> float:
         """Return the tokens of rows a second, padding included."""
-        return self.work.tokens / self.step_ms * 1e3
+        return self.micro_batches * self.work.tokens / self.step_ms * 1e3
 
     @property
     def seconds(self) -> float | None:
         """Return the seconds of the whole run, without evaluations and checkpoints."""
-        return None if self.data is None else self.data["micro_batches"] * self.step_ms / 1e3
+        return None if self.data is None else self.data["micro_batches"] / self.micro_batches * self.step_ms / 1e3
 
     @property
     def recipe_lines(self) -> str:
@@ -74,12 +83,44 @@ class PlanReport:
         return {"schema": SCHEMA, **asdict(self), "tokens_per_s": self.tokens_per_s, "seconds": self.seconds}
 
 
-def report_plan(recipe: Recipe, device: str | None, calibrate: bool, console: Console) -> PlanReport:
+@dataclass(frozen=True)
+class SeveralGpus:
+    """Hold what is asked about several GPUs."""
+
+    count: int
+    strategy: Strategy | None
+    """None for what fits."""
+    link: float | None
+    """Bytes a second between two of them; None for the datasheet's."""
+
+    @classmethod
+    def asked(cls, count: int, strategy: str, link: float | None) -> SeveralGpus | None:
+        """Read the options of `pronghorn plan`; None for one GPU.
+
+        Raises:
+            ConfigError: another strategy, no rate, or either of them for one GPU.
+        """
+        names = ("auto", *(each.value for each in Strategy))
+        if strategy not in names:
+            raise ConfigError(f"--strategy {strategy} is unknown", f"use one of {', '.join(names)}")
+        if link is not None and not 0 < link < math.inf:
+            raise ConfigError(f"--link {link} is no rate", "give GB/s between two GPUs, each way, like 450")
+        if count == 1:
+            if strategy != "auto" or link is not None:
+                raise ConfigError("--strategy and --link are for several GPUs", "add --gpus 2 or more")
+            return None
+        return cls(count, None if strategy == "auto" else Strategy(strategy), None if link is None else link * 1e9)
+
+
+def report_plan(
+    recipe: Recipe, device: str | None, calibrate: bool, console: Console, several: SeveralGpus | None = None
+) -> PlanReport:
     """Predict what `recipe` takes on a device, by the plan that it asks for or, for `auto`, by the fastest that fits.
 
     Args:
         device: as for `memory.devices.device_spec`; None for this machine's GPU.
         calibrate: load the model and measure a layer there.
+        several: None for one GPU.
     Raises:
         PlanDoesNotFit: with what would fit; ConfigError: no such device; and what training raises before it loads
             weights: ConfigError, DataError, UnsupportedError.
@@ -118,6 +159,24 @@ def report_plan(recipe: Recipe, device: str | None, calibrate: bool, console: Co
             has = f"{spec.name} has ({spec.memory_bytes / GIB:.1f} GiB)"
             raise ConfigError(f"memory.budget {recipe.memory.budget} is more than {has}", "lower it, or leave it out")
         limit = min(limit, asked) if on_this_gpu else asked
+    if several is not None:
+        if several.link is not None:
+            spec = replace(spec, link=several.link, link_source="--link")
+        choice = choose(
+            dims,
+            setup,
+            spec,
+            several.count,
+            budget_bytes=limit,
+            times=times,
+            asked=handle.plan,
+            strategy=several.strategy,
+            micro_batches=math.ceil(recipe.train.gradient_accumulation_steps / several.count),
+            host_memory_bytes=(probe().ram_bytes or None) if on_this_gpu else None,
+        )
+        made = choice.chosen.plan
+        assert made is not None  # `choose` raises where nothing fits
+        return PlanReport(recipe.model.name, choice.chosen.work, spec, times, measured, made, data, choice)
     chosen = plan(dims, setup, spec, limit, times, handle.plan)
     return PlanReport(recipe.model.name, setup, spec, times, measured, chosen, data)
 

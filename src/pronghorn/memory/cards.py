@@ -118,6 +118,20 @@ CARDS = {
     "rtx5090laptop": Card(24, 23.5, 63, 896, 32, 12.0),
 }
 """Of a card that is sold with different memories each is an entry, the amount behind a dash."""
+NVLINK = {
+    "v100-16": 150,
+    "v100-32": 150,
+    "a100-40": 300,
+    "a100-80": 300,
+    "h20": 450,
+    "h100": 450,
+    "gh200": 450,
+    "h200": 450,
+    "b200": 900,
+    "b300": 900,
+}
+"""GB/s each way to the other GPUs of a host by NVLink, by datasheets, of the boards that always have it (SXM). Others
+are counted by PCIe: a bridge between two cards (A30, A40, A6000, RTX 3090) has to be said by `--link`."""
 MEASURED = ("h200",)
 _NOISE = (
     r"nvidia|geforce|quadro|tesla|graphics|generation|gpu|card|edition|server|workstation|with|design"

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from pronghorn.errors import ConfigError
-from pronghorn.memory.cards import CARDS, MEASURED, amount_in, find_card, has_display, like
+from pronghorn.memory.cards import CARDS, MEASURED, NVLINK, amount_in, find_card, has_display, like
 from pronghorn.memory.estimate import GIB
 
 
@@ -29,8 +29,13 @@ class DeviceSpec:
     """Whether it computes in bfloat16; true where the card isn't known."""
     display_bytes: int = 0
     """What plans leave to a screen."""
+    link: float = 0.0
+    """Bytes a second, each way, that a collective between GPUs of one host reaches; 0 where it isn't known."""
+    link_source: str = "unknown"
 
 
+LINK = 0.75
+"""Of a link's datasheet, what collectives are counted with: assumed, not measured."""
 PRODUCTS, COPIES, PCIE = 0.79, 0.89, 0.87
 """Measured on a H200, of the datasheet: 779 of 989 TFLOP/s, 4.28 of 4.8 TB/s, 55.5 of 64 GB/s."""
 
@@ -66,8 +71,18 @@ def device_spec(name: str, memory_bytes: int | None = None) -> DeviceSpec:
         source = f"datasheet estimate, with {'rtx4090' if (memory_bytes or 0) <= 48 * GIB else 'h100'}'s rates"
     rates = card.tflops * 1e12 * PRODUCTS, card.bandwidth * 1e9 * COPIES, card.pcie * 1e9 * PCIE
     display = DISPLAY_BYTES if known is not None and has_display(known) and not by_driver else 0
-    known_8_bits = known is None or card.fp8
-    return DeviceSpec(name, memory_bytes or 0, *rates, source, known_8_bits, known is None or card.bf16, display)
+    nvlink = NVLINK.get(known or "", 0)
+    return DeviceSpec(
+        name,
+        memory_bytes or 0,
+        *rates,
+        source,
+        fp8=known is None or card.fp8,
+        bf16=known is None or card.bf16,
+        display_bytes=display,
+        link=(nvlink or card.pcie) * 1e9 * LINK,
+        link_source=f"{LINK:.0%} of the datasheet's {'NVLink' if nvlink else 'PCIe'}",
+    )
 
 
 def parse_bytes(text: str, key: str) -> int:

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-
 import torch
 
 from pronghorn.config import Recipe
 from pronghorn.memory.estimate import NF4_BYTES
+from pronghorn.memory.strategies import Strategy as Strategy
 from pronghorn.models.auto_plan import skeleton
 from pronghorn.models.load import FoundModel
 
 ROOM = 0.75
 """The share of a device's memory up to which weights leave enough for training."""
-
-
-class Strategy(StrEnum):
-    """What a process holds."""
-
-    COPIES = "copies"
-    SHARDED = "sharded"
 
 
 def strategy(recipe: Recipe, found: FoundModel, processes: int, device: torch.device) -> Strategy:

@@ -1,0 +1,35 @@
+"""Count what a process holds of a model whose layers' frozen weights are shared by several (`memory.sharded`).
+
+A part of each layer rests with it, and two layers are whole in buffers: the one that computes and the next. What lies
+outside the layers and what is trained is whole in every process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pronghorn.families.layer_spec import LayerSpec
+from pronghorn.memory.sharded import BUFFERS
+from pronghorn.memory.workload import NF4_BYTES, ModelDims, TrainSetup
+
+
+def gathered_bytes(layer: LayerSpec, setup: TrainSetup) -> int:
+    """Count the bytes of a layer's weights, which are gathered as they are stored."""
+    b, linear = setup.itemsize, layer.linear_weights
+    of_a_number = NF4_BYTES if setup.method == "qlora" else b if setup.linear_bytes is None else setup.linear_bytes
+    size = (layer.parameters - linear - layer.expert_weights) * b + linear * of_a_number
+    return int(size + layer.expert_weights * (b if setup.expert_bytes is None else setup.expert_bytes))
+
+
+def unshared_reason(setup: TrainSetup) -> str:
+    """Say why layers are not shared in such a training; empty where they can be."""
+    if setup.method == "full":
+        return "weights that are trained aren't shared"
+    return "weights' copies in 8 bits aren't shared" if setup.fp8 else ""
+
+
+def shared(resting: Mapping[str, int], dims: ModelDims, setup: TrainSetup) -> dict[str, int]:
+    """Return what rests with a process, given what would rest on a device that held the whole model."""
+    layers = [gathered_bytes(layer, setup) for layer in dims.layers]
+    outside = max(resting["weights"] - sum(layers), 0)
+    return {**resting, "weights": outside + -(-sum(layers) // setup.processes), "gathered": BUFFERS * max(layers)}

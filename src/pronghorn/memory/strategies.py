@@ -1,0 +1,254 @@
+"""Predict what training on several GPUs takes, by strategy, and choose one.
+
+    copies    every rank holds the whole model; gradients are averaged once a step
+    sharded   ranks share the frozen weights of each layer (`memory.sharded`); LoRA alone
+
+A collective of B bytes over N ranks takes (N − 1)/N · B / link to gather, twice that to average.
+With g_l a layer's gather, f_l and b_l its forward and backward with what is recomputed,
+
+    adapters          averaged after the last backward: nothing hides it
+    copies, full      averaged during it: exposed = max(average of a bucket, average − Σ b_l)
+    sharded           forward    g_1 + Σ max(f_l, g_{l+1})
+                      backward   Σ max(b_l, g_{l−1}), without the last two layers', which are there
+
+Nothing of this was measured on several GPUs yet: collectives also slow the products beside them, which isn't counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from pronghorn.errors import ConfigError
+from pronghorn.memory.devices import DeviceSpec
+from pronghorn.memory.estimate import GIB, ModelDims, TrainSetup, buffer_bytes
+from pronghorn.memory.plan import Plan, Policy, followed
+from pronghorn.memory.planner import PlanDoesNotFit, plan, plans_of
+from pronghorn.memory.shards import gathered_bytes, unshared_reason
+from pronghorn.memory.step_time import StepTimes, step_times
+
+BUCKET_BYTES = 25 * 2**20
+"""Of gradients that DistributedDataParallel averages together."""
+AT_ONCE_BYTES = 2**30
+"""Gradients of full fine-tuning up to this travel in one piece, too."""
+HOST_SHARE = 0.9
+"""Of the machine's memory that inputs in host memory may take."""
+
+
+class Strategy(StrEnum):
+    """How several GPUs hold one model."""
+
+    COPIES = "copies"
+    SHARDED = "sharded"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """What one strategy takes."""
+
+    strategy: Strategy
+    work: TrainSetup
+    """How a rank trains."""
+    plan: Plan | None
+    """None where nothing fits."""
+    process_bytes: int
+    """A rank's, of the plan; of the smallest plan where nothing fits."""
+    host_bytes: int
+    """In host memory, of all ranks together."""
+    communication_ms: float
+    """Of a step, not hidden behind compute."""
+    step_ms: float
+    """Of a step: all its micro-batches, and communication."""
+    refusal: str
+    """Why it doesn't fit; empty where it does."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The strategy that is chosen, beside what it was chosen from."""
+
+    gpus: int
+    link: float
+    """Bytes a second that were counted with."""
+    link_source: str
+    micro_batches: int
+    """Of a step, on each rank."""
+    chosen: Candidate
+    candidates: tuple[Candidate, ...]
+    why: str
+
+    @property
+    def strategy(self) -> Strategy:
+        """Return the chosen strategy."""
+        return self.chosen.strategy
+
+    @property
+    def bytes(self) -> dict[str, float]:
+        """Return a rank's bytes by kind, at the peak."""
+        predicted = self.chosen.plan.predicted if self.chosen.plan else {}
+        return {kind: size for kind, size in predicted.items() if kind not in ("peak", "process", "step_ms")}
+
+
+def choose(
+    dims: ModelDims,
+    setup: TrainSetup,
+    device: DeviceSpec,
+    gpus: int,
+    *,
+    budget_bytes: int | None = None,
+    times: StepTimes | None = None,
+    asked: Plan | None = None,
+    strategy: Strategy | None = None,
+    micro_batches: int = 1,
+    host_memory_bytes: int | None = None,
+) -> Choice:
+    """Choose copies if they fit, else shards; or the strategy that is asked for.
+
+    Args:
+        setup: of one rank, as on one GPU.
+        device: the smallest of the GPUs; its `link` is counted with.
+        budget_bytes: of a rank's process; None for the whole device.
+        times: of one rank's micro-batch, as measured; None for the device's estimate.
+        asked: the plan that the recipe asks for; None or an undecided one for the fastest.
+        strategy: None for what fits.
+        micro_batches: of a step, on each rank.
+        host_memory_bytes: of the machine; None where it isn't known.
+    Raises:
+        ConfigError: less than two GPUs, or a link whose rate isn't known; PlanDoesNotFit: with what would fit.
+    """
+    if gpus < 2:
+        raise ConfigError(f"strategies are for several GPUs, and this is {gpus}", "ask for --gpus 2 or more")
+    if not device.link:
+        raise ConfigError(f"the rate between {gpus} of {device.name} isn't known", "give it, e.g. --link 12 (GB/s)")
+    times = times or step_times(dims, setup, device)
+    budget = device.memory_bytes if budget_bytes is None else budget_bytes
+    found: list[Candidate] = []
+    for each in Strategy:
+        work = _work(setup, each, gpus)
+        found.append(_candidate(each, dims, work, device, gpus, budget, times, asked, micro_batches, host_memory_bytes))
+    copies, shards = found
+    wanted = next((each for each in found if each.strategy is strategy), None)
+    chosen = wanted or (copies if copies.plan or unshared_reason(setup) else shards)
+    if chosen.plan is None:
+        raise _refusal(chosen, dims, setup, times, gpus, budget)
+    why = "asked for" if wanted else "every GPU has room for the whole model"
+    if wanted is None and chosen is shards:
+        why = f"copies don't fit: {copies.refusal}"
+    return Choice(gpus, device.link, device.link_source, micro_batches, chosen, tuple(found), why)
+
+
+def _work(setup: TrainSetup, strategy: Strategy, gpus: int) -> TrainSetup:
+    """Return how a rank trains; CUDA graphs don't reach weights that are gathered."""
+    if strategy is Strategy.COPIES:
+        return replace(setup, distributed=True, accumulates=True)
+    return replace(setup, distributed=True, accumulates=True, processes=gpus, graph=False)
+
+
+def _candidate(
+    strategy: Strategy,
+    dims: ModelDims,
+    work: TrainSetup,
+    device: DeviceSpec,
+    gpus: int,
+    budget: int,
+    times: StepTimes,
+    asked: Plan | None,
+    micro_batches: int,
+    host_memory_bytes: int | None,
+) -> Candidate:
+    if strategy is Strategy.SHARDED and (reason := unshared_reason(work)):
+        return Candidate(strategy, work, None, 0, 0, 0.0, 0.0, reason)
+    undecided, why = asked is None or asked.undecided, ""
+    room = None if host_memory_bytes is None else int(HOST_SHARE * host_memory_bytes)
+    try:
+        made = plan(dims, work, device, budget, times, asked)
+        host = _host_bytes(made, dims, work, gpus)
+        if room is not None and host > room and undecided:  # without what goes to the host
+            why = f", as the host's memory has no room for what {gpus} ranks offload ({host / GIB:.1f} GiB)"
+            made = plan(dims, work, device, budget, replace(times, copy=0.0), asked)
+            host = _host_bytes(made, dims, work, gpus)
+    except PlanDoesNotFit as error:
+        least = int(plans_of(dims, work, times)[-1].predicted["process"])
+        return Candidate(strategy, work, None, least, 0, 0.0, 0.0, f"{error.problem}{why}")
+    process = int(made.predicted["process"])
+    if room is not None and host > room:
+        problem = f"{gpus} ranks keep {host / GIB:.1f} GiB in host memory, of {room / GIB:.1f} GiB"
+        return Candidate(strategy, work, None, process, host, 0.0, 0.0, problem)
+    exposed = communication_ms(dims, work, made, times, device.link, gpus, micro_batches)
+    step = micro_batches * made.predicted["step_ms"] + exposed
+    return Candidate(strategy, work, made, process, host, exposed, step, "")
+
+
+def _host_bytes(made: Plan, dims: ModelDims, work: TrainSetup, gpus: int) -> int:
+    """Count what all ranks keep in host memory: inputs that are offloaded, and optimisers' pages."""
+    offloaded = followed(made.policies).count(Policy.OFFLOAD)
+    return gpus * (offloaded * buffer_bytes(dims, work) + work.paged_bytes)
+
+
+def communication_ms(
+    dims: ModelDims, work: TrainSetup, made: Plan, times: StepTimes, link: float, gpus: int, micro_batches: int
+) -> float:
+    """Predict a step's milliseconds of communication that compute doesn't hide, by the formulas above.
+
+    Args:
+        link: bytes a second.
+    """
+    part = (gpus - 1) / gpus * 1e3 / link
+    extra = [
+        layer.extra(times.copy, made.buffers)[policy]
+        for layer, policy in zip(times.layers, followed(made.policies), strict=True)
+    ]
+    forward = [layer.forward for layer in times.layers]
+    backward = [layer.backward + more for layer, more in zip(times.layers, extra, strict=True)]
+    full = work.method == "full"
+    trained = (
+        4 * dims.parameters if full else sum(work.adapters(layer) for layer in dims.layers) * work.adapter_itemsize
+    )
+    trained += work.trained_whole * work.itemsize
+    if work.processes == 1:
+        average = 2 * part * trained
+        if trained <= AT_ONCE_BYTES or not full:
+            return average
+        return max(2 * part * BUCKET_BYTES, average - sum(backward))
+    gather = [part * gathered_bytes(layer, work) for layer in dims.layers]
+    exposed = gather[0] + _pipelined(forward, gather) + _pipelined(backward[::-1], [0.0, 0.0, *gather[-3::-1]])
+    return micro_batches * exposed + 2 * part * trained
+
+
+def _pipelined(compute: Sequence[float], gather: Sequence[float]) -> float:
+    """Return what is left over compute: beside each layer the next is gathered."""
+    return sum(max(0.0, more - work) for work, more in zip(compute, [*gather[1:], 0.0], strict=False))
+
+
+def _refusal(
+    least: Candidate, dims: ModelDims, setup: TrainSetup, times: StepTimes, gpus: int, budget: int
+) -> PlanDoesNotFit:
+    """Make the error for a strategy that doesn't fit, with what would."""
+
+    def fits(strategy: Strategy, other: TrainSetup, count: int) -> bool:
+        if strategy is Strategy.SHARDED and unshared_reason(other):
+            return False
+        made = plans_of(dims, _work(other, strategy, count), times)[-1]
+        return made.predicted["process"] <= budget
+
+    told = []
+    if least.strategy is Strategy.COPIES and fits(Strategy.SHARDED, setup, gpus):
+        told.append("--strategy sharded")
+    if least.strategy is Strategy.SHARDED:
+        more = next((n for n in (2**i for i in range(1, 8)) if n > gpus and fits(Strategy.SHARDED, setup, n)), None)
+        told += [f"--gpus {more}"] if more else []
+    if setup.method == "lora" and setup.linear_bytes is None and setup.expert_bytes is None:
+        told += ["model.load_in_4bit: true"] if fits(least.strategy, replace(setup, method="qlora"), gpus) else []
+    if setup.method == "full":
+        lora = replace(setup, method="lora", ranks=None, optimizer_bytes=None)
+        told += ["adapter.method: lora"] if fits(least.strategy, lora, gpus) else []
+    rows = next(
+        (setup.tokens // d for d in (2, 4, 8) if fits(least.strategy, replace(setup, tokens=setup.tokens // d), gpus)),
+        0,
+    )
+    told += [f"rows of {rows:,} tokens"] if rows else []
+    remedy = (
+        f"fits: {', or '.join(told)}" if told else "use a larger GPU: none of more GPUs, 4 bits and shorter rows fits"
+    )
+    return PlanDoesNotFit(f"on {gpus} GPUs ({least.strategy.value}), {least.refusal}", remedy)

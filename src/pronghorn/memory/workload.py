@@ -1,0 +1,122 @@
+"""Say what is trained and how, as far as memory and time depend on it: a model's sizes and its training."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from pronghorn.families.layer_spec import LayerSpec
+
+NF4_BYTES = 1 / 2 + 1 / 64 + 1 / 4096
+"""Of a number in NF4: 4 bits, 8 of absmax for 64 of them, and 32 for 256 of those."""
+
+Method = Literal["lora", "qlora", "full"]
+
+
+@dataclass(frozen=True)
+class ModelDims:
+    """What memory and time depend on in a decoder model."""
+
+    layers: tuple[LayerSpec, ...]
+    """In order; equal ones are of one kind."""
+    vocab: int
+    outside: int
+    """Parameters outside the layers."""
+    tied: bool
+    """Whether the embedding is the head."""
+
+    @cached_property
+    def kinds(self) -> Counter[LayerSpec]:
+        """How many layers are of each kind."""
+        return Counter(self.layers)
+
+    @property
+    def hidden(self) -> int:
+        return self.layers[0].hidden
+
+    @cached_property
+    def has_experts(self) -> bool:
+        """Whether some layer has experts."""
+        return any(layer.experts for layer in self.kinds)
+
+    @cached_property
+    def parameters(self) -> int:
+        """All of them."""
+        return self.outside + sum(layer.parameters for layer in self.layers)
+
+
+@dataclass(frozen=True)
+class TrainSetup:
+    """How a model is trained, as far as memory and time depend on it."""
+
+    tokens: int
+    """T of a micro-batch: rows a step times max_seq_length. A packed row is always full, so every step is the worst."""
+    method: Method = "lora"
+    ranks: Mapping[str, int] | None = None
+    """LoRA rank by a linear's path below its layer; None for 16 on all."""
+    expert_rank: int = 0
+    """LoRA rank on the experts' weights."""
+    itemsize: int = 2
+    """Bytes of an element of the products: 2 in bf16 and fp16, 4 in float32."""
+    fp8: bool = False
+    """Frozen linears multiply in 8 bits, experts apart (`precision.compute`)."""
+    expert_bytes: float | None = None
+    """Bytes of a number of experts' frozen weights where these are packed."""
+    linear_bytes: float | None = None
+    """Bytes of a number of the linears' frozen weights where these are packed."""
+    own_codes: bool = False
+    """The packed linears multiply in 8 bits as they are."""
+    fused: bool = True
+    """Layers are Pronghorn's fused ones; else transformers' and PEFT's."""
+    trained_whole: int = 0
+    """Parameters of modules_to_save."""
+    graph: bool = False
+    """The layers run as CUDA graphs, which hold what comes and goes in their backward for themselves."""
+    padded: int = 0
+    """Rows of a micro-batch that is padded and goes transformers' way, through layers and loss; 0: it is packed."""
+    mlp_rows: int = 0
+    """Rows of the tiles that gated MLPs are computed in (`Plan.mlp_rows`); 0: as a whole."""
+    distributed: bool = False
+    """Under DDP, whose buckets hold all gradients once more."""
+    processes: int = 1
+    """How many share the frozen weights of each layer (`memory.sharded`)."""
+    accumulates: bool = True
+    """A step has several micro-batches, so that gradients are there all the time; else they come layer by layer."""
+    adapter_itemsize: int = 4
+    """Bytes of an adapter's element, and of its gradient's."""
+    optimizer_bytes: int | None = None
+    """The optimiser's states on the device; None for AdamW's, in float32."""
+    paged_bytes: int = 0
+    """The optimiser's states in memory that moves to the host when the device is full: not counted on the device."""
+    documents: int = 512
+    """Mean tokens of a document, which attention's time depends on (memory doesn't)."""
+
+    def rank(self, linear: str) -> int:
+        """Return the rank of a linear's adapter, 0 where it has none."""
+        if self.method == "full":
+            return 0
+        return 16 if self.ranks is None else self.ranks.get(linear, 0)
+
+    @property
+    def writes_out(self) -> bool:
+        """Tell whether the linears' weights are written out of few bits for each product."""
+        return self.method == "qlora" or (self.linear_bytes is not None and not self.fp8)
+
+    @property
+    def stream_bytes(self) -> int:
+        """Of an element between layers: float32 where float32 masters are trained under autocast."""
+        return 4 if self.method == "full" else self.itemsize
+
+    def adapters(self, layer: LayerSpec) -> int:
+        """Count the elements of a layer's adapters."""
+        found = sum(self.rank(linear.path) * (linear.out + linear.inputs) for linear in layer.linears)
+        if layer.experts:
+            found += layer.experts.count * self.expert_rank * (2 * layer.hidden + 3 * layer.experts.width)
+        return found
+
+    def trained(self, layer: LayerSpec) -> int:
+        """Count the elements of a layer that are trained."""
+        return layer.parameters if self.method == "full" else self.adapters(layer)
