@@ -39,7 +39,9 @@ class Skeleton4bit:
         asked: the BitsAndBytesConfig to quantise by.
     """
 
-    def __init__(self, config: Any, asked: Any, dtype: torch.dtype, device: torch.device, attention: str) -> None:
+    def __init__(
+        self, config: Any, asked: Any, dtype: torch.dtype, device: torch.device, attention: str | None
+    ) -> None:
         from accelerate import init_empty_weights
         from transformers import AutoModelForCausalLM
         from transformers.quantizers.auto import AutoHfQuantizer
@@ -124,7 +126,7 @@ def load_4bit(
     dtype: torch.dtype,
     device: torch.device,
     hub: dict[str, Any],
-    attention: str,
+    attention: str | None,
     composite: Composite | None,
 ) -> tuple[Any, Loading]:
     """Load a 16-bit checkpoint and quantise it; (None, why) where that is transformers' to do.
