@@ -39,6 +39,7 @@ from benchmarks.record import check_out
 from pronghorn.data.batch import Collator
 from pronghorn.data.packing import IGNORE_INDEX
 from pronghorn.device import device_name, versions
+from pronghorn.families.registry import family_of
 from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import attach
 from pronghorn.models.lora import add_lora
@@ -171,13 +172,16 @@ def rows_of(texts: list[tuple[list[int], list[int]]], count: int | None = None) 
 
 def with_outliers(model: Any, factor: float) -> None:
     """Multiply one channel in 64 of each norm, and of up, and divide the weights that read it: the same function."""
+    offset = family_of(model.config).norm_offset  # Gemma's norms multiply by 1 + weight
     for layer in model.model.layers:
+        before_mlp = getattr(layer, "pre_feedforward_layernorm", layer.post_attention_layernorm)
         width, inner = layer.input_layernorm.weight.numel(), layer.mlp.up_proj.out_features
         for norm, readers in (
             (layer.input_layernorm, [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj]),
-            (layer.post_attention_layernorm, [layer.mlp.gate_proj, layer.mlp.up_proj]),
+            (before_mlp, [layer.mlp.gate_proj, layer.mlp.up_proj]),
         ):
-            norm.weight.data[:width:64] *= factor
+            weight = norm.weight.data[:width:64]
+            weight.copy_((weight + offset) * factor - offset)
             for linear in readers:
                 linear.weight.data[:, :width:64] /= factor
         layer.mlp.up_proj.weight.data[:inner:64] *= factor

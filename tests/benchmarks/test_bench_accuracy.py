@@ -6,9 +6,11 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import accuracy
 from pronghorn.diagnose.shapes import byte_tokenizer
+from support.tiny import tiny_model
 
 
 def given(folder: Path, **changes: object) -> Namespace:
@@ -45,3 +47,14 @@ def test_an_answer_ends_as_the_chat_template_ends_it(end: str) -> None:
     [(ids, labels)] = accuracy.documents([("one and one", "two")], tokenizer)
     assert [label for label in labels if label >= 0] == tokenizer(f"two{end}", add_special_tokens=False)["input_ids"]
     assert ids[-3:] == labels[-3:]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_a_model_with_outliers_is_the_same_function(family: str) -> None:
+    model, ids = tiny_model(family).double().eval(), torch.arange(3, 43)[None]
+    with torch.no_grad():
+        right = model(ids).logits
+        accuracy.with_outliers(model, 1024.0)
+        torch.testing.assert_close(model(ids).logits, right, rtol=1e-5, atol=1e-5)
+    norms = [p.abs().max() for name, p in model.named_parameters() if name.endswith("input_layernorm.weight")]
+    assert min(norms) > 100
