@@ -19,6 +19,7 @@ import argparse
 import copy
 import functools
 import gc
+import itertools
 import json
 import math
 import statistics
@@ -38,6 +39,7 @@ from benchmarks.record import check_out
 from pronghorn.data.batch import Collator
 from pronghorn.data.packing import IGNORE_INDEX
 from pronghorn.device import device_name, versions
+from pronghorn.families.registry import family_of
 from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import attach
 from pronghorn.models.lora import add_lora
@@ -132,14 +134,22 @@ def read(path: Path, held_out: int) -> tuple[list[tuple[str, str]], list[tuple[s
 
 def documents(pairs: list[tuple[str, str]], tokenizer: Any) -> list[tuple[list[int], list[int]]]:
     """Return (tokens, labels) of conversations, answers supervised; those that fit into a row."""
-    made = []
+    made, end = [], end_of_turn(tokenizer)
     for question, text in pairs:
         chat = [{"role": "user", "content": question}]
-        prompt = tokenizer(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))["input_ids"]
-        answer = tokenizer(text + "<|im_end|>")["input_ids"]
+        turn = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        prompt = tokenizer(turn, add_special_tokens=False)["input_ids"]  # the template has them
+        answer = tokenizer(text + end, add_special_tokens=False)["input_ids"]
         if len(prompt) + len(answer) <= ROW:
             made.append((prompt + answer, [IGNORE_INDEX] * len(prompt) + answer))
     return made
+
+
+def end_of_turn(tokenizer: Any) -> str:
+    """Return what the chat template writes after an answer, without the line's end."""
+    chat = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "the answer"}]
+    after: str = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("the answer")[2]
+    return after.strip()
 
 
 def rows_of(texts: list[tuple[list[int], list[int]]], count: int | None = None) -> list[dict[str, Any]]:
@@ -162,13 +172,16 @@ def rows_of(texts: list[tuple[list[int], list[int]]], count: int | None = None) 
 
 def with_outliers(model: Any, factor: float) -> None:
     """Multiply one channel in 64 of each norm, and of up, and divide the weights that read it: the same function."""
+    offset = family_of(model.config).norm_offset  # Gemma's norms multiply by 1 + weight
     for layer in model.model.layers:
+        before_mlp = getattr(layer, "pre_feedforward_layernorm", layer.post_attention_layernorm)
         width, inner = layer.input_layernorm.weight.numel(), layer.mlp.up_proj.out_features
         for norm, readers in (
             (layer.input_layernorm, [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj]),
-            (layer.post_attention_layernorm, [layer.mlp.gate_proj, layer.mlp.up_proj]),
+            (before_mlp, [layer.mlp.gate_proj, layer.mlp.up_proj]),
         ):
-            norm.weight.data[:width:64] *= factor
+            weight = norm.weight.data[:width:64]
+            weight.copy_((weight + offset) * factor - offset)
             for linear in readers:
                 linear.weight.data[:, :width:64] /= factor
         layer.mlp.up_proj.weight.data[:inner:64] *= factor
@@ -258,6 +271,7 @@ def arguments() -> argparse.ArgumentParser:
 def main(given: argparse.Namespace) -> None:
     """Train every candidate from every seed; print a table and write one JSON object."""
     check_out(given.out)
+    given.name = given.model.name
     results: dict[str, dict[str, list[Any]]] = {}
     report: dict[str, Any] = {}
     context = torch.multiprocessing.get_context("spawn")
@@ -267,7 +281,12 @@ def main(given: argparse.Namespace) -> None:
             given.model = Path(folder)
             base.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
-        for count, entries in enumerate(pool.imap(functools.partial(run_seed, given), range(given.seeds)), 1):
+        before = finished(given)
+        left = [seed for seed in range(given.seeds) if seed not in before]
+        ran = zip(left, pool.imap(functools.partial(run_seed, given), left), strict=True)
+        for count, (seed, entries) in enumerate(itertools.chain(before.items(), ran), 1):
+            if seed in left:
+                keep(given, seed, entries)
             for name, entry in entries.items():
                 held = entry.pop("tokens")
                 for key, value in entry.items():
@@ -279,6 +298,43 @@ def main(given: argparse.Namespace) -> None:
             if given.out:  # after each seed: a run that is cut off leaves those before
                 given.out.write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(report, indent=1))
+    if given.out:
+        unfinished(given).unlink(missing_ok=True)
+
+
+def settings(given: argparse.Namespace) -> dict[str, Any]:
+    """Return what seeds must share to stand in one table."""
+    names = [candidate.name for candidate in CANDIDATES]
+    return {"model": given.name, "data": given.data.stem, "steps": given.steps, "held_out": given.held_out} | {
+        "candidates": names, "commit": given.commit
+    }  # fmt: skip
+
+
+def unfinished(given: argparse.Namespace) -> Path:
+    """Return the file beside the results that holds each finished seed's entries."""
+    return Path(f"{given.out}.seeds")
+
+
+def keep(given: argparse.Namespace, seed: int, entries: dict[str, Any]) -> None:
+    """Append a seed's entries, so that a run that is cut off goes on after it."""
+    if given.out:
+        with unfinished(given).open("a") as file:
+            file.write(json.dumps({"settings": settings(given), "seed": seed, "entries": entries}) + "\n")
+
+
+def finished(given: argparse.Namespace) -> dict[int, dict[str, Any]]:
+    """Return the entries of seeds that an earlier run with the same settings has finished, by seed."""
+    if not given.out or not unfinished(given).is_file():
+        return {}
+    made: dict[int, dict[str, Any]] = {}
+    for line in unfinished(given).read_text().splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:  # cut off while it was written
+            continue
+        if row["settings"] == settings(given) and row["seed"] < given.seeds:
+            made[row["seed"]] = row["entries"]
+    return dict(sorted(made.items()))
 
 
 def run_seed(given: argparse.Namespace, seed: int) -> dict[str, dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import math
 import re
 import shlex
@@ -139,6 +140,17 @@ def test_offload_runs_on_the_cpu(tmp_path: Path) -> None:
     assert [way.candidate for way in ways] == [f"pronghorn, {name}" for name in offload.WAYS]
     assert all(way.gate["green"] and way.timings_ms["step"] for way in ways)
     assert not ways[0].extra["megahertz"] and "saved_cycles_share" not in ways[0].extra
+
+
+def test_quantise_on_load_is_timed_against_reading(tmp_path: Path) -> None:
+    from benchmarks import load
+
+    out = tmp_path / "load.json"
+    done = programs.invoke(load, "--model", "tiny", "--checkpoints", tmp_path, "--repeats", "1", "--out", out)
+    assert done.exit_code == 0, done.output
+    report = json.loads(out.read_text())
+    assert report["seconds"].keys() == {f"{state} {way}" for state in ("cold", "warm") for way in load.WAYS}
+    assert report["over reading"].keys() == {"cold", "warm"} and report["file bytes"] > 2**16
 
 
 def test_tokenising_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from pronghorn.kernels import causal_conv, delta_gates, gated_norm
-from support.delta_checks import CHECKS, LENGTHS, check
+from pronghorn.chunks import chunks_of
+from pronghorn.errors import UnsupportedError
+from pronghorn.kernels import causal_conv, delta_gates, gated_delta_backward, gated_delta_forward, gated_norm
+from support.delta_checks import CHECKS, LENGTHS, case, check
 from support.delta_net_checks import CHECKS as NET_CHECKS
 from support.interpreted import check_interpreted
 from support.marks import needs_triton
@@ -102,3 +104,65 @@ def test_kernels_around_the_rule_compile_for_every_card(capability: int, kilobyt
         compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
         assert compiled.metadata.shared <= kilobytes * 1024, name
         assert ".entry" in compiled.asm["ptx"]
+
+
+RULE = {
+    "prepare": gated_delta_forward._prepare,
+    "states": gated_delta_forward._states,
+    "output": gated_delta_forward._output,
+    "direct": gated_delta_backward._direct,
+    "state gradients": gated_delta_backward._state_gradients,
+    "gradients": gated_delta_backward._gradients,
+}
+WIDE = {"g_ptr", "dg_ptr", "sums_ptr", "q_unit_ptr", "k_unit_ptr"}
+
+
+def shared_bytes(name: str, dtype: str, capability: int, tile: gated_delta_forward.Tile) -> int:
+    """Compile a kernel of the rule for heads of 128 and return the shared memory of a block."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel = RULE[name]
+    constants = {"H": 32, "GROUP": 2, "DK": 128, "DV": 128, "L": 64, "COLUMNS": tile.columns, "STAGES": tile.stages}
+    types = dict.fromkeys(("chunks_ptr", "documents_ptr"), "*i32") | dict.fromkeys(WIDE, "*fp32")
+    types |= {"eps": "fp32", "scale": "fp32"} | dict.fromkeys(constants, "constexpr")
+    aligned = [each for each in kernel.arg_names if each.endswith(("_ptr", "_row", "_head"))]
+    signature = {each: types.get(each, f"*{dtype}" if each.endswith("_ptr") else "i32") for each in kernel.arg_names}
+    places = {(kernel.arg_names.index(each),): value for each, value in constants.items() if each in kernel.arg_names}
+    divisible = {(kernel.arg_names.index(each),): [["tt.divisibility", 16]] for each in aligned}
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    source = ASTSource(kernel, signature, places, divisible)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    assert ".entry" in compiled.asm["ptx"], name
+    return int(compiled.metadata.shared)
+
+
+CARDS = [(80, 163), (89, 99), (90, 227), (100, 227)]
+LONG = [
+    pytest.param(dtype, *card, name, marks=pytest.mark.slow)
+    for dtype in ("bf16", "fp32")
+    for card in CARDS
+    for name in RULE
+    if (dtype, card[0], name) != ("bf16", 90, "states")
+]
+
+
+@needs_triton
+@pytest.mark.parametrize(("dtype", "capability", "kilobytes", "name"), [("bf16", 90, 227, "states"), *LONG])
+def test_kernels_of_the_rule_fit_every_card(dtype: str, capability: int, kilobytes: int, name: str) -> None:
+    tiles, narrow = gated_delta_forward.TILES | gated_delta_backward.TILES, {}
+    if dtype == "fp32" and kilobytes * 1024 < gated_delta_forward.SHARED:
+        narrow = gated_delta_forward.NARROW | gated_delta_backward.NARROW
+    assert shared_bytes(name, dtype, capability, narrow.get(name, tiles[name])) <= kilobytes * 1024
+
+
+@pytest.mark.parametrize("sizes", [(2, 4, 192, 32), (2, 4, 16, 48), (2, 4, 96, 96), (2, 4, 8, 16)])
+def test_heads_of_other_sizes_are_refused_before_a_launch(
+    sizes: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, _ = case(LENGTHS, sizes, torch.float32, 1.0, 0)
+    monkeypatch.setattr(gated_delta_forward, "launch", lambda *_, **__: pytest.fail("launched"))
+    chunks = chunks_of(LENGTHS, len(LENGTHS), sum(LENGTHS))
+    with pytest.raises(UnsupportedError, match=r"linear_(key|value)_head_dim = \d+: .* powers of two from 16 on"):
+        gated_delta_forward.forward_triton(*given, chunks, 1.0)

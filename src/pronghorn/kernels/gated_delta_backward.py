@@ -24,6 +24,8 @@ from pronghorn.kernels.gated_delta_forward import Saved, Tile, decays, dot, fit
 from pronghorn.kernels.launch import cdiv, launch, tl, triton
 
 TILES = {"direct": Tile(64, 4, 1), "state gradients": Tile(32, 4, 2), "gradients": Tile(32, 8, 1)}
+NARROW = {"state gradients": Tile(16, 4, 1), "gradients": Tile(16, 8, 1)}
+"""As `gated_delta_forward.NARROW`."""
 
 
 @triton.jit
@@ -68,9 +70,7 @@ def _state_gradients(
         start, length = tl.load(chunks_ptr + 2 * chunk).to(tl.int64), tl.load(chunks_ptr + 2 * chunk + 1)
         token, inside = start + rows, rows < length
         whole = inside[:, None]
-        q = tl.load(q_ptr + token[:, None] * q_row + key * q_head + wide[None, :], mask=whole, other=0.0)
         k = tl.load(k_ptr + token[:, None] * k_row + key * k_head + wide[None, :], mask=whole, other=0.0)
-        w = tl.load(w_ptr + (token[:, None] * H + head) * DK + wide[None, :], mask=whole, other=0.0)
         at = (token[:, None] * H + head) * DV + columns[None, :]
         do = tl.load(do_ptr + at, mask=whole, other=0.0).to(tl.float32)
         dn = tl.load(dn_ptr + at, mask=whole, other=0.0).to(tl.float32)
@@ -83,7 +83,9 @@ def _state_gradients(
         tl.store(to, rounded)
         dn = (dn + dot(k, rounded) * (tl.exp(last - b) * k_unit)[:, None]).to(k.dtype)
         tl.store(dn_ptr + at, dn, mask=whole)
+        q = tl.load(q_ptr + token[:, None] * q_row + key * q_head + wide[None, :], mask=whole, other=0.0)
         of_o = dot(tl.trans(q), (do * (tl.exp(b) * q_unit)[:, None]).to(k.dtype))
+        w = tl.load(w_ptr + (token[:, None] * H + head) * DK + wide[None, :], mask=whole, other=0.0)
         of_new = dot(tl.trans(w), dn)
         ds = ds * tl.exp(last) + (of_o - of_new)
 
@@ -151,6 +153,9 @@ def _gradients(
             part = dot(new, tl.trans(ds)) * until[:, None]
             by_until += k_unit * tl.sum(part * k.to(tl.float32), 1)
             dk += part
+        if COLUMNS == 16:  # read again, for less shared memory: else both lie there all along
+            q = tl.load(q_ptr + token[:, None] * q_row + key * q_head + wide[None, :], mask=whole, other=0.0)
+            k = tl.load(k_ptr + token[:, None] * k_row + key * k_head + wide[None, :], mask=whole, other=0.0)
         decay = decays(b, L)
         da = tl.where(below, da * decay, 0.0)  # from here on with D
         dp = tl.where(lower, dp * decay, 0.0) * scale
@@ -185,20 +190,20 @@ def backward_triton(
     strides = *q.stride()[:2], *k.stride()[:2]
     decay = saved.sums, saved.q_unit, saved.k_unit
     dn, ds = torch.empty_like(saved.new), torch.empty_like(saved.states)
-    columns, warps, stages = fit("direct", TILES, value_dim)
+    columns, warps, stages = fit("direct", TILES, NARROW, v)
     launch(
         _direct, (count, heads, cdiv(value_dim, columns)),
         q, k, do, *decay, chunks.chunks, dn, *strides, scale,
         **sizes, COLUMNS=columns, num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    columns, warps, stages = fit("state gradients", TILES, value_dim)
+    columns, warps, stages = fit("state gradients", TILES, NARROW, v)
     launch(
         _state_gradients, (cdiv(value_dim, columns), heads, len(chunks.documents)),
         q, k, saved.w, do, *decay, *reversed(chunks), dn, ds, *strides, scale,
         **sizes, COLUMNS=columns, STAGES=stages, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, g, beta)]
-    columns, warps, stages = fit("gradients", TILES, value_dim)
+    columns, warps, stages = fit("gradients", TILES, NARROW, v)
     launch(
         _gradients, (count, k.shape[1]),
         q, k, v, beta.contiguous(), do, saved.new, saved.inverse, *decay, saved.states, dn, ds, chunks.chunks, *grads,

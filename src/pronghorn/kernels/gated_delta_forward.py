@@ -11,12 +11,13 @@ product reads it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pronghorn.chunks import CHUNK, Chunks
+from pronghorn.errors import UnsupportedError
 from pronghorn.kernels.launch import cdiv, launch, tl, triton
 
 L2_EPS = 1e-6
@@ -32,6 +33,9 @@ class Tile(NamedTuple):
 
 
 TILES = {"prepare": Tile(128, 8, 1), "states": Tile(32, 4, 2), "output": Tile(64, 4, 1)}
+NARROW = {"output": Tile(32, 4, 1)}
+"""Instead of `TILES` in float32 where a block has less shared memory than `SHARED`, as on Ada."""
+SHARED = 160 * 1024
 
 
 class Saved(NamedTuple):
@@ -192,7 +196,12 @@ def _output(
 def forward_triton(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunks: Chunks, scale: float
 ) -> tuple[Tensor, Saved]:
-    """Do what `forward` does, by these kernels."""
+    """Do what `forward` does, by these kernels.
+
+    Raises:
+        UnsupportedError: heads of sizes that the kernels don't take.
+    """
+    check_heads(k.shape[2], v.shape[2])
     (tokens, heads, value_dim), (key_heads, key_dim) = v.shape, k.shape[1:]
     count = len(chunks.chunks)
     saved = Saved(
@@ -206,21 +215,21 @@ def forward_triton(
     )
     sizes = {"H": heads, "GROUP": heads // key_heads, "DK": key_dim, "DV": value_dim, "L": CHUNK}
     strides = *q.stride()[:2], *k.stride()[:2]
-    columns, warps, stages = fit("prepare", TILES, value_dim)
+    columns, warps, stages = fit("prepare", TILES, NARROW, v)
     launch(
         _prepare, (count, heads),
         q, k, v, g.contiguous(), beta.contiguous(), chunks.chunks,
         saved.w, saved.new, saved.inverse, saved.sums, saved.q_unit, saved.k_unit, *strides, *v.stride()[:2], L2_EPS,
         **sizes, COLUMNS=columns, num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    columns, warps, stages = fit("states", TILES, value_dim)
+    columns, warps, stages = fit("states", TILES, NARROW, v)
     launch(
         _states, (cdiv(value_dim, columns), heads, len(chunks.documents)),
         k, saved.w, saved.new, saved.sums, saved.k_unit, *reversed(chunks), saved.states, *strides[2:],
         **sizes, COLUMNS=columns, STAGES=stages, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     o = torch.empty_like(saved.new)
-    columns, warps, stages = fit("output", TILES, value_dim)
+    columns, warps, stages = fit("output", TILES, NARROW, v)
     launch(
         _output, (count, heads, cdiv(value_dim, columns)),
         q, k, saved.new, saved.sums, saved.q_unit, saved.k_unit, saved.states, chunks.chunks, o, *strides, scale,
@@ -229,6 +238,24 @@ def forward_triton(
     return o, saved
 
 
-def fit(name: str, tiles: dict[str, Tile], value_dim: int) -> Tile:
-    """Return a kernel's tile, no wider than v."""
-    return tiles[name]._replace(columns=min(tiles[name].columns, value_dim))
+def check_heads(key_dim: int, value_dim: int) -> None:
+    """Refuse sizes of heads that the kernels don't take.
+
+    Raises:
+        UnsupportedError: one is no power of two, or below 16.
+    """
+    for name, size in (("linear_key_head_dim", key_dim), ("linear_value_head_dim", value_dim)):
+        if size < 16 or size & (size - 1):
+            raise UnsupportedError(
+                f"gated delta nets with {name} = {size}: the kernels take powers of two from 16 on",
+                "train this model without packing and Pronghorn: transformers' own code mixes a row's documents",
+            )
+
+
+def fit(name: str, tiles: dict[str, Tile], narrow: dict[str, Tile], v: Tensor) -> Tile:
+    """Return a kernel's tile, no wider than v, and narrower where float32 wouldn't fit the device's shared memory."""
+    tile = tiles[name]
+    if v.dtype is torch.float32 and v.is_cuda:
+        device: Any = torch.cuda.get_device_properties(v.device)
+        tile = narrow.get(name, tile) if device.shared_memory_per_block_optin < SHARED else tile
+    return tile._replace(columns=min(tile.columns, v.shape[-1]))

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from pronghorn.data.batch import PackedBatch
 from pronghorn.errors import UnsupportedError
 from pronghorn.families.spec import FamilySpec, GatedDelta
+from pronghorn.kernels.gated_delta_forward import check_heads
 from pronghorn.layers.gated_delta import DeltaNet, delta_net
 from pronghorn.layers.subclass import subclass
 from pronghorn.memory.recompute import has_own_forward
@@ -26,10 +27,12 @@ def delta_nets(backbone: Any, family: FamilySpec) -> list[tuple[nn.Module, Gated
     """List the gated delta nets of a model's layers.
 
     Raises:
-        UnsupportedError: one's forward was replaced, and what is there now may mix documents.
+        UnsupportedError: one's forward was replaced, and what is there now may mix documents; or the kernels don't
+            take its heads.
     """
     blocks = [(layer, block) for layer in backbone.layers for block in family.blocks(layer)]
     nets = [(layer.get_submodule(b.module), b.kind) for layer, b in blocks if isinstance(b.kind, GatedDelta)]
+    module: Any
     for module, _ in nets:
         own = f"{type(module).forward.__module__}.".startswith(f"{family.source}.")
         if not own or has_own_forward(module):
@@ -37,6 +40,8 @@ def delta_nets(backbone: Any, family: FamilySpec) -> list[tuple[nn.Module, Gated
                 f"{type(module).__name__} has another forward than transformers', which may mix documents",
                 "take it off before attach, or train without packing and Pronghorn",
             )
+        if module.A_log.device.type != "cpu":  # where plain torch computes any
+            check_heads(module.head_k_dim, module.head_v_dim)
     return nets
 
 

@@ -16,12 +16,14 @@ from pronghorn.models.adapter_files import CONFIG, check_adapter_config, check_a
 from pronghorn.models.composite import Composite
 from pronghorn.models.families import check_config
 from pronghorn.models.limits import check_sizes, check_values, check_weights_fit
+from pronghorn.models.load_4bit import Loading, load_4bit
 from pronghorn.models.lora import check_whole_modules
 from pronghorn.models.new_tokens import grow_embeddings
 from pronghorn.models.packed_checkpoint import beside_config, format_of, load_packed
 from pronghorn.models.weights import (
     bitsandbytes_config,
     check_quantised,
+    keep_packed_4bit_layout,
     whole_model,
 )
 from pronghorn.precision.loader import check_weights, json_value
@@ -154,17 +156,26 @@ class FoundModel:
         if format_of(self.config) is not None:
             return load_packed(self.name, self.config, dtype, device, self.hub, self.composite)
         quantization = bitsandbytes_config(self.config, self.load_in_4bit, dtype, self.experts_in_16bit)
-        return whole_model(
+        attention = check_config(self.config).load_attention
+        loading: Loading | None = None
+        if quantization is not None:
+            model, loading = load_4bit(
+                self.name, self.config, quantization, dtype, device, self.hub, attention, self.composite
+            )
+            if model is not None:
+                return keep_packed_4bit_layout(model, loading)
+        model = whole_model(
             self.name,
             self.composite,
             config=self.config,
             dtype=dtype,
             use_safetensors=True,
-            attn_implementation=check_config(self.config).load_attention,
+            attn_implementation=attention,
             device_map={"": device},
             **self.hub,
             **({"quantization_config": quantization} if quantization is not None else {}),
         )
+        return model if loading is None else keep_packed_4bit_layout(model, loading)
 
 
 _NAME_BASE = "set base_model_name_or_path in its adapter_config.json to the model that it was trained on"

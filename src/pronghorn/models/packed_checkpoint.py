@@ -78,7 +78,7 @@ def pack(model: Any, stored: dict[str, Any], form: Format) -> dict[str, tuple[st
     """
     parts: dict[str, tuple[str, int]] = {}
     for name, packed, names in packed_parameters(form, model, stored):
-        _set(model, name, nn.Parameter(packed, requires_grad=False))
+        put(model, name, nn.Parameter(packed, requires_grad=False))
         parts |= {part: (name, number) for part, number in names.items()}
     return parts
 
@@ -137,14 +137,13 @@ class PackedSkeleton:
             return None if key in tied or key.endswith(NOT_READ) else key
 
         def place(key: str, stored: StoredTensor) -> Tensor:
-            tensor = stored.read()
-            return tensor.to(device, expected[key].dtype, copy=tensor.device.type == "cpu")  # not a view of the file
+            return placed(stored, device, expected[key].dtype)
 
-        bar = _progress(len(expected))
+        bar = progress(len(expected))
         for key, tensor in load(_shaped(source, expected), rename=rename, place=place, expected=expected):
             bar.update()
             if key not in self.parts:
-                _set(self.model, key, nn.Parameter(tensor, requires_grad=tensor.is_floating_point()))
+                put(self.model, key, tensor)
                 continue
             parameter, number = self.parts[key]
             arrived = waiting.setdefault(parameter, {})
@@ -152,7 +151,7 @@ class PackedSkeleton:
             skeleton: Any = self.model.get_parameter(parameter)
             if len(arrived) == len(skeleton.parts):
                 whole = skeleton.of_parts([arrived[each] for each in sorted(arrived)])
-                _set(self.model, parameter, nn.Parameter(whole, requires_grad=False))
+                put(self.model, parameter, nn.Parameter(whole, requires_grad=False))
                 del waiting[parameter]
         bar.close()
         self.model.tie_weights()
@@ -225,13 +224,25 @@ def read_generation_config(model: Any, folder: Path) -> None:
         model.generation_config = GenerationConfig.from_pretrained(folder)
 
 
-def _progress(count: int) -> Any:
+def progress(count: int) -> Any:
     """A bar as transformers shows when it loads weights, hidden by the same settings."""
     from transformers.utils import logging
 
     return logging.tqdm(total=count, desc="Loading weights")
 
 
-def _set(model: Any, name: str, parameter: nn.Parameter) -> None:
+def placed(stored: StoredTensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Read a tensor to a device, never as a view of its file."""
+    tensor = stored.read()
+    return tensor.to(device, dtype, copy=tensor.device.type == "cpu")
+
+
+def put(model: Any, name: str, tensor: Tensor) -> None:
+    """Put a tensor into a model as its parameter or buffer of that name."""
     path, _, leaf = name.rpartition(".")
-    model.get_submodule(path)._parameters[leaf] = parameter
+    module = model.get_submodule(path)
+    if leaf in module._buffers:
+        module._buffers[leaf] = tensor
+        return
+    whole = isinstance(tensor, nn.Parameter)
+    module._parameters[leaf] = tensor if whole else nn.Parameter(tensor, requires_grad=tensor.is_floating_point())

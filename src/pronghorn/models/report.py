@@ -17,6 +17,7 @@ from pronghorn.memory.plan import Policy
 from pronghorn.models.causal_lm import has_own_loss
 from pronghorn.models.families import has_experts, head_dims, recomputes_layers
 from pronghorn.models.generic import PACKING, GenericPacking
+from pronghorn.models.load_4bit import LOADED_BY, Loading
 from pronghorn.precision.compute import Compute
 from pronghorn.precision.float32 import narrowed
 
@@ -101,6 +102,7 @@ def render(handle: Handle, autocast: torch.dtype | None) -> list[PathTaken]:
         PathTaken("packing metadata", switches.packing_metadata, metadata[switches.packing_metadata]),
         PathTaken("decoder layers", decisions.layers, decisions.layers_reason),
         *(PathTaken(*line) for line in experts),
+        *_loading(model),
         *_products(handle, autocast),
         *_float32_products(model.device),
         PathTaken("CUDA graph of the layers", decisions.graph, decisions.graph_reason),
@@ -108,6 +110,16 @@ def render(handle: Handle, autocast: torch.dtype | None) -> list[PathTaken]:
         PathTaken("padded batches, generate()", unpacked, "they carry a mask or a cache"),
         PathTaken("activations", *_activations(handle, decisions, autocast)),
     ]
+
+
+def _loading(model: Any) -> list[PathTaken]:
+    """Say which loader quantised the model, if one did."""
+    loading: Loading | None = model.__dict__.get(LOADED_BY)
+    if loading is None:
+        return []
+    if loading.reason is None:
+        return [PathTaken("quantising on load", "Pronghorn's loader", "one tensor at a time, to bitsandbytes' bits")]
+    return [PathTaken("quantising on load", "transformers", loading.reason)]
 
 
 def _render_generic(handle: Handle) -> list[PathTaken]:

@@ -13,6 +13,7 @@ from torch import nn
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
 from pronghorn.models.composite import Composite
 from pronghorn.models.families import has_experts
+from pronghorn.models.load_4bit import LOADED_BY, Loading
 from pronghorn.models.nf4_experts import config_class
 from pronghorn.models.packed_checkpoint import fetched, format_of, method_of, read_generation_config
 from pronghorn.models.packed_formats import FORMATS, check_experts
@@ -46,8 +47,7 @@ def whole_model(name: str | Path, composite: Composite | None = None, **options:
         raise DataError(
             f"{name} holds {len(extra)} tensors that have no place in the model ({', '.join(extra[:3])} ...)", remedy
         )
-    _keep_packed_4bit_layout(model)
-    return model
+    return keep_packed_4bit_layout(model)
 
 
 def _language_model(
@@ -121,10 +121,13 @@ def bitsandbytes_config(config: Any, load_in_4bit: bool, dtype: torch.dtype, exp
     )
 
 
-def _keep_packed_4bit_layout(model: nn.Module) -> None:
+def keep_packed_4bit_layout(model: nn.Module, loading: Loading | None = None) -> Any:
     """On CPUs with AVX512-BF16 bitsandbytes repacks 4-bit weights at the first evaluation, for a product without a
     backward: the next training step has the right loss and wrong gradients, and a merge reads garbage. Keep it off."""
     module: Any
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
+    if loading is not None:
+        model.__dict__[LOADED_BY] = loading
+    return model

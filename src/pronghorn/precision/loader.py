@@ -72,7 +72,9 @@ def load(
             there, or a dtype that doesn't convert.
     """
     seen: set[str] = set()
+    origin = "empty"
     for stored in source:
+        origin = stored.origin
         name = rename(stored.name) if rename else stored.name
         if name is None:
             continue
@@ -86,7 +88,8 @@ def load(
     missing = sorted(expected.keys() - seen) if expected is not None else []
     if missing:
         raise DataError(
-            f"the checkpoint lacks {len(missing)} of the model's weights ({', '.join(missing[:3])} ...)",
+            f"the checkpoint lacks {len(missing)} of the model's weights ({', '.join(missing[:3])} ...; "
+            f"the last file is {origin})",
             "download or copy it again: configuration and weights must be of one model",
         )
 

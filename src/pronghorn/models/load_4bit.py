@@ -1,0 +1,183 @@
+"""Quantise a 16-bit checkpoint to NF4 while it loads, through the house's loader, one tensor at a time.
+
+    config.json  ->  skeleton on the meta device, its linears bitsandbytes' (transformers' quantiser puts them there)
+    the loader's tensors, one at a time  ->  the device, in the model's dtype  ->  that quantiser's operation
+
+The operation is the one that `from_pretrained` calls, so that storage is the same to the bit and PEFT and saving find
+what they look for. The device never holds more than the quantised model and one tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pronghorn.models.composite import Composite
+from pronghorn.models.packed_checkpoint import fetched, placed, progress, put, read_generation_config
+from pronghorn.precision.loader import StoredTensor, checkpoint, load
+
+LOADED_BY = "_pronghorn_loaded_by"
+"""The attribute of a model quantised on load that holds its `Loading`."""
+
+
+@dataclass(frozen=True)
+class Loading:
+    """Which loader quantises a checkpoint, and why it isn't the house's, where it isn't."""
+
+    reason: str | None = None
+    """Why transformers' `from_pretrained` does it; None where the house's loader does."""
+
+
+class Skeleton4bit:
+    """A causal LM on the meta device with bitsandbytes' linears, buffers on the CPU, until `fill`.
+
+    Args:
+        asked: the BitsAndBytesConfig to quantise by.
+    """
+
+    def __init__(
+        self, config: Any, asked: Any, dtype: torch.dtype, device: torch.device, attention: str | None
+    ) -> None:
+        from accelerate import init_empty_weights
+        from transformers import AutoModelForCausalLM
+        from transformers.quantizers.auto import AutoHfQuantizer
+
+        with init_empty_weights(include_buffers=False):
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+        self.model, self.dtype, self.device = model, dtype, device
+        self.expected: dict[str, Tensor] = {
+            name: tensor.to("meta") for name, tensor in model.state_dict().items() if name not in _tied(model)
+        }
+        self._quantizer: Any = AutoHfQuantizer.from_config(asked, pre_quantized=False)
+        self._quantizer.validate_environment(device_map={"": device})
+        self._quantizer.preprocess_model(model=model, dtype=dtype, device_map={"": device}, checkpoint_files=None)
+        self._operation = self._quantizer.get_quantize_ops()
+
+    def fill(self, source: Any) -> Any:
+        """Read and quantise all weights, one at a time, and return the model.
+
+        Raises:
+            DataError: as `loader.load`; the model is not to be used then.
+        """
+        model, tied = self.model, _tied(self.model)
+        quantised = {name for name in self.expected if self._quantizer.param_needs_quantization(model, name)}
+
+        def place(name: str, stored: StoredTensor) -> Tensor:
+            return placed(stored, self.device, self.dtype if name in quantised else self.expected[name].dtype)
+
+        def quantise(name: str, tensor: Tensor) -> Tensor:
+            if name not in quantised:
+                return tensor
+            made: Tensor = self._operation.convert({name: [tensor]}, full_layer_name=name, model=model)[name]
+            return made
+
+        bar = progress(len(self.expected))
+        renamed = (replace(stored, name=_renamed(model, stored.name, self.expected)) for stored in source)
+        for name, tensor in load(
+            renamed,
+            rename=lambda name: None if name in tied or _is_ignored(model, name) else name,
+            place=place,
+            transform=quantise,
+            expected=self.expected,
+        ):
+            bar.update()
+            put(model, name, tensor)
+            del tensor  # before the next one is read
+        bar.close()
+        model.tie_weights()
+        for module in model.modules():
+            for key, buffer in module.named_buffers(recurse=False):
+                module._buffers[key] = buffer.to(self.device)
+        model.hf_quantizer = self._quantizer
+        self._quantizer.postprocess_model(model)
+        return model.eval()
+
+
+def why_not(skeleton: Skeleton4bit, folder: Path, composite: Composite | None) -> str | None:
+    """Return why transformers' `from_pretrained` loads a checkpoint, or None: the house's loader does.
+
+    Files of which one weight of the model is joined from several tensors, weights that stay in float32 in a 16-bit
+    model, and tied weights that lie in the files all the same follow rules that are transformers' own.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming
+
+    model = skeleton.model
+    names = [stored.name for stored in _source(folder, composite)]
+    rules = [rule for rule in get_model_conversion_mapping(model) if not isinstance(rule, WeightRenaming)]
+    joined = {_renamed(model, name, skeleton.expected) for name in names} - skeleton.expected.keys() - _tied(model)
+    if rules and any(not _is_ignored(model, name) for name in joined):
+        return "the checkpoint's experts or linears are apart, and transformers joins them"
+    if model._get_dtype_plan(skeleton.dtype):
+        return "some of its weights stay in float32"
+    if any(_renamed(model, name, skeleton.expected) in _tied(model) for name in names):
+        return "the checkpoint holds tied weights twice"
+    return None
+
+
+def load_4bit(
+    name: str | Path,
+    config: Any,
+    asked: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    hub: dict[str, Any],
+    attention: str | None,
+    composite: Composite | None,
+) -> tuple[Any, Loading]:
+    """Load a 16-bit checkpoint and quantise it; (None, why) where that is transformers' to do.
+
+    Args:
+        asked: the BitsAndBytesConfig.
+        hub: its revision and token.
+        composite: of a model with towers, which stay in their files.
+    Raises:
+        DataError: files or tensors are missing, damaged or of other shapes or dtypes; nothing is half-loaded.
+    """
+    if hub.get("trust_remote_code"):
+        return None, Loading("the checkpoint's own code may load it")
+    folder = fetched(name, hub)
+    plain = type(config).from_dict(config.to_dict())
+    plain._name_or_path = str(name)
+    skeleton = Skeleton4bit(plain, asked, dtype, device, attention)
+    reason = why_not(skeleton, folder, composite)
+    if reason is not None:
+        return None, Loading(reason)
+    model = skeleton.fill(_source(folder, composite))
+    model.name_or_path = str(name)
+    read_generation_config(model, folder)
+    return model, Loading()
+
+
+def _source(folder: Path, composite: Composite | None) -> Any:
+    source = checkpoint(folder)
+    return source if composite is None else composite.language(source)
+
+
+def _tied(model: Any) -> set[str]:
+    """Return names of weights that are others, too, and needn't be in a checkpoint."""
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    return set(tied) if model.config.tie_word_embeddings else set()
+
+
+def _renamed(model: Any, name: str, expected: dict[str, Tensor]) -> str:
+    """Return the model's name of a file's tensor, by transformers' rules."""
+    if name in expected:
+        return name
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    renamings = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
+    new: str = rename_source_key(name, renamings, [], model.base_model_prefix, expected)[0]
+    return new
+
+
+def _is_ignored(model: Any, name: str) -> bool:
+    """Tell whether a class says that checkpoints hold this tensor and it doesn't."""
+    import re
+
+    return any(re.search(pattern, name) for pattern in model._keys_to_ignore_on_load_unexpected or ())

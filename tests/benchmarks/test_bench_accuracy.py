@@ -1,0 +1,60 @@
+"""The accuracy table's program: what it goes on from, and where an answer ends."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import accuracy
+from pronghorn.diagnose.shapes import byte_tokenizer
+from support.tiny import tiny_model
+
+
+def given(folder: Path, **changes: object) -> Namespace:
+    values = {"out": folder / "out.json", "name": "m", "data": folder / "gsm8k", "steps": 3, "held_out": 2}
+    return Namespace(**values | {"commit": "c", "seeds": 5} | changes)
+
+
+def test_a_run_that_was_cut_off_goes_on_after_its_finished_seeds(tmp_path: Path) -> None:
+    asked = given(tmp_path)
+    accuracy.keep(asked, 1, {"bf16": {"heldout": [1.0]}})
+    accuracy.keep(asked, 0, {"bf16": {"heldout": [2.0]}})
+    with accuracy.unfinished(asked).open("a") as file:
+        file.write('{"settings": {')  # cut off here
+    assert list(accuracy.finished(asked).items()) == [
+        (0, {"bf16": {"heldout": [2.0]}}),
+        (1, {"bf16": {"heldout": [1.0]}}),
+    ]
+    assert accuracy.finished(given(tmp_path, seeds=1)).keys() == {0}
+
+
+@pytest.mark.parametrize("change", [{"steps": 4}, {"name": "other"}, {"commit": "d"}, {"data": Path("dolly")}])
+def test_seeds_of_other_settings_are_not_taken(tmp_path: Path, change: dict[str, object]) -> None:
+    accuracy.keep(given(tmp_path), 0, {})
+    assert accuracy.finished(given(tmp_path, **change)) == {}
+
+
+@pytest.mark.parametrize("end", ["<|im_end|>", "<end_of_turn>"])
+def test_an_answer_ends_as_the_chat_template_ends_it(end: str) -> None:
+    tokenizer = byte_tokenizer(512)
+    tokenizer.chat_template = (
+        "{% for message in messages %}[{{ message.role }}]{{ message.content }}" + end + "\n{% endfor %}"
+    )
+    assert accuracy.end_of_turn(tokenizer) == end
+    [(ids, labels)] = accuracy.documents([("one and one", "two")], tokenizer)
+    assert [label for label in labels if label >= 0] == tokenizer(f"two{end}", add_special_tokens=False)["input_ids"]
+    assert ids[-3:] == labels[-3:]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_a_model_with_outliers_is_the_same_function(family: str) -> None:
+    model, ids = tiny_model(family).double().eval(), torch.arange(3, 43)[None]
+    with torch.no_grad():
+        right = model(ids).logits
+        accuracy.with_outliers(model, 1024.0)
+        torch.testing.assert_close(model(ids).logits, right, rtol=1e-5, atol=1e-5)
+    norms = [p.abs().max() for name, p in model.named_parameters() if name.endswith("input_layernorm.weight")]
+    assert min(norms) > 100

@@ -1,0 +1,155 @@
+"""NF4 on load through the house's loader: transformers' own bits, and nothing where a file is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pronghorn.diagnose.shapes import byte_tokenizer
+from pronghorn.errors import DataError
+from pronghorn.memory.plan import Plan
+from pronghorn.models.attach import attach
+from pronghorn.models.load import load_model
+from pronghorn.models.load_4bit import LOADED_BY, Loading
+from pronghorn.models.lora import add_lora
+from pronghorn.models.report import render
+from pronghorn.models.weights import bitsandbytes_config
+from support.documents import LENGTHS, ROW
+from support.fused import loss_and_gradients
+from support.tiny import packed_row, tiny_model
+
+FAMILIES = ["llama", "qwen3", "gemma3_text", "gpt_oss"]
+
+
+def checkpoint(folder: Path, family: str, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> None:
+    model = tiny_model(family, eos_token_id=2, **changes).to(dtype)
+    model.save_pretrained(folder)
+    byte_tokenizer(512).save_pretrained(folder)
+
+
+def by_the_house(folder: Path, dtype: str = "bfloat16") -> Any:
+    return load_model(folder, dtype=dtype, max_seq_length=128, load_in_4bit=True)[0]
+
+
+def by_transformers(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder)
+    asked = bitsandbytes_config(config, True, dtype)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=asked, device_map={"": "cpu"})
+
+
+def facts(model: Any) -> dict[str, Any]:
+    """Everything that training or saving finds: weights, statistics, buffers, what the model says of itself."""
+    made: dict[str, Any] = {name: value.clone() for name, value in model.state_dict().items()}
+    made |= {f"buffer {name}": value for name, value in model.named_buffers()}
+    for name, parameter in model.named_parameters():
+        made[f"kind of {name}"] = type(parameter), parameter.dtype, parameter.requires_grad
+        state = getattr(parameter, "quant_state", None)
+        made |= {} if state is None else {f"{name}: {key}": value for key, value in state.as_dict().items()}
+        for number, part in enumerate(getattr(parameter, "parts", ())):
+            made[f"{name}, {number}"] = part
+    made["kinds"] = {name: type(module) for name, module in model.named_modules()}
+    made["config"] = {key: value for key, value in model.config.to_dict().items() if key != "_name_or_path"}
+    made["generation"] = model.generation_config.to_dict()
+    own = "is_quantized", "is_loaded_in_4bit", "quantization_method", "training", "name_or_path"
+    return made | {name: getattr(model, name) for name in own}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_bits_are_those_of_transformers(tmp_path: Path, family: str, dtype: str) -> None:
+    checkpoint(tmp_path, family)
+    ours = by_the_house(tmp_path, dtype)
+    assert ours.__dict__[LOADED_BY] == Loading()
+    made, right = facts(ours), facts(by_transformers(tmp_path, getattr(torch, dtype)))
+    assert made.keys() == right.keys()
+    for name, value in right.items():
+        same = torch.equal(made[name], value) if isinstance(value, torch.Tensor) else made[name] == value
+        assert same, name
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_experts_that_lie_apart_are_transformers_to_join_and_the_report_says_so(tmp_path: Path, family: str) -> None:
+    checkpoint(tmp_path, family)
+    model = by_the_house(tmp_path)
+    made, right = facts(model), facts(by_transformers(tmp_path))
+    assert all(torch.equal(made[name], value) for name, value in right.items() if isinstance(value, torch.Tensor))
+    handle = attach(model, Plan.keep())
+    [line] = [line for line in render(handle, None) if line.part == "quantising on load"]
+    assert line.path == "transformers" and "transformers joins them" in line.why
+
+
+def test_the_report_names_the_house_loader(tmp_path: Path) -> None:
+    checkpoint(tmp_path, "llama")
+    handle = attach(by_the_house(tmp_path), Plan.keep())
+    [line] = [line for line in render(handle, None) if line.part == "quantising on load"]
+    assert line.path == "Pronghorn's loader"
+
+
+def test_adapters_over_both_are_saved_and_trained_alike(tmp_path: Path) -> None:
+    checkpoint(tmp_path / "base", "llama")
+    results = []
+    for number, model in enumerate((by_the_house(tmp_path / "base"), by_transformers(tmp_path / "base"))):
+        torch.manual_seed(0)
+        adapted = add_lora(model, r=4).train()
+        attach(adapted, Plan.keep())
+        results.append(loss_and_gradients(adapted, packed_row(LENGTHS, ROW)))
+        adapted.save_pretrained(tmp_path / str(number))
+    assert results[0][0] == results[1][0]
+    assert all(torch.equal(value, results[1][1][name]) for name, value in results[0][1].items())
+    first, second = (load_file(tmp_path / name / "adapter_model.safetensors") for name in "01")
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+NAME = "model.layers.1.mlp.down_proj.weight"
+
+
+def damage(folder: Path, how: str) -> None:
+    file = folder / "model.safetensors"
+    if how == "cut short":
+        file.write_bytes(file.read_bytes()[:-64])
+        return
+    tensors = load_file(file)
+    weight = tensors.pop(NAME)
+    if how == "of another dtype":
+        tensors[NAME] = weight.to(torch.int8)
+    elif how == "of another shape":
+        tensors[NAME] = weight[:-1].contiguous()
+    elif how == "of no place":
+        tensors |= {NAME: weight, "model.layers.1.mlp.other.weight": weight}
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, file, {"format": "pt"})
+
+
+@pytest.mark.parametrize("how", ["cut short", "missing", "of another dtype", "of another shape", "of no place"])
+def test_a_damaged_checkpoint_is_told_by_tensor_and_file(tmp_path: Path, how: str) -> None:
+    checkpoint(tmp_path, "llama")
+    damage(tmp_path, how)
+    with pytest.raises(DataError) as told:
+        by_the_house(tmp_path)
+    assert str(tmp_path) in str(told.value)
+    assert how == "cut short" or "model.layers.1.mlp." in str(told.value)
+
+
+def test_files_of_mixed_dtypes_are_quantised_from_the_dtype_that_is_asked_for(tmp_path: Path) -> None:
+    checkpoint(tmp_path, "llama")
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors[NAME] = tensors[NAME].float() * 1.001
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    made, right = facts(by_the_house(tmp_path)), facts(by_transformers(tmp_path))
+    assert all(torch.equal(made[name], value) for name, value in right.items() if isinstance(value, torch.Tensor))
+
+
+@pytest.mark.gpu
+def test_the_device_holds_no_more_than_the_quantised_model_and_one_tensor(tmp_path: Path) -> None:
+    checkpoint(tmp_path, "llama", hidden_size=1024, intermediate_size=4096, num_hidden_layers=8, vocab_size=4096)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    model = by_the_house(tmp_path)
+    resting, peak = torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
+    largest = max(tensor.numel() for tensor in load_file(tmp_path / "model.safetensors").values()) * 2
+    assert model.device.type == "cuda" and peak <= resting + 1.1 * largest
