@@ -36,11 +36,11 @@ def test_json_holds_the_choice_and_every_field_is_documented(stories: Path, tmp_
     report = json.loads(planned(stories, tmp_path, *several).stdout)
     choice = report["gpus"]
     assert choice["chosen"]["strategy"] == "sharded" and choice["link"] == 200e9 and choice["micro_batches"] == 2
-    assert report["plan"] == choice["chosen"]["plan"] and report["work"]["shards"] == 4
+    assert report["plan"] == choice["chosen"]["plan"] and report["work"]["processes"] == 4
     step = report["tokens_per_s"] * choice["chosen"]["step_ms"] / 1e3
     assert step == pytest.approx(4 * 2 * report["work"]["tokens"])
     page = (ROOT / "docs/plan.md").read_text()
-    fields = {*choice, *choice["chosen"], "gpus", "shards", "link", "link_source"}
+    fields = {*choice, *choice["chosen"], "gpus", "processes", "link", "link_source"}
     assert not [name for name in fields if f"`{name}`" not in page[page.index("## As JSON") :]]
 
 
@@ -52,6 +52,7 @@ def test_json_holds_the_choice_and_every_field_is_documented(stories: Path, tmp_
         (["--strategy", "sharded"], "add --gpus 2 or more"),
         (["--gpus", "2", "--device", "gb10"], "give it, e.g. --link 12"),
         (["--gpus", "0"], "greater than or equal to 1"),
+        (["--gpus", "3"], "set train.gradient_accumulation_steps: 9"),
     ],
 )
 def test_bad_input_ends_with_a_remedy(stories: Path, tmp_path: Path, arguments: list[str], said: str) -> None:

@@ -139,8 +139,13 @@ def report_plan(
             f"precision.compute: {recipe.precision.compute} needs Ada, Hopper or Blackwell; {spec.name} is older",
             "leave precision.compute out, or name another --device",
         )
-    from pronghorn.train.build import autocast_dtype, load  # TRL's import takes seconds
+    from pronghorn.train.build import autocast_dtype, load, share_of_step  # TRL's import takes seconds
 
+    if several is not None:  # of one GPU from here on
+        rows, micro_batches = share_of_step(recipe, several.count)
+        packing = recipe.packing.model_copy(update={"rows_per_step": rows})
+        train = recipe.train.model_copy(update={"gradient_accumulation_steps": micro_batches})
+        recipe = recipe.model_copy(update={"packing": packing, "train": train})
     found_model, autocast = find(recipe, weights=False), autocast_dtype(recipe)
     handle = _weightless(recipe, found_model)
     data = _count(recipe, found_model)
@@ -171,7 +176,7 @@ def report_plan(
             times=times,
             asked=handle.plan,
             strategy=several.strategy,
-            micro_batches=math.ceil(recipe.train.gradient_accumulation_steps / several.count),
+            micro_batches=recipe.train.gradient_accumulation_steps,
             host_memory_bytes=(probe().ram_bytes or None) if on_this_gpu else None,
         )
         made = choice.chosen.plan
