@@ -153,3 +153,13 @@ def test_the_device_holds_no_more_than_the_quantised_model_and_one_tensor(tmp_pa
     resting, peak = torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
     largest = max(tensor.numel() for tensor in load_file(tmp_path / "model.safetensors").values()) * 2
     assert model.device.type == "cuda" and peak <= resting + 1.1 * largest
+
+
+def test_another_version_s_insides_leave_it_to_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(*_: Any) -> None:
+        raise AttributeError("no _get_dtype_plan")
+
+    checkpoint(tmp_path, "llama")
+    monkeypatch.setattr("pronghorn.models.load_4bit.why_not", gone)
+    [told] = [path for path in attach(by_the_house(tmp_path)).report if path.part == "quantising on load"]
+    assert told.path == "transformers" and "built otherwise (no _get_dtype_plan)" in told.why

@@ -143,8 +143,11 @@ def load_4bit(
     folder = fetched(name, hub)
     plain = type(config).from_dict(config.to_dict())
     plain._name_or_path = str(name)
-    skeleton = Skeleton4bit(plain, asked, dtype, device, attention)
-    reason = why_not(skeleton, folder, composite)
+    try:
+        skeleton = Skeleton4bit(plain, asked, dtype, device, attention)
+        reason = why_not(skeleton, folder, composite)
+    except (AttributeError, ImportError, TypeError) as error:  # it goes by names that are transformers' own
+        return None, Loading(f"this version of transformers is built otherwise ({error})")
     if reason is not None:
         return None, Loading(reason)
     model = skeleton.fill(_source(folder, composite))
