@@ -64,8 +64,8 @@ def peers_finding(count: int, can_access: Callable[[int, int], bool]) -> Finding
 
 def topology() -> str | None:
     """Return what `nvidia-smi topo -m` prints, None where it can't be asked."""
-    if shutil.which("nvidia-smi") is None:
-        return None
+    if shutil.which("nvidia-smi") is None or os.environ.get("CUDA_VISIBLE_DEVICES") is not None:
+        return None  # it counts all GPUs in an order of its own
     try:
         done = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):

@@ -21,8 +21,7 @@ from pronghorn.memory.plan import Plan, Policy
 from pronghorn.memory.planner import plan
 from pronghorn.memory.step_time import StepTimes, step_times
 from pronghorn.memory.strategies import Choice, Strategy, choose
-from pronghorn.models.attach import Handle, attach
-from pronghorn.models.auto_plan import available, cuda_device_spec, dims_of, measured_times, setup_of, skeleton
+from pronghorn.models.auto_plan import available, cuda_device_spec, dims_of, measured_times
 from pronghorn.models.load import FoundModel, default_device
 from pronghorn.train.documents import find, prepare, tokenizer_for
 
@@ -140,6 +139,7 @@ def report_plan(
             "leave precision.compute out, or name another --device",
         )
     from pronghorn.train.build import autocast_dtype, load, share_of_step  # TRL's import takes seconds
+    from pronghorn.train.weightless import weightless, work_of
 
     if several is not None:  # of one GPU from here on
         rows, micro_batches = share_of_step(recipe, several.count)
@@ -147,9 +147,9 @@ def report_plan(
         train = recipe.train.model_copy(update={"gradient_accumulation_steps": micro_batches})
         recipe = recipe.model_copy(update={"packing": packing, "train": train})
     found_model, autocast = find(recipe, weights=False), autocast_dtype(recipe)
-    handle = _weightless(recipe, found_model)
+    handle = weightless(recipe, found_model)
     data = _count(recipe, found_model)
-    dims, setup = dims_of(handle.model), _work(recipe, handle, autocast)
+    dims, setup = dims_of(handle.model), work_of(recipe, handle, autocast)
     if data is not None:
         setup = replace(setup, documents=max(1, data["tokens"] // max(1, data["documents"])))
     times, measured = step_times(dims, setup, spec), False
@@ -184,62 +184,6 @@ def report_plan(
         return PlanReport(recipe.model.name, choice.chosen.work, spec, times, measured, made, data, choice)
     chosen = plan(dims, setup, spec, limit, times, handle.plan)
     return PlanReport(recipe.model.name, setup, spec, times, measured, chosen, data)
-
-
-class _Weightless(FoundModel):
-    """Load a model that was found without its weights."""
-
-    def model(self, dtype: torch.dtype, device: torch.device) -> Any:
-        """Return the model on the meta device."""
-        if self.base is None:
-            return skeleton(self.config).to(dtype)
-        from peft import PeftConfig, get_peft_model
-
-        config = PeftConfig.from_pretrained(str(self.name))
-        config.inference_mode = False
-        return get_peft_model(_Weightless(**vars(self.base)).model(dtype, device), config)
-
-
-def _weightless(recipe: Recipe, found_model: FoundModel) -> Handle:
-    """Attach the model that training would train, as on a GPU, without weights.
-
-    New tokens are left out: they weigh next to nothing.
-    """
-    from pronghorn.train.build import asked_plan, attach_options, load
-
-    if (found_model.base or found_model).config is None:
-        problem = f"{found_model.name}: a GGUF file is read whole only"
-        raise UnsupportedError(problem, "plan for the folder it was made from")
-    if found_model.is_generic:
-        kind = (found_model.base or found_model).config.model_type
-        raise UnsupportedError(
-            f"no plan is made of {kind}: no family file knows what its layers keep (docs/families.md)",
-            "train a few steps with train.max_steps=3, whose report tells the peak, or `pronghorn profile`; "
-            "memory.gradient_checkpointing: true takes the least memory",
-        )
-    adapter = recipe.adapter.model_copy(update={"new_tokens": []})
-    recipe = recipe.model_copy(update={"adapter": adapter})
-    # loading attaches for this machine, which may have no products in 8 bits or fused layers; the plan is for another
-    precision = recipe.precision.model_copy(update={"compute": "dtype"})
-    memory = recipe.memory.model_copy(update={"feed_forward": "auto"})
-    here = recipe.model_copy(update={"precision": precision, "memory": memory})
-    model, _ = load(here, _Weightless(**vars(found_model)), None, Console(quiet=True))
-    return attach(model, asked_plan(recipe), layers="fused", **attach_options(recipe))
-
-
-def _work(recipe: Recipe, handle: Handle, autocast: torch.dtype | None) -> TrainSetup:
-    """Describe how the recipe trains the model."""
-    rows = recipe.packing.rows_per_step
-    work = setup_of(
-        handle.model,
-        recipe.model.max_seq_length * rows,
-        autocast,
-        padded=0 if recipe.packing.enabled else rows,
-        accumulates=recipe.train.gradient_accumulation_steps > 1,
-        optimizer=recipe.train.optimizer,
-    )
-    quantised = recipe.model.load_in_4bit or hasattr(handle.model.config, "quantization_config")
-    return replace(work, method="qlora") if quantised else work
 
 
 def policy_map(policies: Sequence[Policy], mlp_rows: int = 0) -> str:

@@ -51,7 +51,7 @@ def device_spec(name: str, memory_bytes: int | None = None) -> DeviceSpec:
     Raises:
         ConfigError: neither a known name nor an amount of memory; names like it are listed.
     """
-    by_driver = memory_bytes is not None
+    asked, by_driver = name, memory_bytes is not None
     known = find_card(name, memory_bytes)
     if known is None and not by_driver and re.match(r"\d(?!\d{3})", name):
         memory_bytes = parse_bytes(name, "--device")
@@ -71,7 +71,8 @@ def device_spec(name: str, memory_bytes: int | None = None) -> DeviceSpec:
         source = f"datasheet estimate, with {'rtx4090' if (memory_bytes or 0) <= 48 * GIB else 'h100'}'s rates"
     rates = card.tflops * 1e12 * PRODUCTS, card.bandwidth * 1e9 * COPIES, card.pcie * 1e9 * PCIE
     display = DISPLAY_BYTES if known is not None and has_display(known) and not by_driver else 0
-    nvlink = NVLINK.get(known or "", 0)
+    on_a_card = re.search(r"pcie|\bnvl\b", asked, re.IGNORECASE)  # boards of these chips without NVLink to all others
+    nvlink = 0 if on_a_card else NVLINK.get(known or "", 0)
     return DeviceSpec(
         name,
         memory_bytes or 0,

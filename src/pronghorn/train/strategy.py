@@ -5,9 +5,12 @@ from __future__ import annotations
 import torch
 
 from pronghorn.config import Recipe
+from pronghorn.errors import UnsupportedError
+from pronghorn.memory.devices import DeviceSpec, parse_bytes
 from pronghorn.memory.estimate import NF4_BYTES
-from pronghorn.memory.strategies import Strategy as Strategy
-from pronghorn.models.auto_plan import skeleton
+from pronghorn.memory.planner import PlanDoesNotFit
+from pronghorn.memory.strategies import Strategy, choose
+from pronghorn.models.auto_plan import cuda_device_spec, dims_of, skeleton
 from pronghorn.models.load import FoundModel
 
 ROOM = 0.75
@@ -15,8 +18,8 @@ ROOM = 0.75
 
 
 def strategy(recipe: Recipe, found: FoundModel, processes: int, device: torch.device) -> Strategy:
-    """Choose what each process holds: what is asked for or, for `auto`, copies unless the weights alone nearly fill a
-    GPU. One process holds all of it, and so does each where weights are trained or copied in 8 bits."""
+    """Choose what each process holds: what is asked for or, for `auto`, what `pronghorn plan --gpus` chooses. One
+    process holds all of it, and so does each where weights are trained or copied in 8 bits."""
     asked = recipe.launch.strategy
     able = recipe.adapter.method == "lora" and recipe.precision.compute == "dtype"
     if processes == 1 or not able or asked == "copies":
@@ -25,8 +28,35 @@ def strategy(recipe: Recipe, found: FoundModel, processes: int, device: torch.de
         return Strategy.SHARDED
     if device.type != "cuda":
         return Strategy.COPIES
+    try:
+        return planned(recipe, found, processes, cuda_device_spec(device))
+    except PlanDoesNotFit:
+        return Strategy.SHARDED  # the plan of the loaded model says what would fit
+    except UnsupportedError:  # no plan is made of it
+        pass
     full = weight_bytes(recipe, found) > ROOM * torch.cuda.get_device_properties(device).total_memory
     return Strategy.SHARDED if full else Strategy.COPIES
+
+
+def planned(recipe: Recipe, found: FoundModel, processes: int, device: DeviceSpec) -> Strategy:
+    """Return the strategy that fits a device, by the plan of the model without weights.
+
+    Raises:
+        PlanDoesNotFit: none does; UnsupportedError: no plan is made of such a model.
+    """
+    from pronghorn.train.build import autocast_dtype, share_of_step
+    from pronghorn.train.weightless import weightless, work_of
+
+    rows, micro_batches = share_of_step(recipe, processes)
+    packing = recipe.packing.model_copy(update={"rows_per_step": rows})
+    train = recipe.train.model_copy(update={"gradient_accumulation_steps": micro_batches})
+    launch = recipe.launch.model_copy(update={"strategy": "copies"})  # loading it asks for none
+    recipe = recipe.model_copy(update={"packing": packing, "train": train, "launch": launch})
+    handle = weightless(recipe, found)
+    budget = None if recipe.memory.budget is None else parse_bytes(recipe.memory.budget, "memory.budget")
+    setup = work_of(recipe, handle, autocast_dtype(recipe))
+    dims, asked = dims_of(handle.model), handle.plan
+    return choose(dims, setup, device, processes, budget_bytes=budget, asked=asked).strategy
 
 
 def weight_bytes(recipe: Recipe, found: FoundModel) -> float:

@@ -1,0 +1,72 @@
+"""The model that a recipe would train, attached as on a GPU, without weights: what plans are made of."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from pronghorn.config import Recipe
+from pronghorn.errors import UnsupportedError
+from pronghorn.memory.workload import TrainSetup
+from pronghorn.models.attach import Handle, attach
+from pronghorn.models.auto_plan import setup_of, skeleton
+from pronghorn.models.load import FoundModel
+
+
+class _Weightless(FoundModel):
+    """Load a model that was found without its weights."""
+
+    def model(self, dtype: torch.dtype, device: torch.device) -> Any:
+        """Return the model on the meta device."""
+        if self.base is None:
+            return skeleton(self.config).to(dtype)
+        from peft import PeftConfig, get_peft_model
+
+        config = PeftConfig.from_pretrained(str(self.name))
+        config.inference_mode = False
+        return get_peft_model(_Weightless(**vars(self.base)).model(dtype, device), config)
+
+
+def weightless(recipe: Recipe, found_model: FoundModel) -> Handle:
+    """Attach the model that training would train, as on a GPU, without weights.
+
+    New tokens are left out: they weigh next to nothing.
+    """
+    from pronghorn.train.build import asked_plan, attach_options, load
+
+    if (found_model.base or found_model).config is None:
+        problem = f"{found_model.name}: a GGUF file is read whole only"
+        raise UnsupportedError(problem, "plan for the folder it was made from")
+    if found_model.is_generic:
+        kind = (found_model.base or found_model).config.model_type
+        raise UnsupportedError(
+            f"no plan is made of {kind}: no family file knows what its layers keep (docs/families.md)",
+            "train a few steps with train.max_steps=3, whose report tells the peak, or `pronghorn profile`; "
+            "memory.gradient_checkpointing: true takes the least memory",
+        )
+    adapter = recipe.adapter.model_copy(update={"new_tokens": []})
+    recipe = recipe.model_copy(update={"adapter": adapter})
+    # loading attaches for this machine, which may have no products in 8 bits or fused layers; the plan is for another
+    precision = recipe.precision.model_copy(update={"compute": "dtype"})
+    memory = recipe.memory.model_copy(update={"feed_forward": "auto"})
+    here = recipe.model_copy(update={"precision": precision, "memory": memory})
+    model, _ = load(here, _Weightless(**vars(found_model)), None, Console(quiet=True))
+    return attach(model, asked_plan(recipe), layers="fused", **attach_options(recipe))
+
+
+def work_of(recipe: Recipe, handle: Handle, autocast: torch.dtype | None) -> TrainSetup:
+    """Describe how the recipe trains the model."""
+    rows = recipe.packing.rows_per_step
+    work = setup_of(
+        handle.model,
+        recipe.model.max_seq_length * rows,
+        autocast,
+        padded=0 if recipe.packing.enabled else rows,
+        accumulates=recipe.train.gradient_accumulation_steps > 1,
+        optimizer=recipe.train.optimizer,
+    )
+    quantised = recipe.model.load_in_4bit or hasattr(handle.model.config, "quantization_config")
+    return replace(work, method="qlora") if quantised else work

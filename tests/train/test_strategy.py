@@ -1,0 +1,68 @@
+"""What each of several processes holds: as asked for, or as the plan chooses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from pronghorn.config import Recipe
+from pronghorn.errors import ConfigError
+from pronghorn.memory.devices import device_spec
+from pronghorn.memory.estimate import CONTEXT_BYTES
+from pronghorn.memory.planner import PlanDoesNotFit
+from pronghorn.train import strategy as module
+from pronghorn.train.documents import find
+from pronghorn.train.strategy import Strategy, planned, strategy
+
+CPU = torch.device("cpu")
+
+
+def recipe(stories: Path, tmp_path: Path, **launch: Any) -> Recipe:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "Once upon a time"}\n' * 4)
+    table: dict[str, Any] = {
+        "model": {"name": str(stories), "max_seq_length": 128},
+        "data": {"train": str(rows)},
+        "train": {"output": str(tmp_path / "run"), "gradient_accumulation_steps": 2},
+        "launch": launch,
+    }
+    return Recipe.model_validate(table)
+
+
+def test_what_is_asked_for_is_done_and_one_process_holds_all(stories: Path, tmp_path: Path) -> None:
+    sharded = recipe(stories, tmp_path, strategy="sharded")
+    assert strategy(sharded, find(sharded), 2, CPU) is Strategy.SHARDED
+    assert strategy(sharded, find(sharded), 1, CPU) is Strategy.COPIES
+    plain = recipe(stories, tmp_path)
+    assert strategy(plain, find(plain), 2, CPU) is Strategy.COPIES
+
+
+def test_auto_is_what_the_plan_says(stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = recipe(stories, tmp_path)
+    assert planned(plain, find(plain), 2, device_spec("24GiB")) is Strategy.COPIES
+    with pytest.raises(PlanDoesNotFit, match="on 2 GPUs"):
+        planned(plain, find(plain), 2, device_spec("NVIDIA H200", CONTEXT_BYTES))
+    monkeypatch.setattr(module, "cuda_device_spec", lambda device: device_spec("NVIDIA H200", CONTEXT_BYTES))
+    cuda = torch.device("cuda")
+    assert strategy(plain, find(plain), 2, cuda) is Strategy.SHARDED, "what doesn't fit is told by the loaded model"
+    monkeypatch.setattr(module, "cuda_device_spec", lambda device: device_spec("h200"))
+    assert strategy(plain, find(plain), 2, cuda) is Strategy.COPIES
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("adapter.method=full", "adapter.method: full: only frozen weights are shared"),
+        ("precision.compute=fp8", "precision.compute: fp8: 8-bit copies of weights aren't shared"),
+    ],
+)
+def test_weights_that_are_not_shared_are_refused(stories: Path, tmp_path: Path, override: str, said: str) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump(recipe(stories, tmp_path, strategy="sharded").to_dict()))
+    with pytest.raises(ConfigError, match=r"launch\.strategy: sharded with") as refused:
+        Recipe.load(file, [override])
+    assert said in str(refused.value) and "use launch.strategy: copies" in str(refused.value)
