@@ -59,9 +59,9 @@ EARLIER = {
 
 
 def commands() -> list[list[str]]:
-    """What `make all several tokenising` would run, from the interpreter on."""
+    """What `make all several tokenising exports` would run, from the interpreter on."""
     done = subprocess.run(
-        ["make", "-n", "-C", FOLDER, "all", "several", "tokenising", "PYTHON=python"],
+        ["make", "-n", "-C", FOLDER, "all", "several", "tokenising", "exports", "PYTHON=python"],
         capture_output=True,
         text=True,
         check=True,

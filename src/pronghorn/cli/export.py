@@ -58,12 +58,12 @@ def export(
 
         console = Console(highlight=False)
         exported = export_run(run, to, output, quantization.lower(), progress())
-        if exported.comparison is None:
+        if not exported.comparisons:
             console.print(
                 "[yellow]Not compared:[/] nothing here reads this format. Serve it, then: pronghorn verify --served"
             )
-        else:
-            console.print(render(exported.comparison))
+        for comparison in exported.comparisons:
+            console.print(render(comparison))
         console.print(f"[bold]Written to[/] {escape(str(exported.folder))}", soft_wrap=True)
         if push is not None:
             console.print(f"[bold]Pushed to[/] {escape(push_folder(exported.folder, push))}", soft_wrap=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from pronghorn.errors import ConfigError, TrainingError
 from pronghorn.export.adapter_layouts import write_served_adapter
 from pronghorn.export.compare import compare
 from pronghorn.export.comparison import Comparison
+from pronghorn.export.engine import Engine
+from pronghorn.export.engines.llama_cpp import has_llama_cpp, serve_gguf
 from pronghorn.export.engines.transformers import TransformersEngine
 from pronghorn.export.folder import whole_folder
 from pronghorn.export.fp8_checkpoint import write_fp8_checkpoint
@@ -58,8 +61,8 @@ class Exported:
     """What was written, and what came of comparing it."""
 
     folder: Path
-    comparison: Comparison | None
-    """None where nothing here reads what was written."""
+    comparisons: tuple[Comparison, ...]
+    """By each engine that is here and reads what was written."""
     next: str
 
 
@@ -90,23 +93,29 @@ def export_run(run: Path, to: str, output: Path | None, quantisation: str, say: 
     with whole_folder(target) as folder:
         say(f"writing {target}")
         limits = _write(to, trained, tokenizer, folder, quantisation)
-        comparison = None
+        comparisons: list[Comparison] = []
         if limits is not None:
             say("loading what was written")
             reference = TransformersEngine(trained, tokenizer, str(run), session.models.get("base"))
             rows = [] if recipe is None else heldout_rows(recipe, tokenizer, say)
             model, own_tokenizer = _load(folder, trained)
-            engine = TransformersEngine(model, own_tokenizer, f"{to} in transformers")
-            comparison = compare(reference, engine, format=limits, rows=rows, say=say)
-            if any(check.ok is False for check in comparison.checks):
-                causes = "; ".join(comparison.causes) or "its answers differ"
-                raise TrainingError(
-                    f"the export is not what was trained: {causes}",
-                    "nothing was written; try --to merged, and report it",
-                )
-        _describe(folder, to, run, comparison)
+            with ExitStack() as served:
+                engines: list[Engine] = [TransformersEngine(model, own_tokenizer, f"{to} in transformers")]
+                if to in ("gguf", "ollama") and has_llama_cpp():
+                    [file] = folder.glob("*.gguf")
+                    engines.append(served.enter_context(serve_gguf(file)))
+                for engine in engines:
+                    comparison = compare(reference, engine, format=limits, rows=rows, say=say)
+                    if any(check.ok is False for check in comparison.checks):
+                        causes = "; ".join(comparison.causes) or "its answers differ"
+                        raise TrainingError(
+                            f"the export is not what was trained ({engine.name}): {causes}",
+                            "nothing was written; try --to merged, and report it",
+                        )
+                    comparisons.append(comparison)
+        _describe(folder, to, run, comparisons)
     file = next(iter(sorted(target.glob("*.gguf"))), target)
-    return Exported(target, comparison, FORMATS[to].next.format(folder=target, file=file))
+    return Exported(target, tuple(comparisons), FORMATS[to].next.format(folder=target, file=file))
 
 
 def _write(to: str, model: Any, tokenizer: Any, folder: Path, quantisation: str) -> str | None:
@@ -149,13 +158,13 @@ def modelfile(name: str, stops: Iterable[str]) -> str:
     )
 
 
-def _describe(folder: Path, to: str, run: Path, comparison: Comparison | None) -> None:
+def _describe(folder: Path, to: str, run: Path, comparisons: Collection[Comparison]) -> None:
     """Say in the folder's README.md what was checked, against what."""
     lines = [f"# Exported by Pronghorn as {to}", "", f"From the run `{run.name}`: {FORMATS[to].about}.", ""]
-    if comparison is None:
+    if not comparisons:
         lines.append("Not compared with the trained model: nothing on the machine that wrote it reads this format.")
-    else:
-        lines += [f"Compared with the trained model by {comparison.engine}, on {comparison.scored_on}:", ""]
+    for comparison in comparisons:
+        lines += ["", f"Compared with the trained model by {comparison.engine}, on {comparison.scored_on}:", ""]
         lines += ["| compared | result | limit |", "|---|---|---|"]
         verdicts = {True: "same", False: "differs", None: "not compared"}
         for check in comparison.checks:
