@@ -15,7 +15,7 @@ from torch import nn
 from pronghorn import FastLanguageModel, SFTTrainer
 from pronghorn.memory.devices import device_spec
 from pronghorn.memory.plan import Plan, Policy
-from pronghorn.models import auto_plan
+from pronghorn.models import measured_layer
 from pronghorn.models.attach import Handle, attached
 from pronghorn.models.attach_options import AttachOptions
 from pronghorn.models.auto_plan import dims_of, measured_times, setup_of
@@ -32,7 +32,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Attachments and merges of runs whose layers are fused, and whose plans are made by measured times."""
     monkeypatch.setattr(AttachOptions, "fuses", lambda options, model: True)
     monkeypatch.setattr("pronghorn.train.prepared_model.resolve", resolve_as_on_cuda)
-    monkeypatch.setattr(auto_plan, "_measure", forwards_of_one_layer_and_of_two)
+    monkeypatch.setattr(measured_layer, "_measure", forwards_of_one_layer_and_of_two)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     return count_attachments(monkeypatch)
 
