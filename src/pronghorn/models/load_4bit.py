@@ -47,7 +47,9 @@ class Skeleton4bit:
         from transformers.quantizers.auto import AutoHfQuantizer
 
         with init_empty_weights(include_buffers=False):
-            model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+            model: Any = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
+            )
         self.model, self.dtype, self.device = model, dtype, device
         self.expected: dict[str, Tensor] = {
             name: tensor.to("meta") for name, tensor in model.state_dict().items() if name not in _tied(model)
