@@ -20,6 +20,7 @@ params = xllamacpp.CommonParams()
 params.model.path, params.n_ctx, params.n_parallel, params.port = sys.argv[1], int(sys.argv[2]), 1, 0
 params.verbosity, params.ui, params.warmup, params.n_gpu_layers = 0, False, False, 0
 params.cpuparams.n_threads = int(sys.argv[3])
+params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
 params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
 server = xllamacpp.Server(params)
 print(server.listening_address, flush=True)
