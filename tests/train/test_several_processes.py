@@ -124,6 +124,8 @@ def test_layers_that_are_shared_train_the_same(recipe: Any, alone: Path) -> None
     done = train(2, file, "memory.gradient_checkpointing=true")
     assert done.returncode == 0, done.stderr
     assert "Each of 2 processes holds a part of every layer's weights" in done.stdout
+    paths = {path["part"]: path["path"] for path in json.loads((run / "run.json").read_text())["paths"]}
+    assert paths["layers' weights"] == "a part in each of 2 processes"
     same(run, alone)
 
 

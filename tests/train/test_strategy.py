@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from rich.console import Console
 
 from pronghorn.config import Recipe
-from pronghorn.errors import ConfigError
+from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.memory.devices import device_spec
 from pronghorn.memory.estimate import CONTEXT_BYTES
 from pronghorn.memory.planner import PlanDoesNotFit
 from pronghorn.train import strategy as module
+from pronghorn.train.build import build
 from pronghorn.train.documents import find
 from pronghorn.train.strategy import Strategy, planned, strategy
 
@@ -66,3 +68,15 @@ def test_weights_that_are_not_shared_are_refused(stories: Path, tmp_path: Path, 
     with pytest.raises(ConfigError, match=r"launch\.strategy: sharded with") as refused:
         Recipe.load(file, [override])
     assert said in str(refused.value) and "use launch.strategy: copies" in str(refused.value)
+
+
+def test_adapters_too_large_to_travel_at_once_have_copies(
+    stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pronghorn.train import trainer
+
+    monkeypatch.setattr(trainer, "processes", lambda: 2)
+    monkeypatch.setattr(trainer, "sharded", lambda model: object())
+    monkeypatch.setattr(trainer, "averages_at_once", lambda model: False)
+    with pytest.raises(UnsupportedError, match=r"more than 1 GiB are trained beside layers that processes share"):
+        build(recipe(stories, tmp_path), Console(quiet=True), [])

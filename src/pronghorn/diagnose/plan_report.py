@@ -138,14 +138,11 @@ def report_plan(
             f"precision.compute: {recipe.precision.compute} needs Ada, Hopper or Blackwell; {spec.name} is older",
             "leave precision.compute out, or name another --device",
         )
-    from pronghorn.train.build import autocast_dtype, load, share_of_step  # TRL's import takes seconds
+    from pronghorn.train.build import autocast_dtype, load, of_one_process  # TRL's import takes seconds
     from pronghorn.train.weightless import weightless, work_of
 
-    if several is not None:  # of one GPU from here on
-        rows, micro_batches = share_of_step(recipe, several.count)
-        packing = recipe.packing.model_copy(update={"rows_per_step": rows})
-        train = recipe.train.model_copy(update={"gradient_accumulation_steps": micro_batches})
-        recipe = recipe.model_copy(update={"packing": packing, "train": train})
+    if several is not None:
+        recipe = of_one_process(recipe, several.count)
     found_model, autocast = find(recipe, weights=False), autocast_dtype(recipe)
     handle = weightless(recipe, found_model)
     data = _count(recipe, found_model)

@@ -186,7 +186,7 @@ def merge(parts: list[Tensor], into_new: bool = False) -> Tensor:
         shapes = ", ".join(str(tuple(part.shape)) for part in parts)
         raise UnsupportedError(
             f"weights of {shapes}, shared by several processes, have to lie together",
-            "use launch.strategy: copies, or packing.layers: stock",
+            "use launch.strategy: copies",
         )
     merged = torch.cat([part.detach() for part in parts])
     for part, place in zip(parts, merged.split(rows), strict=True):

@@ -14,6 +14,7 @@ from pronghorn.kernels.fp8_blocks import FP8Tensor
 from pronghorn.kernels.packed import PackedTensor
 from pronghorn.layers.decoder import output_is_seen
 from pronghorn.memory.plan import Policy
+from pronghorn.memory.sharded import sharded
 from pronghorn.models.causal_lm import has_own_loss
 from pronghorn.models.families import has_experts, head_dims, recomputes_layers
 from pronghorn.models.generic import PACKING, GenericPacking
@@ -103,6 +104,7 @@ def render(handle: Handle, autocast: torch.dtype | None) -> list[PathTaken]:
         PathTaken("decoder layers", decisions.layers, decisions.layers_reason),
         *(PathTaken(*line) for line in experts),
         *_loading(model),
+        *_sharing(model),
         *_products(handle, autocast),
         *_float32_products(model.device),
         PathTaken("CUDA graph of the layers", decisions.graph, decisions.graph_reason),
@@ -110,6 +112,14 @@ def render(handle: Handle, autocast: torch.dtype | None) -> list[PathTaken]:
         PathTaken("padded batches, generate()", unpacked, "they carry a mask or a cache"),
         PathTaken("activations", *_activations(handle, decisions, autocast)),
     ]
+
+
+def _sharing(model: Any) -> list[PathTaken]:
+    """Say how many processes share the layers' frozen weights, if several do."""
+    shared = sharded(model)
+    if shared is None:
+        return []
+    return [PathTaken("layers' weights", f"a part in each of {shared.processes} processes", "launch.strategy: sharded")]
 
 
 def _loading(model: Any) -> list[PathTaken]:

@@ -35,7 +35,7 @@ NEEDLESS = {
     "save_only_model": "checkpoints hold what resuming needs",
     "save_strategy": "train.save_steps; a checkpoint is saved every ten minutes anyway",
 }
-_GPUS = "pronghorn train uses all GPUs of the machine; each holds the whole model"
+_GPUS = "pronghorn train uses all GPUs of the machine; launch.strategy: sharded shares a LoRA's base among them"
 LOST = {
     "deepspeed": _GPUS,
     "fsdp": _GPUS,

@@ -146,6 +146,19 @@ def share_of_step(recipe: Recipe, processes: int) -> tuple[int, int]:
     return each, rows // each
 
 
+def of_one_process(recipe: Recipe, processes: int) -> Recipe:
+    """Return the recipe of what each of so many processes computes, which holds all of the model.
+
+    Raises:
+        ConfigError: as `share_of_step`.
+    """
+    rows, micro_batches = share_of_step(recipe, processes)
+    packing = recipe.packing.model_copy(update={"rows_per_step": rows})
+    train = recipe.train.model_copy(update={"gradient_accumulation_steps": micro_batches})
+    launch = recipe.launch.model_copy(update={"strategy": Strategy.COPIES.value})
+    return recipe.model_copy(update={"packing": packing, "train": train, "launch": launch})
+
+
 def training_arguments(recipe: Recipe) -> SFTConfig:
     """The trainer's arguments of a recipe. Making them joins the processes that torchrun started.
 

@@ -89,6 +89,7 @@ def answer(
             "ask something shorter, or begin again (in a chat with /reset)",
         )
     ends, pad = stop_tokens(model, tokenizer), tokenizer.pad_token_id
+    shared = sharded(base_causal_lm(model)) is not None  # then a process whose answer ends goes on for the others
     was_training = model.training
     model.eval()
     try:
@@ -96,8 +97,7 @@ def answer(
             **encoded.to(model.device),
             max_new_tokens=min(max_new_tokens, room),
             use_cache=True,
-            synced_gpus=sharded(base_causal_lm(model))
-            is not None,  # a process whose answer ends goes on for the others
+            synced_gpus=shared,
             eos_token_id=ends or None,
             pad_token_id=next(iter(ends), None) if pad is None else pad,
             **({"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}),

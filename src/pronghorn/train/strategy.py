@@ -44,14 +44,10 @@ def planned(recipe: Recipe, found: FoundModel, processes: int, device: DeviceSpe
     Raises:
         PlanDoesNotFit: none does; UnsupportedError: no plan is made of such a model.
     """
-    from pronghorn.train.build import autocast_dtype, share_of_step
+    from pronghorn.train.build import autocast_dtype, of_one_process
     from pronghorn.train.weightless import weightless, work_of
 
-    rows, micro_batches = share_of_step(recipe, processes)
-    packing = recipe.packing.model_copy(update={"rows_per_step": rows})
-    train = recipe.train.model_copy(update={"gradient_accumulation_steps": micro_batches})
-    launch = recipe.launch.model_copy(update={"strategy": "copies"})  # loading it asks for none
-    recipe = recipe.model_copy(update={"packing": packing, "train": train, "launch": launch})
+    recipe = of_one_process(recipe, processes)
     handle = weightless(recipe, found)
     budget = None if recipe.memory.budget is None else parse_bytes(recipe.memory.budget, "memory.budget")
     setup = work_of(recipe, handle, autocast_dtype(recipe))

@@ -46,6 +46,7 @@ from pronghorn.train.gradients import GradientWatch
 from pronghorn.train.oom_retry import OomRetry, OutOfMemory
 from pronghorn.train.prepared_model import attached_on_its_device, resolve_plan
 from pronghorn.train.ranks import (
+    MOST_BYTES,
     CopiesAccelerator,
     attention_against_products,
     average_gradients,
@@ -136,6 +137,11 @@ class SFTTrainer(trl.SFTTrainer):
             # accelerate scales losses on GPUs only, and would train in float16 without
             self.accelerator.scaler, self.accelerator.native_amp = torch.amp.GradScaler("cpu"), True
         self._at_once = processes() > 1 and averages_at_once(adapted)
+        if processes() > 1 and not self._at_once and sharded(base_causal_lm(adapted)) is not None:
+            raise UnsupportedError(
+                f"more than {MOST_BYTES / 2**30:.0f} GiB are trained beside layers that processes share",
+                "use launch.strategy: copies, or a lower adapter.r",
+            )
         if not self._at_once:
             leave_packed_to_each_process(adapted)
         handle = attached(adapted)

@@ -105,8 +105,8 @@ def check_no_fsdp(args: Any) -> None:
     plugin, which both leave it in the environment."""
     if getattr(args, "fsdp", None) or parse_flag_from_env("ACCELERATE_USE_FSDP"):
         raise UnsupportedError(
-            "FSDP is switched on (TrainingArguments' fsdp, or accelerate's configuration), which isn't served yet",
-            "switch it off; DDP is served: torchrun --nproc-per-node N",
+            "FSDP is switched on (TrainingArguments' fsdp, or accelerate's configuration), which isn't served",
+            "switch it off: torchrun gives each GPU a copy, launch.strategy: sharded in a recipe a part of the model",
         )
 
 
