@@ -20,7 +20,7 @@ from pronghorn.errors import UnsupportedError
 from pronghorn.families.layer_spec import ExpertsSpec, GatedMLPSpec, LayerSpec
 from pronghorn.memory.mixers import mixer_bytes, shared_bytes
 from pronghorn.memory.plan import Policy, followed
-from pronghorn.memory.shards import shared
+from pronghorn.memory.sharded_bytes import shared
 from pronghorn.memory.tiles import tiled_bytes
 from pronghorn.memory.workload import NF4_BYTES as NF4_BYTES
 from pronghorn.memory.workload import Method as Method

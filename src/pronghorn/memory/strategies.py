@@ -25,7 +25,7 @@ from pronghorn.memory.devices import DeviceSpec
 from pronghorn.memory.estimate import GIB, ModelDims, TrainSetup, buffer_bytes
 from pronghorn.memory.plan import Plan, Policy, followed
 from pronghorn.memory.planner import PlanDoesNotFit, plan, plans_of
-from pronghorn.memory.shards import gathered_bytes, unshared_reason
+from pronghorn.memory.sharded_bytes import gathered_bytes, unshared_reason
 from pronghorn.memory.step_time import StepTimes, step_times
 
 BUCKET_BYTES = 25 * 2**20
