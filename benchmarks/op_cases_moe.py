@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from benchmarks.op_case import LORA_SCALE, Case, Draw, Way, by_autograd, by_kernel
 from pronghorn.kernels import grouped_gemm, moe_glu, moe_rows
+from pronghorn.kernels.grouped_fp8 import FP8Experts, multiply_fp8
 from pronghorn.kernels.moe_route import route_reference
 from pronghorn.moe.route import Routing, route
 
@@ -160,6 +161,55 @@ def gemm_case(
         lambda x, weight: (routed.products(x, weight),), (x, weight), (draw(tokens * k, width),), ("y", "dx"),
         (operations, operations), pronghorn, product=(tokens * k, inner, width), calls=2 * experts,
     )  # fmt: skip
+
+
+def fp8_case(
+    draw: Draw, tokens: int, experts: int, k: int, inner: int, width: int, way: Any = None, of_tokens: bool = True,
+) -> Case:  # fmt: skip
+    """Multiply by frozen experts [E, K, N] in 8 bits, quantising what goes in; numbers are such that 8 bits hold them.
+
+    Args:
+        way: a given one instead of this device's; "bf16" for that dtype's product.
+        of_tokens: x is tokens' [T, K], as of gates and ups, and their rows' dx are summed; else rows' [S, K].
+    """
+    routed = Routed(draw, tokens, experts, k)
+    offsets, rows = routed.routing.offsets, routed.routing.rows if of_tokens else None
+    x, dy = _exact(draw, tokens if of_tokens else tokens * k, inner), _exact(draw, tokens * k, width)
+    weight = _exact(draw, experts, width, inner).mT
+    best, _ = grouped_gemm.choose(x.device, x.dtype, (inner, width))
+
+    def formula(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        return (routed.products(x if rows is None else x[rows.tokens], weight),)
+
+    def pronghorn(case: Case) -> Way:
+        codes = None if way == "bf16" else FP8Experts.of(weight, exact=False)
+
+        def multiply(x: Tensor, back: bool) -> Tensor:
+            chosen = None if back else rows
+            if codes is None:
+                return grouped_gemm.multiply(x, weight.mT if back else weight, offsets, best, rows=chosen)
+            return multiply_fp8(x, codes, offsets, chosen, back, way)
+
+        def backward(outputs: Any, x: Tensor, weight: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
+            dx = multiply(dy, True)
+            return (dx if rows is None else moe_rows.combine(dx, rows.places),)
+
+        return by_kernel(case, lambda x, weight: (multiply(x, False),), backward)
+
+    operations = 2.0 * tokens * k * inner * width
+    label = f"{routed.label}, {inner} to {width}" + ", of tokens" * of_tokens + (f", {way}" if way else "")
+    return Case(
+        "grouped_fp8", label, tokens, formula, (x, weight), (dy,), ("y", "dx"), (operations, operations), pronghorn,
+        product=(tokens * k, inner, width), calls=2 * experts,
+    )  # fmt: skip
+
+
+def _exact(draw: Draw, *shape: int) -> Tensor:
+    """Draw numbers that e4m3 holds with one scale for all: the largest, 448, is in every row and every column."""
+    codes = (draw(*shape).float() * 32).clamp(-448, 448).to(torch.float8_e4m3fn).to(draw.dtype)
+    index = torch.arange(max(shape[-2:]), device=codes.device)
+    codes[..., index % shape[-2], index % shape[-1]] = 448
+    return codes * 2**-9
 
 
 def lora_case(draw: Draw, tokens: int, experts: int, k: int, inner: int, width: int, rank: int) -> Case:

@@ -19,6 +19,16 @@ from benchmarks.op_case import Case, Draw
 
 QWEN3, GPT_OSS, ODD = (128, 8), (32, 4), (7, 3)
 """(experts, of them a token's) of Qwen3-30B-A3B and gpt-oss-20b; the odd one has experts without tokens."""
+FP8_PRODUCTS = [
+    [(*sizes, way, of_tokens) for way in ("triton", "torch", "bf16")]
+    for *sizes, of_tokens in (
+        (*QWEN3, 2048, 1536, True),
+        (*QWEN3, 768, 2048, False),
+        (*GPT_OSS, 2880, 5760, True),
+        (*GPT_OSS, 2880, 2880, False),
+    )
+]
+"""Each product of their experts, in 8 bits both ways and in bf16."""
 
 # fmt: off
 # Shapes of Llama-3.2-1B, Llama-3.1-8B, Qwen3-0.6B and -14B, Gemma 3 1B, then an odd one; tiny ones for a CPU
@@ -63,6 +73,10 @@ OPS: dict[str, tuple[Callable[..., Case], tuple[tuple[Any, ...], ...], tuple[tup
         ((*QWEN3, 2048, 1536), (*QWEN3, 2048, 1536, "triton"), (*GPT_OSS, 2880, 5760, None, True),
          (*GPT_OSS, 2880, 5760, "triton", True), (*ODD, 1025, 513)),
         ((8, 2, 32, 64), (8, 2, 32, 64, None, True), (*ODD, 31, 17))),
+    "grouped_fp8": (
+        moe.fp8_case,
+        (*(sizes for product in FP8_PRODUCTS for sizes in product), (*ODD, 1025, 513)),
+        ((8, 2, 32, 64), (8, 2, 32, 64, "bf16", False), (*ODD, 31, 17))),
     "grouped_lora": (
         moe.lora_case, ((*QWEN3, 2048, 1536, 16), (*GPT_OSS, 2880, 5760, 16), (*ODD, 1025, 513, 5)),
         ((8, 2, 32, 64, 4), (*ODD, 31, 17, 3))),

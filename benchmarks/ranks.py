@@ -3,7 +3,7 @@
     python -m benchmarks.ranks --model Llama-3.1-8B --out ranks-llama-3.1-8b.json
     python -m benchmarks.ranks --model Qwen3-14B --method qlora --strategies copies --out ranks-qwen3-14b-nf4.json
 
-A process a GPU trains LoRA r16 through `pronghorn.SFTTrainer`, one packed row of log-normal documents a step and GPU,
+A process a GPU trains LoRA r16 through `pronghorn.SFTTrainer`, one packed row of documents a step and GPU,
 with random weights that every process makes from one seed:
 
     alone       all at the same time, none knows of the others: what heat and the host cost is in it
@@ -48,10 +48,10 @@ def worker(given: Any) -> None:
     from pronghorn.parity.parameters import trainable
 
     grow_segments()
-    rank, processes = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rank, processes = given.rank, int(os.environ.get("WORLD_SIZE", "1"))
     cuda, folder = torch.cuda.is_available(), Path(given.folder)
     if cuda:
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     model = build(given.model, given.method)
     before = {name: p.detach().clone() for name, p in trainable(model).items()}
     trainer = trainer_of(model, given, folder / f"out-{rank}", rank, processes)
@@ -106,7 +106,7 @@ def trainer_of(model: Any, given: Any, folder: Path, rank: int, processes: int) 
     attach(model, Plan.asked("auto") if cuda else Plan.keep(), **({} if cuda else {"layers": "fused"}))
     documents = []
     for seed in range(max(given.processes, 4)):
-        rows = make_rows(given.tokens, "lognormal", 1.0, model.config.vocab_size, seed)
+        rows = make_rows(given.tokens, given.lengths, 1.0, model.config.vocab_size, seed)
         documents += [row.input_ids[a:b] for row in rows for a, b in row.bounds if b > a + 1]
     if cuda:
         torch.cuda.reset_peak_memory_stats()
@@ -148,7 +148,7 @@ def phase(name: str, given: argparse.Namespace, folder: Path, judged: bool) -> l
     together, one = name.startswith(STRATEGIES), name == "one"
     count = 1 if one else given.processes
     told = {
-        **{key: getattr(given, key) for key in ("model", "method", "tokens", "processes")},
+        **{key: getattr(given, key) for key in ("model", "method", "tokens", "lengths", "processes")},
         **{"phase": name, "folder": str(folder), "judged": judged, "steps": 1 if judged else given.steps},
         "accumulation": given.processes if one else 1,
     }
@@ -167,7 +167,7 @@ def phase(name: str, given: argparse.Namespace, folder: Path, judged: bool) -> l
         elif "CUDA_VISIBLE_DEVICES" not in os.environ:
             environment["CUDA_VISIBLE_DEVICES"] = str(rank)
         log = (folder / f"{name}-{rank}.log").open("w")
-        command = [sys.executable, "-m", "benchmarks.ranks", "--worker", json.dumps(told)]
+        command = [sys.executable, "-m", "benchmarks.ranks", "--worker", json.dumps(told | {"rank": rank})]
         running.append((subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=ROOT), log))
     until = time.time() + given.limit
     codes = []
@@ -196,8 +196,8 @@ def gate(name: str, given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     expected = json.loads((folder / "one-0.json").read_text())["losses"][0]
     loss = phase(f"{name}-judged", given, folder, judged=True)[0]["losses"][0]
     change, whole = torch.load(folder / f"{name}-judged-0.pt"), torch.load(folder / "one-0.pt")
-    cosine = float(torch.nn.functional.cosine_similarity(change, whole, dim=0))
-    norm = float(change.norm() / whole.norm())
+    a, b = change.double(), whole.double()  # so many products that float32's sum is off by per cents
+    cosine, norm = float(a @ b / (a.norm() * b.norm())), float(a.norm() / b.norm())
     others = [torch.load(folder / f"{name}-judged-{rank}.pt") for rank in range(1, given.processes)]
     found = {"loss": loss, "of one": expected, "cosine": cosine, "norm": norm}
     found["processes agree"] = all(torch.equal(other, change) for other in others)
@@ -238,6 +238,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES), choices=STRATEGIES)
     parser.add_argument("--processes", type=int, default=0, help="GPUs; 0: all there are, two on the CPU")
     parser.add_argument("--tokens", type=int, default=8192, help="of a packed row, one a step and process")
+    parser.add_argument("--lengths", default="lognormal", metavar="FILE|lognormal|one", help="of documents")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--limit", type=int, default=170, metavar="SECONDS", help="of each phase")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -253,7 +254,7 @@ def main(given: argparse.Namespace) -> bool:
 
     given.processes = given.processes or max(torch.cuda.device_count(), 0) or 2
     with Facts(given, "trl") as facts:
-        facts |= {key: getattr(given, key) for key in ("model", "method", "processes", "tokens", "steps")}
+        facts |= {key: getattr(given, key) for key in ("model", "method", "processes", "tokens", "lengths", "steps")}
         measure(given, facts)
         alone = rate(facts["phases"]["alone"])
         rows = []

@@ -287,8 +287,8 @@ class Precision(Section):
     )
     compute: Literal["dtype", "fp8", "fp8_exact"] = Field(
         "dtype",
-        description="in what frozen linears multiply: dtype, or in 8 bits by rows (Ada and newer, packed rows, LoRA); "
-        "fp8_exact sums exactly, 9 % slower a product. See docs/precision.md",
+        description="in what frozen linears and experts multiply: dtype, or in 8 bits by rows (Ada and newer, packed "
+        "rows, LoRA); fp8_exact sums exactly, 9 % slower a product. See docs/precision.md",
     )
 
 

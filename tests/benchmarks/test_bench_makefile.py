@@ -42,6 +42,7 @@ EARLIER = {
     "spike-fp8-products": "benchmarks/spikes/fp8_products.py, tried once",
     "profile-llama-3.2-1b": "pronghorn profile, of a recipe with that checkpoint",
     "step-llama-3.1-8b-qlora-written-out": "step-llama-3.1-8b-qlora",
+    "ranks-llama-3.1-8b-without-alone": "ranks-llama-3.1-8b",
     "step-llama-3.1-8b-once": "step-llama-3.1-8b",
     "step-llama-3.2-1b-busy-host": "step-llama-3.2-1b",
     "step-llama-3.2-1b-graph-asked": "step-llama-3.2-1b with --ablate graph=on",

@@ -77,9 +77,8 @@ def test_both_sides_answer_from_a_pipe(trained: Path) -> None:
     assert again.strip() == first.strip()
 
 
-def test_each_side_remembers_its_own_words(stories: Path, tmp_path: Path) -> None:
-    run(recipe(tmp_path, stories), Console(quiet=True))
-    session = load_chat(tmp_path / "run", max_new_tokens=8, system="Be kind.")
+def test_each_side_remembers_its_own_words(short_run: Path) -> None:
+    session = load_chat(short_run, max_new_tokens=8, system="Be kind.")
     first = dict(session.replies("Who?"))
     assert dict(session.replies("And then?")).keys() == {"base", "trained"}
     for side, answer in first.items():
@@ -182,7 +181,9 @@ def test_a_conversation_longer_than_the_positions_of_the_model(
     long = "A very long story of a cat. " * 60
     model, asked = session.models["base"], []
     generate = model.generate
-    monkeypatch.setattr(model, "generate", lambda **given: asked.append(given) or generate(**given))
+    monkeypatch.setattr(
+        model, "generate", lambda **given: asked.append(given) or generate(**given | {"max_new_tokens": 1})
+    )
     dict(session.replies("Who? " * 20))
     for given in asked:
         assert given["input_ids"].shape[1] + given["max_new_tokens"] == 512, "as far as the positions go"

@@ -297,7 +297,7 @@ def test_parts_are_recorded_while_a_profiler_runs_and_only_then(monkeypatch: pyt
     def products() -> None:
         x, offsets = torch.ones(16, 64), torch.tensor([7, 16], dtype=torch.int32)
         weight, a, b = torch.ones(2, 64, 24), torch.ones(2, 4, 64), torch.ones(2, 24, 4)
-        product = _Product(weight, a, b, torch.float32, 1.0, offsets, "loop")
+        product = _Product(weight, a, b, torch.float32, 1.0, offsets, "loop", None)
         y, narrow = product.multiply(x)
         product.gradients((True, True, True), (x, None), (y, None), narrow, torch.ones(16, 4))
 

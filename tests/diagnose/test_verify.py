@@ -33,7 +33,7 @@ from pronghorn.models.lora import add_lora
 from pronghorn.parity.distance import BaselineNoise
 from pronghorn.parity.parameters import trainable
 from pronghorn.precision.loader import StoredTensor
-from support.tiny import FAMILIES, MOE_FAMILIES, tiny_model
+from support.tiny import DELTA_FAMILIES, FAMILIES, MOE_FAMILIES, tiny_model
 from support.verified import TOKENS, documents, only_cause
 
 
@@ -54,7 +54,8 @@ def subject_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Subjec
 
         if family not in folders:
             folders[family] = tmp_path_factory.mktemp(family)
-            tiny_model(family).save_pretrained(folders[family])
+            wide = {"linear_key_head_dim": 16} if family in DELTA_FAMILIES else {}  # the least that Triton multiplies
+            tiny_model(family, **wide).save_pretrained(folders[family])
 
         def load(folder: Path) -> Any:
             stock = FAMILY_FACTS[family.partition(" ")[0]].load_attention

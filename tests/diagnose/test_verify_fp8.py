@@ -116,7 +116,7 @@ def test_sound_products_pass(family: str, compute: str) -> None:
     assert not failed(report), [check for check in report.checks if not check.ok]
     checks = {check.name: check for check in report.checks}
     layers = 2 if family == "gpt_oss" else 3
-    products = layers * (2 if family in ("gpt_oss", "qwen3_moe") else 4)
+    products = layers * 4  # of attention two, and two of an MLP or of experts
     assert checks[Name.PRODUCTS].detail == f"{products} of frozen weights"
     assert checks[Name.ALONE].detail == "bit-equal"
     assert report.ok and checks[Name.COSINE].detail.startswith("least 0.9")
@@ -128,6 +128,16 @@ def test_sound_products_over_other_bases_pass(base: str) -> None:
     report = verify(subject_of("qwen3", base))
     assert not failed(report), [check for check in report.checks if not check.ok]
     assert report.dtype == ("float16" if base == "fp16" else "bfloat16")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compute", ["fp8", "fp8_exact"])
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
+def test_sound_experts_pass_on_the_gpu(family: str, compute: str) -> None:
+    subject = subject_of(family, "bf16", compute)
+    report = verify(replace(subject, build=lambda: subject.build().to("cuda"),
+                            reload=lambda folder: subject.reload(folder).to("cuda")))  # fmt: skip
+    assert not failed(report), [check for check in report.checks if not check.ok]
 
 
 @pytest.mark.gpu
@@ -149,6 +159,25 @@ def test_a_forgotten_scale_of_a_row() -> None:
         "products in 8 bits: off: model.layers.1.self_attn.q_proj, model.layers.1.self_attn.k_proj, "
         "model.layers.1.self_attn.v_proj (forward)",
     )
+
+
+@pytest.mark.parametrize("side", ["forward", "backward"])
+def test_a_wrong_scale_of_one_expert(side: str) -> None:
+    def with_another_scale(model: Any) -> None:
+        handle: Any = attached(model)
+        getattr(handle.layers.lent_codes()[1].codes[1], side).scales[3, 5] *= 1.5
+
+    report = planted(subject_of("gpt_oss"), with_another_scale)
+    assert Name.PRODUCTS in failed(report)
+    [check] = [check for check in report.checks if check.name is Name.PRODUCTS]
+    what = "forward" if side == "forward" else "input gradient"
+    assert check.detail == f"off: model.layers.1.mlp.experts.down ({what})"
+
+
+def test_sound_experts_pass_with_adapters_on_them() -> None:
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    report = verify(subject_of("gpt_oss", target_parameters=names))
+    assert not failed(report), [check for check in report.checks if not check.ok]
 
 
 def test_scales_of_the_forward_on_the_wrong_side_of_the_input_gradient() -> None:

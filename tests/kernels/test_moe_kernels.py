@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from support.interpreted import check_interpreted
 from support.marks import needs_triton
 
 TESTS = Path(__file__).parents[1]
-NAMES = ("moe_route", "moe_rows", "moe_glu", "grouped_gemm", "mxfp4")
+NAMES = ("moe_route", "moe_rows", "moe_glu", "grouped_gemm", "mxfp4", "grouped_fp8")
 
 
 @pytest.mark.gpu
@@ -94,3 +95,37 @@ def test_compiled_for_every_card(capability: int) -> None:
         assert ".entry" in compiled.asm["ptx"]
         if name.startswith("multiply Tile(rows=128, cols=128"):
             assert compiled.metadata.shared >= 64 * 1024, f"{name}: one buffer only"
+
+
+@needs_triton
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize(
+    ("capability", "room"),
+    [(90, 227), *(pytest.param(*card, marks=pytest.mark.slow) for card in ((89, 99), (100, 227), (120, 99)))],
+)
+def test_products_in_8_bits_compiled(capability: int, room: int, exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the tensor cores' instructions for e4m3, within a block's shared memory, whatever the sum's length."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from pronghorn.kernels import grouped_fp8
+
+    properties = SimpleNamespace(shared_memory_per_block_optin=room * 1024)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    kernel = grouped_fp8._multiply_codes
+    types = {"x_ptr": "*fp8e4nv", "w_ptr": "*fp8e4nv", "x_scales_ptr": "*fp32", "w_scales_ptr": "*fp32"}
+    types |= {"y_ptr": "*bf16", "offsets_ptr": "*i32", "rows_ptr": "*i32", "N": "i32", "K": "i32"}
+    for depth in (2048, 2880, 40):
+        tile = grouped_fp8.fp8_tile(2880, depth, torch.device("cuda"), exact)
+        sizes = {"ROWS": tile.rows, "COLS": tile.cols, "DEPTH": tile.depth, "WHOLE": depth % tile.depth == 0}
+        constants = {"E": 128, "EXPERTS": 128, "GATHER": True, "EXACT": exact, **sizes}
+        signature = {each: "constexpr" if each in constants else types[each] for each in kernel.arg_names}
+        places = {(kernel.arg_names.index(each),): value for each, value in constants.items()}
+        aligned = {(i,): [["tt.divisibility", 16]] for i, each in enumerate(kernel.arg_names) if each in types}
+        source = ASTSource(kernel, signature, places, aligned)
+        options = {"num_warps": tile.warps, "num_stages": tile.stages}
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        assert compiled.metadata.shared <= room * 1024, f"{tile}: {compiled.metadata.shared} bytes"
+        instruction = "kind::f8f6f4" if capability == 100 else "e4m3.e4m3"
+        assert instruction in compiled.asm["ptx"], tile

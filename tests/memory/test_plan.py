@@ -46,7 +46,7 @@ from pronghorn.memory.estimate import (
 )
 from pronghorn.memory.mixers import rule_bytes
 from pronghorn.memory.plan import Plan, Policy, followed
-from pronghorn.memory.planner import PlanDoesNotFit, frontier, plan, plans_of
+from pronghorn.memory.planner import Frontier, PlanDoesNotFit, plan, plans_of
 from pronghorn.memory.step_time import LayerTimes, StepTimes, step_times
 from pronghorn.models import auto_plan
 from pronghorn.models.attach import attach, attached
@@ -72,6 +72,7 @@ def config_of(name: str) -> Any:
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
+@pytest.mark.matrix(26)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("layers", ["stock", "fused", "padded"])
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in DELTA_FAMILIES])
@@ -263,6 +264,7 @@ def test_unlike_layers_save_what_their_kinds_say() -> None:
     assert attach(models[1], made).plan == made
 
 
+@pytest.mark.matrix(10)
 @pytest.mark.parametrize("name", [name for name in SHAPES if name != "OLMoE-1B-7B"])  # which has no plan
 def test_parameters_are_counted_without_weights(name: str) -> None:
     from transformers import AutoModelForCausalLM
@@ -341,7 +343,7 @@ def test_predictions_meet_what_was_measured(result: dict[str, Any], work: TrainS
 SIZES = st.lists(st.integers(1, 40), min_size=4, max_size=4)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     layers=st.integers(1, 5),
     sizes=SIZES,
@@ -375,7 +377,7 @@ def test_choices_equal_brute_force(
     forward, backward, norms, gate_up, copy = times
     layer = LayerTimes(forward, backward, norms, gate_up, forward)
     speed = StepTimes((layer,) * layers, 0 if shared else copy, outside_layers=5)
-    chosen = frontier(step, speed)
+    chosen = Frontier(step, speed)
     for budget in (made.predicted["process"] for made in chosen):
         best = next(made for made in chosen if made.predicted["process"] <= budget)
         assert best.predicted["process"] == step.process(step.peak(best.policies, best.buffers))
@@ -411,7 +413,7 @@ def test_choices_for_unlike_layers_equal_brute_force(count: int, data: Any, shar
     layers = [kinds[i][0] for i in order]
     memory = MemoryModel({"weights": 7}, layers, data.draw(st.integers(0, 60)), 3, 0, 2, grads, (4, 6))
     times = StepTimes(tuple(kinds[i][1] for i in order), 0 if shared else data.draw(st.integers(1, 30)), 5)
-    chosen = frontier(memory, times)
+    chosen = Frontier(memory, times)
     front = [(made.predicted["process"], made.predicted["step_ms"]) for made in chosen]
     assert front == sorted(front, key=lambda point: (point[1], -point[0])) and len({p for p, _ in front}) == len(front)
     for made in chosen:

@@ -115,6 +115,23 @@ def test_bases_in_8_and_4_bits_are_captured(base: str, compute: str) -> None:
         assert changed != losses and changed == losses_and_gradients(model, "off", compute)[0]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
+def test_experts_in_8_bits_are_captured(family: str) -> None:
+    model = with_adapters(
+        tiny_model(family, moe_intermediate_size=64, intermediate_size=64).bfloat16(),
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    ).to("cuda")
+    losses, grads = losses_and_gradients(model, "off", "fp8")
+    for _ in range(2):
+        again, same = losses_and_gradients(model, "on", "fp8")
+        assert again == losses
+        assert all(torch.equal(grads[name], same[name]) for name in grads)
+    handle = attached(model)
+    [path] = [path for path in handle.report if path.part == "CUDA graph of the layers"]
+    assert path.path == "on" and handle.layers.lent_codes(), path.why
+
+
 @pytest.fixture
 def captured(request: pytest.FixtureRequest) -> tuple[Any, Any]:
     model = with_adapters(tiny_model("qwen3"))

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,20 @@ def test_a_skipped_tensor_is_not_read() -> None:
         raise AssertionError
 
     assert list(load([StoredTensor("a", (2,), torch.float32, "file", never)], rename=lambda name: None)) == []
+
+
+def test_a_tensor_is_dropped_before_the_next_is_read(tmp_path: Path) -> None:
+    last: list[weakref.ref[Tensor]] = []
+
+    def place(name: str, stored: StoredTensor) -> Tensor:
+        assert not last or last[-1]() is None, f"{name} is read while the one before lies in memory"
+        tensor = stored.read().clone()
+        last.append(weakref.ref(tensor))
+        return tensor
+
+    for _, tensor in load(checkpoint(sharded(tmp_path)), place=place, transform=lambda name, tensor: tensor * 2):
+        del tensor
+    assert len(last) == len(WEIGHTS)
 
 
 def test_a_missing_shard_is_named_before_anything_is_read(tmp_path: Path) -> None:
@@ -138,6 +153,7 @@ def test_a_gguf_file_is_unpacked_by_rows(tmp_path: Path) -> None:
 
 MEASURE = """
 import sys
+import weakref
 from pathlib import Path
 import torch
 from pronghorn.precision.loader import checkpoint, load

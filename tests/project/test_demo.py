@@ -27,6 +27,14 @@ def entries() -> tuple[list[Entry], list[Entry]]:
     return docs_dataset.build(seed=3407)
 
 
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that the demo writes its data set to."""
+    folder = tmp_path_factory.mktemp("demo")
+    docs_dataset.write_dataset(folder)
+    return folder
+
+
 def test_training_and_held_out_modules_differ(entries: tuple[list[Entry], list[Entry]]) -> None:
     training, held_out = entries
     groups = {entry.group for entry in training}
@@ -89,39 +97,36 @@ def test_the_files_are_the_same_in_every_process(tmp_path: Path) -> None:
     assert (tmp_path / "c" / "train.jsonl").read_text("utf-8") != contents[0][0]
 
 
-def test_questions_vary(tmp_path: Path) -> None:
-    docs_dataset.write_dataset(tmp_path)
-    rows = [json.loads(line) for line in (tmp_path / "eval.jsonl").read_text("utf-8").splitlines()]
+def test_questions_vary(files: Path) -> None:
+    rows = [json.loads(line) for line in (files / "eval.jsonl").read_text("utf-8").splitlines()]
     assert all([message["role"] for message in row["messages"]] == ["user", "assistant"] for row in rows)
     assert len({row["messages"][0]["content"].split("`")[0] for row in rows}) > 5
 
 
 @pytest.mark.slow
-def test_every_row_fits_the_recipe(smollm2: Path, tmp_path: Path) -> None:
+def test_every_row_fits_the_recipe(smollm2: Path, files: Path) -> None:
     from transformers import AutoTokenizer
 
     from pronghorn.data.labels import label_rows
     from pronghorn.data.sources import read_rows
 
-    docs_dataset.write_dataset(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     for name in ("train.jsonl", "eval.jsonl"):
-        rows = read_rows(tmp_path / name)
+        rows = read_rows(files / name)
         tokenised = label_rows(rows, tokenizer)
         assert len(tokenised.documents) == len(rows) and tokenised.unsupervised == 0
         assert max(len(document) for document in tokenised.documents) <= 512
         assert all(document.labels[-1] in (-100, tokenizer.eos_token_id) for document in tokenised.documents)
 
 
-def test_the_recipe_loads(tmp_path: Path) -> None:
+def test_the_recipe_loads(files: Path, entries: tuple[list[Entry], list[Entry]]) -> None:
     from pronghorn.config import Recipe
 
-    docs_dataset.write_dataset(tmp_path)
-    overrides = [f"data.train={tmp_path}/train.jsonl", f"data.eval={tmp_path}/eval.jsonl"]
+    overrides = [f"data.train={files}/train.jsonl", f"data.eval={files}/eval.jsonl"]
     recipe = Recipe.load(ROOT / "recipes" / "demo-cpu.yaml", overrides)
     assert (recipe.model.max_seq_length, recipe.train.max_steps, recipe.train.max_minutes) == (512, 80, 4)
     assert recipe.train.learning_rate == 1e-3 and recipe.memory.gradient_checkpointing is False
-    held_out = {entry.name for entry in docs_dataset.build()[1]}
+    held_out = {entry.name for entry in entries[1]}
     assert all(prompt.split("`")[1] in held_out for prompt in recipe.report.sample_prompts)
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import re
+import runpy
 import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+
+from pronghorn.cli.main import app
+from support.forked import forked
 
 ROOT = Path(__file__).parents[2]
 FILES = {
@@ -24,13 +27,14 @@ def run(folder: Path, files: dict[str, str]) -> subprocess.CompletedProcess[str]
     return python(folder, "check_ibex.py")
 
 
-def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run Python in a folder, with this checkout's source."""
-    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
-    )
+def python(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
+    """Run a script of a folder, where its other files can be imported."""
+    return forked(folder, partial(runpy.run_path, script, run_name="__main__"))
+
+
+def pronghorn(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in a folder."""
+    return forked(folder, partial(app, arguments))
 
 
 def test_a_family_from_outside_is_fused_and_equals_one_document_at_a_time(tmp_path: Path) -> None:
@@ -90,8 +94,7 @@ def ibex(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_planner_knows_a_family_from_outside(ibex: Path) -> None:
-    command = ["-m", "pronghorn", "plan", "recipe.yaml", "--device", "24GiB", "--json"]
-    done = python(ibex, *command)
+    done = pronghorn(ibex, "plan", "recipe.yaml", "--device", "24GiB", "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     setup = json.loads(done.stdout)["work"]
     linears = ["attention.wq", "attention.wk", "attention.wv", "attention.wo", "feed_forward.w13", "feed_forward.w2"]
@@ -131,7 +134,7 @@ assert all(map(torch.equal, kept[2], again[2]))
 @pytest.mark.slow
 def test_a_family_from_outside_is_verified(ibex: Path) -> None:
     """Its forward takes no `logits_to_keep`."""
-    done = python(ibex, "-m", "pronghorn", "verify", "recipe.yaml", "--json")
+    done = pronghorn(ibex, "verify", "recipe.yaml", "--json")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr
     checks = json.loads(done.stdout)["checks"]
     assert len(checks) > 5 and all(check["ok"] for check in checks)
@@ -139,7 +142,7 @@ def test_a_family_from_outside_is_verified(ibex: Path) -> None:
 
 @pytest.mark.slow
 def test_a_plugin_that_can_t_be_imported_is_a_plain_error(ibex: Path) -> None:
-    done = python(ibex, "-m", "pronghorn", "plan", "recipe.yaml", "model.plugins=no_such_family", "--device", "24GiB")
+    done = pronghorn(ibex, "plan", "recipe.yaml", "model.plugins=no_such_family", "--device", "24GiB")
     assert done.returncode != 0 and "Traceback" not in done.stderr
     text = " ".join(done.stderr.split())
     assert "no_such_family" in text and "PYTHONPATH" in text, done.stderr

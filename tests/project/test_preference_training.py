@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
+import runpy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+
+from support.forked import forked
 
 PAGE = Path(__file__).parents[2] / "docs/preference-training.md"
 SCRIPTS = dict(re.findall(r"## (\w+)\n.*?```python\n(.*?)```", PAGE.read_text(), re.DOTALL))
@@ -29,7 +30,7 @@ def test_the_page_has_a_script_for_each_task() -> None:
 
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("task", SCRIPTS)
-def test_a_script_trains_as_printed(task: str, tmp_path: Path, stories: Path) -> None:
+def test_a_script_trains_as_printed(task: str, tmp_path: Path, stories: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = SCRIPTS[task]
     for printed, here in {
         '"Qwen/Qwen3-0.6B"': repr(str(stories)),
@@ -44,9 +45,8 @@ def test_a_script_trains_as_printed(task: str, tmp_path: Path, stories: Path) ->
     (tmp_path / "script.py").write_text(script)
     for name, rows in ROWS.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "script.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    done = forked(tmp_path, partial(runpy.run_path, "script.py", run_name="__main__"))
     assert done.returncode == 0, done.stderr[-3000:]
     weights = load_file(tmp_path / f"runs/{task.lower()}/adapter/adapter_model.safetensors")
     trained = [tensor for name, tensor in weights.items() if "lora_B" in name]

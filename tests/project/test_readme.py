@@ -157,14 +157,14 @@ def test_commands_that_need_no_run(name: str, says: list[str], folder: Path) -> 
     assert all(each in said for each in says), said
 
 
-def test_the_recipe_that_init_writes_trains(folder: Path, stories: Path) -> None:
+def test_the_recipe_that_init_writes_trains(folder: Path, stories: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
     words = shlex.split(BEGIN[1].replace("Qwen/Qwen3-0.6B", str(stories)))
-    program = [sys.executable, "-m", "pronghorn"]
-    done = shell([*program, *words[1:]], folder)
-    assert done.returncode == 0, done.stderr
+    done = CliRunner().invoke(app, words[1:])
+    assert done.exit_code == 0, done.output
     small = ["train.max_steps=1", "train.output=runs/first", "report.html=false"]
-    done = shell([*program, "train", words[2], *small], folder)
-    assert done.returncode == 0, done.stderr
+    done = CliRunner().invoke(app, ["train", words[2], *small])
+    assert done.exit_code == 0, done.output
     assert (folder / "runs/first/adapter/adapter_model.safetensors").is_file()
 
 

@@ -6,7 +6,7 @@ import json
 import socket
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from pronghorn.models.attach import Handle, attach
 from pronghorn.models.families import base_causal_lm, decoder_layers
 from pronghorn.models.probe import require_isolation
 from pronghorn.parity.quantised import quantised_products
+from pronghorn.parity.quantised_experts import quantised_experts
 from pronghorn.precision.compute import Compute
 from support.documents import LENGTHS, ROW, gradients, one_document_at_a_time
 from support.fused import with_adapters
@@ -125,20 +126,24 @@ def _whole(gradient: Any) -> torch.Tensor:
     return whole
 
 
-def _fp8_products(model: Any, compute: str) -> list[list[torch.nn.Module]]:
-    """List the products whose operands the reference rounds to 8 bits, too."""
+@contextmanager
+def _in_8_bits(model: Any, compute: str) -> Iterator[None]:
+    """Round the operands of the products that are in 8 bits to these in the reference, too, while the block runs."""
     base = base_causal_lm(model)
-    return FusedLayers(base.base_model, family_of(base.config), "auto", Compute.of(compute)).fp8_products(
-        torch.bfloat16
-    )
+    layers = FusedLayers(base.base_model, family_of(base.config), "auto", Compute.of(compute))
+    with (
+        quantised_products(layers.fp8_products(torch.bfloat16)),
+        quantised_experts(layers.fp8_experts(torch.bfloat16)),
+    ):
+        yield
 
 
 def _step(cell: Cell) -> None:
     """Compare loss and every gradient with each document's by itself, without a policy or a strategy."""
     method, base, compute = METHODS[cell.method]
     model, autocast = _model(cell), method == "full" and base == "bf16"
-    products = _fp8_products(model, compute) if cell.group != "proven generic" else []
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), quantised_products(products):
+    rounded = nullcontext() if cell.group == "proven generic" else _in_8_bits(model, compute)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), rounded:
         _, right = one_document_at_a_time(model, BATCH)
         right.backward()
     exact = {name: gradient.clone() for name, gradient in gradients(model).items()}

@@ -11,13 +11,17 @@ import torch
 from torch import Tensor
 
 from pronghorn.kernels import (
+    grouped_fp8,
     grouped_gemm,
     moe_glu,
     moe_route,
     moe_rows,
     mxfp4,
 )
+from pronghorn.kernels.quantise import quantise_rows_reference
+from pronghorn.parity.quantised import fast_sums
 from support.kernel_checks import Kernels, References, compare, random, written
+from support.tolerance import assert_three_way
 
 # (tokens, top-k, experts, how tokens choose)
 ROUTINGS = ((1, 1, 1, "even"), (63, 2, 5, "even"), (257, 4, 8, "skewed"), (33, 8, 12, "one takes all"))
@@ -141,6 +145,42 @@ def check_mxfp4(device: str, dtype: torch.dtype) -> None:
                 compare("4-bit multiply, transposed", run, mxfp4.multiply_packed, dy, weight, offsets, None, True)
 
 
+def check_grouped_fp8(device: str, dtype: torch.dtype) -> None:
+    """Products of the same codes: exact ones are float64's, plain ones as tensor cores sum, rounded to the dtype."""
+    if dtype is torch.float32 and device == "cuda":
+        return  # results have 16 bits
+    ways = ("triton", "torch") if device == "cuda" and torch.cuda.get_device_capability()[0] == 9 else ("triton",)
+    for tokens, k, experts, how in routings(device):
+        index = indices(tokens, k, experts, how)
+        offsets, _, *both = (part.to(device) for part in moe_route.route_reference(index, experts))
+        offsets = torch.cat([offsets.new_full((1,), 10**6), offsets])[1:]  # what lies before isn't read
+        rows = moe_rows.Rows(both[0], both[2])
+        for depth, columns in ((64, 130), (33, 3)) if device == "cpu" else ((64, 16), (256, 272), (160, 144), (33, 3)):
+            x = random(tokens, depth, device=device, dtype=dtype, seed=1)
+            weight = random(experts, columns, depth, device=device, dtype=dtype, seed=2)
+            side = grouped_fp8.Codes.of(weight if columns % 2 else weight.mT.contiguous().mT)
+            codes, scales = quantise_rows_reference(x)
+            picked = codes.view(torch.uint8)[rows.tokens.long()].view(codes.dtype), scales[rows.tokens.long()]
+            sums, fast, factors = [], [], []
+            for e, start, end in grouped_gemm._groups(offsets):
+                operands = picked[0][start:end], side.codes[e].t()
+                sums.append(operands[0].double() @ operands[1].double())
+                fast.append(fast_sums(operands[0].float(), operands[1].float()))
+                factors.append(picked[1][start:end] * side.scales[e])
+            factor = torch.cat(factors)
+            exact = torch.cat(sums) * factor.double()
+            for exactly, plain in ((False, torch.cat(fast) * factor), (True, exact)):
+                for way in ways if depth % 16 == 0 == columns % 16 and dtype is torch.bfloat16 else ("triton",):
+                    for given, order in (((codes, scales), rows), (picked, None)):
+                        options = {"rows": order, "dtype": dtype, "exact": exactly}
+                        ours = grouped_fp8.multiply_codes(*given, side, offsets, way, **options)
+                        assert ours.dtype is dtype
+                        name = f"8 bits, {way}, {depth} to {columns}, exact {exactly}"
+                        assert_three_way(name, ours, plain.to(dtype), exact)
+                again = grouped_fp8.multiply_codes(*picked, side, offsets, "loop", dtype=dtype)
+                assert_three_way("8 bits, plain torch", again, plain.to(dtype), exact)
+
+
 def of_few(scratch: int) -> Any:
     """`multiply_packed` with so many bytes of experts written out at a time."""
 
@@ -186,11 +226,12 @@ CHECKS = {
     "moe_glu": check_glu,
     "grouped_gemm": check_grouped_gemm,
     "mxfp4": check_mxfp4,
+    "grouped_fp8": check_grouped_fp8,
 }
 
 if __name__ == "__main__":
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     for name, check in CHECKS.items():
-        check("cpu", torch.float16 if name in ("grouped_gemm", "mxfp4") else torch.float32)
+        check("cpu", torch.float16 if name in ("grouped_gemm", "mxfp4", "grouped_fp8") else torch.float32)
         print(name, "ok", flush=True)

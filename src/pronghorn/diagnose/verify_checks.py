@@ -59,7 +59,7 @@ def verify(subject: Subject, say: Callable[[str], None] = lambda text: None) -> 
             "set precision.dtype (or --dtype) to bfloat16",
         )
     plain_visibility = run.visibility(packed=False)
-    in_8_bits = len(run.fp8_products(run.model))
+    in_8_bits = len(run.fp8_products(run.model)) + 2 * len(run.fp8_experts(run.model))
     plain, exact = run.references(wide, say)
     unquantised = run.references(wide, say, quantised=False) if in_8_bits else None
     say("attached")

@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate as running_sum
 from pathlib import Path
@@ -30,11 +30,13 @@ from pronghorn.families.registry import family_of
 from pronghorn.layers.decoder import FusedLayers
 from pronghorn.models.attach import PathTaken, attached
 from pronghorn.models.expert_gradients import RoutedTokens, count_tokens
+from pronghorn.models.experts import refusal
 from pronghorn.models.families import base_causal_lm
 from pronghorn.models.probe import Isolation, long_lengths, probe
 from pronghorn.parity.distance import Distance
 from pronghorn.parity.parameters import canonical, trainable
 from pronghorn.parity.quantised import compared_products, quantised_products
+from pronghorn.parity.quantised_experts import compared_experts, quantised_experts
 from pronghorn.parity.reference import accumulate, kept_gradients, logits_at, upcast_of
 from pronghorn.parity.visibility import NEIGHBOUR, Visibility, position_dependent, probe_tokens, visible_positions
 from pronghorn.precision.compute import Compute
@@ -144,8 +146,7 @@ class Run:
         Args:
             quantised: in 8 bits what the attached model multiplies so.
         """
-        products = self.fp8_products(self.model) if quantised else []
-        with quantised_products(products), upcast_of(base_causal_lm(self.model)) as upcast:
+        with self._in_8_bits(self.model, quantised), upcast_of(base_causal_lm(self.model)) as upcast:
             apart = "" if quantised else "; without 8 bits"
             say(f"plain transformers and PEFT, one document at a time{apart}")
             with self._autocast():
@@ -156,11 +157,25 @@ class Run:
 
     def fp8_products(self, model: Any) -> list[list[nn.Module]]:
         """The linears of each product that the attached model computes in 8 bits."""
+        return self._of_layers(model, FusedLayers.fp8_products)
+
+    def fp8_experts(self, model: Any) -> list[nn.Module]:
+        """The experts whose weights the attached model multiplies in 8 bits."""
+        return [each for each in self._of_layers(model, FusedLayers.fp8_experts) if refusal(each) is None]
+
+    def _of_layers(self, model: Any, listed: Callable[[FusedLayers, torch.dtype], list[Any]]) -> list[Any]:
         base, subject = base_causal_lm(model), self.subject
         if not subject.compute.is_fp8:
             return []
         layers = FusedLayers(base.base_model, family_of(base.config), "auto", subject.compute)
-        return layers.fp8_products(subject.autocast or base.get_input_embeddings().weight.dtype)
+        return listed(layers, subject.autocast or base.get_input_embeddings().weight.dtype)
+
+    @contextmanager
+    def _in_8_bits(self, model: Any, wanted: bool = True) -> Iterator[None]:
+        """Let the model multiply in 8 bits what the attached one does, if that is wanted, while the block runs."""
+        products, experts = (self.fp8_products(model), self.fp8_experts(model)) if wanted else ([], [])
+        with quantised_products(products), quantised_experts(experts):
+            yield
 
     def product_distances(self) -> list[Distance]:
         """Each product in 8 bits, forward and input gradient, of random rows through the attached model; by name."""
@@ -168,13 +183,16 @@ class Run:
             module: name.removesuffix(".base_layer") for name, module in base_causal_lm(self.model).named_modules()
         }
         handle, fast = attached(self.model), self.subject.compute is Compute.FP8
-        linears = [] if handle is None or handle.layers is None else handle.layers.linears()
-        return [
+        if handle is None or handle.layers is None:
+            return []
+        of_linears = [
             compared
-            for linear in linears
+            for linear in handle.layers.linears()
             if linear.in_fp8
             for compared in compared_products(linear, ", ".join(names[base] for base in linear.bases), fast)
         ]
+        lent = handle.layers.lent_codes()
+        return of_linears + [one for codes in lent for one in compared_experts(codes, names[codes.module], fast)]
 
     def _documents(self) -> Passes:
         subject = self.subject
@@ -297,7 +315,7 @@ class Run:
         without_dropout(again)
         there = {canonical(name): p for name, p in again.named_parameters()}
         differ = [n for n, p in trained.items() if n not in there or not torch.equal(there[n].detach().cpu(), p)]
-        with torch.no_grad(), self._autocast(), quantised_products(self.fp8_products(again)):
+        with torch.no_grad(), self._autocast(), self._in_8_bits(again):
             passed = accumulate(again, self.subject.documents, self.subject.n_labels, self.positions)
         logits = torch.cat([each.logits for each in passed if each.logits is not None])
         return logits, differ

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from pronghorn.attention.backends import Backend
+from pronghorn.attention.packed import NAME_PREFIX
 from pronghorn.families.spec import (
     ACTIVATIONS,
     Attention,
@@ -24,6 +25,7 @@ from pronghorn.families.spec import (
 from pronghorn.kernels.rope import Heads
 from pronghorn.layers.attention import AttentionBlock
 from pronghorn.layers.block import Block, NoNorm, Norm
+from pronghorn.layers.expert_codes import ExpertStorage, LentCodes
 from pronghorn.layers.fused_linear import FusedLinear
 from pronghorn.layers.gated_delta import GatedDeltaBlock, delta_net
 from pronghorn.layers.heads import QKV, HeadNorms
@@ -37,7 +39,7 @@ from pronghorn.memory.recompute import has_own_forward
 from pronghorn.precision.compute import Compute
 
 STORAGE = "_pronghorn_storage"
-"""The attribute of a layer that holds its `GroupStorage`s while it is attached."""
+"""The attribute of a layer that holds its `GroupStorage`s and `ExpertStorage`s while it is attached."""
 _RECORDER = "transformers.utils"
 """Where transformers' hooks for output_hidden_states and output_attentions are from: once asked for they stay, on every
 layer and attention; packed attention has nothing for them."""
@@ -74,6 +76,18 @@ class LayerBuilder:
             for group in block.kind.linears
         ]
 
+    def experts(self, layer: Any) -> list[ExpertStorage]:
+        """List the storages of the layer's experts, the same ones as long as these are the same modules."""
+        kept: dict[str, Any] = layer.__dict__.setdefault(STORAGE, {})
+        storages = []
+        for block in self.family.blocks(layer):
+            if isinstance(block.kind, Experts):
+                outer, name = layer.get_submodule(block.path(block.kind.experts)), f"experts {block.path('')}"
+                if name not in kept or kept[name].outer is not outer:
+                    kept[name] = ExpertStorage(outer, block.kind)
+                storages.append(kept[name])
+        return storages
+
     def is_own(self, module: Any) -> bool:
         """Tell whether a module computes what the family's source says: it isn't wrapped, nor is its forward."""
         return f"{type(module).forward.__module__}.".startswith(f"{self.family.source}.")
@@ -84,7 +98,7 @@ class LayerBuilder:
             return made
         reason = None if isinstance(block.kind, Experts) else self._reason(layer, block, dtype)
         if reason is not None or isinstance(block.kind, Experts):
-            return _stock_block(layer, block, reason)
+            return _stock_block(layer, block, reason, self._codes(layer, block, dtype))
         linears = [FusedLinear(self._storage(layer, block, group), dtype, self.compute) for group in block.kind.linears]
         before = NoNorm() if block.before is None else self.norm(layer.get_submodule(block.before))
         after = None if block.after is None else self.norm(layer.get_submodule(block.after))
@@ -192,6 +206,15 @@ class LayerBuilder:
             return "modules inside the layers carry hooks, or a forward of their own"
         return None
 
+    def _codes(self, layer: Any, block: ResidualBlock, dtype: torch.dtype) -> LentCodes | None:
+        """Return the codes of a block's experts, made anew where these changed; None where they are in `dtype`."""
+        if not isinstance(block.kind, Experts) or not self.compute.is_fp8:
+            return None
+        outer = layer.get_submodule(block.path(block.kind.experts))
+        storage = next(each for each in self.experts(layer) if each.outer is outer)
+        wanted = computed_here(storage.module) and storage.reason(dtype) is None
+        return storage.codes(self.compute is Compute.FP8_EXACT) if wanted else None
+
     def _storage(self, layer: Any, block: ResidualBlock, group: tuple[str, ...]) -> GroupStorage:
         """Return the storage of a group of linears, the same one as long as these are the same modules."""
         kept: dict[str, GroupStorage] = layer.__dict__.setdefault(STORAGE, {})
@@ -215,7 +238,12 @@ def is_foreign(hook: Any) -> bool:
     return not str(getattr(hook, "__module__", None)).startswith(_RECORDER)
 
 
-def _stock_block(layer: Any, block: ResidualBlock, reason: str | None) -> StockBlock:
+def computed_here(experts: Any) -> bool:
+    """Tell whether an experts module's products are Pronghorn's, and not transformers'."""
+    return str(experts.config._experts_implementation).startswith(NAME_PREFIX)
+
+
+def _stock_block(layer: Any, block: ResidualBlock, reason: str | None, codes: LentCodes | None) -> StockBlock:
     """Make the block that calls the layer's own modules."""
     kind = block.kind
     before, after = (None if path is None else layer.get_submodule(path) for path in (block.before, block.after))
@@ -228,9 +256,12 @@ def _stock_block(layer: Any, block: ResidualBlock, reason: str | None) -> StockB
         experts, router, inner = (
             layer.get_submodule(block.path(path)) for path in (kind.experts, kind.router, kind.inner)
         )
-        return ExpertsBesideBlock(experts, before, after, False, reason, router=router, inner=inner, beside=kind.beside)
+        return ExpertsBesideBlock(
+            experts, before, after, False, reason, codes=codes, router=router, inner=inner, beside=kind.beside
+        )
     mixes = not isinstance(kind, GatedMLP | Experts)
-    return StockBlock(layer.get_submodule(block.module), before, after, mixes, reason, block.multiplier, block.gives)
+    module = layer.get_submodule(block.module)
+    return StockBlock(module, before, after, mixes, reason, block.multiplier, block.gives, codes)
 
 
 def _parts(block: ResidualBlock) -> list[str]:

@@ -27,7 +27,8 @@ from pronghorn.kernels.cast_copies import CastCopies
 from pronghorn.kernels.rms_norm import rms_norm
 from pronghorn.layers.attention import AttentionBlock
 from pronghorn.layers.block import Block, Call
-from pronghorn.layers.build import STORAGE, LayerBuilder, is_foreign
+from pronghorn.layers.build import STORAGE, LayerBuilder, computed_here, is_foreign
+from pronghorn.layers.expert_codes import ExpertStorage, LentCodes
 from pronghorn.layers.fused_linear import FusedLinear, fits_fp8
 from pronghorn.layers.linears import base_of
 from pronghorn.layers.step import LayerRun, Step
@@ -160,10 +161,34 @@ class FusedLayers:
         blocks = [block for run in runs for block in run.blocks if isinstance(block, Block)]
         return [linear for block in blocks for linear in block.linears]
 
+    def lent_codes(self) -> list[LentCodes]:
+        """List the codes of experts in the layers as they were built for the last forward."""
+        runs = self._builds[0].runs.values() if self._builds else ()
+        blocks = [block for run in runs for block in run.blocks]
+        return [block.codes for block in blocks if isinstance(block, StockBlock) and block.codes is not None]
+
     def in_fp8(self) -> tuple[int, int]:
         """Count the layers' products of frozen weights that are in 8 bits, and all products of weights."""
         linears = self.linears()
         return sum(linear.in_fp8 for linear in linears), len(linears)
+
+    def experts_reason(self, dtype: torch.dtype) -> str | None:
+        """Say why some experts don't multiply in 8 bits in a packed forward in `dtype`; None if all do, or are none."""
+        for layer in self.backbone.layers:
+            for storage in self.builder.experts(layer):
+                if not self.builder.is_own(layer):
+                    return f"{type(layer).__name__} has another forward than transformers'"
+                if not computed_here(storage.module):
+                    return "they go transformers' way"
+                if (reason := storage.reason(dtype)) is not None:
+                    return reason
+        return None
+
+    def fp8_experts(self, dtype: torch.dtype) -> list[nn.Module]:
+        """List the experts whose weights can multiply in 8 bits in a packed forward in `dtype`, if 8 bits are asked
+        for; the model needn't be attached."""
+        storages = [each for layer in self.backbone.layers for each in self.builder.experts(layer)]
+        return [each.module for each in storages if self.builder.compute.is_fp8 and each.reason(dtype) is None]
 
     def fp8_products(self, dtype: torch.dtype) -> list[list[nn.Module]]:
         """List the base linears of each product that a packed forward in `dtype` computes in 8 bits, built or not."""
@@ -234,7 +259,7 @@ class FusedLayers:
         for layer in self.backbone.layers:
             layer.__dict__.pop(RUN, None)
         for layer in self.backbone.layers:
-            storages: dict[str, GroupStorage] = layer.__dict__.pop(STORAGE, {})
+            storages: dict[str, GroupStorage | ExpertStorage] = layer.__dict__.pop(STORAGE, {})
             while storages:
                 storages.popitem()[1].separate()
 
@@ -330,7 +355,8 @@ def _layer_class(original: Any) -> type[nn.Module]:
             if rows is not None and block is not first:  # what later blocks read of each token, of the same rows
                 named |= {name: named[name][rows] for name in block.inputs if len(named[name]) != len(rows)}
             if isinstance(block, StockBlock):
-                x = block(x, shape, kwargs, named)
+                with block.lending():
+                    x = block(x, shape, kwargs, named)
                 continue
             # fused functions choose every dtype themselves
             with torch.autocast(x.device.type, enabled=False) if step.autocast else nullcontext():

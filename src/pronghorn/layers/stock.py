@@ -6,10 +6,13 @@ routers with their experts (whose products are computed by `models.experts`).
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
+
+from pronghorn.layers.expert_codes import LentCodes
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,12 @@ class StockBlock:
     """Of what f adds to x."""
     gives: str | None = None
     """Name of what would be added to x, where it is given instead."""
+    codes: LentCodes | None = None
+    """Of the experts inside, where these multiply in 8 bits."""
+
+    def lending(self) -> AbstractContextManager[None]:
+        """Return what the block is to run under: its experts have their codes there."""
+        return nullcontext() if self.codes is None else self.codes.lent()
 
     @property
     def inputs(self) -> tuple[str, ...]:

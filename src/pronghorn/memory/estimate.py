@@ -60,6 +60,9 @@ def resting_bytes(dims: ModelDims, setup: TrainSetup) -> dict[str, int]:
     if setup.fp8:  # codes in two layouts, unless they are written out of 4 bits, and scales of rows
         rows = sum(each.out for layer in dims.layers for each in layer.linears)
         weights += 10 * rows if setup.method == "qlora" else (1 if setup.own_codes else 2) * linear + 6 * rows
+    if setup.fp8_experts:  # in two layouts, with a scale a column of what each product gives
+        scales = sum(e.count * (2 * layer.hidden + 3 * e.width) for layer in dims.layers if (e := layer.experts))
+        weights += 2 * sum(layer.expert_weights for layer in dims.layers) + 4 * scales
     adapters = sum(count * setup.adapters(layer) for layer, count in dims.kinds.items())
     copies = 0  # of A and B in the products' dtype, B of a merged product with zeros beside each block
     for layer, count in dims.kinds.items() if setup.fused else ():
@@ -203,7 +206,9 @@ def working_bytes(layer: LayerSpec, setup: TrainSetup) -> int:
     summed = 2 * t * attention.key_value * b if attention and attention.reads_kv else 0
     if layer.experts:
         scratch = 0 if setup.expert_bytes is None else min(SCRATCH, 2 * b * layer.expert_weights // 3)
-        return summed + t * (h * (setup.stream_bytes + b) + b * (2 * i + max(layer.experts.chosen * h, i))) + scratch
+        quantised = 2 * i + 4 * layer.experts.chosen if setup.fp8_experts else 0  # d(gate·up)
+        rows = max(b * layer.experts.chosen * h + quantised, b * i)
+        return summed + t * (h * (setup.stream_bytes + b) + b * 2 * i + rows) + scratch
     states, activation = summed + t * h * (setup.stream_bytes + b), t * i * b * (1 if setup.fused else 3)
     # of down's input gradient, then of gate's and up's: activations' codes, and weights that are written out
     codes = (t * h, 2 * t * i) if setup.fp8 else (0, 0)

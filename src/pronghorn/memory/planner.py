@@ -68,14 +68,14 @@ def plan(
     if asked is not None and not asked.undecided:
         made = _predicted(memory, times, asked.by_layer(len(dims.layers)), asked.buffers)
     else:
-        made = frontier(memory, times).within(budget)
+        made = Frontier(memory, times).within(budget)
     if made.predicted["process"] <= budget:
         made = replace(made, graph=False) if rows else _with_graph(made, dims, setup, times, budget)
         return replace(made, mlp_rows=rows, device=device.name, budget_bytes=budget)
     if can and not rows and (asked is None or asked.undecided):
         tiled = Plan((Policy.RECOMPUTE_LAYER,), mlp_rows=TILE_ROWS, undecided=True)
         return plan(dims, setup, device, budget_bytes, whole, tiled)
-    smallest = frontier(memory, times)[-1]
+    smallest = Frontier(memory, times)[-1]
     least = smallest.predicted["process"]
     if least <= budget:
         needs = f"{made.predicted['process'] / GIB:.1f} GiB and the budget is {budget / GIB:.1f} GiB"
@@ -86,12 +86,7 @@ def plan(
 
 def plans_of(dims: ModelDims, setup: TrainSetup, times: StepTimes) -> Frontier:
     """Return the frontier of a model that is trained in this way, without CUDA graphs."""
-    return frontier(MemoryModel.of(dims, replace(setup, graph=False)), times)
-
-
-def frontier(memory: MemoryModel, times: StepTimes) -> Frontier:
-    """Return every plan that is the best for some budget."""
-    return Frontier(memory, times)
+    return Frontier(MemoryModel.of(dims, replace(setup, graph=False)), times)
 
 
 def _with_graph(made: Plan, dims: ModelDims, setup: TrainSetup, times: StepTimes, budget: int) -> Plan:

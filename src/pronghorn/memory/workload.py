@@ -62,7 +62,9 @@ class TrainSetup:
     itemsize: int = 2
     """Bytes of an element of the products: 2 in bf16 and fp16, 4 in float32."""
     fp8: bool = False
-    """Frozen linears multiply in 8 bits, experts apart (`precision.compute`)."""
+    """Frozen linears multiply in 8 bits (`precision.compute`)."""
+    fp8_experts: bool = False
+    """Frozen experts multiply in 8 bits."""
     expert_bytes: float | None = None
     """Bytes of a number of experts' frozen weights where these are packed."""
     linear_bytes: float | None = None

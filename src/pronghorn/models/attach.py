@@ -212,7 +212,7 @@ def attach(
             that launching takes the host as long as computing takes the device. Never where the plan's budget has no
             memory for them (`Plan.graph`).
         compute: in what frozen weights multiply: `dtype`, the model's, or `fp8`, in 8 bits by rows (`fp8_exact`: with
-            exact accumulation); experts stay in the model's dtype.
+            exact accumulation).
         experimental: switches for measurements, an `Experimental` or its fields by name.
     Returns:
         The handle: `.report` tells every path taken, `.detach()` restores the model.

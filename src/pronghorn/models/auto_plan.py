@@ -27,7 +27,7 @@ from pronghorn.memory.sharded import sharded
 from pronghorn.memory.step_time import StepTimes
 from pronghorn.models import experts
 from pronghorn.models.attach import Handle, attached
-from pronghorn.models.families import base_causal_lm, check_config
+from pronghorn.models.families import base_causal_lm, check_config, has_experts
 from pronghorn.models.measured_layer import measured_times as measured_times
 from pronghorn.models.packed_checkpoint import PackedSkeleton, format_of
 from pronghorn.optimizers import TrainedTensor, state_bytes
@@ -162,6 +162,10 @@ def setup_of(
     fuses = not padded and (embeddings.is_cuda if handle is None else handle.fuses)
     fused = fuses and unfused_reason(base, autocast) is None
     fp8 = fused and handle is not None and handle.options.compute.is_fp8
+    layers = handle.layers if fuses and handle is not None and handle.options.compute.is_fp8 else None
+    fp8_experts = False
+    if layers is not None and has_experts(base.config):
+        fp8_experts = layers.experts_reason(autocast or embeddings.dtype) is None
     states, paged = state_bytes(optimizer, trained_tensors(model))
     adapters = (p.element_size() for name, p in base.named_parameters() if p.requires_grad and "lora_" in name)
     return TrainSetup(
@@ -171,6 +175,7 @@ def setup_of(
         expert_rank=max((max(wrapper.r.values()) for wrapper in experts.wrappers(base)), default=0),
         itemsize=(autocast or embeddings.dtype).itemsize,
         fp8=fp8,
+        fp8_experts=fp8_experts,
         expert_bytes=experts.packed_bytes(base),
         linear_bytes=_bytes_a_number(weights) if packed else None,
         own_codes=bool(packed) and all(isinstance(each, FP8Tensor) and each.scales_rows for each in packed),

@@ -26,10 +26,12 @@ from pronghorn.errors import UnsupportedError
 from pronghorn.families.registry import FAMILIES
 from pronghorn.families.spec import ACTIVATIONS
 from pronghorn.families.spec import Experts as ExpertsKind
+from pronghorn.kernels.grouped_fp8 import choose_fp8
 from pronghorn.kernels.grouped_gemm import choose
 from pronghorn.kernels.moe_glu import Gate
 from pronghorn.kernels.nf4_experts import NF4Tensor
 from pronghorn.kernels.packed import PackedTensor
+from pronghorn.layers.expert_codes import codes_for
 from pronghorn.layers.subclass import own_class, subclass
 from pronghorn.moe.experts import Experts, LowRank, experts
 from pronghorn.moe.route import route
@@ -51,8 +53,8 @@ class ExpertLayers:
     refused: str | None
     """Why the experts stay transformers'."""
 
-    def paths(self, dtype: torch.dtype) -> list[tuple[str, str, str]]:
-        """(part, path, why) for the report, with products in that dtype."""
+    def paths(self, dtype: torch.dtype, in_fp8: bool = False) -> list[tuple[str, str, str]]:
+        """(part, path, why) for the report, with products in that dtype, or frozen ones in 8 bits."""
         implementation = self.model.config._experts_implementation
         if implementation != NAME:
             why = self.refused or "ablation: tokens are looked up again for each expert"
@@ -61,8 +63,12 @@ class ExpertLayers:
         way, why = choose(weights(module)[0].device, dtype, _sizes(module))
         if isinstance(weights(module)[0], PackedTensor) and way != "loop":
             way, why = "triton", "weights in 4 bits are written out, a few experts at a time"
-        lines = [("experts", f"routed once, products by {way}", why)]
+        products = f"products by {way}"
         adapted = list(wrappers(self.model))
+        if in_fp8 and self._fold_reason(adapted) is None:
+            way, why = choose_fp8(weights(module)[0].device, dtype, _sizes(module))
+            products = f"products in FP8 by {way}"
+        lines = [("experts", f"routed once, {products}", why)]
         if adapted:
             folds = self._fold_reason(adapted)
             path = "folded into the weights by PEFT" if folds else "low-rank products beside the experts'"
@@ -181,16 +187,16 @@ def _forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weig
     if reason is not None:
         raise UnsupportedError(f"since attach, {reason}", "detach, change the model, then attach again")
     kind = hidden_states.device.type
-    (gate_up, gate_up_lora), (down, down_lora) = (_weight(module, name) for name in _weight_names(module))
+    (gate_up, gate_up_lora, gate_up_bias), (down, down_lora, down_bias) = low_rank_weights(module)
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else gate_up.dtype
-    biases = [getattr(module, f"{name}_bias") if module.has_bias else None for name in _weight_names(module)]
+    codes = codes_for(module, gate_up, down)
     if not module.is_transposed:
         gate_up, down = (
             weight.turned() if isinstance(weight, NF4Tensor) else weight.transpose(1, 2) for weight in (gate_up, down)
         )
     activation = gate(module)
     assert activation is not None
-    layer = Experts(gate_up, down, activation, biases[0], biases[1], gate_up_lora, down_lora)
+    layer = Experts(gate_up, down, activation, gate_up_bias, down_bias, gate_up_lora, down_lora, codes)
     way, _ = choose(hidden_states.device, dtype, _sizes(module))
     with torch.autocast(kind, enabled=False):  # the function chooses every dtype itself
         routing = route(top_k_index, module.num_experts)
@@ -255,6 +261,13 @@ def _weight(module: Any, name: str) -> tuple[Tensor, LowRank | None]:
     left, right = chain[0].lhs, chain[0].rhs
     a, b = (left.transpose(1, 2), right.transpose(1, 2)) if module.is_transposed else (right, left)
     return chain.original, LowRank(a, b, chain[0].scaling)
+
+
+def low_rank_weights(module: Any) -> list[tuple[Tensor, LowRank | None, Tensor | None]]:
+    """List gate_up and down as they are stored, each with its active adapter and its bias."""
+    biases = [getattr(module, f"{name}_bias") if module.has_bias else None for name in _weight_names(module)]
+    pairs = [_weight(module, name) for name in _weight_names(module)]
+    return [(*pair, bias) for pair, bias in zip(pairs, biases, strict=True)]
 
 
 def wrappers(model: nn.Module) -> Iterator[Any]:

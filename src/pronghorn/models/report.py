@@ -88,7 +88,8 @@ def render(handle: Handle, autocast: torch.dtype | None) -> list[PathTaken]:
         return _render_generic(handle)
     decisions, switches, model = decide(handle, autocast), handle.options.experimental, handle.model
     queries = queries_of(model, autocast)
-    experts = () if handle.experts is None else handle.experts.paths(queries[0].dtype)
+    in_fp8 = _experts_in_fp8(handle, autocast)
+    experts = () if handle.experts is None else handle.experts.paths(queries[0].dtype, in_fp8 == "")
     sinks = family_of(model.config).load_attention == "eager"
     unpacked = "the softmax written out, for the sinks" if sinks else "transformers' SDPA"
     if handle.options.compute.is_fp8:
@@ -184,11 +185,19 @@ def _products(handle: Handle, autocast: torch.dtype | None) -> list[PathTaken]:
     if in_fp8 < products:
         path = f"{path}; {products - in_fp8} of {products} in the model's dtype, whose weights are trained"
     if handle.experts is not None:
-        path = f"{path} (experts apart)"
+        apart = _experts_in_fp8(handle, autocast)
+        path = f"{path} (experts apart: {apart})" if apart else f"{path}, experts too"
     unfused = layers.reason(autocast)
     if unfused is not None:
         path = f"the model's dtype in blocks that aren't fused; in others {path}"
     return [PathTaken("products of frozen weights", path, unfused or "asked for")]
+
+
+def _experts_in_fp8(handle: Handle, autocast: torch.dtype | None) -> str | None:
+    """Say why experts don't multiply in 8 bits: "" if they do, None where 8 bits weren't asked for."""
+    if not handle.options.compute.is_fp8 or handle.layers is None:
+        return None
+    return handle.layers.experts_reason(queries_of(handle.model, autocast)[0].dtype) or ""
 
 
 def queries_of(model: Any, autocast: torch.dtype | None = None) -> list[torch.Tensor]:

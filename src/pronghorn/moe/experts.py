@@ -7,6 +7,9 @@
 with every W, b, A, B those of the row's expert. Kept for the backward: x, h (before b1) and the rank-r products; a is
 computed again, and y is not needed (`kernels.moe_glu`). LoRA is two thin products beside each large one: neither W + ΔW
 nor a dense dW is ever made, and adapters get gradients in their own dtype. An expert without rows gets zeros.
+
+In 8 bits (`Experts.codes`) x W1, a W2 and their input gradients multiply quantised rows by W's codes; all else is as
+above, of the same rows before they were quantised.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pronghorn.kernels import moe_glu
+from pronghorn.kernels.grouped_fp8 import FP8Experts, multiply_fp8
 from pronghorn.kernels.grouped_gemm import Way, multiply, outer
 from pronghorn.kernels.moe_glu import Gate
 from pronghorn.kernels.moe_rows import Rows, combine
@@ -55,6 +59,8 @@ class Experts:
     """[E, H]."""
     gate_up_lora: LowRank | None = None
     down_lora: LowRank | None = None
+    codes: tuple[FP8Experts, FP8Experts] | None = None
+    """Both weights in 8 bits, which are multiplied instead; the weights are frozen then."""
 
 
 def experts(x: Tensor, top_k_weights: Tensor, routing: Routing, layer: Experts, way: Way) -> Tensor:
@@ -70,7 +76,7 @@ def experts(x: Tensor, top_k_weights: Tensor, routing: Routing, layer: Experts, 
     """
     adapters = layer.gate_up_lora, layer.down_lora
     low_rank = [(None, None) if lora is None else (lora.a, lora.b) for lora in adapters]
-    options = layer.gate, way, [1.0 if lora is None else lora.scale for lora in adapters]
+    options = layer.gate, way, [1.0 if lora is None else lora.scale for lora in adapters], layer.codes or (None, None)
     parts = (layer.gate_up, *low_rank[0]), (layer.down, *low_rank[1]), (layer.gate_up_bias, layer.down_bias)
     return _Experts.apply(x, top_k_weights, options, *routing, *(tensor for part in parts for tensor in part))
 
@@ -87,6 +93,7 @@ class _Product:
     scale: float
     offsets: Tensor
     way: Way
+    codes: FP8Experts | None
 
     @property
     def thin(self) -> Way:
@@ -96,7 +103,9 @@ class _Product:
     def multiply(self, x: Tensor, rows: Rows | None = None, transposed: bool = False) -> tuple[Tensor, Tensor | None]:
         """(y, x Aᵀ); transposed, of dy: (dx, dy B)."""
         with part(PRODUCTS):
-            if isinstance(self.weight, PackedExperts):
+            if self.codes is not None:
+                y = multiply_fp8(x, self.codes, self.offsets, rows, transposed)
+            elif isinstance(self.weight, PackedExperts):
                 y = multiply_packed(x, self.weight, self.offsets, rows, transposed)
             else:
                 w = self.weight.detach().to(self.dtype)
@@ -145,14 +154,14 @@ class _Product:
 
 
 def _products(
-    x: Tensor, options: tuple[Gate, Way, list[float]], tensors: Sequence[Any]
+    x: Tensor, options: tuple[Gate, Way, list[float], Sequence[FP8Experts | None]], tensors: Sequence[Any]
 ) -> tuple[Routing, _Product, _Product, Tensor | None, Tensor | None]:
     """(routing, gate and up, down, their biases), from what the function is given."""
-    _, way, scales = options
+    _, way, scales, codes = options
     routing = Routing(*tensors[:6])
     gate_up, down = (
-        _Product(weight, a, b, x.dtype, scale, routing.offsets, way)
-        for (weight, a, b), scale in zip((tensors[6:9], tensors[9:12]), scales, strict=True)
+        _Product(weight, a, b, x.dtype, scale, routing.offsets, way, in_8_bits)
+        for (weight, a, b), scale, in_8_bits in zip((tensors[6:9], tensors[9:12]), scales, codes, strict=True)
     )
     b1, b2 = (None if bias is None else bias.detach().to(x.dtype) for bias in tensors[12:])
     return routing, gate_up, down, b1, b2

@@ -132,7 +132,7 @@ def compared_products(linear: FusedLinear, name: str, fast: bool) -> list[Distan
     pairs = quantised_weights(linear.bases)
     codes, scales = torch.cat([each for each, _ in pairs]).float(), torch.cat([each for _, each in pairs])
     generator = torch.Generator().manual_seed(0)
-    x, dy = (_rows(size, generator).to(scales.device, linear.dtype) for size in reversed(codes.shape))
+    x, dy = (random_rows(size, generator).to(scales.device, linear.dtype) for size in reversed(codes.shape))
     x_codes, x_scales = quantise_rows_reference(x)
     dy_codes, dy_scales = quantise_rows_reference(dy, scales)
     y_factors = x_scales * scales
@@ -141,18 +141,18 @@ def compared_products(linear: FusedLinear, name: str, fast: bool) -> list[Distan
     compared = []
     for what, (ours, left, right, factors) in (("forward", forward), ("input gradient", backward)):
         exact = (left @ right) * factors  # numbers of 4 bits: right in TF32, too
-        plain = (_fast_sums(left, right) * factors if fast else exact).to(linear.dtype)
+        plain = (fast_sums(left, right) * factors if fast else exact).to(linear.dtype)
         compared.append(distance(f"{name} ({what})", ours, plain, exact))
     return compared
 
 
-def _rows(size: int, generator: torch.Generator) -> Tensor:
-    """Random rows, some columns and rows of which are far larger than others, as activations have them."""
-    spread = torch.randn(size, generator=generator).exp() * torch.randn(ROWS, 1, generator=generator).exp()
-    return torch.randn(ROWS, size, generator=generator) * spread
+def random_rows(size: int, generator: torch.Generator, rows: int = ROWS) -> Tensor:
+    """Draw rows, some columns and rows of which are far larger than others, as activations have them."""
+    spread = torch.randn(size, generator=generator).exp() * torch.randn(rows, 1, generator=generator).exp()
+    return torch.randn(rows, size, generator=generator) * spread
 
 
-def _fast_sums(left: Tensor, right: Tensor) -> Tensor:
+def fast_sums(left: Tensor, right: Tensor) -> Tensor:
     """Multiply as tensor cores do by fast accumulation: the sum keeps 14 bits after every 32 columns."""
     total = left.new_zeros(len(left), right.shape[1])
     for columns, rows in zip(left.split(TOGETHER, 1), right.split(TOGETHER), strict=True):

@@ -83,8 +83,7 @@ def load(
         seen.add(name)
         if expected is not None:
             _check_expected(name, stored, expected)
-        tensor = place(name, stored) if place else stored.read()
-        yield name, transform(name, tensor) if transform else tensor
+        yield name, _read(name, stored, place, transform)
     missing = sorted(expected.keys() - seen) if expected is not None else []
     if missing:
         raise DataError(
@@ -92,6 +91,17 @@ def load(
             f"the last file is {origin})",
             "download or copy it again: configuration and weights must be of one model",
         )
+
+
+def _read(
+    name: str,
+    stored: StoredTensor,
+    place: Callable[[str, StoredTensor], Tensor] | None,
+    transform: Callable[[str, Tensor], Tensor] | None,
+) -> Tensor:
+    """Read one tensor. Not a line of `load`, whose variables would hold it while the next one is read."""
+    tensor = place(name, stored) if place else stored.read()
+    return transform(name, tensor) if transform else tensor
 
 
 def _check_expected(name: str, stored: StoredTensor, expected: Mapping[str, Tensor]) -> None:

@@ -1,0 +1,109 @@
+"""Experts' frozen weights in 8 bits, beside those that the model holds: made where layers are built, lent for a call.
+
+A block lends the codes to its experts module while it runs, so that nothing but packed steps multiplies in 8 bits:
+padded batches, `generate()`, merging and saving read the weights themselves.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pronghorn.families.spec import Experts
+from pronghorn.kernels.grouped_fp8 import FP8Experts
+from pronghorn.kernels.packed import PackedTensor
+
+_LENT = "_pronghorn_codes"
+"""The attribute of an experts module that holds its `LentCodes` during a call."""
+
+
+@dataclass(frozen=True, eq=False)
+class LentCodes:
+    """The codes of one experts module, and the weights that they stand for."""
+
+    module: nn.Module
+    weights: tuple[Tensor, ...]
+    codes: tuple[FP8Experts, FP8Experts]
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Let the experts find their codes while the block runs."""
+        self.module.__dict__[_LENT] = self
+        try:
+            yield
+        finally:
+            del self.module.__dict__[_LENT]
+
+
+def codes_for(module: nn.Module, *weights: Tensor) -> tuple[FP8Experts, FP8Experts] | None:
+    """Return the codes that experts are lent, if they stand for the very weights that are about to be multiplied."""
+    lent: LentCodes | None = module.__dict__.get(_LENT)
+    same = lent is not None and all(a is b for a, b in zip(lent.weights, weights, strict=True))
+    return lent.codes if lent is not None and same else None
+
+
+class ExpertStorage:
+    """The codes of one layer's experts; lives as long as the model is attached.
+
+    Args:
+        outer: the experts as the layer holds them, under PEFT's wrappers if there are some.
+    """
+
+    def __init__(self, outer: nn.Module, kind: Experts) -> None:
+        self._wrappers, self.module, self._kind = list[Any](), _innermost(outer), kind
+        self.outer = outer
+        wrapper: Any = outer
+        while wrapper is not self.module:
+            self._wrappers.append(wrapper)
+            wrapper = wrapper.base_layer
+        self._made: tuple[Any, LentCodes] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertStorage:
+        """Return a storage without codes of the copied experts."""
+        return ExpertStorage(copy.deepcopy(self.outer, memo), self._kind)
+
+    def reason(self, dtype: torch.dtype) -> str | None:
+        """Say why these experts don't multiply in 8 bits where products are in `dtype`, or None."""
+        weights = [self.module._parameters.get(name) for name in (self._kind.gate_up, self._kind.down)]
+        for weight in weights:
+            if weight is None or weight.dim() != 3:
+                return "their weights are computed"
+            if isinstance(weight, PackedTensor):
+                return "their weights are in 4 bits"
+            if weight.requires_grad:
+                return "their weights are trained"
+            if weight.dtype is not dtype or dtype.itemsize != 2:
+                return f"their weights are {str(weight.dtype).removeprefix('torch.')}"
+        return None
+
+    def codes(self, exact: bool) -> LentCodes:
+        """Return the weights in 8 bits, quantised again only where one was moved, written to or merged into."""
+        if self._made is None or self._made[0] != self._state():
+            self._made = None  # freed before the others are made
+            weights = tuple(getattr(self.module, name) for name in (self._kind.gate_up, self._kind.down))
+            transposed: Any = self.module.is_transposed
+            gate_up, down = (FP8Experts.of(weight if transposed else weight.mT, exact) for weight in weights)
+            self._made = self._state(), LentCodes(self.module, weights, (gate_up, down))
+        return self._made[1]
+
+    def separate(self) -> None:
+        """Drop the codes."""
+        self._made = None
+
+    def _state(self) -> Any:
+        """Return what the codes depend on: where the weights lie, their versions, and adapters merged into them."""
+        weights: list[Tensor] = [getattr(self.module, name) for name in (self._kind.gate_up, self._kind.down)]
+        merged = [(wrapper.parameter_name, *wrapper.merged_adapters) for wrapper in self._wrappers]
+        return [(id(weight), weight.data_ptr(), weight._version) for weight in weights], merged
+
+
+def _innermost(outer: Any) -> Any:
+    while hasattr(outer, "base_layer"):
+        outer = outer.base_layer
+    return outer

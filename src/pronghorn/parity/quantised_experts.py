@@ -1,0 +1,111 @@
+"""transformers' experts with products in 8 bits, as `kernels.grouped_fp8` states them and computed another way.
+
+    y = q(x) q(W) + b        dx = q(dy) q'(W)ᵀ          q: to e4m3 and back, a scale a row of x, a column of W;
+                                                      q': a scale a row of W [K, N]
+
+Expert by expert, in float32, from the plain reference of `kernels.quantise`; W is read and quantised anew each time.
+LoRA's part is computed beside, from x as it is. The router's weights w multiply before the second product, y = (w a) W:
+a row's codes don't depend on w, and dw = <dy Wᵀ, a> has the input gradient's operands, as in `moe.experts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pronghorn.kernels.grouped_fp8 import multiply_fp8
+from pronghorn.kernels.quantise import quantise_rows_reference
+from pronghorn.layers.expert_codes import LentCodes
+from pronghorn.models.experts import low_rank_weights
+from pronghorn.parity.distance import Distance, distance
+from pronghorn.parity.quantised import ROWS, dequantised, fast_sums, random_rows
+
+
+@contextmanager
+def quantised_experts(modules: Iterable[Any]) -> Iterator[None]:
+    """Let frozen experts multiply in 8 bits while the block runs, by a forward of their instances' own."""
+    modules = list(modules)
+    for module in modules:
+        module.forward = partial(_output, module)
+    try:
+        yield
+    finally:
+        for module in modules:
+            del module.forward
+
+
+def _output(
+    module: Any, hidden_states: Tensor, top_k_index: Tensor | None = None, top_k_weights: Tensor | None = None,
+    **named: Tensor,
+) -> Tensor:  # fmt: skip
+    """Compute what an experts module gives: hidden [T, H], indices and weights [T, K]; returns [T, H]."""
+    index = named["router_indices"] if top_k_index is None else top_k_index
+    routed = named["routing_weights"] if top_k_weights is None else top_k_weights
+    kind = hidden_states.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_states.dtype
+    with torch.autocast(kind, enabled=False):
+        x = hidden_states.to(dtype)
+        out = torch.zeros_like(x)
+        for e in index.unique().tolist():
+            tokens, slots = (index == e).nonzero(as_tuple=True)
+            h, y, w = x[tokens], x, routed[tokens, slots].unsqueeze(1).to(dtype)
+            for number, (weight, adapter, bias) in enumerate(low_rank_weights(module)):
+                dense = weight[e].detach() if module.is_transposed else weight[e].detach().t()
+                y = _Multiply.apply(h, dense)
+                if adapter is not None:
+                    a, b = adapter.a[e].to(dtype), adapter.b[e].to(dtype)
+                    y = y + adapter.scale * (h @ a.t()) @ b.t()
+                if bias is not None:
+                    y = y + (bias[e].to(dtype) if number == 0 else w * bias[e].to(dtype))
+                if number == 0:
+                    h = w * module._apply_gate(y)
+            out = out.index_add(0, tokens, y)
+        return out.to(hidden_states.dtype)
+
+
+class _Multiply(torch.autograd.Function):
+    """(x [T, K], W [K, N]) → y [T, N]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return (dequantised(x) @ dequantised(weight.t()).t()).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        (weight,) = ctx.saved_tensors
+        return (dequantised(dy) @ dequantised(weight).t()).to(dy.dtype), None
+
+
+def compared_experts(lent: LentCodes, name: str, fast: bool) -> list[Distance]:
+    """Compare what both grouped products in 8 bits give with exact sums of the same operands: forward and input
+    gradient, of random rows that go to all experts in turn."""
+    compared, module = [], lent.module
+    transposed: Any = module.is_transposed
+    for codes, stored, what in zip(lent.codes, lent.weights, ("gate and up", "down"), strict=True):
+        weight = (stored if transposed else stored.mT).detach()
+        generator, dtype = torch.Generator().manual_seed(0), weight.dtype
+        count, device = len(weight), weight.device
+        offsets = torch.arange(1, count + 1, device=device, dtype=torch.int32) * max(ROWS // count, 1)
+        owners = torch.arange(count, device=device).repeat_interleave(max(ROWS // count, 1)).tolist()
+        for backward, side in ((False, weight.mT), (True, weight)):
+            size = side.shape[2]
+            x = random_rows(size, generator, len(owners)).to(device, dtype)
+            ours = multiply_fp8(x, codes, offsets, transposed=backward)
+            exact, plain = [], []
+            for e in dict.fromkeys(owners):
+                rows = [number for number, owner in enumerate(owners) if owner == e]
+                left, x_scales = quantise_rows_reference(x[rows])
+                right, w_scales = quantise_rows_reference(side[e])
+                factors = x_scales * w_scales.t()
+                sums = left.float() @ right.float().t()
+                exact.append(sums * factors)
+                plain.append((fast_sums(left.float(), right.float().t()) if fast else sums) * factors)
+            label = f"{name}.{what} ({'input gradient' if backward else 'forward'})"
+            compared.append(distance(label, ours, torch.cat(plain).to(dtype), torch.cat(exact)))
+    return compared
