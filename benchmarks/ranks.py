@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import socket
 import subprocess
@@ -81,7 +82,7 @@ def trainer_of(model: Any, given: Any, folder: Path, rank: int, processes: int) 
     from datasets import Dataset
     from trl import SFTConfig
 
-    from benchmarks.workload import make_rows
+    from benchmarks.workload import ROWS, make_rows
     from pronghorn.diagnose.shapes import byte_tokenizer
     from pronghorn.memory.plan import Plan
     from pronghorn.models.attach import attach
@@ -94,7 +95,8 @@ def trainer_of(model: Any, given: Any, folder: Path, rank: int, processes: int) 
         gradient_accumulation_steps=given.accumulation, max_steps=given.steps,
         learning_rate=1.0 if given.judged else 1e-4,
         lr_scheduler_type="constant", optim="sgd" if given.judged else "adamw_torch_fused", max_grad_norm=0.0,
-        logging_steps=1, gradient_checkpointing=False, bf16=False, save_strategy="no", report_to="none",
+        logging_steps=1 if given.judged else given.logging,
+        gradient_checkpointing=False, bf16=False, save_strategy="no", report_to="none",
         disable_tqdm=True, seed=0, use_cpu=not cuda,
     )  # fmt: skip
     if processes > 1:
@@ -105,7 +107,7 @@ def trainer_of(model: Any, given: Any, folder: Path, rank: int, processes: int) 
             torch.cuda.empty_cache()
     attach(model, Plan.asked("auto") if cuda else Plan.keep(), **({} if cuda else {"layers": "fused"}))
     documents = []
-    for seed in range(max(given.processes, 4)):
+    for seed in range(math.ceil(given.steps * given.processes / ROWS)):  # no epoch ends while the clock runs
         rows = make_rows(given.tokens, given.lengths, 1.0, model.config.vocab_size, seed)
         documents += [row.input_ids[a:b] for row in rows for a, b in row.bounds if b > a + 1]
     if cuda:
@@ -148,7 +150,7 @@ def phase(name: str, given: argparse.Namespace, folder: Path, judged: bool) -> l
     together, one = name.startswith(STRATEGIES), name == "one"
     count = 1 if one else given.processes
     told = {
-        **{key: getattr(given, key) for key in ("model", "method", "tokens", "lengths", "processes")},
+        **{key: getattr(given, key) for key in ("model", "method", "tokens", "lengths", "processes", "logging")},
         **{"phase": name, "folder": str(folder), "judged": judged, "steps": 1 if judged else given.steps},
         "accumulation": given.processes if one else 1,
     }
@@ -240,6 +242,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, default=8192, help="of a packed row, one a step and process")
     parser.add_argument("--lengths", default="lognormal", metavar="FILE|lognormal|one", help="of documents")
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument(
+        "--logging", type=int, default=10, help="steps from one log, which waits for the GPU, to the next"
+    )
     parser.add_argument("--limit", type=int, default=170, metavar="SECONDS", help="of each phase")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     return parser
@@ -254,7 +259,10 @@ def main(given: argparse.Namespace) -> bool:
 
     given.processes = given.processes or max(torch.cuda.device_count(), 0) or 2
     with Facts(given, "trl") as facts:
-        facts |= {key: getattr(given, key) for key in ("model", "method", "processes", "tokens", "lengths", "steps")}
+        facts |= {
+            key: getattr(given, key)
+            for key in ("model", "method", "processes", "tokens", "lengths", "steps", "logging")
+        }
         measure(given, facts)
         alone = rate(facts["phases"]["alone"])
         rows = []
