@@ -18,6 +18,7 @@ from pronghorn.kernels import grouped_gemm, moe_glu, moe_rows
 from pronghorn.kernels.grouped_fp8 import FP8Experts, multiply_fp8
 from pronghorn.kernels.moe_route import route_reference
 from pronghorn.moe.route import Routing, route
+from pronghorn.parity.quantised import fast_sums
 
 
 class Routed:
@@ -181,6 +182,13 @@ def fp8_case(
     def formula(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         return (routed.products(x if rows is None else x[rows.tokens], weight),)
 
+    def summed_fast(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        if way == "bf16" or x.dtype is torch.float64:
+            return formula(x, weight)
+        x = x if rows is None else x[rows.tokens]
+        parts = zip(x.split(routed.sizes), weight.unbind(), strict=True)
+        return (torch.cat([_FastProduct.apply(part, w) for part, w in parts]),)
+
     def pronghorn(case: Case) -> Way:
         codes = None if way == "bf16" else FP8Experts.of(weight, exact=False)
 
@@ -198,10 +206,25 @@ def fp8_case(
 
     operations = 2.0 * tokens * k * inner * width
     label = f"{routed.label}, {inner} to {width}" + ", of tokens" * of_tokens + (f", {way}" if way else "")
-    return Case(
+    case = Case(
         "grouped_fp8", label, tokens, formula, (x, weight), (dy,), ("y", "dx"), (operations, operations), pronghorn,
         product=(tokens * k, inner, width), calls=2 * experts,
     )  # fmt: skip
+    return replace(case, small=replace(case, formula=summed_fast))
+
+
+class _FastProduct(torch.autograd.Function):
+    """x [S, K] W [K, N], and dy Wᵀ, summed as tensor cores sum products of 8 bits."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return fast_sums(x.float(), weight.float()).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        (weight,) = ctx.saved_tensors
+        return fast_sums(dy.float(), weight.float().t()).to(dy.dtype), None
 
 
 def _exact(draw: Draw, *shape: int) -> Tensor:

@@ -41,6 +41,7 @@ EARLIER = {
     "precision-nf4-by-bitsandbytes": "precision",
     "spike-fp8-products": "benchmarks/spikes/fp8_products.py, tried once",
     "profile-llama-3.2-1b": "pronghorn profile, of a recipe with that checkpoint",
+    "step-gpt-oss-20b-12-layers-fp8": "step-gpt-oss-20b-fp8",
     "step-llama-3.1-8b-qlora-written-out": "step-llama-3.1-8b-qlora",
     "ranks-llama-3.1-8b-without-alone": "ranks-llama-3.1-8b",
     "step-llama-3.1-8b-once": "step-llama-3.1-8b",
