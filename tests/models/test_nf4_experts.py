@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+from bitsandbytes.functional import quantize_4bit
 from torch import nn
 
 from pronghorn.api import FastLanguageModel
@@ -26,6 +26,7 @@ from pronghorn.models.load import load_model
 from pronghorn.models.lora import add_lora
 from support.documents import LENGTHS, ROW
 from support.fused import loss_and_gradients
+from support.nf4 import dequantised
 from support.tiny import MOE_FAMILIES, packed_row, tiny_model
 from support.tolerance import ThreeWay
 
@@ -71,7 +72,7 @@ def test_loading_quantises_experts_to_the_bits_of_bitsandbytes(tmp_path: Path, f
     for name, parameter in packed.items():
         weight = plain.get_parameter(name).detach()
         codes, state = quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type="nf4")
-        assert torch.equal(parameter.dequantise(), dequantize_4bit(codes, state).view(weight.shape))
+        assert torch.equal(parameter.dequantise(), dequantised(codes, state).view(weight.shape))
 
 
 @pytest.mark.parametrize("nested", [True, False])

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from bitsandbytes.functional import dequantize_4bit
 from bitsandbytes.nn import Params4bit
 
 from pronghorn.kernels.nf4 import NF4Weight, write_codes, write_codes_reference, write_out, write_out_reference
 from pronghorn.kernels.quantise import DTYPE
 from support.marks import needs_triton
+from support.nf4 import dequantised
 
 
 def made(rows: int, cols: int, nested: bool, device: str = "cpu", spread: float = 1.0) -> Params4bit:
@@ -26,7 +26,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 @pytest.mark.parametrize("shape", [(64, 64), (3, 192), (1, 64), (1000, 128), (7, 96), (513, 4160)])
 def test_bits_are_those_of_bitsandbytes(nested: bool, shape: tuple[int, int], device: str) -> None:
     parameter = made(*shape, nested, device)
-    expected = dequantize_4bit(parameter.data, parameter.quant_state)
+    expected = dequantised(parameter.data, parameter.quant_state)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         out = torch.full(shape, float("nan"), dtype=dtype, device=device)
         write_out(NF4Weight.of(parameter), out)

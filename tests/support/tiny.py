@@ -12,6 +12,7 @@ from pronghorn.data.batch import Collator
 from pronghorn.families.registry import FAMILIES as FAMILY_FACTS
 from pronghorn.kernels.nf4_experts import quantise_experts
 from pronghorn.models.experts import weight_names
+from pronghorn.models.weights import keep_packed_4bit_layout
 
 stock_loss_on_cpu = pytest.mark.skipif(
     not hasattr(importlib.import_module("trl.kernels.chunked_logprob"), "_use_triton"),
@@ -198,4 +199,4 @@ def in_4_bits(model: Any) -> Any:
         packed = quantise_experts(model.get_parameter(path).detach(), nested=True)
         setattr(model.get_submodule(holder), name, torch.nn.Parameter(packed, requires_grad=False))
     model.is_loaded_in_4bit = True  # PEFT asks for it
-    return model
+    return keep_packed_4bit_layout(model)

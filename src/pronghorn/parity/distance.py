@@ -35,6 +35,9 @@ class Rule:
         return self.factor * plain_error + self.floor * scale
 
 
+LUCK = 10
+"""Over n: how much further off than `THREE_WAY` allows a sound tensor of n numbers is about once in a thousand times
+(the F distribution of two errors of n numbers each)."""
 THREE_WAY = Rule(factor=2.0, floor=4 * EPS)
 """Of every test and of `verify`: another order of sums is up to twice as far off, and the largest element of float32
 results up to four roundings."""
@@ -95,7 +98,7 @@ def distance(
     """Compare three tensors of one shape; `exact` is float32 or float64.
 
     Args:
-        noise: plain's error counts as at least what is typical there.
+        noise: plain's error counts as at least what is typical there, and as more where a tensor has few numbers.
         slack: added to the rule's floor for averages, of whose two errors chance decides which is larger.
     """
     right = exact.double() if exact.numel() < 2**24 else exact.float()
@@ -104,7 +107,7 @@ def distance(
     (rms, maximum), (plain_rms, plain_maximum) = errors(ours, right), errors(plain, right)
     plain_relative = ratio(plain_rms * root, norm)
     if noise:
-        plain_rms = max(plain_rms, noise.typical.get(kind_of(name), 0.0) * norm / root)
+        plain_rms = max(plain_rms, noise.typical.get(kind_of(name), 0.0) * norm / root) * (1 + LUCK / right.numel())
         plain_maximum = max(plain_maximum, noise.crest * plain_rms)
     return Distance(
         name=name,
