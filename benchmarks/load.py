@@ -28,7 +28,7 @@ from benchmarks.record import check_out
 from pronghorn.device import device_name, versions
 from pronghorn.diagnose.shapes import check_model, checkpoint_of
 from pronghorn.models.load import default_device, load_model, resolve_dtype
-from pronghorn.models.load_4bit import LOADED_BY
+from pronghorn.models.one_by_one import LOADED_BY
 from pronghorn.models.weights import bitsandbytes_config
 from pronghorn.precision.loader import check_weights
 

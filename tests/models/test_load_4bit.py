@@ -14,8 +14,8 @@ from pronghorn.errors import DataError
 from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import attach
 from pronghorn.models.load import load_model
-from pronghorn.models.load_4bit import LOADED_BY, Loading
 from pronghorn.models.lora import add_lora
+from pronghorn.models.one_by_one import LOADED_BY, Loading
 from pronghorn.models.report import render
 from pronghorn.models.weights import bitsandbytes_config
 from support.documents import LENGTHS, ROW
@@ -160,6 +160,6 @@ def test_another_version_s_insides_leave_it_to_transformers(tmp_path: Path, monk
         raise AttributeError("no _get_dtype_plan")
 
     checkpoint(tmp_path, "llama")
-    monkeypatch.setattr("pronghorn.models.load_4bit.why_not", gone)
+    monkeypatch.setattr("pronghorn.models.one_by_one.why_not", gone)
     [told] = [path for path in attach(by_the_house(tmp_path)).report if path.part == "quantising on load"]
     assert told.path == "transformers" and "built otherwise (no _get_dtype_plan)" in told.why

@@ -42,43 +42,56 @@ class ShardedLayers:
     """The frozen weights of one model's decoder layers, shared by the processes of a group.
 
     Args:
-        layers: in the order of the forward.
-        groups: for each layer the weights that must follow each other without a gap, as `weight_groups` lists them.
         device: where the buffers are; weights may still be on the CPU.
         group: of processes, all of which call the layers in the same order; None for all there are.
     """
 
-    def __init__(
-        self, layers: Sequence[nn.Module], groups: Sequence[list[list[Tensor]]], device: torch.device, group: Any = None
-    ) -> None:
+    def __init__(self, device: torch.device, group: Any = None) -> None:
         self._group, self._device = group, device
-        self.processes, rank = dist.get_world_size(group), dist.get_rank(group)
-        placed = [_placed(of_layer) for of_layer in groups]
-        step = self.processes * ALIGNED
-        sizes = [-(-size // step) * step for _, size in placed]
-        self._buffers = [torch.zeros(max(sizes, default=0), dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
+        self.processes, self._rank = dist.get_world_size(group), dist.get_rank(group)
+        self._buffers = [torch.zeros(0, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._holds: list[int | None] = [None] * BUFFERS
         """The layer whose weights are in each buffer, or on their way."""
         self._arrived: list[Any] = [None] * BUFFERS
         self._in_backward: int | None = None
-        self._shards: list[Tensor] = []
-        self._places: list[list[_Place]] = []
-        for index, (layer, (places, _), size) in enumerate(zip(layers, placed, sizes, strict=True)):
-            part = size // self.processes
-            shard = torch.zeros(part, dtype=torch.uint8, device=device)
-            for place in places:
-                _copy_part(shard, rank * part, _bytes(place.tensor), place.offset)
-            self._shards.append(shard)
-            self._places.append(places)
+        self._shards: dict[int, Tensor] = {}
+        self._places: dict[int, list[_Place]] = {}
+
+    def add(self, index: int, layer: nn.Module, groups: list[list[Tensor]]) -> None:
+        """Keep a part of a layer's frozen weights, and let go of the rest. All processes add the same layers.
+
+        Args:
+            index: the layer's place among those that are shared, in the order of the forward.
+            groups: weights that must follow each other without a gap, as `weight_groups` lists them.
+        """
+        for parameter in layer.parameters():
+            if not parameter.requires_grad:
+                setattr(parameter, _FIRST, first_values(parameter).to(self._device))
+        places, size = _placed(groups)
+        part = -(-size // (self.processes * ALIGNED)) * ALIGNED
+        self._shards[index] = shard = torch.zeros(part, dtype=torch.uint8, device=self._device)
+        for place in places:
+            setattr(place.tensor, IN_BUFFER, True)
+            _copy_part(shard, self._rank * part, _bytes(place.tensor), place.offset)
+        self._places[index] = places
+        self._widen(part * self.processes)
+        self._put(index)
+        layer.register_forward_pre_hook(_Before(self, index))
+        layer.register_forward_hook(_After(self, index))
+
+    def _widen(self, size: int) -> None:
+        """Make buffers of at least so many bytes. What they hold is gathered again when it is needed."""
+        if size <= self._buffers[0].numel():
+            return
+        self._buffers = [torch.zeros(size, dtype=torch.uint8, device=self._device) for _ in range(BUFFERS)]
+        for index in self._places:
             self._put(index)
-            layer.register_forward_pre_hook(_Before(self, index))
-            layer.register_forward_hook(_After(self, index))
 
     @property
     def bytes(self) -> int:
         """Return the bytes that this process holds: its parts and the buffers."""
-        return sum(each.nbytes for each in (*self._shards, *self._buffers))
+        return sum(each.nbytes for each in (*self._shards.values(), *self._buffers))
 
     def use(self, index: int, ahead: int) -> None:
         """Let compute wait for a layer's weights, and begin to gather those of the layer that comes next.
@@ -91,7 +104,7 @@ class ShardedLayers:
         if arrived is not None:
             torch.cuda.current_stream(self._device).wait_event(arrived)
         following = index + ahead
-        if ahead and 0 <= following < len(self._shards):
+        if ahead and following in self._shards:
             self._gather(following)
 
     def _put(self, index: int) -> None:
@@ -103,7 +116,7 @@ class ShardedLayers:
 
     def put_back(self) -> None:
         """Let weights that were copied elsewhere lie in their buffers again."""
-        for index in range(len(self._places)):
+        for index in self._places:
             if self._is_moved(index):
                 self._put(index)
 
@@ -211,22 +224,12 @@ def _stored(group: list[Any]) -> list[list[Tensor]]:
     return [[part] for part in parts]
 
 
-def shard(model: Any, layers: Sequence[nn.Module], groups: Sequence[list[list[Tensor]]], device: torch.device) -> None:
-    """Share the frozen weights of a model's layers among all processes. There is no way back.
-
-    Args:
-        model: the causal LM, which remembers it.
-        layers, groups, device: of `ShardedLayers`.
-    """
-    for layer in layers:
-        for parameter in layer.parameters():
-            if not parameter.requires_grad:
-                setattr(parameter, _FIRST, first_values(parameter).to(device))
-    for tensor in (part for of_layer in groups for group in of_layer for part in group):
-        setattr(tensor, IN_BUFFER, True)
+def shard(model: Any, device: torch.device) -> ShardedLayers:
+    """Let a causal LM share what is added of its layers among all processes. There is no way back."""
     group = dist.new_group()  # its own: gathers on their stream never wait for reductions on another
-    model.__dict__[_SHARDED] = shared = ShardedLayers(layers, groups, device, group)
+    model.__dict__[_SHARDED] = shared = ShardedLayers(device, group)
     model.base_model.register_forward_pre_hook(_BeforeAll(shared))
+    return shared
 
 
 def sharded(model: Any) -> ShardedLayers | None:
@@ -246,9 +249,13 @@ def refuse_sharded(model: Any, what: str) -> None:
 
 
 def first_values(parameter: Any) -> Tensor:
-    """Return a parameter's first eight values in float64, of a shared one as it was."""
+    """Return a parameter's first eight values in float64, of a packed one as they are stored, of a shared one as it
+    was."""
     kept: Tensor | None = getattr(parameter, _FIRST, None)
-    return parameter.detach().reshape(-1)[:8].double() if kept is None else kept
+    if kept is not None:
+        return kept
+    stored = parameter.parts[0] if isinstance(parameter, PackedTensor) else parameter.detach()
+    return stored.reshape(-1)[:8].double()
 
 
 @dataclass(frozen=True)

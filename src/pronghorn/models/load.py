@@ -16,10 +16,11 @@ from pronghorn.models.adapter_files import CONFIG, check_adapter_config, check_a
 from pronghorn.models.composite import Composite
 from pronghorn.models.families import check_config
 from pronghorn.models.limits import check_sizes, check_values, check_weights_fit
-from pronghorn.models.load_4bit import Loading, load_4bit
 from pronghorn.models.lora import check_whole_modules
 from pronghorn.models.new_tokens import grow_embeddings
+from pronghorn.models.one_by_one import Loading, load_one_by_one
 from pronghorn.models.packed_checkpoint import beside_config, format_of, load_packed
+from pronghorn.models.share import SharedLoading
 from pronghorn.models.weights import (
     bitsandbytes_config,
     check_quantised,
@@ -127,8 +128,13 @@ class FoundModel:
             return self.base.tokenizer()
         return _tokenizer(self.name, **self.hub)
 
-    def model(self, dtype: torch.dtype, device: torch.device) -> Any:
-        """The model with weights of `dtype` (those of a quantised base stay as stored) on `device`."""
+    def model(self, dtype: torch.dtype, device: torch.device, share: SharedLoading | None = None) -> Any:
+        """The model with weights of `dtype` (those of a quantised base stay as stored) on `device`.
+
+        Args:
+            share: shares the layers with other processes while it loads, where the house's loader does. What
+                transformers loads instead is whole: on `device` if it is quantised, else on the CPU.
+        """
         if self.base is not None:
             base, tokenizer = self.base.model(dtype, device), self.tokenizer()
             rows = check_embeddings(
@@ -137,14 +143,14 @@ class FoundModel:
             if rows is not None or len(tokenizer) > len(self.base.tokenizer()):  # trained with new tokens
                 grow_embeddings(base, tokenizer, exactly=rows)
             return _with_adapter(base, self.name)
-        model = self._whole_base(dtype, device)
+        model = self._whole_base(dtype, device, share)
         if self.composite is not None:
             model.composite = self.composite  # plain attributes, never saved: saving goes back to the checkpoint
             model.hub_revision = self.hub["revision"]
             model._checkpoint_conversion_mapping = self.composite.adapter_names  # which PEFT looks for
         return model
 
-    def _whole_base(self, dtype: torch.dtype, device: torch.device) -> Any:
+    def _whole_base(self, dtype: torch.dtype, device: torch.device, share: SharedLoading | None) -> Any:
         """The model without an adapter."""
         if self.config is None:
             from pronghorn.models.gguf import load_gguf
@@ -154,16 +160,18 @@ class FoundModel:
             check_max_seq_length(model.config, self.max_seq_length)
             return model
         if format_of(self.config) is not None:
-            return load_packed(self.name, self.config, dtype, device, self.hub, self.composite)
+            return load_packed(self.name, self.config, dtype, device, self.hub, self.composite, share)
         quantization = bitsandbytes_config(self.config, self.load_in_4bit, dtype, self.experts_in_16bit)
         attention = check_config(self.config).load_attention
         loading: Loading | None = None
-        if quantization is not None:
-            model, loading = load_4bit(
-                self.name, self.config, quantization, dtype, device, self.hub, attention, self.composite
+        if quantization is not None or (share is not None and not self.is_quantised):
+            model, told = load_one_by_one(
+                self.name, self.config, quantization, dtype, device, self.hub, attention, self.composite, share
             )
+            loading = told if quantization is not None else None
             if model is not None:
                 return keep_packed_4bit_layout(model, loading)
+        device = torch.device("cpu") if share is not None and not self.is_quantised else device
         model = whole_model(
             self.name,
             self.composite,

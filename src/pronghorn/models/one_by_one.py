@@ -1,10 +1,11 @@
-"""Quantise a 16-bit checkpoint to NF4 while it loads, through the house's loader, one tensor at a time.
+"""Load a 16-bit checkpoint through the house's loader, one tensor at a time: quantised to NF4 on the way, or shared by
+several processes, or both.
 
-    config.json  ->  skeleton on the meta device, its linears bitsandbytes' (transformers' quantiser puts them there)
+    config.json  ->  skeleton on the meta device (with bitsandbytes' linears, where transformers' quantiser puts them)
     the loader's tensors, one at a time  ->  the device, in the model's dtype  ->  that quantiser's operation
 
 The operation is the one that `from_pretrained` calls, so that storage is the same to the bit and PEFT and saving find
-what they look for. The device never holds more than the quantised model and one tensor.
+what they look for. The device never holds more than the model, or this process's part of it, and one layer or tensor.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from pronghorn.models.composite import Composite
 from pronghorn.models.packed_checkpoint import fetched, placed, progress, put, read_generation_config
+from pronghorn.models.share import SharedLoading
 from pronghorn.precision.loader import StoredTensor, checkpoint, load
 
 LOADED_BY = "_pronghorn_loaded_by"
@@ -32,11 +34,11 @@ class Loading:
     """Why transformers' `from_pretrained` does it; None where the house's loader does."""
 
 
-class Skeleton4bit:
-    """A causal LM on the meta device with bitsandbytes' linears, buffers on the CPU, until `fill`.
+class Skeleton:
+    """A causal LM on the meta device, with bitsandbytes' linears or plain ones, buffers on the CPU, until `fill`.
 
     Args:
-        asked: the BitsAndBytesConfig to quantise by.
+        asked: the BitsAndBytesConfig to quantise by, or None.
     """
 
     def __init__(
@@ -44,7 +46,6 @@ class Skeleton4bit:
     ) -> None:
         from accelerate import init_empty_weights
         from transformers import AutoModelForCausalLM
-        from transformers.quantizers.auto import AutoHfQuantizer
 
         with init_empty_weights(include_buffers=False):
             model: Any = AutoModelForCausalLM.from_config(
@@ -54,19 +55,27 @@ class Skeleton4bit:
         self.expected: dict[str, Tensor] = {
             name: tensor.to("meta") for name, tensor in model.state_dict().items() if name not in _tied(model)
         }
-        self._quantizer: Any = AutoHfQuantizer.from_config(asked, pre_quantized=False)
+        self._quantizer: Any = None
+        if asked is None:
+            return
+        from transformers.quantizers.auto import AutoHfQuantizer
+
+        self._quantizer = AutoHfQuantizer.from_config(asked, pre_quantized=False)
         self._quantizer.validate_environment(device_map={"": device})
         self._quantizer.preprocess_model(model=model, dtype=dtype, device_map={"": device}, checkpoint_files=None)
         self._operation = self._quantizer.get_quantize_ops()
 
-    def fill(self, source: Any) -> Any:
-        """Read and quantise all weights, one at a time, and return the model.
+    def fill(self, source: Any, share: SharedLoading | None = None) -> Any:
+        """Read all weights, one at a time, quantise them if asked, and return the model.
 
+        Args:
+            share: shares the layers with other processes.
         Raises:
             DataError: as `loader.load`; the model is not to be used then.
         """
         model, tied = self.model, _tied(self.model)
-        quantised = {name for name in self.expected if self._quantizer.param_needs_quantization(model, name)}
+        quantizer = self._quantizer
+        quantised = {name for name in self.expected if quantizer and quantizer.param_needs_quantization(model, name)}
 
         def place(name: str, stored: StoredTensor) -> Tensor:
             return placed(stored, self.device, self.dtype if name in quantised else self.expected[name].dtype)
@@ -77,6 +86,8 @@ class Skeleton4bit:
             made: Tensor = self._operation.convert({name: [tensor]}, full_layer_name=name, model=model)[name]
             return made
 
+        if share is not None:
+            share.begin(model, self.expected)
         bar = progress(len(self.expected))
         renamed = (replace(stored, name=_renamed(model, stored.name, self.expected)) for stored in source)
         for name, tensor in load(
@@ -89,17 +100,20 @@ class Skeleton4bit:
             bar.update()
             put(model, name, tensor)
             del tensor  # before the next one is read
+            if share is not None:
+                share.arrived(name)
         bar.close()
         model.tie_weights()
         for module in model.modules():
             for key, buffer in module.named_buffers(recurse=False):
                 module._buffers[key] = buffer.to(self.device)
-        model.hf_quantizer = self._quantizer
-        self._quantizer.postprocess_model(model)
+        if quantizer is not None:
+            model.hf_quantizer = quantizer
+            quantizer.postprocess_model(model)
         return model.eval()
 
 
-def why_not(skeleton: Skeleton4bit, folder: Path, composite: Composite | None) -> str | None:
+def why_not(skeleton: Skeleton, folder: Path, composite: Composite | None) -> str | None:
     """Return why transformers' `from_pretrained` loads a checkpoint, or None: the house's loader does.
 
     Files of which one weight of the model is joined from several tensors, weights that stay in float32 in a 16-bit
@@ -121,7 +135,7 @@ def why_not(skeleton: Skeleton4bit, folder: Path, composite: Composite | None) -
     return None
 
 
-def load_4bit(
+def load_one_by_one(
     name: str | Path,
     config: Any,
     asked: Any,
@@ -130,13 +144,15 @@ def load_4bit(
     hub: dict[str, Any],
     attention: str | None,
     composite: Composite | None,
+    share: SharedLoading | None = None,
 ) -> tuple[Any, Loading]:
-    """Load a 16-bit checkpoint and quantise it; (None, why) where that is transformers' to do.
+    """Load a 16-bit checkpoint, and quantise it if asked; (None, why) where that is transformers' to do.
 
     Args:
-        asked: the BitsAndBytesConfig.
+        asked: the BitsAndBytesConfig, or None.
         hub: its revision and token.
         composite: of a model with towers, which stay in their files.
+        share: shares the layers with other processes.
     Raises:
         DataError: files or tensors are missing, damaged or of other shapes or dtypes; nothing is half-loaded.
     """
@@ -146,13 +162,13 @@ def load_4bit(
     plain = type(config).from_dict(config.to_dict())
     plain._name_or_path = str(name)
     try:
-        skeleton = Skeleton4bit(plain, asked, dtype, device, attention)
+        skeleton = Skeleton(plain, asked, dtype, device, attention)
         reason = why_not(skeleton, folder, composite)
     except (AttributeError, ImportError, TypeError) as error:  # it goes by names that are transformers' own
         return None, Loading(f"this version of transformers is built otherwise ({error})")
     if reason is not None:
         return None, Loading(reason)
-    model = skeleton.fill(_source(folder, composite))
+    model = skeleton.fill(_source(folder, composite), share)
     model.name_or_path = str(name)
     read_generation_config(model, folder)
     return model, Loading()

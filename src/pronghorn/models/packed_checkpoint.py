@@ -22,6 +22,7 @@ from pronghorn.kernels.packed import PackedTensor
 from pronghorn.models.composite import Composite
 from pronghorn.models.families import check_config
 from pronghorn.models.packed_formats import FORMATS, NOT_READ, Format, packed_parameters
+from pronghorn.models.share import SharedLoading
 from pronghorn.precision.loader import StoredTensor, checkpoint, json_value, load
 
 METADATA = ("*.json", "*.jinja", "*.txt", "*.model", "*.safetensors")
@@ -124,14 +125,17 @@ class PackedSkeleton:
             part: self.model.get_parameter(name).parts[number] for part, (name, number) in self.parts.items()
         }
 
-    def fill(self, source: Iterable[StoredTensor], device: torch.device) -> Any:
+    def fill(self, source: Iterable[StoredTensor], device: torch.device, share: SharedLoading | None = None) -> Any:
         """Read all weights to a device, one at a time, and return the model.
 
+        Args:
+            share: shares the layers with other processes.
         Raises:
             DataError: as `loader.load`; the model is not to be used then.
         """
         expected, tied = self.expected(), self.tied
         waiting: dict[str, dict[int, Tensor]] = {}
+        arrive = share.arrived if share is not None else lambda name: None
 
         def rename(key: str) -> str | None:
             return None if key in tied or key.endswith(NOT_READ) else key
@@ -139,11 +143,14 @@ class PackedSkeleton:
         def place(key: str, stored: StoredTensor) -> Tensor:
             return placed(stored, device, expected[key].dtype)
 
+        if share is not None:
+            share.begin(self.model, (name for name, _ in self.model.named_parameters()))
         bar = progress(len(expected))
         for key, tensor in load(_shaped(source, expected), rename=rename, place=place, expected=expected):
             bar.update()
             if key not in self.parts:
                 put(self.model, key, tensor)
+                arrive(key)
                 continue
             parameter, number = self.parts[key]
             arrived = waiting.setdefault(parameter, {})
@@ -152,7 +159,8 @@ class PackedSkeleton:
             if len(arrived) == len(skeleton.parts):
                 whole = skeleton.of_parts([arrived[each] for each in sorted(arrived)])
                 put(self.model, parameter, nn.Parameter(whole, requires_grad=False))
-                del waiting[parameter]
+                del waiting[parameter], arrived, whole, tensor, skeleton  # nothing holds a layer that is shared
+                arrive(parameter)
         bar.close()
         self.model.tie_weights()
         for module in self.model.modules():
@@ -168,19 +176,21 @@ def load_packed(
     device: torch.device,
     hub: dict[str, Any],
     composite: Composite | None = None,
+    share: SharedLoading | None = None,
 ) -> Any:
     """Load a packed checkpoint from a folder or the hub.
 
     Args:
         composite: of a model with towers, which stay in their files.
         dtype: of the weights that aren't packed, and of those that are when they are written out.
+        share: shares the layers with other processes.
     Raises:
         DataError: files or tensors are missing, damaged or of other shapes or dtypes; nothing is half-loaded.
     """
     skeleton = PackedSkeleton.of(config, dtype)  # a format that isn't served is told before anything is fetched
     folder = fetched(name, hub)
     source = checkpoint(folder)
-    model = skeleton.fill(source if composite is None else composite.language(source), device)
+    model = skeleton.fill(source if composite is None else composite.language(source), device, share)
     read_generation_config(model, folder)
     return model
 

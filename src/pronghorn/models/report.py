@@ -18,7 +18,7 @@ from pronghorn.memory.sharded import sharded
 from pronghorn.models.causal_lm import has_own_loss
 from pronghorn.models.families import has_experts, head_dims, recomputes_layers
 from pronghorn.models.generic import PACKING, GenericPacking
-from pronghorn.models.load_4bit import LOADED_BY, Loading
+from pronghorn.models.one_by_one import LOADED_BY, Loading
 from pronghorn.precision.compute import Compute
 from pronghorn.precision.float32 import narrowed
 

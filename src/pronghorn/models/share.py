@@ -1,45 +1,35 @@
-"""Share a loaded model's frozen layers with the other processes: `memory.sharded`, by the family's description."""
+"""Share a model's frozen layers with the other processes (`memory.sharded`), by the family's description: when it is
+loaded, or layer by layer while it loads, so that no process ever holds it whole."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from pronghorn.layers.linears import base_of
-from pronghorn.memory.sharded import IN_BUFFER, shard, weight_groups
+from pronghorn.memory.sharded import IN_BUFFER, ShardedLayers, shard, sharded, weight_groups
 from pronghorn.models.families import base_causal_lm, check_config, decoder_layers
 
 
 def share_layers(model: Any, device: torch.device) -> None:
     """Leave a part of each decoder layer's frozen weights in this process, on `device`, and move all else there.
 
-    Before `attach`. Every process calls it with the same model; what is trained stays whole in each.
+    Before `attach`. Every process calls it with the same model; what is trained stays whole in each. Layers that were
+    shared while the model loaded stay as they are.
 
     Args:
         model: a causal LM with its adapters, on the CPU or on `device`. A 4-bit one must be on `device`.
     """
     base = base_causal_lm(model)
-    family, layers = check_config(base.config), list(decoder_layers(base))
-    owners = Counter(id(p) for layer in layers for p in {id(p): p for p in layer.parameters()}.values())
-    owners.update(id(p) for p in base.get_input_embeddings().parameters())
-    elsewhere = {identity for identity, count in owners.items() if count > 1}
-    shared, groups = [], []
-    for layer in layers:
-        merged = (
-            []
-            if family.generic
-            else [
-                [base_of(layer.get_submodule(block.path(path))) for path in group]
-                for block in family.blocks(layer)
-                for group in block.kind.linears
-            ]
-        )
-        if of_layer := weight_groups(layer, merged, elsewhere):
-            shared.append(layer)
-            groups.append(of_layer)
-    shard(base, shared, groups, device)
+    if sharded(base) is None:
+        shared, elsewhere = shard(base, device), _elsewhere(base)
+        found = ((layer, _groups(base, layer, elsewhere)) for layer in decoder_layers(base))
+        for index, (layer, groups) in enumerate(pair for pair in found if pair[1]):
+            shared.add(index, layer, groups)
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             for tensor in tensors.values():
@@ -47,3 +37,67 @@ def share_layers(model: Any, device: torch.device) -> None:
                     tensor.data = tensor.data.to(device)
     if hasattr(base, "hf_device_map"):
         base.hf_device_map = {"": device}
+
+
+class SharedLoading:
+    """Shares each layer of a model as soon as the last of its weights was loaded; all of them are frozen then.
+
+    Args:
+        device: where a layer's weights come together, and its part stays.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._model: Any = None
+        self._shared: ShardedLayers | None = None
+        self._layers: list[nn.Module] = []
+        self._layer_of: dict[str, int] = {}
+        self._missing: Counter[int] = Counter()
+
+    def begin(self, model: Any, names: Iterable[str]) -> None:
+        """Begin with a model without weights.
+
+        Args:
+            names: of all that will arrive. A layer none of whose weights is among them stays whole, and so do all where
+                layers have weights in common.
+        """
+        self._model, self._layers = model, list(decoder_layers(model))
+        if _elsewhere(model):
+            return
+        numbers = {id(layer): number for number, layer in enumerate(self._layers)}
+        paths = {f"{path}.": numbers[id(module)] for path, module in model.named_modules() if id(module) in numbers}
+        self._layer_of = {name: number for name in names for path, number in paths.items() if name.startswith(path)}
+        self._missing = Counter(self._layer_of.values())
+        if len(self._missing) == len(self._layers):
+            self._shared = shard(model, self.device)
+
+    def arrived(self, name: str) -> None:
+        """Tell that the model has a weight now."""
+        number = self._layer_of.get(name)
+        if number is None or self._shared is None:
+            return
+        self._missing[number] -= 1
+        if not self._missing[number]:
+            layer = self._layers[number].requires_grad_(False)
+            self._shared.add(number, layer, _groups(self._model, layer, set()))
+
+
+def _elsewhere(base: Any) -> set[int]:
+    """Return the identities of parameters that several layers have, or the embeddings: these stay whole."""
+    layers = decoder_layers(base)
+    owners = Counter(id(p) for layer in layers for p in {id(p): p for p in layer.parameters()}.values())
+    embeddings = {id(p) for p in base.get_input_embeddings().parameters()}
+    return {identity for identity, count in owners.items() if count > 1 or identity in embeddings}
+
+
+def _groups(base: Any, layer: nn.Module, elsewhere: set[int]) -> list[list[Tensor]]:
+    """List a layer's frozen weights, those of one product together."""
+    family = check_config(base.config)
+    if family.generic:
+        return weight_groups(layer, [], elsewhere)
+    merged = [
+        [base_of(layer.get_submodule(block.path(path))) for path in group]
+        for block in family.blocks(layer)
+        for group in block.kind.linears
+    ]
+    return weight_groups(layer, merged, elsewhere)

@@ -13,8 +13,8 @@ from torch import nn
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
 from pronghorn.models.composite import Composite
 from pronghorn.models.families import has_experts
-from pronghorn.models.load_4bit import LOADED_BY, Loading
 from pronghorn.models.nf4_experts import config_class
+from pronghorn.models.one_by_one import LOADED_BY, Loading
 from pronghorn.models.packed_checkpoint import fetched, format_of, method_of, read_generation_config
 from pronghorn.models.packed_formats import FORMATS, check_experts
 from pronghorn.precision.loader import checkpoint

@@ -25,7 +25,7 @@ from pronghorn.models.attach import Handle, attach
 from pronghorn.models.load import FoundModel, default_device, resolve_dtype
 from pronghorn.models.lora import add_lora, cast_adapters, resolve_adapter_dtype
 from pronghorn.models.new_tokens import grow_embeddings, trainable_tokens
-from pronghorn.models.share import share_layers
+from pronghorn.models.share import SharedLoading, share_layers
 from pronghorn.recipe_values import ALL_LINEAR
 from pronghorn.train.documents import find, prepare, tokenizer_for
 from pronghorn.train.strategy import Strategy, strategy
@@ -70,8 +70,10 @@ def load(recipe: Recipe, found: FoundModel, tokenizer: Any, console: Console) ->
         )
     # full fine-tuning keeps float32 masters and computes in `dtype`
     shared = strategy(recipe, found, processes(), device) is Strategy.SHARDED
-    on_host = shared and not found.is_quantised  # a device holds its part of the layers, never all of them
-    model = found.model(torch.float32 if full else dtype, torch.device("cpu") if on_host else device)
+    share = SharedLoading(device) if shared and _all_frozen(recipe, found) else None
+    # a device holds its part of the layers, never all of them
+    on_host = shared and share is None and not found.is_quantised
+    model = found.model(torch.float32 if full else dtype, torch.device("cpu") if on_host else device, share)
     if found.is_adapter:
         console.print("The saved adapter is trained on; the recipe's adapter section is not used.")
         adapter_dtype = resolve_adapter_dtype(recipe.precision.adapter_dtype)
@@ -105,6 +107,14 @@ def load(recipe: Recipe, found: FoundModel, tokenizer: Any, console: Console) ->
         )
         share_layers(model, device)
     return model, attach(model, asked_plan(recipe), **attach_options(recipe))
+
+
+def _all_frozen(recipe: Recipe, found: FoundModel) -> bool:
+    """Tell whether an adapter trains nothing that layers hold, and begins without reading their weights."""
+    adapter = recipe.adapter
+    if found.is_adapter or adapter.method == "full" or adapter.use_dora or adapter.modules_to_save:
+        return False
+    return adapter.bias == "none" and adapter.init_lora_weights in (True, False, "gaussian")
 
 
 def asked_plan(recipe: Recipe) -> Plan:

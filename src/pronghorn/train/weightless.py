@@ -14,12 +14,13 @@ from pronghorn.memory.workload import TrainSetup
 from pronghorn.models.attach import Handle, attach
 from pronghorn.models.auto_plan import setup_of, skeleton
 from pronghorn.models.load import FoundModel
+from pronghorn.models.share import SharedLoading
 
 
 class _Weightless(FoundModel):
     """Load a model that was found without its weights."""
 
-    def model(self, dtype: torch.dtype, device: torch.device) -> Any:
+    def model(self, dtype: torch.dtype, device: torch.device, share: SharedLoading | None = None) -> Any:
         """Return the model on the meta device."""
         if self.base is None:
             return skeleton(self.config).to(dtype)

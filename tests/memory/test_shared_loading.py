@@ -1,0 +1,128 @@
+"""Two processes share a model's layers while it loads: neither ever holds more than its part and one layer."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch import Tensor, nn
+
+from pronghorn.diagnose.shapes import byte_tokenizer
+from pronghorn.kernels.packed import PackedTensor
+from pronghorn.memory.plan import Plan
+from pronghorn.memory.sharded import BUFFERS, IN_BUFFER, sharded
+from pronghorn.models.attach import attach
+from pronghorn.models.families import base_causal_lm, decoder_layers
+from pronghorn.models.load import find_model
+from pronghorn.models.lora import add_lora
+from pronghorn.models.share import SharedLoading, share_layers
+from support.packed_checkpoints import mxfp4_checkpoint
+from support.tiny import packed_row, tiny_model
+
+WORLD = 2
+CPU = torch.device("cpu")
+CASES = {
+    "llama": True,
+    "llama in 4 bits": True,
+    "qwen3_5_text": True,
+    "gpt_oss in MXFP4": True,
+    "qwen3_moe in 4 bits": False,  # its experts lie apart, and transformers joins them
+}
+"""And whether the house's loader shares each layer when it comes."""
+
+
+def checkpoint(folder: Path, case: str) -> Path:
+    name = case.partition(" ")[0]
+    if case.endswith("MXFP4"):
+        mxfp4_checkpoint(folder / name)
+    else:
+        tiny_model(name, eos_token_id=2).to(torch.bfloat16).save_pretrained(folder / name)
+        byte_tokenizer(512).save_pretrained(folder / name)
+    return folder / name
+
+
+class Watched(SharedLoading):
+    """Notes the most bytes of layers that were whole at a time."""
+
+    most = 0
+
+    def arrived(self, name: str) -> None:
+        parts = [part for p in base_layers(self._model).parameters() for part in stored(p)]
+        self.most = max(self.most, sum(p.nbytes for p in parts if not (p.is_meta or hasattr(p, IN_BUFFER))))
+        super().arrived(name)
+
+
+def base_layers(model: Any) -> nn.ModuleList:
+    return nn.ModuleList(decoder_layers(base_causal_lm(model)))
+
+
+def stored(parameter: Any) -> list[Tensor]:
+    state = getattr(parameter, "quant_state", None)
+    if isinstance(parameter, PackedTensor):
+        return list(parameter.parts)
+    return [parameter] if state is None else [parameter, state.absmax]
+
+
+def gradients(model: Any, share: bool) -> dict[str, Tensor]:
+    model = add_lora(model, r=4)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    if share:
+        share_layers(model, CPU)
+    attach(model, Plan.recompute(), layers="fused")
+    loss = model(**packed_row([1, 20, 27], 48)).loss
+    loss.backward()
+    return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}}
+
+
+def worker(rank: int, port: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD)
+    for case in CASES:
+        share = Watched(CPU)
+        found = find_model(folder / case.partition(" ")[0], max_seq_length=128, load_in_4bit="4 bits" in case)
+        model = found.model(torch.float32, CPU, share)
+        shared = sharded(model)
+        told: dict[str, Any] = {"while loading": shared is not None, "most": share.most}
+        told["bytes"] = shared.bytes if shared is not None else 0
+        told["gradients"] = gradients(model, share=True)
+        torch.save(told, folder / f"{case}-{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("loading")
+    for case in CASES:
+        checkpoint(folder, case)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    torch.multiprocessing.start_processes(worker, (port, folder), nprocs=WORLD, start_method="fork")
+    return folder
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_layers_are_shared_as_they_come_and_compute_the_same(runs: Path, case: str) -> None:
+    found = find_model(runs / case.partition(" ")[0], max_seq_length=128, load_in_4bit="4 bits" in case)
+    whole = found.model(torch.float32, CPU)
+    layers = [sum(part.nbytes for p in layer.parameters() for part in stored(p)) for layer in base_layers(whole)]
+    expected = gradients(whole, share=False)
+    for rank in range(WORLD):
+        told = torch.load(runs / f"{case}-{rank}.pt")
+        assert told["while loading"] is CASES[case]
+        if CASES[case]:
+            # safetensors sorts a file by dtype, so codes of all its layers come after their norms
+            assert 0 < told["most"] <= (sum(layers) if case.endswith("MXFP4") else max(layers))
+            assert told["bytes"] <= 1.1 * (sum(layers) / WORLD + BUFFERS * max(layers)) + 2**16
+        assert told["gradients"].keys() == expected.keys()
+        assert all(torch.equal(told["gradients"][name], value) for name, value in expected.items())
