@@ -2,6 +2,7 @@
 
     python -m benchmarks.ranks --model Llama-3.1-8B --out ranks-llama-3.1-8b.json
     python -m benchmarks.ranks --model Qwen3-14B --method qlora --strategies copies --out ranks-qwen3-14b-nf4.json
+    python -m benchmarks.ranks --model Llama-3.1-8B --tokens 32768 --lengths mixed --strategies copies --ahead 16
 
 A process a GPU trains LoRA r16 through `pronghorn.SFTTrainer`, one packed row of documents a step and GPU,
 with random weights that every process makes from one seed:
@@ -9,6 +10,8 @@ with random weights that every process makes from one seed:
     alone       all at the same time, none knows of the others: what heat and the host cost is in it
     copies      together, each holds the whole model
     sharded     together, each holds a part of every layer (`launch.strategy`)
+    ahead       as copies, rows of so many steps regrouped by cost (`packing.look_ahead`), beside the gain that was
+                predicted
 
 Before a rate counts, one step of plain SGD over a row of each process is compared with the same step of one process
 that accumulates these rows: its loss within 1e-3, the adapters' change with a cosine of at least 0.9999 and a norm
@@ -33,6 +36,7 @@ from benchmarks.program import parser_of, run, show
 from benchmarks.record import Facts
 
 STRATEGIES = ("copies", "sharded")
+AHEAD, MIXED = "copies-ahead", "mixed"
 WARM = 0.4
 """Share of the steps, at the start, whose time doesn't count."""
 LOSS, COSINE, NORM = 1e-3, 0.9999, 0.01
@@ -56,8 +60,13 @@ def worker(given: Any) -> None:
     model = build(given.model, given.method)
     before = {name: p.detach().clone() for name, p in trainable(model).items()}
     trainer = trainer_of(model, given, folder / f"out-{rank}", rank, processes)
+    found: dict[str, Any] = {}
+    if given.ahead:
+        dealt: Any = trainer.get_train_dataloader().batch_sampler
+        found["waiting"] = {ahead: dealt.waiting(ahead)[1] for ahead in (1, given.ahead)}
+        trainer.look_ahead = given.ahead if given.phase == AHEAD else 1
     losses, seconds, steps = trained(trainer)
-    found: dict[str, Any] = {"losses": losses, "seconds": seconds, "steps": steps}
+    found |= {"losses": losses, "seconds": seconds, "steps": steps}
     handle: Any = attached(model)
     if given.judged:
         change = torch.cat(
@@ -108,7 +117,8 @@ def trainer_of(model: Any, given: Any, folder: Path, rank: int, processes: int) 
     attach(model, Plan.asked("auto") if cuda else Plan.keep(), **({} if cuda else {"layers": "fused"}))
     documents = []
     for seed in range(math.ceil(given.steps * given.processes / ROWS)):  # no epoch ends while the clock runs
-        rows = make_rows(given.tokens, given.lengths, 1.0, model.config.vocab_size, seed)
+        lengths = ("one", "lognormal")[seed % 2] if given.lengths == MIXED else given.lengths
+        rows = make_rows(given.tokens, lengths, 1.0, model.config.vocab_size, seed)
         documents += [row.input_ids[a:b] for row in rows for a, b in row.bounds if b > a + 1]
     if cuda:
         torch.cuda.reset_peak_memory_stats()
@@ -150,7 +160,10 @@ def phase(name: str, given: argparse.Namespace, folder: Path, judged: bool) -> l
     together, one = name.startswith(STRATEGIES), name == "one"
     count = 1 if one else given.processes
     told = {
-        **{key: getattr(given, key) for key in ("model", "method", "tokens", "lengths", "processes", "logging")},
+        **{
+            key: getattr(given, key)
+            for key in ("model", "method", "tokens", "lengths", "processes", "logging", "ahead")
+        },
         **{"phase": name, "folder": str(folder), "judged": judged, "steps": 1 if judged else given.steps},
         "accumulation": given.processes if one else 1,
     }
@@ -221,6 +234,12 @@ def measure(given: argparse.Namespace, facts: Facts) -> None:
             except RuntimeError as error:
                 phases[name]["error"] = str(error)
             facts.keep()
+        if given.ahead and "processes" in phases.get("copies", {}):
+            try:
+                phases[AHEAD] = {"processes": phase(AHEAD, given, folder, judged=False)}
+            except RuntimeError as error:
+                phases[AHEAD] = {"error": str(error)}
+            facts.keep()
         try:
             phases["alone"] = {"processes": phase("alone", given, folder, judged=False)}
         except RuntimeError as error:  # a base that fits no GPU is what sharding is for
@@ -232,6 +251,15 @@ def rate(found: dict[str, Any]) -> float | None:
     return sum(each["tokens_per_s"] for each in found["processes"]) if "processes" in found else None
 
 
+def gain(phases: dict[str, Any], ahead: int) -> dict[str, float]:
+    """Return how much faster regrouped rows were, and were predicted to be; empty where one of both didn't run."""
+    turns, regrouped = (rate(phases.get(name, {})) for name in ("copies", AHEAD))
+    if not turns or not regrouped:
+        return {}
+    waiting = phases[AHEAD]["processes"][0]["waiting"]
+    return {"measured": regrouped / turns, "predicted": (1 - waiting[str(ahead)]) / (1 - waiting["1"])}
+
+
 def arguments() -> argparse.ArgumentParser:
     """Declare the program's arguments."""
     parser = parser_of(__doc__)
@@ -240,7 +268,13 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES), choices=STRATEGIES)
     parser.add_argument("--processes", type=int, default=0, help="GPUs; 0: all there are, two on the CPU")
     parser.add_argument("--tokens", type=int, default=8192, help="of a packed row, one a step and process")
-    parser.add_argument("--lengths", default="lognormal", metavar="FILE|lognormal|one", help="of documents")
+    parser.add_argument(
+        "--lengths",
+        default="lognormal",
+        metavar="FILE|lognormal|one|mixed",
+        help="of documents; mixed: every other four rows are one",
+    )
+    parser.add_argument("--ahead", type=int, default=0, help="steps whose rows are regrouped in a phase of its own")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument(
         "--logging", type=int, default=10, help="steps from one log, which waits for the GPU, to the next"
@@ -265,6 +299,10 @@ def main(given: argparse.Namespace) -> bool:
         }
         measure(given, facts)
         alone = rate(facts["phases"]["alone"])
+        balanced = gain(facts["phases"], given.ahead)
+        if balanced:
+            facts["gain"] = balanced
+            print(f"balanced: {balanced['measured']:.3f} times as fast, predicted {balanced['predicted']:.3f}")
         rows = []
         for name, found in facts["phases"].items():
             total = rate(found)

@@ -16,11 +16,26 @@ from support import programs
 @pytest.mark.slow
 def test_two_processes_are_judged_and_timed_against_their_sum(tmp_path: Path) -> None:
     out = tmp_path / "ranks.json"
-    sizes = ("--model", "tiny", "--tokens", "128", "--steps", "3", "--processes", "2")
+    sizes = (
+        "--model",
+        "tiny",
+        "--tokens",
+        "128",
+        "--steps",
+        "8",
+        "--processes",
+        "2",
+        "--lengths",
+        "mixed",
+        "--ahead",
+        "4",
+    )
     done = programs.invoke(ranks, *sizes, "--out", out)
     assert done.exit_code == 0, done.output
-    phases = json.loads(out.read_text())["phases"]
-    assert set(phases) == {"copies", "sharded", "alone"}
+    facts = json.loads(out.read_text())
+    phases = facts["phases"]
+    assert set(phases) == {"copies", "sharded", "copies-ahead", "alone"}
+    assert facts["gain"]["predicted"] > 1 and facts["gain"]["measured"] > 0
     for name in ranks.STRATEGIES:
         assert phases[name]["gate"]["green"] and len(phases[name]["processes"]) == 2 and phases[name]["of_the_sum"] > 0
 
