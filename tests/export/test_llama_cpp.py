@@ -22,6 +22,15 @@ from support.tiny import tiny_model
 
 pytest.importorskip("gguf")
 needs_llama_cpp = pytest.mark.skipif(not llama_cpp.has_llama_cpp(), reason="needs the package xllamacpp")
+GEMMA3: dict[str, Any] = {
+    "num_hidden_layers": 6,
+    "layer_types": [*["sliding_attention"] * 5, "full_attention"],
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
+"""As the 4B model has it; smaller ones have no scaling."""
 TEXT = "Once upon a time, there was a girl."
 
 
@@ -58,6 +67,12 @@ def farthest(model: Any, tokenizer: Any, folder: Path) -> tuple[float, float]:
         ("qwen2", {"use_sliding_window": False}),
         ("qwen3", {}),
         ("mistral", {"sliding_window": None}),
+        ("granite", {}),
+        ("olmo2", {}),
+        ("smollm3", {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]}),
+        ("phi3", {"sliding_window": None}),
+        ("gemma3_text", GEMMA3),
+        ("seed_oss", {}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -74,7 +89,7 @@ def test_rows_in_transformers_order_show(stories: Path, tmp_path: Path, monkeypa
     """The check above can fail: llama.cpp's order of rows forgotten."""
     tokenizer = AutoTokenizer.from_pretrained(stories)
     plain = gguf._tensors
-    monkeypatch.setattr(gguf, "_tensors", lambda *given: ((name, stored, 0) for name, stored, _ in plain(*given)))
+    monkeypatch.setattr(gguf, "_tensors", lambda *given: ((name, stored, None) for name, stored, _ in plain(*given)))
     found, own = farthest(tiny_model("llama", vocab_size=len(tokenizer)), tokenizer, tmp_path)
     assert found > 4 * own, (found, own)
 

@@ -17,7 +17,7 @@ from pronghorn.diagnose.export_run import FORMATS, export_run, modelfile
 from pronghorn.errors import ConfigError, TrainingError, UnsupportedError
 from pronghorn.export import gguf
 from pronghorn.export.gguf import write_gguf
-from pronghorn.models.gguf import load_gguf, read_header
+from pronghorn.models.gguf import ARCHITECTURES, load_gguf, read_header, reads
 from support.tiny import tiny_model
 
 pytest.importorskip("gguf")
@@ -45,18 +45,26 @@ def logits(model: Any, ids: list[int]) -> torch.Tensor:
         ("llama", {"rope_parameters": LLAMA3}),
         ("qwen2", {"use_sliding_window": False}),
         ("qwen3", {"tie_word_embeddings": True}),
+        ("granite", {}),
+        ("olmo2", {}),
+        ("smollm3", {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]}),
+        ("phi3", {"sliding_window": None}),
+        ("gemma3_text", {"num_hidden_layers": 6, "layer_types": [*["sliding_attention"] * 5, "full_attention"]}),
+        ("seed_oss", {}),
     ],
-    ids=["llama", "llama 3's RoPE", "qwen2", "qwen3, tied"],
+    ids=lambda value: value if isinstance(value, str) else ", ".join(value),
 )
-def test_what_is_written_is_read_back(smollm2: Path, tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+def test_what_is_written_is_read_back(
+    smollm2: Path, stories: Path, tmp_path: Path, family: str, changes: dict[str, Any]
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(smollm2 if family in ARCHITECTURES else stories)  # the smaller is faster
     model = tiny_model(family, vocab_size=len(tokenizer), **changes)
     folder = save(model, tokenizer, tmp_path / "merged")
     tokenizer = AutoTokenizer.from_pretrained(folder)  # a family has its own way of splitting text
-    ids = tokenizer(TEXT)["input_ids"]
+    ids, told = tokenizer(TEXT)["input_ids"], {"config": model.config, "tokenizer": tokenizer}
     for quantisation, allowed in (("f32", 1e-5), ("f16", 2e-3), ("q8_0", 3e-2)):
         file = write_gguf(folder, tmp_path / f"{quantisation}.gguf", quantisation)
-        again, own = load_gguf(file, torch.float32)
+        again, own = load_gguf(file, torch.float32, **({} if reads(file) else told))
         assert own(TEXT)["input_ids"] == ids and own.chat_template == tokenizer.chat_template
         assert own.eos_token_id == tokenizer.eos_token_id
         exact = logits(model, ids)
@@ -72,7 +80,7 @@ def test_rows_in_transformers_order_are_another_model(
     model = tiny_model("llama", vocab_size=len(tokenizer))
     folder = save(model, tokenizer, tmp_path / "merged")
     right = gguf._tensors
-    monkeypatch.setattr(gguf, "_tensors", lambda *given: ((name, stored, 0) for name, stored, _ in right(*given)))
+    monkeypatch.setattr(gguf, "_tensors", lambda *given: ((name, stored, None) for name, stored, _ in right(*given)))
     again, _ = load_gguf(write_gguf(folder, tmp_path / "wrong.gguf", "f32"), torch.float32)
     ids = tokenizer(TEXT)["input_ids"]
     exact = logits(model, ids)
@@ -107,11 +115,22 @@ def test_the_file_names_every_stop_token(smollm2: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "problem"),
-    [("gemma3_text", "gemma3_text is not written as GGUF"), ("qwen3_moe", "is not written as GGUF")],
+    ("family", "changes", "problem"),
+    [
+        ("qwen3_moe", {}, "qwen3_moe is not written as GGUF"),
+        ("smollm3", {}, "smollm3 with RoPE in other layers than three of four is not written as GGUF"),
+        (
+            "gemma3_text",
+            {"layer_types": ["full_attention"] * 3},
+            "gemma3_text with windows in other layers than five of six is not written as GGUF",
+        ),
+        ("mistral", {}, "a window of 7 tokens is not written as GGUF"),
+    ],
 )
-def test_families_that_are_not_written_are_refused(stories: Path, tmp_path: Path, family: str, problem: str) -> None:
-    folder = save(tiny_model(family), AutoTokenizer.from_pretrained(stories), tmp_path / "merged")
+def test_families_that_are_not_written_are_refused(
+    stories: Path, tmp_path: Path, family: str, changes: dict[str, Any], problem: str
+) -> None:
+    folder = save(tiny_model(family, **changes), AutoTokenizer.from_pretrained(stories), tmp_path / "merged")
     with pytest.raises(UnsupportedError, match=problem):
         write_gguf(folder, tmp_path / "model.gguf")
 
@@ -180,7 +199,9 @@ def test_an_export_that_is_not_what_was_trained_is_not_published(
             tokenizer.save_pretrained(source)
         else:
             tensors = gguf._tensors
-            monkeypatch.setattr(gguf, "_tensors", lambda *given: ((n, stored, 0) for n, stored, _ in tensors(*given)))
+            monkeypatch.setattr(
+                gguf, "_tensors", lambda *given: ((n, stored, None) for n, stored, _ in tensors(*given))
+            )
         return right(source, file, quantisation)
 
     monkeypatch.setattr(exporting, "write_gguf", wrong)

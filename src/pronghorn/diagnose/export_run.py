@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
@@ -22,6 +23,8 @@ from pronghorn.export.folder import whole_folder
 from pronghorn.export.fp8_checkpoint import write_fp8_checkpoint
 from pronghorn.export.gguf import check_quantisations, stop_tokens, write_gguf
 from pronghorn.export.merge import save_merged
+from pronghorn.models.families import base_causal_lm
+from pronghorn.models.gguf import load_gguf, reads
 from pronghorn.models.load import load_model
 from pronghorn.train.chat import is_export, load_chat, recipe_of
 
@@ -98,9 +101,9 @@ def export_run(run: Path, to: str, output: Path | None, quantisation: str, say: 
             say("loading what was written")
             reference = TransformersEngine(trained, tokenizer, str(run), session.models.get("base"))
             rows = [] if recipe is None else heldout_rows(recipe, tokenizer, say)
-            model, own_tokenizer = _load(folder, trained)
+            model, own_tokenizer, read = _load(folder, trained, tokenizer)
             with ExitStack() as served:
-                engines: list[Engine] = [TransformersEngine(model, own_tokenizer, f"{to} in transformers")]
+                engines: list[Engine] = [TransformersEngine(model, own_tokenizer, f"{to}{read} in transformers")]
                 if to in ("gguf", "ollama") and has_llama_cpp():
                     [file] = folder.glob("*.gguf")
                     engines.append(served.enter_context(serve_gguf(file)))
@@ -145,10 +148,17 @@ def _write(to: str, model: Any, tokenizer: Any, folder: Path, quantisation: str)
     return quantisation if quantisation in ("f32", "f16", "bf16", "q8_0") else "4bit"
 
 
-def _load(folder: Path, trained: Any) -> tuple[Any, Any]:
-    """Load what was written, in the numbers and on the device of the trained model."""
+def _load(folder: Path, trained: Any, tokenizer: Any) -> tuple[Any, Any, str]:
+    """Load what was written, in the numbers and on the device of the trained model, and say what was read of it.
+
+    Where transformers reads no configuration or tokenizer from a GGUF file, the trained model's is taken: what the file
+    says of them llama.cpp compares, which reads all.
+    """
     file = next(iter(sorted(folder.glob("*.gguf"))), folder)
-    return load_model(file, dtype=trained.dtype, device=trained.device, max_seq_length=1)
+    if file.suffix == ".gguf" and not reads(file):
+        config = copy.deepcopy(base_causal_lm(trained).config)
+        return *load_gguf(file, trained.dtype, trained.device, config, tokenizer), "'s weights"
+    return *load_model(file, dtype=trained.dtype, device=trained.device, max_seq_length=1), ""
 
 
 def modelfile(name: str, stops: Iterable[str]) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,14 @@ import torch
 from torch import Tensor
 
 from pronghorn.errors import ConfigError, UnsupportedError
+from pronghorn.families.gguf_spec import Gguf
+from pronghorn.families.spec import FamilySpec
 from pronghorn.models.families import check_config
 from pronghorn.models.gguf_tokenizer import byte_level_names, splits_alike
 from pronghorn.precision.loader import StoredTensor, checkpoint
 
+Change = Callable[[Tensor], Tensor] | None
+"""What is done to a weight, in float32, before it is written."""
 QUANTISATIONS = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 """What the `gguf` package computes. K-quants are llama.cpp's own: `llama-quantize` makes them of an f16 file."""
 MERGE = "export it merged (--to merged), and convert that with llama.cpp's convert_hf_to_gguf.py"
@@ -51,17 +56,21 @@ def write_gguf(source: str | Path, file: str | Path, quantisation: str = "q8_0")
 
     source, file = Path(source), Path(file)
     config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-    architecture = check_config(config).gguf
-    if architecture is None:
+    family = check_config(config)
+    form = family.gguf
+    if form is None:
         raise UnsupportedError(f"{config.model_type} is not written as GGUF here", MERGE)
+    unlike = form.unlike(config)
+    if unlike is not None:
+        raise UnsupportedError(f"{config.model_type} with {unlike} is not written as GGUF here", MERGE)
     tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    writer = gguf.GGUFWriter(str(file), architecture)
+    writer = gguf.GGUFWriter(str(file), form.architecture)
     stored = getattr(gguf.LlamaFileType, "ALL_F32" if quantisation == "f32" else f"MOSTLY_{quantisation.upper()}")
     writer.add_file_type(stored)
-    _describe(writer, config)
+    _describe(writer, config, form)
     _describe_tokenizer(writer, tokenizer, config, stop_tokens(source, tokenizer))
     kind = gguf.GGMLQuantizationType[quantisation.upper()]
-    _write_tensors(writer, lambda: _tensors(source, config, architecture), kind)
+    _write_tensors(writer, lambda: _tensors(source, config, family), kind)
     return file
 
 
@@ -76,12 +85,16 @@ def check_quantisations(names: Iterable[str]) -> None:
             )
 
 
-def _describe(writer: Any, config: Any) -> None:
+def _describe(writer: Any, config: Any, form: Gguf) -> None:
     """Write what the file says of the model's shape."""
-    rope = dict(config.rope_parameters)
-    if rope.get("rope_type", "default") not in ("default", "llama3"):
-        raise UnsupportedError(f"RoPE scaling {rope['rope_type']!r} is not written as GGUF here", MERGE)
-    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
+    import gguf
+
+    rope, values = dict(form.rope(config)), form.values(config)
+    scaling = rope.get("rope_type", "default")
+    if scaling not in ("default", "llama3", "linear"):
+        raise UnsupportedError(f"RoPE scaling {scaling!r} is not written as GGUF here", MERGE)
+    windows = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    if windows and "sliding_window" not in values:
         raise UnsupportedError(f"a window of {config.sliding_window} tokens is not written as GGUF here", MERGE)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_name(Path(str(config._name_or_path)).name or config.model_type)
@@ -93,10 +106,15 @@ def _describe(writer: Any, config: Any) -> None:
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(float(rope["rope_theta"]))
-    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
+    if scaling == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(float(rope["factor"]))
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_vocab_size(config.vocab_size)
+    for name, value in values.items():
+        getattr(writer, f"add_{name}")(value)
 
 
 def stop_tokens(source: Path, tokenizer: Any) -> list[int]:
@@ -172,15 +190,17 @@ def _vocabulary(tokenizer: Any, vocabulary: dict[str, int], size: int, pieces: b
     return tokens, types
 
 
-def _tensors(source: Path, config: Any, architecture: str) -> Iterator[tuple[str, StoredTensor | Tensor, int]]:
-    """Yield (the file's name of a tensor, the tensor, heads whose rows are interleaved or 0)."""
+def _tensors(source: Path, config: Any, family: FamilySpec) -> Iterator[tuple[str, StoredTensor | Tensor, Change]]:
+    """Yield (the file's name of a tensor, the tensor, how it is changed)."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
+    assert family.gguf is not None
+    architecture = family.gguf.architecture
     arch = next(key for key, name in MODEL_ARCH_NAMES.items() if name == architecture)
     table = get_tensor_name_map(arch, config.num_hidden_layers)
-    rope = dict(config.rope_parameters)
+    rope = dict(family.gguf.rope(config))
     if rope.get("rope_type") == "llama3":
-        yield "rope_freqs.weight", _rope_factors(rope, config), 0
+        yield "rope_freqs.weight", _rope_factors(rope, config), None
     for stored in checkpoint(source):
         module, _, leaf = stored.name.rpartition(".")
         name = table.get_name(module)
@@ -188,9 +208,17 @@ def _tensors(source: Path, config: Any, architecture: str) -> Iterator[tuple[str
             raise UnsupportedError(f"{stored.name} has no name in a GGUF file of {architecture}", MERGE)
         if name == "output" and config.tie_word_embeddings:
             continue  # the embeddings are read for it
-        # llama.cpp turns neighbouring rows of a head where transformers turns its halves
         heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-        yield f"{name}.{leaf}", stored, heads.get(name.rpartition(".")[2], 0) if architecture == "llama" else 0
+        turned = heads.get(name.rpartition(".")[2]) if family.gguf.turned else None
+        change: Change = None if turned is None else partial(_interleaved, heads=turned)
+        if family.norm_offset and name.endswith("norm"):
+            change = partial(torch.add, other=family.norm_offset)
+        yield f"{name}.{leaf}", stored, change
+
+
+def _interleaved(weight: Tensor, heads: int) -> Tensor:
+    """Put the rows of each head as llama.cpp turns them: neighbours, where transformers turns halves."""
+    return weight.view(heads, 2, -1, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
 
 
 def _rope_factors(rope: dict[str, Any], config: Any) -> Tensor:
@@ -206,7 +234,7 @@ def _rope_factors(rope: dict[str, Any], config: Any) -> Tensor:
 
 
 def _write_tensors(
-    writer: Any, tensors: Callable[[], Iterator[tuple[str, StoredTensor | Tensor, int]]], wanted: Any
+    writer: Any, tensors: Callable[[], Iterator[tuple[str, StoredTensor | Tensor, Change]]], wanted: Any
 ) -> None:
     """Write the tensors' table, then each tensor as it is read: `tensors` gives the same ones twice."""
     import numpy as np
@@ -228,9 +256,9 @@ def _write_tensors(
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for (_, stored, heads), kind in zip(tensors(), kinds, strict=True):
+    for (_, stored, change), kind in zip(tensors(), kinds, strict=True):
         weight = (stored if isinstance(stored, Tensor) else stored.read()).float()
-        if heads:
-            weight = weight.view(heads, 2, -1, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
+        if change is not None:
+            weight = change(weight)
         writer.write_tensor_data(quantize(weight.numpy(), kind))
     writer.close()

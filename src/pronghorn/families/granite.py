@@ -6,11 +6,21 @@ The embeddings' multiplier is the backbone's own affair, and attention's is its 
 from dataclasses import replace
 from typing import Any
 
+from pronghorn.families.gguf_spec import Gguf
 from pronghorn.families.spec import LLAMA_BLOCKS, FamilySpec, ResidualBlock
 
 
 def _blocks(layer: Any) -> tuple[ResidualBlock, ...]:
     return tuple(replace(block, multiplier=layer.residual_multiplier) for block in LLAMA_BLOCKS)
+
+
+def _scales(config: Any) -> dict[str, float]:
+    return {
+        "attention_scale": config.attention_multiplier,
+        "embedding_scale": config.embedding_multiplier,
+        "residual_scale": config.residual_multiplier,
+        "logit_scale": config.logits_scaling,
+    }
 
 
 GRANITE = FamilySpec(
@@ -19,4 +29,5 @@ GRANITE = FamilySpec(
     source="transformers.models.granite",
     blocks=_blocks,
     logit_scale=lambda config: 1 / config.logits_scaling,
+    gguf=Gguf("granite", turned=True, values=_scales),
 )

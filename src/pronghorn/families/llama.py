@@ -1,5 +1,6 @@
 """Llama 2 and 3, CodeLlama, SmolLM (`transformers.models.llama`)."""
 
+from pronghorn.families.gguf_spec import Gguf
 from pronghorn.families.spec import LLAMA_BLOCKS, FamilySpec, same_blocks
 
 LLAMA = FamilySpec(
@@ -7,5 +8,5 @@ LLAMA = FamilySpec(
     members="Llama 2 and 3, CodeLlama, SmolLM",
     source="transformers.models.llama",
     blocks=same_blocks(*LLAMA_BLOCKS),
-    gguf="llama",
+    gguf=Gguf("llama", turned=True),
 )

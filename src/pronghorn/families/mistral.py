@@ -1,5 +1,6 @@
 """Mistral (`transformers.models.mistral`): Llama's layout, with one window for all layers."""
 
+from pronghorn.families.gguf_spec import Gguf
 from pronghorn.families.spec import Attention, FamilySpec, GatedMLP, ResidualBlock, same_blocks, window_of_config
 
 MISTRAL = FamilySpec(
@@ -10,5 +11,5 @@ MISTRAL = FamilySpec(
         ResidualBlock("self_attn", Attention(window=window_of_config), before="input_layernorm"),
         ResidualBlock("mlp", GatedMLP(), before="post_attention_layernorm"),
     ),
-    gguf="llama",
+    gguf=Gguf("llama", turned=True),
 )

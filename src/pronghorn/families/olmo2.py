@@ -1,5 +1,6 @@
 """OLMo 2 (`transformers.models.olmo2`): norms after the blocks only; queries' and keys' norms span all heads."""
 
+from pronghorn.families.gguf_spec import Gguf
 from pronghorn.families.spec import Attention, FamilySpec, GatedMLP, ResidualBlock, same_blocks, window_of_module
 
 OLMO_BLOCKS = same_blocks(
@@ -17,4 +18,5 @@ OLMO2 = FamilySpec(
     members="OLMo 2",
     source="transformers.models.olmo2",
     blocks=OLMO_BLOCKS,
+    gguf=Gguf("olmo2"),
 )

@@ -1,5 +1,6 @@
 """Phi-3 and Phi-4 (`transformers.models.phi3`): merged q, k and v, merged gate and up, partial RoPE in some."""
 
+from pronghorn.families.gguf_spec import Gguf
 from pronghorn.families.spec import Attention, FamilySpec, GatedMLP, ResidualBlock, same_blocks, window_of_config
 
 PHI3 = FamilySpec(
@@ -12,5 +13,6 @@ PHI3 = FamilySpec(
             "mlp", GatedMLP(gate_up=("gate_up_proj",), activation="activation_fn"), before="post_attention_layernorm"
         ),
     ),
+    gguf=Gguf("phi3"),
     refused_options={"resid_pdrop": (0, None)},
 )

@@ -1,5 +1,6 @@
 """Qwen2 and Qwen2.5 (`transformers.models.qwen2`): biases on q, k and v, windows in some layers."""
 
+from pronghorn.families.gguf_spec import Gguf
 from pronghorn.families.spec import Attention, FamilySpec, GatedMLP, ResidualBlock, same_blocks, window_of_module
 
 QWEN2 = FamilySpec(
@@ -11,5 +12,5 @@ QWEN2 = FamilySpec(
         ResidualBlock("mlp", GatedMLP(), before="post_attention_layernorm"),
     ),
     as_text_of=("qwen2_vl_text", "qwen2_5_vl_text"),
-    gguf="qwen2",
+    gguf=Gguf("qwen2"),
 )

@@ -1,5 +1,6 @@
 """Qwen3 (`transformers.models.qwen3`): norms of each query and key head, windows in some layers."""
 
+from pronghorn.families.gguf_spec import Gguf
 from pronghorn.families.spec import Attention, FamilySpec, GatedMLP, ResidualBlock, same_blocks, window_of_module
 
 QWEN3_ATTENTION = ResidualBlock(
@@ -14,5 +15,5 @@ QWEN3 = FamilySpec(
     source="transformers.models.qwen3",
     blocks=same_blocks(QWEN3_ATTENTION, ResidualBlock("mlp", GatedMLP(), before="post_attention_layernorm")),
     as_text_of=("qwen3_vl_text",),
-    gguf="qwen3",
+    gguf=Gguf("qwen3"),
 )

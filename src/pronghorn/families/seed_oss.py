@@ -1,5 +1,6 @@
 """Seed-OSS (`transformers.models.seed_oss`): Llama's layout, biases on q, k and v."""
 
+from pronghorn.families.gguf_spec import Gguf
 from pronghorn.families.spec import LLAMA_BLOCKS, FamilySpec, same_blocks
 
 SEED_OSS = FamilySpec(
@@ -7,5 +8,6 @@ SEED_OSS = FamilySpec(
     members="Seed-OSS",
     source="transformers.models.seed_oss",
     blocks=same_blocks(*LLAMA_BLOCKS),
+    gguf=Gguf("seed_oss"),
     refused_options={"residual_dropout": (0, None)},
 )

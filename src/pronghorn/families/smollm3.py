@@ -1,6 +1,15 @@
 """SmolLM3 (`transformers.models.smollm3`): every fourth layer has no RoPE; windows in some layers."""
 
+from typing import Any
+
+from pronghorn.families.gguf_spec import Gguf
 from pronghorn.families.spec import Attention, FamilySpec, GatedMLP, ResidualBlock, same_blocks, window_of_module
+
+
+def _other_rotations(config: Any) -> str | None:
+    every_fourth_not = [int(number % 4 != 3) for number in range(config.num_hidden_layers)]
+    return None if config.no_rope_layers == every_fourth_not else "RoPE in other layers than three of four"
+
 
 SMOLLM3 = FamilySpec(
     model_type="smollm3",
@@ -14,4 +23,5 @@ SMOLLM3 = FamilySpec(
         ),
         ResidualBlock("mlp", GatedMLP(), before="post_attention_layernorm"),
     ),
+    gguf=Gguf("smollm3", turned=True, unlike=_other_rotations),
 )

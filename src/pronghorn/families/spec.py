@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from pronghorn.families.gguf_spec import Gguf
 from pronghorn.kernels.glu import Activation
 
 ACTIVATIONS: Mapping[str, Activation] = {
@@ -263,8 +264,8 @@ class FamilySpec:
     text, their positions in three dimensions are its positions."""
     refused_options: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Fields of the configuration and the values that are served, where others are not."""
-    gguf: str | None = None
-    """`general.architecture` of the GGUF files that this family's models are written as; None: of none."""
+    gguf: Gguf | None = None
+    """How this family's models are written as GGUF files; None: they aren't."""
     generic: bool = False
     """Nothing is known of the family but its configuration: layers run as transformers' own, and a probe of the loaded
     model proves that documents don't mix (`families.generic`)."""

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from pronghorn.errors import DataError, UnsupportedError
+from pronghorn.models.families import check_config
 from pronghorn.models.gguf_tokenizer import load_tokenizer
 from pronghorn.models.limits import check_layers, check_sizes, check_values
 from pronghorn.precision.loader import StoredTensor, checkpoint, load, open_gguf
@@ -58,7 +59,13 @@ class GgufHeader:
         return self.metadata.get(f"{self.architecture}.{key}")
 
 
-def load_gguf(path: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> tuple[Any, Any]:
+def load_gguf(
+    path: Path,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    config: Any = None,
+    tokenizer: Any = None,
+) -> tuple[Any, Any]:
     """Load `path` as a dense model and its tokenizer. Weights are unpacked one by one, to where they belong.
 
     A `tokenizer.json` beside the file is used instead of the file's own vocabulary. The ids of the special tokens are
@@ -68,15 +75,23 @@ def load_gguf(path: Path, dtype: torch.dtype, device: torch.device | str = "cpu"
         path: the `.gguf` file.
         dtype: of all weights.
         device: of the model.
+        config: the model's, where it is known: the file need not be of `ARCHITECTURES`, and what it says of the model's
+            shape isn't read.
+        tokenizer: the model's, for files whose own can't be rebuilt.
     Raises:
         DataError: the file is damaged, or weights are missing from it, or some have no place in the model.
         UnsupportedError: an architecture, RoPE scaling or tokenizer that is not served, or `gguf` is not installed.
     """
     path = Path(path)
     header = read_header(path)
-    _check(header)
-    tokenizer = load_tokenizer(path, header.metadata)
-    model = _load_weights(header, dtype, torch.device(device))
+    if config is None:
+        _check(header)
+    try:
+        tokenizer = load_tokenizer(path, header.metadata)
+    except UnsupportedError:
+        if tokenizer is None:
+            raise
+    model = _load_weights(header, config or _config(header), dtype, torch.device(device))
     _set_token_ids(model, tokenizer, header.metadata)
     return model, tokenizer
 
@@ -129,10 +144,18 @@ def _check(header: GgufHeader) -> None:
         )
 
 
-def _load_weights(header: GgufHeader, dtype: torch.dtype, device: torch.device) -> Any:
-    """Load the dense model, every weight of it from the file."""
+def reads(path: Path) -> bool:
+    """Tell whether `load_gguf` reads such a file without being told of the model."""
+    try:
+        tokenizer_of(path)
+    except UnsupportedError:
+        return False
+    return True
+
+
+def _config(header: GgufHeader) -> Any:
+    """Read the model's configuration from the file's metadata."""
     import transformers
-    from accelerate import init_empty_weights
 
     path = header.path
     config = transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
@@ -146,6 +169,15 @@ def _load_weights(header: GgufHeader, dtype: torch.dtype, device: torch.device) 
         config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads if wide else config.head_dim
     if header.rope_factors is not None:
         config.rope_parameters = _llama3_rope(header, dict(config.rope_parameters), config.head_dim)
+    return config
+
+
+def _load_weights(header: GgufHeader, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """Load the dense model, every weight of it from the file."""
+    import transformers
+    from accelerate import init_empty_weights
+
+    path, family = header.path, check_config(config)
     # parameters wait for the file's; buffers are computed, as they aren't in it
     with init_empty_weights(include_buffers=False):
         model = transformers.AutoModelForCausalLM.from_config(
@@ -156,7 +188,13 @@ def _load_weights(header: GgufHeader, dtype: torch.dtype, device: torch.device) 
         expected.pop("lm_head.weight", None)
     names = _names(header.architecture, expected, config.num_hidden_layers)
 
-    offset = header.architecture == "gemma3"  # llama.cpp stores its norms plus one
+    offset = family.norm_offset  # llama.cpp stores norms with it
+    heads = {".attn_q.": config.num_attention_heads, ".attn_k.": config.num_key_value_heads}
+    interleaved = (
+        {name: count for stored, name in names.items() for part, count in heads.items() if part in stored}
+        if family.gguf is not None and family.gguf.turned
+        else {}
+    )
 
     def place(name: str, stored: StoredTensor) -> Tensor:
         """Unpack a weight some rows at a time, so that little of it is float32 at once."""
@@ -164,15 +202,14 @@ def _load_weights(header: GgufHeader, dtype: torch.dtype, device: torch.device) 
         rows = max(1, _AT_ONCE // math.prod(stored.shape[1:]))
         for start in range(0, len(weight), rows):
             block = stored.rows(start, min(start + rows, len(weight)))
-            weight[start : start + rows] = block - 1 if offset and name.endswith("norm.weight") else block
+            weight[start : start + rows] = block - offset if offset and name.endswith("norm.weight") else block
         return weight
 
     def reorder(name: str, weight: Tensor) -> Tensor:
-        """Put Llama's query and key rows, which llama.cpp interleaves, in transformers' order."""
-        if header.architecture != "llama" or not name.endswith(("q_proj.weight", "k_proj.weight")):
+        """Put query and key rows, which llama.cpp interleaves, in transformers' order."""
+        if name not in interleaved:
             return weight
-        heads = config.num_attention_heads if name.endswith("q_proj.weight") else config.num_key_value_heads
-        return weight.view(heads, -1, 2, config.hidden_size).transpose(1, 2).reshape(weight.shape)
+        return weight.view(interleaved[name], -1, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
 
     def rename(stored: str) -> str | None:
         return names.get(stored, None if _ROPE.search(stored) else stored)  # others have no place: an error
