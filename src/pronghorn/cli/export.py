@@ -18,7 +18,8 @@ def export(
         Path, typer.Argument(metavar="RUN", help="Output folder of a finished run, or an adapter's folder.")
     ],
     to: Annotated[
-        str, typer.Option("--to", metavar="FORMAT", help="merged, adapter, served-adapter, fp8, gguf or ollama.")
+        str,
+        typer.Option("--to", metavar="FORMAT", help="merged, adapter, served-adapter, fp8, gguf, gguf-lora or ollama."),
     ] = "merged",
     quantization: Annotated[
         str, typer.Option(metavar="NAME", help="Of a GGUF file: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1 or q4_0.")
@@ -41,7 +42,8 @@ def export(
     its place; the causes are named.
 
     [bold]merged[/] transformers, vLLM, SGLang. [bold]adapter[/] PEFT. [bold]served-adapter[/] vLLM and SGLang, experts
-    too. [bold]fp8[/] vLLM. [bold]gguf[/] llama.cpp, LM Studio. [bold]ollama[/] a GGUF file and its Modelfile.
+    too. [bold]fp8[/] vLLM. [bold]gguf[/] llama.cpp, LM Studio. [bold]gguf-lora[/] llama.cpp. [bold]ollama[/] a GGUF
+    file and its Modelfile.
 
     [bold]Examples[/]
 

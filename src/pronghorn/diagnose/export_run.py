@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +22,12 @@ from pronghorn.export.engines.transformers import TransformersEngine
 from pronghorn.export.folder import whole_folder
 from pronghorn.export.fp8_checkpoint import write_fp8_checkpoint
 from pronghorn.export.gguf import check_quantisations, stop_tokens, write_gguf
+from pronghorn.export.gguf_lora import write_gguf_lora
 from pronghorn.export.merge import save_merged
 from pronghorn.models.families import base_causal_lm
 from pronghorn.models.gguf import load_gguf, reads
 from pronghorn.models.load import load_model
+from pronghorn.models.packed_checkpoint import fetched
 from pronghorn.train.chat import is_export, load_chat, recipe_of
 
 Say = Callable[[str], None]
@@ -55,6 +57,7 @@ FORMATS = {
     ),
     "fp8": Format("the whole model, linears in 8 bits", "vLLM, Pronghorn", "vllm serve {folder}"),
     "gguf": Format("one file for llama.cpp", "llama.cpp, LM Studio, Ollama", "llama-server -m {file}"),
+    "gguf-lora": Format("LoRA alone, one file for llama.cpp", "llama.cpp", "llama-server -m BASE.gguf --lora {file}"),
     "ollama": Format("a GGUF file and its Modelfile", "Ollama", "ollama create mine -f {folder}/Modelfile"),
 }
 
@@ -101,13 +104,8 @@ def export_run(run: Path, to: str, output: Path | None, quantisation: str, say: 
             say("loading what was written")
             reference = TransformersEngine(trained, tokenizer, str(run), session.models.get("base"))
             rows = [] if recipe is None else heldout_rows(recipe, tokenizer, say)
-            model, own_tokenizer, read = _load(folder, trained, tokenizer)
             with ExitStack() as served:
-                engines: list[Engine] = [TransformersEngine(model, own_tokenizer, f"{to}{read} in transformers")]
-                if to in ("gguf", "ollama") and has_llama_cpp():
-                    [file] = folder.glob("*.gguf")
-                    engines.append(served.enter_context(serve_gguf(file)))
-                for engine in engines:
+                for engine in _engines(to, folder, trained, tokenizer, served):
                     comparison = compare(reference, engine, format=limits, rows=rows, say=say)
                     if any(check.ok is False for check in comparison.checks):
                         causes = "; ".join(comparison.causes) or "its answers differ"
@@ -124,7 +122,7 @@ def export_run(run: Path, to: str, output: Path | None, quantisation: str, say: 
 def _write(to: str, model: Any, tokenizer: Any, folder: Path, quantisation: str) -> str | None:
     """Write a format, and return which limits it is compared by; None where nothing here reads it."""
     adapted = hasattr(model, "peft_config")
-    if to in ("adapter", "served-adapter") and not adapted:
+    if to in ("adapter", "served-adapter", "gguf-lora") and not adapted:
         raise ConfigError("the run has no adapter: it trained whole weights", "use --to merged")
     if to == "adapter":
         model.save_pretrained(folder)
@@ -133,6 +131,10 @@ def _write(to: str, model: Any, tokenizer: Any, folder: Path, quantisation: str)
     if to == "served-adapter":
         write_served_adapter(model, tokenizer, folder)
         return None
+    if to == "gguf-lora":
+        write_gguf_lora(model, folder / "adapter.gguf")
+        quantised = getattr(base_causal_lm(model), "is_quantized", False)  # its base isn't the checkpoint
+        return "f16" if has_llama_cpp() and not quantised else None
     if to == "merged":
         save_merged(model, tokenizer, folder)
         return "merged"
@@ -146,6 +148,27 @@ def _write(to: str, model: Any, tokenizer: Any, folder: Path, quantisation: str)
     if to == "ollama":
         (folder / "Modelfile").write_text(modelfile(file.name, stops), encoding="utf-8")
     return quantisation if quantisation in ("f32", "f16", "bf16", "q8_0") else "4bit"
+
+
+def _engines(to: str, folder: Path, trained: Any, tokenizer: Any, served: ExitStack) -> Iterator[Engine]:
+    """Yield what was written in each engine that is here and reads it."""
+    if to != "gguf-lora":
+        model, own_tokenizer, read = _load(folder, trained, tokenizer)
+        yield TransformersEngine(model, own_tokenizer, f"{to}{read} in transformers")
+    if to not in ("gguf", "gguf-lora", "ollama") or not has_llama_cpp():
+        return
+    [file] = folder.glob("*.gguf")
+    if to != "gguf-lora":
+        yield served.enter_context(serve_gguf(file))
+        return
+    scratch = Path(served.enter_context(tempfile.TemporaryDirectory(dir=folder.parent, prefix=".base-")))
+    base = write_gguf(_base_folder(trained), scratch / "base.gguf", "f16")
+    yield served.enter_context(serve_gguf(base, lora=file))
+
+
+def _base_folder(model: Any) -> Path:
+    """Return the checkpoint that an adapter goes on."""
+    return fetched(base_causal_lm(model).name_or_path, {})
 
 
 def _load(folder: Path, trained: Any, tokenizer: Any) -> tuple[Any, Any, str]:

@@ -22,6 +22,7 @@ from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.families.gguf_spec import Gguf
 from pronghorn.families.spec import FamilySpec
 from pronghorn.models.families import check_config
+from pronghorn.models.gguf import name_table
 from pronghorn.models.gguf_tokenizer import byte_level_names, splits_alike
 from pronghorn.precision.loader import StoredTensor, checkpoint
 
@@ -56,13 +57,9 @@ def write_gguf(source: str | Path, file: str | Path, quantisation: str = "q8_0")
 
     source, file = Path(source), Path(file)
     config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-    family = check_config(config)
+    family = written_family(config)
     form = family.gguf
-    if form is None:
-        raise UnsupportedError(f"{config.model_type} is not written as GGUF here", MERGE)
-    unlike = form.unlike(config)
-    if unlike is not None:
-        raise UnsupportedError(f"{config.model_type} with {unlike} is not written as GGUF here", MERGE)
+    assert form is not None
     tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     writer = gguf.GGUFWriter(str(file), form.architecture)
     stored = getattr(gguf.LlamaFileType, "ALL_F32" if quantisation == "f32" else f"MOSTLY_{quantisation.upper()}")
@@ -72,6 +69,17 @@ def write_gguf(source: str | Path, file: str | Path, quantisation: str = "q8_0")
     kind = gguf.GGMLQuantizationType[quantisation.upper()]
     _write_tensors(writer, lambda: _tensors(source, config, family), kind)
     return file
+
+
+def written_family(config: Any) -> FamilySpec:
+    """Return the family of a model, and refuse one whose models aren't written as GGUF (UnsupportedError)."""
+    family = check_config(config)
+    if family.gguf is None:
+        raise UnsupportedError(f"{config.model_type} is not written as GGUF here", MERGE)
+    unlike = family.gguf.unlike(config)
+    if unlike is not None:
+        raise UnsupportedError(f"{config.model_type} with {unlike} is not written as GGUF here", MERGE)
+    return family
 
 
 def check_quantisations(names: Iterable[str]) -> None:
@@ -192,12 +200,9 @@ def _vocabulary(tokenizer: Any, vocabulary: dict[str, int], size: int, pieces: b
 
 def _tensors(source: Path, config: Any, family: FamilySpec) -> Iterator[tuple[str, StoredTensor | Tensor, Change]]:
     """Yield (the file's name of a tensor, the tensor, how it is changed)."""
-    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
-
     assert family.gguf is not None
     architecture = family.gguf.architecture
-    arch = next(key for key, name in MODEL_ARCH_NAMES.items() if name == architecture)
-    table = get_tensor_name_map(arch, config.num_hidden_layers)
+    table = name_table(architecture, config.num_hidden_layers)
     rope = dict(family.gguf.rope(config))
     if rope.get("rope_type") == "llama3":
         yield "rope_freqs.weight", _rope_factors(rope, config), None
@@ -208,12 +213,17 @@ def _tensors(source: Path, config: Any, family: FamilySpec) -> Iterator[tuple[st
             raise UnsupportedError(f"{stored.name} has no name in a GGUF file of {architecture}", MERGE)
         if name == "output" and config.tie_word_embeddings:
             continue  # the embeddings are read for it
-        heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-        turned = heads.get(name.rpartition(".")[2]) if family.gguf.turned else None
-        change: Change = None if turned is None else partial(_interleaved, heads=turned)
-        if family.norm_offset and name.endswith("norm"):
-            change = partial(torch.add, other=family.norm_offset)
-        yield f"{name}.{leaf}", stored, change
+        yield f"{name}.{leaf}", stored, tensor_change(name, config, family)
+
+
+def tensor_change(name: str, config: Any, family: FamilySpec) -> Change:
+    """Return how a family's tensor is changed for the file, by its name there without the leaf."""
+    if family.norm_offset and name.endswith("norm"):
+        return partial(torch.add, other=family.norm_offset)
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(name.rpartition(".")[2])
+    if heads is None or family.gguf is None or not family.gguf.turned:
+        return None
+    return partial(_interleaved, heads=heads)
 
 
 def _interleaved(weight: Tensor, heads: int) -> Tensor:

@@ -221,12 +221,16 @@ def _load_weights(header: GgufHeader, config: Any, dtype: torch.dtype, device: t
     return model.to(device)
 
 
-def _names(architecture: str, parameters: Iterable[str], layers: int) -> dict[str, str]:
-    """Map the file's names of tensors to the model's."""
+def name_table(architecture: str, layers: int) -> Any:
+    """Return the `gguf` package's names of tensors in the files of an architecture, by the modules' paths."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
-    arch = next(key for key, name in MODEL_ARCH_NAMES.items() if name == architecture)
-    table = get_tensor_name_map(arch, layers)
+    return get_tensor_name_map(next(key for key, name in MODEL_ARCH_NAMES.items() if name == architecture), layers)
+
+
+def _names(architecture: str, parameters: Iterable[str], layers: int) -> dict[str, str]:
+    """Map the file's names of tensors to the model's."""
+    table = name_table(architecture, layers)
     parts = {name: name.rpartition(".") for name in parameters}
     return {f"{table.get_name(module)}.{leaf}": name for name, (module, _, leaf) in parts.items()}
 

@@ -22,6 +22,10 @@ params.verbosity, params.ui, params.warmup, params.n_gpu_layers = 0, False, Fals
 params.cpuparams.n_threads = int(sys.argv[3])
 params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
 params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+if len(sys.argv) > 4:
+    lora = xllamacpp.CommonAdapterLoraInfo()
+    lora.path, lora.scale = sys.argv[4], 1.0
+    params.lora_adapters = [lora]
 server = xllamacpp.Server(params)
 print(server.listening_address, flush=True)
 sys.stdin.read()
@@ -59,16 +63,18 @@ class LlamaCpp(OpenAIServer):
 
 
 @contextmanager
-def serve_gguf(file: Path, context: int = 2048, threads: int = 1) -> Iterator[LlamaCpp]:
+def serve_gguf(file: Path, context: int = 2048, threads: int = 1, lora: Path | None = None) -> Iterator[LlamaCpp]:
     """Serve a GGUF file on this machine's CPU while the block runs; keys and values are float32.
 
+    Args:
+        lora: the GGUF file of an adapter that is applied to it.
     Raises:
         UnsupportedError: xllamacpp isn't installed.
         ServerError: llama.cpp doesn't load the file.
     """
     if not has_llama_cpp():
         raise UnsupportedError("llama.cpp is not installed", "pip install xllamacpp")
-    command = [sys.executable, "-c", _SERVE, str(file), str(context), str(threads)]
+    command = [sys.executable, "-c", _SERVE, str(file), str(context), str(threads), *([str(lora)] if lora else [])]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL) as process:
         try:

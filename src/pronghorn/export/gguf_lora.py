@@ -1,0 +1,82 @@
+"""Write a LoRA adapter as a GGUF file, which llama.cpp applies to its base (`--lora`).
+
+llama.cpp adds alpha / r · B A x, with one alpha for all; what else scales an adapter is multiplied into its B.
+
+Source: llama.cpp, convert_lora_to_gguf.py's file format and src/llama-adapter.cpp.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from pronghorn.errors import ConfigError, UnsupportedError
+from pronghorn.export.gguf import Change, tensor_change, written_family
+from pronghorn.layers.linears import adapter_of
+from pronghorn.models.families import base_causal_lm
+from pronghorn.models.gguf import name_table
+
+INSTEAD = "export it merged (--to gguf)"
+_NOT_READ = (
+    ("modules_to_save", "modules that were trained whole"),
+    ("trainable_token_indices", "rows of new tokens"),
+    ("target_parameters", "adapters of experts"),
+    ("use_dora", "DoRA"),
+    ("lora_bias", "biases of adapters"),
+    ("layer_replication", "repeated layers"),
+)
+"""Fields of PEFT's configuration that name what llama.cpp doesn't read in an adapter."""
+
+
+def write_gguf_lora(model: Any, file: str | Path) -> Path:
+    """Write the active adapter of a PEFT model, in float32.
+
+    Args:
+        model: left untouched.
+        file: the file to write; an earlier one is replaced.
+    Raises:
+        ConfigError: the model has no adapter.
+        UnsupportedError: a family that isn't written as GGUF, or an adapter with something that llama.cpp doesn't
+            apply; names it, and says to merge.
+    """
+    import gguf
+
+    if not hasattr(model, "active_peft_config"):
+        raise ConfigError("the model has no adapter", "export it merged")
+    _check(model.active_peft_config)
+    base, file, alpha = base_causal_lm(model), Path(file), float(model.active_peft_config.lora_alpha)
+    family = written_family(base.config)
+    assert family.gguf is not None
+    writer = gguf.GGUFWriter(str(file), family.gguf.architecture)
+    writer.add_type(gguf.GGUFType.ADAPTER)
+    writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
+    writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, alpha)
+    table = name_table(family.gguf.architecture, base.config.num_hidden_layers)
+    for path, module in base.named_modules():
+        if not hasattr(module, "lora_A"):
+            continue
+        adapter, name = adapter_of(module), table.get_name(path)
+        if adapter is None or name is None:
+            raise UnsupportedError(f"the adapter of {path} can't be written as GGUF", INSTEAD)
+        change: Change = tensor_change(name, base.config, family)
+        b: Tensor = adapter.b.detach().float().cpu() * (adapter.scale * len(adapter.a) / alpha)
+        writer.add_tensor(f"{name}.weight.lora_a", adapter.a.detach().float().cpu().numpy())
+        writer.add_tensor(f"{name}.weight.lora_b", (b if change is None else change(b)).contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def _check(config: Any) -> None:
+    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    if kind != "LORA":
+        raise UnsupportedError(f"llama.cpp applies LoRA alone, not {kind}", INSTEAD)
+    if config.bias != "none":
+        raise UnsupportedError(f"llama.cpp doesn't read trained biases (bias: {config.bias})", INSTEAD)
+    for field, what in _NOT_READ:
+        if getattr(config, field, None):
+            raise UnsupportedError(f"llama.cpp doesn't read {what} in an adapter ({field})", INSTEAD)

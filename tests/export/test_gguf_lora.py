@@ -1,0 +1,136 @@
+"""Adapters as GGUF files: llama.cpp computes the base and the adapter as PEFT does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from pronghorn.diagnose import export_run as exporting
+from pronghorn.diagnose.export_run import export_run
+from pronghorn.diagnose.verify_reference import perturb
+from pronghorn.errors import UnsupportedError
+from pronghorn.export.engines import llama_cpp
+from pronghorn.export.engines.llama_cpp import serve_gguf
+from pronghorn.export.engines.transformers import TransformersEngine
+from pronghorn.export.gguf import write_gguf
+from pronghorn.export.gguf_lora import write_gguf_lora
+from pronghorn.models.lora import add_lora
+from support.tiny import tiny_model
+
+gguf = pytest.importorskip("gguf")
+needs_llama_cpp = pytest.mark.skipif(not llama_cpp.has_llama_cpp(), reason="needs the package xllamacpp")
+TEXT = "Once upon a time, there was a girl."
+FAMILIES: dict[str, dict[str, Any]] = {"llama": {}, "qwen3": {}, "granite": {}, "phi3": {"sliding_window": None}}
+
+
+def adapted(family: str, vocabulary: int, **options: Any) -> Any:
+    model = tiny_model(family, vocab_size=vocabulary, **FAMILIES.get(family, {})).float().eval()
+    model = add_lora(model, **{"r": 4, "lora_alpha": 12, **options})
+    perturb(model)
+    return model
+
+
+@needs_llama_cpp
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_llama_cpp_applies_the_adapter(stories: Path, tmp_path: Path, family: str) -> None:
+    """Ranks and scales of their own for some linears, and float16's own error as the measure."""
+    tokenizer = AutoTokenizer.from_pretrained(stories)
+    torch.manual_seed(0)
+    model = adapted(family, len(tokenizer), use_rslora=True, rank_pattern={"o_proj": 2}, alpha_pattern={"o_proj": 3})
+    with torch.no_grad():  # so that an adapter that is left out shows
+        for parameter in model.parameters():
+            parameter.mul_(3.0 if parameter.ndim > 1 else 1.0)
+    base = model.get_base_model()
+    folder = tmp_path / "base"
+    plain = tiny_model(family, vocab_size=len(tokenizer), **FAMILIES[family]).float()
+    state = {name.replace(".base_layer", ""): p for name, p in base.state_dict().items() if "lora_" not in name}
+    plain.load_state_dict(state)
+    plain.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    ids = list(tokenizer(TEXT)["input_ids"])
+    exact = TransformersEngine(model, tokenizer).distribution(ids)
+    without = TransformersEngine(plain, tokenizer).distribution(ids)
+    lora = write_gguf_lora(model, tmp_path / "adapter.gguf")
+    with serve_gguf(write_gguf(folder, tmp_path / "base.gguf", "f32"), 64, lora=lora) as engine:
+        scored = engine.logprobs(ids)
+    rounded = TransformersEngine(model.half(), tokenizer).distribution(ids)
+    found, own, base_alone = (
+        max(abs(exact[at - 1, ids[at]].item() - told(at)) for at in scored)
+        for told in (
+            lambda at: scored[at].logprob,
+            lambda at: rounded[at - 1, ids[at]].item(),
+            lambda at: without[at - 1, ids[at]].item(),
+        )
+    )
+    assert found <= 2 * own < base_alone, (found, own, base_alone)
+
+
+def test_a_file_says_what_it_is(stories: Path, tmp_path: Path) -> None:
+    model = adapted("llama", 512, target_modules=["q_proj", "down_proj"])
+    reader = gguf.GGUFReader(str(write_gguf_lora(model, tmp_path / "adapter.gguf")))
+    told = {key: reader.fields[key].contents() for key in ("general.architecture", "general.type", "adapter.type")}
+    assert told == {"general.architecture": "llama", "general.type": "adapter", "adapter.type": "lora"}
+    assert reader.fields["adapter.lora.alpha"].contents() == 12.0
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    assert len(tensors) == 2 * 2 * 3
+    assert [*tensors["blk.0.ffn_down.weight.lora_a"].shape] == [88, 4]  # the fastest dimension first
+    layer = model.get_base_model().model.layers[0].self_attn.q_proj
+    b = layer.lora_B["default"].weight.detach()
+    turned = b.view(4, 2, 8, 4).transpose(1, 2).reshape(b.shape)  # 4 heads of 16 rows: halves become neighbours
+    assert torch.equal(torch.tensor(tensors["blk.0.attn_q.weight.lora_b"].data), turned)
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "problem"),
+    [
+        ("llama", {"use_dora": True}, "doesn't read DoRA"),
+        ("llama", {"bias": "all"}, r"doesn't read trained biases \(bias: all\)"),
+        ("llama", {"modules_to_save": ["embed_tokens"]}, "modules that were trained whole"),
+        ("qwen3_moe", {}, "qwen3_moe is not written as GGUF"),
+    ],
+)
+def test_what_llama_cpp_does_not_apply_is_refused(
+    tmp_path: Path, family: str, options: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=problem):
+        write_gguf_lora(adapted(family, 512, **options), tmp_path / "adapter.gguf")
+
+
+def test_an_export_without_llama_cpp_says_that_nothing_compared_it(
+    stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pronghorn import FastLanguageModel
+
+    monkeypatch.setattr(exporting, "has_llama_cpp", lambda: False)
+    model, tokenizer = FastLanguageModel.from_pretrained(str(stories), max_seq_length=64, dtype="float32")
+    FastLanguageModel.get_peft_model(model, r=2).save_pretrained(tmp_path / "run")
+    tokenizer.save_pretrained(tmp_path / "run")
+    exported = export_run(tmp_path / "run", "gguf-lora", None, "q8_0")
+    assert exported.next == f"llama-server -m BASE.gguf --lora {exported.folder / 'adapter.gguf'}"
+    assert "Not compared" in (exported.folder / "README.md").read_text()
+
+
+@needs_llama_cpp
+@pytest.mark.slow
+def test_an_export_is_compared_with_its_base_in_llama_cpp(smollm2: Path, tmp_path: Path) -> None:
+    from pronghorn import FastLanguageModel
+
+    model, tokenizer = FastLanguageModel.from_pretrained(str(smollm2), max_seq_length=64, dtype="float32")
+    model = FastLanguageModel.get_peft_model(model, r=4, target_modules=["q_proj", "v_proj"])
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.03)
+    model.save_pretrained(tmp_path / "run")
+    tokenizer.save_pretrained(tmp_path / "run")
+    exported = export_run(tmp_path / "run", "gguf-lora", tmp_path / "out", "f16")
+    [comparison] = exported.comparisons
+    assert comparison.ok and comparison.engine.startswith("llamacpp")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"README.md", "adapter.gguf"}
+    assert not list(tmp_path.glob(".base-*")), "the base's file was left"
