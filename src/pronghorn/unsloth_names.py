@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -114,7 +115,7 @@ def elsewhere(name: str) -> None:
     """Raise ElsewhereError for a name of Unsloth's (or TRL's, PEFT's) that is not here; others pass."""
     if name in _NAMES:
         raise ElsewhereError(f"{name} is not Pronghorn's", _NAMES[name])
-    if name.startswith("Fast") and name.endswith("Model"):
+    if re.fullmatch(r"Fast(Text|Llama|Mistral|Qwen|Gemma|Granite|Cohere)\w*Model", name):
         raise ElsewhereError(f"{name} is not Pronghorn's", "use FastLanguageModel: it loads every family served")
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import logging
+import re
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -146,15 +149,21 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+
+def _help(command: Callable[..., Any]) -> str:
+    """Return a command's docstring, each paragraph in one line, which the terminal's width then breaks."""
+    return re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(command.__doc__ or ""))
+
+
 data = typer.Typer(cls=_InOrder, help="Look at what a recipe trains on.", no_args_is_help=True)
 app.add_typer(data, name="data")
-data.command("inspect", cls=_Recipe, no_args_is_help=True)(inspect_data)
+data.command("inspect", cls=_Recipe, no_args_is_help=True, help=_help(inspect_data))(inspect_data)
 for command in (train, plan, verify, profile, bench, launch):
-    app.command(cls=_Recipe, no_args_is_help=True)(command)
+    app.command(cls=_Recipe, no_args_is_help=True, help=_help(command))(command)
 for other in (convert, report, chat, export):
-    app.command(no_args_is_help=True)(other)
-app.command()(doctor)
-app.command()(init)
+    app.command(no_args_is_help=True, help=_help(other))(other)
+for alone in (doctor, init):
+    app.command(help=_help(alone))(alone)
 
 
 def _version(wanted: bool) -> None:

@@ -196,6 +196,8 @@ def _json_error(error: Exception, path: Path, line: int) -> DataError:
     remedy = _NOT_JSON.get(start, "mend or delete that line")
     if error.doc.startswith(LFS):
         remedy = "that is a pointer of Git LFS: git lfs pull gets the file"
+    elif path.suffix == ".jsonl" and error.doc.strip() in ("{", "[{"):
+        remedy = "write each row's object in one line; a list of objects over several lines is a .json file"
     elif error.doc.lstrip().startswith("{'"):
         remedy = "JSON's quotes are double: write rows by json.dumps"
     elif error.msg == "Extra data" and error.doc[error.pos :].strip() == ",":

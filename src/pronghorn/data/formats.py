@@ -114,7 +114,8 @@ class RowReader:
             remedy = f"write each row as {ACCEPTED}"
             if isinstance(value, list) and at.endswith(".jsonl line 1"):
                 remedy = "name the file .json: it is a list of rows"
-            raise DataError(f"{at}: {type(value).__name__} instead of an object", remedy)
+            kind = "null" if value is None else type(value).__name__
+            raise DataError(f"{at}: {kind} instead of an object", remedy)
         if self.shape is not None and self.shape.given:
             missing = [key for key in self.shape.needed if key not in value]
             if missing:

@@ -338,6 +338,11 @@ def _config(name: str | Path, hub: dict[str, Any]) -> Any:
                 f"model {name} is neither a folder here nor to be had from the hub ({reason})",
                 "check the name (owner/model) and the connection; a private model needs HF_TOKEN in the environment",
             ) from error
+        if "not a valid JSON file" in reason:
+            raise DataError(
+                f"{name}: its config.json is not valid JSON",
+                "download it again; git lfs pull, if Git LFS left a pointer",
+            ) from error
         raise UnsupportedError(
             f"{name}: its config.json can't be used ({reason})",
             "give a causal language model that this version of transformers knows; trust_remote_code runs code that "

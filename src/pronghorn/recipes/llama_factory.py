@@ -128,8 +128,12 @@ def _data(draft: Draft, folder: Path) -> None:
         info = base / "dataset_info.json"
         try:
             entries = json.loads(info.read_text(encoding="utf-8"))
+            if not isinstance(entries, dict):
+                raise ValueError("no table of data sets")
         except ValueError as error:
-            raise ConfigError(f"{info}: not valid JSON ({error})", "mend it, or name your data in data.train") from None
+            raise ConfigError(
+                f"{info} can't be used: not valid JSON ({error})", "mend it, or name your data in data.train"
+            ) from None
     for key, ours in (("dataset", "data.train"), ("eval_dataset", "data.eval")):
         names = _names(draft.take(key) or [])
         sources = [_source(draft, name, entries.get(name), base or place) for name in names]
