@@ -101,6 +101,14 @@ def test_help_is_quick_and_loads_nothing_heavy() -> None:
     assert "Examples" in done.stdout and "train.max_steps=20" in done.stdout
 
 
+def test_help_is_broken_by_the_terminal_alone() -> None:
+    """Not at the source's lines, too, which left words by themselves."""
+    lines = CliRunner().invoke(app, ["train", "--help"], env={"COLUMNS": "80"}).stdout.splitlines()
+    said = [line.strip() for line in lines[: lines.index(" Examples" + 71 * " ")]]
+    assert all(len(line) > 60 for line, after in zip(said, said[1:], strict=False) if line and after)
+
+
+
 def test_overrides_in_the_help_are_right(recipe: Path) -> None:
     from pronghorn.config import Recipe
 
