@@ -79,6 +79,7 @@ MISTAKES = {
     "--dry-run": command("train recipe.yaml --dry-run", "--dry-run", "pronghorn plan"),
     "--verbose": command("train recipe.yaml --verbose", "--verbose", "--paths"),
     "--push_to_hub": command("train recipe.yaml --push_to_hub", "--push_to_hub", "pronghorn export RUN --push"),
+    "a model that init can't find": command("init a.yaml --model ./no", "--model ./no does not exist", "hub name"),
     "a recipe into no folder": command("init no/a.yaml", "no/a.yaml can't be written", "a folder that is there"),
     "a GGUF's quantisation of another format": command(
         "export model --quantization q8_0", "--quantization with --to merged", "--to gguf"

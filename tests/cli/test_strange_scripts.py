@@ -58,7 +58,11 @@ SCRIPTS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     ),
     "both for inference": (lambda m: FastLanguageModel.for_inference(load(m)), "got a tuple", "model, tokenizer ="),
     "adapters after the trainer": (adapters_late, "after the trainer was made", "before SFTTrainer"),
-    "after a merge": (lambda m: trainer(lora(m).merge_and_unload()), "no weight of the model", "get_peft_model"),
+    "after a merge": (
+        lambda m: trainer(lora(m).merge_and_unload()).train(),
+        "no weight of the model",
+        "get_peft_model",
+    ),
     "adapters and peft_config": (lambda m: trainer(lora(m), peft_config=object()), "peft_config", "leave peft_config"),
     "a rate in quotes": (lambda m: trainer(lora(m), config={"learning_rate": "2e-4"}), "'2e-4'", "as a number"),
     "a tensor of data": (lambda m: trainer(lora(m), torch.ones(4, 4)), "is a Tensor", "load_dataset("),

@@ -63,7 +63,7 @@ from pronghorn.train.validate import (
     check_old_arguments,
     check_row_length,
     check_trained_dtypes,
-    check_wrapped,
+    check_trains,
     use_one_gpu,
 )
 
@@ -119,7 +119,7 @@ class SFTTrainer(trl.SFTTrainer):
                 if hasattr(args, name):
                     setattr(args, name, False)  # the plan decides; SFTConfig's default would recompute regardless
         trained = {parameter: parameter.data for parameter in model.parameters() if parameter.requires_grad}
-        check_adapters(model, kwargs.get("peft_config"), bool(trained))
+        check_adapters(model, kwargs.get("peft_config"))
         if not hasattr(model, "peft_config") and kwargs.get("peft_config") is None:
             check_trained_dtypes(data.dtype for data in trained.values())
         self._train_is_prepared = False
@@ -301,7 +301,7 @@ class SFTTrainer(trl.SFTTrainer):
                     f"no checkpoint in {self.args.output_dir}", "call train() to start from the beginning"
                 )
             resume_from_checkpoint = str(found[-1]) if found else None
-        check_wrapped(self.model)
+        check_trains(self.model)
         if resume_from_checkpoint is not None:
             self._check(Path(resume_from_checkpoint))
         gathers = sharded(base_causal_lm(self.model)) is not None

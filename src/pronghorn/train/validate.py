@@ -128,20 +128,21 @@ def check_row_length(asked: int | None, limit: int | None) -> int:
     return int(asked or limit or 0)
 
 
-def check_adapters(model: Any, asked: Any, trains: bool) -> None:
-    """Refuse a `peft_config` beside adapters, and a model of which nothing is trained."""
+def check_adapters(model: Any, asked: Any) -> None:
+    """Refuse a `peft_config` beside adapters."""
     if isinstance(model, PeftModel) and asked is not None:
         raise ConfigError("peft_config for a model that has an adapter already", "leave peft_config out")
-    if not trains and asked is None:
+
+
+def check_trains(model: Any) -> None:
+    """Refuse to train a model of which no weight is trained, and adapters that came into the model after its trainer
+    was made, which would save no adapter."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
             "no weight of the model is trained",
             "add adapters by FastLanguageModel.get_peft_model (merge_and_unload takes them away), or load the model "
             "with full_finetuning=True",
         )
-
-
-def check_wrapped(model: Any) -> None:
-    """Refuse adapters that came into the model after its trainer was made, which would save no adapter."""
     if isinstance(model, PeftModel) or getattr(model, "_hf_peft_config_loaded", False):
         return
     if any(".lora_" in name for name, _ in model.named_parameters()):
