@@ -63,6 +63,11 @@ SCRIPTS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         "no weight of the model",
         "get_peft_model",
     ),
+    "a model to resume from": (
+        lambda m: trainer(lora(m)).train(resume_from_checkpoint=str(m)),
+        "no checkpoint to resume from",
+        "checkpoint-N",
+    ),
     "adapters and peft_config": (lambda m: trainer(lora(m), peft_config=object()), "peft_config", "leave peft_config"),
     "a rate in quotes": (lambda m: trainer(lora(m), config={"learning_rate": "2e-4"}), "'2e-4'", "as a number"),
     "a tensor of data": (lambda m: trainer(lora(m), torch.ones(4, 4)), "is a Tensor", "load_dataset("),

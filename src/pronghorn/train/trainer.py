@@ -326,8 +326,8 @@ class SFTTrainer(trl.SFTTrainer):
 
     def _check(self, folder: Path) -> None:
         """Refuse a checkpoint that is damaged or of another model; one without a manifest (stock TRL's) passes."""
-        if (folder / state.MANIFEST).exists():
-            # of several processes one reads everything
+        checkpoint.check_folder(folder)
+        if (folder / state.MANIFEST).exists():  # of several processes one reads everything
             manifest = checkpoint.verify(folder, contents=self.args.should_save and folder != self.checked)
             checkpoint.check_model(folder, manifest, self._fingerprint)
 
