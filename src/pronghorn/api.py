@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +24,7 @@ from pronghorn.models.attach import attach, attached
 from pronghorn.models.attach_options import Attention, Experimental
 from pronghorn.models.families import base_causal_lm, decoder_layers, recompute_layers
 from pronghorn.models.load import load_model, resolve_dtype
-from pronghorn.models.lora import add_lora
+from pronghorn.models.lora import add_lora, check_model
 from pronghorn.unsloth_names import answer_methods, refuse_arguments
 
 
@@ -67,7 +68,7 @@ class FastLanguageModel:
         Raises:
             NotImplementedError: an argument that isn't supported yet, by name.
         """
-        _refuse(unsupported, "from_pretrained")
+        _refuse(unsupported, FastLanguageModel.from_pretrained)
         plan = Plan.asked(use_gradient_checkpointing)
         if compute != "dtype" and (full_finetuning or not packing):
             raise ConfigError(
@@ -134,7 +135,8 @@ class FastLanguageModel:
         """
         if unsupported.get("max_seq_length") == getattr(model, "max_seq_length", None):
             unsupported.pop("max_seq_length", None)
-        _refuse(unsupported, "get_peft_model")
+        _refuse(unsupported, FastLanguageModel.get_peft_model)
+        check_model(model, "get_peft_model")
         if use_gradient_checkpointing is not None:
             _set_recompute(model, use_gradient_checkpointing)
         adapted = add_lora(
@@ -162,6 +164,7 @@ class FastLanguageModel:
     @staticmethod
     def for_training(model: Any, use_gradient_checkpointing: Checkpointing | None = None) -> Any:
         """Training mode: dropout on. `use_gradient_checkpointing=None` leaves that as it is."""
+        check_model(model, "for_training")
         if use_gradient_checkpointing is not None:
             _set_recompute(model, use_gradient_checkpointing)
         return model.train()
@@ -169,6 +172,7 @@ class FastLanguageModel:
     @staticmethod
     def for_inference(model: Any) -> Any:
         """Inference mode: dropout off. Layers recompute in training mode only, so `generate()` uses its cache."""
+        check_model(model, "for_inference")
         return model.eval()
 
     @staticmethod
@@ -186,7 +190,7 @@ class FastLanguageModel:
         Raises:
             NotImplementedError: another `save_method`, or an argument that isn't supported (`push_to_hub`, `token`).
         """
-        _refuse(unsupported, "save_pretrained_merged")
+        _refuse(unsupported, FastLanguageModel.save_pretrained_merged)
         if save_method == "lora":
             if not hasattr(model, "peft_config"):
                 raise ConfigError("save_method 'lora' for a model without an adapter", "use 'merged_16bit'")
@@ -219,7 +223,7 @@ class FastLanguageModel:
             ConfigError: an unknown method, no tokenizer, or something is in the folder.
             NotImplementedError: a model or tokenizer that isn't written as GGUF, or an argument that isn't supported.
         """
-        _refuse(unsupported, "save_pretrained_gguf")
+        _refuse(unsupported, FastLanguageModel.save_pretrained_gguf)
         methods = [quantization_method] if isinstance(quantization_method, str) else list(quantization_method)
         if tokenizer is None:
             raise ConfigError("a GGUF file holds the tokenizer, and none is given", "give it as the second argument")
@@ -248,7 +252,7 @@ class FastLanguageModel:
             ConfigError, ServerError: as `export.hub.push_folder`.
             NotImplementedError: as `save_pretrained_merged`.
         """
-        _refuse(unsupported, "push_to_hub_merged")
+        _refuse(unsupported, FastLanguageModel.push_to_hub_merged)
         with tempfile.TemporaryDirectory(prefix="pronghorn-push-") as scratch:
             folder = FastLanguageModel.save_pretrained_merged(model, Path(scratch) / "model", tokenizer, save_method)
             return push_folder(folder, repo, token=token, private=private)
@@ -283,11 +287,12 @@ def _set_recompute(model: Any, value: Checkpointing) -> None:
         handle.replan(plan)
 
 
-def _refuse(arguments: dict[str, Any], where: str) -> None:
+def _refuse(arguments: dict[str, Any], method: Callable[..., Any]) -> None:
     """Refuse arguments by name, unless they ask for nothing (False, None, 0)."""
+    where = method.__name__
     if switches := sorted(arguments.keys() & {field.name for field in fields(Experimental)}):
         raise UnsupportedError(
             f"{where} does not take {', '.join(switches)}, which only measurements need",
             f"leave it out, or call pronghorn.attach(model, experimental={{'{switches[0]}': ...}})",
         )
-    refuse_arguments(arguments, where)
+    refuse_arguments(arguments, where, inspect.signature(method).parameters)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from pronghorn.data.template import BUILT_IN
@@ -18,7 +19,7 @@ _SPELLINGS = {
     "gemma": ("gemma2", "gemma-2", "gemma3", "gemma-3"),
 }
 """What Unsloth calls the built-in templates."""
-_ROLES = {"human": "user", "gpt": "assistant"}
+_ROLES = {"human": "user", "gpt": "assistant"} | {role: role for role in ("system", "user", "assistant", "tool")}
 
 
 def get_chat_template(tokenizer: Any, chat_template: str = "chatml", mapping: Any = None, **options: Any) -> Any:
@@ -29,6 +30,11 @@ def get_chat_template(tokenizer: Any, chat_template: str = "chatml", mapping: An
     """
     if mapping and mapping.get("role", "role") != "role":
         raise ConfigError("get_chat_template with a mapping", "leave it out and call standardize_sharegpt(dataset)")
+    if not hasattr(tokenizer, "apply_chat_template") or not isinstance(chat_template, str):
+        raise ConfigError(
+            f"get_chat_template({type(tokenizer).__name__}, {type(chat_template).__name__})",
+            "give the tokenizer and a template's name; a template of one's own: tokenizer.chat_template = TEXT",
+        )
     name = chat_template
     if name not in BUILT_IN:
         name = next((ours for ours, others in _SPELLINGS.items() if name in others), name)
@@ -40,30 +46,57 @@ def get_chat_template(tokenizer: Any, chat_template: str = "chatml", mapping: An
     return tokenizer
 
 
-def standardize_sharegpt(dataset: Any, **options: Any) -> Any:
+def standardize_sharegpt(
+    dataset: Any,
+    aliases_for_system: Sequence[str] = (),
+    aliases_for_user: Sequence[str] = (),
+    aliases_for_assistant: Sequence[str] = (),
+    **options: Any,
+) -> Any:
     """Return the data set with its `conversations` as messages of `role` and `content`; others come back as they are.
 
+    Args:
+        aliases_for_system, aliases_for_user, aliases_for_assistant: what turns are `from`, beside ShareGPT's names.
     Raises:
-        DataError: a data set without `conversations` or `messages`.
+        ConfigError: no data set.
+        DataError: a data set without `conversations` or `messages`, or turns of a role that is not known.
     """
-    columns = dataset.column_names
+    columns = getattr(dataset, "column_names", None)
+    if not isinstance(columns, list):
+        raise ConfigError(
+            f"standardize_sharegpt got a {type(dataset).__name__}",
+            'give a datasets.Dataset: load_dataset("json", data_files=FILE, split="train")',
+        )
     if "conversations" not in columns:
         if "messages" in columns:
             return dataset
         raise DataError(f"no conversations among the columns {', '.join(columns)}", "leave standardize_sharegpt out")
-    if len(dataset) and "role" in dataset[0]["conversations"][0]:
+    if any("role" in turn for row in dataset.select(range(min(len(dataset), 1))) for turn in row["conversations"]):
         return dataset
-    return dataset.map(_messages, desc="Turns to messages")
+    roles = dict(_ROLES)
+    for role, aliases in (
+        ("system", aliases_for_system),
+        ("user", aliases_for_user),
+        ("assistant", aliases_for_assistant),
+    ):
+        roles |= dict.fromkeys(aliases, role)
+    return dataset.map(_messages, fn_kwargs={"roles": roles}, desc="Turns to messages")
 
 
 standardize_data_formats = standardize_sharegpt
 """Unsloth's newer name."""
 
 
-def _messages(row: dict[str, Any]) -> dict[str, Any]:
+def _messages(row: dict[str, Any], roles: dict[str, str]) -> dict[str, Any]:
     """Return a row's turns as messages."""
-    turns = row["conversations"]
-    return {"conversations": [{"role": _ROLES.get(t["from"], t["from"]), "content": t["value"]} for t in turns]}
+    for turn in row["conversations"]:
+        if turn.get("from") not in roles or "value" not in turn:
+            raise DataError(
+                f"a turn with the keys {', '.join(turn)}, from {turn.get('from')!r}",
+                "call its keys from and value, and name the role: standardize_sharegpt(dataset, "
+                "aliases_for_user=[...], aliases_for_assistant=[...])",
+            )
+    return {"conversations": [{"role": roles[t["from"]], "content": t["value"]} for t in row["conversations"]]}
 
 
 def __getattr__(name: str) -> Any:

@@ -38,6 +38,11 @@ _RULES = (
         "give the run a folder of its own",
     ),
     _Rule(
+        lambda r: r.train.warmup_ratio is not None and "warmup_steps" in r.train.model_fields_set,
+        "train.warmup_steps and train.warmup_ratio: each says how long the warm-up is",
+        "leave one of them out",
+    ),
+    _Rule(
         lambda r: r.train.min_improvement is not None and r.data.eval is None,
         "train.min_improvement needs held-out data",
         "give data.eval, or leave it out",
@@ -129,6 +134,19 @@ _RULES = (
 )
 
 
+_LEAST = ("min_lr_rate", "min_lr", "num_cycles")
+SCHEDULES: dict[str, tuple[tuple[str, ...], int]] = {
+    "cosine": (("num_cycles",), 0),
+    "cosine_with_restarts": (("num_cycles",), 0),
+    "polynomial": (("power", "lr_end"), 0),
+    "inverse_sqrt": (("timescale",), 0),
+    "cosine_with_min_lr": (_LEAST, 2),
+    "cosine_warmup_with_min_lr": ((*_LEAST, "warmup_lr_rate"), 2),
+    "warmup_stable_decay": (("num_decay_steps", "num_stable_steps", "min_lr_ratio", "num_cycles"), 1),
+}
+"""What each schedule takes as numbers, and of how many of these, from the first, it needs one."""
+
+
 def check(recipe: Any) -> None:
     """Refuse settings that contradict each other, data that don't exist, and tools that aren't installed.
 
@@ -139,13 +157,31 @@ def check(recipe: Any) -> None:
     for split in ("train", "eval"):
         for source in recipe.data.sources(split):
             if not os.path.exists(source.path) and not source.is_hub_name:  # of an unreadable one Path's raises
+                listed = any(mark in str(source.path) for mark in "*,")
+                remedy = f"give the path of a {kinds} file or folder as seen from here, or a hub name (owner/name)"
                 raise ConfigError(
                     f"data.{split}: {source.path} does not exist",
-                    f"give the path of a {kinds} file or folder, or a hub name",
+                    "give a folder, or a list: [a.jsonl, b.jsonl]" if listed else remedy,
                 )
     for rule in _RULES:
         if rule.broken(recipe):
             raise ConfigError(rule.problem.format(**dict(recipe)), rule.remedy)
+    _check_schedule(recipe.train.lr_scheduler, recipe.train.lr_scheduler_kwargs)
     for tool in recipe.train.report_to:
         if importlib.util.find_spec(tool) is None:
             raise ConfigError(f"train.report_to: {tool} is not installed", f"pip install {tool}")
+
+
+def _check_schedule(name: str, given: dict[str, float]) -> None:
+    """Refuse what a schedule does not take, and one that lacks what it needs; those by the loss take torch's own."""
+    takes, needs = SCHEDULES.get(name, ((), 0))
+    written = f"train.lr_scheduler_kwargs of {name}"
+    if name not in ON_LOSS and (unknown := sorted(given.keys() - set(takes))):
+        known = f"it takes {', '.join(takes)}" if takes else "leave it out: this schedule takes none"
+        raise ConfigError(f"{written}: unknown key {unknown[0]}", known)
+    if needs and not given.keys() & set(takes[:needs]):
+        example = {"num_decay_steps": 100}.get(takes[0], 0.1)
+        raise ConfigError(
+            f"{written}: {' or '.join(takes[:needs])} is missing",
+            f"write train.lr_scheduler_kwargs: {{{takes[0]}: {example}}}",
+        )

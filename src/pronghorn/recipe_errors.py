@@ -56,8 +56,37 @@ ALIASES = {
     "use_gradient_checkpointing": "memory.gradient_checkpointing",
     "bf16": "precision.dtype",
     "fp16": "precision.dtype",
+    "torch_dtype": "precision.dtype",
+    "bits": "model.load_in_4bit",
+    "seed": "train.seed",
+    "lora": "adapter",
+    "peft": "adapter",
+    "rank": "adapter.r",
+    "attn_implementation": "packing.attention",
+    "flash_attention": "packing.attention",
+    "save_total_limit": "train.keep_checkpoints",
+    "deepspeed": "launch.strategy",
+    "fsdp": "launch.strategy",
+    "wandb": "train.report_to",
 }
 """What other libraries call a key."""
+_PUSHED = "pronghorn export RUN --push OWNER/NAME pushes what a run trained"
+_NO_KEYS = {
+    "adam_beta1": "leave it out: the optimiser's own is used",
+    "adam_beta2": "leave it out: the optimiser's own is used",
+    "device_map": "leave it out: launch.gpus and launch.strategy say what goes where",
+    "hub_model_id": _PUSHED,
+    "per_device_eval_batch_size": "leave it out: held-out rows are packed, too",
+    "push_to_hub": _PUSHED,
+    "resume_from_checkpoint": "leave it out: the same command goes on with an unfinished run",
+    "revision": "hf download OWNER/NAME --revision REVISION --local-dir FOLDER, and give the folder as model.name",
+    "rope_scaling": "set it in the model's config.json",
+    "run_name": "leave it out: a run is called as its train.output",
+    "tokenizer": "leave it out: the model's own is used; data.chat_template sets another template",
+    "torch_compile": "leave it out: layers are fused already",
+    "use_liger_kernel": "leave it out: layers are fused already",
+}
+"""Keys of other libraries that no key of a recipe stands for, and what to do."""
 _QUANTISED = (
     "its adapters fit only the quantised weights that LoftQ makes itself, which neither a server nor a merge has",
     "with load_in_4bit leave it out (adapters of all linears make up for what NF4 loses); without, use pissa",
@@ -79,6 +108,9 @@ _REMOVED = {
     "memory.offload_buffers": "attach(model, Plan.offload(buffers=...))",
 }
 """Keys of earlier releases that only measurements need, and what a script writes for them."""
+_OF_TEXTS = ("literal_error", "value_error", "string_pattern_mismatch")
+"""What pydantic calls what is wrong with a text where one may stand."""
+_TRUTH = {"true": "true", "yes": "true", "on": "true", "false": "false", "no": "false", "off": "false"}
 _PLAIN = {
     "instance of <class 'pathlib.Path'>": "path",
     " for <class 'pathlib.Path'>": "",
@@ -106,6 +138,8 @@ def tool_of(table: Mapping[Any, Any]) -> str | None:
 def refuse_others(path: Path, table: dict[Any, Any]) -> None:
     """Refuse another tool's configuration, and tell how a recipe comes of it."""
     tool = tool_of(table)
+    if "schema" in table:
+        raise ConfigError(f"{path} is the record of a run, not a recipe", "give the YAML file that the run was made of")
     if tool in CONVERTED:
         raise ConfigError(f"{path} is a configuration of {tool}, not a recipe", f"pronghorn convert {path}")
     if tool is not None:
@@ -132,8 +166,13 @@ def explain(error: ValidationError, source: str, about: dict[str, str]) -> Confi
     # of a path or a mixture pydantic tells what is wrong with it as either: what lies deepest is what was meant
     first = max(
         (each for each in errors if each["loc"][:2] == errors[0]["loc"][:2]),
-        key=lambda each: (len(each["loc"]), (each["type"] == "literal_error") == isinstance(each["input"], str)),
+        key=lambda each: (
+            len(each["loc"]),
+            each["type"] == "extra_forbidden",
+            (each["type"] in _OF_TEXTS) == isinstance(each["input"], str),
+        ),
     )
+    kinds = {each["type"] for each in errors if each["loc"][:2] == first["loc"][:2]}
     # `list[Source]`, `constrained-int` and the types that a value may have are pydantic's, no keys
     path = [part for part in map(str, first["loc"]) if not re.search(r"\[|^constrained-|^(bool|int|float|str)$", part)]
     key, value = ".".join(path), first.get("input")
@@ -147,18 +186,24 @@ def explain(error: ValidationError, source: str, about: dict[str, str]) -> Confi
     if first["type"] == "extra_forbidden":
         return ConfigError(f"{source}: unknown key {key}", _meant(path, about))
     if first["type"] == "missing":
-        return ConfigError(f"{source}: {key} is missing", "it has no default: set it")
+        return ConfigError(f"{source}: {key} is missing", f"it has no default: set it{_described(path, about)}")
     message = first["msg"].removeprefix("Value error, ")
     for pydantic_name, plain in _PLAIN.items():
         message = message.replace(pydantic_name, plain)
     setting = ".".join(path[:2])
-    remedy = f"set {setting} ({about.get(setting, 'a section')})"
+    remedy = f"set {key if _plain(path) in about else setting}{_described(path, about) or ' (a section)'}"
+    if value is None or first["type"] == "too_short":
+        message = "an empty list" if value == [] else "a value is needed"
     quoted = isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?([eE][-+]?\d+)?", value)
-    if first["type"] in ("int_type", "float_type") and quoted:
-        message, remedy = "a number in quotes is a text", f"write {setting}: {value}"
-    if len(path) == 1:
+    if kinds & {"int_type", "float_type"} and quoted:
+        message, remedy = "a number in quotes is a text", f"write {key}: {value}"
+    elif "bool_type" in kinds and str(value).lower() in _TRUTH:
+        message, remedy = "a text", f"write {key}: {_TRUTH[value.lower()]}, without quotes"
+    if len(path) == 1 and value is not None:
         message, remedy = "a section is a table of keys", f"write e.g. {key}: {{{_first_key(key, about)}: …}}"
-    elif first["type"] == "literal_error":
+    elif first["type"] == "string_pattern_mismatch":
+        message = "no choice of this key"
+    elif first["type"] == "literal_error" and message != "a number in quotes is a text":
         choices = re.findall("'([^']+)'", first["ctx"]["expected"])
         if near := _nearest(str(value).lower(), choices):
             remedy = f"did you mean {near}?"
@@ -169,7 +214,19 @@ def explain(error: ValidationError, source: str, about: dict[str, str]) -> Confi
     if isinstance(value, str) and (setting, value) in _INSTEAD:
         problem, remedy = _INSTEAD[setting, value]
         message = problem or message
-    return ConfigError(f"{source}: {key} = {short(value)}: {message[0].lower()}{message[1:]}", remedy)
+    shown = "null" if value is None else short(value)
+    return ConfigError(f"{source}: {key} = {shown}: {message[0].lower()}{message[1:]}", remedy)
+
+
+def _plain(path: list[str]) -> str:
+    """Return a key without the places of sources in their list."""
+    return ".".join(part for part in path if not part.isdigit())
+
+
+def _described(path: list[str], about: dict[str, str]) -> str:
+    """Return what a key, or the one that it belongs to, means, in brackets."""
+    meaning = about.get(_plain(path)) or about.get(".".join(path[:2]))
+    return f" ({meaning})" if meaning else ""
 
 
 def _nearest(value: str, choices: list[str]) -> str | None:
@@ -190,6 +247,10 @@ def _meant(path: list[str], about: dict[str, str]) -> str:
     known = list(dict.fromkeys(name.removeprefix(prefix).split(".")[0] for name in about if name.startswith(prefix)))
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     everywhere = [name for name in about if name.endswith(f".{key}")]
+    if [*outer, key] == ["adapter", "type"]:
+        return "did you mean adapter.method?"
+    if key in _NO_KEYS:
+        return _NO_KEYS[key]
     if key in ALIASES:
         return f"did you mean {ALIASES[key]}?"
     if near:

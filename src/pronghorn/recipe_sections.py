@@ -266,7 +266,7 @@ class Memory(Section):
     )
     budget: str | None = Field(
         None,
-        pattern=r"^\d+(\.\d+)?\s*(GiB|GB|MiB|MB)$",
+        pattern=r"^(\d+\.)?0*[1-9]\d*(\.\d+)?\s*(GiB|GB|MiB|MB)$",
         description="GPU memory this process may take, e.g. 16GiB or 16GB; null is what is free",
     )
 

@@ -11,6 +11,7 @@ from typing import Annotated, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+_HELD_OUT = "to hold out nothing, or all: use a share over 0% and under 100%, or a count"
 _Path = TypeVar("_Path", str, Path)
 
 
@@ -24,8 +25,9 @@ def _at_home(path: Path) -> Path:
 
 def _possible(path: _Path) -> _Path:
     """Refuse what the system can't look up: a path that is too long, or holds a NUL character."""
-    if address := re.match(r"https?:/+(?:huggingface\.co/(?:datasets/)?)?(.*)", str(path)):
-        raise ValueError(f"an address: write a path, or the hub's name (here perhaps {address[1]})")
+    if address := re.match(r"(https?|hf|[a-z0-9]{2,}):/+(?:huggingface\.co/)?(?:datasets/)?(.*)", str(path)):
+        of_hub = f", or the hub's name (here perhaps {address[2]})" if address[1] in ("http", "https", "hf") else ""
+        raise ValueError(f"an address: write a path of this machine{of_hub}")
     try:
         os.stat(path)
     except ValueError as error:
@@ -50,6 +52,8 @@ def listed(value: object) -> object:
 
 def listed_table(value: object) -> object:
     """Return a list of tables, also for one that stands for it, and for paths in a list."""
+    if value == []:
+        raise ValueError("an empty list")
     if isinstance(value, list):
         return [{"path": source} if isinstance(source, str) else source for source in value]
     return [value] if isinstance(value, dict) else value
@@ -62,15 +66,15 @@ def tools(value: object) -> object:
 
 def data_or_share(value: object) -> object:
     """Return data as `listed_table` does, and a share (5% or 0.05) or a count of conversations as a text."""
-    if isinstance(value, float) and 0 < value < 1:
-        value = f"{100 * value:g}%"
-    if isinstance(value, int) and not isinstance(value, bool):
-        value = str(value)
+    if isinstance(value, int | float):
+        if isinstance(value, bool) or value <= 0 or (isinstance(value, float) and value >= 1):
+            raise ValueError(_HELD_OUT)
+        value = f"{100 * value:g}%" if value < 1 else str(value)
     if isinstance(value, str) and re.fullmatch(SHARE, value.replace(" %", "%")):
         value = value.replace(" %", "%")
         amount = float(value.rstrip("%"))
         if not 0 < amount < (100 if value.endswith("%") else math.inf):
-            raise ValueError("to hold out nothing, or all: use a share over 0% and under 100%, or a count")
+            raise ValueError(_HELD_OUT)
     return listed_table(value)
 
 

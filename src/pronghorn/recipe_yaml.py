@@ -117,7 +117,7 @@ def _place(loader: _Loader, node: yaml.Node) -> str:
 def override_key(table: dict[str, Any], override: str) -> None:
     """Put `section.key=value` into the table; the value is YAML."""
     key, equals, value = override.partition("=")
-    section, dot, name = key.partition(".")
+    section, dot, name = key.strip().partition(".")
     shown = f"override {short(override)}"
     if not equals or not dot or not name:
         raise ConfigError(f"{shown} is not section.key=value", "write e.g. train.max_steps=3")

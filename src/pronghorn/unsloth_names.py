@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pronghorn.errors import PronghornError, UnsupportedError
@@ -25,6 +27,8 @@ _AS_IT_IS: dict[str, tuple[Any, ...]] = {
     "maximum_memory_usage": (0.75, 0.9),
 }
 """Arguments with the values that ask for what happens anyway."""
+_PARTS = ("finetune_language_layers", "finetune_attention_modules", "finetune_mlp_modules")
+"""Arguments whose False asks for something."""
 _INSTEAD = {
     "attn_implementation": "choose by attention='tiled' or 'flash', or leave it out",
     "cache_dir": "set HF_HOME in the environment",
@@ -37,6 +41,7 @@ _INSTEAD = {
     "init_lora_weights": "leave it out, or train by a recipe, whose adapter.init_lora_weights takes pissa, olora, …",
     "loftq_config": "leave it out: LoftQ's adapters fit only the quantised weights that it makes itself",
     "lora_r": "give it as r",
+    "lora_rank": "give it as r",
     "load_in_8bit": "load_in_4bit=True, or leave it out for 16 bits",
     "load_in_fp8": "compute='fp8' multiplies in 8 bits; the weights stay in 16",
     "local_files_only": "set HF_HUB_OFFLINE=1 in the environment, or give the model's folder",
@@ -44,9 +49,12 @@ _INSTEAD = {
     "push_to_hub": "save to a folder, then `hf upload OWNER/NAME FOLDER`",
     "random_state": "give it to get_peft_model",
     "rope_scaling": "set it in the model's config.json",
+    **dict.fromkeys(_PARTS, "leave it out, and name the linears to adapt in target_modules"),
     "temporary_location": "leave it out: shards are written to the folder one by one",
     "token": "save to a folder, then `hf upload OWNER/NAME FOLDER`",
 }
+_TRLS = ("SFTConfig", *(f"{method}{part}" for method in ("DPO", "GRPO", "KTO") for part in ("Trainer", "Config")))
+_TEMPLATES = ("get_chat_template", "standardize_sharegpt", "standardize_data_formats")
 _NAMES = {
     "FastVisionModel": "train on text with FastLanguageModel: it loads the language model of one with towers",
     "PatchDPOTrainer": "leave it out: TRL's DPOTrainer takes the model as it is",
@@ -57,10 +65,26 @@ _NAMES = {
     "add_new_tokens": "tokenizer.add_tokens and model.resize_token_embeddings, or adapter.new_tokens in a recipe",
     "apply_chat_template": "give rows with a `messages` column to SFTTrainer: it applies the tokenizer's template",
     "create_formatting_function": "give rows with a `messages` column to SFTTrainer",
+    "CHAT_TEMPLATES": "get_chat_template(tokenizer, NAME) gives a built-in one",
+    "DataCollatorForCompletionOnlyLM": "leave it out: of prompt and completion the answer alone is trained; "
+    "train_on_responses_only does it for texts",
+    "PatchKTOTrainer": "leave it out: TRL's KTOTrainer takes the model as it is",
+    "RawTextDataLoader": "give rows with a `text` column to SFTTrainer",
+    "UnslothDPOTrainer": "use TRL's DPOTrainer: docs/preference-training.md",
+    "UnslothGRPOTrainer": "use TRL's GRPOTrainer: docs/preference-training.md",
+    "create_ollama_modelfile": "pronghorn export RUN --to ollama",
+    "save_to_gguf": "model.save_pretrained_gguf(FOLDER, tokenizer)",
+    "unsloth_generate": "call model.generate(...)",
+    "vLLMSamplingParams": "leave it out: model.generate() is transformers' own",
+    **{name: f"from trl import {name}" for name in _TRLS},
+    **{name: f"from peft import {name}" for name in ("LoraConfig", "PeftModel", "AutoPeftModelForCausalLM")},
+    **{name: f"from pronghorn.chat_templates import {name}" for name in _TEMPLATES},
+    "TextStreamer": "from transformers import TextStreamer",
     "to_sharegpt": "make a `messages` column by dataset.map",
     "unsloth_train": "call trainer.train()",
 }
 _METHODS = {
+    "push_to_hub_gguf": "model.save_pretrained_gguf(FOLDER, tokenizer), then `hf upload OWNER/NAME FOLDER`",
     "fast_generate": "model.generate(...) after FastLanguageModel.for_inference(model)",
     "load_lora": "FastLanguageModel.from_pretrained(FOLDER) loads a saved adapter with its base",
     "save_lora": "model.save_pretrained(FOLDER)",
@@ -68,22 +92,31 @@ _METHODS = {
 }
 
 
-def refuse_arguments(arguments: Mapping[str, Any], where: str) -> None:
-    """Refuse arguments by name, unless they ask for nothing (False, None, 0) or for what happens anyway.
+def refuse_arguments(arguments: Mapping[str, Any], where: str, known: Iterable[str] = ()) -> None:
+    """Refuse arguments by name, unless they ask for nothing (False, None, 0) or for what happens anyway; of one that is
+    a misspelt `known` one that is named.
 
     Raises:
         UnsupportedError: with what to write instead.
     """
-    asked = sorted(name for name, value in arguments.items() if value and value not in _AS_IT_IS.get(name, ()))
+    asked = sorted(
+        name
+        for name, value in arguments.items()
+        if (value or (value is False and name in _PARTS)) and value not in _AS_IT_IS.get(name, ())
+    )
     if asked:
-        remedies = dict.fromkeys(_INSTEAD.get(name, "leave it out") for name in asked)
+        near = {name: difflib.get_close_matches(name, known, n=1, cutoff=0.75) for name in asked}
+        meant = {name: f"did you mean {close[0]}?" for name, close in near.items() if close}
+        remedies = dict.fromkeys((meant | _INSTEAD).get(name, "leave it out") for name in asked)
         raise UnsupportedError(f"{where} does not support {', '.join(asked)} yet", "; ".join(remedies))
 
 
 def elsewhere(name: str) -> None:
-    """Raise ElsewhereError for a name of Unsloth's that is not here; others pass."""
+    """Raise ElsewhereError for a name of Unsloth's (or TRL's, PEFT's) that is not here; others pass."""
     if name in _NAMES:
-        raise ElsewhereError(f"{name} is Unsloth's", _NAMES[name])
+        raise ElsewhereError(f"{name} is not Pronghorn's", _NAMES[name])
+    if re.fullmatch(r"Fast(Text|Llama|Mistral|Qwen|Gemma|Granite|Cohere)\w*Model", name):
+        raise ElsewhereError(f"{name} is not Pronghorn's", "use FastLanguageModel: it loads every family served")
 
 
 def answer_methods(model: Any) -> None:

@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -99,6 +100,13 @@ def test_help_is_quick_and_loads_nothing_heavy() -> None:
     assert after.children_user + after.children_system - before.children_user - before.children_system < 1.0
     assert done.stderr.strip() == "[]"
     assert "Examples" in done.stdout and "train.max_steps=20" in done.stdout
+
+
+def test_help_is_broken_by_the_terminal_alone() -> None:
+    """Not at the source's lines, too, which left words by themselves."""
+    lines = CliRunner().invoke(app, ["train", "--help"], env={"COLUMNS": "80"}).stdout.splitlines()
+    said = [line.strip() for line in lines[: lines.index(" Examples" + 71 * " ")]]
+    assert all(len(line) > 60 for line, after in pairwise(said) if line and after)
 
 
 def test_overrides_in_the_help_are_right(recipe: Path) -> None:

@@ -21,38 +21,21 @@ from pronghorn import FastLanguageModel, SFTTrainer
 from pronghorn.chat_templates import get_chat_template, standardize_sharegpt
 from pronghorn.cli.main import app
 from pronghorn.errors import DataError, PronghornError
-from support.mistakes import GOOD, RECIPE, Mistake, answered, key, text
-from support.templates import with_template
-
-TEMPLATE = (
-    "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}</s>{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% endif %}"
+from support.mistakes import (
+    ASSISTANT,
+    GOOD,
+    RECIPE,
+    USER,
+    Mistake,
+    answered,
+    call,
+    chat,
+    data,
+    key,
+    row,
+    text,
 )
-USER, ASSISTANT = {"role": "user", "content": "Who?"}, {"role": "assistant", "content": "A cat."}
-
-
-def data(name: str, content: str | bytes, problem: str, remedy: str) -> Mistake:
-    """A file of data that is not what it seems."""
-    return Mistake(problem, remedy, f"data.train={name}", files={name: content})
-
-
-def row(value: Any, problem: str, remedy: str) -> Mistake:
-    """A row of data in a file that is else right."""
-    return data("rows.jsonl", json.dumps(value) + "\n", problem, remedy)
-
-
-def chat(messages: Any, problem: str, remedy: str) -> Mistake:
-    """A conversation, under a template."""
-    files: dict[str, str | bytes] = {"rows.jsonl": json.dumps({"messages": messages}), "t.jinja": TEMPLATE}
-    recipe = {**RECIPE, "data": {"train": "rows.jsonl", "chat_template": "t.jinja"}}
-    return Mistake(problem, remedy, recipe=yaml.safe_dump(recipe), files=files)
-
-
-def call(problem: str, remedy: str, *command: str, **files: str) -> Mistake:
-    """Another command, or other options."""
-    return Mistake(
-        problem, remedy, command=command, files={name.replace("_", "."): content for name, content in files.items()}
-    )
+from support.templates import with_template
 
 
 def an_adapter_of_another_base(folder: Path) -> None:
@@ -144,7 +127,7 @@ MISTAKES = {
     "a placeholder left": key("model", "name", "<your model>", "neither a folder here nor", "check the name"),
     # models
     "a GGUF file that is not there": key("model", "name", "model.gguf", "model.gguf does not exist", "check the path"),
-    "a folder of GGUF files": Mistake("no safetensors", "by its own path", "model.name=gguf", prepare=gguf_in_a_folder),
+    "a folder of GGUF files": Mistake("GGUF files", "by its own path", "model.name=gguf", prepare=gguf_in_a_folder),
     "pickled weights": Mistake("pytorch_model.bin", "convert them to safetensors", prepare=pickled),
     "GPTQ weights": Mistake("quantised by 'gptq'", "use the 16-bit checkpoint", prepare=quantised),
     "an adapter of another base": Mistake(

@@ -95,8 +95,8 @@ BAD_FILES: dict[str, tuple[str, bytes, str]] = {
     "txt of separators": ("t.txt", b"<|endoftext|>\n\n<|endoftext|>\n", "t.txt: no rows in it"),
     "csv by semicolons": ("t.csv", b"prompt;completion\na;b\n", "t.csv: a header without a comma, .* by ';': save"),
     "csv by semicolons, with commas": ("t.csv", b'\xef\xbb\xbf"prompt";"completion"\na, b;c\n', "delimited by ';'"),
-    "csv by tabs": ("t.csv", b"prompt\tcompletion\na, b\tc\n", r"delimited by '\\t'"),
-    "unknown": ("t.arrow", b"x", "t.arrow: unknown file type .arrow: give a"),
+    "csv by tabs": ("t.csv", b"prompt\tcompletion\na, b\tc\n", "delimited by tabs"),
+    "unknown": ("t.arrow", b"x", "t.arrow: unknown file type .arrow: give the whole folder"),
 }
 
 

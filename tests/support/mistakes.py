@@ -22,6 +22,11 @@ RECIPE: dict[str, Any] = {
     "data": {"train": "train.jsonl"},
     "train": {"output": "out", "max_steps": 1},
 }
+TEMPLATE = (
+    "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+USER, ASSISTANT = {"role": "user", "content": "Who?"}, {"role": "assistant", "content": "A cat."}
 GOOD = '{"prompt": "One day", "completion": " a cat sat."}\n'
 
 
@@ -46,6 +51,30 @@ def key(section: str, name: str, value: Any, problem: str, remedy: str) -> Mista
 def text(recipe: str, problem: str, remedy: str) -> Mistake:
     """A recipe's whole text."""
     return Mistake(problem, remedy, recipe=recipe)
+
+
+def data(name: str, content: str | bytes, problem: str, remedy: str) -> Mistake:
+    """A file of data that is not what it seems."""
+    return Mistake(problem, remedy, f"data.train={name}", files={name: content})
+
+
+def row(value: Any, problem: str, remedy: str) -> Mistake:
+    """A row of data in a file that is else right."""
+    return data("rows.jsonl", json.dumps(value) + "\n", problem, remedy)
+
+
+def chat(messages: Any, problem: str, remedy: str) -> Mistake:
+    """A conversation, under a template."""
+    files: dict[str, str | bytes] = {"rows.jsonl": json.dumps({"messages": messages}), "t.jinja": TEMPLATE}
+    recipe = {**RECIPE, "data": {"train": "rows.jsonl", "chat_template": "t.jinja"}}
+    return Mistake(problem, remedy, recipe=yaml.safe_dump(recipe), files=files)
+
+
+def call(problem: str, remedy: str, *command: str, **files: str) -> Mistake:
+    """Another command, or other options."""
+    return Mistake(
+        problem, remedy, command=command, files={name.replace("_", "."): content for name, content in files.items()}
+    )
 
 
 def answered(mistake: Mistake, folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

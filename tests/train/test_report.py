@@ -58,6 +58,17 @@ def test_page_holds_the_figures(tmp_path: Path) -> None:
     assert "Learning rate" in text and "Gradient norm" in text and "Peak memory · GiB so far" not in text
 
 
+def test_the_page_of_a_run_that_trains_says_what_is_so_far(tmp_path: Path) -> None:
+    """No loss after training is not no held-out data, and an answer that was not asked for yet is not an empty one."""
+    before = {**record().heldout, "after": None}
+    run = record(heldout=before, evaluations=[], samples=[{"prompt": "Who?", "before": "A cat.", "after": ""}])
+    text = Page(write_report(run, tmp_path, refresh=30).read_text(encoding="utf-8")).text
+    assert "the held-out loss was 3.4567 before" in text and "no held-out data" not in text
+    assert "80 steps so far" in text and "limited by" not in text and "(not yet)" in text and "(nothing)" not in text
+    text = page(record(heldout=before, evaluations=[{"step": 40, "loss": 2.5}]), tmp_path).text
+    assert "3.4567 → 2.5000" in text
+
+
 def test_page_warns_of_dropped_documents_and_draws_memory(tmp_path: Path) -> None:
     many = {**record().packing, "dropped_share": 0.02, "cut_share": 0.0}
     steps = [{**step, "peak_memory_gib": 1.5} for step in record().steps]

@@ -22,7 +22,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import TrainerCallback, TrainingArguments
-from trl import SFTConfig
 
 from pronghorn import FastLanguageModel, SFTTrainer
 from pronghorn.data.batch import Collator
@@ -896,11 +895,7 @@ def test_without_arguments_rows_are_the_models(
 ) -> None:
     """TRL's own default, 1024, would be over what the model was loaded for."""
 
-    class OnTheCpu(SFTConfig):
-        def __init__(self, output_dir: str, packing: bool) -> None:
-            super().__init__(output_dir=str(tmp_path / output_dir), packing=packing, bf16=False, use_cpu=True)
-
-    monkeypatch.setattr(trl, "SFTConfig", OnTheCpu)
+    monkeypatch.chdir(tmp_path)
     model, tokenizer = adapted(stories)
     trainer = SFTTrainer(model, train_dataset=documents, tokenizer=tokenizer)
     assert trainer.args.max_length == ROW

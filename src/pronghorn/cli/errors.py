@@ -70,11 +70,17 @@ def plain_errors(debug: bool) -> Iterator[None]:
 
 
 def _check_environment() -> None:
-    """Refuse variables of torch.distributed that are no numbers, which torch would read while training is built."""
+    """Refuse variables of torch.distributed that are no numbers, or left over from another program: torch would
+    read them while training is built."""
     for name in _NUMBERS:
         value = os.environ.get(name, "0")
         if not (value.isascii() and value.isdigit()):
             raise ConfigError(f"the environment's {name}={value!r} is no number", f"unset {name}, or start by torchrun")
+    for name, harmless in (("WORLD_SIZE", "01"), ("LOCAL_RANK", "")):
+        value = os.environ.get(name, "")
+        if value not in ("", *harmless) and "MASTER_ADDR" not in os.environ:
+            problem = f"the environment has {name}={value} of a distributed run, but no MASTER_ADDR"
+            raise ConfigError(problem, f"unset {name}, or start by torchrun")
 
 
 def _short_of(error: BaseException | None) -> str | None:

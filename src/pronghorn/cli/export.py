@@ -11,6 +11,7 @@ from rich.markup import escape
 from pronghorn.cli.console import Console
 from pronghorn.cli.errors import plain_errors
 from pronghorn.cli.options import Debug, progress
+from pronghorn.errors import ConfigError
 
 
 def export(
@@ -22,8 +23,13 @@ def export(
         typer.Option("--to", metavar="FORMAT", help="merged, adapter, served-adapter, fp8, gguf, gguf-lora or ollama."),
     ] = "merged",
     quantization: Annotated[
-        str, typer.Option(metavar="NAME", help="Of a GGUF file: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1 or q4_0.")
-    ] = "q8_0",
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            show_default=False,
+            help="Of a GGUF file: f32, f16, bf16, q8_0 (the default), q5_1, q5_0, q4_1 or q4_0.",
+        ),
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -59,7 +65,9 @@ def export(
         from pronghorn.export.hub import push_folder
 
         console = Console(highlight=False)
-        exported = export_run(run, to, output, quantization.lower(), progress())
+        if quantization is not None and to not in ("gguf", "ollama"):
+            raise ConfigError(f"--quantization with --to {to}", "add --to gguf or --to ollama, or leave it out")
+        exported = export_run(run, to, output, (quantization or "q8_0").lower(), progress())
         if not exported.comparisons:
             console.print(
                 "[yellow]Not compared:[/] nothing here reads this format. Serve it, then: pronghorn verify --served"

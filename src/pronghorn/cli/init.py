@@ -54,6 +54,8 @@ def init(
             raise ConfigError(f"{output} is there already", "give another name, or delete it")
         if data is not None and data.suffix in DATA_FILES and not data.exists():
             raise ConfigError(f"--data {data} does not exist", f"give the path of a {', '.join(DATA_FILES)} file")
+        if model is not None and model.startswith((".", "/", "~")) and not Path(model).expanduser().exists():
+            raise ConfigError(f"--model {model} does not exist", "give a model's folder or its hub name (owner/name)")
         from pronghorn.recipes.first import Machine, first_recipe, head
 
         draft = first_recipe(task, method, model, data, device)

@@ -54,7 +54,7 @@ def launch(
 
     [bold]Examples[/]
 
-      pronghorn launch --slurm recipes/gpu-lora.yaml --gpus 8 --nodes 2
+      pronghorn launch --slurm my.yaml --gpus 8 --nodes 2
 
       pronghorn launch --slurm my.yaml --gpus 4 --time 02:00:00 train.gradient_accumulation_steps=16
     """

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import logging
+import re
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -39,13 +42,33 @@ _COMMANDS = {
     "merge-lora": "export",
     "inference": "chat",
     "generate": "chat",
+    "resume": "train",
+    "llamafactory-cli": "convert",
     "eval": "verify",
+    "evaluate": "verify",
+    "predict": "chat",
+    "serve": "export",
+    "api": "export",
+    "webui": "chat",
+    "webchat": "chat",
+    "upload": "export RUN --push OWNER/NAME",
+    "push": "export RUN --push OWNER/NAME",
+    "quantize": "export RUN --to gguf",
     "preprocess": "data inspect",
+    "help": "--help",
+    "version": "--version",
 }
 """Commands of other tools, and ours."""
 _OPTIONS = {
     "--set": "changes follow the recipe without an option: train.max_steps=3",
     "--config": "the recipe is given without an option: pronghorn train my.yaml",
+    "--deepspeed": "all GPUs are used; launch.strategy=sharded shares a LoRA's base among them",
+    "--dry-run": "pronghorn plan and pronghorn data inspect look without training",
+    "--force": "--overwrite begins a finished run anew",
+    "--gpu": "--gpus counts those of train; plan and init take --device rtx4090",
+    "--hub-model-id": "pronghorn export RUN --push OWNER/NAME, after training",
+    "--push-to-hub": "pronghorn export RUN --push OWNER/NAME, after training",
+    "--verbose": "--paths tells every decision, --debug an error's traceback",
     "--resume": "the same command goes on with an unfinished run",
     "--resume-from-checkpoint": "the same command goes on with an unfinished run",
 }
@@ -64,6 +87,8 @@ class _InOrder(TyperGroup):
         name, commands = args[0], self.list_commands(ctx)
         if name in commands or name.startswith("-"):
             return super().resolve_command(ctx, args)
+        if name in ("dpo", "kto", "orpo", "grpo"):
+            ctx.fail(f"No such command '{name}'. TRL's trainers take Pronghorn's models: docs/preference-training.md")
         near = _COMMANDS.get(name) or next(iter(difflib.get_close_matches(name, commands, n=1)), None)
         if near is None:
             ctx.fail(f"No such command '{name}'. Commands: {', '.join(commands)}")
@@ -101,9 +126,15 @@ def _override(option: str, given: list[str]) -> str | None:
     from pronghorn.recipe_errors import ALIASES
 
     name = option.lstrip("-").replace("-", "_")
-    key = next((key for key, *_ in fields() if name in (key, key.partition(".")[2])), ALIASES.get(name))
+    kinds = {key: kind for key, kind, *_ in fields()}
+    named = (key for key in kinds if name in (key, key.partition(".")[2]))
+    key = ALIASES.get(name) if name not in kinds else name
+    key = key if key in kinds else next(named, None)
     at = next(i for i, word in enumerate(given) if word.split("=")[0] == option)
-    value = given[at].partition("=")[2] or next(iter(given[at + 1 : at + 2]), "VALUE")
+    value = given[at].partition("=")[2] or next(
+        (word for word in given[at + 1 : at + 2] if not word.startswith("-")),
+        "true" if key and kinds[key].startswith("bool") else "VALUE",
+    )
     return key and f"{key}={value}"
 
 
@@ -118,15 +149,21 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+
+def _help(command: Callable[..., Any]) -> str:
+    """Return a command's docstring, each paragraph in one line, which the terminal's width then breaks."""
+    return re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(command.__doc__ or ""))
+
+
 data = typer.Typer(cls=_InOrder, help="Look at what a recipe trains on.", no_args_is_help=True)
 app.add_typer(data, name="data")
-data.command("inspect", cls=_Recipe, no_args_is_help=True)(inspect_data)
+data.command("inspect", cls=_Recipe, no_args_is_help=True, help=_help(inspect_data))(inspect_data)
 for command in (train, plan, verify, profile, bench, launch):
-    app.command(cls=_Recipe, no_args_is_help=True)(command)
+    app.command(cls=_Recipe, no_args_is_help=True, help=_help(command))(command)
 for other in (convert, report, chat, export):
-    app.command(no_args_is_help=True)(other)
-app.command()(doctor)
-app.command()(init)
+    app.command(no_args_is_help=True, help=_help(other))(other)
+for alone in (doctor, init):
+    app.command(help=_help(alone))(alone)
 
 
 def _version(wanted: bool) -> None:

@@ -74,6 +74,8 @@ def write_new(path: Path, text: str) -> None:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise ConfigError(f"{path} is there already", "give another name by --output, or delete it") from None
+        raise ConfigError(f"{path} is there already", "give another name, or delete it") from None
     except OSError as error:
-        raise ConfigError(f"{path} can't be written ({error.strerror})", "give another place by --output") from None
+        raise ConfigError(
+            f"{path} can't be written ({error.strerror})", "give a name in a folder that is there"
+        ) from None

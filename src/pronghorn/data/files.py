@@ -30,6 +30,16 @@ SEPARATOR = "<|endoftext|>"
 
 LFS = "version https://git-lfs"
 """How a pointer of Git LFS begins, which a clone without it has in a file's place."""
+_OTHER_KINDS = {
+    **dict.fromkeys(
+        (".gz", ".zip", ".bz2", ".xz", ".zst", ".tar", ".tgz", ".7z"), "unpack it, and give what was in it"
+    ),
+    ".tsv": "save it as .csv, with commas between the values",
+    ".ndjson": "name it .jsonl",
+    ".jsonlines": "name it .jsonl",
+    ".arrow": "give the whole folder that save_to_disk wrote, or write it by Dataset.to_parquet",
+}
+"""What to do about files that hold rows in another way, by their suffix."""
 _NOT_JSON = {
     (".json", "{"): "name the file .jsonl: it has an object a line, not a list",
     (".jsonl", "["): "name the file .json: it is a list of rows",
@@ -51,9 +61,8 @@ def read_file(path: Path) -> Values:
             kind of file, or one that the system can't read. Names file and line.
     """
     if path.suffix not in READERS:
-        raise DataError(
-            f"{path}: unknown file type {path.suffix or '(no suffix)'}", f"give a {', '.join(READERS)} file"
-        )
+        remedy = _OTHER_KINDS.get(path.suffix, f"give a {', '.join(READERS)} file")
+        raise DataError(f"{path}: unknown file type {path.suffix or '(no suffix)'}", remedy)
     with reading(path):
         yield from READERS[path.suffix](path)
 
@@ -187,6 +196,8 @@ def _json_error(error: Exception, path: Path, line: int) -> DataError:
     remedy = _NOT_JSON.get(start, "mend or delete that line")
     if error.doc.startswith(LFS):
         remedy = "that is a pointer of Git LFS: git lfs pull gets the file"
+    elif path.suffix == ".jsonl" and error.doc.strip() in ("{", "[{"):
+        remedy = "write each row's object in one line; a list of objects over several lines is a .json file"
     elif error.doc.lstrip().startswith("{'"):
         remedy = "JSON's quotes are double: write rows by json.dumps"
     elif error.msg == "Extra data" and error.doc[error.pos :].strip() == ",":
@@ -219,7 +230,8 @@ def _csv(path: Path) -> Values:
     delimiter = next((mark for mark in (";", "\t", "|") if "," not in header and mark in header), None)
     if delimiter is not None:
         raise DataError(
-            f"{path}: a header without a comma, whose names seem to be delimited by {delimiter!r}",
+            f"{path}: a header without a comma, whose names seem to be delimited by "
+            + ("tabs" if delimiter == "\t" else repr(delimiter)),
             "save it with commas between the values",
         )
     read = csv.ReadOptions(block_size=LINE_LIMIT)  # a record must fit into a block

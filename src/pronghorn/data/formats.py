@@ -114,7 +114,8 @@ class RowReader:
             remedy = f"write each row as {ACCEPTED}"
             if isinstance(value, list) and at.endswith(".jsonl line 1"):
                 remedy = "name the file .json: it is a list of rows"
-            raise DataError(f"{at}: {type(value).__name__} instead of an object", remedy)
+            kind = "null" if value is None else type(value).__name__
+            raise DataError(f"{at}: {kind} instead of an object", remedy)
         if self.shape is not None and self.shape.given:
             missing = [key for key in self.shape.needed if key not in value]
             if missing:
@@ -200,12 +201,18 @@ def recognise(value: Mapping[str, Any], at: str) -> Shape:
     remedy = f"write each row as {ACCEPTED}, or name the columns in data.columns"
     if likely := likely_columns(value):
         remedy = f"set data.columns: {{prompt: {likely['prompt']}, completion: {likely['completion']}}}"
+    for key, turns in value.items():
+        first = turns[0] if isinstance(turns, list) and turns and isinstance(turns[0], dict) else {}
+        if ours := {"role": "messages", "from": "conversations"}.get(next(iter(first.keys() & {"role", "from"}), "")):
+            remedy = f"set data.columns: {{{ours}: {key}}}"
+    if at.endswith(".csv row 1"):
+        remedy += "; a .csv file's first line names its columns"
     raise DataError(f"{at}: keys {keys(value)} are no known format", remedy)
 
 
 def likely_columns(row: Mapping[str, Any]) -> dict[str, str] | None:
     """Return which keys of a row seem to be a prompt and its answer: ours to the row's; None where none do."""
-    keys_of = {key.lower(): key for key in row}
+    keys_of = {key.lower().strip(): key for key in row}
     prompt, answer = (next((name for name in names if name in keys_of), None) for names in (PROMPTS, COMPLETIONS))
     return {"prompt": keys_of[prompt], "completion": keys_of[answer]} if prompt and answer else None
 

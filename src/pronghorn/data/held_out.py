@@ -28,8 +28,11 @@ def held_out(sets: list[Any], share: str, seed: int, eval: bool) -> list[Any]:
     count = round(total * float(share[:-1]) / 100) if share.endswith("%") else int(share)
     ranks = sorted(rank for rank, _, _ in ranked)
     if not 0 < count < total or ranks[count - 1] == ranks[-1]:
+        different = len(set(ranks))
+        equal = f" ({different:,} different ones)" if different < total else ""
         raise DataError(
-            f"data.eval: {share} of {total:,} conversations leaves nothing to {'train' if count else 'evaluate'}",
+            f"data.eval: {share} of {total:,} conversations{equal} leaves nothing to "
+            + ("train" if count else "evaluate"),
             "give more data, another share, or a file of held-out data",
         )
     chosen: list[list[int]] = [[] for _ in sets]

@@ -55,8 +55,11 @@ def openai_message(item: Any, at: str) -> Message:
     given = {key: value for key, value in item.items() if value is not None or key in ("role", "content")}
     calls = given.get("tool_calls") or [given[key] for key in ("function_call",) if given.get(key)]
     allowed = {"role", "content", "tool_calls", "function_call", *NAMES, *WEIGHTS, *REASONING}
-    if "role" not in given or not (calls or "content" in given) or not set(given) <= allowed:
+    if "role" not in given or not (calls or "content" in given):
         raise DataError(f"{at}: keys {keys(given)}", remedy)
+    if unknown := set(given) - allowed:
+        known = ", ".join(key for key in given if key in allowed)
+        raise DataError(f"{at}: keys {keys(sorted(unknown))}", f"delete them: {known} are what is read here")
     role, content = given["role"], given.get("content")
     role = "tool" if role == "function" else role
     if role not in ROLES:
@@ -81,7 +84,7 @@ def sharegpt_message(item: Any, at: str) -> Message:
     list."""
     if not isinstance(item, dict) or not {"from", "value"} <= set(item) <= {"from", "value", *WEIGHTS, *REASONING}:
         what = f"keys {keys(item)}" if isinstance(item, dict) else show(item)
-        raise DataError(f"{at}: {what}", 'write a turn as {"from": ..., "value": ...}')
+        raise DataError(f"{at}: {what}", 'write a turn as {"from": ..., "value": ...} and nothing else')
     origin, value = item["from"], string(item["value"], "value", at)
     if not isinstance(origin, str) or origin not in SHAREGPT_ROLES:
         raise DataError(f"{at}: from {show(origin)}", f"use one of {', '.join(SHAREGPT_ROLES)}")
@@ -162,7 +165,8 @@ def show(value: Any) -> str:
 
 def _tool_calls(calls: Any, at: str) -> list[dict[str, Any]]:
     if not isinstance(calls, list):
-        raise DataError(f"{at}: tool_calls is {show(calls)}, not a list", "give a list of calls")
+        not_text = ", not its text (json.loads)" if isinstance(calls, str) else ""
+        raise DataError(f"{at}: tool_calls is {show(calls)}, not a list", f"give a list of calls{not_text}")
     read = []
     for number, call in enumerate(calls, 1):
         at_call = f"{at} tool call {number}"

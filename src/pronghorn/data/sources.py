@@ -6,6 +6,7 @@ than once oftener than another of its source. The draw depends on the seed alone
 """
 
 import random
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -104,13 +105,47 @@ def _open(source: Source) -> Any:
     with reading(path):
         exists = path.exists()
     if exists:
+        if (saved := _saved(path, source.split)) is not None:
+            return saved
         files = _files(path)
         if not files:
             raise DataError(f"{path}: no data in this folder", f"put {', '.join(READERS)} files there")
+        _check_one_split(path, files)
         return files
     if source.is_hub_name:
         return _hub_set(source)
     raise DataError(f"{path}: no such file", "mend data.train or data.eval; paths start at the current directory")
+
+
+def _saved(path: Path, split: str) -> Any:
+    """Return what `Dataset.save_to_disk` wrote into a folder, or `DatasetDict.save_to_disk` for a split; else None."""
+    if (path / "dataset_dict.json").is_file():
+        if not (path / split).is_dir():
+            splits = ", ".join(sorted(part.name for part in path.iterdir() if part.is_dir()))
+            raise DataError(f"{path}: no split `{split}` in it", f"name one: {{path: {path}, split: …}} of {splits}")
+        path /= split
+    if not (path / "state.json").is_file() or not (path / "dataset_info.json").is_file():
+        return None
+    from datasets import load_from_disk
+
+    try:
+        return load_from_disk(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(f"{path}: not a whole saved data set ({error})", "save it again by save_to_disk") from error
+
+
+def _check_one_split(path: Path, files: Sequence[Path]) -> None:
+    """Refuse a folder that holds training rows and, by their names, rows to evaluate on: all would be trained."""
+    named: dict[str, Path] = {}
+    for file in files:
+        for part in file.relative_to(path).parts:
+            if word := re.match(r"(train|test|validation|valid|val|eval|dev)(?![a-z])", part.lower()):
+                named.setdefault(word[1], file)
+    if len(named) > 1 and "train" in named:
+        raise DataError(
+            f"{path}: files of several splits ({', '.join(named)}), which would all be trained",
+            f"name the files to train on, e.g. data.train: [{named['train']}]",
+        )
 
 
 def _files(path: Path) -> list[Path]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -86,10 +87,12 @@ def check_quantisations(names: Iterable[str]) -> None:
     """Refuse a quantisation that isn't written here (ConfigError)."""
     for name in names:
         if name not in QUANTISATIONS:
+            kind = {"quantized": "q4_k_m"}.get(name, name)
+            by_llama_cpp = f"; write f16 and call llama.cpp's: llama-quantize FILE.gguf OUT.gguf {kind.upper()}"
+            near = {"not_quantized": "f16", "fast_quantized": "q8_0"}.get(name) or f"one of {', '.join(QUANTISATIONS)}"
             raise ConfigError(
                 f"quantisation {name!r} is not written here",
-                f"use one of {', '.join(QUANTISATIONS)}; for K-quants write f16 and call "
-                f"llama.cpp's: llama-quantize FILE.gguf OUT.gguf {name.upper()}",
+                f"use {near}{by_llama_cpp if re.match(r'i?q[0-9]_', kind) else ''}",
             )
 
 

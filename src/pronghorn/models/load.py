@@ -260,6 +260,8 @@ def find_model(
         raise ConfigError(
             "experts_in_16bit without load_in_4bit, which alone changes them", "leave experts_in_16bit out"
         )
+    if not isinstance(name, str | Path) or not str(name):
+        raise ConfigError(f"model_name {name!r} is no name", "give a folder, a .gguf file or a hub name (owner/model)")
     hub = {"trust_remote_code": trust_remote_code, "token": token, "revision": revision}
     path = Path(os.path.expanduser(name))  # leaves a home that isn't there as it is
     if path.suffix == ".gguf":
@@ -267,9 +269,17 @@ def find_model(
         return FoundModel(path, None, None, max_seq_length, load_in_4bit, hub)
     if not path.exists() and (path.is_absolute() or str(name).startswith((".", "~")) or str(name).count("/") > 1):
         raise DataError(f"model folder {name} does not exist", "check the path, or give a hub name like owner/model")
+    if path.is_file():
+        raise DataError(f"{path} is a file, not a model's folder", "give the folder that holds config.json and weights")
     if (path / "run.json").is_file() and not (path / "config.json").is_file():
         inside = next((part for part in ("adapter", "model") if (path / part).is_dir()), "adapter")
         raise DataError(f"{path} is a run, not a model", f"give {path / inside}")
+    if path.is_dir() and weights and not any((path / name).is_file() for name in ("config.json", CONFIG)):
+        gguf = next(path.glob("*.gguf"), None)
+        raise DataError(
+            f"{path} holds no config.json" + (" but GGUF files" if gguf else ""),
+            f"give {gguf}, by its own path" if gguf else "give a model's folder, or copy its config.json beside it",
+        )
     files = check_weights(path) if path.is_dir() and weights else []
     if (path / CONFIG).is_file():
         base_name = json_value(path / CONFIG, "base_model_name_or_path")
@@ -331,9 +341,15 @@ def _config(name: str | Path, hub: dict[str, Any]) -> Any:
     except (OSError, ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
         reason = " ".join(str(error).split("\n\n")[0].split())
         if isinstance(error, OSError) and not isinstance(name, Path):
+            reason = reason.split(". ")[0].split(", and couldn't")[0].replace("Repo id must use", "names have only")
             raise DataError(
                 f"model {name} is neither a folder here nor to be had from the hub ({reason})",
                 "check the name (owner/model) and the connection; a private model needs HF_TOKEN in the environment",
+            ) from error
+        if "not a valid JSON file" in reason:
+            raise DataError(
+                f"{name}: its config.json is not valid JSON",
+                "download it again; git lfs pull, if Git LFS left a pointer",
             ) from error
         raise UnsupportedError(
             f"{name}: its config.json can't be used ({reason})",
@@ -348,8 +364,9 @@ def _tokenizer(name: str | Path, **hub: Any) -> Any:
     try:
         return AutoTokenizer.from_pretrained(name, **hub)
     except Exception as error:  # tokenizers, in Rust, has no class for what it can't read
+        reason = str(error).partition(":")[0].strip().partition("\n")[0]
         raise DataError(
-            f"{name} has no tokenizer that loads ({error})", "save the model's tokenizer beside it"
+            f"{name} has no tokenizer that loads ({reason})", "copy the files of the base's tokenizer into that folder"
         ) from error
 
 

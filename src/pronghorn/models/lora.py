@@ -64,6 +64,14 @@ def add_lora(
     from peft import LoraConfig, get_peft_model
 
     dtype = resolve_adapter_dtype(adapter_dtype)
+    numbers = (("r", r, 16), ("lora_alpha", lora_alpha, 16), ("lora_dropout", lora_dropout, 0.05))
+    for name, value, example in (*numbers, ("random_state", random_state, 3407)):
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise ConfigError(f"{name} = {value!r} is no number", f"write it as one, e.g. {name}={example}")
+    if not 0 <= lora_dropout < 1:
+        raise ConfigError(f"lora_dropout = {lora_dropout} is no share below 1", "0 is fastest, 0.05 is common")
+    if bias not in ("none", "all", "lora_only"):
+        raise ConfigError(f"bias = {bias!r} is unknown", "use 'none', 'all' or 'lora_only'")
     if hasattr(model, "peft_config"):
         raise ConfigError(
             "the model already has an adapter", "train that adapter on, or load the base model without it"
@@ -71,10 +79,9 @@ def add_lora(
     if r < 1:
         raise ConfigError(f"LoRA rank r = {r} is below 1", f"use a rank from 1 to {HIGHEST_RANK}, 16 is common")
     width = base_causal_lm(model).get_input_embeddings().weight.shape[-1]
-    if r > max(width, HIGHEST_RANK):
-        raise ConfigError(
-            f"LoRA rank r = {r} is above the model's width {width}", f"use a rank from 1 to {HIGHEST_RANK}"
-        )
+    most = max(width, HIGHEST_RANK)
+    if r > most:
+        raise ConfigError(f"LoRA rank r = {r} is above {most}, the most for this model", f"use a rank from 1 to {most}")
     own = family_targets(model)
     targets = (
         target_modules if isinstance(target_modules, str) else list(own if target_modules is None else target_modules)
@@ -84,6 +91,8 @@ def add_lora(
     if listed and has_experts(base_causal_lm(model).config) and set(targets) == {*own, *DENSE_MLP}:
         targets = [target for target in targets if _named(target, names)]  # a dense model's list, as scripts have it
     _check_targets(targets, names, bool(target_parameters), own, _ends(model))
+    if listed and (module := next((t for t in targets for n in _named(t, names) if not _adaptable(model, n)), None)):
+        raise ConfigError(f"target module {module!r} is no linear", f"use some of {', '.join(own)}")
     _check_target_parameters(model, target_parameters or (), lora_dropout)
     _check_patterns({**(rank_pattern or {}), **(alpha_pattern or {})}, names)
     check_whole_modules(model, modules_to_save or ())
@@ -160,6 +169,26 @@ def _ends(model: Any) -> tuple[str, str]:
 def _named(wanted: str, names: Sequence[str]) -> list[str]:
     """The modules that PEFT takes a name in a list for: their own names, or the ends of these after a dot."""
     return [name for name in names if wanted and f".{name}".endswith(f".{wanted}")]
+
+
+def _adaptable(model: Any, name: str) -> bool:
+    """Tell whether PEFT can put an adapter on a module: on one with a matrix, or with modules inside."""
+    module = model.get_submodule(name)
+    return getattr(getattr(module, "weight", None), "ndim", 2) > 1 or any(True for _ in module.children())
+
+
+def check_model(model: Any, where: str) -> None:
+    """Refuse what is no model, the pair that `from_pretrained` returns among it.
+
+    Raises:
+        ConfigError: says what it is.
+    """
+    if not hasattr(model, "get_input_embeddings"):
+        pair = isinstance(model, tuple)
+        remedy = (
+            "model, tokenizer = FastLanguageModel.from_pretrained(...) are two" if pair else "give the loaded model"
+        )
+        raise ConfigError(f"{where} got a {type(model).__name__}, no model", remedy)
 
 
 def check_whole_modules(model: Any, wanted: Sequence[str]) -> None:

@@ -251,7 +251,9 @@ def check_weights(folder: Path) -> list[Path]:
         found = sorted(file.name for file in folder.iterdir() if file.suffix in kinds)
         raise DataError(
             f"{folder} holds no safetensors weights to load (found: {', '.join(found) or 'no weights at all'})",
-            "pickled weights are never read: convert them to safetensors; a GGUF file is given by its own path",
+            "pickled weights are never read: convert them to safetensors; a GGUF file is given by its own path"
+            if found
+            else "copy or download the model's (or adapter's) weights into that folder",
         )
     return files
 

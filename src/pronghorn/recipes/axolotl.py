@@ -98,6 +98,7 @@ def convert(draft: Draft, folder: Path) -> None:
             del draft.given[key]
     if "sequence_len" not in draft.given:
         draft.put("model.max_seq_length", 512, "sequence_len's default")
+    draft.given.setdefault("output_dir", "./model-out")
     draft.copy(common.SAME | _SAME)
     if resumed := draft.take("lora_model_dir"):
         draft.put("model.name", str(resumed), "lora_model_dir; its base is named in its adapter_config.json")
@@ -141,7 +142,9 @@ def _data(draft: Draft) -> None:
     """Take over the data sets, and the template that they go through."""
     for key in ("datasets", "pretraining_dataset"):
         sets = draft.take(key) or []
-        sets = [{"path": sets, "type": "completion"}] if isinstance(sets, str) else sets
+        sets = [sets] if isinstance(sets, str | dict) else sets
+        usual = {"type": "completion"} if key == "pretraining_dataset" else {}
+        sets = [{"path": each, **usual} if isinstance(each, str) else each for each in sets]
         if sets:
             draft.put("data.train", _sources(draft, sets, key), key)
             draft.put("data.overflow", "split" if key == "pretraining_dataset" else "drop", f"as {key} there")

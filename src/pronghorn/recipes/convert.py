@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 from pronghorn.config import read_table
 from pronghorn.errors import ConfigError, PronghornError
 from pronghorn.recipe_errors import tool_of
+from pronghorn.recipe_yaml import parse
 from pronghorn.recipes import axolotl, llama_factory
 from pronghorn.recipes.draft import Draft
 
 TOOLS = {"Axolotl": axolotl.convert, "LLaMA-Factory": llama_factory.convert}
+
+
+def _unquoted(value: Any) -> Any:
+    """Return the number that a text is, which both tools read as one; else the value."""
+    is_number = isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?([eE][-+]?\d+)?", value)
+    return parse(value, "") if is_number else value
 
 
 def convert(path: Path) -> tuple[str, Draft]:
@@ -24,7 +33,7 @@ def convert(path: Path) -> tuple[str, Draft]:
     if tool not in TOOLS:
         problem = f"{path} is {'a configuration of ' + tool if tool else 'no known configuration'}"
         raise ConfigError(problem, f"give the YAML file of {' or '.join(TOOLS)}; pronghorn init writes a recipe anew")
-    draft = Draft({str(key): value for key, value in table.items() if value is not None})
+    draft = Draft({str(key): _unquoted(value) for key, value in table.items() if value is not None})
     try:
         TOOLS[tool](draft, path.parent)
     except PronghornError:

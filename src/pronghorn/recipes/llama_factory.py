@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from pronghorn.errors import ConfigError
 from pronghorn.recipes import common
 from pronghorn.recipes.common import KERNELS, PACKED
 from pronghorn.recipes.draft import Draft
@@ -56,6 +57,11 @@ _LOST = {
 
 def convert(draft: Draft, folder: Path) -> None:
     """Turn LLaMA-Factory's keys into a recipe's; `folder` is the file's."""
+    if "export_dir" in draft.given or "dataset" not in draft.given:
+        raise ConfigError(
+            f"LLaMA-Factory's configuration {'exports' if 'export_dir' in draft.given else 'names no dataset'}",
+            "give the one that trains; pronghorn export and pronghorn chat do the rest without a recipe",
+        )
     stage = draft.take("stage", "sft")
     if stage not in ("sft", "pt"):
         common.refuse_preferences(f"stage: {stage}")
@@ -119,7 +125,15 @@ def _data(draft: Draft, folder: Path) -> None:
     base = next((folder for folder in bases if (folder / "dataset_info.json").is_file()), None)
     entries: dict[str, Any] = {}
     if base is not None:
-        entries = json.loads((base / "dataset_info.json").read_text(encoding="utf-8"))
+        info = base / "dataset_info.json"
+        try:
+            entries = json.loads(info.read_text(encoding="utf-8"))
+            if not isinstance(entries, dict):
+                raise ValueError("no table of data sets")
+        except ValueError as error:
+            raise ConfigError(
+                f"{info} can't be used: not valid JSON ({error})", "mend it, or name your data in data.train"
+            ) from None
     for key, ours in (("dataset", "data.train"), ("eval_dataset", "data.eval")):
         names = _names(draft.take(key) or [])
         sources = [_source(draft, name, entries.get(name), base or place) for name in names]

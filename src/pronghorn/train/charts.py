@@ -92,7 +92,7 @@ def step_chart(record: RunRecord, name: str, title: str, scale: float = 1.0) -> 
 
     def draw(axes: Axes) -> None:
         _curve(axes, *zip(*points, strict=True))
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(bottom=0, top=1.1 * max(value for _, value in points) or 1)
 
     return svg(name.replace("_", "-"), title, draw)
 

@@ -51,6 +51,19 @@ def seal(folder: Path, fingerprint: Fingerprint, recipe: str | None) -> None:
     state.write_manifest(folder, SCHEMA, {"model": asdict(fingerprint), "recipe": recipe})
 
 
+def check_folder(folder: Path) -> None:
+    """Refuse a folder that is no checkpoint of a trainer: a model's, an adapter's, or none.
+
+    Raises:
+        DataError: with what to give.
+    """
+    if not (folder / "trainer_state.json").is_file():
+        raise DataError(
+            f"{folder} is no checkpoint to resume from: it has no trainer_state.json",
+            "give a checkpoint-N folder of the trainer's output, or True for its newest",
+        )
+
+
 def verify(folder: Path, contents: bool = True) -> dict[str, Any]:
     """Return the manifest of a checkpoint; DataError if that is missing or doesn't describe the files there."""
     remedy = f"delete {folder.name} and run again: training goes on from the checkpoint before it, or from the start"

@@ -47,6 +47,9 @@ def prepare(recipe: Recipe, split: Literal["train", "eval"], tokenizer: Any, con
     """Tokenise `data.train` or `data.eval`, and print what happened to the rows; raises as `data.cache.documents`."""
     with RowsProgress(console) as progress:
         prepared = documents(recipe.data, split, tokenizer, recipe.model.max_seq_length, recipe.data_seed, progress)
+    if split == "eval" and (again := _trained_too(recipe)) is not None:
+        told = f"data.eval: {again} is trained, too: its loss says nothing of new data (data.eval: 5% holds some out)"
+        console.print(told, style="yellow", markup=False)
     for count in prepared.counts:
         left_out = f", {count.dropped:,} dropped" if count.dropped else ""
         console.print(
@@ -73,6 +76,16 @@ def prepare(recipe: Recipe, split: Literal["train", "eval"], tokenizer: Any, con
         hint = ": see why with `pronghorn data inspect`" if loud else ""
         console.print(f"{lost}{hint}", style="yellow" if loud else None)
     return prepared
+
+
+def _trained_too(recipe: Recipe) -> str | None:
+    """Return a source of `data.eval` that `data.train` names, too, or has in one of its folders."""
+    if recipe.data.eval is None or recipe.data.held_out is not None:
+        return None
+    trained = {(source.path, source.config, source.split) for source in recipe.data.sources("train")}
+    evaluated = recipe.data.sources("eval")
+    again = (e for e in evaluated for path in (e.path, *e.path.parents) if (path, e.config, e.split) in trained)
+    return next((str(source.path) for source in again), None)
 
 
 MUCH = 0.01

@@ -44,7 +44,7 @@ def write_report(record: RunRecord, folder: str | Path, refresh: int | None = No
         Path(folder) / FILE_NAME,
         Path(__file__).with_name("report.html.j2"),
         record=record,
-        headlines=headlines(record),
+        headlines=headlines(record, live=refresh is not None),
         refresh=refresh,
         lost=lost(record.packing),
         name=Path(str(record.recipe.get("train", {}).get("output", ""))).name,
@@ -87,9 +87,11 @@ def rewrite_report(path: Path) -> Path:
         raise DataError(f"the record in {folder} is not whole ({error!r})", "restore run.json or run again") from error
 
 
-def headlines(record: RunRecord) -> list[tuple[str, str, str]]:
-    """Return (label, figure, note) of each card."""
+def headlines(record: RunRecord, live: bool = False) -> list[tuple[str, str, str]]:
+    """Return (label, figure, note) of each card; of a run that trains the last evaluation stands for the one after."""
     before, after = record.heldout["before"], record.heldout["after"]
+    if after is None and record.evaluations:
+        after = record.evaluations[-1]["loss"]
     cards = []
     if before is not None and after is not None:
         note = f"over {record.heldout['rows']:,} rows, nats per supervised token"
@@ -99,7 +101,8 @@ def headlines(record: RunRecord) -> list[tuple[str, str, str]]:
         cards.append(("Held-out loss", f"{before:.4f} → {after:.4f}", note))
     elif record.steps:
         first, last = record.steps[0]["loss"], record.steps[-1]["loss"]
-        cards.append(("Training loss", f"{first:.4f} → {last:.4f}", "no held-out data in this run"))
+        note = "no held-out data in this run" if before is None else f"the held-out loss was {before:.4f} before"
+        cards.append(("Training loss", f"{first:.4f} → {last:.4f}", note))
     speed = record.tokens_per_second
     packing = record.packing
     resumed = f"; taken up again at step {', '.join(map(str, record.resumed_at))}" if record.resumed_at else ""
@@ -109,7 +112,9 @@ def headlines(record: RunRecord) -> list[tuple[str, str, str]]:
         (
             "Time",
             duration(record.seconds),
-            f"{record.steps[-1]['step'] if record.steps else 0:,} steps, limited by {record.stopped}" + resumed,
+            f"{record.steps[-1]['step'] if record.steps else 0:,} steps"
+            + (" so far" if live else f", limited by {record.stopped}")
+            + resumed,
         ),
     ]
     peak = record.peak_memory_bytes

@@ -35,6 +35,8 @@ def train_on_responses_only(trainer: Trainer, instruction_part: str, response_pa
         UnsupportedError: a streamed data set; rows that TRL wrapped without keeping where documents begin.
     """
     owner: Any = trainer
+    if not hasattr(owner, "processing_class"):
+        raise ConfigError(f"train_on_responses_only got a {type(trainer).__name__}", "give the SFTTrainer")
     instruction = _spellings(instruction_part, owner.processing_class, "instruction")
     response = _spellings(response_part, owner.processing_class, "response")
     if instruction.keys() & response.keys():

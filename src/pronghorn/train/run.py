@@ -194,6 +194,10 @@ def _packing_stats(recipe: Recipe, trainer: SFTTrainer, documents: Any, console:
     if (accumulated := recipe.train.gradient_accumulation_steps) > micro_batches:
         less = f"more than the {micro_batches:,} micro-batches of an epoch: each step is a whole epoch"
         console.print(f"[yellow]train.gradient_accumulation_steps {accumulated:,} is {less}[/]")
+    steps = recipe.train.max_steps or math.ceil(recipe.train.epochs * micro_batches / accumulated)
+    if recipe.train.warmup_steps >= steps and "warmup_steps" in recipe.train.model_fields_set:
+        less = f"not less than the run's {steps:,}: the learning rate never reaches {recipe.train.learning_rate:g}"
+        console.print(f"[yellow]train.warmup_steps {recipe.train.warmup_steps:,} is {less}[/]")
     return packing
 
 

@@ -68,7 +68,11 @@ def _complete_finished_run(recipe: Recipe, output: Path, console: Console) -> Ru
         must_have_improved(recipe, record.heldout)
         if lacks_report:
             return record
-    raise ConfigError(f"{output} already holds a finished run", "choose another train.output, or give --overwrite")
+    inside = next((part for part in ("adapter", "model") if (output / part).is_dir()), "adapter")
+    raise ConfigError(
+        f"{output} already holds a finished run",
+        f"choose another train.output (model.name={output / inside} there trains it on), or give --overwrite",
+    )
 
 
 def _delete_run(output: Path) -> None:

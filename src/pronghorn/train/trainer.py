@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from pronghorn import state
 from pronghorn.data.batch import Collator
 from pronghorn.data.packed_rows import PackedRows
-from pronghorn.device import processes
+from pronghorn.device import is_bf16_supported, processes
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
 from pronghorn.export.folder import whole_folder
 from pronghorn.export.towers import keep_names
@@ -57,11 +57,13 @@ from pronghorn.train.ranks import (
     leave_packed_to_each_process,
 )
 from pronghorn.train.validate import (
+    check_adapters,
     check_arguments,
     check_dataset,
     check_old_arguments,
     check_row_length,
     check_trained_dtypes,
+    check_trains,
     use_one_gpu,
 )
 
@@ -92,7 +94,7 @@ class SFTTrainer(trl.SFTTrainer):
     def __init__(self, model: Any, args: Any = None, *, tokenizer: Any = None, **kwargs: Any) -> None:
         check_old_arguments(kwargs)
         if args is None:
-            args = trl.SFTConfig(output_dir="pronghorn-sft", packing=True)
+            args = trl.SFTConfig(output_dir="pronghorn-sft", packing=True, bf16=is_bf16_supported())
             if getattr(model, "max_seq_length", None) is not None:
                 args.max_length = None  # TRL's default is nothing that was asked for, and may be over the model's
         if not isinstance(args, trl.SFTConfig):
@@ -117,6 +119,7 @@ class SFTTrainer(trl.SFTTrainer):
                 if hasattr(args, name):
                     setattr(args, name, False)  # the plan decides; SFTConfig's default would recompute regardless
         trained = {parameter: parameter.data for parameter in model.parameters() if parameter.requires_grad}
+        check_adapters(model, kwargs.get("peft_config"))
         if not hasattr(model, "peft_config") and kwargs.get("peft_config") is None:
             check_trained_dtypes(data.dtype for data in trained.values())
         self._train_is_prepared = False
@@ -298,6 +301,7 @@ class SFTTrainer(trl.SFTTrainer):
                     f"no checkpoint in {self.args.output_dir}", "call train() to start from the beginning"
                 )
             resume_from_checkpoint = str(found[-1]) if found else None
+        check_trains(self.model)
         if resume_from_checkpoint is not None:
             self._check(Path(resume_from_checkpoint))
         gathers = sharded(base_causal_lm(self.model)) is not None
@@ -322,8 +326,8 @@ class SFTTrainer(trl.SFTTrainer):
 
     def _check(self, folder: Path) -> None:
         """Refuse a checkpoint that is damaged or of another model; one without a manifest (stock TRL's) passes."""
-        if (folder / state.MANIFEST).exists():
-            # of several processes one reads everything
+        checkpoint.check_folder(folder)
+        if (folder / state.MANIFEST).exists():  # of several processes one reads everything
             manifest = checkpoint.verify(folder, contents=self.args.should_save and folder != self.checked)
             checkpoint.check_model(folder, manifest, self._fingerprint)
 

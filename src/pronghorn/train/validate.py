@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from os import PathLike
+from collections.abc import Callable, Iterable
+from dataclasses import fields
 from typing import Any
 
 import torch
 from accelerate.utils import parse_flag_from_env
+from datasets import Dataset, IterableDataset
+from peft import PeftModel
 
 from pronghorn.data.formats import likely_columns
 from pronghorn.data.media import parts_of, refuse_media
+from pronghorn.data.packed_rows import PackedRows
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
 from pronghorn.optimizers import check_optimizer
 from pronghorn.text import short
@@ -33,7 +36,7 @@ def check_dataset(name: str, given: Any, packing: bool, args: Any, kwargs: dict[
     for dataset in given.values() if several else [given]:
         if dataset is None and name == "eval_dataset":
             continue
-        if dataset is None or isinstance(dataset, str | PathLike | list | dict):
+        if not isinstance(dataset, Dataset | IterableDataset | PackedRows):
             raise ConfigError(
                 f"{name} is {'missing' if dataset is None else f'a {type(dataset).__name__}'}",
                 'give a datasets.Dataset: load_dataset("json", data_files=FILE, split="train")',
@@ -49,8 +52,32 @@ def check_dataset(name: str, given: Any, packing: bool, args: Any, kwargs: dict[
             raise DataError(f"{name} is empty", "check the file and the filters it went through")
         elif isinstance(row := dataset[0], dict):
             refuse_media(f"{name}, in its first row's messages,", parts_of(row))
-            if kwargs.get("formatting_func") is None and not (args.dataset_kwargs or {}).get("skip_prepare_dataset"):
+            prepared = (args.dataset_kwargs or {}).get("skip_prepare_dataset")
+            if (formats := kwargs.get("formatting_func")) is not None:
+                _check_formatting(formats, row)
+            elif not prepared and isinstance(dataset, Dataset):
                 _check_columns(name, row, args.dataset_text_field, kwargs.get("processing_class"))
+                _check_nulls(name, dataset, {args.dataset_text_field, "prompt", "completion", "messages"} & row.keys())
+
+
+def _check_formatting(formats: Callable[[Any], Any], row: dict[str, Any]) -> None:
+    """Refuse a function that formats batches, as Unsloth's notebooks have them, or returns no text."""
+    if not isinstance(made := formats(row), str):
+        raise ConfigError(
+            f"formatting_func returns a {type(made).__name__} for a row, and TRL reads a text",
+            'return the text of one row; of a function for batches make a column: dataset.map(lambda rows: {"text": '
+            "FUNCTION(rows)}, batched=True), and leave formatting_func out",
+        )
+
+
+def _check_nulls(name: str, dataset: Dataset, columns: set[str]) -> None:
+    """Refuse a null where a text or messages are read."""
+    for column in sorted(columns):
+        if dataset.data.column(column).null_count and None in (values := list(dataset[column])):
+            raise DataError(
+                f"{name} row {values.index(None) + 1}: {column} is null",
+                f"dataset.filter(lambda row: row[{column!r}] is not None)",
+            )
 
 
 def _check_columns(name: str, row: dict[str, Any], text: str, tokenizer: Any) -> None:
@@ -70,7 +97,18 @@ def _check_columns(name: str, row: dict[str, Any], text: str, tokenizer: Any) ->
                 f'{standard}.rename_column("conversations", "messages")',
             )
     if not turns and not {text, "input_ids"} & row.keys() and not {"prompt", "completion"} <= row.keys():
+        if {"chosen", "rejected"} <= row.keys():
+            raise DataError(
+                f"{name} has preference pairs", "train them by TRL's DPOTrainer: docs/preference-training.md"
+            )
         columns = likely_columns(row)
+        more = next(
+            (key for key in ("input", "context") if columns and key in row.keys() - set(columns.values())), None
+        )
+        if columns and more:
+            both = f"row[{columns['prompt']!r}] + '\\n' + row[{more!r}]"
+            made = f"{{'prompt': {both}, 'completion': row[{columns['completion']!r}]}}"
+            raise DataError(f"{name}: columns {', '.join(row)} are no known format", f"dataset.map(lambda row: {made})")
         renamed = columns and {column: ours for ours, column in columns.items()}
         raise DataError(
             f"{name}: columns {', '.join(row)} are no known format",
@@ -88,6 +126,27 @@ def check_row_length(asked: int | None, limit: int | None) -> int:
             "raise max_seq_length in from_pretrained or lower max_length",
         )
     return int(asked or limit or 0)
+
+
+def check_adapters(model: Any, asked: Any) -> None:
+    """Refuse a `peft_config` beside adapters."""
+    if isinstance(model, PeftModel) and asked is not None:
+        raise ConfigError("peft_config for a model that has an adapter already", "leave peft_config out")
+
+
+def check_trains(model: Any) -> None:
+    """Refuse to train a model of which no weight is trained, and adapters that came into the model after its trainer
+    was made, which would save no adapter."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(
+            "no weight of the model is trained",
+            "add adapters by FastLanguageModel.get_peft_model (merge_and_unload takes them away), or load the model "
+            "with full_finetuning=True",
+        )
+    if isinstance(model, PeftModel) or getattr(model, "_hf_peft_config_loaded", False):
+        return
+    if any(".lora_" in name for name, _ in model.named_parameters()):
+        raise ConfigError("adapters were added after the trainer was made", "call get_peft_model before SFTTrainer")
 
 
 def check_trained_dtypes(dtypes: Iterable[torch.dtype]) -> None:
@@ -128,6 +187,9 @@ def use_one_gpu(args: Any, command: str) -> str | None:
 def check_arguments(args: Any, kwargs: dict[str, Any], packs_train: bool, packs_eval: bool) -> None:
     """Refuse arguments of SFTConfig and SFTTrainer that the packed loss or the collator would pass over."""
     check_no_fsdp(args)
+    for field in fields(args):
+        if isinstance(field.default, int | float) and isinstance(value := getattr(args, field.name), str):
+            raise ConfigError(f"{field.name} = {value!r} is a text", "write it as a number, without quotes")
     if kwargs.get("optimizers", (None,))[0] is None and kwargs.get("optimizer_cls_and_kwargs") is None:
         check_optimizer(str(getattr(args.optim, "value", args.optim)), args.device.type)
     if packs_eval and kwargs.get("compute_metrics") is not None:

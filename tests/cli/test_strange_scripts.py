@@ -1,0 +1,152 @@
+"""Mistakes in scripts that a stranger made with malice: names, arguments and orders of calls of Unsloth's and TRL's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset, DatasetDict
+from trl import SFTConfig
+
+import pronghorn
+from pronghorn import FastLanguageModel, SFTTrainer
+from pronghorn.chat_templates import get_chat_template, standardize_sharegpt
+from pronghorn.errors import PronghornError
+
+ROWS = Dataset.from_list([{"prompt": "One day", "completion": " a cat sat."}] * 8)
+ALPACA = Dataset.from_list([{"instruction": "Say it", "input": "now", "output": "a cat."}] * 8)
+
+
+def load(model: Path, **options: Any) -> Any:
+    return FastLanguageModel.from_pretrained(str(model), max_seq_length=128, **options)
+
+
+def lora(model: Path, **options: Any) -> Any:
+    return FastLanguageModel.get_peft_model(load(model)[0], **{"r": 4, **options})
+
+
+def trainer(model: Any, rows: Any = ROWS, config: dict[str, Any] | None = None, **options: Any) -> Any:
+    args = {"packing": True, "max_length": 128, "max_steps": 1, "bf16": False, "report_to": "none"}
+    return SFTTrainer(
+        model=model, train_dataset=rows, args=SFTConfig(**{"output_dir": "out", **args, **(config or {})}), **options
+    )
+
+
+def adapters_late(model: Path) -> None:
+    base, tokenizer = load(model)
+    late = trainer(base, processing_class=tokenizer)
+    FastLanguageModel.get_peft_model(base, r=4)
+    late.train()
+
+
+SCRIPTS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
+    "an argument misspelt": (lambda m: load(m, max_seq_len=64), "max_seq_len", "did you mean max_seq_length?"),
+    "no name": (lambda m: FastLanguageModel.from_pretrained(None), "model_name None", "a hub name"),  # type: ignore[arg-type]
+    "a rank in quotes": (lambda m: lora(m, r="16"), "r = '16' is no number", "r=16"),
+    "dropout of everything": (lambda m: lora(m, lora_dropout=1.0), "lora_dropout = 1.0", "0.05"),
+    "a bias unknown": (lambda m: lora(m, bias="some"), "bias = 'some'", "'lora_only'"),
+    "LLaMA-Factory's name for it": (lambda m: lora(m, lora_rank=8), "lora_rank", "as r"),
+    "a norm": (lambda m: lora(m, target_modules=["norm"]), "'norm' is no linear", "q_proj"),
+    "without the MLPs": (lambda m: lora(m, finetune_mlp_modules=False), "finetune_mlp_modules", "target_modules"),
+    "both of from_pretrained's": (
+        lambda m: FastLanguageModel.get_peft_model(load(m)),
+        "got a tuple, no model",
+        "model, tokenizer =",
+    ),
+    "both for inference": (lambda m: FastLanguageModel.for_inference(load(m)), "got a tuple", "model, tokenizer ="),
+    "adapters after the trainer": (adapters_late, "after the trainer was made", "before SFTTrainer"),
+    "after a merge": (
+        lambda m: trainer(lora(m).merge_and_unload()).train(),
+        "no weight of the model",
+        "get_peft_model",
+    ),
+    "a model to resume from": (
+        lambda m: trainer(lora(m)).train(resume_from_checkpoint=str(m)),
+        "no checkpoint to resume from",
+        "checkpoint-N",
+    ),
+    "adapters and peft_config": (lambda m: trainer(lora(m), peft_config=object()), "peft_config", "leave peft_config"),
+    "a rate in quotes": (lambda m: trainer(lora(m), config={"learning_rate": "2e-4"}), "'2e-4'", "as a number"),
+    "a tensor of data": (lambda m: trainer(lora(m), torch.ones(4, 4)), "is a Tensor", "load_dataset("),
+    "a null": (
+        lambda m: trainer(lora(m), Dataset.from_list([{"text": "a"}, {"text": None}])),
+        "row 2: text",
+        "filter(",
+    ),
+    "pairs": (
+        lambda m: trainer(lora(m), Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c"}])),
+        "preference pairs",
+        "docs/preference-training.md",
+    ),
+    "Alpaca's columns": (lambda m: trainer(lora(m), ALPACA), "no known format", "+ row['input']"),
+    "a function for batches": (
+        lambda m: trainer(lora(m), ALPACA, formatting_func=lambda rows: [rows["instruction"]]),
+        "returns a list",
+        "batched=True",
+    ),
+    "responses of a model": (
+        lambda m: pronghorn.train_on_responses_only(load(m)[0], "a", "b"),
+        "got a LlamaForCausalLM",
+        "SFTTrainer",
+    ),
+    "a template of one's own": (
+        lambda m: get_chat_template(load(m)[1], ("{{ x }}", "</s>")),  # type: ignore[arg-type]
+        "tuple",
+        "tokenizer.chat_template = TEXT",
+    ),
+    "turns of a customer": (
+        lambda m: standardize_sharegpt(Dataset.from_list([{"conversations": [{"from": "customer", "value": "a"}]}])),
+        "from 'customer'",
+        "aliases_for_user",
+    ),
+    "every split": (lambda m: standardize_sharegpt(DatasetDict(train=ROWS)), "a DatasetDict", 'split="train"'),
+    "Unsloth's GGUF": (
+        lambda m: load(m)[0].save_pretrained_gguf("g", load(m)[1], quantization_method="fast_quantized"),
+        "'fast_quantized'",
+        "q8_0",
+    ),
+    "a GGUF to the hub": (lambda m: load(m)[0].push_to_hub_gguf("a/b"), "push_to_hub_gguf", "hf upload"),
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
+def test_a_stranger_s_script_is_answered(
+    script: tuple[Callable[[Path], Any], str, str], tmp_path: Path, stories: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run, problem, remedy = script
+    with pytest.raises(PronghornError) as error:
+        run(stories)
+    assert problem in error.value.problem and remedy in error.value.remedy, str(error.value)
+    assert len(str(error.value)) < 700
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("FastLlamaModel", "FastLanguageModel"),
+        ("SFTConfig", "from trl import"),
+        ("LoraConfig", "from peft import"),
+        ("DataCollatorForCompletionOnlyLM", "leave it out"),
+        ("get_chat_template", "pronghorn.chat_templates"),
+    ],
+)
+def test_names_of_others_are_answered(name: str, says: str) -> None:
+    with pytest.raises(ImportError, match=says):
+        getattr(pronghorn, name)
+
+
+def test_remedies_for_scripts_help(stories: Path, tmp_path: Path) -> None:
+    model, tokenizer = load(stories)
+    again = FastLanguageModel.get_peft_model(FastLanguageModel.get_peft_model(model, r=4).merge_and_unload(), r=4)
+    joined = ALPACA.map(lambda row: {"prompt": row["instruction"] + "\n" + row["input"], "completion": row["output"]})
+    config = {"output_dir": str(tmp_path), "logging_steps": 1}
+    done = trainer(again, joined, config, processing_class=tokenizer)
+    done.train()
+    assert done.state.log_history[0]["loss"] > 0
+    turns = [{"from": "customer", "value": "Who?"}, {"from": "gpt", "value": "A cat."}]
+    rows = standardize_sharegpt(Dataset.from_list([{"conversations": turns}]), aliases_for_user=["customer"])
+    assert [turn["role"] for turn in rows[0]["conversations"]] == ["user", "assistant"]
