@@ -83,9 +83,14 @@ _RULES = (
         "use launch.strategy: copies, or leave precision.compute out",
     ),
     _Rule(
-        lambda r: r.launch.strategy == "sharded" and _full(r),
-        "launch.strategy: sharded with adapter.method: full: only frozen weights are shared",
-        "use launch.strategy: copies, or set adapter.method: lora",
+        lambda r: (
+            r.launch.strategy == "sharded"
+            and _full(r)
+            and (r.precision.dtype == "float16" or r.train.optimizer not in ("adamw_torch", "adamw_torch_fused"))
+        ),
+        "launch.strategy: sharded with adapter.method: full, train.optimizer: {train.optimizer} and precision.dtype: "
+        "{precision.dtype}: trained weights are shared for AdamW alone, and without loss scaling",
+        "use adamw_torch_fused and bfloat16 or float32; or launch.strategy: copies",
     ),
     _Rule(
         lambda r: r.precision.adapter_dtype == "float16",

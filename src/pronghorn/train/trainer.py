@@ -55,7 +55,9 @@ from pronghorn.train.ranks import (
     data_seed,
     dealt_loader,
     leave_packed_to_each_process,
+    whole_trained,
 )
+from pronghorn.train.shared_layers import SharedLayersTrainer
 from pronghorn.train.validate import (
     check_arguments,
     check_dataset,
@@ -78,7 +80,7 @@ class _Collators:
         return self.packed(rows) if "lengths" in rows[0] else self.padded(rows)
 
 
-class SFTTrainer(trl.SFTTrainer):
+class SFTTrainer(SharedLayersTrainer):
     """TRL's `SFTTrainer` on the packed path; takes the same arguments (and `tokenizer` for `processing_class`).
 
     The model is attached if it isn't yet. With `args.packing` rows have `args.max_length` tokens (the model's
@@ -156,7 +158,7 @@ class SFTTrainer(trl.SFTTrainer):
         stock: Any = self.data_collator
         self._pack_collator = Collator(args.max_length or 0, stock.pad_token_id)
         self.data_collator = _Collators(self._pack_collator, stock)
-        self._watch = GradientWatch()
+        self._watch = GradientWatch(None if self._shared is None else self._shared.trained)
         self.add_callback(self._watch)
         self._counted = StepCounters()
         self._memory = OomRetry(self._ran_out)
@@ -241,6 +243,8 @@ class SFTTrainer(trl.SFTTrainer):
         if last:
             if self._at_once:
                 average_gradients(self._averaged)
+            if self._watch.shared is not None:
+                self._watch.shared.finish()
             self._watch.observe(model)
         return loss
 
@@ -263,6 +267,8 @@ class SFTTrainer(trl.SFTTrainer):
         return super()._get_grad_norm(model, grad_norm=grad_norm)
 
     def _clip(self, most: float) -> Tensor | None:
+        if self._watch.shared is not None:
+            return self._watch.clip(most, [*self._averaged, *self._watch.shared.parts])
         if self.accelerator.distributed_type not in (DistributedType.NO, DistributedType.MULTI_GPU):
             return None
         if self.accelerator.scaler is not None:
@@ -304,7 +310,7 @@ class SFTTrainer(trl.SFTTrainer):
         self._memory.begin(waits_for_others=processes() > 1 and (gathers or not self._at_once))
         if self._at_once:
             model: Any = self.model
-            self._averaged = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            self._averaged = whole_trained(model)
             copy_from_first(self._averaged)
         self._counted = StepCounters()
         try:
