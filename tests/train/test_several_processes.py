@@ -169,7 +169,10 @@ def test_trained_layers_that_are_shared_train_the_same(full_shared: Path, full_a
     paths = {path["part"]: path["path"] for path in json.loads((run / "run.json").read_text())["paths"]}
     assert paths["layers' weights"] == "a part in each of 2 processes"
     same_model(run, full_alone)
-    norms = [[step["grad_norm"] for step in json.loads((each / "run.json").read_text())["steps"]] for each in (run, full_alone)]
+    norms = [
+        [step["grad_norm"] for step in json.loads((each / "run.json").read_text())["steps"]]
+        for each in (run, full_alone)
+    ]
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
 
 
@@ -199,6 +202,7 @@ def test_shared_and_whole_weights_go_on_from_each_other_s_checkpoints(
     if before == after:
         weights, expected = (load_file(each / "model" / "model.safetensors") for each in (run, first))
         assert all(weights[name].equal(value) for name, value in expected.items())
+
 
 @pytest.mark.slow
 def test_a_killed_process_ends_all_and_another_number_goes_on(recipe: Any, alone: Path) -> None:

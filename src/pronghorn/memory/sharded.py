@@ -12,7 +12,8 @@ of them in the forward is right again in the backward. Bytes are gathered as the
 bits.
 
 Either a layer's frozen weights are shared (LoRA), or all of it, which is trained: `memory.sharded_training`. Adapters
-and what lies outside the layers (embeddings, head, last norm) are whole in each process. FSDP2 would make DTensors of weights, which layers find in other places in each forward.
+and what lies outside the layers (embeddings, head, last norm) are whole in each process. FSDP2 would make DTensors of
+weights, which layers find in other places in each forward.
 """
 
 from __future__ import annotations

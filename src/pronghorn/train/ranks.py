@@ -24,6 +24,7 @@ from pronghorn.device import processes
 from pronghorn.errors import UnsupportedError
 from pronghorn.kernels.packed import PackedTensor
 from pronghorn.memory.sharded import IN_BUFFER
+from pronghorn.memory.sharded_training import TrainedParts
 from pronghorn.memory.step_time import attention_share
 from pronghorn.models.auto_plan import dims_of
 from pronghorn.models.families import base_causal_lm
@@ -42,7 +43,7 @@ def averages_at_once(model: nn.Module) -> bool:
     return any(hasattr(p, IN_BUFFER) for p in trained) or sum(p.nbytes for p in trained) <= MOST_BYTES
 
 
-def whole_trained(model: nn.Module) -> list[nn.Parameter]:
+def whole_trained(model: Any) -> list[nn.Parameter]:
     """List a model's trained parameters that every process has whole."""
     return [p for p in model.parameters() if p.requires_grad and not hasattr(p, IN_BUFFER)]
 
@@ -64,9 +65,11 @@ def copy_from_first(parameters: Iterable[nn.Parameter]) -> None:
 
 
 @torch.no_grad()
-def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Average the gradients of all processes, in place. A parameter that got none on a process counts as zero there:
-    an expert that saw no token."""
+def average_gradients(parameters: Iterable[nn.Parameter], shared: TrainedParts | None = None) -> None:
+    """Average the gradients of all processes, in place, and wait for those of `shared` layers. A parameter that got
+    none on a process counts as zero there: an expert that saw no token."""
+    if shared is not None:
+        shared.finish()
     gradients: list[Tensor] = []
     for parameter in parameters:
         if parameter.grad is None:

@@ -18,9 +18,8 @@ from pronghorn.errors import DataError, UnsupportedError
 from pronghorn.memory.sharded import ShardedLayers, load_state, sharded, whole_state
 from pronghorn.memory.sharded_training import Piece
 from pronghorn.models.families import base_causal_lm
+from pronghorn.optimizers import ON_PARTS
 
-SERVED = ("adamw_torch", "adamw_torch_fused")
-"""Optimisers that treat every number by itself, so that they may step on parts."""
 _FILE = "shared_optimizer-{}-of-{}.pt"
 
 ReadState = Callable[[str], dict[str, Any]]
@@ -40,15 +39,15 @@ class SharedLayersTrainer(trl.SFTTrainer):
 
     def create_optimizer(self, model: Any = None) -> Any:
         """As stock, of this process's parts of layers and of all that lies outside."""
-        shared, ours = self._shared, self.model
+        shared, ours = self._shared, base_causal_lm(self.model)
         if shared is None or self.optimizer is not None:
             return super().create_optimizer(model)
-        assert shared.trained is not None and ours is not None
+        assert shared.trained is not None
         name = str(getattr(self.args.optim, "value", self.args.optim))
-        if name not in SERVED or self.optimizer_cls_and_kwargs is not None or self.args.fp16:
+        if name not in ON_PARTS or self.optimizer_cls_and_kwargs is not None or self.args.fp16:
             raise UnsupportedError(
                 f"train.optimizer: {name}{' in float16' if self.args.fp16 else ''} with layers that processes share",
-                f"use {' or '.join(SERVED)} and bfloat16 or float32; or launch.strategy: copies",
+                f"use {', '.join(ON_PARTS)} and bfloat16 or float32; or launch.strategy: copies",
             )
         names = set(self.get_decay_parameter_names(ours))
         decayed = {id(p) for name, p in ours.named_parameters() if name in names}
@@ -99,6 +98,7 @@ class SharedLayersTrainer(trl.SFTTrainer):
         Path(output_dir).mkdir(parents=True, exist_ok=True)
         torch.save(told, Path(output_dir) / _FILE.format(self.args.process_index, processes()))
         if self.args.should_save:
+            assert self.lr_scheduler is not None
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -126,6 +126,7 @@ class SharedLayersTrainer(trl.SFTTrainer):
         for group, before in zip(told, groups, strict=True):
             group.update(before)
         optimizer.load_state_dict({"state": state, "param_groups": told})
+        assert self.lr_scheduler is not None
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -134,7 +135,7 @@ class SharedLayersTrainer(trl.SFTTrainer):
         with ExitStack() as opened:
             files = sorted(Path(resume_from_checkpoint).glob("*.safetensors"))
             tensors = [opened.enter_context(safe_open(file, framework="pt")) for file in files]
-            of = {name: each for each in tensors for name in each.keys()}  # noqa: SIM118: no mapping
+            of = {name: each for each in tensors for name in each.keys()}  # noqa: SIM118
             load_state(base_causal_lm(self.model), lambda name: of[name].get_tensor(name), of)
 
 
@@ -170,7 +171,7 @@ def _of_piece(piece: Piece, spans: list[tuple[str, int, int]], read: ReadState) 
         first, last = max(begin, piece.begin), min(begin + size, end)
         for key, value in read(name).items() if first < last else ():
             if not _is_whole(value):
-                state[key] = value
+                state[key] = value.clone() if isinstance(value, Tensor) else value
                 continue
             flat = state.setdefault(key, torch.zeros(piece.parameter.numel(), dtype=value.dtype))
             flat[first - piece.begin : last - piece.begin] = value[first - begin : last - begin]
@@ -198,7 +199,7 @@ def _of_parts(files: list[Path]) -> tuple[ReadState, list[dict[str, Any]]]:
                     flat = state.setdefault(key, torch.zeros(size, dtype=value.dtype))
                     flat[low - begin : high - begin] = value[low - first : high - first]
                 else:
-                    state[key] = value
+                    state[key] = value.clone() if isinstance(value, Tensor) else value  # each parameter counts steps
         return state
 
     return read, told[0]["groups"]

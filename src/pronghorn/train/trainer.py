@@ -242,9 +242,7 @@ class SFTTrainer(SharedLayersTrainer):
         self._counted.add(inputs)
         if last:
             if self._at_once:
-                average_gradients(self._averaged)
-            if self._watch.shared is not None:
-                self._watch.shared.finish()
+                average_gradients(self._averaged, self._watch.shared)
             self._watch.observe(model)
         return loss
 
@@ -267,8 +265,8 @@ class SFTTrainer(SharedLayersTrainer):
         return super()._get_grad_norm(model, grad_norm=grad_norm)
 
     def _clip(self, most: float) -> Tensor | None:
-        if self._watch.shared is not None:
-            return self._watch.clip(most, [*self._averaged, *self._watch.shared.parts])
+        if (shared := self._watch.shared) is not None:
+            return self._watch.clip(most, [*self._averaged, *shared.parts])
         if self.accelerator.distributed_type not in (DistributedType.NO, DistributedType.MULTI_GPU):
             return None
         if self.accelerator.scaler is not None:
@@ -309,8 +307,7 @@ class SFTTrainer(SharedLayersTrainer):
         gathers = sharded(base_causal_lm(self.model)) is not None
         self._memory.begin(waits_for_others=processes() > 1 and (gathers or not self._at_once))
         if self._at_once:
-            model: Any = self.model
-            self._averaged = whole_trained(model)
+            self._averaged = whole_trained(self.model)
             copy_from_first(self._averaged)
         self._counted = StepCounters()
         try:
