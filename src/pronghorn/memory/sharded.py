@@ -324,7 +324,7 @@ def refuse_sharded(model: Any, what: str) -> None:
     if shared is not None:
         raise UnsupportedError(
             f"{what} of a model whose layers are shared by {shared.processes} processes",
-            "save the adapter; `pronghorn export` merges it in one process",
+            "save the model by its trainer; `pronghorn export` merges an adapter in one process",
         )
 
 
