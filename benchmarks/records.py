@@ -46,7 +46,7 @@ RECORDS = {
 
 
 def build(shape: str, method: str) -> Any:
-    """Make a model with random weights and adapters on the device, ready to train."""
+    """Make a model with random weights on the device, ready to train: with adapters, or in float32 for `full`."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -60,6 +60,9 @@ def build(shape: str, method: str) -> Any:
         return load(shape, method, None)  # type: ignore[arg-type]  # no checkpoint is written
     fields: Any = shape_of(shape)
     torch.manual_seed(0)
+    if method == "full":
+        with torch.device(device()):
+            return AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields), dtype=torch.float32).train()
     if method == "qlora":
         model = in_4_bits(fields)
     else:

@@ -9,6 +9,8 @@ from typing import Literal
 
 from pronghorn.errors import ConfigError
 
+ON_PARTS = ("adamw_torch", "adamw_torch_fused", "sgd")
+"""Those that treat every number by itself, so that processes may step on parts of weights that they share."""
 OptimizerName = Literal[
     "adamw_torch_fused",
     "adamw_torch",

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from pronghorn.errors import ConfigError
+from pronghorn.optimizers import ON_PARTS
 from pronghorn.recipe_sections import CHANGES_BASE, DATA_FILES, ON_LOSS
 
 
@@ -88,9 +89,14 @@ _RULES = (
         "use launch.strategy: copies, or leave precision.compute out",
     ),
     _Rule(
-        lambda r: r.launch.strategy == "sharded" and _full(r),
-        "launch.strategy: sharded with adapter.method: full: only frozen weights are shared",
-        "use launch.strategy: copies, or set adapter.method: lora",
+        lambda r: (
+            r.launch.strategy == "sharded"
+            and _full(r)
+            and (r.precision.dtype == "float16" or r.train.optimizer not in ON_PARTS)
+        ),
+        "launch.strategy: sharded with adapter.method: full, train.optimizer: {train.optimizer} and precision.dtype: "
+        "{precision.dtype}: weights are trained in parts by AdamW or SGD, without loss scaling",
+        "use launch.strategy: copies; or adamw_torch_fused and bfloat16 or float32",
     ),
     _Rule(
         lambda r: r.precision.adapter_dtype == "float16",

@@ -301,8 +301,8 @@ class Launch(Section):
     nodes: int = Field(1, ge=1, description="machines, started by Slurm or torchrun")
     strategy: Literal["auto", "copies", "sharded"] = Field(
         "auto",
-        description="what each GPU holds: copies, the whole model; sharded, a part of each layer's frozen weights "
-        "(LoRA); auto: copies if the weights fit",
+        description="what each GPU holds: copies, the whole model; sharded, a part of each layer's weights; auto: "
+        "copies if they fit",
     )
     timeout_minutes: float = Field(30, gt=0, description="how long a process waits for the others before it gives up")
 

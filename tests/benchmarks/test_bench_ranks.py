@@ -40,6 +40,16 @@ def test_two_processes_are_judged_and_timed_against_their_sum(tmp_path: Path) ->
         assert phases[name]["gate"]["green"] and len(phases[name]["processes"]) == 2 and phases[name]["of_the_sum"] > 0
 
 
+@pytest.mark.slow
+def test_full_fine_tuning_is_judged_by_all_weights(tmp_path: Path) -> None:
+    out = tmp_path / "ranks.json"
+    sizes = ("--model", "tiny", "--method", "full", "--strategies", "sharded", "--tokens", "128", "--steps", "3")
+    done = programs.invoke(ranks, *sizes, "--processes", "2", "--out", out)
+    assert done.exit_code == 0, done.output
+    found = json.loads(out.read_text())["phases"]["sharded"]
+    assert found["gate"]["green"] and len(found["processes"]) == 2
+
+
 def test_other_gradients_are_not_green(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A strategy whose adapters moved another way, though its loss is right."""
     change = torch.randn(100, generator=torch.Generator().manual_seed(0))

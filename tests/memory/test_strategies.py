@@ -60,8 +60,8 @@ def test_a_strategy_that_is_asked_for_is_planned_or_refused_with_what_fits(dims:
         choose(dims, TrainSetup(2048), device_spec("rtx4060ti-16"), 2, strategy=Strategy.COPIES)
 
 
-@pytest.mark.parametrize("setup", [TrainSetup(8192, "full"), TrainSetup(8192, fp8=True)], ids=["full", "8 bits"])
-def test_what_is_not_shared_has_copies_or_nothing(dims: ModelDims, setup: TrainSetup) -> None:
+def test_what_is_not_shared_has_copies_or_nothing(dims: ModelDims) -> None:
+    setup: TrainSetup = TrainSetup(8192, fp8=True)
     with pytest.raises(PlanDoesNotFit, match=r"on 2 GPUs \(sharded\), weights.* aren't shared"):
         choose(dims, setup, H100, 2, strategy=Strategy.SHARDED)
     with pytest.raises(PlanDoesNotFit, match=r"on 2 GPUs \(copies\)") as refused:
@@ -81,6 +81,23 @@ def test_layers_are_shared_and_all_else_is_whole(dims: ModelDims) -> None:
     layer = 2 * dims.layers[0].parameters
     assert parts["gathered"] == 2 * layer
     assert parts["weights"] == 2 * dims.outside + 32 * layer // 4
+
+
+def test_of_trained_layers_all_that_lasts_is_shared(dims: ModelDims) -> None:
+    full = TrainSetup(512, "full", distributed=True)
+    whole, parts = resting_bytes(dims, full), resting_bytes(dims, replace(full, processes=4))
+    layer = 4 * dims.layers[0].parameters
+    held = 4 * dims.outside + 32 * layer // 4
+    assert parts["weights"] == held and parts["gathered"] == 2 * layer
+    assert parts["optimizer"] == 2 * held and whole["optimizer"] == 8 * dims.parameters
+    assert parts["gradients"] == held + 2 * layer + layer // 4
+    choice = choose(dims, TrainSetup(8192, "full"), H200, 2)
+    assert choice.strategy is Strategy.SHARDED and choice.why.startswith("copies don't fit")
+    assert choice.chosen.communication_ms < 50
+    slow = choose(dims, TrainSetup(8192, "full"), replace(H200, link=1e10), 2).chosen
+    part = 0.5 * 1e3 / 1e10
+    assert slow.communication_ms < part * (3 * 32 * layer + 2 * 4 * dims.outside)
+    assert slow.communication_ms > 0.8 * part * (3 * 32 * layer + 2 * 4 * dims.outside)
 
 
 def test_4_bits_are_gathered_as_they_are_stored(dims: ModelDims) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -140,6 +141,67 @@ def test_whole_weights_train_the_same(recipe: Any) -> None:
         assert done.returncode == 0, done.stderr
         runs.append(run)
     assert [loss for loss, *_ in steps(runs[1])] == pytest.approx([loss for loss, *_ in steps(runs[0])], rel=2e-5)
+
+
+FULL = {"max_steps": 6, "learning_rate": 1e-3, "save_steps": 3, "weight_decay": 0.1, "max_grad_norm": 0.5}
+
+
+@pytest.fixture(scope="module")
+def full_alone(recipe: Any) -> Path:
+    file, run = recipe("full-alone", **FULL)
+    done = train(1, file, "adapter.method=full")
+    assert done.returncode == 0, done.stderr
+    return run
+
+
+def same_model(run: Path, other: Path) -> None:
+    """Losses and the whole model agree to the rounding of float32."""
+    for (loss, *counts), (expected, *their_counts) in zip(steps(run), steps(other), strict=True):
+        assert loss == pytest.approx(expected, rel=2e-5) and counts == their_counts
+    weights, expected_weights = (load_file(each / "model" / "model.safetensors") for each in (run, other))
+    assert weights.keys() == expected_weights.keys()
+    for name, expected in expected_weights.items():
+        assert (weights[name] - expected).norm() <= 1e-3 * expected.norm(), name
+
+
+def test_trained_layers_that_are_shared_train_the_same(full_shared: Path, full_alone: Path) -> None:
+    run = full_shared
+    paths = {path["part"]: path["path"] for path in json.loads((run / "run.json").read_text())["paths"]}
+    assert paths["layers' weights"] == "a part in each of 2 processes"
+    same_model(run, full_alone)
+    norms = [
+        [step["grad_norm"] for step in json.loads((each / "run.json").read_text())["steps"]]
+        for each in (run, full_alone)
+    ]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+
+
+@pytest.fixture(scope="module")
+def full_shared(recipe: Any) -> Path:
+    file, run = recipe("full-shared", {"strategy": "sharded"}, **FULL)
+    done = train(2, file, "adapter.method=full")
+    assert done.returncode == 0, done.stderr
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (1, 2)])
+def test_shared_and_whole_weights_go_on_from_each_other_s_checkpoints(
+    recipe: Any, full_alone: Path, full_shared: Path, before: int, after: int
+) -> None:
+    first = full_alone if before == 1 else full_shared
+    file, run = recipe(f"full-{before}-{after}", {"strategy": "sharded"}, **FULL)
+    shutil.copytree(first, run)
+    for left in ("checkpoint-6", "model"):
+        shutil.rmtree(run / left)
+    (run / "run.json").unlink()
+    done = train(after, file, "adapter.method=full")
+    assert done.returncode == 0, done.stderr
+    assert "Going on from checkpoint-3" in done.stdout
+    same_model(run, first)
+    if before == after:
+        weights, expected = (load_file(each / "model" / "model.safetensors") for each in (run, first))
+        assert all(weights[name].equal(value) for name, value in expected.items())
 
 
 @pytest.mark.slow

@@ -58,7 +58,8 @@ def test_auto_is_what_the_plan_says(stories: Path, tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("adapter.method=full", "adapter.method: full: only frozen weights are shared"),
+        ("adapter.method=full train.optimizer=adafactor", "adapter.method: full, train.optimizer: adafactor and"),
+        ("adapter.method=full precision.dtype=float16", "precision.dtype: float16: weights are trained in parts by"),
         ("precision.compute=fp8", "precision.compute: fp8: 8-bit copies of weights aren't shared"),
     ],
 )
@@ -66,7 +67,7 @@ def test_weights_that_are_not_shared_are_refused(stories: Path, tmp_path: Path, 
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump(recipe(stories, tmp_path, strategy="sharded").to_dict()))
     with pytest.raises(ConfigError, match=r"launch\.strategy: sharded with") as refused:
-        Recipe.load(file, [override])
+        Recipe.load(file, override.split())
     assert said in str(refused.value) and "use launch.strategy: copies" in str(refused.value)
 
 

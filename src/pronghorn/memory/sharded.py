@@ -1,4 +1,4 @@
-"""Frozen weights that processes share: each holds a part of every layer, and gathers whole layers one ahead.
+"""Weights that processes share: each holds a part of every layer, and gathers whole layers one ahead.
 
     forward    compute   … │ layer k      │ layer k + 1 │     layer k + 1's weights arrive while layer k computes, in
                gather        of k + 1       of k + 2          the buffer that layer k - 1 is done with
@@ -11,8 +11,9 @@ parameters stay the very tensors that they were, fused layers read them where th
 of them in the forward is right again in the backward. Bytes are gathered as they are stored: a 4-bit base travels in 4
 bits.
 
-What is trained isn't touched, nor is what lies outside the layers (embeddings, head, last norm): each process has it
-whole. FSDP2 would make DTensors of weights, which layers find in other places in each forward.
+Either a layer's frozen weights are shared (LoRA), or all of it, which is trained: `memory.sharded_training`. Adapters
+and what lies outside the layers (embeddings, head, last norm) are whole in each process. FSDP2 would make DTensors of
+weights, which layers find in other places in each forward.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 
 from pronghorn.errors import TrainingError, UnsupportedError
 from pronghorn.kernels.packed import PackedTensor
+from pronghorn.memory.sharded_training import TrainedParts
 
 BUFFERS = 2
 IN_BUFFER = "_pronghorn_in_buffer"
@@ -39,7 +41,7 @@ ALIGNED = 256
 
 
 class ShardedLayers:
-    """The frozen weights of one model's decoder layers, shared by the processes of a group.
+    """The weights of one model's decoder layers, all frozen or all trained, shared by the processes of a group.
 
     Args:
         device: where the buffers are; weights may still be on the CPU.
@@ -57,9 +59,11 @@ class ShardedLayers:
         self._in_backward: int | None = None
         self._shards: dict[int, Tensor] = {}
         self._places: dict[int, list[_Place]] = {}
+        self.trained: TrainedParts | None = None
+        """Where layers are trained."""
 
     def add(self, index: int, layer: nn.Module, groups: list[list[Tensor]]) -> None:
-        """Keep a part of a layer's frozen weights, and let go of the rest. All processes add the same layers.
+        """Keep a part of a layer's weights, and let go of the rest. All processes add the same layers.
 
         Args:
             index: the layer's place among those that are shared, in the order of the forward.
@@ -88,10 +92,17 @@ class ShardedLayers:
         for index in self._places:
             self._put(index)
 
+    def train(self) -> None:
+        """Train all that was added: each process its parts. No more layers may be added."""
+        layers = range(len(self))
+        tensors = [[(place.tensor, place.offset) for place in self._places[index]] for index in layers]
+        self.trained = TrainedParts([self._shards[index] for index in layers], tensors, self.processes)
+
     @property
     def bytes(self) -> int:
         """Return the bytes that this process holds: its parts and the buffers."""
-        return sum(each.nbytes for each in (*self._shards.values(), *self._buffers))
+        trained = 0 if self.trained is None else self.trained.bytes
+        return trained + sum(each.nbytes for each in (*self._shards.values(), *self._buffers))
 
     def use(self, index: int, ahead: int) -> None:
         """Let compute wait for a layer's weights, and begin to gather those of the layer that comes next.
@@ -113,6 +124,38 @@ class ShardedLayers:
         for place in self._places[index]:
             part = buffer[place.offset : place.offset + place.tensor.nbytes]
             place.tensor.data = part.view(place.dtype).view(place.tensor.shape)
+
+    def begin(self) -> None:
+        """Make ready for a forward: trained parts may have changed, and weights been copied elsewhere."""
+        if self.trained is not None:
+            self.trained.begin()
+            self._holds = [None] * BUFFERS
+        self.put_back()
+
+    def whole(self, index: int) -> list[Tensor]:
+        """Return a layer's tensors as they are now, gathered. Every process calls it."""
+        self._holds[index % BUFFERS] = None
+        self.use(index, 0)
+        return [place.tensor.detach() for place in self._places[index]]
+
+    def load(self, index: int, tensors: Sequence[Tensor]) -> None:
+        """Take over this process's part of a layer's tensors, in the order in which `whole` gives them."""
+        shard = self._shards[index]
+        begin = dist.get_rank(self._group) * shard.numel()
+        for place, tensor in zip(self._places[index], tensors, strict=True):
+            _copy_part(shard, begin, _bytes(tensor.to(place.dtype)), place.offset)
+
+    def outside(self, model: nn.Module) -> list[Tensor]:
+        """Return what of a model is trained and whole in every process."""
+        inside = {id(place.tensor) for layer in self._places.values() for place in layer}
+        return [p for p in model.parameters() if p.requires_grad and id(p) not in inside]
+
+    def __len__(self) -> int:
+        return len(self._shards)
+
+    def tensors(self, index: int) -> list[Tensor]:
+        """Return the tensors of a layer whose values lie in its buffer, which may hold another layer's."""
+        return [place.tensor for place in self._places[index]]
 
     def put_back(self) -> None:
         """Let weights that were copied elsewhere lie in their buffers again."""
@@ -161,6 +204,8 @@ class ShardedLayers:
     def backward_begins(self, index: int) -> None:
         """Bring a layer's weights before its backward."""
         self._in_backward = index
+        if self.trained is not None:
+            self.trained.collect_above(index)
         self.use(index, -1)
 
 
@@ -171,7 +216,7 @@ class _BeforeAll:
         self._sharded = sharded
 
     def __call__(self, backbone: nn.Module, args: Any) -> None:
-        self._sharded.put_back()
+        self._sharded.begin()
 
 
 class _Before:
@@ -193,15 +238,17 @@ class _After(_Before):
             hidden.register_hook(lambda _: self._sharded.backward_begins(self._index))
 
 
-def weight_groups(layer: nn.Module, merged: Iterable[Sequence[Any]], elsewhere: set[int]) -> list[list[Tensor]]:
+def weight_groups(
+    layer: nn.Module, merged: Iterable[Sequence[Any]], elsewhere: set[int], trained: bool = False
+) -> list[list[Tensor]]:
     """List a layer's frozen weights: first those that are multiplied with together, then the others one by one.
 
     Args:
+        trained: list its trained weights instead.
         merged: the base linears of each product.
         elsewhere: identities of parameters that other layers have, too, which stay whole.
     """
-    frozen = [p for p in layer.parameters() if not p.requires_grad and id(p) not in elsewhere]
-    left = {id(p): p for p in frozen}
+    left = {id(p): p for p in layer.parameters() if p.requires_grad is trained and id(p) not in elsewhere}
     groups: list[list[Any]] = []
     for linears in merged:
         for name in ("weight", "bias"):
@@ -238,13 +285,54 @@ def sharded(model: Any) -> ShardedLayers | None:
     return found
 
 
+@torch.no_grad()
+def whole_state(model: Any) -> dict[str, Tensor]:
+    """Return the state of a causal LM whose layers are trained and shared, in the first process's host memory: a layer
+    is gathered at a time. Every process calls it; others get nothing."""
+    shared, first = sharded(model), dist.get_rank() == 0
+    assert shared is not None
+    places = {id(p): (i, j) for i in range(len(shared)) for j, p in enumerate(shared.tensors(i))}
+    state: dict[str, Tensor] = dict(model.state_dict()) if first else {}
+    names: dict[tuple[int, int], list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in places:
+            names.setdefault(places[id(parameter)], []).append(name)
+    for i in range(len(shared)):
+        for j, tensor in enumerate(shared.whole(i)):
+            kept = tensor.to("cpu", copy=True) if first else None
+            state.update({name: kept for name in names[i, j]} if kept is not None else {})
+    return state
+
+
+@torch.no_grad()
+def load_state(model: Any, read: Any, names: Iterable[str]) -> None:
+    """Put tensors by name into a causal LM whose layers are trained and shared.
+
+    Args:
+        read: returns the tensor of a name.
+        names: all that there are.
+    Raises:
+        TrainingError: a layer's weight isn't among them.
+    """
+    shared, left = sharded(model), set(names)
+    assert shared is not None
+    known = {id(p): name for name, p in model.named_parameters()}
+    for i in range(len(shared)):
+        of_layer = [known[id(p)] for p in shared.tensors(i)]
+        if missing := [name for name in of_layer if name not in left]:
+            raise TrainingError(f"a checkpoint lacks {missing[0]}", "go on from another checkpoint, or begin anew")
+        shared.load(i, [read(name) for name in of_layer])
+        left.difference_update(of_layer)
+    model.load_state_dict({name: read(name) for name in left}, strict=False)
+
+
 def refuse_sharded(model: Any, what: str) -> None:
     """Raise UnsupportedError if a causal LM's weights lie in parts, so that nobody can read them all."""
     shared = sharded(model)
     if shared is not None:
         raise UnsupportedError(
             f"{what} of a model whose layers are shared by {shared.processes} processes",
-            "save the adapter; `pronghorn export` merges it in one process",
+            "save the model by its trainer; `pronghorn export` merges an adapter in one process",
         )
 
 

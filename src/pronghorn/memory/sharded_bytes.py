@@ -1,7 +1,8 @@
-"""Count what a process holds of a model whose layers' frozen weights are shared by several (`memory.sharded`).
+"""Count what a process holds of a model whose layers' weights are shared by several (`memory.sharded`).
 
 A part of each layer rests with it, and two layers are whole in buffers: the one that computes and the next. What lies
-outside the layers and what is trained is whole in every process.
+outside the layers is whole in every process, adapters too. Of layers that are trained masters, gradients and the
+optimiser's states are parts, and one layer's gradients are whole, twice: as its backward made them, and in a buffer.
 """
 
 from __future__ import annotations
@@ -12,9 +13,14 @@ from pronghorn.families.layer_spec import LayerSpec
 from pronghorn.memory.sharded import BUFFERS
 from pronghorn.memory.workload import NF4_BYTES, ModelDims, TrainSetup
 
+MASTER_BYTES = 4
+"""Of a number that is trained, and of its gradient."""
+
 
 def gathered_bytes(layer: LayerSpec, setup: TrainSetup) -> int:
-    """Count the bytes of a layer's weights, which are gathered as they are stored."""
+    """Count the bytes of a layer's weights, which are gathered as they are stored: masters in float32."""
+    if setup.method == "full":
+        return MASTER_BYTES * layer.parameters
     b, linear = setup.itemsize, layer.linear_weights
     of_a_number = NF4_BYTES if setup.method == "qlora" else b if setup.linear_bytes is None else setup.linear_bytes
     size = (layer.parameters - linear - layer.expert_weights) * b + linear * of_a_number
@@ -23,8 +29,6 @@ def gathered_bytes(layer: LayerSpec, setup: TrainSetup) -> int:
 
 def unshared_reason(setup: TrainSetup) -> str:
     """Say why layers are not shared in such a training; empty where they can be."""
-    if setup.method == "full":
-        return "weights that are trained aren't shared"
     return "weights' copies in 8 bits aren't shared" if setup.fp8 else ""
 
 
@@ -32,4 +36,10 @@ def shared(resting: Mapping[str, int], dims: ModelDims, setup: TrainSetup) -> di
     """Return what rests with a process, given what would rest on a device that held the whole model."""
     layers = [gathered_bytes(layer, setup) for layer in dims.layers]
     outside = max(resting["weights"] - sum(layers), 0)
-    return {**resting, "weights": outside + -(-sum(layers) // setup.processes), "gathered": BUFFERS * max(layers)}
+    parts, gathered = -(-sum(layers) // setup.processes), BUFFERS * max(layers)
+    found = {**resting, "weights": outside + parts, "gathered": gathered}
+    if setup.method == "full":
+        one = 2 * max(layers) + -(-max(layers) // setup.processes)
+        found["gradients"] = outside + parts + one
+        found["optimizer"] = resting["optimizer"] * (outside + parts) // resting["weights"]
+    return found

@@ -1,7 +1,7 @@
 """Predict what training on several GPUs takes, by strategy, and choose one.
 
     copies    every rank holds the whole model; gradients are averaged once a step
-    sharded   ranks share the frozen weights of each layer (`memory.sharded`); LoRA alone
+    sharded   ranks share the weights of each layer (`memory.sharded`): frozen ones, or all in full fine-tuning
 
 A collective of B bytes over N ranks takes (N − 1)/N · B / link to gather, twice that to average.
 With g_l a layer's gather, f_l and b_l its forward and backward with what is recomputed,
@@ -10,6 +10,8 @@ With g_l a layer's gather, f_l and b_l its forward and backward with what is rec
     copies, full      averaged during it: exposed = max(average of a bucket, average − Σ b_l)
     sharded           forward    g_1 + Σ max(f_l, g_{l+1})
                       backward   Σ max(b_l, g_{l−1}), without the last two layers', which are there
+    sharded, full     backward   Σ max(b_l, g_{l−1} + r_{l+1}) + r_1, r_l the sum of a layer's gradients into parts: as
+                      long as g_l; and once a step the average of what lies outside the layers
 
 Nothing of this was measured on several GPUs yet: collectives also slow the products beside them, which isn't counted.
 """
@@ -212,7 +214,13 @@ def communication_ms(
             return average
         return max(2 * part * BUCKET_BYTES, average - sum(backward))
     gather = [part * gathered_bytes(layer, work) for layer in dims.layers]
-    exposed = gather[0] + _pipelined(forward, gather) + _pipelined(backward[::-1], [0.0, 0.0, *gather[-3::-1]])
+    downwards = [0.0, 0.0, *gather[-3::-1]]
+    if full:  # beside each layer's backward the gradients of the one before it are summed, after the next one's gather
+        downwards = [g + r for g, r in zip(downwards, [0.0, 0.0, *gather[:1:-1]], strict=True)]
+        trained = 4 * dims.outside
+    exposed = (
+        gather[0] + _pipelined(forward, gather) + _pipelined(backward[::-1], downwards) + (gather[0] if full else 0)
+    )
     return micro_batches * exposed + 2 * part * trained
 
 

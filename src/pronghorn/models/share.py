@@ -1,5 +1,5 @@
-"""Share a model's frozen layers with the other processes (`memory.sharded`), by the family's description: when it is
-loaded, or layer by layer while it loads, so that no process ever holds it whole."""
+"""Share a model's layers with the other processes (`memory.sharded`), by the family's description: when it is loaded,
+or layer by layer while it loads, so that no process ever holds it whole."""
 
 from __future__ import annotations
 
@@ -16,20 +16,25 @@ from pronghorn.models.families import base_causal_lm, check_config, decoder_laye
 
 
 def share_layers(model: Any, device: torch.device) -> None:
-    """Leave a part of each decoder layer's frozen weights in this process, on `device`, and move all else there.
+    """Leave a part of each decoder layer's weights in this process, on `device`, and move all else there.
 
-    Before `attach`. Every process calls it with the same model; what is trained stays whole in each. Layers that were
-    shared while the model loaded stay as they are.
+    Before `attach`. Every process calls it with the same model. Of a model with adapters frozen weights are shared, of
+    one without all weights of its layers, which are trained; the rest stays whole in each. Layers that were shared
+    while the model loaded stay as they are.
 
     Args:
-        model: a causal LM with its adapters, on the CPU or on `device`. A 4-bit one must be on `device`.
+        model: a causal LM, on the CPU or on `device`. A 4-bit one must be on `device`.
     """
     base = base_causal_lm(model)
-    if sharded(base) is None:
+    full = not hasattr(model, "peft_config")
+    shared = sharded(base)
+    if shared is None:
         shared, elsewhere = shard(base, device), _elsewhere(base)
-        found = ((layer, _groups(base, layer, elsewhere)) for layer in decoder_layers(base))
+        found = ((layer, _groups(base, layer, elsewhere, full)) for layer in decoder_layers(base))
         for index, (layer, groups) in enumerate(pair for pair in found if pair[1]):
             shared.add(index, layer, groups)
+    if full:
+        shared.train()
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             for tensor in tensors.values():
@@ -40,14 +45,15 @@ def share_layers(model: Any, device: torch.device) -> None:
 
 
 class SharedLoading:
-    """Shares each layer of a model as soon as the last of its weights was loaded; all of them are frozen then.
+    """Shares each layer of a model as soon as the last of its weights was loaded.
 
     Args:
         device: where a layer's weights come together, and its part stays.
+        trained: whether all weights will be trained; otherwise layers are frozen.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, trained: bool = False) -> None:
+        self.device, self._trained = device, trained
         self._model: Any = None
         self._shared: ShardedLayers | None = None
         self._layers: list[nn.Module] = []
@@ -78,8 +84,8 @@ class SharedLoading:
             return
         self._missing[number] -= 1
         if not self._missing[number]:
-            layer = self._layers[number].requires_grad_(False)
-            self._shared.add(number, layer, _groups(self._model, layer, set()))
+            layer = self._layers[number].requires_grad_(self._trained)
+            self._shared.add(number, layer, _groups(self._model, layer, set(), self._trained))
 
 
 def _elsewhere(base: Any) -> set[int]:
@@ -90,14 +96,14 @@ def _elsewhere(base: Any) -> set[int]:
     return {identity for identity, count in owners.items() if count > 1 or identity in embeddings}
 
 
-def _groups(base: Any, layer: nn.Module, elsewhere: set[int]) -> list[list[Tensor]]:
-    """List a layer's frozen weights, those of one product together."""
+def _groups(base: Any, layer: nn.Module, elsewhere: set[int], trained: bool) -> list[list[Tensor]]:
+    """List a layer's frozen, or trained, weights, those of one product together."""
     family = check_config(base.config)
     if family.generic:
-        return weight_groups(layer, [], elsewhere)
+        return weight_groups(layer, [], elsewhere, trained)
     merged = [
         [base_of(layer.get_submodule(block.path(path))) for path in group]
         for block in family.blocks(layer)
         for group in block.kind.linears
     ]
-    return weight_groups(layer, merged, elsewhere)
+    return weight_groups(layer, merged, elsewhere, trained)

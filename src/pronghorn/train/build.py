@@ -70,7 +70,7 @@ def load(recipe: Recipe, found: FoundModel, tokenizer: Any, console: Console) ->
         )
     # full fine-tuning keeps float32 masters and computes in `dtype`
     shared = strategy(recipe, found, processes(), device) is Strategy.SHARDED
-    share = SharedLoading(device) if shared and _all_frozen(recipe, found) else None
+    share = SharedLoading(device, trained=full) if shared and _unread(recipe, found) else None
     # a device holds its part of the layers, never all of them
     on_host = shared and share is None and not found.is_quantised
     model = found.model(torch.float32 if full else dtype, torch.device("cpu") if on_host else device, share)
@@ -109,12 +109,13 @@ def load(recipe: Recipe, found: FoundModel, tokenizer: Any, console: Console) ->
     return model, attach(model, asked_plan(recipe), **attach_options(recipe))
 
 
-def _all_frozen(recipe: Recipe, found: FoundModel) -> bool:
-    """Tell whether an adapter trains nothing that layers hold, and begins without reading their weights."""
+def _unread(recipe: Recipe, found: FoundModel) -> bool:
+    """Tell whether training begins without reading layers' weights, and trains all or none of them."""
     adapter = recipe.adapter
-    if found.is_adapter or adapter.method == "full" or adapter.use_dora or adapter.modules_to_save:
+    if found.is_adapter or adapter.use_dora or adapter.modules_to_save:
         return False
-    return adapter.bias == "none" and adapter.init_lora_weights in (True, False, "gaussian")
+    plain = adapter.bias == "none" and adapter.init_lora_weights in (True, False, "gaussian")
+    return plain or adapter.method == "full"
 
 
 def asked_plan(recipe: Recipe) -> Plan:

@@ -19,6 +19,8 @@ from transformers import TrainerCallback
 from pronghorn.device import processes
 from pronghorn.errors import TrainingError
 from pronghorn.kernels.norms import norms
+from pronghorn.memory.sharded import IN_BUFFER
+from pronghorn.memory.sharded_training import TrainedParts
 
 MOST_SKIPPED = 25
 """Steps in a row that loss scaling may skip. Scales begin at 2**16 and halve each time: by then they are below one."""
@@ -52,7 +54,9 @@ class GradientWatch(TrainerCallback):
     have no gradient.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shared: TrainedParts | None = None) -> None:
+        self.shared = shared
+        """Parts of layers that processes share, which are watched layer by layer."""
         self._moved = False
         self._trained: list[tuple[str, nn.Parameter]] | None = None
         self._observed: tuple[list[str], Tensor] | None = None
@@ -67,6 +71,9 @@ class GradientWatch(TrainerCallback):
         """Flag the gradients as the last backward left them: clipping would spread one NaN over all of them."""
         if self._trained is None:  # once: walking through a large model's modules takes the host milliseconds
             self._trained = [(n.removeprefix("module."), p) for n, p in model.named_parameters() if p.requires_grad]
+            if self.shared is not None:
+                self._trained = [(n, p) for n, p in self._trained if not hasattr(p, IN_BUFFER)]
+                self._trained += [(f"layers.{i} (shared)", p) for i, p in enumerate(self.shared.parts)]
         named: list[tuple[str, nn.Parameter]] = self._trained
         gradients: list[Any] = [p.grad for _, p in named]
         plain = _plain(gradients)  # nearly always, and the host has no time to lose
@@ -76,6 +83,10 @@ class GradientWatch(TrainerCallback):
             named = [(name, parameter) for name, parameter in named if parameter.requires_grad]  # or frozen since
             gradients = [p.grad for _, p in named]
             found = gradient_norms(gradients, named[0][1].device)
+        if self.shared is not None:  # each process has the norm of its part
+            squared = found[-len(self.shared.parts) :].square_()
+            dist.all_reduce(squared)
+            squared.sqrt_()
         self._observed = [name for name, _ in named], gradient_flags(found)
         self._norms = (gradients, _written(gradients), found) if plain else None
 

@@ -23,6 +23,8 @@ from pronghorn.data.packed_rows import PackedRows
 from pronghorn.device import processes
 from pronghorn.errors import UnsupportedError
 from pronghorn.kernels.packed import PackedTensor
+from pronghorn.memory.sharded import IN_BUFFER
+from pronghorn.memory.sharded_training import TrainedParts
 from pronghorn.memory.step_time import attention_share
 from pronghorn.models.auto_plan import dims_of
 from pronghorn.models.families import base_causal_lm
@@ -30,10 +32,20 @@ from pronghorn.models.families import base_causal_lm
 MOST_BYTES = 2**30
 """Of gradients that travel in one piece: about 5 ms between GPUs of one host."""
 
+LARGE_BYTES = 2**28
+"""Of a gradient that travels by itself, without a copy: embeddings beside layers that processes share."""
+
 
 def averages_at_once(model: nn.Module) -> bool:
-    """Tell whether the gradients of a model's trained parameters travel in one piece, once a step, if at all."""
-    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad) <= MOST_BYTES
+    """Tell whether the gradients of a model's trained parameters travel in one piece, once a step, if at all; those
+    beside trained layers that processes share always do."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return any(hasattr(p, IN_BUFFER) for p in trained) or sum(p.nbytes for p in trained) <= MOST_BYTES
+
+
+def whole_trained(model: Any) -> list[nn.Parameter]:
+    """List a model's trained parameters that every process has whole."""
+    return [p for p in model.parameters() if p.requires_grad and not hasattr(p, IN_BUFFER)]
 
 
 class CopiesAccelerator(Accelerator):
@@ -53,15 +65,20 @@ def copy_from_first(parameters: Iterable[nn.Parameter]) -> None:
 
 
 @torch.no_grad()
-def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Average the gradients of all processes, in place. A parameter that got none on a process counts as zero there:
-    an expert that saw no token."""
+def average_gradients(parameters: Iterable[nn.Parameter], shared: TrainedParts | None = None) -> None:
+    """Average the gradients of all processes, in place, and wait for those of `shared` layers. A parameter that got
+    none on a process counts as zero there: an expert that saw no token."""
+    if shared is not None:
+        shared.finish()
     gradients: list[Tensor] = []
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         gradients.append(parameter.grad)
-    for flat, parts in _flattened(gradients):
+    for gradient in (each for each in gradients if each.nbytes > LARGE_BYTES):
+        dist.all_reduce(gradient)
+        gradient.div_(processes())
+    for flat, parts in _flattened(each for each in gradients if each.nbytes <= LARGE_BYTES):
         dist.all_reduce(flat)
         _put_back(flat.div_(processes()), parts)
 

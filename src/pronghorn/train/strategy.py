@@ -12,16 +12,23 @@ from pronghorn.memory.planner import PlanDoesNotFit
 from pronghorn.memory.strategies import Strategy, choose
 from pronghorn.models.auto_plan import cuda_device_spec, dims_of, skeleton
 from pronghorn.models.load import FoundModel
+from pronghorn.optimizers import ON_PARTS
 
 ROOM = 0.75
 """The share of a device's memory up to which weights leave enough for training."""
 
+FULL_SHARE = 8
+"""Masters, gradients and AdamW's states of full fine-tuning against weights in 16 bits."""
+
 
 def strategy(recipe: Recipe, found: FoundModel, processes: int, device: torch.device) -> Strategy:
     """Choose what each process holds: what is asked for or, for `auto`, what `pronghorn plan --gpus` chooses. One
-    process holds all of it, and so does each where weights are trained or copied in 8 bits."""
+    process holds all of it, and so does each where weights are copied in 8 bits, or an optimiser needs whole ones."""
     asked = recipe.launch.strategy
-    able = recipe.adapter.method == "lora" and recipe.precision.compute == "dtype"
+    served = recipe.adapter.method == "lora" or (
+        recipe.train.optimizer in ON_PARTS and recipe.precision.dtype != "float16"
+    )
+    able = served and recipe.precision.compute == "dtype"
     if processes == 1 or not able or asked == "copies":
         return Strategy.COPIES
     if asked == "sharded":
@@ -34,7 +41,8 @@ def strategy(recipe: Recipe, found: FoundModel, processes: int, device: torch.de
         return Strategy.SHARDED  # the plan of the loaded model says what would fit
     except UnsupportedError:  # no plan is made of it
         pass
-    full = weight_bytes(recipe, found) > ROOM * torch.cuda.get_device_properties(device).total_memory
+    states = FULL_SHARE if recipe.adapter.method == "full" else 1
+    full = states * weight_bytes(recipe, found) > ROOM * torch.cuda.get_device_properties(device).total_memory
     return Strategy.SHARDED if full else Strategy.COPIES
 
 

@@ -55,7 +55,9 @@ from pronghorn.train.ranks import (
     data_seed,
     dealt_loader,
     leave_packed_to_each_process,
+    whole_trained,
 )
+from pronghorn.train.shared_layers import SharedLayersTrainer
 from pronghorn.train.validate import (
     check_adapters,
     check_arguments,
@@ -80,7 +82,7 @@ class _Collators:
         return self.packed(rows) if "lengths" in rows[0] else self.padded(rows)
 
 
-class SFTTrainer(trl.SFTTrainer):
+class SFTTrainer(SharedLayersTrainer):
     """TRL's `SFTTrainer` on the packed path; takes the same arguments (and `tokenizer` for `processing_class`).
 
     The model is attached if it isn't yet. With `args.packing` rows have `args.max_length` tokens (the model's
@@ -159,7 +161,7 @@ class SFTTrainer(trl.SFTTrainer):
         stock: Any = self.data_collator
         self._pack_collator = Collator(args.max_length or 0, stock.pad_token_id)
         self.data_collator = _Collators(self._pack_collator, stock)
-        self._watch = GradientWatch()
+        self._watch = GradientWatch(None if self._shared is None else self._shared.trained)
         self.add_callback(self._watch)
         self._counted = StepCounters()
         self._memory = OomRetry(self._ran_out)
@@ -208,8 +210,8 @@ class SFTTrainer(trl.SFTTrainer):
         sampler = self._get_train_sampler()
         if not isinstance(rows, PackedRows) or not isinstance(sampler, (RandomSampler, SequentialSampler)):
             return super().get_train_dataloader()
-        attention = attention_against_products(self.model)
-        return dealt_loader(rows, attention, self.look_ahead, args, self.data_collator, self.accelerator, sampler)
+        costs = attention_against_products(self.model), self.look_ahead
+        return dealt_loader(rows, *costs, args, self.data_collator, self.accelerator, sampler)
 
     def _set_signature_columns_if_needed(self) -> None:
         self._signature_columns: Any = ["input_ids", "labels", "lengths"]
@@ -243,7 +245,7 @@ class SFTTrainer(trl.SFTTrainer):
         self._counted.add(inputs)
         if last:
             if self._at_once:
-                average_gradients(self._averaged)
+                average_gradients(self._averaged, self._watch.shared)
             self._watch.observe(model)
         return loss
 
@@ -251,8 +253,7 @@ class SFTTrainer(trl.SFTTrainer):
         """Stock's count, which goes through the whole model, for one token, once: in every micro-batch that takes the
         host milliseconds."""
         tokens = inputs["input_ids"].numel()
-        if self._operations is None:
-            self._operations = super().floating_point_ops(inputs) // tokens
+        self._operations = self._operations or super().floating_point_ops(inputs) // tokens
         return self._operations * tokens
 
     def _clip_grad_norm(self, model: Any) -> Tensor | None:
@@ -266,17 +267,17 @@ class SFTTrainer(trl.SFTTrainer):
         return super()._get_grad_norm(model, grad_norm=grad_norm)
 
     def _clip(self, most: float) -> Tensor | None:
-        if self.accelerator.distributed_type not in (DistributedType.NO, DistributedType.MULTI_GPU):
-            return None
-        if self.accelerator.scaler is not None:
+        if (shared := self._watch.shared) is not None:
+            return self._watch.clip(most, [*self._averaged, *shared.parts])
+        served = self.accelerator.distributed_type in (DistributedType.NO, DistributedType.MULTI_GPU)
+        if not served or self.accelerator.scaler is not None:
             return None
         optimizer: Any = self.optimizer
         return self._watch.clip(most, (p for group in optimizer.param_groups for p in group["params"]))
 
     def _ran_out(self, event: OutOfMemory) -> None:
         """Into the history, which checkpoints and the run's record keep, and to the user."""
-        history: list[Any] = self.state.log_history
-        history.append({"step": event.step, "out_of_memory": asdict(event)})
+        self.state.log_history.append({"step": event.step, "out_of_memory": asdict(event)})  # type: ignore[dict-item]
         self.note(str(event))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -307,8 +308,7 @@ class SFTTrainer(trl.SFTTrainer):
         gathers = sharded(base_causal_lm(self.model)) is not None
         self._memory.begin(waits_for_others=processes() > 1 and (gathers or not self._at_once))
         if self._at_once:
-            model: Any = self.model
-            self._averaged = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            self._averaged = whole_trained(self.model)
             copy_from_first(self._averaged)
         self._counted = StepCounters()
         try:
@@ -327,9 +327,9 @@ class SFTTrainer(trl.SFTTrainer):
     def _check(self, folder: Path) -> None:
         """Refuse a checkpoint that is damaged or of another model; one without a manifest (stock TRL's) passes."""
         checkpoint.check_folder(folder)
-        if (folder / state.MANIFEST).exists():  # of several processes one reads everything
-            manifest = checkpoint.verify(folder, contents=self.args.should_save and folder != self.checked)
-            checkpoint.check_model(folder, manifest, self._fingerprint)
+        if (folder / state.MANIFEST).exists():
+            contents = self.args.should_save and folder != self.checked  # of several processes one reads everything
+            checkpoint.check_model(folder, checkpoint.verify(folder, contents=contents), self._fingerprint)
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"

@@ -1,0 +1,126 @@
+"""Two processes share layers that are trained, in float32, and train as one process does on the rows of both."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch import Tensor
+
+from pronghorn.layers.decoder import is_fused
+from pronghorn.memory.plan import Plan
+from pronghorn.memory.sharded import BUFFERS, sharded, whole_state
+from pronghorn.models.attach import attach
+from pronghorn.models.share import share_layers
+from pronghorn.train.ranks import average_gradients
+from support.tiny import packed_row, tiny_model
+
+WORLD, STEPS, MICRO_BATCHES = 2, 5, 2
+PLANS = {"keep": None, "recompute": Plan.recompute(), "offload": Plan.offload()}
+# family, plan, tied embeddings, autocast
+CASES = [
+    *(("llama", plan, plan == "recompute", None) for plan in PLANS),
+    ("llama", "recompute", False, torch.bfloat16),
+    ("qwen2", "keep", False, None),  # with biases
+    ("gemma4_text", "keep", True, None),  # later layers read earlier ones' keys and values
+    ("qwen3_moe", "recompute", False, None),
+]
+IDS = ["-".join(map(str, case)).replace("torch.", "") for case in CASES]
+
+
+def row(step: int, micro_batch: int, rank: int) -> dict[str, Any]:
+    """A row of its own for each rank, with other documents; of rank 1 the first has no label."""
+    batch = packed_row([[1, 20, 27], [5, 6, 37]][rank], 48, seed=10 * step + 2 * micro_batch + rank)
+    if rank == 1 and micro_batch == 0:
+        batch = packed_row([1] * 48, 48, seed=step)
+    return batch
+
+
+def train(case: tuple[Any, ...], ranks: list[int], device: torch.device | None) -> dict[str, Any]:
+    """Return losses, gradient norms and the weights after all steps."""
+    family, plan, tied, autocast = case
+    model = tiny_model(family, tie_word_embeddings=tied)
+    if device is not None:
+        share_layers(model, device)
+    attach(model, PLANS[plan], layers="fused")
+    shared = sharded(model)
+    assert (shared is not None) is (device is not None)
+    outside = [p for p in model.parameters() if p.requires_grad]
+    pieces: list[Tensor] = []
+    if shared is not None and shared.trained is not None:
+        outside = shared.outside(model)
+        decayed = {id(p) for p in model.parameters() if p.dim() > 1}
+        pieces = [piece.parameter for _, piece in shared.trained.pieces(decayed)]
+    optimizer = torch.optim.AdamW([*outside, *pieces], lr=1e-2, weight_decay=0.0)
+    losses, norms = [], []
+    for step in range(STEPS):
+        total = sum(row(step, m, rank)["packed"].n_labels for m in range(MICRO_BATCHES) for rank in range(WORLD))
+        loss_of_step = torch.zeros(())
+        for micro_batch in range(MICRO_BATCHES):
+            for rank in ranks:
+                with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
+                    loss = model(**row(step, micro_batch, rank), num_items_in_batch=total).loss
+                (loss * (1 if device is None else WORLD)).backward()
+                loss_of_step += loss.detach()
+        if device is not None:
+            average_gradients(outside)
+            assert shared is not None and shared.trained is not None
+            shared.trained.finish()
+            assert all(p.grad is None for layer in model.model.layers for p in layer.parameters())
+            dist.all_reduce(loss_of_step)
+        inside = sum((p.grad.square().sum() for p in pieces), torch.zeros(()))  # type: ignore[union-attr]
+        if device is not None:
+            dist.all_reduce(inside)
+        norms.append((inside + sum(p.grad.square().sum() for p in outside)).sqrt())  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        losses.append(loss_of_step)
+    fused = [is_fused(layer) for layer in model.model.layers]
+    state = model.state_dict() if shared is None else whole_state(model)
+    size = 0 if shared is None else shared.bytes
+    return {"losses": torch.stack(losses), "norms": torch.stack(norms), "state": state, "fused": fused, "bytes": size}
+
+
+def worker(rank: int, port: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD)
+    for name, case in zip(IDS, CASES, strict=True):
+        torch.save(train(case, [rank], torch.device("cpu")), folder / f"{name}-{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def shared_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sharded")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    torch.multiprocessing.start_processes(worker, (port, folder), nprocs=WORLD, start_method="fork")
+    return folder
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_trained_layers_that_are_shared_train_as_whole_ones(shared_runs: Path, case: tuple[Any, ...]) -> None:
+    expected = train(case, list(range(WORLD)), None)
+    whole = sum(p.nbytes for p in tiny_model(case[0]).model.layers.parameters())
+    for rank in range(WORLD):
+        found = torch.load(shared_runs / f"{IDS[CASES.index(case)]}-{rank}.pt", weights_only=False)
+        assert all(found["fused"]) and all(expected["fused"])
+        for kind in ("losses", "norms"):
+            assert torch.allclose(found[kind], expected[kind], rtol=1e-4 if case[-1] is None else 5e-3), kind
+        if rank > 0:
+            assert not found["state"], "one process has all of the weights"
+            continue
+        assert found["state"].keys() == expected["state"].keys()
+        for name, value in expected["state"].items():
+            error = (found["state"][name] - value).norm() / value.norm()
+            assert error < (1e-3 if case[-1] is None else 2e-2), name
+    layers = len(tiny_model(case[0]).model.layers)
+    # parts and gradients; gathered layers, one whole layer of gradients and the sum of its part
+    assert found["bytes"] <= 1.25 * (2 * whole / WORLD + (BUFFERS + 1.5) * whole / layers) + 2**17
