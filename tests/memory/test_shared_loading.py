@@ -28,6 +28,7 @@ WORLD = 2
 CPU = torch.device("cpu")
 CASES = {
     "llama": True,
+    "llama, all trained": True,
     "llama in 4 bits": True,
     "qwen3_5_text": True,
     "gpt_oss in MXFP4": True,
@@ -36,8 +37,12 @@ CASES = {
 """And whether the house's loader shares each layer when it comes."""
 
 
+def folder_of(case: str) -> str:
+    return case.partition(" ")[0].rstrip(",")
+
+
 def checkpoint(folder: Path, case: str) -> Path:
-    name = case.partition(" ")[0]
+    name = folder_of(case)
     if case.endswith("MXFP4"):
         mxfp4_checkpoint(folder / name)
     else:
@@ -68,8 +73,8 @@ def stored(parameter: Any) -> list[Tensor]:
     return [parameter] if state is None else [parameter, state.absmax]
 
 
-def gradients(model: Any, share: bool) -> dict[str, Tensor]:
-    model = add_lora(model, r=4)
+def gradients(model: Any, share: bool, trained: bool) -> dict[str, Tensor]:
+    model = model if trained else add_lora(model, r=4)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -80,6 +85,19 @@ def gradients(model: Any, share: bool) -> dict[str, Tensor]:
     attach(model, Plan.recompute(), layers="fused")
     loss = model(**packed_row([1, 20, 27], 48)).loss
     loss.backward()
+    shared = sharded(base_causal_lm(model))
+    if shared is not None and shared.trained is not None:  # of one process's row, which both have
+        shared.trained.finish()
+        gathered = {}
+        for index, gradient in enumerate(shared.trained.gradients):
+            whole = [torch.empty_like(gradient) for _ in range(WORLD)]
+            dist.all_gather(whole, gradient)
+            for parameter, begin in shared.trained.spans(index):
+                flat = torch.cat(whole)[begin : begin + parameter.numel()]
+                gathered[id(parameter)] = flat.view(parameter.shape)
+        for parameter in model.parameters():
+            if id(parameter) in gathered:
+                parameter.grad = gathered[id(parameter)]
     return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}}
 
 
@@ -87,13 +105,13 @@ def worker(rank: int, port: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD)
     for case in CASES:
-        share = Watched(CPU)
-        found = find_model(folder / case.partition(" ")[0], max_seq_length=128, load_in_4bit="4 bits" in case)
+        share = Watched(CPU, trained=case.endswith("trained"))
+        found = find_model(folder / folder_of(case), max_seq_length=128, load_in_4bit="4 bits" in case)
         model = found.model(torch.float32, CPU, share)
         shared = sharded(model)
         told: dict[str, Any] = {"while loading": shared is not None, "most": share.most}
         told["bytes"] = shared.bytes if shared is not None else 0
-        told["gradients"] = gradients(model, share=True)
+        told["gradients"] = gradients(model, share=True, trained=case.endswith("trained"))
         torch.save(told, folder / f"{case}-{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
@@ -113,10 +131,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("case", CASES)
 def test_layers_are_shared_as_they_come_and_compute_the_same(runs: Path, case: str) -> None:
-    found = find_model(runs / case.partition(" ")[0], max_seq_length=128, load_in_4bit="4 bits" in case)
+    found = find_model(runs / folder_of(case), max_seq_length=128, load_in_4bit="4 bits" in case)
     whole = found.model(torch.float32, CPU)
     layers = [sum(part.nbytes for p in layer.parameters() for part in stored(p)) for layer in base_layers(whole)]
-    expected = gradients(whole, share=False)
+    expected = gradients(whole, share=False, trained=case.endswith("trained"))
     for rank in range(WORLD):
         told = torch.load(runs / f"{case}-{rank}.pt")
         assert told["while loading"] is CASES[case]
