@@ -710,7 +710,7 @@ def test_layers_that_cannot_be_fused_are_planned_as_they_run(recipe: Path, chang
         (["--device", "24 apples"], "--device '24 apples' is no amount of memory"),
         (["memory.budget=lots", "--device", "h100"], "memory.budget"),
         (["memory.budget=80GiB", "--device", "rtx4090"], "more than rtx4090 has (23.5 GiB)"),
-        (["memory.budget=0GiB", "--device", "h100"], "memory.budget '0GiB' is no amount of memory"),
+        (["memory.budget=0GiB", "--device", "h100"], "memory.budget = '0GiB': no amount of memory"),
         (["memory.budget=600MiB", "--device", "h100"], "the smallest plan needs"),
         (["model.name=./no-such-folder", "--device", "h100"], "./no-such-folder"),
         (["model.name=model.gguf", "--device", "h100"], "GGUF"),

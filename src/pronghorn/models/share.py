@@ -4,12 +4,14 @@ or layer by layer while it loads, so that no process ever holds it whole."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pronghorn.errors import UnsupportedError
 from pronghorn.layers.linears import base_of
 from pronghorn.memory.sharded import IN_BUFFER, ShardedLayers, shard, sharded, weight_groups
 from pronghorn.models.families import base_causal_lm, check_config, decoder_layers
@@ -35,6 +37,7 @@ def share_layers(model: Any, device: torch.device) -> None:
             shared.add(index, layer, groups)
     if full:
         shared.train()
+        base.save_pretrained = partial(_save_given, base.save_pretrained)
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             for tensor in tensors.values():
@@ -42,6 +45,19 @@ def share_layers(model: Any, device: torch.device) -> None:
                     tensor.data = tensor.data.to(device)
     if hasattr(base, "hf_device_map"):
         base.hf_device_map = {"": device}
+
+
+def _save_given(save: Callable[..., Any], folder: Any, **options: Any) -> Any:
+    """Save a model whose layers are trained in parts, given its gathered weights.
+
+    Raises:
+        UnsupportedError: without them the files would hold what happens to lie in the buffers.
+    """
+    if options.get("state_dict") is None:
+        raise UnsupportedError(
+            "saving of a model of which each process has a part", "save it by its trainer: trainer.save_model(FOLDER)"
+        )
+    return save(folder, **options)
 
 
 class SharedLoading:
