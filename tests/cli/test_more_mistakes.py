@@ -82,7 +82,14 @@ MISTAKES = {
         "--data no.jsonl does not exist", ".jsonl", "init", "a.yaml", "--data", "no.jsonl"
     ),
     "a K-quant": call(
-        "'q4_k_m' is not written here", "llama-quantize", "export", "model", "--to", "gguf", "--quantization", "q4_k_m"
+        "q4_k_m is made by llama.cpp's llama-quantize",
+        "install llama.cpp",
+        "export",
+        "model",
+        "--to",
+        "gguf",
+        "--quantization",
+        "q4_k_m",
     ),
     "an export's format": call(
         "'safetensors' is no format", "merged, adapter", "export", "model", "--to", "safetensors"

@@ -135,9 +135,33 @@ def test_families_that_are_not_written_are_refused(
         write_gguf(folder, tmp_path / "model.gguf")
 
 
-def test_k_quants_are_llama_cpp_s(stories: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"'q4_k_m' is not written here.*llama-quantize"):
+STUB = """#!/bin/sh
+echo "$0 $*" > "{told}"
+cp "$1" "$2"
+"""
+
+
+def test_k_quants_are_made_by_llama_cpp(stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is told how to get, is given an f16 file that goes again, and its failure is told."""
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(UnsupportedError, match=r"q4_k_m is made by llama\.cpp's llama-quantize.*install llama\.cpp"):
         write_gguf(stories, tmp_path / "model.gguf", "q4_k_m")
+    with pytest.raises(ConfigError, match=r"quantisation 'q4_k_x' is unknown: use one of .*q4_k_m"):
+        write_gguf(stories, tmp_path / "model.gguf", "q4_k_x")
+    told, quantiser = tmp_path / "told", tmp_path / "bin" / "llama-quantize"
+    quantiser.parent.mkdir()
+    quantiser.write_text(STUB.format(told=told))
+    quantiser.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{quantiser.parent}:/usr/bin:/bin")
+    file = write_gguf(stories, tmp_path / "model-q4_k_m.gguf", "q4_k_m")
+    assert told.read_text().split()[1:] == [str(tmp_path / "model-q4_k_m.f16.gguf"), str(file), "Q4_K_M"]
+    assert load_gguf(file, torch.float32)[0].config.hidden_size == 64
+    assert not list(tmp_path.glob("*.f16.gguf"))
+    file.unlink()
+    quantiser.write_text("#!/bin/sh\necho unknown type Q4_K_M >&2\nexit 1\n")
+    with pytest.raises(TrainingError, match="llama-quantize made no q4_k_m of the model: unknown type Q4_K_M"):
+        write_gguf(stories, file, "q4_k_m")
+    assert not list(tmp_path.glob("*.gguf"))
 
 
 def test_unsloth_s_call_writes_one_file_a_method(stories: Path, tmp_path: Path) -> None:

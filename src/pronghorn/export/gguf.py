@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import math
-import re
+import shutil
+import subprocess
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pronghorn.errors import ConfigError, UnsupportedError
+from pronghorn.errors import ConfigError, TrainingError, UnsupportedError
 from pronghorn.families.gguf_spec import Gguf
 from pronghorn.families.spec import FamilySpec
 from pronghorn.models.families import check_config
@@ -30,7 +31,10 @@ from pronghorn.precision.loader import StoredTensor, checkpoint
 Change = Callable[[Tensor], Tensor] | None
 """What is done to a weight, in float32, before it is written."""
 QUANTISATIONS = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
-"""What the `gguf` package computes. K-quants are llama.cpp's own: `llama-quantize` makes them of an f16 file."""
+"""What the `gguf` package computes."""
+K_QUANTS = ("q2_k", "q3_k_s", "q3_k_m", "q3_k_l", "q4_k_s", "q4_k_m", "q5_k_s", "q5_k_m", "q6_k")
+"""What llama.cpp's own program makes of an f16 file."""
+QUANTISER = "llama-quantize"
 MERGE = "export it merged (--to merged), and convert that with llama.cpp's convert_hf_to_gguf.py"
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _ENDS_OF_TURNS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>")
@@ -44,12 +48,15 @@ def write_gguf(source: str | Path, file: str | Path, quantisation: str = "q8_0")
     Args:
         source: a plain checkpoint in 16 or 32 bits.
         file: the file to write; an earlier one is replaced.
-        quantisation: one of QUANTISATIONS.
+        quantisation: one of QUANTISATIONS, or of K_QUANTS where llama.cpp is installed.
     Raises:
         ConfigError: an unknown quantisation.
+        TrainingError: llama.cpp didn't quantise the file.
         UnsupportedError: a family, RoPE scaling or tokenizer that isn't written; or `gguf` isn't installed.
     """
     check_quantisations([quantisation])
+    if quantisation in K_QUANTS:
+        return _by_llama_cpp(source, Path(file), quantisation)
     try:
         import gguf
     except ImportError:
@@ -84,16 +91,34 @@ def written_family(config: Any) -> FamilySpec:
 
 
 def check_quantisations(names: Iterable[str]) -> None:
-    """Refuse a quantisation that isn't written here (ConfigError)."""
+    """Refuse a quantisation that isn't known (ConfigError), or that llama.cpp would make, which isn't here
+    (UnsupportedError)."""
     for name in names:
-        if name not in QUANTISATIONS:
-            kind = {"quantized": "q4_k_m"}.get(name, name)
-            by_llama_cpp = f"; write f16 and call llama.cpp's: llama-quantize FILE.gguf OUT.gguf {kind.upper()}"
-            near = {"not_quantized": "f16", "fast_quantized": "q8_0"}.get(name) or f"one of {', '.join(QUANTISATIONS)}"
-            raise ConfigError(
-                f"quantisation {name!r} is not written here",
-                f"use {near}{by_llama_cpp if re.match(r'i?q[0-9]_', kind) else ''}",
+        if name not in (*QUANTISATIONS, *K_QUANTS):
+            known = f"one of {', '.join((*QUANTISATIONS, *K_QUANTS))}"
+            near = {"not_quantized": "f16", "fast_quantized": "q8_0", "quantized": "q4_k_m"}.get(name, known)
+            raise ConfigError(f"quantisation {name!r} is unknown", f"use {near}")
+        if name in K_QUANTS and shutil.which(QUANTISER) is None:
+            raise UnsupportedError(
+                f"{name} is made by llama.cpp's {QUANTISER}, which is not on the PATH",
+                f"install llama.cpp (its releases, brew, winget, conda-forge), or use one of {', '.join(QUANTISATIONS)}",
             )
+
+
+def _by_llama_cpp(source: str | Path, file: Path, quantisation: str) -> Path:
+    """Write f16 beside the file, let llama.cpp quantise it, and delete it."""
+    plain = write_gguf(source, file.with_name(f"{file.stem}.f16.gguf"), "f16")
+    try:
+        line = [QUANTISER, str(plain), str(file), quantisation.upper()]
+        done = subprocess.run(line, capture_output=True, text=True, errors="replace")
+    finally:
+        plain.unlink()
+    if done.returncode or not file.is_file():
+        last = next(iter(reversed((done.stderr or done.stdout).strip().splitlines())), f"code {done.returncode}")
+        raise TrainingError(
+            f"{QUANTISER} made no {quantisation} of the model: {last}", "use q8_0, or another llama.cpp"
+        )
+    return file
 
 
 def _describe(writer: Any, config: Any, form: Gguf) -> None:
