@@ -101,7 +101,7 @@ def check_quantisations(names: Iterable[str]) -> None:
         if name in K_QUANTS and shutil.which(QUANTISER) is None:
             raise UnsupportedError(
                 f"{name} is made by llama.cpp's {QUANTISER}, which is not on the PATH",
-                f"install llama.cpp (its releases, brew, winget, conda-forge), or use one of {', '.join(QUANTISATIONS)}",
+                f"install llama.cpp (its releases, brew, conda-forge), or use one of {', '.join(QUANTISATIONS)}",
             )
 
 
