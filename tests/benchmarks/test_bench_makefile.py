@@ -61,9 +61,20 @@ EARLIER = {
 
 
 def commands() -> list[list[str]]:
-    """What `make all several tokenising exports` would run, from the interpreter on."""
+    """What `make all several tokenising exports` and the export's time would run, from the interpreter on."""
     done = subprocess.run(
-        ["make", "-n", "-C", FOLDER, "all", "several", "tokenising", "exports", "PYTHON=python"],
+        [
+            "make",
+            "-n",
+            "-C",
+            FOLDER,
+            "all",
+            "several",
+            "tokenising",
+            "exports",
+            "export-time-llama-3.1-8b",
+            "PYTHON=python",
+        ],
         capture_output=True,
         text=True,
         check=True,
@@ -153,6 +164,20 @@ def test_quantise_on_load_is_timed_against_reading(tmp_path: Path) -> None:
     report = json.loads(out.read_text())
     assert report["seconds"].keys() == {f"{state} {way}" for state in ("cold", "warm") for way in load.WAYS}
     assert report["over reading"].keys() == {"cold", "warm"} and report["file bytes"] > 2**16
+
+
+def test_an_export_is_timed(shared: Path, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    from benchmarks import export_time
+
+    out = tmp_path / "time.json"
+    done = programs.invoke(
+        export_time, "--tokenizer", shared / "models/stories260k", "--scratch", tmp_path, "--out", out
+    )
+    assert done.exit_code == 0, done.output
+    facts = json.loads(out.read_text())
+    assert facts["parameters"] > 10**5 and facts["seconds"] > 0 and facts["file bytes"] > facts["parameters"]
+    assert [path.name for path in tmp_path.iterdir()] == ["time.json"]
 
 
 def test_tokenising_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
