@@ -71,6 +71,14 @@ def test_what_is_written_is_read_back(
         assert (logits(again, ids) - exact).norm() <= allowed * exact.norm(), quantisation
 
 
+def test_rows_are_written_some_at_a_time(stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = []
+    for at_once in (2**25, 1000, 1):
+        monkeypatch.setattr(gguf, "_AT_ONCE", at_once)
+        files.append(write_gguf(stories, tmp_path / f"{at_once}.gguf", "q8_0").read_bytes())
+    assert files[0] == files[1] == files[2]
+
+
 @pytest.mark.slow
 def test_rows_in_transformers_order_are_another_model(
     smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

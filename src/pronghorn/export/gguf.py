@@ -28,6 +28,8 @@ from pronghorn.models.gguf import name_table
 from pronghorn.models.gguf_tokenizer import byte_level_names, splits_alike
 from pronghorn.precision.loader import StoredTensor, checkpoint
 
+_AT_ONCE = 2**25
+"""About how many numbers are float32 at once."""
 Change = Callable[[Tensor], Tensor] | None
 """What is done to a weight, in float32, before it is written."""
 QUANTISATIONS = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
@@ -43,7 +45,7 @@ _ENDS_OF_TURNS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>")
 def write_gguf(source: str | Path, file: str | Path, quantisation: str = "q8_0") -> Path:
     """Write the model in a merged folder, with its tokenizer and chat template, as one file.
 
-    Norms, biases and what doesn't divide into blocks of 32 stay float32. Memory holds one tensor, in float32.
+    Norms, biases and what doesn't divide into blocks of 32 stay float32. Memory holds one tensor, as it is written.
 
     Args:
         source: a plain checkpoint in 16 or 32 bits.
@@ -295,8 +297,12 @@ def _write_tensors(
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for (_, stored, change), kind in zip(tensors(), kinds, strict=True):
-        weight = (stored if isinstance(stored, Tensor) else stored.read()).float()
-        if change is not None:
-            weight = change(weight)
-        writer.write_tensor_data(quantize(weight.numpy(), kind))
+        count = stored.shape[0] if stored.shape else 1
+        # only heads are changed as a whole
+        at_once = count if change is not None else max(1, _AT_ONCE * count // max(math.prod(stored.shape), 1))
+        parts = []
+        for start in range(0, count, at_once):
+            part = (stored if isinstance(stored, Tensor) else stored.rows(start, min(start + at_once, count))).float()
+            parts.append(quantize((part if change is None else change(part)).numpy(), kind))
+        writer.write_tensor_data(np.concatenate(parts) if len(parts) > 1 else parts[0])
     writer.close()
