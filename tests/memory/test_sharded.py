@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from torch import Tensor
 
 from pronghorn.errors import PronghornError
@@ -19,10 +17,10 @@ from pronghorn.models.attach import attach
 from pronghorn.models.families import base_causal_lm
 from pronghorn.models.share import share_layers
 from pronghorn.train.checkpoint import Fingerprint
+from support.processes import WORLD, together
 from support.tiny import in_4_bits, packed_row, tiny_model
 from support.tolerance import assert_three_way
 
-WORLD = 2
 PLANS = {"keep": None, "recompute": Plan.recompute(), "offload": Plan.offload()}
 CASES = [
     *(("llama", layers, plan) for layers in ("stock", "fused") for plan in PLANS),
@@ -84,9 +82,7 @@ def refusals(model: Any, folder: Path) -> list[str]:
     return messages
 
 
-def worker(rank: int, port: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD)
+def worker(rank: int, folder: Path) -> None:
     cpu = torch.device("cpu")
     for case in CASES:
         name, layers, plan = case
@@ -101,17 +97,12 @@ def worker(rank: int, port: int, folder: Path) -> None:
     model.to("cpu:0")  # by another name of the same device, as trainers do: a copy, which is put back
     again = gradients(model, "fused", None)
     torch.save((again, refusals(model, folder / f"merged-{rank}")), folder / f"moved-{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def shared_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sharded")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.start_processes(worker, (port, folder), nprocs=WORLD, start_method="fork")
+    together(worker, folder)
     return folder
 
 

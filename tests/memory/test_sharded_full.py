@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from torch import Tensor
 
 from pronghorn.errors import UnsupportedError
@@ -19,9 +17,10 @@ from pronghorn.memory.sharded import BUFFERS, sharded, whole_state
 from pronghorn.models.attach import attach
 from pronghorn.models.share import share_layers
 from pronghorn.train.ranks import average_gradients
+from support.processes import WORLD, together
 from support.tiny import packed_row, tiny_model
 
-WORLD, STEPS, MICRO_BATCHES = 2, 5, 2
+STEPS, MICRO_BATCHES = 5, 2
 PLANS = {"keep": None, "recompute": Plan.recompute(), "offload": Plan.offload()}
 # family, plan, tied embeddings, autocast
 CASES = [
@@ -90,22 +89,15 @@ def train(case: tuple[Any, ...], ranks: list[int], device: torch.device | None) 
     return {"losses": torch.stack(losses), "norms": torch.stack(norms), "state": state, "fused": fused, "bytes": size}
 
 
-def worker(rank: int, port: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD)
+def worker(rank: int, folder: Path) -> None:
     for name, case in zip(IDS, CASES, strict=True):
         torch.save(train(case, [rank], torch.device("cpu")), folder / f"{name}-{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def shared_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sharded")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.start_processes(worker, (port, folder), nprocs=WORLD, start_method="fork")
+    together(worker, folder)
     return folder
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from torch import Tensor, nn
 
 from pronghorn.diagnose.shapes import byte_tokenizer
@@ -22,9 +20,9 @@ from pronghorn.models.load import find_model
 from pronghorn.models.lora import add_lora
 from pronghorn.models.share import SharedLoading, share_layers
 from support.packed_checkpoints import mxfp4_checkpoint
+from support.processes import WORLD, together
 from support.tiny import packed_row, tiny_model
 
-WORLD = 2
 CPU = torch.device("cpu")
 CASES = {
     "llama": True,
@@ -101,9 +99,7 @@ def gradients(model: Any, share: bool, trained: bool) -> dict[str, Tensor]:
     return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}}
 
 
-def worker(rank: int, port: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD)
+def worker(rank: int, folder: Path) -> None:
     for case in CASES:
         share = Watched(CPU, trained=case.endswith("trained"))
         found = find_model(folder / folder_of(case), max_seq_length=128, load_in_4bit="4 bits" in case)
@@ -113,8 +109,6 @@ def worker(rank: int, port: int, folder: Path) -> None:
         told["bytes"] = shared.bytes if shared is not None else 0
         told["gradients"] = gradients(model, share=True, trained=case.endswith("trained"))
         torch.save(told, folder / f"{case}-{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -122,10 +116,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("loading")
     for case in CASES:
         checkpoint(folder, case)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.start_processes(worker, (port, folder), nprocs=WORLD, start_method="fork")
+    together(worker, folder)
     return folder
 
 
