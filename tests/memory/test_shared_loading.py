@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from pronghorn.diagnose.shapes import byte_tokenizer
@@ -20,7 +19,7 @@ from pronghorn.models.load import find_model
 from pronghorn.models.lora import add_lora
 from pronghorn.models.share import SharedLoading, share_layers
 from support.packed_checkpoints import mxfp4_checkpoint
-from support.processes import WORLD, together
+from support.processes import WORLD, gather_gradients, together
 from support.tiny import packed_row, tiny_model
 
 CPU = torch.device("cpu")
@@ -83,19 +82,7 @@ def gradients(model: Any, share: bool, trained: bool) -> dict[str, Tensor]:
     attach(model, Plan.recompute(), layers="fused")
     loss = model(**packed_row([1, 20, 27], 48)).loss
     loss.backward()
-    shared = sharded(base_causal_lm(model))
-    if shared is not None and shared.trained is not None:  # of one process's row, which both have
-        shared.trained.finish()
-        gathered = {}
-        for index, gradient in enumerate(shared.trained.gradients):
-            whole = [torch.empty_like(gradient) for _ in range(WORLD)]
-            dist.all_gather(whole, gradient)
-            for parameter, begin in shared.trained.spans(index):
-                flat = torch.cat(whole)[begin : begin + parameter.numel()]
-                gathered[id(parameter)] = flat.view(parameter.shape)
-        for parameter in model.parameters():
-            if id(parameter) in gathered:
-                parameter.grad = gathered[id(parameter)]
+    gather_gradients(model)
     return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}}
 
 

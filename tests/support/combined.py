@@ -21,12 +21,14 @@ from pronghorn.memory.plan import Plan, Policy
 from pronghorn.models.attach import Handle, attach
 from pronghorn.models.families import base_causal_lm, decoder_layers
 from pronghorn.models.probe import require_isolation
+from pronghorn.models.share import share_layers
 from pronghorn.parity.quantised import quantised_products
 from pronghorn.parity.quantised_experts import quantised_experts
 from pronghorn.precision.compute import Compute
 from support.documents import LENGTHS, ROW, gradients, one_document_at_a_time
 from support.fused import with_adapters
 from support.generic import generic_model
+from support.processes import gather_gradients
 from support.tiny import in_4_bits, packed_row, tiny_model
 
 BATCH = packed_row(LENGTHS, ROW)
@@ -53,7 +55,12 @@ METHODS = {
     "full, NF4": ("full", "NF4", "dtype"),
 }
 POLICIES = {"keep": Policy.KEEP, "recompute": Policy.RECOMPUTE_LAYER, "offload": Policy.OFFLOAD}
-STRATEGIES = ("DDP", "FSDP2")
+STRATEGIES = {
+    "DDP": ("LoRA, float32", "full, float32"),
+    "shared layers": ("LoRA, float32", "LoRA, NF4", "full, float32"),
+    "FSDP2": ("LoRA, float32", "full, float32"),
+}
+"""With the methods that are tried."""
 
 
 class Cell(NamedTuple):
@@ -66,13 +73,13 @@ class Cell(NamedTuple):
 
 
 def cells() -> Iterator[Cell]:
-    """Yield all cells: every method under every policy on one GPU, and both methods of one base under each strategy."""
+    """Yield all cells: every method under every policy on one GPU, and some methods under each strategy."""
     for group in GROUPS:
         for method in METHODS:
             for policy in POLICIES:
                 yield Cell(method, policy, "one GPU", group)
-        for strategy in STRATEGIES:
-            for method in ("LoRA, float32", "full, float32"):
+        for strategy, methods in STRATEGIES.items():
+            for method in methods:
                 for policy in ("keep", "recompute"):
                     yield Cell(method, policy, strategy, group)
 
@@ -116,6 +123,8 @@ def _loss_and_gradients(model: Any, autocast: bool) -> tuple[float, dict[str, to
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         loss = model(**BATCH).loss
     loss.backward()
+    if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        gather_gradients(model)
     found = {name: _whole(gradient).clone() for name, gradient in gradients(model).items()}
     model.zero_grad(set_to_none=True)
     return loss.item(), found
@@ -148,12 +157,14 @@ def _step(cell: Cell) -> None:
         right.backward()
     exact = {name: gradient.clone() for name, gradient in gradients(model).items()}
     model.zero_grad(set_to_none=True)
-    layers = "auto" if cell.group == "proven generic" else "fused"
-    handle: Handle = attach(model, Plan((POLICIES[cell.policy],)), layers=layers, compute=compute)
-    if cell.strategy == "FSDP2" and cell.group == "proven generic":
-        require_isolation(model)  # of whole weights
-    with _strategy(cell.strategy, model) as wrapped:
-        loss, found = _loss_and_gradients(wrapped, autocast)
+    with _processes(cell.strategy):
+        if cell.strategy == "shared layers":
+            share_layers(model, torch.device("cpu"))
+        layers = "auto" if cell.group == "proven generic" else "fused"
+        handle: Handle = attach(model, Plan((POLICIES[cell.policy],)), layers=layers, compute=compute)
+        if cell.strategy == "FSDP2" and cell.group == "proven generic":
+            require_isolation(model)  # of whole weights
+        loss, found = _loss_and_gradients(_wrapped(cell.strategy, model), autocast)
     found = {name.removeprefix("module."): gradient for name, gradient in found.items()}
     assert handle.layers is None or (handle.layers.in_fp8()[0] > 0) is (compute == "fp8")
     coarse = base != "float32"
@@ -168,26 +179,31 @@ def _step(cell: Cell) -> None:
 
 
 @contextmanager
-def _strategy(name: str, model: Any) -> Iterator[Any]:
-    """Wrap a model, in a process group of this process alone."""
-    if name == "one GPU":
-        yield model
+def _processes(strategy: str) -> Iterator[None]:
+    """Join a process group of this process alone while the block runs."""
+    if strategy == "one GPU":
+        yield
         return
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     dist.init_process_group("gloo", init_method=f"tcp://localhost:{port}", rank=0, world_size=1)
     try:
-        if name == "DDP":
-            yield torch.nn.parallel.DistributedDataParallel(model)
-        else:
-            from torch.distributed.device_mesh import init_device_mesh
-            from torch.distributed.fsdp import fully_shard
-
-            mesh = init_device_mesh("cpu", (1,))
-            for layer in decoder_layers(base_causal_lm(model)):
-                fully_shard(layer, mesh=mesh)
-            fully_shard(model, mesh=mesh)
-            yield model
+        yield
     finally:
         dist.destroy_process_group()
+
+
+def _wrapped(strategy: str, model: Any) -> Any:
+    """Wrap an attached model."""
+    if strategy == "DDP":
+        return torch.nn.parallel.DistributedDataParallel(model)
+    if strategy == "FSDP2":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cpu", (1,))
+        for layer in decoder_layers(base_causal_lm(model)):
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    return model

@@ -5,10 +5,14 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+
+from pronghorn.memory.sharded import sharded
+from pronghorn.models.families import base_causal_lm
 
 WORLD = 2
 
@@ -19,6 +23,20 @@ def together(work: Callable[[int, Path], None], folder: Path) -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     torch.multiprocessing.start_processes(_joined, (port, work, folder), nprocs=WORLD, start_method="fork")
+
+
+def gather_gradients(model: Any) -> None:
+    """Give the weights of layers that are trained in parts their whole gradients. All processes call it."""
+    shared = sharded(base_causal_lm(model))
+    if shared is None or shared.trained is None:
+        return
+    shared.trained.finish()
+    for index, gradient in enumerate(shared.trained.gradients):
+        parts = [torch.empty_like(gradient) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, gradient)
+        whole = torch.cat(parts)
+        for parameter, begin in shared.trained.spans(index):
+            parameter.grad = whole[begin : begin + parameter.numel()].view(parameter.shape)
 
 
 def _joined(rank: int, port: int, work: Callable[[int, Path], None], folder: Path) -> None:
