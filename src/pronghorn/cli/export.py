@@ -38,6 +38,13 @@ def export(
             help="Where it goes; default: a folder of the format's name in RUN (adapter: exported-adapter).",
         ),
     ] = None,
+    onto: Annotated[
+        str,
+        typer.Option(
+            metavar="seen|original",
+            help="Of a run over a base in 4 bits: merge onto these, as trained, or onto the checkpoint in 16 bits.",
+        ),
+    ] = "seen",
     push: Annotated[
         str | None, typer.Option(metavar="OWNER/NAME", help="Push it to this repository of the hub, too.")
     ] = None,
@@ -68,13 +75,15 @@ def export(
         console = Console(highlight=False)
         if quantization is not None and to not in ("gguf", "ollama"):
             raise ConfigError(f"--quantization with --to {to}", "add --to gguf or --to ollama, or leave it out")
-        exported = export_run(run, to, output, (quantization or "q8_0").lower(), progress())
+        exported = export_run(run, to, output, (quantization or "q8_0").lower(), progress(), onto)
         if not exported.comparisons:
             console.print(
                 "[yellow]Not compared:[/] nothing here reads this format. Serve it, then: pronghorn verify --served"
             )
         for comparison in exported.comparisons:
             console.print(render(comparison))
+        for note in exported.notes:
+            console.print(note)
         console.print(f"[bold]Written to[/] {escape(str(exported.folder))}", soft_wrap=True)
         if push is not None:
             console.print(f"[bold]Pushed to[/] {escape(push_folder(exported.folder, push))}", soft_wrap=True)

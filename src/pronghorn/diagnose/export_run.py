@@ -24,6 +24,7 @@ from pronghorn.export.fp8_checkpoint import write_fp8_checkpoint
 from pronghorn.export.gguf import check_quantisations, stop_tokens, write_gguf
 from pronghorn.export.gguf_lora import write_gguf_lora
 from pronghorn.export.merge import save_merged
+from pronghorn.export.onto_original import ONTO, adapter_on_original, nats_apart
 from pronghorn.models.families import base_causal_lm
 from pronghorn.models.gguf import load_gguf, reads
 from pronghorn.models.load import load_model
@@ -31,6 +32,8 @@ from pronghorn.models.packed_checkpoint import fetched
 from pronghorn.train.chat import is_export, load_chat, recipe_of
 
 Say = Callable[[str], None]
+TEXT = "The quick brown fox jumps over the lazy dog, and nobody is surprised."
+"""What is scored where a run has no held-out rows."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +73,17 @@ class Exported:
     comparisons: tuple[Comparison, ...]
     """By each engine that is here and reads what was written."""
     next: str
+    notes: tuple[str, ...] = ()
 
 
-def export_run(run: Path, to: str, output: Path | None, quantisation: str, say: Say = lambda text: None) -> Exported:
+def export_run(
+    run: Path,
+    to: str,
+    output: Path | None,
+    quantisation: str,
+    say: Say = lambda text: None,
+    onto: str = "seen",
+) -> Exported:
     """Export a finished run.
 
     Args:
@@ -80,6 +91,7 @@ def export_run(run: Path, to: str, output: Path | None, quantisation: str, say: 
         output: the folder to write; None: one in the run's folder, called as the format (the adapter of training
             is there already, so its export is `exported-adapter`).
         quantisation: of a GGUF file, one of `export.gguf.QUANTISATIONS`.
+        onto: the base that the adapter is put on, one of `ONTO`: what is written is then compared with that.
     Raises:
         ConfigError, DataError: no finished run, an unknown format, or something is in the output folder.
         UnsupportedError: a model that the format doesn't hold; says what to do instead.
@@ -87,6 +99,8 @@ def export_run(run: Path, to: str, output: Path | None, quantisation: str, say: 
     """
     if to not in FORMATS:
         raise ConfigError(f"--to {to!r} is no format", f"use one of {', '.join(FORMATS)}")
+    if onto not in ONTO:
+        raise ConfigError(f"--onto {onto!r} is no base", f"use one of {', '.join(ONTO)}")
     if to in ("gguf", "ollama"):
         check_quantisations([quantisation])
     recipe = None if is_export(run) else recipe_of(run)
@@ -96,14 +110,22 @@ def export_run(run: Path, to: str, output: Path | None, quantisation: str, say: 
     say(f"loading {run}")
     session = load_chat(run)
     trained, tokenizer = session.models.get("trained") or session.models["model"], session.tokenizer
+    rows = [] if recipe is None else heldout_rows(recipe, tokenizer, say)
+    base, notes = session.models.get("base"), list[str]()
+    if onto == "original":
+        say("loading the original base")
+        original = adapter_on_original(run if is_export(run) else run / "adapter", trained)
+        some = rows or [tokenizer(TEXT)["input_ids"]]
+        apart = nats_apart(original, trained, tokenizer, some)
+        notes.append(f"On its original base the adapter is {apart:.3f} nats from what was trained (mean, per token).")
+        trained, base = original, None
     with whole_folder(target) as folder:
         say(f"writing {target}")
         limits = _write(to, trained, tokenizer, folder, quantisation)
         comparisons: list[Comparison] = []
         if limits is not None:
             say("loading what was written")
-            reference = TransformersEngine(trained, tokenizer, str(run), session.models.get("base"))
-            rows = [] if recipe is None else heldout_rows(recipe, tokenizer, say)
+            reference = TransformersEngine(trained, tokenizer, str(run), base)
             with ExitStack() as served:
                 for engine in _engines(to, folder, trained, tokenizer, served):
                     comparison = compare(reference, engine, format=limits, rows=rows, say=say)
@@ -114,9 +136,9 @@ def export_run(run: Path, to: str, output: Path | None, quantisation: str, say: 
                             "nothing was written; try --to merged, and report it",
                         )
                     comparisons.append(comparison)
-        _describe(folder, to, run, comparisons)
+        _describe(folder, to, run, comparisons, notes)
     file = next(iter(sorted(target.glob("*.gguf"))), target)
-    return Exported(target, tuple(comparisons), FORMATS[to].next.format(folder=target, file=file))
+    return Exported(target, tuple(comparisons), FORMATS[to].next.format(folder=target, file=file), tuple(notes))
 
 
 def _write(to: str, model: Any, tokenizer: Any, folder: Path, quantisation: str) -> str | None:
@@ -191,9 +213,10 @@ def modelfile(name: str, stops: Iterable[str]) -> str:
     )
 
 
-def _describe(folder: Path, to: str, run: Path, comparisons: Collection[Comparison]) -> None:
+def _describe(folder: Path, to: str, run: Path, comparisons: Collection[Comparison], notes: Iterable[str]) -> None:
     """Say in the folder's README.md what was checked, against what."""
     lines = [f"# Exported by Pronghorn as {to}", "", f"From the run `{run.name}`: {FORMATS[to].about}.", ""]
+    lines += [line for note in notes for line in (note, "")]
     if not comparisons:
         lines.append("Not compared with the trained model: nothing on the machine that wrote it reads this format.")
     for comparison in comparisons:
