@@ -84,7 +84,7 @@ MISTAKES = {
     "a GGUF's quantisation of another format": command(
         "export model --quantization q8_0", "--quantization with --to merged", "--to gguf"
     ),
-    "a quantisation's half": command("export model --to gguf --quantization q5", "'q5' is not written", "q5_1"),
+    "a quantisation's half": command("export model --to gguf --quantization q5", "'q5' is unknown", "q5_1"),
     "a run's record": call("a.json is the record of a run", "YAML file", "train", "a.json", a_json='{"schema": "x"}'),
     "a merge of LLaMA-Factory": call(
         "configuration exports", "pronghorn export", "convert", "a.yml", a_yml=LLAMA_FACTORY + "export_dir: m\n"
