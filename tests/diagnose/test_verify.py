@@ -112,17 +112,8 @@ def test_clean_runs_pass(subject_of: Any, family: str) -> None:
 EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 
 
-ROUGH_REFERENCE = pytest.mark.xfail(
-    strict=True,
-    reason="transformers' rule is float32 in the float64 reference, too: its gates' gradients are off there",
-)
-
-
 @pytest.mark.matrix(2)
-@pytest.mark.parametrize(
-    "family",
-    [pytest.param(x, marks=ROUGH_REFERENCE) if x == "qwen3_5_moe_text" else x for x in MOE_FAMILIES],
-)
+@pytest.mark.parametrize("family", MOE_FAMILIES)
 def test_clean_expert_lora_passes(subject_of: Any, family: str) -> None:
     report = verify(subject_of(family, experts=EXPERTS))
     assert report.ok and report.causes == [], [check for check in report.checks if not check.ok]
