@@ -73,6 +73,9 @@ def farthest(model: Any, tokenizer: Any, folder: Path) -> tuple[float, float]:
         ("phi3", {"sliding_window": None}),
         ("gemma3_text", GEMMA3),
         ("seed_oss", {}),
+        ("mixtral", {"sliding_window": None}),
+        ("olmoe", {"num_key_value_heads": 4}),
+        ("qwen3_moe", {"mlp_only_layers": [], "decoder_sparse_step": 1}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

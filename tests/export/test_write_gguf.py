@@ -125,7 +125,8 @@ def test_the_file_names_every_stop_token(smollm2: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "changes", "problem"),
     [
-        ("qwen3_moe", {}, "qwen3_moe is not written as GGUF"),
+        ("glm4_moe", {}, "glm4_moe is not written as GGUF"),
+        ("qwen3_moe", {"norm_topk_prob": False}, "weights of experts that don't sum to one is not written as GGUF"),
         ("smollm3", {}, "smollm3 with RoPE in other layers than three of four is not written as GGUF"),
         (
             "gemma3_text",
@@ -268,3 +269,15 @@ def test_a_whole_model_is_exported(stories: Path, tmp_path: Path) -> None:
     comparison = exported.comparisons[0]
     assert not comparison.ok and not any(check.ok is False for check in comparison.checks)
     assert exported.next == f"llama-server -m {tmp_path / 'out' / 'model-f16.gguf'}"
+
+
+def test_a_file_with_experts_is_compared_by_llama_cpp_alone(
+    stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exporting, "has_llama_cpp", lambda: False)
+    tokenizer = AutoTokenizer.from_pretrained(stories)
+    folder = save(tiny_model("qwen3_moe", vocab_size=len(tokenizer)), tokenizer, tmp_path / "model")
+    exported = export_run(folder, "gguf", tmp_path / "out", "f32")
+    assert exported.comparisons == ()
+    tensors = read_header(exported.folder / "model-f32.gguf").tensors
+    assert tensors["blk.0.ffn_up_exps.weight"] == [64, 24, 8]  # the fastest dimension first

@@ -25,7 +25,7 @@ from pronghorn.export.gguf import check_quantisations, stop_tokens, write_gguf
 from pronghorn.export.gguf_lora import write_gguf_lora
 from pronghorn.export.merge import save_merged
 from pronghorn.export.onto_original import ONTO, adapter_on_original, nats_apart
-from pronghorn.models.families import base_causal_lm
+from pronghorn.models.families import base_causal_lm, has_experts
 from pronghorn.models.gguf import load_gguf, reads
 from pronghorn.models.load import load_model
 from pronghorn.models.packed_checkpoint import fetched
@@ -169,12 +169,14 @@ def _write(to: str, model: Any, tokenizer: Any, folder: Path, quantisation: str)
         stops = tokenizer.convert_ids_to_tokens(stop_tokens(merged, tokenizer))
     if to == "ollama":
         (folder / "Modelfile").write_text(modelfile(file.name, stops), encoding="utf-8")
+    if has_experts(base_causal_lm(model).config) and not has_llama_cpp():
+        return None  # only llama.cpp reads them
     return quantisation if quantisation in ("f32", "f16", "bf16", "q8_0") else "4bit"
 
 
 def _engines(to: str, folder: Path, trained: Any, tokenizer: Any, served: ExitStack) -> Iterator[Engine]:
     """Yield what was written in each engine that is here and reads it."""
-    if to != "gguf-lora":
+    if to != "gguf-lora" and (to not in ("gguf", "ollama") or not has_experts(base_causal_lm(trained).config)):
         model, own_tokenizer, read = _load(folder, trained, tokenizer)
         yield TransformersEngine(model, own_tokenizer, f"{to}{read} in transformers")
     if to not in ("gguf", "gguf-lora", "ollama") or not has_llama_cpp():

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,7 +48,8 @@ _ENDS_OF_TURNS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>")
 def write_gguf(source: str | Path, file: str | Path, quantisation: str = "q8_0") -> Path:
     """Write the model in a merged folder, with its tokenizer and chat template, as one file.
 
-    Norms, biases and what doesn't divide into blocks of 32 stay float32. Memory holds one tensor, as it is written.
+    Norms, biases, routers and what doesn't divide into blocks of 32 stay float32. Memory holds one tensor, as it is
+    written.
 
     Args:
         source: a plain checkpoint in 16 or 32 bits.
@@ -236,7 +240,8 @@ def _tensors(source: Path, config: Any, family: FamilySpec) -> Iterator[tuple[st
     rope = dict(family.gguf.rope(config))
     if rope.get("rope_type") == "llama3":
         yield "rope_freqs.weight", _rope_factors(rope, config), None
-    for stored in checkpoint(source):
+    count = family.gguf.values(config).get("expert_count")
+    for stored in _stacked(checkpoint(source), count) if count else checkpoint(source):
         module, _, leaf = stored.name.rpartition(".")
         name = table.get_name(module)
         if name is None:
@@ -244,6 +249,34 @@ def _tensors(source: Path, config: Any, family: FamilySpec) -> Iterator[tuple[st
         if name == "output" and config.tie_word_embeddings:
             continue  # the embeddings are read for it
         yield f"{name}.{leaf}", stored, tensor_change(name, config, family)
+
+
+def _stacked(source: Iterator[StoredTensor], count: int) -> Iterator[StoredTensor]:
+    """Yield a checkpoint's tensors, and of so many experts' alike ones a tensor with all of them."""
+    from safetensors import safe_open
+
+    waiting: dict[str, dict[int, StoredTensor]] = {}
+    for stored in source:
+        expert = re.fullmatch(r"(.*\.experts)\.(\d+)\.(.*)", stored.name)
+        if expert is None:
+            yield stored
+            continue
+        name = f"{expert[1]}.{expert[3]}"
+        alike = waiting.setdefault(name, {})
+        alike[int(expert[2])] = stored
+        if len(alike) < count:
+            continue
+        del waiting[name]
+
+        def rows(start: int, stop: int, alike: dict[int, StoredTensor] = alike) -> Tensor:
+            with ExitStack() as stack:
+                origins = dict.fromkeys(alike[number].origin for number in range(start, stop))
+                files = {origin: stack.enter_context(safe_open(origin, "pt")) for origin in origins}
+                return torch.stack(
+                    [files[alike[number].origin].get_tensor(alike[number].name) for number in range(start, stop)]
+                )
+
+        yield replace(stored, name=name, shape=(count, *stored.shape), rows=rows)
 
 
 def tensor_change(name: str, config: Any, family: FamilySpec) -> Change:
@@ -284,7 +317,8 @@ def _write_tensors(
     kinds = []
     for name, stored, _ in tensors():
         shape, block = tuple(stored.shape), GGML_QUANT_SIZES[wanted][0]
-        kind = wanted if len(shape) > 1 and shape[-1] % block == 0 else GGMLQuantizationType.F32
+        kept = len(shape) < 2 or ".ffn_gate_inp." in name
+        kind = GGMLQuantizationType.F32 if kept or shape[-1] % block else wanted
         kinds.append(kind)
         per_block, size = GGML_QUANT_SIZES[kind]
         plain = {GGMLQuantizationType.F32: np.float32, GGMLQuantizationType.F16: np.float16}.get(kind)
