@@ -89,7 +89,6 @@ def arguments() -> argparse.ArgumentParser:
 
 def main(given: argparse.Namespace) -> bool:
     """Write once and show what it took."""
-    torch.set_num_threads(2)
     with tempfile.TemporaryDirectory(dir=given.scratch) as scratch, Facts(given, "gguf") as facts:
         folder, file = Path(scratch) / "model", Path(scratch) / "model.gguf"
         parameters = make(given.model, given.tokenizer, folder)

@@ -9,6 +9,8 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 
 def forked(folder: Path, call: Callable[[], object]) -> subprocess.CompletedProcess[str]:
     """Call something as a program that was started in a folder, and return what it printed and its exit status."""
@@ -16,6 +18,7 @@ def forked(folder: Path, call: Callable[[], object]) -> subprocess.CompletedProc
     process = os.fork()
     if not process:
         status: object = 1
+        torch.set_num_threads(1)  # the parent's pool of threads is not forked, and OpenMP would wait for it forever
         try:
             with paths[0].open("w") as sys.stdout, paths[1].open("w") as sys.stderr:
                 try:
