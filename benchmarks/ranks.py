@@ -315,6 +315,7 @@ def main(given: argparse.Namespace) -> bool:
             key: getattr(given, key)
             for key in ("model", "method", "processes", "tokens", "lengths", "steps", "logging")
         }
+        facts["lengths"] = Path(given.lengths).name
         measure(given, facts)
         alone = rate(facts["phases"]["alone"])
         balanced = gain(facts["phases"], given.ahead)

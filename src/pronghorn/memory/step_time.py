@@ -27,7 +27,7 @@ FP8 = 0.5
 PACKED = 1.3
 """Time of experts' products by Triton, from weights that are written out, against torch's of dense ones."""
 FP8_EXPERTS = 0.6
-"""Time of experts' products by Triton in 8 bits against torch's in bf16: a guess, not measured yet."""
+"""Time of experts' products in 8 bits against torch's in bf16: a guess, as only whole steps were timed."""
 ATTENTION = 0.35
 """Attention's products against the largest product."""
 DELTA_RULE = 0.06
