@@ -13,10 +13,11 @@ from torch import Tensor
 from pronghorn.errors import UnsupportedError
 from pronghorn.layers.decoder import is_fused
 from pronghorn.memory.plan import Plan
-from pronghorn.memory.sharded import BUFFERS, sharded, whole_state
+from pronghorn.memory.sharded import BUFFERS, load_state, sharded, whole_state
 from pronghorn.models.attach import attach
 from pronghorn.models.share import share_layers
 from pronghorn.train.ranks import average_gradients
+from pronghorn.train.shared_layers import load_whole
 from support.processes import WORLD, together
 from support.tiny import packed_row, tiny_model
 
@@ -120,3 +121,32 @@ def test_trained_layers_that_are_shared_train_as_whole_ones(shared_runs: Path, c
     layers = len(tiny_model(case[0]).model.layers)
     # parts and gradients; gathered layers, one whole layer of gradients and the sum of its part
     assert found["bytes"] <= 1.25 * (2 * whole / WORLD + (BUFFERS + 1.5) * whole / layers) + 2**17
+
+
+def reload(rank: int, folder: Path) -> None:
+    """Save a model that is trained in parts, lose its weights, and load what was saved."""
+    for family in RELOADED:
+        model = tiny_model(family)
+        share_layers(model, torch.device("cpu"))
+        before = {name: value.clone() for name, value in whole_state(model).items()}  # some are the model's own
+        if rank == 0:
+            model.save_pretrained(folder / family, state_dict=before)
+        dist.barrier()
+        zeros = {name: torch.zeros(p.shape) for name, p in tiny_model(family).named_parameters()}
+        load_state(model, zeros.__getitem__, zeros)
+        left = any(value.any() for value in whole_state(model).values())
+        load_whole(model, folder / family)
+        after = whole_state(model)
+        if rank == 0:
+            same = all(torch.equal(after[name], value) for name, value in before.items())
+            torch.save((left, same), folder / f"{family}.pt")
+
+
+RELOADED = ("llama", "qwen3_moe")
+"""The second one's experts are saved by other names."""
+
+
+def test_what_is_saved_is_loaded_again(tmp_path: Path) -> None:
+    together(reload, tmp_path)
+    for family in RELOADED:
+        assert torch.load(tmp_path / f"{family}.pt") == (False, True), family

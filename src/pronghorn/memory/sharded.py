@@ -141,7 +141,7 @@ class ShardedLayers:
     def load(self, index: int, tensors: Sequence[Tensor]) -> None:
         """Take over this process's part of a layer's tensors, in the order in which `whole` gives them."""
         shard = self._shards[index]
-        begin = dist.get_rank(self._group) * shard.numel()
+        begin = self._rank * shard.numel()
         for place, tensor in zip(self._places[index], tensors, strict=True):
             _copy_part(shard, begin, _bytes(tensor.to(place.dtype)), place.offset)
 

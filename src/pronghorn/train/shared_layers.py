@@ -18,6 +18,7 @@ from pronghorn.errors import DataError, UnsupportedError
 from pronghorn.memory.sharded import ShardedLayers, load_state, sharded, whole_state
 from pronghorn.memory.sharded_training import Piece
 from pronghorn.models.families import base_causal_lm
+from pronghorn.models.load import find_model
 from pronghorn.optimizers import ON_PARTS
 
 _FILE = "shared_optimizer-{}-of-{}.pt"
@@ -132,11 +133,22 @@ class SharedLayersTrainer(trl.SFTTrainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if self._shared is None:
             return super()._load_from_checkpoint(resume_from_checkpoint, model)
-        with ExitStack() as opened:
-            files = sorted(Path(resume_from_checkpoint).glob("*.safetensors"))
-            tensors = [opened.enter_context(safe_open(file, framework="pt")) for file in files]
-            of = {name: each for each in tensors for name in each.keys()}  # noqa: SIM118
-            load_state(base_causal_lm(self.model), lambda name: of[name].get_tensor(name), of)
+        load_whole(base_causal_lm(self.model), Path(resume_from_checkpoint))
+
+
+def load_whole(model: Any, folder: Path) -> None:
+    """Put a whole model's files into a causal LM whose layers are trained and shared: each process takes its parts.
+
+    Files whose names aren't the model's own, as of experts that transformers saves apart, are read by loading the model
+    once more, into host memory.
+    """
+    with ExitStack() as opened:
+        files = [opened.enter_context(safe_open(file, framework="pt")) for file in sorted(folder.glob("*.safetensors"))]
+        of = {name: each for each in files for name in each.keys()}  # noqa: SIM118
+        if of.keys() >= {name for name, _ in model.named_parameters()}:
+            return load_state(model, lambda name: of[name].get_tensor(name), of)
+    state = find_model(folder, max_seq_length=1).model(torch.float32, torch.device("cpu")).state_dict()
+    load_state(model, state.__getitem__, state)
 
 
 def _bare(optimizer: Any) -> Any:
