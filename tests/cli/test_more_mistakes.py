@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from pronghorn import FastLanguageModel, SFTTrainer
 from pronghorn.chat_templates import get_chat_template, standardize_sharegpt
 from pronghorn.cli.main import app
-from pronghorn.errors import DataError, PronghornError
+from pronghorn.errors import DataError
 from support.mistakes import (
     ASSISTANT,
     GOOD,
@@ -30,6 +30,7 @@ from support.mistakes import (
     answered,
     call,
     chat,
+    check_script,
     data,
     key,
     row,
@@ -283,12 +284,7 @@ SCRIPTS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
 def test_a_script_s_mistake_is_answered(
     script: tuple[Callable[[Path], Any], str, str], tmp_path: Path, stories: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    run, problem, remedy = script
-    with pytest.raises(PronghornError) as error:
-        run(stories)
-    assert problem in error.value.problem and remedy in error.value.remedy, str(error.value)
-    assert len(str(error.value)) < 700
+    check_script(script, stories, tmp_path, monkeypatch)
 
 
 def test_sharegpt_turns_train_once_their_roles_are_the_templates(stories: Path, tmp_path: Path) -> None:

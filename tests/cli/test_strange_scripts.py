@@ -14,7 +14,7 @@ from trl import SFTConfig
 import pronghorn
 from pronghorn import FastLanguageModel, SFTTrainer
 from pronghorn.chat_templates import get_chat_template, standardize_sharegpt
-from pronghorn.errors import PronghornError
+from support.mistakes import check_script
 
 ROWS = Dataset.from_list([{"prompt": "One day", "completion": " a cat sat."}] * 8)
 ALPACA = Dataset.from_list([{"instruction": "Say it", "input": "now", "output": "a cat."}] * 8)
@@ -116,12 +116,7 @@ SCRIPTS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
 def test_a_stranger_s_script_is_answered(
     script: tuple[Callable[[Path], Any], str, str], tmp_path: Path, stories: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    run, problem, remedy = script
-    with pytest.raises(PronghornError) as error:
-        run(stories)
-    assert problem in error.value.problem and remedy in error.value.remedy, str(error.value)
-    assert len(str(error.value)) < 700
+    check_script(script, stories, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from pronghorn.export.engines.transformers import TransformersEngine
 from pronghorn.export.gguf import write_gguf
 from pronghorn.export.gguf_lora import write_gguf_lora
 from pronghorn.models.lora import add_lora
+from support.adapters import adapter_that_shows
 from support.tiny import tiny_model
 
 gguf = pytest.importorskip("gguf")
@@ -101,6 +103,12 @@ def test_what_llama_cpp_does_not_apply_is_refused(
         write_gguf_lora(adapted(family, 512, **options), tmp_path / "adapter.gguf")
 
 
+def test_the_package_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(UnsupportedError, match="GGUF files need the package gguf"):
+        write_gguf_lora(adapted("llama", 512), tmp_path / "adapter.gguf")
+
+
 def test_an_export_without_llama_cpp_says_that_nothing_compared_it(
     stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,17 +126,7 @@ def test_an_export_without_llama_cpp_says_that_nothing_compared_it(
 @needs_llama_cpp
 @pytest.mark.slow
 def test_an_export_is_compared_with_its_base_in_llama_cpp(smollm2: Path, tmp_path: Path) -> None:
-    from pronghorn import FastLanguageModel
-
-    model, tokenizer = FastLanguageModel.from_pretrained(str(smollm2), max_seq_length=64, dtype="float32")
-    model = FastLanguageModel.get_peft_model(model, r=4, target_modules=["q_proj", "v_proj"])
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.03)
-    model.save_pretrained(tmp_path / "run")
-    tokenizer.save_pretrained(tmp_path / "run")
+    adapter_that_shows(smollm2, tmp_path / "run")
     exported = export_run(tmp_path / "run", "gguf-lora", tmp_path / "out", "f16")
     [comparison] = exported.comparisons
     assert comparison.ok and comparison.engine.startswith("llamacpp")

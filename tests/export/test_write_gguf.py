@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
@@ -14,10 +15,11 @@ from pronghorn import FastLanguageModel
 from pronghorn.cli.main import app
 from pronghorn.diagnose import export_run as exporting
 from pronghorn.diagnose.export_run import FORMATS, export_run, modelfile
-from pronghorn.errors import ConfigError, TrainingError, UnsupportedError
+from pronghorn.errors import ConfigError, DataError, TrainingError, UnsupportedError
 from pronghorn.export import gguf
 from pronghorn.export.gguf import write_gguf
 from pronghorn.models.gguf import ARCHITECTURES, load_gguf, read_header, reads
+from support.adapters import adapter_that_shows
 from support.tiny import tiny_model
 
 pytest.importorskip("gguf")
@@ -186,18 +188,7 @@ def test_unsloth_s_call_writes_one_file_a_method(stories: Path, tmp_path: Path) 
 
 @pytest.fixture(scope="module")
 def adapter(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SmolLM2 with an adapter that changes what it says."""
-    folder = tmp_path_factory.mktemp("adapter") / "adapter"
-    model, tokenizer = FastLanguageModel.from_pretrained(str(smollm2), max_seq_length=64, dtype="float32")
-    model = FastLanguageModel.get_peft_model(model, r=4, target_modules=["q_proj", "v_proj"])
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.03)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return adapter_that_shows(smollm2, tmp_path_factory.mktemp("adapter") / "adapter")
 
 
 @pytest.mark.slow
@@ -269,6 +260,16 @@ def test_a_whole_model_is_exported(stories: Path, tmp_path: Path) -> None:
     comparison = exported.comparisons[0]
     assert not comparison.ok and not any(check.ok is False for check in comparison.checks)
     assert exported.next == f"llama-server -m {tmp_path / 'out' / 'model-f16.gguf'}"
+
+
+def test_a_lost_expert_is_told(stories: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(stories)
+    folder = save(tiny_model("qwen3_moe", vocab_size=len(tokenizer)), tokenizer, tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.experts.7.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(DataError, match=r"has 7 of 8 experts' model\.layers\.1\.mlp\.experts\.up_proj\.weight"):
+        write_gguf(folder, tmp_path / "model.gguf", "f32")
 
 
 def test_a_file_with_experts_is_compared_by_llama_cpp_alone(

@@ -16,6 +16,7 @@ import yaml
 from typer.testing import CliRunner
 
 from pronghorn.cli.main import app
+from pronghorn.errors import PronghornError
 
 RECIPE: dict[str, Any] = {
     "model": {"name": "model", "max_seq_length": 128},
@@ -98,3 +99,15 @@ def answered(mistake: Mistake, folder: Path, model: Path, monkeypatch: pytest.Mo
     assert sum(math.ceil(len(line) / 100) for line in result.stderr.splitlines()) <= 8
     assert " object at 0x" not in said and "Traceback" not in said
     assert not Path("out/adapter").exists()
+
+
+def check_script(
+    script: tuple[Callable[[Path], Any], str, str], model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Run a script's mistake in a folder: (what it does with a model, in the problem, in the remedy)."""
+    monkeypatch.chdir(folder)
+    run, problem, remedy = script
+    with pytest.raises(PronghornError) as error:
+        run(model)
+    assert problem in error.value.problem and remedy in error.value.remedy, str(error.value)
+    assert len(str(error.value)) < 700

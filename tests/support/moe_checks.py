@@ -162,7 +162,7 @@ def check_grouped_fp8(device: str, dtype: torch.dtype) -> None:
             codes, scales = quantise_rows_reference(x)
             picked = codes.view(torch.uint8)[rows.tokens.long()].view(codes.dtype), scales[rows.tokens.long()]
             sums, fast, factors = [], [], []
-            for e, start, end in grouped_gemm._groups(offsets):
+            for e, start, end in grouped_gemm.groups_of(offsets):
                 operands = picked[0][start:end], side.codes[e].t()
                 sums.append(operands[0].double() @ operands[1].double())
                 fast.append(fast_sums(operands[0].float(), operands[1].float()))

@@ -25,6 +25,7 @@ from pronghorn.export.gguf import check_quantisations, stop_tokens, write_gguf
 from pronghorn.export.gguf_lora import write_gguf_lora
 from pronghorn.export.merge import save_merged
 from pronghorn.export.onto_original import ONTO, adapter_on_original, nats_apart
+from pronghorn.export.original import composite_of
 from pronghorn.models.families import base_causal_lm, has_experts
 from pronghorn.models.gguf import load_gguf, reads
 from pronghorn.models.load import load_model
@@ -155,8 +156,9 @@ def _write(to: str, model: Any, tokenizer: Any, folder: Path, quantisation: str)
         return None
     if to == "gguf-lora":
         write_gguf_lora(model, folder / "adapter.gguf")
-        quantised = getattr(base_causal_lm(model), "is_quantized", False)  # its base isn't the checkpoint
-        return "f16" if has_llama_cpp() and not quantised else None
+        # a base that was quantised isn't the checkpoint, and one out of a model with towers is only a part of it
+        other = getattr(base_causal_lm(model), "is_quantized", False) or composite_of(model) is not None
+        return "f16" if has_llama_cpp() and not other else None
     if to == "merged":
         save_merged(model, tokenizer, folder)
         return "merged"
@@ -186,13 +188,9 @@ def _engines(to: str, folder: Path, trained: Any, tokenizer: Any, served: ExitSt
         yield served.enter_context(serve_gguf(file))
         return
     scratch = Path(served.enter_context(tempfile.TemporaryDirectory(dir=folder.parent, prefix=".base-")))
-    base = write_gguf(_base_folder(trained), scratch / "base.gguf", "f16")
+    checkpoint = fetched(base_causal_lm(trained).name_or_path, {"revision": trained.active_peft_config.revision})
+    base = write_gguf(checkpoint, scratch / "base.gguf", "f16")
     yield served.enter_context(serve_gguf(base, lora=file))
-
-
-def _base_folder(model: Any) -> Path:
-    """Return the checkpoint that an adapter goes on."""
-    return fetched(base_causal_lm(model).name_or_path, {})
 
 
 def _load(folder: Path, trained: Any, tokenizer: Any) -> tuple[Any, Any, str]:

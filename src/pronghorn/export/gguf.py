@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pronghorn.errors import ConfigError, TrainingError, UnsupportedError
+from pronghorn.errors import ConfigError, DataError, TrainingError, UnsupportedError
 from pronghorn.families.gguf_spec import Gguf
 from pronghorn.families.spec import FamilySpec
 from pronghorn.models.families import check_config
@@ -63,10 +63,7 @@ def write_gguf(source: str | Path, file: str | Path, quantisation: str = "q8_0")
     check_quantisations([quantisation])
     if quantisation in K_QUANTS:
         return _by_llama_cpp(source, Path(file), quantisation)
-    try:
-        import gguf
-    except ImportError:
-        raise UnsupportedError("GGUF files need the package gguf", "pip install gguf") from None
+    gguf = gguf_package()
     from transformers import AutoConfig, AutoTokenizer
 
     source, file = Path(source), Path(file)
@@ -83,6 +80,15 @@ def write_gguf(source: str | Path, file: str | Path, quantisation: str = "q8_0")
     kind = gguf.GGMLQuantizationType[quantisation.upper()]
     _write_tensors(writer, lambda: _tensors(source, config, family), kind)
     return file
+
+
+def gguf_package() -> Any:
+    """Import the package gguf (UnsupportedError: it isn't installed)."""
+    try:
+        import gguf
+    except ImportError:
+        raise UnsupportedError("GGUF files need the package gguf", "pip install 'pronghorn[gguf]'") from None
+    return gguf
 
 
 def written_family(config: Any) -> FamilySpec:
@@ -277,6 +283,9 @@ def _stacked(source: Iterator[StoredTensor], count: int) -> Iterator[StoredTenso
                 )
 
         yield replace(stored, name=name, shape=(count, *stored.shape), rows=rows)
+    if waiting:
+        name, alike = next(iter(waiting.items()))
+        raise DataError(f"the checkpoint has {len(alike)} of {count} experts' {name}", "export or download it again")
 
 
 def tensor_change(name: str, config: Any, family: FamilySpec) -> Change:
@@ -284,7 +293,7 @@ def tensor_change(name: str, config: Any, family: FamilySpec) -> Change:
     if family.norm_offset and name.endswith("norm"):
         return partial(torch.add, other=family.norm_offset)
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(name.rpartition(".")[2])
-    if heads is None or family.gguf is None or not family.gguf.turned:
+    if heads is None or family.gguf is None or not family.gguf.interleaved:
         return None
     return partial(_interleaved, heads=heads)
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from pronghorn.errors import ConfigError, UnsupportedError
-from pronghorn.export.gguf import Change, tensor_change, written_family
+from pronghorn.export.gguf import Change, gguf_package, tensor_change, written_family
 from pronghorn.layers.linears import adapter_of
 from pronghorn.models.families import base_causal_lm
 from pronghorn.models.gguf import name_table
@@ -41,8 +41,7 @@ def write_gguf_lora(model: Any, file: str | Path) -> Path:
         UnsupportedError: a family that isn't written as GGUF, or an adapter with something that llama.cpp doesn't
             apply; names it, and says to merge.
     """
-    import gguf
-
+    gguf = gguf_package()
     if not hasattr(model, "active_peft_config"):
         raise ConfigError("the model has no adapter", "export it merged")
     _check(model.active_peft_config)

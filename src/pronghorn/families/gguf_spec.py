@@ -26,9 +26,9 @@ class Gguf:
 
     architecture: str
     """`general.architecture`."""
-    turned: bool = False
-    """Whether llama.cpp turns neighbouring rows of a head where transformers turns its halves, so that rows of queries
-    and keys are interleaved."""
+    interleaved: bool = False
+    """Whether rows of queries and keys are interleaved: llama.cpp rotates neighbouring rows of a head where
+    transformers rotates its halves."""
     values: Callable[[Any], Mapping[str, Any]] = _nothing
     """Reads from the configuration what the file must say, by the names of gguf.GGUFWriter's methods without `add_`."""
     unlike: Callable[[Any], str | None] = _served

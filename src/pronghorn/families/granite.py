@@ -29,5 +29,5 @@ GRANITE = FamilySpec(
     source="transformers.models.granite",
     blocks=_blocks,
     logit_scale=lambda config: 1 / config.logits_scaling,
-    gguf=Gguf("granite", turned=True, values=_scales),
+    gguf=Gguf("granite", interleaved=True, values=_scales),
 )

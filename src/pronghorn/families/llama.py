@@ -8,5 +8,5 @@ LLAMA = FamilySpec(
     members="Llama 2 and 3, CodeLlama, SmolLM",
     source="transformers.models.llama",
     blocks=same_blocks(*LLAMA_BLOCKS),
-    gguf=Gguf("llama", turned=True),
+    gguf=Gguf("llama", interleaved=True),
 )

@@ -11,5 +11,5 @@ MISTRAL = FamilySpec(
         ResidualBlock("self_attn", Attention(window=window_of_config), before="input_layernorm"),
         ResidualBlock("mlp", GatedMLP(), before="post_attention_layernorm"),
     ),
-    gguf=Gguf("llama", turned=True),
+    gguf=Gguf("llama", interleaved=True),
 )

@@ -20,5 +20,5 @@ MIXTRAL = FamilySpec(
     ),
     experts=Experts(served="each"),
     lora_targets=("q_proj", "k_proj", "v_proj", "o_proj"),
-    gguf=Gguf("llama", turned=True, values=_experts),
+    gguf=Gguf("llama", interleaved=True, values=_experts),
 )

@@ -23,5 +23,5 @@ SMOLLM3 = FamilySpec(
         ),
         ResidualBlock("mlp", GatedMLP(), before="post_attention_layernorm"),
     ),
-    gguf=Gguf("smollm3", turned=True, unlike=_other_rotations),
+    gguf=Gguf("smollm3", interleaved=True, unlike=_other_rotations),
 )

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.grouped_gemm import Tile, Way, _groups, _tile_of
+from pronghorn.kernels.grouped_gemm import Tile, Way, groups_of, tile_of
 from pronghorn.kernels.launch import cdiv, launch, next_power_of_2, tl, triton
 from pronghorn.kernels.moe_rows import Rows, gather
 from pronghorn.kernels.quantise import DTYPE, quantise_rows
@@ -112,7 +112,7 @@ def _multiply_codes(
 ):  # fmt: skip
     """Multiply a tile: x [T, K], with scales [T]; w [E, N, K], with scales [E, N]; y [S, N]; offsets [E]; rows [S]."""
     across = tl.cdiv(N, COLS)
-    expert, start, end = _tile_of(offsets_ptr, tl.program_id(0) // across, E, EXPERTS, ROWS)
+    expert, start, end = tile_of(offsets_ptr, tl.program_id(0) // across, E, EXPERTS, ROWS)
     if expert < E:
         rows = start + tl.arange(0, ROWS)
         cols = (tl.program_id(0) % across) * COLS + tl.arange(0, COLS)
@@ -178,7 +178,7 @@ def multiply_codes_reference(
     x = codes.float() * scales
     x = x if rows is None else x[rows]
     y = torch.empty(len(x), weight.codes.shape[1], dtype=dtype, device=x.device)
-    for e, start, end in _groups(offsets):
+    for e, start, end in groups_of(offsets):
         y[start:end] = x[start:end] @ (weight.codes[e].float() * weight.scales[e][:, None]).t()
     return y
 

@@ -49,7 +49,7 @@ def choose(device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...]) -> 
     return "torch", f"torch's grouped_mm has kernels for compute capability {major}.{minor}"
 
 
-def _groups(offsets: Tensor) -> Iterator[tuple[int, int, int]]:
+def groups_of(offsets: Tensor) -> Iterator[tuple[int, int, int]]:
     """(expert, first row, end) of experts that have rows, on the host."""
     for e, (start, end) in enumerate(pairwise([0, *offsets.tolist()])):
         if end > start:
@@ -92,7 +92,7 @@ def outer_tile(dtype: torch.dtype, m: int, n: int) -> Tile:
 
 
 @triton.jit
-def _tile_of(offsets_ptr, tile, E: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
+def tile_of(offsets_ptr, tile, E: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
     """(expert, first row, end row) of the tile-th tile when each expert's rows are cut into tiles; expert E past the
     last."""
     ids = tl.arange(0, EXPERTS)
@@ -115,7 +115,7 @@ def _multiply(
 ):  # fmt: skip
     """Multiply a tile: x [T, K]; w [last − first, K, N], of these experts; y [S, N]; offsets [E]; rows [S]."""
     across = tl.cdiv(N, COLS)
-    expert, start, end = _tile_of(offsets_ptr, tl.program_id(0) // across, E, EXPERTS, ROWS)
+    expert, start, end = tile_of(offsets_ptr, tl.program_id(0) // across, E, EXPERTS, ROWS)
     if (expert >= first) & (expert < last):
         rows = start + tl.arange(0, ROWS)
         cols = (tl.program_id(0) % across) * COLS + tl.arange(0, COLS)
@@ -261,7 +261,7 @@ def multiply(
         assert out is None and scale == 1.0, "grouped_mm neither adds nor scales"
         return torch._grouped_mm(x, weight, offs=offsets)
     y = x.new_empty(x.shape[0], weight.shape[2])
-    for e, start, end in _groups(offsets):
+    for e, start, end in groups_of(offsets):
         torch.mm(x[start:end], weight[e], out=y[start:end])
     return y.mul_(scale) if out is None else out.add_(y, alpha=scale)
 
@@ -294,6 +294,6 @@ def outer(
         return torch._grouped_mm(x.t(), y, offs=offsets)
     wide = torch.promote_types(x.dtype, torch.float32)
     result = torch.zeros(len(offsets), x.shape[1], y.shape[1], dtype=dtype, device=x.device)
-    for e, start, end in _groups(offsets):
+    for e, start, end in groups_of(offsets):
         result[e] = (x[start:end].to(wide).t() @ y[start:end].to(wide)) * scale
     return result

@@ -192,7 +192,7 @@ def _load_weights(header: GgufHeader, config: Any, dtype: torch.dtype, device: t
     heads = {".attn_q.": config.num_attention_heads, ".attn_k.": config.num_key_value_heads}
     interleaved = (
         {name: count for stored, name in names.items() for part, count in heads.items() if part in stored}
-        if family.gguf is not None and family.gguf.turned
+        if family.gguf is not None and family.gguf.interleaved
         else {}
     )
 
