@@ -15,9 +15,11 @@ GPU, with random weights that every process makes from one seed:
 
 Before a rate counts, one step of plain SGD over a row of each process is compared with the same step of one process
 that accumulates these rows: its loss within 1e-3, the change of what is trained with a cosine of at least 0.9999 and a
-norm within 1 %. In full fine-tuning (float32 masters, bf16 compute) that is every weight, gathered by the first
-process; where one GPU has no room for the model, --gate-model judges its first layers. A second phase that fails costs
-no other; on the CPU (gloo) it shows that it works, not how fast.
+norm within 1 %. Layers that are shared keep LoRA's A apart from the weight that it is multiplied with, so that products
+round otherwise: the change of adapters there is at most twice as far from float32's as that of one process. In full
+fine-tuning (float32 masters, bf16 compute) the change is that of every weight, gathered by the first process; where one
+GPU has no room for the model, --gate-model judges its first layers. A second phase that fails costs no other; on the
+CPU (gloo) it shows that it works, not how fast.
 """
 
 from __future__ import annotations
@@ -38,10 +40,12 @@ from benchmarks.program import parser_of, run, show
 from benchmarks.record import Facts
 
 STRATEGIES = ("copies", "sharded")
-AHEAD, MIXED = "copies-ahead", "mixed"
+AHEAD, MIXED, ONE, EXACT = "copies-ahead", "mixed", "one", "exact"
 WARM = 0.4
 """Share of the steps, at the start, whose time doesn't count."""
 LOSS, COSINE, NORM = 1e-3, 0.9999, 0.01
+FACTOR = 2.0
+"""How many times as far from float32 as one process's gradients those of shared layers may be."""
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -59,6 +63,8 @@ def worker(given: Any) -> None:
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     model = build(given.model, given.method)
+    if given.phase == EXACT:
+        model = model.float()
     before = values(model) if given.judged else {}
     trainer = trainer_of(model, given, folder / f"out-{rank}", rank, processes)
     found: dict[str, Any] = {}
@@ -172,7 +178,7 @@ def phase(name: str, given: argparse.Namespace, folder: Path, judged: bool) -> l
     Raises:
         RuntimeError: one failed, with the end of what it printed.
     """
-    together, one = name.startswith(STRATEGIES), name == "one"
+    together, one = name.startswith(STRATEGIES), name in (ONE, EXACT)
     count = 1 if one else given.processes
     told = {
         **{
@@ -222,8 +228,10 @@ def gate(name: str, given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     import torch
 
     given = argparse.Namespace(**vars(given) | {"model": given.gate_model or given.model})
-    if not (folder / "one-0.pt").is_file():
-        phase("one", given, folder, judged=True)
+    by_exact = name == "sharded" and given.method.startswith("lora")
+    for needed in (ONE, EXACT) if by_exact else (ONE,):
+        if not (folder / f"{needed}-0.pt").is_file():
+            phase(needed, given, folder, judged=True)
     expected = json.loads((folder / "one-0.json").read_text())["losses"][0]
     loss = phase(f"{name}-judged", given, folder, judged=True)[0]["losses"][0]
     change, whole = torch.load(folder / f"{name}-judged-0.pt"), torch.load(folder / "one-0.pt")
@@ -233,7 +241,12 @@ def gate(name: str, given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     others = [torch.load(file) for file in files if file.is_file()]
     found = {"loss": loss, "of one": expected, "cosine": cosine, "norm": norm}
     found["processes agree"] = all(torch.equal(other, change) for other in others)
-    near = abs(loss - expected) <= LOSS * abs(expected) and cosine >= COSINE and abs(norm - 1) <= NORM
+    near = cosine >= COSINE
+    if by_exact:
+        exact = torch.load(folder / f"{EXACT}-0.pt").double()
+        found["error"], found["error of one"] = (float((x - exact).norm() / exact.norm()) for x in (a, b))
+        near = found["error"] <= FACTOR * found["error of one"] + 1e-6
+    near &= abs(loss - expected) <= LOSS * abs(expected) and abs(norm - 1) <= NORM
     return found | {"green": near and found["processes agree"]}
 
 

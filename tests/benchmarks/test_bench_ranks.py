@@ -53,7 +53,9 @@ def test_full_fine_tuning_is_judged_by_all_weights(tmp_path: Path) -> None:
 def test_other_gradients_are_not_green(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A strategy whose adapters moved another way, though its loss is right."""
     change = torch.randn(100, generator=torch.Generator().manual_seed(0))
-    moved = {"one": [change], "copies-judged": [change * 1.001] * 2, "sharded-judged": [change + 0.1] * 2}
+    rounding = torch.randn(100, generator=torch.Generator().manual_seed(1)) * 0.02
+    moved = {"one": [change], "copies-judged": [change * 1.001] * 2, "sharded-judged": [change + rounding / 2] * 2}
+    moved["exact"] = [change + rounding]
 
     def phase(name: str, given: Any, folder: Path, judged: bool) -> list[dict[str, Any]]:
         for rank, value in enumerate(moved[name]):
@@ -64,6 +66,8 @@ def test_other_gradients_are_not_green(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(ranks, "phase", phase)
     given = ranks.arguments().parse_args(["--processes", "2"])
     assert ranks.gate("copies", given, tmp_path)["green"]
+    assert ranks.gate("sharded", given, tmp_path)["green"], "nearer to float32's than one process"
+    moved["sharded-judged"] = [change + 4 * rounding] * 2
     assert not ranks.gate("sharded", given, tmp_path)["green"]
     moved["copies-judged"] = [change, change * 1.0001]
     assert not ranks.gate("copies", given, tmp_path)["green"], "processes that go apart"

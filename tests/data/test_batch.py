@@ -142,6 +142,18 @@ def test_copy_into_a_static_batch() -> None:
         first.without_labels().copy_into(second)
 
 
+def test_room_for_more_documents() -> None:
+    """What a row with more documents in its bucket has, with further ones that are empty."""
+    few, many = (collate([lengths], 96)["packed"] for lengths in ([50, 46], [4] * 24))
+    widened = few.with_room(many.bucket)
+    assert widened.bucket == many.bucket == 32 and few.bucket == 16
+    for name in ("cu_seqlens", "document_ids", "tiles", "chunk_documents", "chunk_bounds"):
+        assert getattr(widened, name).shape == getattr(many, name).shape, name
+    assert widened.cu_seqlens[2:].tolist() == [96] * 31 and widened.tiles[2:].eq(96).all()
+    assert not widened.chunk_documents[2:].any() and not widened.chunk_bounds[2:].any()
+    assert widened.lengths == few.lengths and few.with_room(16) is few
+
+
 def test_moving_keeps_the_host_integers() -> None:
     packed = collate([[3, 4]], 16)["packed"]
     moved = packed.to("cpu")

@@ -27,7 +27,7 @@ from pronghorn.memory.plan import POLICY, Plan, Policy
 from pronghorn.models import metadata
 from pronghorn.models.attach import _graph_refusal, attach, attached
 from pronghorn.models.families import base_causal_lm
-from pronghorn.models.graph import MOST_GRAPHS, BackboneGraphs, _Captured, _Replay, graphed_class, runs_of
+from pronghorn.models.graph import MOST_GRAPHS, BackboneGraphs, _Captured, _Replay, graphed_class, room_for, runs_of
 from pronghorn.models.graph import _fingerprint as fingerprint_of_the_build
 from pronghorn.models.graph_benefit import LOOKED_AT, MEASURED_FORWARDS, MEASURED_REPLAYS, GraphBenefit
 from support.bases import based
@@ -36,8 +36,8 @@ from support.documents import LENGTHS, ROW, gradients
 from support.fused import BIASED, WIDE, with_adapters
 from support.tiny import DELTA_FAMILIES, FAMILIES, packed_row, tiny_model
 
-ROWS = [LENGTHS, [90], [3] * 30, LENGTHS[::-1], [1, 95], [2] * 40]
-"""Up to 16 documents, up to 32, and up to 48: three graphs."""
+ROWS = [LENGTHS, [90], [3] * 30, LENGTHS[::-1], [2] * 16 + [1] * 64, [1, 95], [2] * 40]
+"""Up to 32 documents, up to 64, and up to 128: three graphs."""
 
 
 def on_device(lengths: list[int], seed: int) -> dict[str, Any]:
@@ -257,7 +257,7 @@ def test_another_graph_takes_no_memory_beside_the_first() -> None:
         gc.collect()
         torch.cuda.empty_cache()
         rest = torch.cuda.memory_reserved()  # tests before leave pieces of pages
-        for lengths in ([1024] * 16, [512] * 32, [256] * 64):
+        for lengths in ([512] * 32, [256] * 64, [128] * 128):
             row = {name: value.to("cuda") for name, value in packed_row(lengths, 16384).items()}
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
@@ -854,6 +854,17 @@ def test_rows_of_another_shape_are_captured_apart(monkeypatch: pytest.MonkeyPatc
             hidden = graphs.forward(embeds.view(*shape, -1), positions, row["packed"])
             assert hidden is not None and hidden.shape[:2] == shape
     assert len(graphs._captured) == 2
+
+
+def test_few_graphs_serve_an_epoch_of_best_fit_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long documents are packed with few others, short ones with many: 2 to 70 documents a row, here."""
+    graphs, cuda = graphs_of(with_adapters(tiny_model("llama")), monkeypatch), CudaOnTheCPU()
+    for documents in (2, 70, 9, 33, 16, 48, 17, 65):
+        lengths = [1] * (documents - 1) + [ROW - documents + 1]
+        forward_with(cuda, graphs, lengths, monkeypatch)
+    assert [captured.packed.bucket for captured in graphs._captured.values()] == [32, 128, 64]
+    assert len(graphs._captured) == 3 <= MOST_GRAPHS
+    assert [room_for(documents) for documents in (1, 32, 33, 64, 65, 400)] == [32, 32, 64, 64, 128, 512]
 
 
 def test_rows_longer_than_the_window_are_captured_apart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from pronghorn.chunks import Chunks, chunks_of
 from pronghorn.data.packing import IGNORE_INDEX
@@ -202,6 +203,22 @@ class PackedBatch:
     def without_labels(self) -> PackedBatch:
         """Return the same batch for what comes before the loss."""
         return replace(self, loss_rows=None, _derived={})
+
+    def with_room(self, documents: int) -> PackedBatch:
+        """Return the same batch with room for so many documents, the further ones empty; itself if it has as much."""
+        more, tokens = documents - self.bucket, self.tokens
+        if more <= 0:
+            return self
+        rows = (0, 0, 0, more)
+        return replace(
+            self,
+            bucket=documents,
+            cu_seqlens=pad(self.cu_seqlens, (0, more), value=tokens),
+            tiles=pad(self.tiles, rows, value=tokens),
+            chunk_documents=pad(self.chunk_documents, rows),
+            chunk_bounds=pad(self.chunk_bounds, rows),
+            _derived={},
+        )
 
     def copy_into(self, static: PackedBatch) -> PackedBatch:
         """Copy this batch's tensors into those of `static` (same shapes), for a captured graph that reads `static`.

@@ -4,7 +4,7 @@ A small model's layers take the host longer to launch than the device to compute
 autograd it is one function, so accumulation, loss scaling, clipping and the trainer stay as they are. Embedding, head
 and loss run as usual. In the manner of `torch.cuda.make_graphed_callables`.
 
-One graph serves every batch of the same tokens and number of documents (rounded up to the batch's bucket): documents'
+One graph serves every batch of the same tokens and number of documents (rounded up to a power of two): documents'
 bounds are data on the device. What a graph can't serve runs without: evaluation, recomputation, autocast, quantised
 weights, long documents and others that need host integers.
 """
@@ -36,7 +36,11 @@ from pronghorn.models.metadata import LAYERS
 
 Graph = Literal["auto", "on", "off"]
 MOST_GRAPHS = 4
-"""Different numbers of documents (buckets) that are captured; rows of others run without a graph."""
+"""Different numbers of documents that are captured; rows of others run without a graph."""
+LEAST_ROOM = 32
+"""Documents that a graph has room for, or twice, four times … as many. Best-fit packing puts from 8 to 160 documents
+into rows of 8,192 tokens: four graphs serve all of these; by the batch's own buckets of 16, a fifth of an epoch's rows
+found none. A tile without rows costs next to nothing."""
 WARM_UPS = 2
 
 
@@ -137,6 +141,7 @@ class BackboneGraphs:
         longest = self._longest()
         if longest is not None and max(packed.lengths) >= longest:  # lengths are the host's there, not data
             return None
+        packed = packed.with_room(room_for(len(packed.lengths)))
         window = getattr(self._backbone.config, "sliding_window", None)
         key = embeds.shape, packed.bucket, embeds.dtype, window is not None and packed.max_seqlen > window
         if self._benefit is not None:
@@ -325,6 +330,11 @@ def graphed_class(original: Any) -> type[nn.Module]:
 
     moved = moving(original, lambda self: self._pronghorn_graphs.clear())  # which hold weights where they lay
     return subclass(original, forward=forward, _apply=moved)
+
+
+def room_for(documents: int) -> int:
+    """Return how many documents the graph has room for that serves a row of so many."""
+    return max(LEAST_ROOM, 1 << (documents - 1).bit_length())
 
 
 def runs_of(backbone: Any) -> list[Any]:
