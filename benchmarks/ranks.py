@@ -85,7 +85,8 @@ def worker(given: Any) -> None:
     if cuda:
         found["peak_bytes"] = torch.cuda.max_memory_allocated()
         found["predicted"] = dict(handle.plan.predicted) if handle.plan is not None else {}
-    found["paths"] = [f"{path.part}: {path.path} ({path.why})" for path in handle.report]
+    with trainer.accelerator.autocast():
+        found["paths"] = [f"{path.part}: {path.path} ({path.why})" for path in handle.report]
     (folder / f"{given.phase}-{rank}.json").write_text(json.dumps(found))
     if processes > 1:
         torch.distributed.destroy_process_group()

@@ -180,7 +180,7 @@ def check_in_8_bits(routing: tuple[int, int, int, str], kind: str, dtype: torch.
     tokens, k, count, how = routing
     index, gate = indices(tokens, k, count, how), GATES[kind]
     swapped, errors = kind == "clamped", ThreeWay()
-    for seed in range(max(12 if device == "cuda" else 4, 64 // tokens)):
+    for seed in range(max(12 if device == "cuda" else 4, (512 if device == "cuda" else 64) // tokens)):
         given = tensors(tokens, k, count, H * size, WIDTH * size, seed)
         rounded = {name: (value if name in "xw" else value / size**0.5).to(dtype) for name, value in given.items()}
         frozen = {name: rounded[name] for name in ("gate_up", "down")}
