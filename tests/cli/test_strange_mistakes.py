@@ -211,6 +211,7 @@ def train(folder: Path, stories: Path, *overrides: str) -> Any:
     [
         ("data.eval=train.jsonl", "train.jsonl is trained, too"),
         ("train.warmup_steps=1000", "the learning rate never reaches 0.0002"),
+        ("train.learning_rate=0.5", "train.learning_rate 0.5 is high"),
         ("data.train=saved", "saved: 4 rows"),  # what save_to_disk wrote is read
         (" train.max_steps = 1", "limited by max_steps"),
     ],

@@ -93,6 +93,11 @@ BAD_FILES: dict[str, tuple[str, bytes, str]] = {
     "parquet empty": ("t.parquet", b"", "t.parquet: not a whole Parquet file"),
     "txt not utf-8": ("t.txt", b"one\n\xff", "t.txt line 2: byte 0xff is not UTF-8"),
     "txt of separators": ("t.txt", b"<|endoftext|>\n\n<|endoftext|>\n", "t.txt: no rows in it"),
+    "JSON lines as txt": (
+        "t.txt",
+        b'{"text": "a"}\n\n{"text": "b"}\n',
+        "t.txt line 1: a JSON object, not text: rename",
+    ),
     "csv by semicolons": ("t.csv", b"prompt;completion\na;b\n", "t.csv: a header without a comma, .* by ';': save"),
     "csv by semicolons, with commas": ("t.csv", b'\xef\xbb\xbf"prompt";"completion"\na, b;c\n', "delimited by ';'"),
     "csv by tabs": ("t.csv", b"prompt\tcompletion\na, b\tc\n", "delimited by tabs"),

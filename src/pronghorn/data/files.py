@@ -215,8 +215,18 @@ def _texts(path: Path) -> Values:
             piece.append(line)
             continue
         if "".join(piece).strip():
+            if all(_is_object(line) for line in piece if line.strip()):
+                raise DataError(f"{path} line {start}: a JSON object, not text", "rename the file: .jsonl")
             yield start, {"text": "\n".join(piece)}
         start, piece = number + 1, []
+
+
+def _is_object(line: str) -> bool:
+    """Tell whether a line is a JSON object."""
+    try:
+        return line.lstrip().startswith("{") and isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
 
 
 def _csv(path: Path) -> Values:

@@ -198,6 +198,8 @@ def _packing_stats(recipe: Recipe, trainer: SFTTrainer, documents: Any, console:
     if recipe.train.warmup_steps >= steps and "warmup_steps" in recipe.train.model_fields_set:
         less = f"not less than the run's {steps:,}: the learning rate never reaches {recipe.train.learning_rate:g}"
         console.print(f"[yellow]train.warmup_steps {recipe.train.warmup_steps:,} is {less}[/]")
+    if recipe.train.learning_rate > HIGH and "sgd" not in recipe.train.optimizer:
+        console.print(f"[yellow]train.learning_rate {recipe.train.learning_rate:g} is high: 2e-4 is usual for LoRA[/]")
     return packing
 
 
@@ -220,6 +222,8 @@ def _tell_dealing(trainer: SFTTrainer, console: Console) -> None:
         )
 
 
+HIGH = 0.02
+"""A learning rate above which Adam and its like move every number too far: recipes use up to 1e-3."""
 WORTH_REGROUPING, LOOK_AHEAD = 0.05, 16
 """The share of waiting from which the regrouping of steps is proposed, and over how many."""
 
