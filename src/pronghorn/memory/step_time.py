@@ -27,7 +27,8 @@ FP8 = 0.5
 PACKED = 1.3
 """Time of experts' products by Triton, from weights that are written out, against torch's of dense ones."""
 FP8_EXPERTS = 0.6
-"""Time of experts' products in 8 bits against torch's in bf16: a guess, as only whole steps were timed."""
+"""Time of experts' products in 8 bits against torch's in bf16. By whole steps of 12 layers on one H200: it says that 8
+bits save 10.9 ms of Qwen3-30B-A3B's and 25.6 of gpt-oss-20b's, and they saved 11.0 and 25.0."""
 ATTENTION = 0.35
 """Attention's products against the largest product."""
 DELTA_RULE = 0.06
