@@ -20,7 +20,7 @@ from pronghorn.errors import UnsupportedError
 from pronghorn.families.layer_spec import ExpertsSpec, GatedMLPSpec, LayerSpec
 from pronghorn.memory.mixers import mixer_bytes, shared_bytes
 from pronghorn.memory.plan import Policy, followed
-from pronghorn.memory.sharded_bytes import shared
+from pronghorn.memory.sharded_bytes import holds_parts_of_gradients, shared
 from pronghorn.memory.tiles import tiled_bytes
 from pronghorn.memory.workload import NF4_BYTES as NF4_BYTES
 from pronghorn.memory.workload import Method as Method
@@ -270,7 +270,9 @@ class MemoryModel:
         graph = more + resting["gradients"] + LIBRARY_BYTES if setup.graph else 0
         table, tables = 4 * dims.vocab * dims.hidden * (setup.method == "full"), 1 if dims.tied else 2
         layer_grads: list[int] = []
-        if not setup.accumulates:  # each layer's share, from the last on
+        if holds_parts_of_gradients(setup):  # what a layer's backward makes goes into parts, then
+            layer_grads = [4 * layer.parameters for layer in dims.layers]
+        elif not setup.accumulates:  # each layer's share, from the last on
             grads = resting.pop("gradients") - tables * table
             upto = list(accumulate(setup.trained(layer) for layer in reversed(dims.layers)))
             layer_grads = [grads * elements // max(upto[-1], 1) for elements in reversed(upto)]

@@ -2,7 +2,7 @@
 
 A part of each layer rests with it, and two layers are whole in buffers: the one that computes and the next. What lies
 outside the layers is whole in every process, adapters too. Of layers that are trained masters, gradients and the
-optimiser's states are parts, and one layer's gradients are whole, twice: as its backward made them, and in a buffer.
+optimiser's states are parts, and one layer's gradients are whole in a buffer, besides those that its backward makes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,12 @@ def gathered_bytes(layer: LayerSpec, setup: TrainSetup) -> int:
 
 def unshared_reason(setup: TrainSetup) -> str:
     """Say why layers are not shared in such a training; empty where they can be."""
-    return "weights' copies in 8 bits aren't shared" if setup.fp8 else ""
+    return setup.unshared or ("weights' copies in 8 bits aren't shared" if setup.fp8 else "")
+
+
+def holds_parts_of_gradients(setup: TrainSetup) -> bool:
+    """Tell whether a process has room for its parts of the layers' gradients all the time."""
+    return setup.processes > 1 and setup.method == "full"
 
 
 def shared(resting: Mapping[str, int], dims: ModelDims, setup: TrainSetup) -> dict[str, int]:
@@ -38,8 +43,8 @@ def shared(resting: Mapping[str, int], dims: ModelDims, setup: TrainSetup) -> di
     outside = max(resting["weights"] - sum(layers), 0)
     parts, gathered = -(-sum(layers) // setup.processes), BUFFERS * max(layers)
     found = {**resting, "weights": outside + parts, "gathered": gathered}
-    if setup.method == "full":
-        one = 2 * max(layers) + -(-max(layers) // setup.processes)
-        found["gradients"] = outside + parts + one
+    if holds_parts_of_gradients(setup):
+        one = max(layers) + -(-max(layers) // setup.processes)
+        found["gradients"] = (outside if setup.accumulates else 0) + parts + one
         found["optimizer"] = resting["optimizer"] * (outside + parts) // resting["weights"]
     return found

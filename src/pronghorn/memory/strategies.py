@@ -144,7 +144,8 @@ def _work(setup: TrainSetup, strategy: Strategy, gpus: int) -> TrainSetup:
     """Return how a rank trains; CUDA graphs don't reach weights that are gathered."""
     if strategy is Strategy.COPIES:
         return replace(setup, distributed=True, accumulates=True)
-    return replace(setup, distributed=True, accumulates=True, processes=gpus, graph=False)
+    accumulates = setup.accumulates or setup.method != "full"  # adapters' gradients are copied once more
+    return replace(setup, distributed=True, accumulates=accumulates, processes=gpus, graph=False)
 
 
 def _candidate(

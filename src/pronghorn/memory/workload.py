@@ -84,7 +84,9 @@ class TrainSetup:
     distributed: bool = False
     """Under DDP, whose buckets hold all gradients once more."""
     processes: int = 1
-    """How many share the frozen weights of each layer (`memory.sharded`)."""
+    """How many share the weights of each layer (`memory.sharded`)."""
+    unshared: str = ""
+    """Why they can't, if something else than the model forbids it: an optimiser that needs whole weights."""
     accumulates: bool = True
     """A step has several micro-batches, so that gradients are there all the time; else they come layer by layer."""
     adapter_itemsize: int = 4

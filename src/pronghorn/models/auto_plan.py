@@ -167,6 +167,8 @@ def setup_of(
     if layers is not None and has_experts(base.config):
         fp8_experts = layers.experts_reason(autocast or embeddings.dtype) is None
     states, paged = state_bytes(optimizer, trained_tensors(model))
+    shared = sharded(base)
+    parts = shared is not None and method == "full"
     adapters = (p.element_size() for name, p in base.named_parameters() if p.requires_grad and "lora_" in name)
     return TrainSetup(
         tokens=tokens,
@@ -183,12 +185,12 @@ def setup_of(
         trained_whole=0 if method == "full" else sum(whole.values()),
         graph=fuses and autocast is None and (handle is None or handle.options.graph != "off"),
         padded=padded,
-        accumulates=accumulates or distributed,
+        accumulates=accumulates or (distributed and not parts),
         distributed=distributed,
         adapter_itemsize=max(adapters, default=4),
         optimizer_bytes=states,
         paged_bytes=paged,
-        processes=1 if (shared := sharded(base)) is None else shared.processes,
+        processes=1 if shared is None else shared.processes,
     )
 
 

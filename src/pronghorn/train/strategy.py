@@ -12,7 +12,7 @@ from pronghorn.memory.planner import PlanDoesNotFit
 from pronghorn.memory.strategies import Strategy, choose
 from pronghorn.models.auto_plan import cuda_device_spec, dims_of, skeleton
 from pronghorn.models.load import FoundModel
-from pronghorn.optimizers import ON_PARTS
+from pronghorn.train.weightless import unshared_reason, weightless, work_of
 
 ROOM = 0.75
 """The share of a device's memory up to which weights leave enough for training."""
@@ -25,10 +25,7 @@ def strategy(recipe: Recipe, found: FoundModel, processes: int, device: torch.de
     """Choose what each process holds: what is asked for or, for `auto`, what `pronghorn plan --gpus` chooses. One
     process holds all of it, and so does each where weights are copied in 8 bits, or an optimiser needs whole ones."""
     asked = recipe.launch.strategy
-    served = recipe.adapter.method == "lora" or (
-        recipe.train.optimizer in ON_PARTS and recipe.precision.dtype != "float16"
-    )
-    able = served and recipe.precision.compute == "dtype"
+    able = not unshared_reason(recipe) and recipe.precision.compute == "dtype"
     if processes == 1 or not able or asked == "copies":
         return Strategy.COPIES
     if asked == "sharded":
@@ -53,7 +50,6 @@ def planned(recipe: Recipe, found: FoundModel, processes: int, device: DeviceSpe
         PlanDoesNotFit: none does; UnsupportedError: no plan is made of such a model.
     """
     from pronghorn.train.build import autocast_dtype, of_one_process
-    from pronghorn.train.weightless import weightless, work_of
 
     recipe = of_one_process(recipe, processes)
     handle = weightless(recipe, found)

@@ -15,6 +15,7 @@ from pronghorn.models.attach import Handle, attach
 from pronghorn.models.auto_plan import setup_of, skeleton
 from pronghorn.models.load import FoundModel
 from pronghorn.models.share import SharedLoading
+from pronghorn.optimizers import ON_PARTS
 
 
 class _Weightless(FoundModel):
@@ -58,6 +59,15 @@ def weightless(recipe: Recipe, found_model: FoundModel) -> Handle:
     return attach(model, asked_plan(recipe), layers="fused", **attach_options(recipe))
 
 
+def unshared_reason(recipe: Recipe) -> str:
+    """Say why processes can't share the layers in this training; empty where they can, but for the products' dtype."""
+    if recipe.adapter.method == "lora":
+        return ""
+    if recipe.train.optimizer not in ON_PARTS:
+        return f"train.optimizer {recipe.train.optimizer} needs whole weights"
+    return "scaled losses in float16 need whole gradients" if recipe.precision.dtype == "float16" else ""
+
+
 def work_of(recipe: Recipe, handle: Handle, autocast: torch.dtype | None) -> TrainSetup:
     """Describe how the recipe trains the model."""
     rows = recipe.packing.rows_per_step
@@ -70,4 +80,4 @@ def work_of(recipe: Recipe, handle: Handle, autocast: torch.dtype | None) -> Tra
         optimizer=recipe.train.optimizer,
     )
     quantised = recipe.model.load_in_4bit or hasattr(handle.model.config, "quantization_config")
-    return replace(work, method="qlora") if quantised else work
+    return replace(work, method="qlora" if quantised else work.method, unshared=unshared_reason(recipe))
