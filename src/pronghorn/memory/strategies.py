@@ -35,8 +35,8 @@ BUCKET_BYTES = 25 * 2**20
 AT_ONCE_BYTES = 2**30
 """Gradients of full fine-tuning up to this travel in one piece, too."""
 SLOWED = 0.7
-"""s above: of a hidden collective's time by 75 % of the link, what it slows compute. By Llama-3.1-8B on two H200s: shared
-layers took 29 ms more than copies in a step of LoRA, 90 ms more than one GPU in full fine-tuning."""
+"""s above: of a hidden collective's time by 75 % of the link, what it slows compute. By 8B on two H200s, whose
+shared layers took 29 ms more than copies in a step of LoRA, and 90 ms more than one GPU in full fine-tuning."""
 HOST_SHARE = 0.9
 """Of the machine's memory that inputs in host memory may take."""
 
