@@ -18,9 +18,11 @@ from pronghorn.export.engines import llama_cpp
 from pronghorn.export.engines.llama_cpp import serve_gguf
 from pronghorn.export.engines.transformers import TransformersEngine
 from pronghorn.export.gguf import write_gguf
+from pronghorn.models.gguf import load_gguf
 from support.tiny import tiny_model
 
 pytest.importorskip("gguf")
+needs_quantiser = pytest.mark.skipif(gguf.quantiser() is None, reason="needs llama-quantize (ik-llama-cpp-python)")
 needs_llama_cpp = pytest.mark.skipif(not llama_cpp.has_llama_cpp(), reason="needs the package xllamacpp")
 GEMMA3: dict[str, Any] = {
     "num_hidden_layers": 6,
@@ -84,6 +86,41 @@ def test_llama_cpp_computes_the_same(stories: Path, tmp_path: Path, family: str,
     torch.manual_seed(0)
     found, own = farthest(tiny_model(family, vocab_size=len(tokenizer), **changes), tokenizer, tmp_path)
     assert found <= 2 * own, (found, own)
+
+
+@needs_llama_cpp
+@needs_quantiser
+@pytest.mark.parametrize(("quantisation", "kinds"), [("q4_k_m", {"Q4_K", "Q6_K"}), ("q6_k", {"Q6_K"})])
+def test_k_quants_are_read_by_llama_cpp(stories: Path, tmp_path: Path, quantisation: str, kinds: set[str]) -> None:
+    """By llama-quantize itself: the file holds such blocks, and llama.cpp computes what transformers does with them
+    (but for activations, which it rounds to 8 bits)."""
+    from gguf import GGUFReader
+
+    tokenizer = AutoTokenizer.from_pretrained(stories)
+    torch.manual_seed(0)
+    wide = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}  # K-quants have blocks of 256
+    model = tiny_model("llama", vocab_size=len(tokenizer), **wide).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3.0) if parameter.ndim > 1 else parameter.add_(0.1 * torch.rand_like(parameter))
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    ids = list(tokenizer(TEXT)["input_ids"])
+    file = write_gguf(tmp_path / "model", tmp_path / "model.gguf", quantisation)
+    assert {tensor.tensor_type.name for tensor in GGUFReader(str(file)).tensors} == {*kinds, "F32"}
+    read, own_tokenizer = load_gguf(file, torch.float32)
+    right, exact = (TransformersEngine(each, tokenizer).distribution(ids) for each in (read.eval(), model))
+    assert own_tokenizer(TEXT)["input_ids"] == ids
+    with serve_gguf(file, 64) as engine:
+        scored = engine.logprobs(ids)
+    off, lost = (
+        sum(abs(each[at - 1, ids[at]].item() - told(at)) for at in scored) / len(scored)
+        for each, told in (
+            (right, lambda at: scored[at].logprob),
+            (right, lambda at: exact[at - 1, ids[at]].item()),
+        )
+    )
+    assert off < 0.5 * lost, (off, lost)
 
 
 @needs_llama_cpp
