@@ -270,6 +270,16 @@ def test_a_whole_model_is_exported(stories: Path, tmp_path: Path) -> None:
     assert exported.next == f"llama-server -m {tmp_path / 'out' / 'model-f16.gguf'}"
 
 
+def test_float32_weights_are_rounded_once(stories: Path, tmp_path: Path) -> None:
+    """From float32, rather than from the 16 bits of a merged checkpoint."""
+    exported = export_run(stories, "gguf", tmp_path / "gguf", "f32")
+    [file] = exported.folder.glob("*.gguf")
+    model, _ = FastLanguageModel.from_pretrained(str(stories), max_seq_length=64, dtype="float32")
+    expected = model.get_input_embeddings().weight
+    assert not torch.equal(expected, expected.bfloat16().float())
+    assert torch.equal(load_gguf(file, torch.float32)[0].get_input_embeddings().weight, expected)
+
+
 def test_a_lost_expert_is_told(stories: Path, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(stories)
     folder = save(tiny_model("qwen3_moe", vocab_size=len(tokenizer)), tokenizer, tmp_path / "model")

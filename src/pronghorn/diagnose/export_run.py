@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from pronghorn.device import versions
 from pronghorn.diagnose.served import heldout_rows
 from pronghorn.errors import ConfigError, TrainingError
@@ -175,7 +177,9 @@ def _write(to: str, model: Any, tokenizer: Any, folder: Path, quantisation: str)
         save_merged(model, tokenizer, folder)
         return "merged"
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".merged-") as scratch:
-        merged = save_merged(model, tokenizer, Path(scratch) / "merged")
+        # a file of float32 weights is rounded once, from these
+        exact = torch.float32 if to != "fp8" and model.dtype is torch.float32 else None
+        merged = save_merged(model, tokenizer, Path(scratch) / "merged", dtype=exact)
         if to == "fp8":
             write_fp8_checkpoint(merged, folder)
             return "fp8"
