@@ -140,6 +140,21 @@ def test_without_llama_cpp_the_remedy_is_told(tmp_path: Path, monkeypatch: pytes
         pass
 
 
+def test_positions_that_llama_cpp_tells_nothing_of_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does so of tokens that are part of a character; all others are compared."""
+    engine = object.__new__(llama_cpp.LlamaCpp)
+
+    def post(path: str, body: dict[str, Any]) -> dict[str, Any]:
+        token = body["logit_bias"][0][0]
+        told = {"id": token, "logprob": -1.0, "top_logprobs": [{"id": token}]}
+        return {"content": ""} if token == 7 else {"completion_probabilities": [told]}
+
+    monkeypatch.setattr(engine, "_post", post)
+    assert [*engine.logprobs([1, 5, 7, 6])] == [1, 3]
+    with pytest.raises(UnsupportedError, match="tells no log-probabilities"):
+        engine.logprobs([1, 7, 7])
+
+
 @needs_llama_cpp
 def test_what_llama_cpp_does_not_load_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(100))

@@ -59,9 +59,10 @@ class LlamaCpp(OpenAIServer):
             bias = [[token_ids[index], _FORCED]]
             body = {"prompt": list(token_ids[:index]), "n_predict": 1, "n_probs": 1, "logit_bias": bias}
             try:
-                entry = next(iter(self._post("/completion", body)["completion_probabilities"]), None)
-                if entry is None:
+                entries = self._post("/completion", body).get("completion_probabilities")
+                if not entries:
                     continue
+                [entry] = entries
                 first = int(entry["top_logprobs"][0]["id"])
                 scored[index] = Scored(int(entry["id"]), float(entry["logprob"]), first)
             except (KeyError, TypeError, ValueError, IndexError):
