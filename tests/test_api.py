@@ -477,17 +477,13 @@ def test_a_merged_checkpoint_has_the_adapted_logits(stories: Path, tmp_path: Pat
     assert train(again)[0] > 0
 
 
-def test_a_merged_checkpoint_is_checked_where_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_merged_checkpoint_is_checked_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
     from pronghorn.export import merge
 
-    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
     gpu, free = torch.device("cuda", 1), merge._ROOM + 1000
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free if device == gpu else 0, 2 * free))
-    assert merge._place_beside(gpu, tmp_path) == gpu
-    (tmp_path / "more.safetensors").write_bytes(bytes(1))
-    assert (
-        merge._place_beside(gpu, tmp_path) == torch.device("cpu") == merge._place_beside(torch.device("cpu"), tmp_path)
-    )
+    assert merge.place_beside(gpu, 1000) == gpu
+    assert merge.place_beside(gpu, 1001) == torch.device("cpu") == merge.place_beside(torch.device("cpu"), 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -18,9 +18,11 @@ from pronghorn.export.engines import llama_cpp
 from pronghorn.export.engines.llama_cpp import serve_gguf
 from pronghorn.export.engines.transformers import TransformersEngine
 from pronghorn.export.gguf import write_gguf
+from pronghorn.models.gguf import load_gguf
 from support.tiny import tiny_model
 
 pytest.importorskip("gguf")
+needs_quantiser = pytest.mark.skipif(gguf.quantiser() is None, reason="needs llama-quantize (ik-llama-cpp-python)")
 needs_llama_cpp = pytest.mark.skipif(not llama_cpp.has_llama_cpp(), reason="needs the package xllamacpp")
 GEMMA3: dict[str, Any] = {
     "num_hidden_layers": 6,
@@ -87,6 +89,41 @@ def test_llama_cpp_computes_the_same(stories: Path, tmp_path: Path, family: str,
 
 
 @needs_llama_cpp
+@needs_quantiser
+@pytest.mark.parametrize(("quantisation", "kinds"), [("q4_k_m", {"Q4_K", "Q6_K"}), ("q6_k", {"Q6_K"})])
+def test_k_quants_are_read_by_llama_cpp(stories: Path, tmp_path: Path, quantisation: str, kinds: set[str]) -> None:
+    """By llama-quantize itself: the file holds such blocks, and llama.cpp computes what transformers does with them
+    (but for activations, which it rounds to 8 bits)."""
+    from gguf import GGUFReader
+
+    tokenizer = AutoTokenizer.from_pretrained(stories)
+    torch.manual_seed(0)
+    wide = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}  # K-quants have blocks of 256
+    model = tiny_model("llama", vocab_size=len(tokenizer), **wide).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3.0) if parameter.ndim > 1 else parameter.add_(0.1 * torch.rand_like(parameter))
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    ids = list(tokenizer(TEXT)["input_ids"])
+    file = write_gguf(tmp_path / "model", tmp_path / "model.gguf", quantisation)
+    assert {tensor.tensor_type.name for tensor in GGUFReader(str(file)).tensors} == {*kinds, "F32"}
+    read, own_tokenizer = load_gguf(file, torch.float32)
+    right, exact = (TransformersEngine(each, tokenizer).distribution(ids) for each in (read.eval(), model))
+    assert own_tokenizer(TEXT)["input_ids"] == ids
+    with serve_gguf(file, 64) as engine:
+        scored = engine.logprobs(ids)
+    off, lost = (
+        sum(abs(each[at - 1, ids[at]].item() - told(at)) for at in scored) / len(scored)
+        for each, told in (
+            (right, lambda at: scored[at].logprob),
+            (right, lambda at: exact[at - 1, ids[at]].item()),
+        )
+    )
+    assert off < 0.5 * lost, (off, lost)
+
+
+@needs_llama_cpp
 @pytest.mark.slow
 def test_rows_in_transformers_order_show(stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check above can fail: llama.cpp's order of rows forgotten."""
@@ -101,6 +138,21 @@ def test_without_llama_cpp_the_remedy_is_told(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(llama_cpp, "has_llama_cpp", lambda: False)
     with pytest.raises(UnsupportedError, match="pip install xllamacpp"), serve_gguf(tmp_path / "model.gguf"):
         pass
+
+
+def test_positions_that_llama_cpp_tells_nothing_of_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does so of tokens that are part of a character; all others are compared."""
+    engine = object.__new__(llama_cpp.LlamaCpp)
+
+    def post(path: str, body: dict[str, Any]) -> dict[str, Any]:
+        token = body["logit_bias"][0][0]
+        told = {"id": token, "logprob": -1.0, "top_logprobs": [{"id": token}]}
+        return {"content": ""} if token == 7 else {"completion_probabilities": [told]}
+
+    monkeypatch.setattr(engine, "_post", post)
+    assert [*engine.logprobs([1, 5, 7, 6])] == [1, 3]
+    with pytest.raises(UnsupportedError, match="tells no log-probabilities"):
+        engine.logprobs([1, 7, 7])
 
 
 @needs_llama_cpp

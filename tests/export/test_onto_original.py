@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,12 @@ from typer.testing import CliRunner
 
 from pronghorn.cli.main import app
 from pronghorn.config import Recipe
+from pronghorn.diagnose import export_run as export_run_module
 from pronghorn.diagnose.export_run import export_run
 from pronghorn.diagnose.shapes import byte_tokenizer
 from pronghorn.errors import ConfigError
+from pronghorn.export.onto_original import ONTO, Apart, distances
+from pronghorn.train.chat import load_chat
 from pronghorn.train.run import run as train_run
 from support.tiny import tiny_model
 
@@ -38,26 +42,50 @@ def trained(folder: Path, in_4_bits: bool) -> Path:
     return folder / "run"
 
 
-def test_the_original_base_has_the_adapter(tmp_path: Path) -> None:
+def log_probabilities(model: Any, rows: list[list[int]]) -> torch.Tensor:
+    with torch.no_grad():
+        each = [model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1) for ids in rows]
+    return torch.cat([row[range(len(row)), ids[1:]] for row, ids in zip(each, rows, strict=True)])
+
+
+def test_both_bases_are_measured_and_the_nearer_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = trained(tmp_path, in_4_bits=True)
-    exported = export_run(run, "merged", tmp_path / "original", "q8_0", onto="original")
+    rows = [list(range(3, 40)), list(range(90, 50, -1))]
+    model = load_chat(run).models["trained"]
+    found = distances(run / "adapter", model, byte_tokenizer(512), rows)
+    right, merged = log_probabilities(model, rows), {}
+    for onto in ("seen", "original"):
+        exported = export_run(run, "merged", tmp_path / onto, "q8_0", onto=onto)
+        assert exported.notes[0].endswith("(asked for).") and ONTO[onto] in exported.notes[0].partition("Taken:")[2]
+        merged[onto] = AutoModelForCausalLM.from_pretrained(tmp_path / onto, dtype=torch.float32)
+        off = (log_probabilities(merged[onto], rows) - right).abs()
+        assert found[onto].mean == pytest.approx(off.mean().item(), rel=0.01)
+        assert found[onto].largest == pytest.approx(off.max().item(), rel=0.01)
+    assert found["seen"].mean < 0.5 * found["original"].mean, "4 bits are another base"
     expected = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), run / "adapter")
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "original", dtype=torch.float32)
-    ids = torch.arange(3, 40)[None]
-    with torch.no_grad():
-        right, found = expected(ids).logits, merged(ids).logits
-        assert (found - right).norm() < 0.02 * right.norm()  # rounded to bfloat16
+    plain, onto_original = log_probabilities(expected, rows), log_probabilities(merged["original"], rows)
+    assert (onto_original - plain).abs().mean() < 0.5 * found["original"].mean, "the original has the adapter"
+
+    exported = export_run(run, "merged", tmp_path / "nearer", "q8_0")
     [note] = exported.notes
-    assert "nats from what was trained" in note and note in (tmp_path / "original" / "README.md").read_text()
-    seen = export_run(run, "merged", tmp_path / "seen", "q8_0")
-    assert not seen.notes
-    other = AutoModelForCausalLM.from_pretrained(tmp_path / "seen", dtype=torch.float32)
-    with torch.no_grad():
-        assert (other(ids).logits - right).norm() > 0.02 * right.norm(), "4 bits are another base"
+    assert note.count("nats a token") == 2 and "the nearer" in note and ONTO["seen"] in note.partition("Taken:")[2]
+    assert note in (tmp_path / "nearer" / "README.md").read_text()
+    weights = "model.safetensors"
+    assert (tmp_path / "nearer" / weights).read_bytes() == (tmp_path / "seen" / weights).read_bytes()
+    near = {"seen": Apart(0.2, 1.0), "original": Apart(0.1, 2.0)}
+    monkeypatch.setattr(export_run_module, "distances", lambda *arguments: near)
+    assert ONTO["original"] in export_run(run, "merged", None, "q8_0").notes[0].partition("Taken:")[2]
+    assert (run / "merged" / weights).read_bytes() == (tmp_path / "original" / weights).read_bytes()
+
+
+def test_an_adapter_alone_is_merged_onto_nothing(tmp_path: Path) -> None:
+    exported = export_run(trained(tmp_path, in_4_bits=True), "adapter", None, "q8_0")
+    assert not exported.notes
 
 
 def test_what_has_no_other_base_is_refused(tmp_path: Path) -> None:
     run = trained(tmp_path, in_4_bits=False)
+    assert not export_run(run, "merged", tmp_path / "merged", "q8_0").notes, "there is one base"
     with pytest.raises(ConfigError, match="--onto original of a run whose base was not quantised"):
         export_run(run, "merged", None, "q8_0", onto="original")
     done = CliRunner().invoke(app, ["export", str(run), "--onto", "base"])

@@ -155,15 +155,23 @@ cp "$1" "$2"
 def test_k_quants_are_made_by_llama_cpp(stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which is told how to get, is given an f16 file that goes again, and its failure is told."""
     monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(gguf, "_CARRIER", "no_such_package")
     with pytest.raises(UnsupportedError, match=r"q4_k_m is made by llama\.cpp's llama-quantize.*install llama\.cpp"):
         write_gguf(stories, tmp_path / "model.gguf", "q4_k_m")
     with pytest.raises(ConfigError, match=r"quantisation 'q4_k_x' is unknown: use one of .*q4_k_m"):
         write_gguf(stories, tmp_path / "model.gguf", "q4_k_x")
+    package = tmp_path / "site" / "no_such_package"
+    (package / "bin").mkdir(parents=True)
+    (package / "bin" / "llama-quantize").write_text("#!/bin/sh\n")
+    (package / "bin" / "llama-quantize").chmod(0o755)
+    monkeypatch.syspath_prepend(package.parent)
+    assert gguf.quantiser() == str(package / "bin" / "llama-quantize")
     told, quantiser = tmp_path / "told", tmp_path / "bin" / "llama-quantize"
     quantiser.parent.mkdir()
     quantiser.write_text(STUB.format(told=told))
     quantiser.chmod(0o755)
     monkeypatch.setenv("PATH", f"{quantiser.parent}:/usr/bin:/bin")
+    assert gguf.quantiser() == str(quantiser), "one that was installed goes first"
     file = write_gguf(stories, tmp_path / "model-q4_k_m.gguf", "q4_k_m")
     assert told.read_text().split()[1:] == [str(tmp_path / "model-q4_k_m.f16.gguf"), str(file), "Q4_K_M"]
     assert load_gguf(file, torch.float32)[0].config.hidden_size == 64
@@ -260,6 +268,16 @@ def test_a_whole_model_is_exported(stories: Path, tmp_path: Path) -> None:
     comparison = exported.comparisons[0]
     assert not comparison.ok and not any(check.ok is False for check in comparison.checks)
     assert exported.next == f"llama-server -m {tmp_path / 'out' / 'model-f16.gguf'}"
+
+
+def test_float32_weights_are_rounded_once(stories: Path, tmp_path: Path) -> None:
+    """From float32, rather than from the 16 bits of a merged checkpoint."""
+    exported = export_run(stories, "gguf", tmp_path / "gguf", "f32")
+    [file] = exported.folder.glob("*.gguf")
+    model, _ = FastLanguageModel.from_pretrained(str(stories), max_seq_length=64, dtype="float32")
+    expected = model.get_input_embeddings().weight
+    assert not torch.equal(expected, expected.bfloat16().float())
+    assert torch.equal(load_gguf(file, torch.float32)[0].get_input_embeddings().weight, expected)
 
 
 def test_a_lost_expert_is_told(stories: Path, tmp_path: Path) -> None:

@@ -39,12 +39,14 @@ def export(
         ),
     ] = None,
     onto: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="seen|original",
-            help="Of a run over a base in 4 bits: merge onto these, as trained, or onto the checkpoint in 16 bits.",
+            show_default=False,
+            help="Of a run over a base in 4 bits: merge onto these, as trained, or onto the checkpoint in 16 bits; "
+            "default: the nearer to what was trained.",
         ),
-    ] = "seen",
+    ] = None,
     push: Annotated[
         str | None, typer.Option(metavar="OWNER/NAME", help="Push it to this repository of the hub, too.")
     ] = None,

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from pronghorn.device import versions
 from pronghorn.diagnose.served import heldout_rows
 from pronghorn.errors import ConfigError, TrainingError
 from pronghorn.export.adapter_layouts import write_served_adapter
-from pronghorn.export.compare import compare
+from pronghorn.export.compare import ROW_TOKENS, compare, rendered_conversations
 from pronghorn.export.comparison import Comparison
 from pronghorn.export.engine import Engine
 from pronghorn.export.engines.llama_cpp import has_llama_cpp, serve_gguf
@@ -24,7 +26,7 @@ from pronghorn.export.fp8_checkpoint import write_fp8_checkpoint
 from pronghorn.export.gguf import check_quantisations, stop_tokens, write_gguf
 from pronghorn.export.gguf_lora import write_gguf_lora
 from pronghorn.export.merge import save_merged
-from pronghorn.export.onto_original import ONTO, adapter_on_original, nats_apart
+from pronghorn.export.onto_original import ONTO, adapter_on_original, distances, has_quantised_base, knows_original
 from pronghorn.export.original import composite_of
 from pronghorn.models.families import base_causal_lm, has_experts
 from pronghorn.models.gguf import load_gguf, reads
@@ -47,10 +49,12 @@ class Format:
     """The command that uses it; {folder} and {file} are filled in."""
     folder: str = ""
     """What its folder is called in the run's; the format's own name if empty."""
+    merges: bool = False
+    """Whether base and adapter become one."""
 
 
 FORMATS = {
-    "merged": Format("the whole model in 16 bits", "transformers, vLLM, SGLang", "vllm serve {folder}"),
+    "merged": Format("the whole model in 16 bits", "transformers, vLLM, SGLang", "vllm serve {folder}", merges=True),
     "adapter": Format(
         "LoRA alone, as PEFT saves it", "PEFT, transformers", "pronghorn chat {folder}", "exported-adapter"
     ),
@@ -59,10 +63,12 @@ FORMATS = {
         "vLLM, SGLang",
         "vllm serve BASE --enable-lora --lora-modules mine={folder}",
     ),
-    "fp8": Format("the whole model, linears in 8 bits", "vLLM, Pronghorn", "vllm serve {folder}"),
-    "gguf": Format("one file for llama.cpp", "llama.cpp, LM Studio, Ollama", "llama-server -m {file}"),
+    "fp8": Format("the whole model, linears in 8 bits", "vLLM, Pronghorn", "vllm serve {folder}", merges=True),
+    "gguf": Format("one file for llama.cpp", "llama.cpp, LM Studio, Ollama", "llama-server -m {file}", merges=True),
     "gguf-lora": Format("LoRA alone, one file for llama.cpp", "llama.cpp", "llama-server -m BASE.gguf --lora {file}"),
-    "ollama": Format("a GGUF file and its Modelfile", "Ollama", "ollama create mine -f {folder}/Modelfile"),
+    "ollama": Format(
+        "a GGUF file and its Modelfile", "Ollama", "ollama create mine -f {folder}/Modelfile", merges=True
+    ),
 }
 
 
@@ -83,7 +89,7 @@ def export_run(
     output: Path | None,
     quantisation: str,
     say: Say = lambda text: None,
-    onto: str = "seen",
+    onto: str | None = None,
 ) -> Exported:
     """Export a finished run.
 
@@ -92,7 +98,8 @@ def export_run(
         output: the folder to write; None: one in the run's folder, called as the format (the adapter of training
             is there already, so its export is `exported-adapter`).
         quantisation: of a GGUF file, one of `export.gguf.QUANTISATIONS`.
-        onto: the base that the adapter is put on, one of `ONTO`: what is written is then compared with that.
+        onto: the base that the adapter is put on, one of `ONTO`: what is written is then compared with that. None
+            takes the nearer to what was trained, where something is merged and both are at hand.
     Raises:
         ConfigError, DataError: no finished run, an unknown format, or something is in the output folder.
         UnsupportedError: a model that the format doesn't hold; says what to do instead.
@@ -100,7 +107,7 @@ def export_run(
     """
     if to not in FORMATS:
         raise ConfigError(f"--to {to!r} is no format", f"use one of {', '.join(FORMATS)}")
-    if onto not in ONTO:
+    if onto is not None and onto not in ONTO:
         raise ConfigError(f"--onto {onto!r} is no base", f"use one of {', '.join(ONTO)}")
     if to in ("gguf", "ollama"):
         check_quantisations([quantisation])
@@ -113,13 +120,20 @@ def export_run(
     trained, tokenizer = session.models.get("trained") or session.models["model"], session.tokenizer
     rows = [] if recipe is None else heldout_rows(recipe, tokenizer, say)
     base, notes = session.models.get("base"), list[str]()
+    adapter = run if is_export(run) else run / "adapter"
+    if onto == "original" or ((onto or FORMATS[to].merges) and has_quantised_base(trained) and knows_original(adapter)):
+        say("measuring merges onto both bases")
+        texts, what = rows, f"{len(rows)} held-out rows"
+        if not rows:
+            texts = [ids for _, ids in rendered_conversations(TransformersEngine(trained, tokenizer))[0]]
+            texts, what = (texts, "built-in conversations") if texts else ([tokenizer(TEXT)["input_ids"]], "a sentence")
+        apart = distances(adapter, trained, tokenizer, [ids[:ROW_TOKENS] for ids in texts])
+        onto, why = (onto, "asked for") if onto else (min(apart, key=lambda each: apart[each].mean), "the nearer")
+        both = "; ".join(f"onto {ONTO[each]}, it is {apart[each]}" for each in ONTO)
+        notes.append(f"Merged {both} from what was trained, on {what}. Taken: {ONTO[onto]} ({why}).")
     if onto == "original":
         say("loading the original base")
-        original = adapter_on_original(run if is_export(run) else run / "adapter", trained)
-        some = rows or [tokenizer(TEXT)["input_ids"]]
-        apart = nats_apart(original, trained, tokenizer, some)
-        notes.append(f"On its original base the adapter is {apart:.3f} nats from what was trained (mean, per token).")
-        trained, base = original, None
+        trained, base = adapter_on_original(adapter, trained), None
     with whole_folder(target) as folder:
         say(f"writing {target}")
         limits = _write(to, trained, tokenizer, folder, quantisation)
@@ -163,7 +177,9 @@ def _write(to: str, model: Any, tokenizer: Any, folder: Path, quantisation: str)
         save_merged(model, tokenizer, folder)
         return "merged"
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".merged-") as scratch:
-        merged = save_merged(model, tokenizer, Path(scratch) / "merged")
+        # a file of float32 weights is rounded once, from these
+        exact = torch.float32 if to != "fp8" and model.dtype is torch.float32 else None
+        merged = save_merged(model, tokenizer, Path(scratch) / "merged", dtype=exact)
         if to == "fp8":
             write_fp8_checkpoint(merged, folder)
             return "fp8"

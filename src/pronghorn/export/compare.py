@@ -45,7 +45,7 @@ def compare(
     """
     if format not in LIMITS:
         raise ConfigError(f"format {format!r} is unknown", f"use one of {', '.join(LIMITS)}")
-    rendered, skipped = _rendered(reference)
+    rendered, skipped = rendered_conversations(reference)
     say(f"token ids of {len(rendered)} conversations")
     tokens, token_causes = _compare_tokens(reference, engine, rendered)
     chosen = rendered[:: max(len(rendered) // ANSWERS, 1)][:ANSWERS]
@@ -89,7 +89,7 @@ def compare(
 Rendered = list[tuple[Named, list[int]]]
 
 
-def _rendered(reference: Reference) -> tuple[Rendered, list[str]]:
+def rendered_conversations(reference: Reference) -> tuple[Rendered, list[str]]:
     """Render the built-in conversations with the trained model's template; those that it can't, by name."""
     rendered, skipped = [], []
     for named in built_in():

@@ -8,8 +8,10 @@ Source: the GGUF specification, https://github.com/ggml-org/ggml/blob/master/doc
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -40,6 +42,8 @@ QUANTISATIONS = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 K_QUANTS = ("q2_k", "q3_k_s", "q3_k_m", "q3_k_l", "q4_k_s", "q4_k_m", "q5_k_s", "q5_k_m", "q6_k")
 """What llama.cpp's own program makes of an f16 file."""
 QUANTISER = "llama-quantize"
+_CARRIER = "ik_llama_cpp"
+"""A package with that program in its folder bin (`pip install ik-llama-cpp-python`, of a fork of llama.cpp)."""
 MERGE = "export it merged (--to merged), and convert that with llama.cpp's convert_hf_to_gguf.py"
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _ENDS_OF_TURNS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>")
@@ -110,18 +114,28 @@ def check_quantisations(names: Iterable[str]) -> None:
             known = f"one of {', '.join((*QUANTISATIONS, *K_QUANTS))}"
             near = {"not_quantized": "f16", "fast_quantized": "q8_0", "quantized": "q4_k_m"}.get(name, known)
             raise ConfigError(f"quantisation {name!r} is unknown", f"use {near}")
-        if name in K_QUANTS and shutil.which(QUANTISER) is None:
+        if name in K_QUANTS and quantiser() is None:
             raise UnsupportedError(
                 f"{name} is made by llama.cpp's {QUANTISER}, which is not on the PATH",
-                f"install llama.cpp (its releases, brew, conda-forge), or use one of {', '.join(QUANTISATIONS)}",
+                "install llama.cpp (its releases, brew, conda-forge) or, on Linux, pip install ik-llama-cpp-python; "
+                f"or use one of {', '.join(QUANTISATIONS)}",
             )
+
+
+def quantiser() -> str | None:
+    """Return the path of llama.cpp's quantising program: the one on the PATH, else a package's, else None."""
+    package = importlib.util.find_spec(_CARRIER)
+    folders = (package.submodule_search_locations if package else None) or []
+    return shutil.which(QUANTISER) or shutil.which(
+        QUANTISER, path=os.pathsep.join(f"{folder}/bin" for folder in folders)
+    )
 
 
 def _by_llama_cpp(source: str | Path, file: Path, quantisation: str) -> Path:
     """Write f16 beside the file, let llama.cpp quantise it, and delete it."""
     plain = write_gguf(source, file.with_name(f"{file.stem}.f16.gguf"), "f16")
     try:
-        line = [QUANTISER, str(plain), str(file), quantisation.upper()]
+        line = [str(quantiser()), str(plain), str(file), quantisation.upper()]
         done = subprocess.run(line, capture_output=True, text=True, errors="replace")
     finally:
         plain.unlink()

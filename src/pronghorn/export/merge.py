@@ -65,14 +65,19 @@ def save_merged(
         raise ConfigError(
             "the adapter is merged into the model's weights already", "call model.unmerge_adapter() first"
         )
-    own = base.get_input_embeddings().weight.dtype
-    dtype = dtype or (own if own in (torch.float16, torch.bfloat16) else torch.bfloat16)
+    dtype = dtype or checkpoint_dtype(base)
     with whole_folder(target) as writing:
         write_model(base, dtype, writing, max_shard_size)
         if tokenizer is not None:
             tokenizer.save_pretrained(writing)
         _check(model, writing, dtype)
     return target
+
+
+def checkpoint_dtype(base: Any) -> torch.dtype:
+    """Return what a merged checkpoint is rounded to: the base's own 16-bit dtype, or bfloat16."""
+    own: torch.dtype = base.get_input_embeddings().weight.dtype
+    return own if own in (torch.float16, torch.bfloat16) else torch.bfloat16
 
 
 @torch.no_grad()
@@ -265,12 +270,12 @@ def dense_weight(linear: Any) -> Tensor:
     return dequantize_4bit(linear.weight.data, linear.weight.quant_state).float()
 
 
-def _place_beside(device: torch.device, folder: Path) -> torch.device:
-    """Return where a checkpoint is loaded beside the adapted model: its device, or the CPU if that has no room."""
+def place_beside(device: torch.device, size: int) -> torch.device:
+    """Return where weights of `size` bytes are loaded beside the adapted model: its device, or the CPU if that has no
+    room."""
     if device.type != "cuda":
         return device
     torch.cuda.empty_cache()
-    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     return device if size + _ROOM <= torch.cuda.mem_get_info(device)[0] else torch.device("cpu")
 
 
@@ -292,7 +297,7 @@ def _check(model: Any, folder: Path, dtype: torch.dtype) -> None:
                 plain = model(input_ids=tokens).logits.float()
     finally:
         model.train(was_training)
-    place = _place_beside(base.device, folder)
+    place = place_beside(base.device, sum(file.stat().st_size for file in folder.glob("*.safetensors")))
     composite = composite_of(base)
     loader = AutoModelForCausalLM if composite is None else type(composite.whole)
     options = {"trust_remote_code": False} if composite is None else {}

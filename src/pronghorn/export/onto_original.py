@@ -1,24 +1,54 @@
-"""Put a run's adapter on the 16-bit base that training quantised, and tell how far that is from what was trained."""
+"""Choose the base that an adapter over 4 bits is merged onto: as training saw it, or the original in 16 bits.
+
+Both merges are made in memory, rounded as a checkpoint is, and their log-probabilities compared with the adapted
+model's as it was trained.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.export.engines.transformers import TransformersEngine
+from pronghorn.export.merge import checkpoint_dtype, merged_tensors, place_beside
 from pronghorn.models.families import base_causal_lm
 from pronghorn.models.load import find_model
 
-ONTO = ("seen", "original")
-"""The base as training saw it, or the checkpoint that it was quantised from."""
+ONTO = {"seen": "the base in few bits, as training saw it", "original": "the original base in 16 bits"}
+
+
+@dataclass(frozen=True)
+class Apart:
+    """How far a merge's log-probabilities are from the adapted model's, in nats a token."""
+
+    mean: float
+    largest: float
+
+    def __str__(self) -> str:
+        """Say both."""
+        return f"{self.mean:.2g} nats a token (at most {self.largest:.2g})"
+
+
+def has_quantised_base(trained: Any) -> bool:
+    """Tell whether a model is an adapter over a base in few bits."""
+    return hasattr(trained, "peft_config") and bool(getattr(base_causal_lm(trained), "is_quantized", False))
+
+
+def knows_original(adapter: Path) -> bool:
+    """Tell whether a saved adapter's base was quantised while it loaded, so that the original is its checkpoint."""
+    return not find_model(adapter, max_seq_length=1).is_quantised
 
 
 def adapter_on_original(adapter: Path, trained: Any) -> Any:
-    """Load a saved adapter with its base in 16 bits, beside the trained model, in its dtype and on its device.
+    """Load a saved adapter with its original base in the trained model's dtype: beside that model, or on the CPU where
+    no room is left.
 
     Args:
         adapter: its folder.
@@ -26,23 +56,47 @@ def adapter_on_original(adapter: Path, trained: Any) -> Any:
         ConfigError: nothing was quantised, or whole weights were trained.
         UnsupportedError: the checkpoint itself is quantised, so that nobody knows its original.
     """
-    if not hasattr(trained, "peft_config") or not getattr(base_causal_lm(trained), "is_quantized", False):
+    if not has_quantised_base(trained):
         raise ConfigError("--onto original of a run whose base was not quantised", "leave it out")
     found = find_model(adapter, max_seq_length=1)
     if found.is_quantised:
         raise UnsupportedError(
             "--onto original of a checkpoint that is quantised itself: its original isn't known", "leave it out"
         )
-    embeddings = base_causal_lm(trained).get_input_embeddings().weight
-    return found.model(embeddings.dtype, embeddings.device).eval()
+    base = base_causal_lm(trained)
+    dtype = base.get_input_embeddings().weight.dtype
+    size = sum(math.prod(tensor.shape) for tensor in merged_tensors(base, dtype)) * dtype.itemsize
+    return found.model(dtype, place_beside(base.device, size)).eval()
 
 
-def nats_apart(model: Any, trained: Any, tokenizer: Any, rows: Sequence[Sequence[int]]) -> float:
-    """Return the mean distance of two models' log-probabilities of rows of token ids, in nats."""
-    engines = [TransformersEngine(each, tokenizer) for each in (model, trained)]
-    differences = []
-    for ids in rows:
-        following = torch.tensor(ids[1:])[:, None]
-        own, other = (engine.distribution(ids).gather(1, following) for engine in engines)
-        differences.append((own - other).abs())
-    return torch.cat(differences).mean().item()
+@torch.no_grad()
+def distances(adapter: Path, trained: Any, tokenizer: Any, rows: Sequence[Sequence[int]]) -> dict[str, Apart]:
+    """Return how far merging a saved adapter onto each base of `ONTO` is from the trained model, on rows of token ids.
+
+    Raises:
+        ConfigError, UnsupportedError: as `adapter_on_original`.
+    """
+    merged = adapter_on_original(adapter, trained).merge_and_unload()
+    base = base_causal_lm(trained)
+    dtype, right = checkpoint_dtype(base), _log_probabilities(trained, tokenizer, rows)
+    for parameter in merged.parameters():
+        parameter.copy_(parameter.to(dtype))
+    original = _apart(_log_probabilities(merged, tokenizer, rows), right)
+    weights: Mapping[str, Tensor] = {
+        **dict(merged.named_parameters(remove_duplicate=False)),
+        **dict(merged.named_buffers(remove_duplicate=False)),
+    }
+    for tensor in merged_tensors(base, dtype):
+        weights[tensor.name].copy_(tensor.read())
+    return {"seen": _apart(_log_probabilities(merged, tokenizer, rows), right), "original": original}
+
+
+def _log_probabilities(model: Any, tokenizer: Any, rows: Sequence[Sequence[int]]) -> Tensor:
+    """Return the log-probability of each token of the rows, but for their first."""
+    engine = TransformersEngine(model, tokenizer)
+    return torch.cat([engine.distribution(ids).gather(1, torch.tensor(ids[1:])[:, None]) for ids in rows])
+
+
+def _apart(found: Tensor, right: Tensor) -> Apart:
+    differences = (found - right).abs()
+    return Apart(differences.mean().item(), differences.max().item())

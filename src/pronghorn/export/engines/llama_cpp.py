@@ -46,7 +46,12 @@ class LlamaCpp(OpenAIServer):
     """Positions of a text that are scored, spread evenly; None: all."""
 
     def logprobs(self, token_ids: Sequence[int]) -> Mapping[int, Scored]:
-        """Return what the model says of positions of a text. Raises NotServed for answers of another form."""
+        """Return what the model says of positions of a text, but for those of which it tells nothing: a token
+        that is part of a character.
+
+        Raises:
+            NotServed: it tells nothing at all, or in another form.
+        """
         last = len(token_ids) - 1
         steps = last if self.steps is None else min(self.steps, last)
         scored = {}
@@ -54,11 +59,17 @@ class LlamaCpp(OpenAIServer):
             bias = [[token_ids[index], _FORCED]]
             body = {"prompt": list(token_ids[:index]), "n_predict": 1, "n_probs": 1, "logit_bias": bias}
             try:
-                [entry] = self._post("/completion", body)["completion_probabilities"]
+                entries = self._post("/completion", body).get("completion_probabilities")
+                if not entries:
+                    continue
+                [entry] = entries
                 first = int(entry["top_logprobs"][0]["id"])
                 scored[index] = Scored(int(entry["id"]), float(entry["logprob"]), first)
             except (KeyError, TypeError, ValueError, IndexError):
-                raise NotServed("llama.cpp tells no log-probabilities", "install another xllamacpp") from None
+                scored = {}
+                break
+        if not scored:
+            raise NotServed("llama.cpp tells no log-probabilities", "install another xllamacpp")
         return scored
 
 

@@ -199,11 +199,14 @@ class OpenAIServer:
         """Ask for the likeliest tokens after some beginnings of the text (llama-server)."""
         steps = min(STEPS, len(token_ids) - 1)
         positions = sorted({1 + round(i * (len(token_ids) - 2) / max(steps - 1, 1)) for i in range(steps)})
-        scored = {}
+        scored: dict[int, Scored] = {}
         for index in positions:
             body = {"prompt": list(token_ids[:index]), "max_tokens": 1, "logprobs": _LIKELIEST}
             table = self._post("/v1/completions", {**body, "return_tokens_as_token_ids": True})
-            likely = _likeliest(_choice(table).get("logprobs"))
+            given = _choice(table).get("logprobs")
+            if not given and scored:
+                continue  # llama-server tells nothing of a token that is part of a character
+            likely = _likeliest(given)
             first = max(likely, key=likely.__getitem__)
             token = token_ids[index] if token_ids[index] in likely else first
             scored[index] = Scored(token, likely[token], first)
