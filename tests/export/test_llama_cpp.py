@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.trainers import BpeTrainer
 from transformers import AutoTokenizer
+from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 
 from pronghorn.diagnose import export_run
 from pronghorn.errors import ServerError, TrainingError, UnsupportedError
@@ -18,6 +22,8 @@ from pronghorn.export.engines import llama_cpp
 from pronghorn.export.engines.llama_cpp import serve_gguf
 from pronghorn.export.engines.transformers import TransformersEngine
 from pronghorn.export.gguf import write_gguf
+from pronghorn.families.gguf_spec import Part
+from support.composites import class_of, composite_config
 from support.tiny import tiny_model
 
 pytest.importorskip("gguf")
@@ -31,10 +37,27 @@ GEMMA3: dict[str, Any] = {
     },
 }
 """As the 4B model has it; smaller ones have no scaling."""
+DELTA = {"linear_key_head_dim": 16, "num_hidden_layers": 5, "full_attention_interval": 3}
+"""llama.cpp's heads have keys and values of one size."""
 TEXT = "Once upon a time, there was a girl."
+LONG = (
+    f"{TEXT} She had a big red ball and a small dog, and they played in the park all day. Then the dog ran away. " * 2
+)
+"""More than a chunk of 64 tokens, by which gated delta nets are computed."""
+
+MARKED = "नमस्ते दुनिया, it's 12,345 km; isn't it?\n\n  हिन्दी में"
 
 
-def farthest(model: Any, tokenizer: Any, folder: Path) -> tuple[float, float]:
+def qwen_tokenizer() -> Any:
+    """Return a small tokenizer of Qwen3.5's kind."""
+    tokenizer = Qwen3_5Tokenizer()
+    trainer = BpeTrainer(vocab_size=400, initial_alphabet=ByteLevel.alphabet(), show_progress=False)
+    tokenizer.backend_tokenizer.train_from_iterator([MARKED] * 10, trainer)
+    tokenizer.add_special_tokens({"eos_token": "<|endoftext|>"})
+    return tokenizer
+
+
+def farthest(model: Any, tokenizer: Any, folder: Path, text: str = TEXT) -> tuple[float, float]:
     """Return how far llama.cpp's log-probabilities are from transformers' at most, in nats, and how far transformers'
     own in float16 are, in which llama.cpp's CPU kernels look activations up and keep parts of attention."""
     model = model.float().eval()
@@ -44,9 +67,9 @@ def farthest(model: Any, tokenizer: Any, folder: Path) -> tuple[float, float]:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     reference = TransformersEngine(model, tokenizer)
-    ids = list(AutoTokenizer.from_pretrained(folder)(TEXT)["input_ids"])
+    ids = list(AutoTokenizer.from_pretrained(folder)(text)["input_ids"])
     exact = reference.distribution(ids)
-    with serve_gguf(write_gguf(folder, folder / "model.gguf", "f32"), 64) as engine:
+    with serve_gguf(write_gguf(folder, folder / "model.gguf", "f32"), 256) as engine:
         scored = engine.logprobs(ids)
     assert len(scored) == min(len(ids) - 1, engine.steps or 0)
     assert exact.std() > 0.3
@@ -76,13 +99,15 @@ def farthest(model: Any, tokenizer: Any, folder: Path) -> tuple[float, float]:
         ("mixtral", {"sliding_window": None}),
         ("olmoe", {"num_key_value_heads": 4}),
         ("qwen3_moe", {"mlp_only_layers": [], "decoder_sparse_step": 1}),
+        ("qwen3_5_text", {**DELTA, "linear_num_value_heads": 6}),
+        ("qwen3_5_text", {**DELTA, "linear_num_value_heads": 2, "head_dim": 24, "tie_word_embeddings": True}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_llama_cpp_computes_the_same(stories: Path, tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(stories)
     torch.manual_seed(0)
-    found, own = farthest(tiny_model(family, vocab_size=len(tokenizer), **changes), tokenizer, tmp_path)
+    found, own = farthest(tiny_model(family, vocab_size=len(tokenizer), **changes), tokenizer, tmp_path, LONG)
     assert found <= 2 * own, (found, own)
 
 
@@ -92,9 +117,62 @@ def test_rows_in_transformers_order_show(stories: Path, tmp_path: Path, monkeypa
     """The check above can fail: llama.cpp's order of rows forgotten."""
     tokenizer = AutoTokenizer.from_pretrained(stories)
     plain = gguf._tensors
-    monkeypatch.setattr(gguf, "_tensors", lambda *given: ((name, stored, None) for name, stored, _ in plain(*given)))
+    monkeypatch.setattr(gguf, "_tensors", lambda *given: ((name, stored, Part()) for name, stored, _ in plain(*given)))
     found, own = farthest(tiny_model("llama", vocab_size=len(tokenizer)), tokenizer, tmp_path)
     assert found > 4 * own, (found, own)
+
+
+@needs_llama_cpp
+@pytest.mark.slow
+def test_value_heads_in_transformers_order_show(stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(stories)
+    plain = gguf._tensors
+    monkeypatch.setattr(
+        gguf,
+        "_tensors",
+        lambda *given: ((n, s, replace(how, rows=None, columns=None)) for n, s, how in plain(*given)),
+    )
+    found, own = farthest(tiny_model("qwen3_5_text", vocab_size=len(tokenizer), **DELTA), tokenizer, tmp_path, LONG)
+    assert found > 4 * own, (found, own)
+
+
+@needs_llama_cpp
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen3_5", "gemma3", "qwen3_vl"])
+def test_the_language_model_of_one_with_towers_is_written(stories: Path, tmp_path: Path, kind: str) -> None:
+    tokenizer, config = AutoTokenizer.from_pretrained(stories), composite_config(kind)
+    config.text_config.vocab_size = len(tokenizer)
+    torch.manual_seed(0)
+    found, own = farthest(class_of(config)._from_config(config), tokenizer, tmp_path, LONG)
+    assert found <= 2 * own, (found, own)
+
+
+def test_an_export_says_that_towers_are_not_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, config = qwen_tokenizer(), composite_config("qwen3_5")
+    config.text_config.vocab_size = len(tokenizer)
+    for part in (class_of(config)._from_config(config), tokenizer):
+        part.save_pretrained(tmp_path / "whole")
+    monkeypatch.setattr(export_run, "has_llama_cpp", lambda: False)
+    done = export_run.export_run(tmp_path / "whole", "gguf", tmp_path / "out", "f16")
+    assert not done.comparisons, "transformers reads no such file"
+    assert done.notes == ("The file holds the language model alone; not written: model.visual.",)
+    assert done.notes[0] in (tmp_path / "out" / "README.md").read_text()
+
+
+@needs_llama_cpp
+@pytest.mark.slow
+@pytest.mark.parametrize("named", ["qwen35", "qwen2"])
+def test_llama_cpp_splits_text_as_qwen3_5_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str) -> None:
+    """And as Qwen 2 splits it is told: letters' marks are apart there."""
+    tokenizer = qwen_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    tiny_model("qwen3_5_text", vocab_size=len(tokenizer), **DELTA).save_pretrained(tmp_path)
+    if named == "qwen2":
+        monkeypatch.setattr(gguf, "byte_level_names", lambda: ["qwen2"])
+        monkeypatch.setattr(gguf, "splits_alike", lambda *_: True)
+    with serve_gguf(write_gguf(tmp_path, tmp_path / "model.gguf", "f32"), 64) as engine:
+        tokens = engine._post("/tokenize", {"content": MARKED})["tokens"]
+    assert (tokens == AutoTokenizer.from_pretrained(tmp_path)(MARKED)["input_ids"]) == (named == "qwen35")
 
 
 def test_without_llama_cpp_the_remedy_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

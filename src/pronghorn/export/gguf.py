@@ -10,22 +10,20 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from pronghorn.errors import ConfigError, DataError, TrainingError, UnsupportedError
-from pronghorn.families.gguf_spec import Gguf
+from pronghorn.errors import ConfigError, TrainingError, UnsupportedError
+from pronghorn.export.gguf_tensors import MERGE, changed, parts_of, rope_factors, shape_of, stacked
+from pronghorn.families.gguf_spec import Gguf, Part
 from pronghorn.families.spec import FamilySpec
+from pronghorn.models.composite import Composite
 from pronghorn.models.families import check_config
 from pronghorn.models.gguf import name_table
 from pronghorn.models.gguf_tokenizer import byte_level_names, splits_alike
@@ -33,20 +31,19 @@ from pronghorn.precision.loader import StoredTensor, checkpoint
 
 _AT_ONCE = 2**25
 """About how many numbers are float32 at once."""
-Change = Callable[[Tensor], Tensor] | None
-"""What is done to a weight, in float32, before it is written."""
+_FLOAT32 = (".ffn_gate_inp", ".ssm_conv1d.")
+"""Tensors that llama.cpp reads in float32 alone, or that choose experts."""
 QUANTISATIONS = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 """What the `gguf` package computes."""
 K_QUANTS = ("q2_k", "q3_k_s", "q3_k_m", "q3_k_l", "q4_k_s", "q4_k_m", "q5_k_s", "q5_k_m", "q6_k")
 """What llama.cpp's own program makes of an f16 file."""
 QUANTISER = "llama-quantize"
-MERGE = "export it merged (--to merged), and convert that with llama.cpp's convert_hf_to_gguf.py"
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _ENDS_OF_TURNS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>")
 
 
 def write_gguf(source: str | Path, file: str | Path, quantisation: str = "q8_0") -> Path:
-    """Write the model in a merged folder, with its tokenizer and chat template, as one file.
+    """Write the language model in a merged folder, with its tokenizer and chat template, as one file.
 
     Norms, biases, routers and what doesn't divide into blocks of 32 stay float32. Memory holds one tensor, as it is
     written.
@@ -68,6 +65,9 @@ def write_gguf(source: str | Path, file: str | Path, quantisation: str = "q8_0")
 
     source, file = Path(source), Path(file)
     config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    composite = Composite.of(source, config)
+    if composite is not None:
+        config = composite.text_config()
     family = written_family(config)
     form = family.gguf
     assert form is not None
@@ -78,7 +78,11 @@ def write_gguf(source: str | Path, file: str | Path, quantisation: str = "q8_0")
     _describe(writer, config, form)
     _describe_tokenizer(writer, tokenizer, config, stop_tokens(source, tokenizer))
     kind = gguf.GGMLQuantizationType[quantisation.upper()]
-    _write_tensors(writer, lambda: _tensors(source, config, family), kind)
+
+    def language() -> Iterator[StoredTensor]:
+        return checkpoint(source) if composite is None else composite.language(checkpoint(source))
+
+    _write_tensors(writer, lambda: _tensors(language(), config, family), kind)
     return file
 
 
@@ -149,7 +153,8 @@ def _describe(writer: Any, config: Any, form: Gguf) -> None:
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
+    if hasattr(config, "intermediate_size"):  # some have experts alone
+        writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
@@ -238,85 +243,24 @@ def _vocabulary(tokenizer: Any, vocabulary: dict[str, int], size: int, pieces: b
     return tokens, types
 
 
-def _tensors(source: Path, config: Any, family: FamilySpec) -> Iterator[tuple[str, StoredTensor | Tensor, Change]]:
-    """Yield (the file's name of a tensor, the tensor, how it is changed)."""
+def _tensors(
+    source: Iterator[StoredTensor], config: Any, family: FamilySpec
+) -> Iterator[tuple[str, StoredTensor | Tensor, Part]]:
+    """Yield (the file's name of a tensor, the tensor that it is made of, how)."""
     assert family.gguf is not None
-    architecture = family.gguf.architecture
-    table = name_table(architecture, config.num_hidden_layers)
+    table = name_table(family.gguf.architecture, config.num_hidden_layers)
     rope = dict(family.gguf.rope(config))
     if rope.get("rope_type") == "llama3":
-        yield "rope_freqs.weight", _rope_factors(rope, config), None
+        yield "rope_freqs.weight", rope_factors(rope, config), Part()
     count = family.gguf.values(config).get("expert_count")
-    for stored in _stacked(checkpoint(source), count) if count else checkpoint(source):
-        module, _, leaf = stored.name.rpartition(".")
-        name = table.get_name(module)
-        if name is None:
-            raise UnsupportedError(f"{stored.name} has no name in a GGUF file of {architecture}", MERGE)
-        if name == "output" and config.tie_word_embeddings:
-            continue  # the embeddings are read for it
-        yield f"{name}.{leaf}", stored, tensor_change(name, config, family)
-
-
-def _stacked(source: Iterator[StoredTensor], count: int) -> Iterator[StoredTensor]:
-    """Yield a checkpoint's tensors, and of so many experts' alike ones a tensor with all of them."""
-    from safetensors import safe_open
-
-    waiting: dict[str, dict[int, StoredTensor]] = {}
-    for stored in source:
-        expert = re.fullmatch(r"(.*\.experts)\.(\d+)\.(.*)", stored.name)
-        if expert is None:
-            yield stored
-            continue
-        name = f"{expert[1]}.{expert[3]}"
-        alike = waiting.setdefault(name, {})
-        alike[int(expert[2])] = stored
-        if len(alike) < count:
-            continue
-        del waiting[name]
-
-        def rows(start: int, stop: int, alike: dict[int, StoredTensor] = alike) -> Tensor:
-            with ExitStack() as stack:
-                origins = dict.fromkeys(alike[number].origin for number in range(start, stop))
-                files = {origin: stack.enter_context(safe_open(origin, "pt")) for origin in origins}
-                return torch.stack(
-                    [files[alike[number].origin].get_tensor(alike[number].name) for number in range(start, stop)]
-                )
-
-        yield replace(stored, name=name, shape=(count, *stored.shape), rows=rows)
-    if waiting:
-        name, alike = next(iter(waiting.items()))
-        raise DataError(f"the checkpoint has {len(alike)} of {count} experts' {name}", "export or download it again")
-
-
-def tensor_change(name: str, config: Any, family: FamilySpec) -> Change:
-    """Return how a family's tensor is changed for the file, by its name there without the leaf."""
-    if family.norm_offset and name.endswith("norm"):
-        return partial(torch.add, other=family.norm_offset)
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(name.rpartition(".")[2])
-    if heads is None or family.gguf is None or not family.gguf.interleaved:
-        return None
-    return partial(_interleaved, heads=heads)
-
-
-def _interleaved(weight: Tensor, heads: int) -> Tensor:
-    """Put the rows of each head as llama.cpp turns them: neighbours, where transformers turns halves."""
-    return weight.view(heads, 2, -1, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
-
-
-def _rope_factors(rope: dict[str, Any], config: Any) -> Tensor:
-    """Return by what each frequency of Llama 3's RoPE is divided, [head_dim / 2]."""
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    low, high, original = rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
-    factors = []
-    for pair in range(head_dim // 2):
-        wavelength = 2 * math.pi * rope["rope_theta"] ** (2 * pair / head_dim)
-        mix = min(max((original / wavelength - low) / (high - low), 0.0), 1.0)
-        factors.append(1 / ((1 - mix) / rope["factor"] + mix))
-    return torch.tensor(factors)
+    for stored in stacked(source, count) if count else source:
+        for part in parts_of(stored.name, table, config, family):
+            if part.name != "output.weight" or not config.tie_word_embeddings:  # then the embeddings are read for it
+                yield part.name, stored, part
 
 
 def _write_tensors(
-    writer: Any, tensors: Callable[[], Iterator[tuple[str, StoredTensor | Tensor, Change]]], wanted: Any
+    writer: Any, tensors: Callable[[], Iterator[tuple[str, StoredTensor | Tensor, Part]]], wanted: Any
 ) -> None:
     """Write the tensors' table, then each tensor as it is read: `tensors` gives the same ones twice."""
     import numpy as np
@@ -324,9 +268,9 @@ def _write_tensors(
     from gguf.quants import quantize
 
     kinds = []
-    for name, stored, _ in tensors():
-        shape, block = tuple(stored.shape), GGML_QUANT_SIZES[wanted][0]
-        kept = len(shape) < 2 or ".ffn_gate_inp." in name
+    for name, stored, made in tensors():
+        shape, block = shape_of(made, stored.shape), GGML_QUANT_SIZES[wanted][0]
+        kept = math.prod(shape) == max(shape, default=1) or any(part in name for part in _FLOAT32)
         kind = GGMLQuantizationType.F32 if kept or shape[-1] % block else wanted
         kinds.append(kind)
         per_block, size = GGML_QUANT_SIZES[kind]
@@ -339,13 +283,14 @@ def _write_tensors(
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for (_, stored, change), kind in zip(tensors(), kinds, strict=True):
+    for (_, stored, made), kind in zip(tensors(), kinds, strict=True):
         count = stored.shape[0] if stored.shape else 1
-        # only heads are changed as a whole
-        at_once = count if change is not None else max(1, _AT_ONCE * count // max(math.prod(stored.shape), 1))
+        # what is changed is changed as a whole: heads are
+        whole = replace(made, name="") != Part()
+        at_once = count if whole else max(1, _AT_ONCE * count // max(math.prod(stored.shape), 1))
         parts = []
         for start in range(0, count, at_once):
             part = (stored if isinstance(stored, Tensor) else stored.rows(start, min(start + at_once, count))).float()
-            parts.append(quantize((part if change is None else change(part)).numpy(), kind))
+            parts.append(quantize((changed(made, part) if whole else part).numpy(), kind))
         writer.write_tensor_data(np.concatenate(parts) if len(parts) > 1 else parts[0])
     writer.close()
