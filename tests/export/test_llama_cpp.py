@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 from transformers import AutoTokenizer
@@ -101,6 +102,8 @@ def farthest(model: Any, tokenizer: Any, folder: Path, text: str = TEXT) -> tupl
         ("qwen3_moe", {"mlp_only_layers": [], "decoder_sparse_step": 1}),
         ("qwen3_5_text", {**DELTA, "linear_num_value_heads": 6}),
         ("qwen3_5_text", {**DELTA, "linear_num_value_heads": 2, "head_dim": 24, "tie_word_embeddings": True}),
+        ("qwen3_5_moe_text", {**DELTA, "linear_num_value_heads": 6}),
+        ("qwen3_next", {**DELTA, "linear_num_value_heads": 6}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -108,6 +111,25 @@ def test_llama_cpp_computes_the_same(stories: Path, tmp_path: Path, family: str,
     tokenizer = AutoTokenizer.from_pretrained(stories)
     torch.manual_seed(0)
     found, own = farthest(tiny_model(family, vocab_size=len(tokenizer), **changes), tokenizer, tmp_path, LONG)
+    assert found <= 2 * own, (found, own)
+
+
+@needs_llama_cpp
+@pytest.mark.slow
+def test_experts_that_lie_together_are_read(stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As checkpoints of Qwen3.5 have them, where transformers saves each by itself."""
+    plain = write_gguf
+
+    def together(folder: Path, *given: Any) -> Path:
+        assert "model.layers.0.mlp.experts.gate_up_proj" in model.state_dict()
+        tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        return plain(folder, *given)
+
+    monkeypatch.setitem(globals(), "write_gguf", together)
+    tokenizer = AutoTokenizer.from_pretrained(stories)
+    model = tiny_model("qwen3_5_moe_text", vocab_size=len(tokenizer), **DELTA)
+    found, own = farthest(model, tokenizer, tmp_path)
     assert found <= 2 * own, (found, own)
 
 
@@ -124,7 +146,10 @@ def test_rows_in_transformers_order_show(stories: Path, tmp_path: Path, monkeypa
 
 @needs_llama_cpp
 @pytest.mark.slow
-def test_value_heads_in_transformers_order_show(stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_5_moe_text"])
+def test_value_heads_in_transformers_order_show(
+    stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
     tokenizer = AutoTokenizer.from_pretrained(stories)
     plain = gguf._tensors
     monkeypatch.setattr(
@@ -132,13 +157,13 @@ def test_value_heads_in_transformers_order_show(stories: Path, tmp_path: Path, m
         "_tensors",
         lambda *given: ((n, s, replace(how, rows=None, columns=None)) for n, s, how in plain(*given)),
     )
-    found, own = farthest(tiny_model("qwen3_5_text", vocab_size=len(tokenizer), **DELTA), tokenizer, tmp_path, LONG)
+    found, own = farthest(tiny_model(family, vocab_size=len(tokenizer), **DELTA), tokenizer, tmp_path, LONG)
     assert found > 4 * own, (found, own)
 
 
 @needs_llama_cpp
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen3_5", "gemma3", "qwen3_vl"])
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe", "gemma3", "qwen3_vl"])
 def test_the_language_model_of_one_with_towers_is_written(stories: Path, tmp_path: Path, kind: str) -> None:
     tokenizer, config = AutoTokenizer.from_pretrained(stories), composite_config(kind)
     config.text_config.vocab_size = len(tokenizer)

@@ -138,6 +138,9 @@ def test_the_file_names_every_stop_token(smollm2: Path, tmp_path: Path) -> None:
             "gemma3_text with windows in other layers than five of six is not written as GGUF",
         ),
         ("mistral", {}, "a window of 7 tokens is not written as GGUF"),
+        ("qwen3_next", {"mlp_only_layers": [1]}, "dense MLPs in some layers is not written as GGUF"),
+        ("qwen3_next", {"norm_topk_prob": False}, "weights of experts that don't sum to one is not written"),
+        ("qwen3_next", {}, "keys of 8 and values of 16 in a delta net's head is not written as GGUF"),
         ("qwen3_5_text", {}, "keys of 8 and values of 16 in a delta net's head is not written as GGUF"),
         (
             "qwen3_5_text",

@@ -79,8 +79,11 @@ def write_gguf(source: str | Path, file: str | Path, quantisation: str = "q8_0")
     _describe_tokenizer(writer, tokenizer, config, stop_tokens(source, tokenizer))
     kind = gguf.GGMLQuantizationType[quantisation.upper()]
 
+    experts = form.values(config).get("expert_count")
+
     def language() -> Iterator[StoredTensor]:
-        return checkpoint(source) if composite is None else composite.language(checkpoint(source))
+        whole = stacked(checkpoint(source), experts) if experts else checkpoint(source)
+        return whole if composite is None else composite.language(whole)
 
     _write_tensors(writer, lambda: _tensors(language(), config, family), kind)
     return file
@@ -252,8 +255,7 @@ def _tensors(
     rope = dict(family.gguf.rope(config))
     if rope.get("rope_type") == "llama3":
         yield "rope_freqs.weight", rope_factors(rope, config), Part()
-    count = family.gguf.values(config).get("expert_count")
-    for stored in stacked(source, count) if count else source:
+    for stored in source:
         for part in parts_of(stored.name, table, config, family):
             if part.name != "output.weight" or not config.tie_word_embeddings:  # then the embeddings are read for it
                 yield part.name, stored, part
