@@ -33,6 +33,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": {"sliding_window": None},
     "qwen3_5_text": {"linear_key_head_dim": 16},
     "qwen3_next": {"linear_key_head_dim": 16},
+    "gemma4_unified_text": {},
 }
 
 

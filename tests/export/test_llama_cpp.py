@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +11,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.normalizers import Replace
 from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import BpeTrainer
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GemmaTokenizer
 from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 
 from pronghorn.diagnose import export_run
@@ -23,7 +28,10 @@ from pronghorn.export.engines import llama_cpp
 from pronghorn.export.engines.llama_cpp import serve_gguf
 from pronghorn.export.engines.transformers import TransformersEngine
 from pronghorn.export.gguf import write_gguf
+from pronghorn.families.gemma4 import GEMMA4_UNIFIED
 from pronghorn.families.gguf_spec import Part
+from pronghorn.families.registry import FAMILIES
+from pronghorn.models.gguf import read_header
 from support.composites import class_of, composite_config
 from support.tiny import tiny_model
 
@@ -38,6 +46,11 @@ GEMMA3: dict[str, Any] = {
     },
 }
 """As the 4B model has it; smaller ones have no scaling."""
+GEMMA4: dict[str, Any] = {
+    "layer_types": [*["sliding_attention"] * 2, "full_attention", "sliding_attention", "full_attention"],
+    "vocab_size_per_layer_input": 512,
+}
+"""The last two layers have the keys and values of the two before."""
 DELTA = {"linear_key_head_dim": 16, "num_hidden_layers": 5, "full_attention_interval": 3}
 """llama.cpp's heads have keys and values of one size."""
 TEXT = "Once upon a time, there was a girl."
@@ -104,6 +117,11 @@ def farthest(model: Any, tokenizer: Any, folder: Path, text: str = TEXT) -> tupl
         ("qwen3_5_text", {**DELTA, "linear_num_value_heads": 2, "head_dim": 24, "tie_word_embeddings": True}),
         ("qwen3_5_moe_text", {**DELTA, "linear_num_value_heads": 6}),
         ("qwen3_next", {**DELTA, "linear_num_value_heads": 6}),
+        ("gemma3_text", {**GEMMA3, "final_logit_softcapping": 5.0}),
+        ("gemma4_text", GEMMA4),
+        ("gemma4_text", {**GEMMA4, "final_logit_softcapping": None}),
+        ("gemma4_unified_text", {}),
+        ("gemma4_text with experts", {}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -163,13 +181,73 @@ def test_value_heads_in_transformers_order_show(
 
 @needs_llama_cpp
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe", "gemma3", "qwen3_vl"])
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe", "gemma3", "gemma4", "qwen3_vl"])
 def test_the_language_model_of_one_with_towers_is_written(stories: Path, tmp_path: Path, kind: str) -> None:
     tokenizer, config = AutoTokenizer.from_pretrained(stories), composite_config(kind)
-    config.text_config.vocab_size = len(tokenizer)
+    config.text_config.vocab_size = config.text_config.vocab_size_per_layer_input = len(tokenizer)
     torch.manual_seed(0)
     found, own = farthest(class_of(config)._from_config(config), tokenizer, tmp_path, LONG)
     assert found <= 2 * own, (found, own)
+
+
+@needs_llama_cpp
+@pytest.mark.slow
+def test_pairs_that_do_not_turn_show(stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(stories)
+    monkeypatch.setattr(gguf, "rope_factors", lambda *_: torch.ones(16))
+    found, own = farthest(tiny_model("gemma4_text", vocab_size=len(tokenizer), **GEMMA4), tokenizer, tmp_path, LONG)
+    assert found > 4 * own, (found, own)
+
+
+def gemma_tokenizer(begins: bool = True) -> Any:
+    """Return a small tokenizer of Gemma 4's kind, whose merges aren't in the order of their tokens."""
+    learned = Tokenizer(BPE(unk_token="<unk>"))
+    learned.normalizer = Replace(" ", "▁")
+    trainer = BpeTrainer(vocab_size=300, special_tokens=["<unk>"], show_progress=False)
+    learned.train_from_iterator([LONG, "naïve 12,345"], trainer)
+    model = json.loads(learned.to_str())["model"]
+    first = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *(f"<0x{byte:02X}>" for byte in range(256)), "\n", "\n\n"]
+    words = [*first, *reversed([word for word in model["vocab"] if word not in first])]
+    merges = [("\n", "\n"), *map(tuple, model["merges"])]
+    tokenizer = GemmaTokenizer(vocab={word: number for number, word in enumerate(words)}, merges=merges)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|channel>", "<turn|>"]})
+    if begins:
+        bos = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])
+        tokenizer.backend_tokenizer.post_processor = bos
+    return tokenizer
+
+
+@needs_llama_cpp
+@pytest.mark.slow
+@pytest.mark.parametrize("merged", ["gemma4", None])
+def test_llama_cpp_joins_pieces_as_gemma_4_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, merged: Any) -> None:
+    """And not by scores in the order of tokens."""
+    tokenizer = gemma_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    tiny_model("gemma4_unified_text", vocab_size=len(tokenizer)).save_pretrained(tmp_path)
+    assert GEMMA4_UNIFIED.gguf is not None
+    form = replace(GEMMA4_UNIFIED.gguf, merged_pieces=merged)
+    monkeypatch.setitem(FAMILIES, GEMMA4_UNIFIED.model_type, replace(GEMMA4_UNIFIED, gguf=form))
+    texts = LONG, "  two  spaces\n\nand a\n\n\n line \n x", "naïve 🙂 12,345 the dog", "<|channel>park<turn|> day"
+    with serve_gguf(write_gguf(tmp_path, tmp_path / "model.gguf", "f32"), 64) as engine:
+        posted = [engine._post("/tokenize", {"content": text, "add_special": True})["tokens"] for text in texts]
+    tokens = AutoTokenizer.from_pretrained(tmp_path)([*texts])["input_ids"]
+    assert (posted == tokens) == (merged is not None)
+
+
+def test_gemma_4_s_tokens(tmp_path: Path) -> None:
+    """Those that llama.cpp reads thoughts by are shown, the end of a turn stops, and BOS can't be left out."""
+    tokenizer = gemma_tokenizer()
+    tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}<turn|>\n{% endfor %}"
+    tiny_model("gemma4_unified_text", vocab_size=len(tokenizer)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    told = read_header(write_gguf(tmp_path, tmp_path / "model.gguf", "f32")).metadata
+    kinds = dict(zip(told["tokenizer.ggml.tokens"], told["tokenizer.ggml.token_type"], strict=True))
+    assert (kinds["<|channel>"], kinds["<turn|>"], kinds["<0x0A>"]) == (4, 3, 6)
+    assert told["tokenizer.ggml.eot_token_id"] == tokenizer.convert_tokens_to_ids("<turn|>")
+    gemma_tokenizer(begins=False).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedError, match="a gemma4 tokenizer without BOS"):
+        write_gguf(tmp_path, tmp_path / "model.gguf", "f32")
 
 
 def test_an_export_says_that_towers_are_not_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

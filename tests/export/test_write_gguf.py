@@ -27,6 +27,10 @@ pytest.importorskip("gguf")
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 8192}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64}
+FACTOR = {
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
 TEXT = "It's 1,234 km from here.\n\n你好 naïve 🙂"
 
 
@@ -138,6 +142,19 @@ def test_the_file_names_every_stop_token(smollm2: Path, tmp_path: Path) -> None:
             "gemma3_text with windows in other layers than five of six is not written as GGUF",
         ),
         ("mistral", {}, "a window of 7 tokens is not written as GGUF"),
+        (
+            "gemma4_text",
+            {},
+            "shared keys and values of other layers than a last one with a window and then one without",
+        ),
+        ("gemma4_text", {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": 99}, "99 tokens with inputs of each"),
+        (
+            "gemma4_unified_text",
+            {"attention_bias": True},
+            "gemma4_unified_text with biases in attention is not written",
+        ),
+        ("gemma4_unified_text", {"hidden_activation": "gelu"}, "with the activation gelu is not written"),
+        ("gemma4_unified_text", {"rope_parameters": FACTOR}, "another RoPE than Gemma 4's is not written"),
         ("qwen3_next", {"mlp_only_layers": [1]}, "dense MLPs in some layers is not written as GGUF"),
         ("qwen3_next", {"norm_topk_prob": False}, "weights of experts that don't sum to one is not written"),
         ("qwen3_next", {}, "keys of 8 and values of 16 in a delta net's head is not written as GGUF"),

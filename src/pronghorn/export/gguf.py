@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from pronghorn.errors import ConfigError, TrainingError, UnsupportedError
-from pronghorn.export.gguf_tensors import MERGE, changed, parts_of, rope_factors, shape_of, stacked
+from pronghorn.export.gguf_tensors import MERGE, changed, head_dim_of, parts_of, rope_factors, shape_of, stacked
 from pronghorn.families.gguf_spec import Gguf, Part
 from pronghorn.families.spec import FamilySpec
 from pronghorn.models.composite import Composite
@@ -39,7 +39,7 @@ K_QUANTS = ("q2_k", "q3_k_s", "q3_k_m", "q3_k_l", "q4_k_s", "q4_k_m", "q5_k_s", 
 """What llama.cpp's own program makes of an f16 file."""
 QUANTISER = "llama-quantize"
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
-_ENDS_OF_TURNS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>")
+_ENDS_OF_TURNS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<turn|>", "<|end|>")
 
 
 def write_gguf(source: str | Path, file: str | Path, quantisation: str = "q8_0") -> Path:
@@ -76,7 +76,7 @@ def write_gguf(source: str | Path, file: str | Path, quantisation: str = "q8_0")
     stored = getattr(gguf.LlamaFileType, "ALL_F32" if quantisation == "f32" else f"MOSTLY_{quantisation.upper()}")
     writer.add_file_type(stored)
     _describe(writer, config, form)
-    _describe_tokenizer(writer, tokenizer, config, stop_tokens(source, tokenizer))
+    _describe_tokenizer(writer, tokenizer, config, form, stop_tokens(source, tokenizer))
     kind = gguf.GGMLQuantizationType[quantisation.upper()]
 
     experts = form.values(config).get("expert_count")
@@ -146,31 +146,32 @@ def _describe(writer: Any, config: Any, form: Gguf) -> None:
 
     rope, values = dict(form.rope(config)), form.values(config)
     scaling = rope.get("rope_type", "default")
-    if scaling not in ("default", "llama3", "linear"):
+    if scaling not in ("default", "llama3", "linear", "proportional"):
         raise UnsupportedError(f"RoPE scaling {scaling!r} is not written as GGUF here", MERGE)
     windows = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
     if windows and "sliding_window" not in values:
         raise UnsupportedError(f"a window of {config.sliding_window} tokens is not written as GGUF here", MERGE)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_dim = values.get("key_length") or head_dim_of(config)  # which differs among layers of some
     writer.add_name(Path(str(config._name_or_path)).name or config.model_type)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    if hasattr(config, "intermediate_size"):  # some have experts alone
-        writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(float(rope["rope_theta"]))
-    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
-    if scaling == "linear":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(float(rope["factor"]))
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
-    writer.add_vocab_size(config.vocab_size)
-    for name, value in values.items():
-        getattr(writer, f"add_{name}")(value)
+    described: dict[str, Any] = {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": getattr(config, "intermediate_size", None),  # some have experts alone
+        "head_count": config.num_attention_heads,
+        "head_count_kv": values.get("head_count_kv") or config.num_key_value_heads,
+        "layer_norm_rms_eps": config.rms_norm_eps,
+        "rope_freq_base": float(rope["rope_theta"]),
+        "rope_dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1.0)),
+        "rope_scaling_type": gguf.RopeScalingType.LINEAR if scaling == "linear" else None,
+        "rope_scaling_factor": float(rope["factor"]) if scaling == "linear" else None,
+        "key_length": head_dim,
+        "value_length": head_dim,
+        "vocab_size": config.vocab_size,
+    }
+    for name, value in {**described, **values}.items():
+        if value is not None:
+            getattr(writer, f"add_{name}")(value)
 
 
 def stop_tokens(source: Path, tokenizer: Any) -> list[int]:
@@ -187,7 +188,7 @@ def stop_tokens(source: Path, tokenizer: Any) -> list[int]:
     return [stop for stop in dict.fromkeys(stops) if stop is not None]
 
 
-def _describe_tokenizer(writer: Any, tokenizer: Any, config: Any, stops: list[int]) -> None:
+def _describe_tokenizer(writer: Any, tokenizer: Any, config: Any, form: Gguf, stops: list[int]) -> None:
     """Write the vocabulary, how text is split, special tokens, every stop token and the chat template.
 
     Raises:
@@ -199,23 +200,29 @@ def _describe_tokenizer(writer: Any, tokenizer: Any, config: Any, stops: list[in
         raise UnsupportedError(f"a {model['type']} tokenizer is not written as GGUF here", MERGE)
     pieces = model["byte_fallback"]  # SentencePiece's; otherwise byte-level
     tokens, types = _vocabulary(tokenizer, model["vocab"], config.vocab_size, pieces)
-    writer.add_tokenizer_model("llama" if pieces else "gpt2")
+    for index in tokenizer.convert_tokens_to_ids([token for token in form.shown if token in tokens]):
+        types[index] = _USER_DEFINED
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    prefix = pieces and "Prepend" in json.dumps(backend["normalizer"])
+    merged = form.merged_pieces if pieces and not prefix else None
+    begins = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+    if merged and not begins:
+        raise UnsupportedError(f"a {merged} tokenizer without BOS, which llama.cpp adds, is not written as GGUF", MERGE)
+    writer.add_tokenizer_model(merged or ("llama" if pieces else "gpt2"))
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     if pieces:
         writer.add_token_scores([-float(index) for index in range(len(tokens))])
-        normalizer = json.dumps(backend["normalizer"])
-        writer.add_add_space_prefix("Prepend" in normalizer)
+        writer.add_add_space_prefix(prefix)
     else:
         name = next((name for name in byte_level_names() if splits_alike(tokenizer.backend_tokenizer, name)), None)
         if name is None:
             raise UnsupportedError("the tokenizer splits text in a way that has no name here", MERGE)
         writer.add_tokenizer_pre(name)
-        merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    if merged or not pieces:
         writer.add_token_merges(merges)
     if len(stops) > 3:
         raise UnsupportedError(f"{len(stops)} stop tokens, and a GGUF file names three", MERGE)
-    begins = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
     writer.add_add_bos_token(begins and tokenizer.bos_token_id is not None)
     writer.add_add_eos_token(False)
     for index, add in (
@@ -253,7 +260,7 @@ def _tensors(
     assert family.gguf is not None
     table = name_table(family.gguf.architecture, config.num_hidden_layers)
     rope = dict(family.gguf.rope(config))
-    if rope.get("rope_type") == "llama3":
+    if rope.get("rope_type") in ("llama3", "proportional"):
         yield "rope_freqs.weight", rope_factors(rope, config), Part()
     for stored in source:
         for part in parts_of(stored.name, table, config, family):

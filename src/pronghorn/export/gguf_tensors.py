@@ -19,6 +19,9 @@ from pronghorn.precision.loader import StoredTensor
 
 MERGE = "export it merged (--to merged), and convert that with llama.cpp's convert_hf_to_gguf.py"
 
+_NEVER = 1e30
+"""Divides a frequency into none."""
+
 
 def parts_of(name: str, table: Any, config: Any, family: FamilySpec) -> Sequence[Part]:
     """Return the tensors of the file that a causal LM's becomes, each with its name.
@@ -46,11 +49,10 @@ def _usual(name: str, config: Any, family: FamilySpec) -> Part:
     """Return how a tensor is changed where its family says nothing of it, by its name in the file without the leaf."""
     if family.norm_offset and name.endswith("norm"):
         return Part(change=lambda weight: weight + family.norm_offset)
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(name.rpartition(".")[2])
-    if heads is None or family.gguf is None or not family.gguf.interleaved:
+    if family.gguf is None or not family.gguf.interleaved or not name.endswith(("attn_q", "attn_k")):
         return Part()
     # llama.cpp turns neighbours of a head where transformers turns halves
-    size = _head_dim(config)
+    heads, size = config.num_attention_heads if name.endswith("q") else config.num_key_value_heads, head_dim_of(config)
     turned = [half * size // 2 + row for row in range(size // 2) for half in range(2)]
     return Part(rows=[head * size + row for head in range(heads) for row in turned])
 
@@ -103,8 +105,12 @@ def stacked(source: Iterator[StoredTensor], count: int) -> Iterator[StoredTensor
 
 
 def rope_factors(rope: dict[str, Any], config: Any) -> Tensor:
-    """Return by what each frequency of Llama 3's RoPE is divided, [head_dim / 2]."""
-    head_dim = _head_dim(config)
+    """Return by what each frequency of RoPE is divided, [head_dim / 2]: as Llama 3's are, or so that only the first
+    pairs of a head turn."""
+    head_dim = rope.get("head_dim") or head_dim_of(config)
+    if rope["rope_type"] == "proportional":
+        turned = int(rope["partial_rotary_factor"] * head_dim // 2)
+        return torch.tensor([1.0] * turned + [_NEVER] * (head_dim // 2 - turned))
     low, high, original = rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
     factors = []
     for pair in range(head_dim // 2):
@@ -114,5 +120,6 @@ def rope_factors(rope: dict[str, Any], config: Any) -> Tensor:
     return torch.tensor(factors)
 
 
-def _head_dim(config: Any) -> int:
+def head_dim_of(config: Any) -> int:
+    """Return the size of attention's heads, in models where all layers' are the same."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)

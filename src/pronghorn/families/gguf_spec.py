@@ -59,3 +59,7 @@ class Gguf:
     parts: Callable[[str, Any], Sequence[Part] | None] = as_named
     """Says, by its name in the causal LM and the configuration, what a weight becomes in the file that isn't merely
     named, interleaved or offset as all of the family's are; None for those."""
+    merged_pieces: str | None = None
+    """The name of its kind of SentencePiece tokenizer, where llama.cpp joins pieces by merges instead of scores."""
+    shown: tuple[str, ...] = ()
+    """Special tokens that llama.cpp must show in an answer, as it reads thoughts and calls of tools by them."""
