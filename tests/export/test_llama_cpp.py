@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from tokenizers.trainers import BpeTrainer
 from transformers import AutoTokenizer, GemmaTokenizer
 from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 
+from pronghorn import FastLanguageModel
 from pronghorn.diagnose import export_run
 from pronghorn.errors import ServerError, TrainingError, UnsupportedError
 from pronghorn.export import gguf
@@ -32,7 +34,7 @@ from pronghorn.families.gemma4 import GEMMA4_UNIFIED
 from pronghorn.families.gguf_spec import Part
 from pronghorn.families.registry import FAMILIES
 from pronghorn.models.gguf import read_header
-from support.composites import class_of, composite_config
+from support.composites import add_tensors, class_of, composite_config
 from support.tiny import tiny_model
 
 pytest.importorskip("gguf")
@@ -255,11 +257,15 @@ def test_an_export_says_that_towers_are_not_in_it(tmp_path: Path, monkeypatch: p
     config.text_config.vocab_size = len(tokenizer)
     for part in (class_of(config)._from_config(config), tokenizer):
         part.save_pretrained(tmp_path / "whole")
+    add_tensors(tmp_path / "whole", {"mtp.fc.weight": torch.randn(2, 3)})  # which predicts further tokens
     monkeypatch.setattr(export_run, "has_llama_cpp", lambda: False)
     done = export_run.export_run(tmp_path / "whole", "gguf", tmp_path / "out", "f16")
     assert not done.comparisons, "transformers reads no such file"
-    assert done.notes == ("The file holds the language model alone; not written: model.visual.",)
-    assert done.notes[0] in (tmp_path / "out" / "README.md").read_text()
+    told = "The GGUF file holds the language model alone; not written: model.visual."
+    assert done.notes == (told,) and told in (tmp_path / "out" / "README.md").read_text()
+    model, tokenizer = FastLanguageModel.from_pretrained(str(tmp_path / "whole"), max_seq_length=64, dtype="float32")
+    with pytest.warns(UserWarning, match=re.escape(told)):
+        model.save_pretrained_gguf(tmp_path / "by name", tokenizer, "f16")
 
 
 @needs_llama_cpp

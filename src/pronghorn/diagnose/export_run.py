@@ -21,7 +21,7 @@ from pronghorn.export.engines.llama_cpp import has_llama_cpp, serve_gguf
 from pronghorn.export.engines.transformers import TransformersEngine
 from pronghorn.export.folder import whole_folder
 from pronghorn.export.fp8_checkpoint import write_fp8_checkpoint
-from pronghorn.export.gguf import check_quantisations, stop_tokens, write_gguf, written_family
+from pronghorn.export.gguf import check_quantisations, left_out, stop_tokens, write_gguf, written_family
 from pronghorn.export.gguf_lora import write_gguf_lora
 from pronghorn.export.merge import save_merged
 from pronghorn.export.onto_original import ONTO, adapter_on_original, nats_apart
@@ -121,9 +121,8 @@ def export_run(
         apart = nats_apart(original, trained, tokenizer, some)
         notes.append(f"On its original base the adapter is {apart:.3f} nats from what was trained (mean, per token).")
         trained, base = original, None
-    composite = composite_of(trained)
-    if composite is not None and to in ("gguf", "ollama"):
-        notes.append(f"The file holds the language model alone; not written: {', '.join(composite.towers)}.")
+    if to in ("gguf", "ollama") and (told := left_out(trained)) is not None:
+        notes.append(told)
     with whole_folder(target) as folder:
         say(f"writing {target}")
         limits = _write(to, trained, tokenizer, folder, quantisation)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from pronghorn.errors import ConfigError, TrainingError, UnsupportedError
 from pronghorn.export.gguf_tensors import MERGE, changed, head_dim_of, parts_of, rope_factors, shape_of, stacked
+from pronghorn.export.original import composite_of
 from pronghorn.families.gguf_spec import Gguf, Part
 from pronghorn.families.spec import FamilySpec
 from pronghorn.models.composite import Composite
@@ -107,6 +108,14 @@ def written_family(config: Any) -> FamilySpec:
     if unlike is not None:
         raise UnsupportedError(f"{config.model_type} with {unlike} is not written as GGUF here", MERGE)
     return family
+
+
+def left_out(model: Any) -> str | None:
+    """Say which parts of the model that a language model was loaded out of are not in its GGUF file, if it has some."""
+    composite = composite_of(model)
+    if composite is None:
+        return None
+    return f"The GGUF file holds the language model alone; not written: {', '.join(composite.towers)}."
 
 
 def check_quantisations(names: Iterable[str]) -> None:
