@@ -141,6 +141,7 @@ def test_the_file_names_every_stop_token(smollm2: Path, tmp_path: Path) -> None:
             {"layer_types": ["full_attention"] * 3},
             "gemma3_text with windows in other layers than five of six is not written as GGUF",
         ),
+        ("llama", {"rope_parameters": FACTOR["full_attention"]}, "RoPE scaling 'proportional' is not written as GGUF"),
         ("mistral", {}, "a window of 7 tokens is not written as GGUF"),
         (
             "gemma4_text",

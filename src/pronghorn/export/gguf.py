@@ -106,7 +106,10 @@ def written_family(config: Any) -> FamilySpec:
         raise UnsupportedError(f"{config.model_type} is not written as GGUF here", MERGE)
     unlike = family.gguf.unlike(config)
     if unlike is not None:
-        raise UnsupportedError(f"{config.model_type} with {unlike} is not written as GGUF here", MERGE)
+        raise UnsupportedError(
+            f"{config.model_type} with {unlike} is not written as GGUF here",
+            "export it merged (--to merged), and serve that with vLLM or SGLang: llama.cpp has no such model",
+        )
     return family
 
 
@@ -155,7 +158,8 @@ def _describe(writer: Any, config: Any, form: Gguf) -> None:
 
     rope, values = dict(form.rope(config)), form.values(config)
     scaling = rope.get("rope_type", "default")
-    if scaling not in ("default", "llama3", "linear", "proportional"):
+    own = ("proportional",) if "rope_dimension_count" in values else ()
+    if scaling not in ("default", "llama3", "linear", *own):
         raise UnsupportedError(f"RoPE scaling {scaling!r} is not written as GGUF here", MERGE)
     windows = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
     if windows and "sliding_window" not in values:

@@ -109,7 +109,7 @@ def rope_factors(rope: dict[str, Any], config: Any) -> Tensor:
     pairs of a head turn."""
     head_dim = rope.get("head_dim") or head_dim_of(config)
     if rope["rope_type"] == "proportional":
-        turned = int(rope["partial_rotary_factor"] * head_dim // 2)
+        turned = int(rope.get("partial_rotary_factor", 1.0) * head_dim // 2)
         return torch.tensor([1.0] * turned + [_NEVER] * (head_dim // 2 - turned))
     low, high, original = rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
     factors = []
