@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import tempfile
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 
 from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.export.folder import whole_folder
-from pronghorn.export.gguf import check_quantisations, write_gguf
+from pronghorn.export.gguf import check_quantisations, left_out, write_gguf
 from pronghorn.export.hub import push_folder
 from pronghorn.export.merge import save_merged
 from pronghorn.export.towers import keep_names
@@ -215,6 +216,8 @@ class FastLanguageModel:
     ) -> list[Path]:
         """Merge the adapter and write GGUF files for llama.cpp, one for each method, into a new folder.
 
+        Of a model with towers the language model is written, and a warning names them.
+
         Args:
             quantization_method: one or some of `export.gguf.QUANTISATIONS`.
         Returns:
@@ -228,6 +231,8 @@ class FastLanguageModel:
         if tokenizer is None:
             raise ConfigError("a GGUF file holds the tokenizer, and none is given", "give it as the second argument")
         check_quantisations(methods)
+        if (told := left_out(model)) is not None:
+            warnings.warn(told, stacklevel=2)
         with tempfile.TemporaryDirectory(prefix="pronghorn-gguf-") as scratch:
             merged = save_merged(model, tokenizer, Path(scratch) / "merged")
             with whole_folder(Path(save_directory)) as folder:

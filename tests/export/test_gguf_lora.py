@@ -26,7 +26,15 @@ from support.tiny import tiny_model
 gguf = pytest.importorskip("gguf")
 needs_llama_cpp = pytest.mark.skipif(not llama_cpp.has_llama_cpp(), reason="needs the package xllamacpp")
 TEXT = "Once upon a time, there was a girl."
-FAMILIES: dict[str, dict[str, Any]] = {"llama": {}, "qwen3": {}, "granite": {}, "phi3": {"sliding_window": None}}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {},
+    "granite": {},
+    "phi3": {"sliding_window": None},
+    "qwen3_5_text": {"linear_key_head_dim": 16},
+    "qwen3_next": {"linear_key_head_dim": 16},
+    "gemma4_unified_text": {},
+}
 
 
 def adapted(family: str, vocabulary: int, **options: Any) -> Any:

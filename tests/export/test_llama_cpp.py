@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import re
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.normalizers import Replace
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.processors import TemplateProcessing
+from tokenizers.trainers import BpeTrainer
+from transformers import AutoTokenizer, GemmaTokenizer
+from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 
+from pronghorn import FastLanguageModel
 from pronghorn.diagnose import export_run
 from pronghorn.errors import ServerError, TrainingError, UnsupportedError
 from pronghorn.export import gguf
@@ -18,7 +30,11 @@ from pronghorn.export.engines import llama_cpp
 from pronghorn.export.engines.llama_cpp import serve_gguf
 from pronghorn.export.engines.transformers import TransformersEngine
 from pronghorn.export.gguf import write_gguf
-from pronghorn.models.gguf import load_gguf
+from pronghorn.families.gemma4 import GEMMA4_UNIFIED
+from pronghorn.families.gguf_spec import Part
+from pronghorn.families.registry import FAMILIES
+from pronghorn.models.gguf import load_gguf, read_header
+from support.composites import add_tensors, class_of, composite_config
 from support.tiny import tiny_model
 
 pytest.importorskip("gguf")
@@ -33,10 +49,32 @@ GEMMA3: dict[str, Any] = {
     },
 }
 """As the 4B model has it; smaller ones have no scaling."""
+GEMMA4: dict[str, Any] = {
+    "layer_types": [*["sliding_attention"] * 2, "full_attention", "sliding_attention", "full_attention"],
+    "vocab_size_per_layer_input": 512,
+}
+"""The last two layers have the keys and values of the two before."""
+DELTA = {"linear_key_head_dim": 16, "num_hidden_layers": 5, "full_attention_interval": 3}
+"""llama.cpp's heads have keys and values of one size."""
 TEXT = "Once upon a time, there was a girl."
+LONG = (
+    f"{TEXT} She had a big red ball and a small dog, and they played in the park all day. Then the dog ran away. " * 2
+)
+"""More than a chunk of 64 tokens, by which gated delta nets are computed."""
+
+MARKED = "नमस्ते दुनिया, it's 12,345 km; isn't it?\n\n  हिन्दी में"
 
 
-def farthest(model: Any, tokenizer: Any, folder: Path) -> tuple[float, float]:
+def qwen_tokenizer() -> Any:
+    """Return a small tokenizer of Qwen3.5's kind."""
+    tokenizer = Qwen3_5Tokenizer()
+    trainer = BpeTrainer(vocab_size=400, initial_alphabet=ByteLevel.alphabet(), show_progress=False)
+    tokenizer.backend_tokenizer.train_from_iterator([MARKED] * 10, trainer)
+    tokenizer.add_special_tokens({"eos_token": "<|endoftext|>"})
+    return tokenizer
+
+
+def farthest(model: Any, tokenizer: Any, folder: Path, text: str = TEXT) -> tuple[float, float]:
     """Return how far llama.cpp's log-probabilities are from transformers' at most, in nats, and how far transformers'
     own in float16 are, in which llama.cpp's CPU kernels look activations up and keep parts of attention."""
     model = model.float().eval()
@@ -46,9 +84,9 @@ def farthest(model: Any, tokenizer: Any, folder: Path) -> tuple[float, float]:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     reference = TransformersEngine(model, tokenizer)
-    ids = list(AutoTokenizer.from_pretrained(folder)(TEXT)["input_ids"])
+    ids = list(AutoTokenizer.from_pretrained(folder)(text)["input_ids"])
     exact = reference.distribution(ids)
-    with serve_gguf(write_gguf(folder, folder / "model.gguf", "f32"), 64) as engine:
+    with serve_gguf(write_gguf(folder, folder / "model.gguf", "f32"), 256) as engine:
         scored = engine.logprobs(ids)
     assert len(scored) == min(len(ids) - 1, engine.steps or 0)
     assert exact.std() > 0.3
@@ -78,13 +116,41 @@ def farthest(model: Any, tokenizer: Any, folder: Path) -> tuple[float, float]:
         ("mixtral", {"sliding_window": None}),
         ("olmoe", {"num_key_value_heads": 4}),
         ("qwen3_moe", {"mlp_only_layers": [], "decoder_sparse_step": 1}),
+        ("qwen3_5_text", {**DELTA, "linear_num_value_heads": 6}),
+        ("qwen3_5_text", {**DELTA, "linear_num_value_heads": 2, "head_dim": 24, "tie_word_embeddings": True}),
+        ("qwen3_5_moe_text", {**DELTA, "linear_num_value_heads": 6}),
+        ("qwen3_next", {**DELTA, "linear_num_value_heads": 6}),
+        ("gemma3_text", {**GEMMA3, "final_logit_softcapping": 5.0}),
+        ("gemma4_text", GEMMA4),
+        ("gemma4_text", {**GEMMA4, "final_logit_softcapping": None}),
+        ("gemma4_unified_text", {}),
+        ("gemma4_text with experts", {}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_llama_cpp_computes_the_same(stories: Path, tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(stories)
     torch.manual_seed(0)
-    found, own = farthest(tiny_model(family, vocab_size=len(tokenizer), **changes), tokenizer, tmp_path)
+    found, own = farthest(tiny_model(family, vocab_size=len(tokenizer), **changes), tokenizer, tmp_path, LONG)
+    assert found <= 2 * own, (found, own)
+
+
+@needs_llama_cpp
+@pytest.mark.slow
+def test_experts_that_lie_together_are_read(stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As checkpoints of Qwen3.5 have them, where transformers saves each by itself."""
+    plain = write_gguf
+
+    def together(folder: Path, *given: Any) -> Path:
+        assert "model.layers.0.mlp.experts.gate_up_proj" in model.state_dict()
+        tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        return plain(folder, *given)
+
+    monkeypatch.setitem(globals(), "write_gguf", together)
+    tokenizer = AutoTokenizer.from_pretrained(stories)
+    model = tiny_model("qwen3_5_moe_text", vocab_size=len(tokenizer), **DELTA)
+    found, own = farthest(model, tokenizer, tmp_path)
     assert found <= 2 * own, (found, own)
 
 
@@ -129,9 +195,129 @@ def test_rows_in_transformers_order_show(stories: Path, tmp_path: Path, monkeypa
     """The check above can fail: llama.cpp's order of rows forgotten."""
     tokenizer = AutoTokenizer.from_pretrained(stories)
     plain = gguf._tensors
-    monkeypatch.setattr(gguf, "_tensors", lambda *given: ((name, stored, None) for name, stored, _ in plain(*given)))
+    monkeypatch.setattr(gguf, "_tensors", lambda *given: ((name, stored, Part()) for name, stored, _ in plain(*given)))
     found, own = farthest(tiny_model("llama", vocab_size=len(tokenizer)), tokenizer, tmp_path)
     assert found > 4 * own, (found, own)
+
+
+@needs_llama_cpp
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_5_moe_text"])
+def test_value_heads_in_transformers_order_show(
+    stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(stories)
+    plain = gguf._tensors
+    monkeypatch.setattr(
+        gguf,
+        "_tensors",
+        lambda *given: ((n, s, replace(how, rows=None, columns=None)) for n, s, how in plain(*given)),
+    )
+    found, own = farthest(tiny_model(family, vocab_size=len(tokenizer), **DELTA), tokenizer, tmp_path, LONG)
+    assert found > 4 * own, (found, own)
+
+
+@needs_llama_cpp
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe", "gemma3", "gemma4", "qwen3_vl"])
+def test_the_language_model_of_one_with_towers_is_written(stories: Path, tmp_path: Path, kind: str) -> None:
+    tokenizer, config = AutoTokenizer.from_pretrained(stories), composite_config(kind)
+    config.text_config.vocab_size = config.text_config.vocab_size_per_layer_input = len(tokenizer)
+    torch.manual_seed(0)
+    found, own = farthest(class_of(config)._from_config(config), tokenizer, tmp_path, LONG)
+    assert found <= 2 * own, (found, own)
+
+
+@needs_llama_cpp
+@pytest.mark.slow
+def test_pairs_that_do_not_turn_show(stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(stories)
+    monkeypatch.setattr(gguf, "rope_factors", lambda *_: torch.ones(16))
+    found, own = farthest(tiny_model("gemma4_text", vocab_size=len(tokenizer), **GEMMA4), tokenizer, tmp_path, LONG)
+    assert found > 4 * own, (found, own)
+
+
+def gemma_tokenizer(begins: bool = True) -> Any:
+    """Return a small tokenizer of Gemma 4's kind, whose merges aren't in the order of their tokens."""
+    learned = Tokenizer(BPE(unk_token="<unk>"))
+    learned.normalizer = Replace(" ", "▁")
+    trainer = BpeTrainer(vocab_size=300, special_tokens=["<unk>"], show_progress=False)
+    learned.train_from_iterator([LONG, "naïve 12,345"], trainer)
+    model = json.loads(learned.to_str())["model"]
+    first = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *(f"<0x{byte:02X}>" for byte in range(256)), "\n", "\n\n"]
+    words = [*first, *reversed([word for word in model["vocab"] if word not in first])]
+    merges = [("\n", "\n"), *map(tuple, model["merges"])]
+    tokenizer = GemmaTokenizer(vocab={word: number for number, word in enumerate(words)}, merges=merges)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|channel>", "<turn|>"]})
+    if begins:
+        bos = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])
+        tokenizer.backend_tokenizer.post_processor = bos
+    return tokenizer
+
+
+@needs_llama_cpp
+@pytest.mark.slow
+@pytest.mark.parametrize("merged", ["gemma4", None])
+def test_llama_cpp_joins_pieces_as_gemma_4_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, merged: Any) -> None:
+    """And not by scores in the order of tokens."""
+    tokenizer = gemma_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    tiny_model("gemma4_unified_text", vocab_size=len(tokenizer)).save_pretrained(tmp_path)
+    assert GEMMA4_UNIFIED.gguf is not None
+    form = replace(GEMMA4_UNIFIED.gguf, merged_pieces=merged)
+    monkeypatch.setitem(FAMILIES, GEMMA4_UNIFIED.model_type, replace(GEMMA4_UNIFIED, gguf=form))
+    texts = LONG, "  two  spaces\n\nand a\n\n\n line \n x", "naïve 🙂 12,345 the dog", "<|channel>park<turn|> day"
+    with serve_gguf(write_gguf(tmp_path, tmp_path / "model.gguf", "f32"), 64) as engine:
+        posted = [engine._post("/tokenize", {"content": text, "add_special": True})["tokens"] for text in texts]
+    tokens = AutoTokenizer.from_pretrained(tmp_path)([*texts])["input_ids"]
+    assert (posted == tokens) == (merged is not None)
+
+
+def test_gemma_4_s_tokens(tmp_path: Path) -> None:
+    """Those that llama.cpp reads thoughts by are shown, the end of a turn stops, and BOS can't be left out."""
+    tokenizer = gemma_tokenizer()
+    tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}<turn|>\n{% endfor %}"
+    tiny_model("gemma4_unified_text", vocab_size=len(tokenizer)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    told = read_header(write_gguf(tmp_path, tmp_path / "model.gguf", "f32")).metadata
+    kinds = dict(zip(told["tokenizer.ggml.tokens"], told["tokenizer.ggml.token_type"], strict=True))
+    assert (kinds["<|channel>"], kinds["<turn|>"], kinds["<0x0A>"]) == (4, 3, 6)
+    assert told["tokenizer.ggml.eot_token_id"] == tokenizer.convert_tokens_to_ids("<turn|>")
+    gemma_tokenizer(begins=False).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedError, match="a gemma4 tokenizer without BOS"):
+        write_gguf(tmp_path, tmp_path / "model.gguf", "f32")
+
+
+def test_an_export_says_that_towers_are_not_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, config = qwen_tokenizer(), composite_config("qwen3_5")
+    config.text_config.vocab_size = len(tokenizer)
+    for part in (class_of(config)._from_config(config), tokenizer):
+        part.save_pretrained(tmp_path / "whole")
+    add_tensors(tmp_path / "whole", {"mtp.fc.weight": torch.randn(2, 3)})  # which predicts further tokens
+    monkeypatch.setattr(export_run, "has_llama_cpp", lambda: False)
+    done = export_run.export_run(tmp_path / "whole", "gguf", tmp_path / "out", "f16")
+    assert not done.comparisons, "transformers reads no such file"
+    told = "The GGUF file holds the language model alone; not written: model.visual."
+    assert done.notes == (told,) and told in (tmp_path / "out" / "README.md").read_text()
+    model, tokenizer = FastLanguageModel.from_pretrained(str(tmp_path / "whole"), max_seq_length=64, dtype="float32")
+    with pytest.warns(UserWarning, match=re.escape(told)):
+        model.save_pretrained_gguf(tmp_path / "by name", tokenizer, "f16")
+
+
+@needs_llama_cpp
+@pytest.mark.slow
+@pytest.mark.parametrize("named", ["qwen35", "qwen2"])
+def test_llama_cpp_splits_text_as_qwen3_5_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str) -> None:
+    """And as Qwen 2 splits it is told: letters' marks are apart there."""
+    tokenizer = qwen_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    tiny_model("qwen3_5_text", vocab_size=len(tokenizer), **DELTA).save_pretrained(tmp_path)
+    if named == "qwen2":
+        monkeypatch.setattr(gguf, "byte_level_names", lambda: ["qwen2"])
+        monkeypatch.setattr(gguf, "splits_alike", lambda *_: True)
+    with serve_gguf(write_gguf(tmp_path, tmp_path / "model.gguf", "f32"), 64) as engine:
+        tokens = engine._post("/tokenize", {"content": MARKED})["tokens"]
+    assert (tokens == AutoTokenizer.from_pretrained(tmp_path)(MARKED)["input_ids"]) == (named == "qwen35")
 
 
 def test_without_llama_cpp_the_remedy_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from pronghorn.diagnose.export_run import FORMATS, export_run, modelfile
 from pronghorn.errors import ConfigError, DataError, TrainingError, UnsupportedError
 from pronghorn.export import gguf
 from pronghorn.export.gguf import write_gguf
+from pronghorn.families.gguf_spec import Part
 from pronghorn.models.gguf import ARCHITECTURES, load_gguf, read_header, reads
 from support.adapters import adapter_that_shows
 from support.tiny import tiny_model
@@ -25,6 +26,11 @@ from support.tiny import tiny_model
 pytest.importorskip("gguf")
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 8192}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64}
+FACTOR = {
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
 TEXT = "It's 1,234 km from here.\n\n你好 naïve 🙂"
 
 
@@ -90,7 +96,7 @@ def test_rows_in_transformers_order_are_another_model(
     model = tiny_model("llama", vocab_size=len(tokenizer))
     folder = save(model, tokenizer, tmp_path / "merged")
     right = gguf._tensors
-    monkeypatch.setattr(gguf, "_tensors", lambda *given: ((name, stored, None) for name, stored, _ in right(*given)))
+    monkeypatch.setattr(gguf, "_tensors", lambda *given: ((name, stored, Part()) for name, stored, _ in right(*given)))
     again, _ = load_gguf(write_gguf(folder, tmp_path / "wrong.gguf", "f32"), torch.float32)
     ids = tokenizer(TEXT)["input_ids"]
     exact = logits(model, ids)
@@ -135,7 +141,32 @@ def test_the_file_names_every_stop_token(smollm2: Path, tmp_path: Path) -> None:
             {"layer_types": ["full_attention"] * 3},
             "gemma3_text with windows in other layers than five of six is not written as GGUF",
         ),
+        ("llama", {"rope_parameters": FACTOR["full_attention"]}, "RoPE scaling 'proportional' is not written as GGUF"),
         ("mistral", {}, "a window of 7 tokens is not written as GGUF"),
+        (
+            "gemma4_text",
+            {},
+            "shared keys and values of other layers than a last one with a window and then one without",
+        ),
+        ("gemma4_text", {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": 99}, "99 tokens with inputs of each"),
+        (
+            "gemma4_unified_text",
+            {"attention_bias": True},
+            "gemma4_unified_text with biases in attention is not written",
+        ),
+        ("gemma4_unified_text", {"hidden_activation": "gelu"}, "with the activation gelu is not written"),
+        ("gemma4_unified_text", {"rope_parameters": FACTOR}, "another RoPE than Gemma 4's is not written"),
+        ("qwen3_next", {"mlp_only_layers": [1]}, "dense MLPs in some layers is not written as GGUF"),
+        ("qwen3_next", {"norm_topk_prob": False}, "weights of experts that don't sum to one is not written"),
+        ("qwen3_next", {}, "keys of 8 and values of 16 in a delta net's head is not written as GGUF"),
+        ("qwen3_5_text", {}, "keys of 8 and values of 16 in a delta net's head is not written as GGUF"),
+        (
+            "qwen3_5_text",
+            {"linear_key_head_dim": 16, "layer_types": [*["linear_attention"] * 2, "full_attention"][::-1]},
+            "full attention in other layers than every so many",
+        ),
+        ("qwen3_5_text", {"linear_key_head_dim": 16, "attention_bias": True}, "with biases in attention"),
+        ("qwen3_5_text", {"linear_key_head_dim": 16, "rope_parameters": YARN}, "with RoPE scaling 'yarn'"),
     ],
 )
 def test_families_that_are_not_written_are_refused(
@@ -232,7 +263,7 @@ def test_an_export_that_is_not_what_was_trained_is_not_published(
         else:
             tensors = gguf._tensors
             monkeypatch.setattr(
-                gguf, "_tensors", lambda *given: ((n, stored, None) for n, stored, _ in tensors(*given))
+                gguf, "_tensors", lambda *given: ((n, stored, Part()) for n, stored, _ in tensors(*given))
             )
         return right(source, file, quantisation)
 

@@ -264,8 +264,10 @@ def test_digits_are_cut_as_the_model_learned_them(pre: str, pieces: list[str], t
 
 def test_word_patterns_are_the_models_own() -> None:
     from transformers.models.qwen2 import tokenization_qwen2
+    from transformers.models.qwen3_5 import tokenization_qwen3_5
 
     assert PRE_TOKENIZERS["qwen2"] == tokenization_qwen2.PRETOKENIZE_REGEX
+    assert PRE_TOKENIZERS["qwen35"] == tokenization_qwen3_5.PRETOKENIZE_REGEX
 
 
 def test_the_model_is_dense_and_saves(tmp_path: Path) -> None:

@@ -23,11 +23,12 @@ from pronghorn.export.engines.llama_cpp import has_llama_cpp, serve_gguf
 from pronghorn.export.engines.transformers import TransformersEngine
 from pronghorn.export.folder import whole_folder
 from pronghorn.export.fp8_checkpoint import write_fp8_checkpoint
-from pronghorn.export.gguf import check_quantisations, stop_tokens, write_gguf
+from pronghorn.export.gguf import check_quantisations, left_out, stop_tokens, write_gguf, written_family
 from pronghorn.export.gguf_lora import write_gguf_lora
 from pronghorn.export.merge import save_merged
 from pronghorn.export.onto_original import ONTO, adapter_on_original, distances, has_quantised_base, knows_original
 from pronghorn.export.original import composite_of
+from pronghorn.families.gguf_spec import as_named
 from pronghorn.models.families import base_causal_lm, has_experts
 from pronghorn.models.gguf import load_gguf, reads
 from pronghorn.models.load import load_model
@@ -134,6 +135,8 @@ def export_run(
     if onto == "original":
         say("loading the original base")
         trained, base = adapter_on_original(adapter, trained), None
+    if to in ("gguf", "ollama") and (told := left_out(trained)) is not None:
+        notes.append(told)
     with whole_folder(target) as folder:
         say(f"writing {target}")
         limits = _write(to, trained, tokenizer, folder, quantisation)
@@ -187,14 +190,14 @@ def _write(to: str, model: Any, tokenizer: Any, folder: Path, quantisation: str)
         stops = tokenizer.convert_ids_to_tokens(stop_tokens(merged, tokenizer))
     if to == "ollama":
         (folder / "Modelfile").write_text(modelfile(file.name, stops), encoding="utf-8")
-    if has_experts(base_causal_lm(model).config) and not has_llama_cpp():
-        return None  # only llama.cpp reads them
+    if not _reads_back(model) and not has_llama_cpp():
+        return None  # only llama.cpp reads the file
     return quantisation if quantisation in ("f32", "f16", "bf16", "q8_0") else "4bit"
 
 
 def _engines(to: str, folder: Path, trained: Any, tokenizer: Any, served: ExitStack) -> Iterator[Engine]:
     """Yield what was written in each engine that is here and reads it."""
-    if to != "gguf-lora" and (to not in ("gguf", "ollama") or not has_experts(base_causal_lm(trained).config)):
+    if to != "gguf-lora" and (to not in ("gguf", "ollama") or _reads_back(trained)):
         model, own_tokenizer, read = _load(folder, trained, tokenizer)
         yield TransformersEngine(model, own_tokenizer, f"{to}{read} in transformers")
     if to not in ("gguf", "gguf-lora", "ollama") or not has_llama_cpp():
@@ -207,6 +210,14 @@ def _engines(to: str, folder: Path, trained: Any, tokenizer: Any, served: ExitSt
     checkpoint = fetched(base_causal_lm(trained).name_or_path, {"revision": trained.active_peft_config.revision})
     base = write_gguf(checkpoint, scratch / "base.gguf", "f16")
     yield served.enter_context(serve_gguf(base, lora=file))
+
+
+def _reads_back(model: Any) -> bool:
+    """Tell whether transformers can be given the weights of a model's GGUF file: not experts, and not tensors that
+    llama.cpp has in other forms."""
+    config = base_causal_lm(model).config
+    form = written_family(config).gguf
+    return not has_experts(config) and form is not None and form.parts is as_named
 
 
 def _load(folder: Path, trained: Any, tokenizer: Any) -> tuple[Any, Any, str]:

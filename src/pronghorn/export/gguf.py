@@ -12,22 +12,21 @@ import importlib.util
 import json
 import math
 import os
-import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from pronghorn.errors import ConfigError, DataError, TrainingError, UnsupportedError
-from pronghorn.families.gguf_spec import Gguf
+from pronghorn.errors import ConfigError, TrainingError, UnsupportedError
+from pronghorn.export.gguf_tensors import MERGE, changed, head_dim_of, parts_of, rope_factors, shape_of, stacked
+from pronghorn.export.original import composite_of
+from pronghorn.families.gguf_spec import Gguf, Part
 from pronghorn.families.spec import FamilySpec
+from pronghorn.models.composite import Composite
 from pronghorn.models.families import check_config
 from pronghorn.models.gguf import name_table
 from pronghorn.models.gguf_tokenizer import byte_level_names, splits_alike
@@ -35,8 +34,8 @@ from pronghorn.precision.loader import StoredTensor, checkpoint
 
 _AT_ONCE = 2**25
 """About how many numbers are float32 at once."""
-Change = Callable[[Tensor], Tensor] | None
-"""What is done to a weight, in float32, before it is written."""
+_FLOAT32 = (".ffn_gate_inp", ".ssm_conv1d.")
+"""Tensors that llama.cpp reads in float32 alone, or that choose experts."""
 QUANTISATIONS = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 """What the `gguf` package computes."""
 K_QUANTS = ("q2_k", "q3_k_s", "q3_k_m", "q3_k_l", "q4_k_s", "q4_k_m", "q5_k_s", "q5_k_m", "q6_k")
@@ -44,13 +43,12 @@ K_QUANTS = ("q2_k", "q3_k_s", "q3_k_m", "q3_k_l", "q4_k_s", "q4_k_m", "q5_k_s", 
 QUANTISER = "llama-quantize"
 _CARRIER = "ik_llama_cpp"
 """A package with that program in its folder bin (`pip install ik-llama-cpp-python`, of a fork of llama.cpp)."""
-MERGE = "export it merged (--to merged), and convert that with llama.cpp's convert_hf_to_gguf.py"
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
-_ENDS_OF_TURNS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>")
+_ENDS_OF_TURNS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<turn|>", "<|end|>")
 
 
 def write_gguf(source: str | Path, file: str | Path, quantisation: str = "q8_0") -> Path:
-    """Write the model in a merged folder, with its tokenizer and chat template, as one file.
+    """Write the language model in a merged folder, with its tokenizer and chat template, as one file.
 
     Norms, biases, routers and what doesn't divide into blocks of 32 stay float32. Memory holds one tensor, as it is
     written.
@@ -72,6 +70,9 @@ def write_gguf(source: str | Path, file: str | Path, quantisation: str = "q8_0")
 
     source, file = Path(source), Path(file)
     config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    composite = Composite.of(source, config)
+    if composite is not None:
+        config = composite.text_config()
     family = written_family(config)
     form = family.gguf
     assert form is not None
@@ -80,9 +81,16 @@ def write_gguf(source: str | Path, file: str | Path, quantisation: str = "q8_0")
     stored = getattr(gguf.LlamaFileType, "ALL_F32" if quantisation == "f32" else f"MOSTLY_{quantisation.upper()}")
     writer.add_file_type(stored)
     _describe(writer, config, form)
-    _describe_tokenizer(writer, tokenizer, config, stop_tokens(source, tokenizer))
+    _describe_tokenizer(writer, tokenizer, config, form, stop_tokens(source, tokenizer))
     kind = gguf.GGMLQuantizationType[quantisation.upper()]
-    _write_tensors(writer, lambda: _tensors(source, config, family), kind)
+
+    experts = form.values(config).get("expert_count")
+
+    def language() -> Iterator[StoredTensor]:
+        whole = stacked(checkpoint(source), experts) if experts else checkpoint(source)
+        return whole if composite is None else composite.language(whole)
+
+    _write_tensors(writer, lambda: _tensors(language(), config, family), kind)
     return file
 
 
@@ -102,8 +110,19 @@ def written_family(config: Any) -> FamilySpec:
         raise UnsupportedError(f"{config.model_type} is not written as GGUF here", MERGE)
     unlike = family.gguf.unlike(config)
     if unlike is not None:
-        raise UnsupportedError(f"{config.model_type} with {unlike} is not written as GGUF here", MERGE)
+        raise UnsupportedError(
+            f"{config.model_type} with {unlike} is not written as GGUF here",
+            "export it merged (--to merged), and serve that with vLLM or SGLang: llama.cpp has no such model",
+        )
     return family
+
+
+def left_out(model: Any) -> str | None:
+    """Say which parts of the model that a language model was loaded out of are not in its GGUF file, if it has some."""
+    composite = composite_of(model)
+    if composite is None:
+        return None
+    return f"The GGUF file holds the language model alone; not written: {', '.join(composite.towers)}."
 
 
 def check_quantisations(names: Iterable[str]) -> None:
@@ -153,30 +172,33 @@ def _describe(writer: Any, config: Any, form: Gguf) -> None:
 
     rope, values = dict(form.rope(config)), form.values(config)
     scaling = rope.get("rope_type", "default")
-    if scaling not in ("default", "llama3", "linear"):
+    own = ("proportional",) if "rope_dimension_count" in values else ()
+    if scaling not in ("default", "llama3", "linear", *own):
         raise UnsupportedError(f"RoPE scaling {scaling!r} is not written as GGUF here", MERGE)
     windows = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
     if windows and "sliding_window" not in values:
         raise UnsupportedError(f"a window of {config.sliding_window} tokens is not written as GGUF here", MERGE)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_dim = values.get("key_length") or head_dim_of(config)  # which differs among layers of some
     writer.add_name(Path(str(config._name_or_path)).name or config.model_type)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(float(rope["rope_theta"]))
-    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
-    if scaling == "linear":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(float(rope["factor"]))
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
-    writer.add_vocab_size(config.vocab_size)
-    for name, value in values.items():
-        getattr(writer, f"add_{name}")(value)
+    described: dict[str, Any] = {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": getattr(config, "intermediate_size", None),  # some have experts alone
+        "head_count": config.num_attention_heads,
+        "head_count_kv": values.get("head_count_kv") or config.num_key_value_heads,
+        "layer_norm_rms_eps": config.rms_norm_eps,
+        "rope_freq_base": float(rope["rope_theta"]),
+        "rope_dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1.0)),
+        "rope_scaling_type": gguf.RopeScalingType.LINEAR if scaling == "linear" else None,
+        "rope_scaling_factor": float(rope["factor"]) if scaling == "linear" else None,
+        "key_length": head_dim,
+        "value_length": head_dim,
+        "vocab_size": config.vocab_size,
+    }
+    for name, value in {**described, **values}.items():
+        if value is not None:
+            getattr(writer, f"add_{name}")(value)
 
 
 def stop_tokens(source: Path, tokenizer: Any) -> list[int]:
@@ -193,7 +215,7 @@ def stop_tokens(source: Path, tokenizer: Any) -> list[int]:
     return [stop for stop in dict.fromkeys(stops) if stop is not None]
 
 
-def _describe_tokenizer(writer: Any, tokenizer: Any, config: Any, stops: list[int]) -> None:
+def _describe_tokenizer(writer: Any, tokenizer: Any, config: Any, form: Gguf, stops: list[int]) -> None:
     """Write the vocabulary, how text is split, special tokens, every stop token and the chat template.
 
     Raises:
@@ -205,23 +227,29 @@ def _describe_tokenizer(writer: Any, tokenizer: Any, config: Any, stops: list[in
         raise UnsupportedError(f"a {model['type']} tokenizer is not written as GGUF here", MERGE)
     pieces = model["byte_fallback"]  # SentencePiece's; otherwise byte-level
     tokens, types = _vocabulary(tokenizer, model["vocab"], config.vocab_size, pieces)
-    writer.add_tokenizer_model("llama" if pieces else "gpt2")
+    for index in tokenizer.convert_tokens_to_ids([token for token in form.shown if token in tokens]):
+        types[index] = _USER_DEFINED
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    prefix = pieces and "Prepend" in json.dumps(backend["normalizer"])
+    merged = form.merged_pieces if pieces and not prefix else None
+    begins = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+    if merged and not begins:
+        raise UnsupportedError(f"a {merged} tokenizer without BOS, which llama.cpp adds, is not written as GGUF", MERGE)
+    writer.add_tokenizer_model(merged or ("llama" if pieces else "gpt2"))
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     if pieces:
         writer.add_token_scores([-float(index) for index in range(len(tokens))])
-        normalizer = json.dumps(backend["normalizer"])
-        writer.add_add_space_prefix("Prepend" in normalizer)
+        writer.add_add_space_prefix(prefix)
     else:
         name = next((name for name in byte_level_names() if splits_alike(tokenizer.backend_tokenizer, name)), None)
         if name is None:
             raise UnsupportedError("the tokenizer splits text in a way that has no name here", MERGE)
         writer.add_tokenizer_pre(name)
-        merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    if merged or not pieces:
         writer.add_token_merges(merges)
     if len(stops) > 3:
         raise UnsupportedError(f"{len(stops)} stop tokens, and a GGUF file names three", MERGE)
-    begins = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
     writer.add_add_bos_token(begins and tokenizer.bos_token_id is not None)
     writer.add_add_eos_token(False)
     for index, add in (
@@ -252,85 +280,23 @@ def _vocabulary(tokenizer: Any, vocabulary: dict[str, int], size: int, pieces: b
     return tokens, types
 
 
-def _tensors(source: Path, config: Any, family: FamilySpec) -> Iterator[tuple[str, StoredTensor | Tensor, Change]]:
-    """Yield (the file's name of a tensor, the tensor, how it is changed)."""
+def _tensors(
+    source: Iterator[StoredTensor], config: Any, family: FamilySpec
+) -> Iterator[tuple[str, StoredTensor | Tensor, Part]]:
+    """Yield (the file's name of a tensor, the tensor that it is made of, how)."""
     assert family.gguf is not None
-    architecture = family.gguf.architecture
-    table = name_table(architecture, config.num_hidden_layers)
+    table = name_table(family.gguf.architecture, config.num_hidden_layers)
     rope = dict(family.gguf.rope(config))
-    if rope.get("rope_type") == "llama3":
-        yield "rope_freqs.weight", _rope_factors(rope, config), None
-    count = family.gguf.values(config).get("expert_count")
-    for stored in _stacked(checkpoint(source), count) if count else checkpoint(source):
-        module, _, leaf = stored.name.rpartition(".")
-        name = table.get_name(module)
-        if name is None:
-            raise UnsupportedError(f"{stored.name} has no name in a GGUF file of {architecture}", MERGE)
-        if name == "output" and config.tie_word_embeddings:
-            continue  # the embeddings are read for it
-        yield f"{name}.{leaf}", stored, tensor_change(name, config, family)
-
-
-def _stacked(source: Iterator[StoredTensor], count: int) -> Iterator[StoredTensor]:
-    """Yield a checkpoint's tensors, and of so many experts' alike ones a tensor with all of them."""
-    from safetensors import safe_open
-
-    waiting: dict[str, dict[int, StoredTensor]] = {}
+    if rope.get("rope_type") in ("llama3", "proportional"):
+        yield "rope_freqs.weight", rope_factors(rope, config), Part()
     for stored in source:
-        expert = re.fullmatch(r"(.*\.experts)\.(\d+)\.(.*)", stored.name)
-        if expert is None:
-            yield stored
-            continue
-        name = f"{expert[1]}.{expert[3]}"
-        alike = waiting.setdefault(name, {})
-        alike[int(expert[2])] = stored
-        if len(alike) < count:
-            continue
-        del waiting[name]
-
-        def rows(start: int, stop: int, alike: dict[int, StoredTensor] = alike) -> Tensor:
-            with ExitStack() as stack:
-                origins = dict.fromkeys(alike[number].origin for number in range(start, stop))
-                files = {origin: stack.enter_context(safe_open(origin, "pt")) for origin in origins}
-                return torch.stack(
-                    [files[alike[number].origin].get_tensor(alike[number].name) for number in range(start, stop)]
-                )
-
-        yield replace(stored, name=name, shape=(count, *stored.shape), rows=rows)
-    if waiting:
-        name, alike = next(iter(waiting.items()))
-        raise DataError(f"the checkpoint has {len(alike)} of {count} experts' {name}", "export or download it again")
-
-
-def tensor_change(name: str, config: Any, family: FamilySpec) -> Change:
-    """Return how a family's tensor is changed for the file, by its name there without the leaf."""
-    if family.norm_offset and name.endswith("norm"):
-        return partial(torch.add, other=family.norm_offset)
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(name.rpartition(".")[2])
-    if heads is None or family.gguf is None or not family.gguf.interleaved:
-        return None
-    return partial(_interleaved, heads=heads)
-
-
-def _interleaved(weight: Tensor, heads: int) -> Tensor:
-    """Put the rows of each head as llama.cpp turns them: neighbours, where transformers turns halves."""
-    return weight.view(heads, 2, -1, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
-
-
-def _rope_factors(rope: dict[str, Any], config: Any) -> Tensor:
-    """Return by what each frequency of Llama 3's RoPE is divided, [head_dim / 2]."""
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    low, high, original = rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
-    factors = []
-    for pair in range(head_dim // 2):
-        wavelength = 2 * math.pi * rope["rope_theta"] ** (2 * pair / head_dim)
-        mix = min(max((original / wavelength - low) / (high - low), 0.0), 1.0)
-        factors.append(1 / ((1 - mix) / rope["factor"] + mix))
-    return torch.tensor(factors)
+        for part in parts_of(stored.name, table, config, family):
+            if part.name != "output.weight" or not config.tie_word_embeddings:  # then the embeddings are read for it
+                yield part.name, stored, part
 
 
 def _write_tensors(
-    writer: Any, tensors: Callable[[], Iterator[tuple[str, StoredTensor | Tensor, Change]]], wanted: Any
+    writer: Any, tensors: Callable[[], Iterator[tuple[str, StoredTensor | Tensor, Part]]], wanted: Any
 ) -> None:
     """Write the tensors' table, then each tensor as it is read: `tensors` gives the same ones twice."""
     import numpy as np
@@ -338,9 +304,9 @@ def _write_tensors(
     from gguf.quants import quantize
 
     kinds = []
-    for name, stored, _ in tensors():
-        shape, block = tuple(stored.shape), GGML_QUANT_SIZES[wanted][0]
-        kept = len(shape) < 2 or ".ffn_gate_inp." in name
+    for name, stored, made in tensors():
+        shape, block = shape_of(made, stored.shape), GGML_QUANT_SIZES[wanted][0]
+        kept = math.prod(shape) == max(shape, default=1) or any(part in name for part in _FLOAT32)
         kind = GGMLQuantizationType.F32 if kept or shape[-1] % block else wanted
         kinds.append(kind)
         per_block, size = GGML_QUANT_SIZES[kind]
@@ -353,13 +319,14 @@ def _write_tensors(
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for (_, stored, change), kind in zip(tensors(), kinds, strict=True):
+    for (_, stored, made), kind in zip(tensors(), kinds, strict=True):
         count = stored.shape[0] if stored.shape else 1
-        # only heads are changed as a whole
-        at_once = count if change is not None else max(1, _AT_ONCE * count // max(math.prod(stored.shape), 1))
+        # what is changed is changed as a whole: heads are
+        whole = replace(made, name="") != Part()
+        at_once = count if whole else max(1, _AT_ONCE * count // max(math.prod(stored.shape), 1))
         parts = []
         for start in range(0, count, at_once):
             part = (stored if isinstance(stored, Tensor) else stored.rows(start, min(start + at_once, count))).float()
-            parts.append(quantize((part if change is None else change(part)).numpy(), kind))
+            parts.append(quantize((changed(made, part) if whole else part).numpy(), kind))
         writer.write_tensor_data(np.concatenate(parts) if len(parts) > 1 else parts[0])
     writer.close()

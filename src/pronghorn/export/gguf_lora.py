@@ -13,7 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from pronghorn.errors import ConfigError, UnsupportedError
-from pronghorn.export.gguf import Change, gguf_package, tensor_change, written_family
+from pronghorn.export.gguf import gguf_package, written_family
+from pronghorn.export.gguf_tensors import changed, parts_of
+from pronghorn.families.gguf_spec import Part
 from pronghorn.layers.linears import adapter_of
 from pronghorn.models.families import base_causal_lm
 from pronghorn.models.gguf import name_table
@@ -56,13 +58,14 @@ def write_gguf_lora(model: Any, file: str | Path) -> Path:
     for path, module in base.named_modules():
         if not hasattr(module, "lora_A"):
             continue
-        adapter, name = adapter_of(module), table.get_name(path)
-        if adapter is None or name is None:
+        adapter = adapter_of(module)
+        if adapter is None:
             raise UnsupportedError(f"the adapter of {path} can't be written as GGUF", INSTEAD)
-        change: Change = tensor_change(name, base.config, family)
         b: Tensor = adapter.b.detach().float().cpu() * (adapter.scale * len(adapter.a) / alpha)
-        writer.add_tensor(f"{name}.weight.lora_a", adapter.a.detach().float().cpu().numpy())
-        writer.add_tensor(f"{name}.weight.lora_b", (b if change is None else change(b)).contiguous().numpy())
+        a: Tensor = adapter.a.detach().float().cpu()
+        for part in parts_of(f"{path}.weight", table, base.config, family):  # B makes its rows, A reads its columns
+            writer.add_tensor(f"{part.name}.lora_a", changed(Part(columns=part.columns), a).numpy())
+            writer.add_tensor(f"{part.name}.lora_b", changed(Part(rows=part.rows), b).numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -12,6 +12,7 @@ LARGEST = 62
 def _windows(config: Any) -> dict[str, Any]:
     return {
         "sliding_window": config.sliding_window,
+        "final_logit_softcapping": config.final_logit_softcapping,
         "rope_freq_base_swa": float(config.rope_parameters["sliding_attention"]["rope_theta"]),
     }
 

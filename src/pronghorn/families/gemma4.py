@@ -4,9 +4,11 @@ layers without a window, inputs of each token and layer, experts beside a dense 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from pronghorn.families.gguf_spec import Gguf, Part
 from pronghorn.families.spec import (
     Attention,
     ExpertsBeside,
@@ -78,6 +80,82 @@ def _beside_embeds(backbone: Any, input_ids: Any) -> dict[str, Any]:
     return {"per_layer_inputs": backbone.get_per_layer_inputs(input_ids, None)}
 
 
+def _full_rope(config: Any) -> dict[str, Any]:
+    return {**config.rope_parameters["full_attention"], "head_dim": _head_dim(config, "full_attention")}
+
+
+def _head_dim(config: Any, kind: str) -> int:
+    """Return the size of heads in layers of a kind, which is one; where there are none, another layer's."""
+    number = config.layer_types.index(kind) if kind in config.layer_types else 0
+    return int(config.per_layer_config[number].head_dim)
+
+
+def _gguf_values(config: Any) -> dict[str, Any]:
+    wide, narrow = _head_dim(config, "full_attention"), _head_dim(config, "sliding_attention")
+    layers, first_shared = range(config.num_hidden_layers), config.num_hidden_layers - config.num_kv_shared_layers
+    doubled = [config.use_double_wide_mlp and number >= first_shared for number in layers]
+    experts: dict[str, Any] = {}
+    if getattr(config, "enable_moe_block", False):
+        experts = {
+            "expert_count": config.num_experts,
+            "expert_used_count": config.top_k_experts,
+            "expert_feed_forward_length": config.moe_intermediate_size,
+        }
+    return {
+        **experts,
+        "feed_forward_length": [config.intermediate_size * (1 + double) for double in doubled],
+        "head_count_kv": [config.per_layer_config[number].num_key_value_heads for number in layers],
+        "key_length": wide,
+        "value_length": wide,
+        "key_length_swa": narrow,
+        "value_length_swa": narrow,
+        "rope_dimension_count": wide,
+        "rope_dimension_count_swa": narrow,
+        "rope_freq_base_swa": float(config.rope_parameters["sliding_attention"]["rope_theta"]),
+        "sliding_window": config.sliding_window,
+        "sliding_window_pattern": [kind == "sliding_attention" for kind in config.layer_types],
+        "shared_kv_layers": config.num_kv_shared_layers,
+        "embedding_length_per_layer_input": config.hidden_size_per_layer_input,
+        "final_logit_softcapping": config.final_logit_softcapping or 0.0,  # 30 unless llama.cpp is told
+    }
+
+
+def _gguf_unlike(config: Any) -> str | None:
+    first_shared = config.num_hidden_layers - config.num_kv_shared_layers
+    ropes = [config.rope_parameters[kind] for kind in ("sliding_attention", "full_attention")]
+    scaled = [rope["rope_type"] for rope in ropes] != ["default", "proportional"] or ropes[1].get("factor", 1.0) != 1.0
+    own = getattr(config, "vocab_size_per_layer_input", config.vocab_size)
+    if config.num_kv_shared_layers and list(config.layer_types[:first_shared][-2:]) != [
+        "sliding_attention",
+        "full_attention",
+    ]:
+        return "shared keys and values of other layers than a last one with a window and then one without"
+    if config.hidden_size_per_layer_input and own != config.vocab_size:
+        return f"{own} tokens with inputs of each layer, of {config.vocab_size},"
+    if config.attention_bias:
+        return "biases in attention"
+    if config.hidden_activation != "gelu_pytorch_tanh":
+        return f"the activation {config.hidden_activation}"
+    return "another RoPE than Gemma 4's" if scaled else None
+
+
+def _gguf_parts(name: str, config: Any) -> Sequence[Part] | None:
+    layer, _, leaf = name.partition(".router.")
+    block = f"blk.{layer.rpartition('.')[2]}"
+    scales = {"scale": f"{block}.ffn_gate_inp.scale", "per_expert_scale": f"{block}.ffn_down_exps.scale"}
+    return [Part(scales[leaf])] if leaf in scales else None
+
+
+_TURNS_TO_READ = (
+    "<|channel>",
+    "<channel|>",
+    "<|tool_call>",
+    "<tool_call|>",
+    "<|tool_response>",
+    "<tool_response|>",
+    '<|"|>',
+)
+
 GEMMA4 = FamilySpec(
     model_type="gemma4_text",
     members="Gemma 4 text (E2B, E4B, 26B-A4B, 31B)",
@@ -88,6 +166,15 @@ GEMMA4 = FamilySpec(
     output_scale="layer_scalar",
     beside_embeds=_beside_embeds,
     refused_options={"use_bidirectional_attention": (None, False, "vision")},  # of text all attention is causal then
+    gguf=Gguf(
+        "gemma4",
+        values=_gguf_values,
+        unlike=_gguf_unlike,
+        rope=_full_rope,
+        parts=_gguf_parts,
+        merged_pieces="gemma4",
+        shown=_TURNS_TO_READ,
+    ),
 )
 GEMMA4_UNIFIED = replace(
     GEMMA4,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,27 @@ def _rope(config: Any) -> Mapping[str, Any]:
 
 
 @dataclass(frozen=True)
+class Part:
+    """A tensor of the file that is made of one of the checkpoint's."""
+
+    name: str = ""
+    """Its name in the file; empty for the one that the package gguf has for the checkpoint's."""
+    rows: Sequence[int] | None = None
+    """Which of the checkpoint's rows it has, in its order; None for all of them."""
+    columns: Sequence[int] | None = None
+    """In which order it has the checkpoint's columns."""
+    shape: tuple[int, ...] | None = None
+    """Its shape, where that isn't the checkpoint's."""
+    change: Callable[[Any], Any] | None = None
+    """What is done to its numbers."""
+
+
+def as_named(name: str, config: Any) -> Sequence[Part] | None:
+    """Leave every weight as it is named."""
+    return None
+
+
+@dataclass(frozen=True)
 class Gguf:
     """How a family's models are written as GGUF."""
 
@@ -35,3 +56,10 @@ class Gguf:
     """Says what a configuration has that llama.cpp's model of the architecture hasn't, or None."""
     rope: Callable[[Any], Mapping[str, Any]] = _rope
     """Reads the RoPE parameters of layers without a window."""
+    parts: Callable[[str, Any], Sequence[Part] | None] = as_named
+    """Says, by its name in the causal LM and the configuration, what a weight becomes in the file that isn't merely
+    named, interleaved or offset as all of the family's are; None for those."""
+    merged_pieces: str | None = None
+    """The name of its kind of SentencePiece tokenizer, where llama.cpp joins pieces by merges instead of scores."""
+    shown: tuple[str, ...] = ()
+    """Special tokens that llama.cpp must show in an answer, as it reads thoughts and calls of tools by them."""

@@ -23,7 +23,14 @@ _LLAMA3_WORDS = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN2_WORDS = _LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
-PRE_TOKENIZERS = {"gpt-2": None, "smollm": None, "llama-bpe": _LLAMA3_WORDS, "qwen2": _QWEN2_WORDS}
+_QWEN35_WORDS = _QWEN2_WORDS.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}")
+PRE_TOKENIZERS = {
+    "gpt-2": None,
+    "smollm": None,
+    "llama-bpe": _LLAMA3_WORDS,
+    "qwen2": _QWEN2_WORDS,
+    "qwen35": _QWEN35_WORDS,
+}
 """`tokenizer.ggml.pre` to the words' regular expression; None is GPT-2's own, which byte-level BPE has built in."""
 
 
@@ -84,7 +91,7 @@ def load_tokenizer(path: Path, metadata: dict[str, Any]) -> Any:
 
 _SAMPLES = (
     "It's 12,345.67 km from here; isn't it?  Yes.\n\n\tNo, you'LL see: x_1 += 2**10  # ok\r\n",
-    "Übergröße naïve ΑΒΓ 你好，世界 مرحبا 12٣ e\u0301cole 🙂👍🏽 ½ ①",
+    "Übergröße naïve ΑΒΓ 你好，世界 مرحبا 12٣ e\u0301cole 🙂👍🏽 ½ ① नमस्ते",
 )
 """Texts that the known ways of splitting split differently."""
 
@@ -152,7 +159,7 @@ def _byte_level(metadata: dict[str, Any], pre: str) -> Tokenizer:
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words is None))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
-    if pre == "qwen2":
+    if pre in ("qwen2", "qwen35"):
         tokenizer.normalizer = normalizers.NFC()
     return tokenizer
 

@@ -1,0 +1,125 @@
+"""Which tensors of a GGUF file a checkpoint's become: their names, their rows' order, what is done to their numbers."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pronghorn.errors import DataError, UnsupportedError
+from pronghorn.families.gguf_spec import Part
+from pronghorn.families.spec import FamilySpec
+from pronghorn.precision.loader import StoredTensor
+
+MERGE = "export it merged (--to merged), and convert that with llama.cpp's convert_hf_to_gguf.py"
+
+_NEVER = 1e30
+"""Divides a frequency into none."""
+
+
+def parts_of(name: str, table: Any, config: Any, family: FamilySpec) -> Sequence[Part]:
+    """Return the tensors of the file that a causal LM's becomes, each with its name.
+
+    Args:
+        name: in the causal LM.
+        table: `models.gguf.name_table`'s.
+    Raises:
+        UnsupportedError: it has no name in the file.
+    """
+    assert family.gguf is not None
+    module, _, leaf = name.rpartition(".")
+    named = table.get_name(module)
+    own = f"{named}.{leaf}" if named else table.get_name(name) and f"{table.get_name(name)}.weight"
+    parts = family.gguf.parts(name, config)
+    if parts is None:
+        parts = [_usual(named or "", config, family)]
+    parts = [replace(part, name=part.name or own or "") for part in parts]
+    if not all(part.name for part in parts):
+        raise UnsupportedError(f"{name} has no name in a GGUF file of {family.gguf.architecture}", MERGE)
+    return parts
+
+
+def _usual(name: str, config: Any, family: FamilySpec) -> Part:
+    """Return how a tensor is changed where its family says nothing of it, by its name in the file without the leaf."""
+    if family.norm_offset and name.endswith("norm"):
+        return Part(change=lambda weight: weight + family.norm_offset)
+    if family.gguf is None or not family.gguf.interleaved or not name.endswith(("attn_q", "attn_k")):
+        return Part()
+    # llama.cpp turns neighbours of a head where transformers turns halves
+    heads, size = config.num_attention_heads if name.endswith("q") else config.num_key_value_heads, head_dim_of(config)
+    turned = [half * size // 2 + row for row in range(size // 2) for half in range(2)]
+    return Part(rows=[head * size + row for head in range(heads) for row in turned])
+
+
+def shape_of(part: Part, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of a tensor of the file, given that of the checkpoint's."""
+    return part.shape or (*(shape[:1] if part.rows is None else [len(part.rows)]), *shape[1:])
+
+
+def changed(part: Part, weight: Tensor) -> Tensor:
+    """Return a tensor of the file, given the checkpoint's."""
+    if part.rows is not None:
+        weight = weight[list(part.rows)]
+    if part.columns is not None:
+        weight = weight[:, list(part.columns)]
+    if part.change is not None:
+        weight = part.change(weight)
+    return weight.reshape(shape_of(part, weight.shape))
+
+
+def stacked(source: Iterator[StoredTensor], count: int) -> Iterator[StoredTensor]:
+    """Yield a checkpoint's tensors, and of so many experts' alike ones a tensor with all of them."""
+    from safetensors import safe_open
+
+    waiting: dict[str, dict[int, StoredTensor]] = {}
+    for stored in source:
+        expert = re.fullmatch(r"(.*\.experts)\.(\d+)\.(.*)", stored.name)
+        if expert is None:
+            yield stored
+            continue
+        name = f"{expert[1]}.{expert[3]}"
+        alike = waiting.setdefault(name, {})
+        alike[int(expert[2])] = stored
+        if len(alike) < count:
+            continue
+        del waiting[name]
+
+        def rows(start: int, stop: int, alike: dict[int, StoredTensor] = alike) -> Tensor:
+            with ExitStack() as stack:
+                origins = dict.fromkeys(alike[number].origin for number in range(start, stop))
+                files = {origin: stack.enter_context(safe_open(origin, "pt")) for origin in origins}
+                return torch.stack(
+                    [files[alike[number].origin].get_tensor(alike[number].name) for number in range(start, stop)]
+                )
+
+        yield replace(stored, name=name, shape=(count, *stored.shape), rows=rows)
+    if waiting:
+        name, alike = next(iter(waiting.items()))
+        raise DataError(f"the checkpoint has {len(alike)} of {count} experts' {name}", "export or download it again")
+
+
+def rope_factors(rope: dict[str, Any], config: Any) -> Tensor:
+    """Return by what each frequency of RoPE is divided, [head_dim / 2]: as Llama 3's are, or so that only the first
+    pairs of a head turn."""
+    head_dim = rope.get("head_dim") or head_dim_of(config)
+    if rope["rope_type"] == "proportional":
+        turned = int(rope.get("partial_rotary_factor", 1.0) * head_dim // 2)
+        return torch.tensor([1.0] * turned + [_NEVER] * (head_dim // 2 - turned))
+    low, high, original = rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
+    factors = []
+    for pair in range(head_dim // 2):
+        wavelength = 2 * math.pi * rope["rope_theta"] ** (2 * pair / head_dim)
+        mix = min(max((original / wavelength - low) / (high - low), 0.0), 1.0)
+        factors.append(1 / ((1 - mix) / rope["factor"] + mix))
+    return torch.tensor(factors)
+
+
+def head_dim_of(config: Any) -> int:
+    """Return the size of attention's heads, in models where all layers' are the same."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
