@@ -93,7 +93,7 @@ def test_a_file_says_what_it_is(stories: Path, tmp_path: Path) -> None:
         ("llama", {"use_dora": True}, "doesn't read DoRA"),
         ("llama", {"bias": "all"}, r"doesn't read trained biases \(bias: all\)"),
         ("llama", {"modules_to_save": ["embed_tokens"]}, "modules that were trained whole"),
-        ("glm4_moe", {}, "glm4_moe is not written as GGUF"),
+        ("qwen3_next", {}, "qwen3_next is not written as GGUF"),
     ],
 )
 def test_what_llama_cpp_does_not_apply_is_refused(

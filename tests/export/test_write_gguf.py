@@ -25,6 +25,9 @@ from support.tiny import tiny_model
 pytest.importorskip("gguf")
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 8192}
+OLMO3 = {"num_hidden_layers": 4, "layer_types": [*["sliding_attention"] * 3, "full_attention"]}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 12}
+LINEAR_IN_WINDOWS = {"full_attention": YARN, "sliding_attention": YARN | {"rope_type": "linear"}}
 TEXT = "It's 1,234 km from here.\n\n你好 naïve 🙂"
 
 
@@ -53,6 +56,9 @@ def logits(model: Any, ids: list[int]) -> torch.Tensor:
         ("phi3", {"sliding_window": None}),
         ("gemma3_text", {"num_hidden_layers": 6, "layer_types": [*["sliding_attention"] * 5, "full_attention"]}),
         ("seed_oss", {}),
+        ("ministral", {"layer_types": ["full_attention"] * 3}),
+        ("ministral3", {}),
+        ("olmo3", OLMO3),
     ],
     ids=lambda value: value if isinstance(value, str) else ", ".join(value),
 )
@@ -127,7 +133,7 @@ def test_the_file_names_every_stop_token(smollm2: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "changes", "problem"),
     [
-        ("glm4_moe", {}, "glm4_moe is not written as GGUF"),
+        ("qwen3_next", {}, "qwen3_next is not written as GGUF"),
         ("qwen3_moe", {"norm_topk_prob": False}, "weights of experts that don't sum to one is not written as GGUF"),
         ("smollm3", {}, "smollm3 with RoPE in other layers than three of four is not written as GGUF"),
         (
@@ -136,6 +142,16 @@ def test_the_file_names_every_stop_token(smollm2: Path, tmp_path: Path) -> None:
             "gemma3_text with windows in other layers than five of six is not written as GGUF",
         ),
         ("mistral", {}, "a window of 7 tokens is not written as GGUF"),
+        ("ministral", {}, "a window of 6 tokens is not written as GGUF"),
+        ("olmo2", {"head_dim": 24}, "olmo2 with heads of 24 and not hidden_size / num_attention_heads"),
+        ("olmo2", {"tie_word_embeddings": True}, "olmo2 with a head that is the embeddings"),
+        ("olmo3", {}, "olmo3 with windows in other layers than three of four"),
+        ("olmo3", OLMO3 | {"rope_parameters": LINEAR_IN_WINDOWS}, "another RoPE in windows than the unscaled one"),
+        ("gpt_oss", {"layer_types": ["full_attention"] * 2}, "gpt_oss with windows in other layers than every second"),
+        ("gpt_oss", {"swiglu_limit": 5.0}, r"gpt_oss with a gate of α = 1\.702, clamped at 5\.0"),
+        ("gpt_oss", {"attention_bias": False}, "gpt_oss with attention without biases"),
+        ("gpt_oss", {"tie_word_embeddings": True}, "gpt_oss with a head that is the embeddings"),
+        ("qwen3", {"rope_parameters": YARN}, "RoPE scaling 'yarn' is not written as GGUF here for qwen3"),
     ],
 )
 def test_families_that_are_not_written_are_refused(

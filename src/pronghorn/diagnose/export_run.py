@@ -21,7 +21,7 @@ from pronghorn.export.engines.llama_cpp import has_llama_cpp, serve_gguf
 from pronghorn.export.engines.transformers import TransformersEngine
 from pronghorn.export.folder import whole_folder
 from pronghorn.export.fp8_checkpoint import write_fp8_checkpoint
-from pronghorn.export.gguf import check_quantisations, stop_tokens, write_gguf
+from pronghorn.export.gguf import check_quantisations, stop_tokens, write_gguf, written_family
 from pronghorn.export.gguf_lora import write_gguf_lora
 from pronghorn.export.merge import save_merged
 from pronghorn.export.onto_original import ONTO, adapter_on_original, nats_apart
@@ -120,6 +120,10 @@ def export_run(
         apart = nats_apart(original, trained, tokenizer, some)
         notes.append(f"On its original base the adapter is {apart:.3f} nats from what was trained (mean, per token).")
         trained, base = original, None
+    if to in ("gguf", "gguf-lora", "ollama"):
+        config = base_causal_lm(trained).config
+        form = written_family(config).gguf
+        notes += [note for note in [form.differs(config)] if note] if form else []
     with whole_folder(target) as folder:
         say(f"writing {target}")
         limits = _write(to, trained, tokenizer, folder, quantisation)

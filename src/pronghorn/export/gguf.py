@@ -9,6 +9,7 @@ Source: the GGUF specification, https://github.com/ggml-org/ggml/blob/master/doc
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 import shutil
@@ -24,7 +25,8 @@ import torch
 from torch import Tensor
 
 from pronghorn.errors import ConfigError, DataError, TrainingError, UnsupportedError
-from pronghorn.families.gguf_spec import Gguf
+from pronghorn.export.gguf_rope import describe_rope, head_dim, llama3_factors
+from pronghorn.families.gguf_spec import Gguf, Part
 from pronghorn.families.spec import FamilySpec
 from pronghorn.models.families import check_config
 from pronghorn.models.gguf import name_table
@@ -41,6 +43,7 @@ K_QUANTS = ("q2_k", "q3_k_s", "q3_k_m", "q3_k_l", "q4_k_s", "q4_k_m", "q5_k_s", 
 """What llama.cpp's own program makes of an f16 file."""
 QUANTISER = "llama-quantize"
 MERGE = "export it merged (--to merged), and convert that with llama.cpp's convert_hf_to_gguf.py"
+SERVE = "export it merged (--to merged), and serve that with vLLM or SGLang"
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _ENDS_OF_TURNS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>")
 
@@ -71,6 +74,9 @@ def write_gguf(source: str | Path, file: str | Path, quantisation: str = "q8_0")
     family = written_family(config)
     form = family.gguf
     assert form is not None
+    note = form.differs(config)
+    if note is not None:
+        logging.getLogger(__name__).warning("%s", note)
     tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     writer = gguf.GGUFWriter(str(file), form.architecture)
     stored = getattr(gguf.LlamaFileType, "ALL_F32" if quantisation == "f32" else f"MOSTLY_{quantisation.upper()}")
@@ -98,7 +104,7 @@ def written_family(config: Any) -> FamilySpec:
         raise UnsupportedError(f"{config.model_type} is not written as GGUF here", MERGE)
     unlike = family.gguf.unlike(config)
     if unlike is not None:
-        raise UnsupportedError(f"{config.model_type} with {unlike} is not written as GGUF here", MERGE)
+        raise UnsupportedError(f"{config.model_type} with {unlike} is not written as GGUF: llama.cpp hasn't it", SERVE)
     return family
 
 
@@ -135,16 +141,10 @@ def _by_llama_cpp(source: str | Path, file: Path, quantisation: str) -> Path:
 
 def _describe(writer: Any, config: Any, form: Gguf) -> None:
     """Write what the file says of the model's shape."""
-    import gguf
-
-    rope, values = dict(form.rope(config)), form.values(config)
-    scaling = rope.get("rope_type", "default")
-    if scaling not in ("default", "llama3", "linear"):
-        raise UnsupportedError(f"RoPE scaling {scaling!r} is not written as GGUF here", MERGE)
-    windows = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-    if windows and "sliding_window" not in values:
-        raise UnsupportedError(f"a window of {config.sliding_window} tokens is not written as GGUF here", MERGE)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    values = form.values(config)
+    if "sliding_window" not in values and _windows(config):
+        what = f"{config.model_type} with a window of {config.sliding_window} tokens"
+        raise UnsupportedError(f"{what} is not written as GGUF: llama.cpp's {form.architecture} has none", SERVE)
     writer.add_name(Path(str(config._name_or_path)).name or config.model_type)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -153,29 +153,36 @@ def _describe(writer: Any, config: Any, form: Gguf) -> None:
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(float(rope["rope_theta"]))
-    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
-    if scaling == "linear":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(float(rope["factor"]))
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
+    describe_rope(writer, config, form, SERVE)
+    writer.add_key_length(head_dim(config))
+    writer.add_value_length(head_dim(config))
     writer.add_vocab_size(config.vocab_size)
     for name, value in values.items():
         getattr(writer, f"add_{name}")(value)
 
 
+def _windows(config: Any) -> bool:
+    """Tell whether some layer's window is shorter than the context."""
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
+    return window is not None and "sliding_attention" in kinds and window < config.max_position_embeddings
+
+
 def stop_tokens(source: Path, tokenizer: Any) -> list[int]:
     """Return the tokens that end an answer: the tokenizer's, the checkpoint's and the template's end of a turn."""
-    from transformers import GenerationConfig
+    from transformers import AutoConfig, GenerationConfig
 
+    form = written_family(AutoConfig.from_pretrained(source, trust_remote_code=False)).gguf
+    assert form is not None
     own: Any = None
     if (source / "generation_config.json").is_file():
         own = GenerationConfig.from_pretrained(source).eos_token_id
     stops = [tokenizer.eos_token_id, *([own] if isinstance(own, int) else own or [])]
     template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
     vocabulary = tokenizer.get_vocab()
-    stops += [vocabulary[end] for end in _ENDS_OF_TURNS if end in template and end in vocabulary]
+    stops += [
+        vocabulary[end] for end in _ENDS_OF_TURNS if end in template and end in vocabulary and end not in form.goes_on
+    ]
     return [stop for stop in dict.fromkeys(stops) if stop is not None]
 
 
@@ -243,18 +250,30 @@ def _tensors(source: Path, config: Any, family: FamilySpec) -> Iterator[tuple[st
     assert family.gguf is not None
     architecture = family.gguf.architecture
     table = name_table(architecture, config.num_hidden_layers)
-    rope = dict(family.gguf.rope(config))
+    rope = family.gguf.rope(config)
     if rope.get("rope_type") == "llama3":
-        yield "rope_freqs.weight", _rope_factors(rope, config), None
+        yield "rope_freqs.weight", llama3_factors(rope, config), None
     count = family.gguf.values(config).get("expert_count")
-    for stored in _stacked(checkpoint(source), count) if count else checkpoint(source):
-        module, _, leaf = stored.name.rpartition(".")
-        name = table.get_name(module)
-        if name is None:
-            raise UnsupportedError(f"{stored.name} has no name in a GGUF file of {architecture}", MERGE)
-        if name == "output" and config.tie_word_embeddings:
-            continue  # the embeddings are read for it
-        yield f"{name}.{leaf}", stored, tensor_change(name, config, family)
+    for whole in _stacked(checkpoint(source), count) if count else checkpoint(source):
+        for stored in _parts(whole, config, family.gguf):
+            module, _, leaf = stored.name.rpartition(".")
+            name = table.get_name(module)
+            if name is None:
+                raise UnsupportedError(f"{stored.name} has no name in a GGUF file of {architecture}", MERGE)
+            if name == "output" and config.tie_word_embeddings:
+                continue  # the embeddings are read for it
+            yield f"{name}.{leaf}", stored, tensor_change(name, config, family)
+
+
+def _parts(stored: StoredTensor, config: Any, form: Gguf) -> Iterator[StoredTensor]:
+    """Yield what the file holds of a checkpoint's tensor, by the names that modules of their own would have."""
+    for name, part in form.parts(stored.name, config).items():
+
+        def rows(start: int, stop: int, part: Part = part) -> Tensor:
+            return part(stored.rows(start, stop))
+
+        shape = tuple(part(torch.empty(stored.shape, device="meta")).shape)
+        yield replace(stored, name=name, shape=shape, rows=rows)
 
 
 def _stacked(source: Iterator[StoredTensor], count: int) -> Iterator[StoredTensor]:
@@ -303,18 +322,6 @@ def _interleaved(weight: Tensor, heads: int) -> Tensor:
     return weight.view(heads, 2, -1, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
 
 
-def _rope_factors(rope: dict[str, Any], config: Any) -> Tensor:
-    """Return by what each frequency of Llama 3's RoPE is divided, [head_dim / 2]."""
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    low, high, original = rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
-    factors = []
-    for pair in range(head_dim // 2):
-        wavelength = 2 * math.pi * rope["rope_theta"] ** (2 * pair / head_dim)
-        mix = min(max((original / wavelength - low) / (high - low), 0.0), 1.0)
-        factors.append(1 / ((1 - mix) / rope["factor"] + mix))
-    return torch.tensor(factors)
-
-
 def _write_tensors(
     writer: Any, tensors: Callable[[], Iterator[tuple[str, StoredTensor | Tensor, Change]]], wanted: Any
 ) -> None:
@@ -326,7 +333,7 @@ def _write_tensors(
     kinds = []
     for name, stored, _ in tensors():
         shape, block = tuple(stored.shape), GGML_QUANT_SIZES[wanted][0]
-        kept = len(shape) < 2 or ".ffn_gate_inp." in name
+        kept = len(shape) < 2 or ".ffn_gate_inp." in name or name.endswith(".bias")
         kind = GGMLQuantizationType.F32 if kept or shape[-1] % block else wanted
         kinds.append(kind)
         per_block, size = GGML_QUANT_SIZES[kind]

@@ -6,6 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
+Part = Callable[[Tensor], Tensor]
+"""Takes of some of a checkpoint's rows (slices of the first dimension) those of a tensor in the file."""
+
 
 def _nothing(config: Any) -> Mapping[str, Any]:
     return {}
@@ -18,6 +23,15 @@ def _served(config: Any) -> str | None:
 def _rope(config: Any) -> Mapping[str, Any]:
     rope: Mapping[str, Any] = config.rope_parameters
     return rope
+
+
+def _whole(name: str, config: Any) -> Mapping[str, Part]:
+    return {name: all_rows}
+
+
+def all_rows(rows: Tensor) -> Tensor:
+    """Take a tensor as it is."""
+    return rows
 
 
 @dataclass(frozen=True)
@@ -35,3 +49,12 @@ class Gguf:
     """Says what a configuration has that llama.cpp's model of the architecture hasn't, or None."""
     rope: Callable[[Any], Mapping[str, Any]] = _rope
     """Reads the RoPE parameters of layers without a window."""
+    yarn: bool = False
+    """Whether llama.cpp's model of the architecture scales RoPE by YaRN as transformers' does."""
+    parts: Callable[[str, Any], Mapping[str, Part]] = _whole
+    """Returns, of the name of a checkpoint's tensor and the configuration, what in the file is made of it, under the
+    names that modules of their own would have; nothing of what transformers doesn't load."""
+    differs: Callable[[Any], str | None] = _served
+    """Says what llama.cpp computes a little otherwise, which no file can help, or None. It is written nevertheless."""
+    goes_on: tuple[str, ...] = ()
+    """Tokens that end a part of an answer, and not the answer, where other families' end it."""
