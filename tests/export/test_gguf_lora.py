@@ -26,7 +26,17 @@ from support.tiny import tiny_model
 gguf = pytest.importorskip("gguf")
 needs_llama_cpp = pytest.mark.skipif(not llama_cpp.has_llama_cpp(), reason="needs the package xllamacpp")
 TEXT = "Once upon a time, there was a girl."
-FAMILIES: dict[str, dict[str, Any]] = {"llama": {}, "qwen3": {}, "granite": {}, "phi3": {"sliding_window": None}}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {},
+    "granite": {},
+    "phi3": {"sliding_window": None},
+    "gpt_oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "ministral": {"layer_types": ["full_attention"] * 3},
+    "ministral3": {},
+    "olmo3": {"num_hidden_layers": 4, "layer_types": [*["sliding_attention"] * 3, "full_attention"]},
+    "glm4_moe": {},
+}
 
 
 def adapted(family: str, vocabulary: int, **options: Any) -> Any:
