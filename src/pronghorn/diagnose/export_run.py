@@ -135,7 +135,7 @@ def export_run(
                 for engine in _engines(to, folder, trained, tokenizer, served):
                     comparison = compare(reference, engine, format=limits, rows=rows, say=say)
                     if any(check.ok is False for check in comparison.checks):
-                        causes = "; ".join(comparison.causes) or "its answers differ"
+                        causes = "; ".join((*comparison.causes, *notes)) or "its answers differ"
                         raise TrainingError(
                             f"the export is not what was trained ({engine.name}): {causes}",
                             "nothing was written; try --to merged, and report it",
@@ -161,8 +161,9 @@ def _write(to: str, model: Any, tokenizer: Any, folder: Path, quantisation: str)
     if to == "gguf-lora":
         write_gguf_lora(model, folder / "adapter.gguf")
         # a base that was quantised isn't the checkpoint, and one out of a model with towers is only a part of it
-        other = getattr(base_causal_lm(model), "is_quantized", False) or composite_of(model) is not None
-        return "f16" if has_llama_cpp() and not other else None
+        base = base_causal_lm(model)
+        packed = getattr(base, "is_quantized", False) or getattr(base.config, "quantization_config", None) is not None
+        return "f16" if has_llama_cpp() and not packed and composite_of(model) is None else None
     if to == "merged":
         save_merged(model, tokenizer, folder)
         return "merged"

@@ -28,6 +28,7 @@ from pronghorn.errors import ConfigError, DataError, TrainingError, UnsupportedE
 from pronghorn.export.gguf_rope import describe_rope, head_dim, llama3_factors
 from pronghorn.families.gguf_spec import Gguf, Part
 from pronghorn.families.spec import FamilySpec
+from pronghorn.models.composite import Composite
 from pronghorn.models.families import check_config
 from pronghorn.models.gguf import name_table
 from pronghorn.models.gguf_tokenizer import byte_level_names, splits_alike
@@ -55,7 +56,7 @@ def write_gguf(source: str | Path, file: str | Path, quantisation: str = "q8_0")
     written.
 
     Args:
-        source: a plain checkpoint in 16 or 32 bits.
+        source: a plain checkpoint in 16 or 32 bits; of one with towers the language model is written.
         file: the file to write; an earlier one is replaced.
         quantisation: one of QUANTISATIONS, or of K_QUANTS where llama.cpp is installed.
     Raises:
@@ -67,10 +68,12 @@ def write_gguf(source: str | Path, file: str | Path, quantisation: str = "q8_0")
     if quantisation in K_QUANTS:
         return _by_llama_cpp(source, Path(file), quantisation)
     gguf = gguf_package()
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoTokenizer
 
     source, file = Path(source), Path(file)
-    config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    config, stored_tensors = _language(source)
+    if getattr(config, "quantization_config", None) is not None:
+        raise UnsupportedError(f"{source} holds weights in few bits, which are not written as GGUF", "merge it first")
     family = written_family(config)
     form = family.gguf
     assert form is not None
@@ -84,8 +87,19 @@ def write_gguf(source: str | Path, file: str | Path, quantisation: str = "q8_0")
     _describe(writer, config, form)
     _describe_tokenizer(writer, tokenizer, config, stop_tokens(source, tokenizer))
     kind = gguf.GGMLQuantizationType[quantisation.upper()]
-    _write_tensors(writer, lambda: _tensors(source, config, family), kind)
+    _write_tensors(writer, lambda: _tensors(stored_tensors(), config, family), kind)
     return file
+
+
+def _language(source: Path) -> tuple[Any, Callable[[], Iterator[StoredTensor]]]:
+    """Return the configuration of a checkpoint's language model, and how its tensors are listed, without towers."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    composite = Composite.of(source, config)
+    if composite is None:
+        return config, lambda: checkpoint(source)
+    return composite.text_config(), lambda: composite.language(checkpoint(source))
 
 
 def gguf_package() -> Any:
@@ -170,9 +184,9 @@ def _windows(config: Any) -> bool:
 
 def stop_tokens(source: Path, tokenizer: Any) -> list[int]:
     """Return the tokens that end an answer: the tokenizer's, the checkpoint's and the template's end of a turn."""
-    from transformers import AutoConfig, GenerationConfig
+    from transformers import GenerationConfig
 
-    form = written_family(AutoConfig.from_pretrained(source, trust_remote_code=False)).gguf
+    form = written_family(_language(source)[0]).gguf
     assert form is not None
     own: Any = None
     if (source / "generation_config.json").is_file():
@@ -245,7 +259,9 @@ def _vocabulary(tokenizer: Any, vocabulary: dict[str, int], size: int, pieces: b
     return tokens, types
 
 
-def _tensors(source: Path, config: Any, family: FamilySpec) -> Iterator[tuple[str, StoredTensor | Tensor, Change]]:
+def _tensors(
+    source: Iterator[StoredTensor], config: Any, family: FamilySpec
+) -> Iterator[tuple[str, StoredTensor | Tensor, Change]]:
     """Yield (the file's name of a tensor, the tensor, how it is changed)."""
     assert family.gguf is not None
     architecture = family.gguf.architecture
@@ -254,7 +270,7 @@ def _tensors(source: Path, config: Any, family: FamilySpec) -> Iterator[tuple[st
     if rope.get("rope_type") == "llama3":
         yield "rope_freqs.weight", llama3_factors(rope, config), None
     count = family.gguf.values(config).get("expert_count")
-    for whole in _stacked(checkpoint(source), count) if count else checkpoint(source):
+    for whole in _stacked(source, count) if count else source:
         for stored in _parts(whole, config, family.gguf):
             module, _, leaf = stored.name.rpartition(".")
             name = table.get_name(module)
