@@ -94,6 +94,9 @@ def farthest(model: Any, tokenizer: Any, folder: Path) -> tuple[float, float]:
         ("llama", {}),
         ("qwen2", {"use_sliding_window": False}),
         ("qwen3", {}),
+        ("qwen3", {"rope_parameters": YARN}),
+        ("qwen2", {"use_sliding_window": False, "rope_parameters": YARN}),
+        ("llama", {"rope_parameters": YARN}),
         ("mistral", {"sliding_window": None}),
         ("granite", {}),
         ("olmo2", {}),
@@ -114,6 +117,7 @@ def farthest(model: Any, tokenizer: Any, folder: Path) -> tuple[float, float]:
         ("olmo3", OLMO3 | {"rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), NO_YARN)}),
         ("glm4_moe", {}),
         ("glm4_moe", GLM_4_5),
+        ("glm4_moe", {"rope_parameters": YARN | {"partial_rotary_factor": 0.5}}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -27,6 +27,11 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_fac
 LLAMA3 |= {"original_max_position_embeddings": 8192}
 OLMO3 = {"num_hidden_layers": 4, "layer_types": [*["sliding_attention"] * 3, "full_attention"]}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 12}
+GEMMA3_YARN = {
+    "num_hidden_layers": 6,
+    "layer_types": [*["sliding_attention"] * 5, "full_attention"],
+    "rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}},
+}
 LINEAR_IN_WINDOWS = {"full_attention": YARN, "sliding_attention": YARN | {"rope_type": "linear"}}
 TEXT = "It's 1,234 km from here.\n\n你好 naïve 🙂"
 
@@ -151,7 +156,12 @@ def test_the_file_names_every_stop_token(smollm2: Path, tmp_path: Path) -> None:
         ("gpt_oss", {"swiglu_limit": 5.0}, r"gpt_oss with a gate of α = 1\.702, clamped at 5\.0"),
         ("gpt_oss", {"attention_bias": False}, "gpt_oss with attention without biases"),
         ("gpt_oss", {"tie_word_embeddings": True}, "gpt_oss with a head that is the embeddings"),
-        ("qwen3", {"rope_parameters": YARN}, "RoPE scaling 'yarn' is not written as GGUF here for qwen3"),
+        (
+            "qwen3",
+            {"rope_parameters": YARN | {"rope_type": "dynamic"}},
+            "RoPE scaling 'dynamic' is not written as GGUF",
+        ),
+        ("gemma3_text", GEMMA3_YARN, "gemma3_text with YaRN beside windows"),
     ],
 )
 def test_families_that_are_not_written_are_refused(

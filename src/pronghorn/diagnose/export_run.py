@@ -23,6 +23,7 @@ from pronghorn.export.folder import whole_folder
 from pronghorn.export.fp8_checkpoint import write_fp8_checkpoint
 from pronghorn.export.gguf import check_quantisations, stop_tokens, write_gguf, written_family
 from pronghorn.export.gguf_lora import write_gguf_lora
+from pronghorn.export.gguf_rope import rope_note
 from pronghorn.export.merge import save_merged
 from pronghorn.export.onto_original import ONTO, adapter_on_original, nats_apart
 from pronghorn.export.original import composite_of
@@ -121,9 +122,8 @@ def export_run(
         notes.append(f"On its original base the adapter is {apart:.3f} nats from what was trained (mean, per token).")
         trained, base = original, None
     if to in ("gguf", "gguf-lora", "ollama"):
-        config = base_causal_lm(trained).config
-        form = written_family(config).gguf
-        notes += [note for note in [form.differs(config)] if note] if form else []
+        written_family(base_causal_lm(trained).config)
+        notes += [note for note in [rope_note(base_causal_lm(trained).config)] if note]
     with whole_folder(target) as folder:
         say(f"writing {target}")
         limits = _write(to, trained, tokenizer, folder, quantisation)

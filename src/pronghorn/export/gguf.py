@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from pronghorn.errors import ConfigError, DataError, TrainingError, UnsupportedError
-from pronghorn.export.gguf_rope import describe_rope, head_dim, llama3_factors
+from pronghorn.export.gguf_rope import describe_rope, head_dim, llama3_factors, rope_note
 from pronghorn.families.gguf_spec import Gguf, Part
 from pronghorn.families.spec import FamilySpec
 from pronghorn.models.composite import Composite
@@ -77,7 +77,7 @@ def write_gguf(source: str | Path, file: str | Path, quantisation: str = "q8_0")
     family = written_family(config)
     form = family.gguf
     assert form is not None
-    note = form.differs(config)
+    note = rope_note(config)
     if note is not None:
         logging.getLogger(__name__).warning("%s", note)
     tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)

@@ -17,14 +17,14 @@ def describe_rope(writer: Any, config: Any, form: Gguf, remedy: str) -> None:
     """Write the RoPE parameters of a model. Llama 3's scaling is a tensor beside them (`llama3_factors`).
 
     Raises:
-        UnsupportedError: a scaling that llama.cpp's model of the architecture doesn't compute.
+        UnsupportedError: a scaling that llama.cpp doesn't compute.
     """
     import gguf
 
     rope = form.rope(config)
     scaling = rope.get("rope_type", "default")
-    if scaling not in ("default", "llama3", "linear", *(("yarn",) if form.yarn else ())):
-        raise UnsupportedError(f"RoPE scaling {scaling!r} is not written as GGUF here for {config.model_type}", remedy)
+    if scaling not in ("default", "llama3", "linear", "yarn"):
+        raise UnsupportedError(f"RoPE scaling {scaling!r} is not written as GGUF here", remedy)
     writer.add_rope_freq_base(float(rope["rope_theta"]))
     writer.add_rope_dimension_count(int(head_dim(config) * rope.get("partial_rotary_factor", 1.0)))
     if scaling == "linear":
@@ -37,6 +37,14 @@ def describe_rope(writer: Any, config: Any, form: Gguf, remedy: str) -> None:
         writer.add_rope_scaling_yarn_beta_fast(float(rope.get("beta_fast") or 32.0))
         writer.add_rope_scaling_yarn_beta_slow(float(rope.get("beta_slow") or 1.0))
         writer.add_rope_scaling_attn_factors(_yarn_scale(rope) / _grown(rope["factor"]))
+
+
+def rope_note(config: Any) -> str | None:
+    """Say in what llama.cpp's RoPE is always a little other than transformers', or None."""
+    rope = config.rope_parameters
+    if rope.get("rope_type") != "yarn" or rope.get("truncate", True):
+        return None
+    return "llama.cpp begins and ends YaRN's ramp at whole frequencies (truncate: true), and this model between them"
 
 
 def head_dim(config: Any) -> int:

@@ -49,12 +49,8 @@ class Gguf:
     """Says what a configuration has that llama.cpp's model of the architecture hasn't, or None."""
     rope: Callable[[Any], Mapping[str, Any]] = _rope
     """Reads the RoPE parameters of layers without a window."""
-    yarn: bool = False
-    """Whether llama.cpp's model of the architecture scales RoPE by YaRN as transformers' does."""
     parts: Callable[[str, Any], Mapping[str, Part]] = _whole
     """Returns, of the name of a checkpoint's tensor and the configuration, what in the file is made of it, under the
     names that modules of their own would have; nothing of what transformers doesn't load."""
-    differs: Callable[[Any], str | None] = _served
-    """Says what llama.cpp computes a little otherwise, which no file can help, or None. It is written nevertheless."""
     goes_on: tuple[str, ...] = ()
     """Tokens that end a part of an answer, and not the answer, where other families' end it."""

@@ -42,13 +42,6 @@ def _parts(name: str, config: Any) -> Mapping[str, Part]:
     return {{"down_proj_bias": f"{down}.bias", "sinks": f"{name}.weight"}.get(leaf, name): all_rows}
 
 
-def _differs(config: Any) -> str | None:
-    rope = config.rope_parameters
-    if rope["rope_type"] != "yarn" or rope.get("truncate", True):
-        return None
-    return "llama.cpp begins and ends YaRN's ramp at whole frequencies (as with truncate: true), gpt-oss between them"
-
-
 GPT_OSS = FamilySpec(
     model_type="gpt_oss",
     members="gpt-oss 20b and 120b",
@@ -61,7 +54,5 @@ GPT_OSS = FamilySpec(
     load_attention="eager",
     halved_rotary=True,
     lora_targets=("q_proj", "k_proj", "v_proj", "o_proj"),
-    gguf=Gguf(
-        "gpt-oss", values=_values, unlike=_unlike, parts=_parts, yarn=True, differs=_differs, goes_on=("<|end|>",)
-    ),
+    gguf=Gguf("gpt-oss", values=_values, unlike=_unlike, parts=_parts, goes_on=("<|end|>",)),
 )

@@ -11,5 +11,5 @@ MINISTRAL = FamilySpec(
         ResidualBlock("self_attn", Attention(window=window_of_module), before="input_layernorm"),
         ResidualBlock("mlp", GatedMLP(), before="post_attention_layernorm"),
     ),
-    gguf=Gguf("llama", interleaved=True, yarn=True),
+    gguf=Gguf("llama", interleaved=True),
 )

@@ -25,5 +25,5 @@ MINISTRAL3 = FamilySpec(
         ),
         ResidualBlock("mlp", GatedMLP(), before="post_attention_layernorm"),
     ),
-    gguf=Gguf("mistral3", interleaved=True, values=_growth, yarn=True),
+    gguf=Gguf("mistral3", interleaved=True, values=_growth),
 )

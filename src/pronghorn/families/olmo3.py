@@ -31,6 +31,5 @@ OLMO3 = FamilySpec(
         values=_windows,
         unlike=_unlike,
         rope=lambda config: config.rope_parameters["full_attention"],
-        yarn=True,
     ),
 )
