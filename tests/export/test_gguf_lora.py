@@ -58,6 +58,7 @@ def adapted(family: str, vocabulary: int, **options: Any) -> Any:
     [
         *((family, {"rank_pattern": {"o_proj": 2}, "alpha_pattern": {"o_proj": 3}}) for family in FAMILIES),
         *((family, EXPERTS) for family in ("gpt_oss", "qwen3_moe", "mixtral", "olmoe", "glm4_moe")),
+        ("glm4_moe", {"target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"]}),
     ],
     ids=lambda value: value if isinstance(value, str) else "experts" if value is EXPERTS else "",
 )

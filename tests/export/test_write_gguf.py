@@ -308,3 +308,16 @@ def test_a_file_with_experts_is_compared_by_llama_cpp_alone(
     assert exported.comparisons == ()
     tensors = read_header(exported.folder / "model-f32.gguf").tensors
     assert tensors["blk.0.ffn_up_exps.weight"] == [64, 24, 8]  # the fastest dimension first
+
+
+def test_what_llama_cpp_computes_otherwise_is_told(
+    stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exporting, "has_llama_cpp", lambda: False)
+    folder = save(tiny_model("gpt_oss", vocab_size=512), AutoTokenizer.from_pretrained(stories), tmp_path / "model")
+    exported = export_run(folder, "gguf", tmp_path / "out", "q8_0")
+    assert "whole frequencies (truncate: true)" in exported.notes[0]
+    assert exported.notes[0] in (exported.folder / "README.md").read_text()
+    told = read_header(exported.folder / "model-q8_0.gguf")
+    assert told.metadata["gpt-oss.rope.scaling.type"] == "yarn" and told.tensors["blk.0.attn_sinks.weight"] == [4]
+    assert told.tensors["blk.0.ffn_gate_exps.bias"] == [24, 8]
