@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from pronghorn import FastLanguageModel
 from pronghorn.diagnose.verify_reference import perturb
-from pronghorn.errors import UnsupportedError
+from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.export.engines import llama_cpp
 from pronghorn.export.engines.llama_cpp import serve_gguf
 from pronghorn.export.engines.transformers import TransformersEngine
 from pronghorn.export.gguf import write_gguf
+from pronghorn.export.gguf_mxfp4 import pack_mxfp4
+from pronghorn.export.merge import save_merged
 from pronghorn.models.composite import Composite
 from pronghorn.models.gguf import read_header
 from pronghorn.precision.loader import checkpoint
@@ -23,15 +27,49 @@ from support.composites import COMPOSITES, write_composite
 from support.packed_checkpoints import mxfp4_checkpoint
 from support.tiny import tiny_model
 
-pytest.importorskip("gguf")
+gguf = pytest.importorskip("gguf")
 needs_llama_cpp = pytest.mark.skipif(not llama_cpp.has_llama_cpp(), reason="needs the package xllamacpp")
 TEXT = "Once upon a time, there was a girl. She was very happy, and one day she went to the park."
+
+
+def test_mxfp4_is_what_the_package_computes() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(63, 3, 96, generator=generator) * torch.randn(63, 3, 1, generator=generator).exp()
+    weight[5] = 0.0
+    weight[7, 0, :9] = torch.tensor([0.25, 0.75, 1.25, -1.75, 2.5, 3.5, -5.0, 6.0, -0.25])  # halfway between two
+    packed = pack_mxfp4(weight)
+    expected = gguf.quants.quantize(weight.numpy(), gguf.GGMLQuantizationType.MXFP4)
+    assert packed.dtype is torch.uint8 and torch.equal(packed, torch.tensor(expected))
+
+
+def test_experts_in_mxfp4_come_out_as_they_were(tmp_path: Path) -> None:
+    tensors = mxfp4_checkpoint(tmp_path / "base", vocab_size=512)
+    model, tokenizer = FastLanguageModel.from_pretrained(str(tmp_path / "base"), max_seq_length=64, dtype="bfloat16")
+    merged = model_folder(model, tokenizer, tmp_path / "merged")
+    file = write_gguf(merged, tmp_path / "model.gguf", "mxfp4")
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(str(file)).tensors}
+    gate = stored["blk.0.ffn_gate_exps.weight"]
+    assert gate.tensor_type.name == "MXFP4" and stored["blk.0.attn_q.weight"].tensor_type.name == "Q8_0"
+    path = "model.layers.0.mlp.experts"
+    blocks, scales = (tensors[f"{path}.gate_up_proj_{part}"] for part in ("blocks", "scales"))
+    exact = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)  # [E, H, 2 I]
+    for name, expected in (("gate", exact[..., ::2]), ("up", exact[..., 1::2])):
+        found = stored[f"blk.0.ffn_{name}_exps.weight"]
+        again = torch.tensor(gguf.dequantize(found.data, found.tensor_type))
+        assert torch.equal(again, expected.mT)
+    with pytest.raises(ConfigError, match="mxfp4 is of experts, and llama has none"):
+        write_gguf(model_folder(tiny_model("llama", vocab_size=512), tokenizer, tmp_path / "llama"), file, "mxfp4")
+
+
+def model_folder(model: Any, tokenizer: Any, folder: Path) -> Path:
+    save_merged(model, tokenizer, folder)
+    return folder
 
 
 @needs_llama_cpp
 @pytest.mark.slow
 def test_an_adapter_merged_into_experts_in_4_bits(stories: Path, tmp_path: Path) -> None:
-    """The base itself is no plain checkpoint, which is told."""
+    """The base itself is no plain checkpoint, which is told. Of its experts mxfp4 is what q8_0 is."""
     mxfp4_checkpoint(tmp_path / "base", rope_parameters={"rope_type": "default", "rope_theta": 1e4}, vocab_size=512)
     tokenizer = AutoTokenizer.from_pretrained(stories)
     tokenizer.save_pretrained(tmp_path / "base")
@@ -47,20 +85,28 @@ def test_an_adapter_merged_into_experts_in_4_bits(stories: Path, tmp_path: Path)
         TransformersEngine(AutoModelForCausalLM.from_pretrained(merged, dtype=dtype), tokenizer).distribution(ids)
         for dtype in (torch.float32, torch.float16)
     )
-    with serve_gguf(write_gguf(merged, tmp_path / "model.gguf", "f32"), 64) as engine:
-        scored = engine.logprobs(ids)
+    scored, eight, four = (
+        served(write_gguf(merged, tmp_path / f"{name}.gguf", name), ids) for name in ("f32", "q8_0", "mxfp4")
+    )
     with model.disable_adapter():
         base = TransformersEngine(model, tokenizer).distribution(ids)
     found, in_16_bits, merging, unmerged = (
         max(abs(told[at - 1, ids[at]].item() - of(at)) for at in scored)
         for told, of in (
-            (own, lambda at: scored[at].logprob),
+            (own, lambda at: scored[at]),
             (own, lambda at: rounded[at - 1, ids[at]].item()),
-            (trained, lambda at: scored[at].logprob),
-            (base, lambda at: scored[at].logprob),
+            (trained, lambda at: scored[at]),
+            (base, lambda at: scored[at]),
         )
     )
     assert found <= 2 * in_16_bits and merging < unmerged / 4, (found, in_16_bits, merging, unmerged)
+    to_eight, to_four = (max(abs(scored[at] - told[at]) for at in scored) for told in (eight, four))
+    assert max(abs(eight[at] - four[at]) for at in scored) < to_eight / 20 < to_four, (to_eight, to_four)
+
+
+def served(file: Path, ids: list[int]) -> dict[int, float]:
+    with serve_gguf(file, 64) as engine:
+        return {at: told.logprob for at, told in engine.logprobs(ids).items()}
 
 
 def test_layers_that_predict_further_tokens_are_left_out(stories: Path, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from pronghorn.errors import ConfigError, DataError, TrainingError, UnsupportedError
+from pronghorn.export.gguf_mxfp4 import pack_mxfp4
 from pronghorn.export.gguf_rope import describe_rope, head_dim, llama3_factors, rope_note
 from pronghorn.families.gguf_spec import Gguf, Part
 from pronghorn.families.spec import FamilySpec
@@ -38,8 +39,8 @@ _AT_ONCE = 2**25
 """About how many numbers are float32 at once."""
 Change = Callable[[Tensor], Tensor] | None
 """What is done to a weight, in float32, before it is written."""
-QUANTISATIONS = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
-"""What the `gguf` package computes."""
+QUANTISATIONS = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "mxfp4")
+"""What is computed here, most by the `gguf` package. `mxfp4` is of experts, as gpt-oss has them; the rest is q8_0."""
 K_QUANTS = ("q2_k", "q3_k_s", "q3_k_m", "q3_k_l", "q4_k_s", "q4_k_m", "q5_k_s", "q5_k_m", "q6_k")
 """What llama.cpp's own program makes of an f16 file."""
 QUANTISER = "llama-quantize"
@@ -77,17 +78,18 @@ def write_gguf(source: str | Path, file: str | Path, quantisation: str = "q8_0")
     family = written_family(config)
     form = family.gguf
     assert form is not None
+    if quantisation == "mxfp4" and not form.values(config).get("expert_count"):
+        raise ConfigError(f"mxfp4 is of experts, and {config.model_type} has none", "use q8_0 or q4_0")
     note = rope_note(config)
     if note is not None:
         logging.getLogger(__name__).warning("%s", note)
     tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     writer = gguf.GGUFWriter(str(file), form.architecture)
-    stored = getattr(gguf.LlamaFileType, "ALL_F32" if quantisation == "f32" else f"MOSTLY_{quantisation.upper()}")
-    writer.add_file_type(stored)
+    types = {"f32": "ALL_F32", "mxfp4": "MOSTLY_MXFP4_MOE"}
+    writer.add_file_type(getattr(gguf.LlamaFileType, types.get(quantisation, f"MOSTLY_{quantisation.upper()}")))
     _describe(writer, config, form)
     _describe_tokenizer(writer, tokenizer, config, stop_tokens(source, tokenizer))
-    kind = gguf.GGMLQuantizationType[quantisation.upper()]
-    _write_tensors(writer, lambda: _tensors(stored_tensors(), config, family), kind)
+    _write_tensors(writer, lambda: _tensors(stored_tensors(), config, family), quantisation)
     return file
 
 
@@ -339,7 +341,7 @@ def _interleaved(weight: Tensor, heads: int) -> Tensor:
 
 
 def _write_tensors(
-    writer: Any, tensors: Callable[[], Iterator[tuple[str, StoredTensor | Tensor, Change]]], wanted: Any
+    writer: Any, tensors: Callable[[], Iterator[tuple[str, StoredTensor | Tensor, Change]]], quantisation: str
 ) -> None:
     """Write the tensors' table, then each tensor as it is read: `tensors` gives the same ones twice."""
     import numpy as np
@@ -348,6 +350,8 @@ def _write_tensors(
 
     kinds = []
     for name, stored, _ in tensors():
+        of_experts = name.endswith("_exps.weight")
+        wanted = GGMLQuantizationType[("q8_0" if quantisation == "mxfp4" and not of_experts else quantisation).upper()]
         shape, block = tuple(stored.shape), GGML_QUANT_SIZES[wanted][0]
         kept = len(shape) < 2 or ".ffn_gate_inp." in name or name.endswith(".bias")
         kind = GGMLQuantizationType.F32 if kept or shape[-1] % block else wanted
@@ -369,6 +373,8 @@ def _write_tensors(
         parts = []
         for start in range(0, count, at_once):
             part = (stored if isinstance(stored, Tensor) else stored.rows(start, min(start + at_once, count))).float()
-            parts.append(quantize((part if change is None else change(part)).numpy(), kind))
+            part = part if change is None else change(part)
+            packed = kind == GGMLQuantizationType.MXFP4
+            parts.append(pack_mxfp4(part).numpy() if packed else quantize(part.numpy(), kind))
         writer.write_tensor_data(np.concatenate(parts) if len(parts) > 1 else parts[0])
     writer.close()
