@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.export.gguf import Change, gguf_package, tensor_change, written_family
-from pronghorn.families.spec import FamilySpec
+from pronghorn.families.spec import FamilySpec, GatedMLP
 from pronghorn.layers.linears import adapter_of
 from pronghorn.models.experts import low_rank_factors, wrappers
 from pronghorn.models.families import base_causal_lm
@@ -93,7 +93,7 @@ def _experts(
         if name not in parts:  # made of the experts' matrices, [E, in, out]
             yield from ((own.removesuffix(".weight"), a, part(b.mT)) for own, part in parts.items())
         elif module.parameter_name == kind.gate_up:
-            halves = zip(("gate_proj", "up_proj"), b.chunk(2, dim=1), strict=True)
+            halves = zip(GatedMLP().gate_up, b.chunk(2, dim=1), strict=True)
             yield from ((f"{experts}.{own}", a, half) for own, half in halves)
         else:
             yield name, a, b
