@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from pronghorn import FastLanguageModel
+from pronghorn.diagnose.export_run import export_run
 from pronghorn.diagnose.verify_reference import perturb
 from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.export.engines import llama_cpp
@@ -104,8 +105,35 @@ def test_an_adapter_merged_into_experts_in_4_bits(stories: Path, tmp_path: Path)
     assert max(abs(eight[at] - four[at]) for at in scored) < to_eight / 20 < to_four, (to_eight, to_four)
 
 
-def served(file: Path, ids: list[int]) -> dict[int, float]:
-    with serve_gguf(file, 64) as engine:
+@needs_llama_cpp
+@pytest.mark.slow
+def test_an_adapter_of_experts_in_4_bits_is_compared_on_them(stories: Path, tmp_path: Path) -> None:
+    """The base that `gguf-lora` is compared on is what its 4 bits stand for."""
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    mxfp4_checkpoint(tmp_path / "base", rope_parameters=rope, vocab_size=512)
+    tokenizer = AutoTokenizer.from_pretrained(stories)
+    tokenizer.save_pretrained(tmp_path / "base")
+    base, _ = FastLanguageModel.from_pretrained(str(tmp_path / "base"), max_seq_length=64, dtype="float32")
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    model = FastLanguageModel.get_peft_model(base, r=4, target_modules=["q_proj"], target_parameters=experts)
+    perturb(model)
+    model.eval().save_pretrained(tmp_path / "run")
+    tokenizer.save_pretrained(tmp_path / "run")
+    exported = export_run(tmp_path / "run", "gguf-lora", tmp_path / "out", "q8_0")
+    assert [comparison.engine.split()[0] for comparison in exported.comparisons] == ["llamacpp"]
+    ids = tokenizer(TEXT)["input_ids"]
+    trained = TransformersEngine(model, tokenizer).distribution(ids)
+    with model.disable_adapter():
+        alone = TransformersEngine(model, tokenizer).distribution(ids)
+        plain = model_folder(model, tokenizer, tmp_path / "plain")
+    file = write_gguf(plain, tmp_path / "plain.gguf", "f32")
+    scored = served(file, ids, exported.folder / "adapter.gguf")
+    found, without = (max(abs(told[at - 1, ids[at]].item() - scored[at]) for at in scored) for told in (trained, alone))
+    assert found < 1e-4 < without / 100, (found, without)
+
+
+def served(file: Path, ids: list[int], lora: Path | None = None) -> dict[int, float]:
+    with serve_gguf(file, 64, lora=lora) as engine:
         return {at: told.logprob for at, told in engine.logprobs(ids).items()}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack
@@ -161,9 +162,8 @@ def _write(to: str, model: Any, tokenizer: Any, folder: Path, quantisation: str)
     if to == "gguf-lora":
         write_gguf_lora(model, folder / "adapter.gguf")
         # a base that was quantised isn't the checkpoint, and one out of a model with towers is only a part of it
-        base = base_causal_lm(model)
-        packed = getattr(base, "is_quantized", False) or getattr(base.config, "quantization_config", None) is not None
-        return "f16" if has_llama_cpp() and not packed and composite_of(model) is None else None
+        other = getattr(base_causal_lm(model), "is_quantized", False) or composite_of(model) is not None
+        return "f16" if has_llama_cpp() and not other else None
     if to == "merged":
         save_merged(model, tokenizer, folder)
         return "merged"
@@ -194,6 +194,9 @@ def _engines(to: str, folder: Path, trained: Any, tokenizer: Any, served: ExitSt
         return
     scratch = Path(served.enter_context(tempfile.TemporaryDirectory(dir=folder.parent, prefix=".base-")))
     checkpoint = fetched(base_causal_lm(trained).name_or_path, {"revision": trained.active_peft_config.revision})
+    if "quantization_config" in json.loads((checkpoint / "config.json").read_text(encoding="utf-8")):
+        with trained.disable_adapter():  # what MXFP4 stands for
+            checkpoint = save_merged(trained, tokenizer, scratch / "merged")
     base = write_gguf(checkpoint, scratch / "base.gguf", "f16")
     yield served.enter_context(serve_gguf(base, lora=file))
 
