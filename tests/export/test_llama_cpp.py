@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +32,10 @@ from pronghorn.export.engines.llama_cpp import serve_gguf
 from pronghorn.export.engines.transformers import TransformersEngine
 from pronghorn.export.gguf import write_gguf
 from pronghorn.families.gemma4 import GEMMA4_UNIFIED
-from pronghorn.families.gguf_spec import Part
+from pronghorn.families.gguf_spec import Gguf, Part, Rows
+from pronghorn.families.glm4_moe import GLM4_MOE
+from pronghorn.families.gpt_oss import GPT_OSS as GPT_OSS_SPEC
+from pronghorn.families.olmo3 import OLMO3 as OLMO3_SPEC
 from pronghorn.families.registry import FAMILIES
 from pronghorn.models.gguf import load_gguf, read_header
 from support.composites import add_tensors, class_of, composite_config
@@ -56,7 +60,27 @@ GEMMA4: dict[str, Any] = {
 """The last two layers have the keys and values of the two before."""
 DELTA = {"linear_key_head_dim": 16, "num_hidden_layers": 5, "full_attention_interval": 3}
 """llama.cpp's heads have keys and values of one size."""
-TEXT = "Once upon a time, there was a girl."
+GPT_OSS_FORM, OLMO3_FORM, GLM_FORM = (spec.gguf for spec in (GPT_OSS_SPEC, OLMO3_SPEC, GLM4_MOE))
+assert GPT_OSS_FORM is not None and OLMO3_FORM is not None and GLM_FORM is not None
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 12}
+NO_YARN = {"rope_type": "default", "rope_theta": 1e4}
+GPT_OSS: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "rope_parameters": YARN | {"rope_theta": 150000.0, "original_max_position_embeddings": 64, "truncate": True},
+}
+OLMO3: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": [*["sliding_attention"] * 3, "full_attention"],
+    "rope_parameters": {"full_attention": YARN | {"attention_factor": 1.4}, "sliding_attention": NO_YARN},
+}
+MINISTRAL3: dict[str, Any] = {
+    "head_dim": 24,
+    "rope_parameters": YARN | {"llama_4_scaling_beta": 0.4, "mscale": 1.0, "mscale_all_dim": 1.0},
+}
+GLM_4_5: dict[str, Any] = {"n_group": 2, "topk_group": 2, "use_qk_norm": False, "first_k_dense_replace": 2}
+FULL = {"layer_types": ["full_attention"] * 3}
+TEXT = "Once upon a time, there was a girl. She was very happy, and one day she went to the park with her mom."
+"""More tokens than the windows of tiny models have."""
 LONG = (
     f"{TEXT} She had a big red ball and a small dog, and they played in the park all day. Then the dog ran away. " * 2
 )
@@ -106,6 +130,9 @@ def farthest(model: Any, tokenizer: Any, folder: Path, text: str = TEXT) -> tupl
         ("llama", {}),
         ("qwen2", {"use_sliding_window": False}),
         ("qwen3", {}),
+        ("qwen3", {"rope_parameters": YARN}),
+        ("qwen2", {"use_sliding_window": False, "rope_parameters": YARN}),
+        ("llama", {"rope_parameters": YARN}),
         ("mistral", {"sliding_window": None}),
         ("granite", {}),
         ("olmo2", {}),
@@ -125,6 +152,17 @@ def farthest(model: Any, tokenizer: Any, folder: Path, text: str = TEXT) -> tupl
         ("gemma4_text", {**GEMMA4, "final_logit_softcapping": None}),
         ("gemma4_unified_text", {}),
         ("gemma4_text with experts", {}),
+        ("gpt_oss", GPT_OSS),
+        ("gpt_oss", {"rope_parameters": NO_YARN}),
+        ("ministral3", MINISTRAL3),
+        ("ministral3", {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.1}, "tie_word_embeddings": True}),
+        ("ministral", FULL | {"rope_parameters": YARN}),
+        ("mistral", {"sliding_window": 512}),
+        ("olmo3", OLMO3),
+        ("olmo3", OLMO3 | {"rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), NO_YARN)}),
+        ("glm4_moe", {}),
+        ("glm4_moe", GLM_4_5),
+        ("glm4_moe", {"rope_parameters": YARN | {"partial_rotary_factor": 0.5}}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -318,6 +356,92 @@ def test_llama_cpp_splits_text_as_qwen3_5_does(tmp_path: Path, monkeypatch: pyte
     with serve_gguf(write_gguf(tmp_path, tmp_path / "model.gguf", "f32"), 64) as engine:
         tokens = engine._post("/tokenize", {"content": MARKED})["tokens"]
     assert (tokens == AutoTokenizer.from_pretrained(tmp_path)(MARKED)["input_ids"]) == (named == "qwen35")
+
+
+def swapped(name: str, config: Any) -> Mapping[str, Rows]:
+    names = {"gate_proj": "up_proj", "up_proj": "gate_proj"}
+    right = GPT_OSS_FORM.split(name, config)
+    return {re.sub("gate_proj|up_proj", lambda found: names[found[0]], own): part for own, part in right.items()}
+
+
+def without(leaf: str, form: Gguf) -> dict[str, Any]:
+    def none(rows: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(rows, -100.0 if leaf == "sinks" else 0.0)
+
+    def split(name: str, config: Any) -> Mapping[str, Rows]:
+        return {own: none if name.endswith(leaf) else part for own, part in form.split(name, config).items()}
+
+    return {"split": split}
+
+
+def other(form: Gguf, **values: Any) -> dict[str, Any]:
+    return {"values": lambda config: {**form.values(config), **values}}
+
+
+@needs_llama_cpp
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "changes", "fault"),
+    [
+        ("gpt_oss", GPT_OSS, {"split": swapped}),
+        ("gpt_oss", GPT_OSS, without("sinks", GPT_OSS_FORM)),
+        ("gpt_oss", GPT_OSS, without("down_proj_bias", GPT_OSS_FORM)),
+        ("gpt_oss", GPT_OSS, other(GPT_OSS_FORM, sliding_window=6)),
+        ("gpt_oss", GPT_OSS, {"rope": lambda config: {**config.rope_parameters, "attention_factor": 1.0}}),
+        ("ministral3", MINISTRAL3, {"values": lambda config: {}}),
+        ("ministral3", MINISTRAL3, {"interleaved": False}),
+        ("olmo3", OLMO3, other(OLMO3_FORM, sliding_window=7)),
+        ("olmo3", OLMO3, {"rope": lambda config: config.rope_parameters["sliding_attention"]}),
+        ("glm4_moe", {}, without("e_score_correction_bias", GLM_FORM)),
+        ("glm4_moe", {}, other(GLM_FORM, expert_group_used_count=1)),
+        ("glm4_moe", {}, {"rope": lambda config: {**config.rope_parameters, "partial_rotary_factor": 1.0}}),
+        ("glm4_moe", {}, other(GLM_FORM, expert_weights_scale=1.0)),
+    ],
+)
+def test_faults_of_a_family_show(
+    stories: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    changes: dict[str, Any],
+    fault: dict[str, Any],
+) -> None:
+    """The check above can fail for each thing that these families alone have."""
+    right = FAMILIES[family]
+    assert right.gguf is not None
+    wrong = replace(right, gguf=replace(right.gguf, **fault))
+    monkeypatch.setattr(gguf, "written_family", lambda config: wrong)
+    tokenizer = AutoTokenizer.from_pretrained(stories)
+    torch.manual_seed(0)
+    found, own = farthest(tiny_model(family, vocab_size=len(tokenizer), **changes), tokenizer, tmp_path)
+    assert found > 4 * own, (found, own)
+
+
+@needs_llama_cpp
+@pytest.mark.slow
+def test_where_llama_cpp_rounds_the_ends_of_yarn_is_all_that_differs(
+    stories: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """gpt-oss as published: its file is written, with a warning, and is that of a model that rounds them, too."""
+    tokenizer = AutoTokenizer.from_pretrained(stories)
+    models, file = [], tmp_path / "model.gguf"
+    for truncate in (True, False):
+        rope = GPT_OSS["rope_parameters"] | {"truncate": truncate}
+        changes = GPT_OSS | {"rope_parameters": rope}
+        models.append(tiny_model("gpt_oss", vocab_size=len(tokenizer), **changes).float().eval())
+        models[-1].save_pretrained(tmp_path / str(truncate))
+        tokenizer.save_pretrained(tmp_path / str(truncate))
+        assert "llama.cpp" not in caplog.text
+        write_gguf(tmp_path / str(truncate), file, "f32")
+    assert "llama.cpp begins and ends YaRN's ramp at whole frequencies" in caplog.text
+    ids = tokenizer(TEXT)["input_ids"]
+    rounded, exact = (TransformersEngine(model, tokenizer).distribution(ids) for model in models)
+    with serve_gguf(file, 64) as engine:
+        scored = engine.logprobs(ids)
+    found, off = (
+        max(abs(told[at - 1, ids[at]].item() - scored[at].logprob) for at in scored) for told in (rounded, exact)
+    )
+    assert found < 1e-4 < off / 10, (found, off)
 
 
 def test_without_llama_cpp_the_remedy_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +19,29 @@ from pronghorn.diagnose.export_run import FORMATS, export_run, modelfile
 from pronghorn.errors import ConfigError, DataError, TrainingError, UnsupportedError
 from pronghorn.export import gguf
 from pronghorn.export.gguf import write_gguf
+from pronghorn.export.gguf_lora import write_gguf_lora
 from pronghorn.families.gguf_spec import Part
+from pronghorn.families.registry import FAMILIES
 from pronghorn.models.gguf import ARCHITECTURES, load_gguf, read_header, reads
 from support.adapters import adapter_that_shows
+from support.fused import with_adapters
 from support.tiny import tiny_model
 
 pytest.importorskip("gguf")
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 8192}
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64}
 FACTOR = {
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6, "factor": 8.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
+OLMO3 = {"num_hidden_layers": 4, "layer_types": [*["sliding_attention"] * 3, "full_attention"]}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 12}
+GEMMA3_YARN = {
+    "num_hidden_layers": 6,
+    "layer_types": [*["sliding_attention"] * 5, "full_attention"],
+    "rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}},
+}
+LINEAR_IN_WINDOWS = {"full_attention": YARN, "sliding_attention": YARN | {"rope_type": "linear"}}
 TEXT = "It's 1,234 km from here.\n\n你好 naïve 🙂"
 
 
@@ -59,6 +70,9 @@ def logits(model: Any, ids: list[int]) -> torch.Tensor:
         ("phi3", {"sliding_window": None}),
         ("gemma3_text", {"num_hidden_layers": 6, "layer_types": [*["sliding_attention"] * 5, "full_attention"]}),
         ("seed_oss", {}),
+        ("ministral", {"layer_types": ["full_attention"] * 3}),
+        ("ministral3", {}),
+        ("olmo3", OLMO3),
     ],
     ids=lambda value: value if isinstance(value, str) else ", ".join(value),
 )
@@ -133,7 +147,6 @@ def test_the_file_names_every_stop_token(smollm2: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "changes", "problem"),
     [
-        ("glm4_moe", {}, "glm4_moe is not written as GGUF"),
         ("qwen3_moe", {"norm_topk_prob": False}, "weights of experts that don't sum to one is not written as GGUF"),
         ("smollm3", {}, "smollm3 with RoPE in other layers than three of four is not written as GGUF"),
         (
@@ -167,6 +180,21 @@ def test_the_file_names_every_stop_token(smollm2: Path, tmp_path: Path) -> None:
         ),
         ("qwen3_5_text", {"linear_key_head_dim": 16, "attention_bias": True}, "with biases in attention"),
         ("qwen3_5_text", {"linear_key_head_dim": 16, "rope_parameters": YARN}, "with RoPE scaling 'yarn'"),
+        ("ministral", {}, "a window of 6 tokens is not written as GGUF"),
+        ("olmo2", {"head_dim": 24}, "olmo2 with heads of 24 and not hidden_size / num_attention_heads"),
+        ("olmo2", {"tie_word_embeddings": True}, "olmo2 with a head that is the embeddings"),
+        ("olmo3", {}, "olmo3 with windows in other layers than three of four"),
+        ("olmo3", OLMO3 | {"rope_parameters": LINEAR_IN_WINDOWS}, "another RoPE in windows than the unscaled one"),
+        ("gpt_oss", {"layer_types": ["full_attention"] * 2}, "gpt_oss with windows in other layers than every second"),
+        ("gpt_oss", {"swiglu_limit": 5.0}, r"gpt_oss with a gate of α = 1\.702, clamped at 5\.0"),
+        ("gpt_oss", {"attention_bias": False}, "gpt_oss with attention without biases"),
+        ("gpt_oss", {"tie_word_embeddings": True}, "gpt_oss with a head that is the embeddings"),
+        (
+            "qwen3",
+            {"rope_parameters": YARN | {"rope_type": "dynamic"}},
+            "RoPE scaling 'dynamic' is not written as GGUF",
+        ),
+        ("gemma3_text", GEMMA3_YARN, "gemma3_text with YaRN beside windows"),
     ],
 )
 def test_families_that_are_not_written_are_refused(
@@ -175,6 +203,17 @@ def test_families_that_are_not_written_are_refused(
     folder = save(tiny_model(family, **changes), AutoTokenizer.from_pretrained(stories), tmp_path / "merged")
     with pytest.raises(UnsupportedError, match=problem):
         write_gguf(folder, tmp_path / "model.gguf")
+
+
+def test_a_family_of_one_s_own_is_not_written(stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose file says nothing of GGUF; neither is its adapter."""
+    monkeypatch.setitem(FAMILIES, "qwen2", replace(FAMILIES["qwen2"], gguf=None))
+    model = tiny_model("qwen2")
+    folder = save(model, AutoTokenizer.from_pretrained(stories), tmp_path / "merged")
+    with pytest.raises(UnsupportedError, match="qwen2 is not written as GGUF here"):
+        write_gguf(folder, tmp_path / "model.gguf")
+    with pytest.raises(UnsupportedError, match="qwen2 is not written as GGUF here"):
+        write_gguf_lora(with_adapters(model), tmp_path / "adapter.gguf")
 
 
 STUB = """#!/bin/sh
@@ -331,3 +370,16 @@ def test_a_file_with_experts_is_compared_by_llama_cpp_alone(
     assert exported.comparisons == ()
     tensors = read_header(exported.folder / "model-f32.gguf").tensors
     assert tensors["blk.0.ffn_up_exps.weight"] == [64, 24, 8]  # the fastest dimension first
+
+
+def test_what_llama_cpp_computes_otherwise_is_told(
+    stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exporting, "has_llama_cpp", lambda: False)
+    folder = save(tiny_model("gpt_oss", vocab_size=512), AutoTokenizer.from_pretrained(stories), tmp_path / "model")
+    exported = export_run(folder, "gguf", tmp_path / "out", "q8_0")
+    assert "whole frequencies (truncate: true)" in exported.notes[0]
+    assert exported.notes[0] in (exported.folder / "README.md").read_text()
+    told = read_header(exported.folder / "model-q8_0.gguf")
+    assert told.metadata["gpt-oss.rope.scaling.type"] == "yarn" and told.tensors["blk.0.attn_sinks.weight"] == [4]
+    assert told.tensors["blk.0.ffn_gate_exps.bias"] == [24, 8]

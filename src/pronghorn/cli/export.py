@@ -27,7 +27,7 @@ def export(
         typer.Option(
             metavar="NAME",
             show_default=False,
-            help="Of a GGUF file: f32, f16, bf16, q8_0 (the default), q5_1, q5_0, q4_1 or q4_0; by an "
+            help="Of a GGUF file: f32, f16, bf16, q8_0 (the default), q5_1, q5_0, q4_1, q4_0 or mxfp4; by an "
             "installed llama.cpp q4_k_m and its like.",
         ),
     ] = None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack
@@ -25,6 +26,7 @@ from pronghorn.export.folder import whole_folder
 from pronghorn.export.fp8_checkpoint import write_fp8_checkpoint
 from pronghorn.export.gguf import check_quantisations, left_out, stop_tokens, write_gguf, written_family
 from pronghorn.export.gguf_lora import write_gguf_lora
+from pronghorn.export.gguf_rope import rope_note
 from pronghorn.export.merge import save_merged
 from pronghorn.export.onto_original import ONTO, adapter_on_original, distances, has_quantised_base, knows_original
 from pronghorn.export.original import composite_of
@@ -120,7 +122,7 @@ def export_run(
     session = load_chat(run)
     trained, tokenizer = session.models.get("trained") or session.models["model"], session.tokenizer
     rows = [] if recipe is None else heldout_rows(recipe, tokenizer, say)
-    base, notes = session.models.get("base"), list[str]()
+    base, notes, unlike = session.models.get("base"), list[str](), None
     adapter = run if is_export(run) else run / "adapter"
     if onto == "original" or ((onto or FORMATS[to].merges) and has_quantised_base(trained) and knows_original(adapter)):
         say("measuring merges onto both bases")
@@ -135,8 +137,10 @@ def export_run(
     if onto == "original":
         say("loading the original base")
         trained, base = adapter_on_original(adapter, trained), None
-    if to in ("gguf", "ollama") and (told := left_out(trained)) is not None:
-        notes.append(told)
+    if to in ("gguf", "gguf-lora", "ollama"):
+        written_family(base_causal_lm(trained).config)
+        unlike = rope_note(base_causal_lm(trained).config)
+        notes += [note for note in (left_out(trained) if to != "gguf-lora" else None, unlike) if note]
     with whole_folder(target) as folder:
         say(f"writing {target}")
         limits = _write(to, trained, tokenizer, folder, quantisation)
@@ -148,7 +152,7 @@ def export_run(
                 for engine in _engines(to, folder, trained, tokenizer, served):
                     comparison = compare(reference, engine, format=limits, rows=rows, say=say)
                     if any(check.ok is False for check in comparison.checks):
-                        causes = "; ".join(comparison.causes) or "its answers differ"
+                        causes = "; ".join((*comparison.causes, *filter(None, [unlike]))) or "its answers differ"
                         raise TrainingError(
                             f"the export is not what was trained ({engine.name}): {causes}",
                             "nothing was written; try --to merged, and report it",
@@ -208,6 +212,9 @@ def _engines(to: str, folder: Path, trained: Any, tokenizer: Any, served: ExitSt
         return
     scratch = Path(served.enter_context(tempfile.TemporaryDirectory(dir=folder.parent, prefix=".base-")))
     checkpoint = fetched(base_causal_lm(trained).name_or_path, {"revision": trained.active_peft_config.revision})
+    if "quantization_config" in json.loads((checkpoint / "config.json").read_text(encoding="utf-8")):
+        with trained.disable_adapter():  # what MXFP4 stands for
+            checkpoint = save_merged(trained, tokenizer, scratch / "merged")
     base = write_gguf(checkpoint, scratch / "base.gguf", "f16")
     yield served.enter_context(serve_gguf(base, lora=file))
 

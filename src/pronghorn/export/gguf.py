@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import math
 import os
 import shutil
@@ -22,7 +23,9 @@ from typing import Any
 from torch import Tensor
 
 from pronghorn.errors import ConfigError, TrainingError, UnsupportedError
-from pronghorn.export.gguf_tensors import MERGE, changed, head_dim_of, parts_of, rope_factors, shape_of, stacked
+from pronghorn.export.gguf_mxfp4 import pack_mxfp4
+from pronghorn.export.gguf_rope import FACTORED, head_dim_of, rope_factors, rope_note, rope_values
+from pronghorn.export.gguf_tensors import MERGE, changed, parts_of, shape_of, split, stacked
 from pronghorn.export.original import composite_of
 from pronghorn.families.gguf_spec import Gguf, Part
 from pronghorn.families.spec import FamilySpec
@@ -36,13 +39,14 @@ _AT_ONCE = 2**25
 """About how many numbers are float32 at once."""
 _FLOAT32 = (".ffn_gate_inp", ".ssm_conv1d.")
 """Tensors that llama.cpp reads in float32 alone, or that choose experts."""
-QUANTISATIONS = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
-"""What the `gguf` package computes."""
+QUANTISATIONS = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "mxfp4")
+"""What is computed here, most by the `gguf` package. `mxfp4` is of experts, as gpt-oss has them; the rest is q8_0."""
 K_QUANTS = ("q2_k", "q3_k_s", "q3_k_m", "q3_k_l", "q4_k_s", "q4_k_m", "q5_k_s", "q5_k_m", "q6_k")
 """What llama.cpp's own program makes of an f16 file."""
 QUANTISER = "llama-quantize"
 _CARRIER = "ik_llama_cpp"
 """A package with that program in its folder bin (`pip install ik-llama-cpp-python`, of a fork of llama.cpp)."""
+SERVE = "export it merged (--to merged), and serve that with vLLM or SGLang"
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _ENDS_OF_TURNS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<turn|>", "<|end|>")
 
@@ -66,32 +70,45 @@ def write_gguf(source: str | Path, file: str | Path, quantisation: str = "q8_0")
     if quantisation in K_QUANTS:
         return _by_llama_cpp(source, Path(file), quantisation)
     gguf = gguf_package()
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoTokenizer
 
     source, file = Path(source), Path(file)
-    config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-    composite = Composite.of(source, config)
-    if composite is not None:
-        config = composite.text_config()
+    config, stored_tensors = _language(source)
+    if getattr(config, "quantization_config", None) is not None:
+        raise UnsupportedError(f"{source} holds weights in few bits, which are not written as GGUF", "merge it first")
     family = written_family(config)
     form = family.gguf
     assert form is not None
+    if quantisation == "mxfp4" and not form.values(config).get("expert_count"):
+        raise ConfigError(f"mxfp4 is of experts, and {config.model_type} has none", "use q8_0 or q4_0")
+    note = rope_note(config)
+    if note is not None:
+        logging.getLogger(__name__).warning("%s", note)
     tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     writer = gguf.GGUFWriter(str(file), form.architecture)
-    stored = getattr(gguf.LlamaFileType, "ALL_F32" if quantisation == "f32" else f"MOSTLY_{quantisation.upper()}")
-    writer.add_file_type(stored)
+    types = {"f32": "ALL_F32", "mxfp4": "MOSTLY_MXFP4_MOE"}
+    writer.add_file_type(getattr(gguf.LlamaFileType, types.get(quantisation, f"MOSTLY_{quantisation.upper()}")))
     _describe(writer, config, form)
     _describe_tokenizer(writer, tokenizer, config, form, stop_tokens(source, tokenizer))
-    kind = gguf.GGMLQuantizationType[quantisation.upper()]
-
     experts = form.values(config).get("expert_count")
 
     def language() -> Iterator[StoredTensor]:
-        whole = stacked(checkpoint(source), experts) if experts else checkpoint(source)
-        return whole if composite is None else composite.language(whole)
+        whole = stacked(stored_tensors(), experts) if experts else stored_tensors()
+        return (own for stored in whole for own in split(stored, config, form))
 
-    _write_tensors(writer, lambda: _tensors(language(), config, family), kind)
+    _write_tensors(writer, lambda: _tensors(language(), config, family), quantisation)
     return file
+
+
+def _language(source: Path) -> tuple[Any, Callable[[], Iterator[StoredTensor]]]:
+    """Return the configuration of a checkpoint's language model, and how its tensors are listed, without towers."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    composite = Composite.of(source, config)
+    if composite is None:
+        return config, lambda: checkpoint(source)
+    return composite.text_config(), lambda: composite.language(checkpoint(source))
 
 
 def gguf_package() -> Any:
@@ -110,10 +127,7 @@ def written_family(config: Any) -> FamilySpec:
         raise UnsupportedError(f"{config.model_type} is not written as GGUF here", MERGE)
     unlike = family.gguf.unlike(config)
     if unlike is not None:
-        raise UnsupportedError(
-            f"{config.model_type} with {unlike} is not written as GGUF here",
-            "export it merged (--to merged), and serve that with vLLM or SGLang: llama.cpp has no such model",
-        )
+        raise UnsupportedError(f"{config.model_type} with {unlike} is not written as GGUF: llama.cpp hasn't it", SERVE)
     return family
 
 
@@ -168,16 +182,10 @@ def _by_llama_cpp(source: str | Path, file: Path, quantisation: str) -> Path:
 
 def _describe(writer: Any, config: Any, form: Gguf) -> None:
     """Write what the file says of the model's shape."""
-    import gguf
-
-    rope, values = dict(form.rope(config)), form.values(config)
-    scaling = rope.get("rope_type", "default")
-    own = ("proportional",) if "rope_dimension_count" in values else ()
-    if scaling not in ("default", "llama3", "linear", *own):
-        raise UnsupportedError(f"RoPE scaling {scaling!r} is not written as GGUF here", MERGE)
-    windows = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-    if windows and "sliding_window" not in values:
-        raise UnsupportedError(f"a window of {config.sliding_window} tokens is not written as GGUF here", MERGE)
+    values = form.values(config)
+    if "sliding_window" not in values and _windows(config):
+        what = f"{config.model_type} with a window of {config.sliding_window} tokens"
+        raise UnsupportedError(f"{what} is not written as GGUF: llama.cpp's {form.architecture} has none", SERVE)
     head_dim = values.get("key_length") or head_dim_of(config)  # which differs among layers of some
     writer.add_name(Path(str(config._name_or_path)).name or config.model_type)
     described: dict[str, Any] = {
@@ -188,10 +196,7 @@ def _describe(writer: Any, config: Any, form: Gguf) -> None:
         "head_count": config.num_attention_heads,
         "head_count_kv": values.get("head_count_kv") or config.num_key_value_heads,
         "layer_norm_rms_eps": config.rms_norm_eps,
-        "rope_freq_base": float(rope["rope_theta"]),
-        "rope_dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1.0)),
-        "rope_scaling_type": gguf.RopeScalingType.LINEAR if scaling == "linear" else None,
-        "rope_scaling_factor": float(rope["factor"]) if scaling == "linear" else None,
+        **rope_values(form.rope(config), head_dim, "rope_dimension_count" in values, SERVE),
         "key_length": head_dim,
         "value_length": head_dim,
         "vocab_size": config.vocab_size,
@@ -201,17 +206,27 @@ def _describe(writer: Any, config: Any, form: Gguf) -> None:
             getattr(writer, f"add_{name}")(value)
 
 
+def _windows(config: Any) -> bool:
+    """Tell whether some layer's window is shorter than the context."""
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
+    return window is not None and "sliding_attention" in kinds and window < config.max_position_embeddings
+
+
 def stop_tokens(source: Path, tokenizer: Any) -> list[int]:
     """Return the tokens that end an answer: the tokenizer's, the checkpoint's and the template's end of a turn."""
     from transformers import GenerationConfig
 
+    form = written_family(_language(source)[0]).gguf
+    assert form is not None
     own: Any = None
     if (source / "generation_config.json").is_file():
         own = GenerationConfig.from_pretrained(source).eos_token_id
     stops = [tokenizer.eos_token_id, *([own] if isinstance(own, int) else own or [])]
     template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
     vocabulary = tokenizer.get_vocab()
-    stops += [vocabulary[end] for end in _ENDS_OF_TURNS if end in template and end in vocabulary]
+    ends = [end for end in _ENDS_OF_TURNS if end in template and end not in form.goes_on]
+    stops += [vocabulary[end] for end in ends if end in vocabulary]
     return [stop for stop in dict.fromkeys(stops) if stop is not None]
 
 
@@ -287,7 +302,7 @@ def _tensors(
     assert family.gguf is not None
     table = name_table(family.gguf.architecture, config.num_hidden_layers)
     rope = dict(family.gguf.rope(config))
-    if rope.get("rope_type") in ("llama3", "proportional"):
+    if rope.get("rope_type") in FACTORED:
         yield "rope_freqs.weight", rope_factors(rope, config), Part()
     for stored in source:
         for part in parts_of(stored.name, table, config, family):
@@ -296,7 +311,7 @@ def _tensors(
 
 
 def _write_tensors(
-    writer: Any, tensors: Callable[[], Iterator[tuple[str, StoredTensor | Tensor, Part]]], wanted: Any
+    writer: Any, tensors: Callable[[], Iterator[tuple[str, StoredTensor | Tensor, Part]]], quantisation: str
 ) -> None:
     """Write the tensors' table, then each tensor as it is read: `tensors` gives the same ones twice."""
     import numpy as np
@@ -305,8 +320,11 @@ def _write_tensors(
 
     kinds = []
     for name, stored, made in tensors():
+        of_experts = name.endswith("_exps.weight")
+        wanted = GGMLQuantizationType[("q8_0" if quantisation == "mxfp4" and not of_experts else quantisation).upper()]
         shape, block = shape_of(made, stored.shape), GGML_QUANT_SIZES[wanted][0]
         kept = math.prod(shape) == max(shape, default=1) or any(part in name for part in _FLOAT32)
+        kept |= name.endswith(".bias")  # experts' have two dimensions
         kind = GGMLQuantizationType.F32 if kept or shape[-1] % block else wanted
         kinds.append(kind)
         per_block, size = GGML_QUANT_SIZES[kind]
@@ -327,6 +345,8 @@ def _write_tensors(
         parts = []
         for start in range(0, count, at_once):
             part = (stored if isinstance(stored, Tensor) else stored.rows(start, min(start + at_once, count))).float()
-            parts.append(quantize((changed(made, part) if whole else part).numpy(), kind))
+            part = changed(made, part) if whole else part
+            packed = kind == GGMLQuantizationType.MXFP4
+            parts.append(pack_mxfp4(part).numpy() if packed else quantize(part.numpy(), kind))
         writer.write_tensor_data(np.concatenate(parts) if len(parts) > 1 else parts[0])
     writer.close()

@@ -7,6 +7,7 @@ Source: llama.cpp, convert_lora_to_gguf.py's file format and src/llama-adapter.c
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.export.gguf import gguf_package, written_family
 from pronghorn.export.gguf_tensors import changed, parts_of
 from pronghorn.families.gguf_spec import Part
+from pronghorn.families.spec import FamilySpec, GatedMLP
 from pronghorn.layers.linears import adapter_of
+from pronghorn.models.experts import low_rank_factors, wrappers
 from pronghorn.models.families import base_causal_lm
 from pronghorn.models.gguf import name_table
 
@@ -24,7 +27,6 @@ INSTEAD = "export it merged (--to gguf)"
 _NOT_READ = (
     ("modules_to_save", "modules that were trained whole"),
     ("trainable_token_indices", "rows of new tokens"),
-    ("target_parameters", "adapters of experts"),
     ("use_dora", "DoRA"),
     ("lora_bias", "biases of adapters"),
     ("layer_replication", "repeated layers"),
@@ -55,8 +57,12 @@ def write_gguf_lora(model: Any, file: str | Path) -> Path:
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
     writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, alpha)
     table = name_table(family.gguf.architecture, base.config.num_hidden_layers)
+    experts = {*wrappers(model)}
+    for name, own_a, own_b in _experts(base, model.active_adapter, family, experts):
+        writer.add_tensor(f"{table.get_name(name)}.weight.lora_a", own_a.contiguous().numpy())
+        writer.add_tensor(f"{table.get_name(name)}.weight.lora_b", (own_b / alpha).contiguous().numpy())
     for path, module in base.named_modules():
-        if not hasattr(module, "lora_A"):
+        if not hasattr(module, "lora_A") or module in experts:
             continue
         adapter = adapter_of(module)
         if adapter is None:
@@ -71,6 +77,29 @@ def write_gguf_lora(model: Any, file: str | Path) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return file
+
+
+def _experts(
+    base: Any, adapter: str, family: FamilySpec, wanted: Collection[Any]
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield (path of experts' linears, A [E, r, in], B [E, out, r] times scale and r) of all experts' adapters."""
+    form, kind = family.gguf, family.experts
+    assert form is not None
+    for path, module in base.named_modules():
+        if module not in wanted:
+            continue
+        experts = path.removesuffix(".base_layer")
+        a, b = (factor.detach().float().cpu() for factor in low_rank_factors(module, adapter))
+        b = b * (module.scaling[adapter] * a.shape[1])
+        name = f"{experts}.{module.parameter_name}"
+        parts = form.split(name, base.config)
+        if name not in parts:  # made of the experts' matrices, [E, in, out]
+            yield from ((own.removesuffix(".weight"), a, take(b.mT)) for own, take in parts.items())
+        elif module.parameter_name == kind.gate_up:
+            halves = zip(GatedMLP().gate_up, b.chunk(2, dim=1), strict=True)
+            yield from ((f"{experts}.{own}", a, half) for own, half in halves)
+        else:
+            yield name, a, b
 
 
 def _check(config: Any) -> None:

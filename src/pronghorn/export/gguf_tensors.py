@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -13,14 +12,12 @@ import torch
 from torch import Tensor
 
 from pronghorn.errors import DataError, UnsupportedError
-from pronghorn.families.gguf_spec import Part
+from pronghorn.export.gguf_rope import head_dim_of
+from pronghorn.families.gguf_spec import Gguf, Part, Rows
 from pronghorn.families.spec import FamilySpec
 from pronghorn.precision.loader import StoredTensor
 
 MERGE = "export it merged (--to merged), and convert that with llama.cpp's convert_hf_to_gguf.py"
-
-_NEVER = 1e30
-"""Divides a frequency into none."""
 
 
 def parts_of(name: str, table: Any, config: Any, family: FamilySpec) -> Sequence[Part]:
@@ -73,6 +70,18 @@ def changed(part: Part, weight: Tensor) -> Tensor:
     return weight.reshape(shape_of(part, weight.shape))
 
 
+def split(stored: StoredTensor, config: Any, form: Gguf) -> Iterator[StoredTensor]:
+    """Yield what modules of their own would have of a checkpoint's tensor."""
+    for name, take in form.split(stored.name, config).items():
+
+        def rows(start: int, stop: int, take: Rows = take) -> Tensor:
+            taken: Tensor = take(stored.rows(start, stop))
+            return taken
+
+        shape = tuple(take(torch.empty(stored.shape, device="meta")).shape)
+        yield replace(stored, name=name, shape=shape, rows=rows)
+
+
 def stacked(source: Iterator[StoredTensor], count: int) -> Iterator[StoredTensor]:
     """Yield a checkpoint's tensors, and of so many experts' alike ones a tensor with all of them."""
     from safetensors import safe_open
@@ -102,24 +111,3 @@ def stacked(source: Iterator[StoredTensor], count: int) -> Iterator[StoredTensor
     if waiting:
         name, alike = next(iter(waiting.items()))
         raise DataError(f"the checkpoint has {len(alike)} of {count} experts' {name}", "export or download it again")
-
-
-def rope_factors(rope: dict[str, Any], config: Any) -> Tensor:
-    """Return by what each frequency of RoPE is divided, [head_dim / 2]: as Llama 3's are, or so that only the first
-    pairs of a head turn."""
-    head_dim = rope.get("head_dim") or head_dim_of(config)
-    if rope["rope_type"] == "proportional":
-        turned = int(rope.get("partial_rotary_factor", 1.0) * head_dim // 2)
-        return torch.tensor([1.0] * turned + [_NEVER] * (head_dim // 2 - turned))
-    low, high, original = rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
-    factors = []
-    for pair in range(head_dim // 2):
-        wavelength = 2 * math.pi * rope["rope_theta"] ** (2 * pair / head_dim)
-        mix = min(max((original / wavelength - low) / (high - low), 0.0), 1.0)
-        factors.append(1 / ((1 - mix) / rope["factor"] + mix))
-    return torch.tensor(factors)
-
-
-def head_dim_of(config: Any) -> int:
-    """Return the size of attention's heads, in models where all layers' are the same."""
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)

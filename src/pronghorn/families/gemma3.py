@@ -25,6 +25,8 @@ def _other_layers(config: Any) -> str | None:
         return "windows in other layers than five of six"
     if config.query_pre_attn_scalar != scale:
         return f"attention scaled by {config.query_pre_attn_scalar}, not {scale},"
+    if config.rope_parameters["full_attention"]["rope_type"] == "yarn":
+        return "YaRN beside windows"
     return "attention in both directions" if config.use_bidirectional_attention else None
 
 

@@ -6,6 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+Rows = Callable[[Any], Any]
+"""Takes of some of a checkpoint's rows (slices of the first dimension) those of another tensor."""
+
 
 def _nothing(config: Any) -> Mapping[str, Any]:
     return {}
@@ -18,6 +21,15 @@ def _served(config: Any) -> str | None:
 def _rope(config: Any) -> Mapping[str, Any]:
     rope: Mapping[str, Any] = config.rope_parameters
     return rope
+
+
+def _whole(name: str, config: Any) -> Mapping[str, Rows]:
+    return {name: all_rows}
+
+
+def all_rows(rows: Any) -> Any:
+    """Take a tensor as it is."""
+    return rows
 
 
 @dataclass(frozen=True)
@@ -56,6 +68,9 @@ class Gguf:
     """Says what a configuration has that llama.cpp's model of the architecture hasn't, or None."""
     rope: Callable[[Any], Mapping[str, Any]] = _rope
     """Reads the RoPE parameters of layers without a window."""
+    split: Callable[[str, Any], Mapping[str, Rows]] = _whole
+    """Returns, of the name of a checkpoint's tensor and the configuration, which tensors modules of their own would
+    have, by these names; nothing of what transformers doesn't load. They are taken some rows at a time."""
     parts: Callable[[str, Any], Sequence[Part] | None] = as_named
     """Says, by its name in the causal LM and the configuration, what a weight becomes in the file that isn't merely
     named, interleaved or offset as all of the family's are; None for those."""
@@ -63,3 +78,5 @@ class Gguf:
     """The name of its kind of SentencePiece tokenizer, where llama.cpp joins pieces by merges instead of scores."""
     shown: tuple[str, ...] = ()
     """Special tokens that llama.cpp must show in an answer, as it reads thoughts and calls of tools by them."""
+    goes_on: tuple[str, ...] = ()
+    """Tokens that end a part of an answer, and not the answer, where other families' end it."""

@@ -3,8 +3,11 @@
 The router, with its correction bias and groups, and the shared experts are called; the routed experts are computed.
 """
 
+import re
+from collections.abc import Mapping
 from typing import Any
 
+from pronghorn.families.gguf_spec import Gguf, Rows, all_rows
 from pronghorn.families.spec import Attention, Experts, FamilySpec, GatedMLP, ResidualBlock
 
 _SHARED = GatedMLP(tuple(f"shared_experts.{name}" for name in GatedMLP().gate_up), "shared_experts.down_proj")
@@ -19,10 +22,34 @@ def _blocks(layer: Any) -> tuple[ResidualBlock, ...]:
     )
 
 
+def _values(config: Any) -> Mapping[str, Any]:
+    some = config.topk_group < config.n_group  # llama.cpp loads no file that chooses all groups
+    return {
+        "expert_count": config.n_routed_experts,
+        "expert_used_count": config.num_experts_per_tok,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_shared_count": config.n_shared_experts,
+        "expert_group_count": config.n_group if some else 1,
+        "expert_group_used_count": config.topk_group if some else 1,
+        "expert_weights_scale": config.routed_scaling_factor,
+        "expert_weights_norm": config.norm_topk_prob,
+        "leading_dense_block_count": config.first_k_dense_replace,
+    }
+
+
+def _split(name: str, config: Any) -> Mapping[str, Rows]:
+    """Layers beyond the model's own predict further tokens; transformers doesn't load them."""
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    if layer is not None and int(layer[1]) >= config.num_hidden_layers:
+        return {}
+    return {name.replace("e_score_correction_bias", "e_score_correction.bias"): all_rows}
+
+
 GLM4_MOE = FamilySpec(
     model_type="glm4_moe",
     members="GLM-4.5 and GLM-4.5-Air",
     source="transformers.models.glm4_moe",
     blocks=_blocks,
     lora_targets=("q_proj", "k_proj", "v_proj", "o_proj"),
+    gguf=Gguf("glm4moe", values=_values, split=_split),
 )

@@ -2,12 +2,17 @@
 
 from typing import Any
 
+from pronghorn.families.gguf_spec import Gguf
 from pronghorn.families.spec import Attention, FamilySpec, GatedMLP, ResidualBlock, same_blocks, window_of_config
 
 
 def _query_scale(attention: Any) -> tuple[float, int] | None:
     rope = attention.config.rope_parameters
     return rope["llama_4_scaling_beta"], rope["original_max_position_embeddings"]
+
+
+def _growth(config: Any) -> dict[str, float]:
+    return {"attn_temperature_scale": config.rope_parameters["llama_4_scaling_beta"]}
 
 
 MINISTRAL3 = FamilySpec(
@@ -20,4 +25,5 @@ MINISTRAL3 = FamilySpec(
         ),
         ResidualBlock("mlp", GatedMLP(), before="post_attention_layernorm"),
     ),
+    gguf=Gguf("mistral3", interleaved=True, values=_growth),
 )

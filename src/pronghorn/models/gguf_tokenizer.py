@@ -24,12 +24,23 @@ _LLAMA3_WORDS = (
 )
 _QWEN2_WORDS = _LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
 _QWEN35_WORDS = _QWEN2_WORDS.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}")
+
+
+def _cased_words(digits: str, ending: str) -> str:
+    """Return the expression of words that also end before a capital, with what each may end in."""
+    capitals, small = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+    words = f"{capitals}*{small}+{ending}|{capitals}+{small}*{ending}|{digits}"
+    return words + r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
 PRE_TOKENIZERS = {
     "gpt-2": None,
     "smollm": None,
     "llama-bpe": _LLAMA3_WORDS,
     "qwen2": _QWEN2_WORDS,
     "qwen35": _QWEN35_WORDS,
+    "gpt-4o": _cased_words(r"\p{N}{1,3}", "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"),
+    "tekken": _cased_words(r"\p{N}", ""),
 }
 """`tokenizer.ggml.pre` to the words' regular expression; None is GPT-2's own, which byte-level BPE has built in."""
 
@@ -149,7 +160,7 @@ def _byte_level(metadata: dict[str, Any], pre: str) -> Tokenizer:
 
     vocabulary = {token: index for index, token in enumerate(metadata["tokenizer.ggml.tokens"])}
     merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre == "llama-bpe"))
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre in ("llama-bpe", "tekken")))
     words = PRE_TOKENIZERS[pre]
     steps: list[Any] = []
     if pre == "smollm":

@@ -1,0 +1,91 @@
+"""Say in a GGUF file how positions turn queries and keys: RoPE's base and dimensions, and how it is scaled."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pronghorn.errors import UnsupportedError
+
+FACTORED = ("llama3", "proportional")
+"""Kinds of scaling that are a tensor beside the weights (`rope_factors`)."""
+_NEVER = 1e30
+"""Divides a frequency into none."""
+
+
+def rope_values(rope: Mapping[str, Any], head_dim: int, proportional: bool, remedy: str) -> dict[str, Any]:
+    """Return what the file says of RoPE, by the names of gguf.GGUFWriter's methods without `add_`.
+
+    Args:
+        rope: its parameters.
+        head_dim: of attention.
+        proportional: whether the family says itself how many dimensions turn.
+    Raises:
+        UnsupportedError: a scaling that llama.cpp doesn't compute.
+    """
+    import gguf
+
+    scaling = rope.get("rope_type", "default")
+    if scaling not in ("default", "llama3", "linear", "yarn", *(["proportional"] if proportional else [])):
+        raise UnsupportedError(f"RoPE scaling {scaling!r} is not written as GGUF here", remedy)
+    found: dict[str, Any] = {
+        "rope_freq_base": float(rope["rope_theta"]),
+        "rope_dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1.0)),
+    }
+    if scaling in ("linear", "yarn"):
+        found["rope_scaling_type"] = gguf.RopeScalingType[scaling.upper()]
+        found["rope_scaling_factor"] = float(rope["factor"])
+    if scaling == "yarn":
+        found["rope_scaling_orig_ctx_len"] = rope["original_max_position_embeddings"]
+        found["rope_scaling_yarn_beta_fast"] = float(rope.get("beta_fast") or 32.0)
+        found["rope_scaling_yarn_beta_slow"] = float(rope.get("beta_slow") or 1.0)
+        found["rope_scaling_attn_factors"] = _yarn_scale(rope) / _grown(rope["factor"])
+    return found
+
+
+def rope_note(config: Any) -> str | None:
+    """Say in what llama.cpp's RoPE is always a little other than transformers', or None."""
+    rope = config.rope_parameters
+    if rope.get("rope_type") != "yarn" or rope.get("truncate", True):
+        return None
+    return "llama.cpp begins and ends YaRN's ramp at whole frequencies (truncate: true), and this model between them"
+
+
+def head_dim_of(config: Any) -> int:
+    """Return the size of attention's heads, in models where all layers' are the same."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def rope_factors(rope: Mapping[str, Any], config: Any) -> Tensor:
+    """Return by what each frequency of RoPE is divided, [head_dim / 2]: as Llama 3's are, or so that only the first
+    pairs of a head turn."""
+    head_dim = rope.get("head_dim") or head_dim_of(config)
+    if rope["rope_type"] == "proportional":
+        turned = int(rope.get("partial_rotary_factor", 1.0) * head_dim // 2)
+        return torch.tensor([1.0] * turned + [_NEVER] * (head_dim // 2 - turned))
+    low, high, original = rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
+    factors = []
+    for pair in range(head_dim // 2):
+        wavelength = 2 * math.pi * rope["rope_theta"] ** (2 * pair / head_dim)
+        mix = min(max((original / wavelength - low) / (high - low), 0.0), 1.0)
+        factors.append(1 / ((1 - mix) / rope["factor"] + mix))
+    return torch.tensor(factors)
+
+
+def _yarn_scale(rope: Mapping[str, Any]) -> float:
+    """Return what cosines and sines are multiplied by, as transformers chooses it."""
+    if rope.get("attention_factor") is not None:
+        return float(rope["attention_factor"])
+    scales = rope.get("mscale"), rope.get("mscale_all_dim")
+    if scales[0] and scales[1]:
+        return _grown(rope["factor"], scales[0]) / _grown(rope["factor"], scales[1])
+    return _grown(rope["factor"])
+
+
+def _grown(factor: float, scale: float = 1.0) -> float:
+    """Return YaRN's 0.1 s ln(factor) + 1, by which llama.cpp multiplies unasked (with s = 1)."""
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
