@@ -39,8 +39,8 @@ MOST_GRAPHS = 4
 """Different numbers of documents that are captured; rows of others run without a graph."""
 LEAST_ROOM = 32
 """Documents that a graph has room for, or twice, four times … as many. Best-fit packing puts from 8 to 160 documents
-into rows of 8,192 tokens: four graphs serve all of these; by the batch's own buckets of 16, a fifth of an epoch's rows
-found none. A tile without rows costs next to nothing."""
+into rows of 8,192 tokens: four graphs serve all of these, where by the batch's own buckets of 16 a fifth of an epoch's
+rows found none. A tile without rows costs next to nothing."""
 WARM_UPS = 2
 
 

@@ -1,4 +1,4 @@
-"""What each of several processes holds of a model: all of it, or a part of every layer's frozen weights."""
+"""What each of several processes holds of a model: all of it, or a part of every layer's weights."""
 
 from __future__ import annotations
 
