@@ -13,6 +13,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from pronghorn.errors import UnsupportedError
 from pronghorn.export import merge
@@ -159,6 +160,22 @@ done = True
 sampler.join()
 print(max(grown))
 """
+
+
+def test_rounding_in_the_products_of_16_bits_is_not_the_merge_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A float32 model's merge, rounded to bfloat16, is judged by its weights: it is computed with in float32."""
+    loaded, load = [], AutoModelForCausalLM.from_pretrained
+    monkeypatch.setattr(
+        AutoModelForCausalLM,
+        "from_pretrained",
+        lambda *a, dtype, **k: loaded.append(dtype) or load(*a, dtype=dtype, **k),
+    )
+    for dtype in (torch.float32, torch.bfloat16):
+        model = get_peft_model(tiny_model("llama").to(dtype), LoraConfig(target_modules=["q_proj"]))
+        save_merged(model, None, tmp_path / str(dtype))
+    assert loaded == [torch.float32, torch.bfloat16]
 
 
 @pytest.mark.slow

@@ -297,11 +297,13 @@ def _check(model: Any, folder: Path, dtype: torch.dtype) -> None:
                 plain = model(input_ids=tokens).logits.float()
     finally:
         model.train(was_training)
-    place = place_beside(base.device, sum(file.stat().st_size for file in folder.glob("*.safetensors")))
+    computed = torch.promote_types(dtype, base.dtype)  # so that the weights' rounding is all that differs
+    stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    place = place_beside(base.device, stored * computed.itemsize // dtype.itemsize)
     composite = composite_of(base)
     loader = AutoModelForCausalLM if composite is None else type(composite.whole)
     options = {"trust_remote_code": False} if composite is None else {}
-    reloaded = loader.from_pretrained(folder, dtype=dtype, device_map={"": place}, **options).eval()
+    reloaded = loader.from_pretrained(folder, dtype=computed, device_map={"": place}, **options).eval()
     merged = reloaded(input_ids=tokens.to(place)).logits.to(adapted)
     if has_experts(base.config):  # rounding sends a token or two to other experts, so only the median token counts
         error = ((merged - adapted).norm(dim=-1) / adapted.norm(dim=-1)).median().item()
