@@ -81,8 +81,8 @@ GLM_4_5: dict[str, Any] = {"n_group": 2, "topk_group": 2, "use_qk_norm": False, 
 FULL = {"layer_types": ["full_attention"] * 3}
 TEXT = "Once upon a time, there was a girl. She was very happy, and one day she went to the park with her mom."
 """More tokens than the windows of tiny models have."""
-LONG = (
-    f"{TEXT} She had a big red ball and a small dog, and they played in the park all day. Then the dog ran away. " * 2
+LONG = "Once upon a time, there was a girl. " + (
+    "She had a big red ball and a small dog, and they played in the park all day. Then the dog ran away. " * 2
 )
 """More than a chunk of 64 tokens, by which gated delta nets are computed."""
 

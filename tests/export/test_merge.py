@@ -15,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from pronghorn.errors import UnsupportedError
+from pronghorn.errors import TrainingError, UnsupportedError
 from pronghorn.export import merge
 from pronghorn.export.merge import merged_tensors, save_merged
 from pronghorn.models.families import base_causal_lm
@@ -165,17 +165,23 @@ print(max(grown))
 def test_rounding_in_the_products_of_16_bits_is_not_the_merge_s(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A float32 model's merge, rounded to bfloat16, is judged by its weights: it is computed with in float32."""
+    """A float32 model's merge in bfloat16 that is too far off is judged by its weights alone, computed in float32."""
     loaded, load = [], AutoModelForCausalLM.from_pretrained
-    monkeypatch.setattr(
-        AutoModelForCausalLM,
-        "from_pretrained",
-        lambda *a, dtype, **k: loaded.append(dtype) or load(*a, dtype=dtype, **k),
-    )
-    for dtype in (torch.float32, torch.bfloat16):
-        model = get_peft_model(tiny_model("llama").to(dtype), LoraConfig(target_modules=["q_proj"]))
-        save_merged(model, None, tmp_path / str(dtype))
-    assert loaded == [torch.float32, torch.bfloat16]
+
+    def spied(*given: Any, dtype: torch.dtype, **options: Any) -> Any:
+        loaded.append(dtype)
+        return load(*given, dtype=dtype, **options)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", spied)
+    model = get_peft_model(tiny_model("llama"), LoraConfig(target_modules=["q_proj"]))
+    save_merged(model, None, tmp_path / "near", dtype=torch.bfloat16)
+    assert loaded == [torch.bfloat16]
+    errors = iter([0.06, 0.01, 0.06, 0.06])
+    monkeypatch.setattr(merge, "relative_error", lambda *_: next(errors))
+    save_merged(model, None, tmp_path / "far", dtype=torch.bfloat16)
+    assert loaded[1:] == [torch.bfloat16, torch.float32]
+    with pytest.raises(TrainingError, match="logits differ"):
+        save_merged(model, None, tmp_path / "wrong", dtype=torch.bfloat16)
 
 
 @pytest.mark.slow

@@ -203,12 +203,14 @@ class _Scores:
 
 
 def _score(reference: Reference, engine: Engine, texts: Sequence[list[int]], exact: bool) -> tuple[_Scores, str]:
-    """Compare what both say of each position; with why that can't be where it can't."""
+    """Compare what both say of each position; with why that can't be where it can't. What several texts begin with is
+    one position: conversations share templates and system prompts."""
     differences: list[float] = []
     from_base: list[float] = []
     firsts: list[bool] = []
     own: list[float] = []
     own_firsts: list[bool] = []
+    seen: set[tuple[int, ...]] = set()
     why = "" if texts else "there is no text to score"
     for ids in texts:
         try:
@@ -219,6 +221,10 @@ def _score(reference: Reference, engine: Engine, texts: Sequence[list[int]], exa
         right, base = reference.distribution(ids), reference.base_distribution(ids)
         rounded = None if exact else reference.rounded_distribution(ids)
         for index, position in scored.items():
+            upto = tuple(ids[: index + 1])
+            if upto in seen:
+                continue
+            seen.add(upto)
             row = right[index - 1]
             differences.append(_difference(row, position))
             if base is not None:

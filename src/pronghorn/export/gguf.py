@@ -73,7 +73,7 @@ def write_gguf(source: str | Path, file: str | Path, quantisation: str = "q8_0")
     from transformers import AutoTokenizer
 
     source, file = Path(source), Path(file)
-    config, stored_tensors = _language(source)
+    config, composite = _language(source)
     if getattr(config, "quantization_config", None) is not None:
         raise UnsupportedError(f"{source} holds weights in few bits, which are not written as GGUF", "merge it first")
     family = written_family(config)
@@ -93,22 +93,21 @@ def write_gguf(source: str | Path, file: str | Path, quantisation: str = "q8_0")
     experts = form.values(config).get("expert_count")
 
     def language() -> Iterator[StoredTensor]:
-        whole = stacked(stored_tensors(), experts) if experts else stored_tensors()
-        return (own for stored in whole for own in split(stored, config, form))
+        whole = stacked(checkpoint(source), experts) if experts else checkpoint(source)
+        named = whole if composite is None else composite.language(whole)
+        return (own for stored in named for own in split(stored, config, form))
 
     _write_tensors(writer, lambda: _tensors(language(), config, family), quantisation)
     return file
 
 
-def _language(source: Path) -> tuple[Any, Callable[[], Iterator[StoredTensor]]]:
-    """Return the configuration of a checkpoint's language model, and how its tensors are listed, without towers."""
+def _language(source: Path) -> tuple[Any, Composite | None]:
+    """Return the configuration of a checkpoint's language model, and the model with towers that it is a part of."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     composite = Composite.of(source, config)
-    if composite is None:
-        return config, lambda: checkpoint(source)
-    return composite.text_config(), lambda: composite.language(checkpoint(source))
+    return (config if composite is None else composite.text_config()), composite
 
 
 def gguf_package() -> Any:
