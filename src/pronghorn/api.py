@@ -17,7 +17,7 @@ from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.export.folder import whole_folder
 from pronghorn.export.gguf import check_quantisations, left_out, write_gguf
 from pronghorn.export.hub import push_folder
-from pronghorn.export.merge import save_merged
+from pronghorn.export.merge import dtype_before_gguf, save_merged
 from pronghorn.export.towers import keep_names
 from pronghorn.memory.plan import Checkpointing, Plan
 from pronghorn.memory.recompute import INSTALLED, install
@@ -234,7 +234,7 @@ class FastLanguageModel:
         if (told := left_out(model)) is not None:
             warnings.warn(told, stacklevel=2)
         with tempfile.TemporaryDirectory(prefix="pronghorn-gguf-") as scratch:
-            merged = save_merged(model, tokenizer, Path(scratch) / "merged")
+            merged = save_merged(model, tokenizer, Path(scratch) / "merged", dtype=dtype_before_gguf(model))
             with whole_folder(Path(save_directory)) as folder:
                 names = [write_gguf(merged, folder / f"model-{method}.gguf", method).name for method in methods]
         return [Path(save_directory) / name for name in names]

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from pronghorn.data.batch import room_for
 from pronghorn.device import graph_bytes
 from pronghorn.errors import ConfigError, TrainingError
 from pronghorn.kernels.cast_copies import CastCopies
@@ -27,7 +28,7 @@ from pronghorn.memory.plan import POLICY, Plan, Policy
 from pronghorn.models import metadata
 from pronghorn.models.attach import _graph_refusal, attach, attached
 from pronghorn.models.families import base_causal_lm
-from pronghorn.models.graph import MOST_GRAPHS, BackboneGraphs, _Captured, _Replay, graphed_class, room_for, runs_of
+from pronghorn.models.graph import MOST_GRAPHS, BackboneGraphs, _Captured, _Replay, graphed_class, runs_of
 from pronghorn.models.graph import _fingerprint as fingerprint_of_the_build
 from pronghorn.models.graph_benefit import LOOKED_AT, MEASURED_FORWARDS, MEASURED_REPLAYS, GraphBenefit
 from support.bases import based

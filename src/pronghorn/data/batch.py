@@ -33,10 +33,19 @@ from pronghorn.errors import DataError
 DOCUMENT_BUCKET = 16
 SEQLEN_BUCKET = 128
 LOSS_ROWS_BUCKET = 512
+LEAST_ROOM = 32
+"""Documents that a graph has room for, or twice, four times … as many. Best-fit packing puts from 8 to 160 documents
+into rows of 8,192 tokens: four graphs serve all of these, where by the batch's own buckets of 16 a fifth of an epoch's
+rows found none. A tile without rows costs next to nothing."""
 TILE_ROWS = 64
 """Rows of a tile of attention: documents of instructions have 100 to 300 tokens, so larger ones would be half empty."""
 
 _TENSORS = ("cu_seqlens", "document_ids", "tiles", "chunk_documents", "chunk_bounds", "loss_rows")
+
+
+def room_for(documents: int) -> int:
+    """Return how many documents the graph has room for that serves a row of so many."""
+    return max(LEAST_ROOM, 1 << (documents - 1).bit_length())
 
 
 def round_up(value: int, step: int) -> int:

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from pronghorn.device import versions
 from pronghorn.diagnose.served import heldout_rows
 from pronghorn.errors import ConfigError, TrainingError
@@ -27,7 +25,7 @@ from pronghorn.export.fp8_checkpoint import write_fp8_checkpoint
 from pronghorn.export.gguf import check_quantisations, left_out, stop_tokens, write_gguf, written_family
 from pronghorn.export.gguf_lora import write_gguf_lora
 from pronghorn.export.gguf_rope import rope_note
-from pronghorn.export.merge import save_merged
+from pronghorn.export.merge import dtype_before_gguf, save_merged
 from pronghorn.export.onto_original import ONTO, adapter_on_original, distances, has_quantised_base, knows_original
 from pronghorn.export.original import composite_of
 from pronghorn.families.gguf_spec import as_named
@@ -184,8 +182,7 @@ def _write(to: str, model: Any, tokenizer: Any, folder: Path, quantisation: str)
         save_merged(model, tokenizer, folder)
         return "merged"
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".merged-") as scratch:
-        # a file of float32 weights is rounded once, from these
-        exact = torch.float32 if to != "fp8" and model.dtype is torch.float32 else None
+        exact = None if to == "fp8" else dtype_before_gguf(model)
         merged = save_merged(model, tokenizer, Path(scratch) / "merged", dtype=exact)
         if to == "fp8":
             write_fp8_checkpoint(merged, folder)

@@ -59,8 +59,11 @@ def write_gguf_lora(model: Any, file: str | Path) -> Path:
     table = name_table(family.gguf.architecture, base.config.num_hidden_layers)
     experts = {*wrappers(model)}
     for name, own_a, own_b in _experts(base, model.active_adapter, family, experts):
-        writer.add_tensor(f"{table.get_name(name)}.weight.lora_a", own_a.contiguous().numpy())
-        writer.add_tensor(f"{table.get_name(name)}.weight.lora_b", (own_b / alpha).contiguous().numpy())
+        named = table.get_name(name)
+        if named is None:
+            raise UnsupportedError(f"the adapter of {name} can't be written as GGUF", INSTEAD)
+        writer.add_tensor(f"{named}.weight.lora_a", own_a.contiguous().numpy())
+        writer.add_tensor(f"{named}.weight.lora_b", (own_b / alpha).contiguous().numpy())
     for path, module in base.named_modules():
         if not hasattr(module, "lora_A") or module in experts:
             continue

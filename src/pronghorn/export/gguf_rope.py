@@ -1,4 +1,4 @@
-"""Say in a GGUF file how positions turn queries and keys: RoPE's base and dimensions, and how it is scaled."""
+"""Say in a GGUF file how positions rotate queries and keys: RoPE's base and dimensions, and how it is scaled."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def rope_values(rope: Mapping[str, Any], head_dim: int, proportional: bool, reme
     Args:
         rope: its parameters.
         head_dim: of attention.
-        proportional: whether the family says itself how many dimensions turn.
+        proportional: whether the family says itself how many dimensions are rotated.
     Raises:
         UnsupportedError: a scaling that llama.cpp doesn't compute.
     """
@@ -62,11 +62,11 @@ def head_dim_of(config: Any) -> int:
 
 def rope_factors(rope: Mapping[str, Any], config: Any) -> Tensor:
     """Return by what each frequency of RoPE is divided, [head_dim / 2]: as Llama 3's are, or so that only the first
-    pairs of a head turn."""
+    pairs of a head are rotated."""
     head_dim = rope.get("head_dim") or head_dim_of(config)
     if rope["rope_type"] == "proportional":
-        turned = int(rope.get("partial_rotary_factor", 1.0) * head_dim // 2)
-        return torch.tensor([1.0] * turned + [_NEVER] * (head_dim // 2 - turned))
+        rotated = int(rope.get("partial_rotary_factor", 1.0) * head_dim // 2)
+        return torch.tensor([1.0] * rotated + [_NEVER] * (head_dim // 2 - rotated))
     low, high, original = rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
     factors = []
     for pair in range(head_dim // 2):

@@ -48,10 +48,10 @@ def _usual(name: str, config: Any, family: FamilySpec) -> Part:
         return Part(change=lambda weight: weight + family.norm_offset)
     if family.gguf is None or not family.gguf.interleaved or not name.endswith(("attn_q", "attn_k")):
         return Part()
-    # llama.cpp turns neighbours of a head where transformers turns halves
+    # llama.cpp rotates neighbours of a head where transformers rotates halves
     heads, size = config.num_attention_heads if name.endswith("q") else config.num_key_value_heads, head_dim_of(config)
-    turned = [half * size // 2 + row for row in range(size // 2) for half in range(2)]
-    return Part(rows=[head * size + row for head in range(heads) for row in turned])
+    order = [half * size // 2 + row for row in range(size // 2) for half in range(2)]
+    return Part(rows=[head * size + row for head in range(heads) for row in order])
 
 
 def shape_of(part: Part, shape: Sequence[int]) -> tuple[int, ...]:

@@ -80,6 +80,12 @@ def checkpoint_dtype(base: Any) -> torch.dtype:
     return own if own in (torch.float16, torch.bfloat16) else torch.bfloat16
 
 
+def dtype_before_gguf(model: Any) -> torch.dtype | None:
+    """Return in what a model is merged for a GGUF file: float32 weights are rounded once, by the file; None for the
+    default."""
+    return torch.float32 if model.dtype is torch.float32 else None
+
+
 @torch.no_grad()
 def write_model(base: Any, dtype: torch.dtype, folder: Path, max_shard_size: str) -> None:
     """Write the folder that `save_pretrained` would write of the merged model, one shard in memory at a time; of a

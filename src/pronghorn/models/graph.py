@@ -4,9 +4,8 @@ A small model's layers take the host longer to launch than the device to compute
 autograd it is one function, so accumulation, loss scaling, clipping and the trainer stay as they are. Embedding, head
 and loss run as usual. In the manner of `torch.cuda.make_graphed_callables`.
 
-One graph serves every batch of the same tokens and number of documents (rounded up to a power of two): documents'
-bounds are data on the device. What a graph can't serve runs without: evaluation, recomputation, autocast, quantised
-weights, long documents and others that need host integers.
+One graph serves every batch of the same tokens and number of documents, rounded up to a power of two: their bounds are
+data on the device. Others run without: evaluation, recomputation, autocast, quantised weights, long documents.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from pronghorn.data.batch import PackedBatch
+from pronghorn.data.batch import PackedBatch, room_for
 from pronghorn.device import is_out_of_memory
 from pronghorn.errors import TrainingError
 from pronghorn.layers.decoder import RUN, STEP, FusedLayers
@@ -36,11 +35,7 @@ from pronghorn.models.metadata import LAYERS
 
 Graph = Literal["auto", "on", "off"]
 MOST_GRAPHS = 4
-"""Different numbers of documents that are captured; rows of others run without a graph."""
-LEAST_ROOM = 32
-"""Documents that a graph has room for, or twice, four times … as many. Best-fit packing puts from 8 to 160 documents
-into rows of 8,192 tokens: four graphs serve all of these, where by the batch's own buckets of 16 a fifth of an epoch's
-rows found none. A tile without rows costs next to nothing."""
+"""Different numbers of documents (`room_for`) that are captured; rows of others run without a graph."""
 WARM_UPS = 2
 
 
@@ -330,11 +325,6 @@ def graphed_class(original: Any) -> type[nn.Module]:
 
     moved = moving(original, lambda self: self._pronghorn_graphs.clear())  # which hold weights where they lay
     return subclass(original, forward=forward, _apply=moved)
-
-
-def room_for(documents: int) -> int:
-    """Return how many documents the graph has room for that serves a row of so many."""
-    return max(LEAST_ROOM, 1 << (documents - 1).bit_length())
 
 
 def runs_of(backbone: Any) -> list[Any]:

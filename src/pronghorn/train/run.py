@@ -199,7 +199,7 @@ def _packing_stats(recipe: Recipe, trainer: SFTTrainer, documents: Any, console:
         less = f"not less than the run's {steps:,}: the learning rate never reaches {recipe.train.learning_rate:g}"
         console.print(f"[yellow]train.warmup_steps {recipe.train.warmup_steps:,} is {less}[/]")
     if recipe.train.learning_rate > HIGH and "sgd" not in recipe.train.optimizer:
-        console.print(f"[yellow]train.learning_rate {recipe.train.learning_rate:g} is high: 2e-4 is usual for LoRA[/]")
+        console.print(f"[yellow]train.learning_rate {recipe.train.learning_rate:g} is high: LoRA takes about 2e-4[/]")
     return packing
 
 
