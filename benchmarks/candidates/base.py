@@ -21,6 +21,7 @@ RANK = 16
 """Rank of every LoRA; alpha is the same, so adapters are scaled by 1."""
 LEARNING_RATE = 1e-5
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+DELTA_NET_TARGETS = ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj")
 DOCUMENTS_A_BATCH = 8
 """Documents in a batch of a candidate that can't pack."""
 
@@ -57,7 +58,9 @@ class Spec:
         """Return arguments of `peft.LoraConfig`: every linear; of a model with experts attention's, and the experts if
         asked."""
         routed = has_experts(self.config)
-        found = {"r": RANK, "lora_alpha": RANK, "target_modules": list(TARGETS[:4] if routed else TARGETS)}
+        targets = [*(TARGETS[:4] if routed else TARGETS)]
+        targets += DELTA_NET_TARGETS if "linear_attention" in (self.config.get("layer_types") or ()) else ()
+        found = {"r": RANK, "lora_alpha": RANK, "target_modules": targets}
         experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if routed and self.experts == "lora" else []
         return found | ({"target_parameters": experts} if experts else {})
 

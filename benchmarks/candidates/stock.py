@@ -23,6 +23,34 @@ def prepare() -> None:
     import transformers  # noqa: F401
 
 
+def prepare_fla() -> None:
+    """Let Qwen3.5's layers use fla-core's kernels, which transformers itself fetches from the hub.
+
+    fla-core refuses its backward on Hopper with Triton from 3.4.0 to below 3.7.1 for wrong results. That guard is off
+    here: the benchmark's own gate judges the results.
+    """
+    prepare()
+    from fla.modules.causal_conv1d import causal_conv1d
+    from fla.ops.common import chunk_o
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    from transformers.models.qwen3_5 import modeling_qwen3_5
+
+    def convolve(x: Any, weight: Any, bias: Any = None, activation: Any = None, **kwargs: Any) -> Any:
+        bounds = kwargs.get("cu_seq_lens_q")
+        return causal_conv1d(x.transpose(1, 2), weight, bias, activation=activation, cu_seqlens=bounds)[0].transpose(
+            1, 2
+        )
+
+    def rule(q: Any, k: Any, v: Any, **kwargs: Any) -> Any:
+        heads = v.shape[2] // q.shape[2]
+        q, k = (x.repeat_interleave(heads, 2) for x in (q, k))
+        return chunk_gated_delta_rule(q, k, v, **kwargs)
+
+    chunk_o.TRITON_ABOVE_3_7_1 = True
+    modeling_qwen3_5.causal_conv1d_fn = convolve
+    modeling_qwen3_5.torch_chunk_gated_delta_rule = rule
+
+
 def prepare_liger() -> None:
     prepare()
     import liger_kernel.transformers  # noqa: F401
@@ -85,6 +113,8 @@ def _make_batch(spec: Spec, varlen: bool, row: Row) -> dict[str, Any]:
         bounds += [spec.tokens] * (spec.documents + 1 - len(bounds))  # one shape for all rows: compiled once
         # transformers hands a mask of four dimensions on as it is, and makes none of its own.
         batch["attention_mask"] = torch.tensor(bounds, dtype=torch.int32, device=device()).view(1, 1, 1, -1)
+        if "linear_attention" in (spec.config.get("layer_types") or ()):
+            batch["cu_seq_lens_q"] = torch.tensor([0, *accumulate(row.lengths)], device=device())
     return batch
 
 
@@ -128,6 +158,7 @@ _LIGER = {"liger_kernel": "liger-kernel"}
 STOCK = (
     Candidate("hf", {}, prepare, build),
     Candidate("hf-compile", {}, prepare, functools.partial(build, compiled=True), needs_gpu=True),
+    Candidate("hf-fla", {"fla": "fla-core"}, prepare_fla, build, needs_gpu=True),
     Candidate("hf-sdpa", {}, prepare, functools.partial(build, attention="sdpa")),
     Candidate("hf-flex", {}, prepare, functools.partial(build, attention="flex_attention"), needs_gpu=True),
     Candidate("liger", _LIGER, prepare_liger, functools.partial(build, liger=True), needs_gpu=True),
