@@ -11,7 +11,7 @@ GPU, with random weights that every process makes from one seed:
     copies      together, each holds the whole model
     sharded     together, each holds a part of every layer (`launch.strategy`)
     ahead       as copies, rows of so many steps regrouped by cost (`packing.look_ahead`), beside the gain that was
-                predicted
+                predicted; then nobody is alone
 
 Before a rate counts, one step of plain SGD over a row of each process is compared with the same step of one process
 that accumulates these rows: its loss within 1e-3, the change of what is trained with a cosine of at least 0.9999 and a
@@ -33,6 +33,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +69,11 @@ def worker(given: Any) -> None:
     before = values(model) if given.judged else {}
     trainer = trainer_of(model, given, folder / f"out-{rank}", rank, processes)
     found: dict[str, Any] = {}
-    if given.ahead:
-        dealt: Any = trainer.get_train_dataloader().batch_sampler
-        found["waiting"] = {ahead: dealt.waiting(ahead)[1] for ahead in (1, given.ahead)}
+    if given.ahead:  # otherwise as the trainer chooses
         trainer.look_ahead = given.ahead if given.phase == AHEAD else 1
+    dealt: Any = trainer.get_train_dataloader().batch_sampler
+    found["look_ahead"] = dealt.look_ahead
+    found["waiting"] = {ahead: dealt.waiting(ahead)[1] for ahead in {1, given.ahead or dealt.look_ahead}}
     losses, seconds, steps = trained(trainer)
     found |= {"losses": losses, "seconds": seconds, "steps": steps}
     handle: Any = attached(model)
@@ -202,7 +204,7 @@ def phase(name: str, given: argparse.Namespace, folder: Path, judged: bool) -> l
             environment |= {key: str(value) for key, value in numbers.items()}
             environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         elif "CUDA_VISIBLE_DEVICES" not in os.environ:
-            environment["CUDA_VISIBLE_DEVICES"] = str(rank)
+            environment["CUDA_VISIBLE_DEVICES"] = str((rank + (name == EXACT)) % given.processes)
         log = (folder / f"{name}-{rank}.log").open("w")
         command = [sys.executable, "-m", "benchmarks.ranks", "--worker", json.dumps(told | {"rank": rank})]
         running.append((subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=ROOT), log))
@@ -230,9 +232,9 @@ def gate(name: str, given: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
     given = argparse.Namespace(**vars(given) | {"model": given.gate_model or given.model})
     by_exact = name == "sharded" and given.method.startswith("lora")
-    for needed in (ONE, EXACT) if by_exact else (ONE,):
-        if not (folder / f"{needed}-0.pt").is_file():
-            phase(needed, given, folder, judged=True)
+    needed = [each for each in (ONE, EXACT)[: 1 + by_exact] if not (folder / f"{each}-0.pt").is_file()]
+    with ThreadPoolExecutor() as pool:  # each on a GPU of its own
+        list(pool.map(lambda each: phase(each, given, folder, judged=True), needed))
     expected = json.loads((folder / "one-0.json").read_text())["losses"][0]
     loss = phase(f"{name}-judged", given, folder, judged=True)[0]["losses"][0]
     change, whole = torch.load(folder / f"{name}-judged-0.pt"), torch.load(folder / "one-0.pt")
@@ -270,7 +272,8 @@ def measure(given: argparse.Namespace, facts: Facts) -> None:
                 phases[AHEAD] = {"processes": phase(AHEAD, given, folder, judged=False)}
             except RuntimeError as error:
                 phases[AHEAD] = {"error": str(error)}
-            facts.keep()
+        if given.ahead:  # what is compared is two ways to deal the same rows
+            return
         try:
             phases["alone"] = {"processes": phase("alone", given, folder, judged=False)}
         except RuntimeError as error:  # a base that fits no GPU is what sharding is for
@@ -331,7 +334,7 @@ def main(given: argparse.Namespace) -> bool:
         }
         facts["lengths"] = Path(given.lengths).name
         measure(given, facts)
-        alone = rate(facts["phases"]["alone"])
+        alone = rate(facts["phases"].get("alone", {}))
         balanced = gain(facts["phases"], given.ahead)
         if balanced:
             facts["gain"] = balanced

@@ -197,8 +197,10 @@ class Packing(Section):
     enabled: bool = Field(True, description="false pads batches to their longest document instead")
     rows_per_step: int = Field(1, ge=1, description="rows (or documents, unpacked) of a micro-batch")
     attention: Literal["auto", "tiled", "flash", "per_document"] = Field("auto", description="attention backend")
-    look_ahead: int = Field(
-        1, ge=1, description="steps whose rows are regrouped so that those of a step take alike long on several GPUs"
+    look_ahead: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        "auto",
+        description="steps whose rows are regrouped so that those of a step take alike long on several GPUs; auto: 16 "
+        "where a step's rows take unlike long, else 1",
     )
     graph: Annotated[Literal["auto", "on", "off"], BeforeValidator(on_or_off)] = Field(
         "auto", description="launch layers as one CUDA graph; auto: where that is measured to pay"

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from pronghorn.data.dealing import DealtRows, Share, Unsupervised, deal, imbalance, order, steps
+from pronghorn.data.dealing import LOOK_AHEAD, DealtRows, Share, Unsupervised, deal, imbalance, order, steps
 from pronghorn.data.packed_rows import PackedRows
 
 
@@ -73,6 +73,17 @@ def test_dealing_by_cost_never_waits_longer_and_looking_ahead_waits_less() -> No
         assert in_turn > 0.05 and ahead < 0.05
     assert imbalance([1.0, 1.0, 3.0, 3.0], [[0, 2], [1, 3]], 2, dealt=True) == pytest.approx(1 - 8 / 12)
     assert imbalance([1.0, 1.0, 3.0, 3.0], [[0, 1], [2, 3]], 2, dealt=True) == 0
+
+
+def test_where_rows_cost_alike_nothing_is_regrouped_and_else_on_any_number_of_processes() -> None:
+    shares = [Share(0, 1, 1, 4), Share(1, 2, 1, 2), Share(0, 2, 2, 1), Share(3, 4, 1, 1)]
+    alike, unlike = [1.0] * 48, costs_of(48)
+    assert all(DealtRows(alike, share, 7, look_ahead=None).look_ahead == 1 for share in shares)
+    dealt = [DealtRows(unlike, share, 7, look_ahead=None) for share in shares]
+    assert all(each.look_ahead == LOOK_AHEAD and each.steps() == dealt[0].steps() for each in dealt)
+    assert dealt[-1].waiting()[1] < 0.05 < dealt[-1].waiting(1)[1]
+    assert DealtRows(unlike, Share(0, 2, 1, 2), 7, shuffled=False, look_ahead=None).look_ahead == 1, "in its order"
+    assert DealtRows(unlike, Share(0, 1, 1, 1), 7, look_ahead=None).look_ahead == 1, "a step of one row waits for none"
 
 
 def test_looking_ahead_regroups_whole_steps_only() -> None:

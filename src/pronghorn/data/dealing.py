@@ -15,6 +15,9 @@ from typing import NamedTuple
 
 from torch.utils.data import Sampler
 
+LOOK_AHEAD, WORTH_REGROUPING = 16, 0.02
+"""Steps that are regrouped where nobody says how many, and the share of waiting from which they are."""
+
 
 class Unsupervised(NamedTuple):
     """The index of a row that takes part without labels: a process whose share of an epoch's last step is smaller."""
@@ -113,7 +116,9 @@ class DealtRows(Sampler):
         costs: of each row, in any unit.
         seed: of the order, with the epoch (`set_epoch`).
         shuffled: whether an epoch's order is random.
-        look_ahead: steps whose rows are regrouped by cost; see `steps`.
+        look_ahead: steps whose rows are regrouped by cost; see `steps`. None: `LOOK_AHEAD` where processes that compute
+            one row of a step each would wait long for each other. So it is the same on any number of processes. What
+            isn't shuffled keeps its order.
         drop_last: leave out what doesn't fill a micro-batch of every process.
     """
 
@@ -123,12 +128,15 @@ class DealtRows(Sampler):
         share: Share,
         seed: int,
         shuffled: bool = True,
-        look_ahead: int = 1,
+        look_ahead: int | None = 1,
         drop_last: bool = False,
     ) -> None:
-        self.costs, self.share, self.look_ahead = costs, share, look_ahead
+        self.costs, self.share, self.look_ahead = costs, share, look_ahead or 1
         self._seed, self._shuffled, self._epoch = seed, shuffled, 0
         self._rows = len(costs) - (len(costs) % (share.rows * share.processes) if drop_last else 0)
+        if look_ahead is None and shuffled:
+            waiting = imbalance(costs, self.steps(), share.step_rows, dealt=False)
+            self.look_ahead = LOOK_AHEAD if waiting > WORTH_REGROUPING else 1
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose order comes next."""

@@ -126,7 +126,7 @@ def data_seed(args: Any) -> int:
 def dealt_loader(
     rows: PackedRows,
     attention: float,
-    look_ahead: int,
+    look_ahead: int | None,
     args: Any,
     collator: Any,
     accelerator: Accelerator,
@@ -136,7 +136,7 @@ def dealt_loader(
 
     Args:
         attention: what attention takes of one token against its products.
-        look_ahead: steps whose rows are regrouped by cost.
+        look_ahead: steps whose rows are regrouped by cost; None: where that saves waiting.
         args: the trainer's.
         sampler: transformers' own; a random one means a random order, which the seed and the epoch decide.
     """

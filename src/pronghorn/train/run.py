@@ -19,7 +19,7 @@ from trl import SFTConfig
 from pronghorn.config import Recipe
 from pronghorn.data.batch import Collator
 from pronghorn.data.cache import Prepared
-from pronghorn.data.dealing import DealtRows
+from pronghorn.data.dealing import LOOK_AHEAD, WORTH_REGROUPING, DealtRows
 from pronghorn.data.packed_rows import PackedRows, PackingStats
 from pronghorn.device import device_name, peak_bytes, processes, versions
 from pronghorn.errors import DataError, PronghornError, RunStopped
@@ -170,7 +170,7 @@ def _build(
     if handle.isolation is not None:
         console.print(f"Probe: {escape(str(handle.isolation))}", highlight=False)
     trainer.recipe, trainer.checked = recipe_hash(recipe), newest
-    trainer.look_ahead = recipe.packing.look_ahead
+    trainer.look_ahead = None if recipe.packing.look_ahead == "auto" else recipe.packing.look_ahead
     if (other := note_processes(state, processes())) is not None:
         console.print(f"[yellow]{other}[/]", highlight=False)
     packing = _packing_stats(recipe, trainer, documents.dataset, console)
@@ -205,18 +205,17 @@ def _packing_stats(recipe: Recipe, trainer: SFTTrainer, documents: Any, console:
 
 def _tell_dealing(trainer: SFTTrainer, console: Console) -> None:
     """Print how long processes will wait for each other, by the predicted time of each row."""
-    if processes() == 1:
-        return
-    dealt = getattr(trainer.get_train_dataloader(), "batch_sampler", None)
+    dealt = getattr(trainer.get_train_dataloader(), "batch_sampler", None) if processes() > 1 else None
     if not isinstance(dealt, DealtRows):
         return
-    in_turn, waiting = dealt.waiting()
+    in_turn, waiting = dealt.waiting(1)[0], dealt.waiting()[1]
+    regrouped = f", those of {dealt.look_ahead} steps regrouped" if dealt.look_ahead > 1 else ""
     console.print(
-        f"Rows dealt to {processes()} processes by predicted time: they wait {waiting:.1%} of it for each other "
-        f"({in_turn:.1%} with rows dealt in turn)"
+        f"Rows dealt to {processes()} processes by predicted time{regrouped}: they wait {waiting:.1%} of it for each "
+        f"other ({in_turn:.1%} with rows dealt in turn)"
     )
-    if waiting > WORTH_REGROUPING and dealt.look_ahead < LOOK_AHEAD:
-        less = dealt.waiting(LOOK_AHEAD)[1]
+    less = dealt.waiting(LOOK_AHEAD)[1]
+    if dealt.look_ahead < LOOK_AHEAD and less < waiting - WORTH_REGROUPING:
         console.print(
             f"packing.look_ahead: {LOOK_AHEAD} regroups the rows of so many steps: they would wait {less:.1%}"
         )
@@ -224,8 +223,6 @@ def _tell_dealing(trainer: SFTTrainer, console: Console) -> None:
 
 HIGH = 0.02
 """A learning rate above which Adam and its like move every number too far: recipes use up to 1e-3."""
-WORTH_REGROUPING, LOOK_AHEAD = 0.05, 16
-"""The share of waiting from which the regrouping of steps is proposed, and over how many."""
 
 
 def _measure_baseline(current: _Run) -> None:

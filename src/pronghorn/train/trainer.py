@@ -169,8 +169,9 @@ class SFTTrainer(SharedLayersTrainer):
         """Where a word to the user goes."""
         if one_gpu is not None:
             self.note(one_gpu)
-        self.look_ahead = 1
-        """Steps whose rows are regrouped by cost, so that those of a step take alike long (`data.dealing`)."""
+        self.look_ahead: int | None = None
+        """Steps whose rows are regrouped by cost, so that those of a step take alike long; None: `data.dealing`
+        decides."""
         self.recipe: str | None = None
         """The hash of the recipe that this training is of, for its checkpoints' manifests."""
         self.checked: Path | None = None
