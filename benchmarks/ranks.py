@@ -7,7 +7,8 @@
 A process a GPU trains LoRA r16, or all weights, through `pronghorn.SFTTrainer`, one packed row of documents a step and
 GPU, with random weights that every process makes from one seed:
 
-    alone       all at the same time, none knows of the others: what heat and the host cost is in it
+    alone       all at the same time, none knows of the others, each with the rows that it has together: what heat and
+                the host cost is in it
     copies      together, each holds the whole model
     sharded     together, each holds a part of every layer (`launch.strategy`)
     ahead       as copies, rows of so many steps regrouped by cost (`packing.look_ahead`), beside the gain that was
@@ -41,7 +42,7 @@ from benchmarks.program import parser_of, run, show
 from benchmarks.record import Facts
 
 STRATEGIES = ("copies", "sharded")
-AHEAD, MIXED, ONE, EXACT = "copies-ahead", "mixed", "one", "exact"
+ALONE, AHEAD, MIXED, ONE, EXACT = "alone", "copies-ahead", "mixed", "one", "exact"
 WARM = 0.4
 """Share of the steps, at the start, whose time doesn't count."""
 LOSS, COSINE, NORM = 1e-3, 0.9999, 0.01
@@ -56,6 +57,7 @@ def worker(given: Any) -> None:
 
     from benchmarks.records import build
     from pronghorn.cli.options import grow_segments
+    from pronghorn.data.dealing import DealtRows, Share
     from pronghorn.models.attach import attached
 
     grow_segments()
@@ -71,7 +73,12 @@ def worker(given: Any) -> None:
     found: dict[str, Any] = {}
     if given.ahead:  # otherwise as the trainer chooses
         trainer.look_ahead = given.ahead if given.phase == AHEAD else 1
-    dealt: Any = trainer.get_train_dataloader().batch_sampler
+    loader = trainer.get_train_dataloader()
+    dealt: Any = loader.batch_sampler
+    if given.phase == ALONE:
+        share = Share(rank, given.processes, 1, 1)
+        vars(dealt).update(vars(DealtRows(dealt.costs, share, trainer.args.seed, look_ahead=None)))
+        trainer.get_train_dataloader = lambda: loader
     found["look_ahead"] = dealt.look_ahead
     found["waiting"] = {ahead: dealt.waiting(ahead)[1] for ahead in {1, given.ahead or dealt.look_ahead}}
     losses, seconds, steps = trained(trainer)
@@ -97,7 +104,8 @@ def worker(given: Any) -> None:
 def values(model: Any) -> dict[str, Any]:
     """Return what is trained, in host memory; of trained layers that are shared the first process has all, others
     nothing."""
-    from pronghorn.memory.sharded import sharded, whole_state
+    from pronghorn.memory.sharded import sharded
+    from pronghorn.memory.sharded_state import whole_state
     from pronghorn.models.families import base_causal_lm
     from pronghorn.parity.parameters import trainable
 
@@ -275,9 +283,9 @@ def measure(given: argparse.Namespace, facts: Facts) -> None:
         if given.ahead:  # what is compared is two ways to deal the same rows
             return
         try:
-            phases["alone"] = {"processes": phase("alone", given, folder, judged=False)}
+            phases[ALONE] = {"processes": phase(ALONE, given, folder, judged=False)}
         except RuntimeError as error:  # a base that fits no GPU is what sharding is for
-            phases["alone"] = {"error": str(error)}
+            phases[ALONE] = {"error": str(error)}
 
 
 def rate(found: dict[str, Any]) -> float | None:
@@ -334,7 +342,7 @@ def main(given: argparse.Namespace) -> bool:
         }
         facts["lengths"] = Path(given.lengths).name
         measure(given, facts)
-        alone = rate(facts["phases"].get("alone", {}))
+        alone = rate(facts["phases"].get(ALONE, {}))
         balanced = gain(facts["phases"], given.ahead)
         if balanced:
             facts["gain"] = balanced
@@ -342,7 +350,7 @@ def main(given: argparse.Namespace) -> bool:
         rows = []
         for name, found in facts["phases"].items():
             total = rate(found)
-            if total is not None and alone and name != "alone":
+            if total is not None and alone and name != ALONE:
                 found["of_the_sum"] = total / alone
             peaks = [each.get("peak_bytes", 0) for each in found.get("processes", [])]
             rows.append(

@@ -12,7 +12,6 @@ import torch
 from benchmarks import ranks
 from support import programs
 
-
 SIZES = ("--model", "tiny", "--tokens", "128", "--steps", "8", "--processes", "2", "--lengths", "mixed")
 
 

@@ -13,12 +13,13 @@ from torch import Tensor
 from pronghorn.errors import UnsupportedError
 from pronghorn.layers.decoder import is_fused
 from pronghorn.memory.plan import Plan
-from pronghorn.memory.sharded import BUFFERS, load_state, sharded, whole_state
+from pronghorn.memory.sharded import BUFFERS, sharded
+from pronghorn.memory.sharded_state import load_state, whole_state
 from pronghorn.models.attach import attach
 from pronghorn.models.share import share_layers
 from pronghorn.train.ranks import average_gradients
 from pronghorn.train.shared_layers import load_whole
-from support.processes import WORLD, together
+from support.processes import WORLD, gather_gradients, together
 from support.tiny import packed_row, tiny_model
 
 STEPS, MICRO_BATCHES = 5, 2
@@ -121,6 +122,52 @@ def test_trained_layers_that_are_shared_train_as_whole_ones(shared_runs: Path, c
     layers = len(tiny_model(case[0]).model.layers)
     # parts and gradients; gathered layers, one whole layer of gradients and the sum of its part
     assert found["bytes"] <= 1.25 * (2 * whole / WORLD + (BUFFERS + 1.5) * whole / layers) + 2**17
+
+
+NARROW_PLANS = ("keep", "recompute", "offload")
+
+
+def alike(family: str, plan: str, device: torch.device | None) -> dict[str, Tensor]:
+    """Return losses and gradients of two backward passes in bfloat16, where all processes have the same row; between a
+    forward and its backward there are others: packed in float32, and padded."""
+    model = tiny_model(family)
+    if device is not None:
+        share_layers(model, device)
+    attach(model, PLANS[plan], layers="fused")
+    losses, padded = [], torch.arange(1, 9)[None]
+    for seed in (0, 1):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(**packed_row([1, 20, 27], 48, seed=seed)).loss
+        with torch.no_grad():
+            losses += [model(**packed_row([48], 48, seed=3)).loss, model(input_ids=padded, labels=padded).loss]
+        loss.backward()
+        losses.append(loss.detach())
+    shared = sharded(model)
+    if shared is not None:
+        gather_gradients(model)
+        with torch.autocast("cpu", torch.bfloat16):
+            model(**packed_row([48], 48, seed=0))
+        narrow = [p.isnan().all() for layer in model.model.layers for p in layer.parameters() if p.dim() > 1]
+        assert all(narrow) or family == "qwen3_moe", "products were gathered as they are stored"
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"losses": torch.stack(losses), **found}
+
+
+def worker_alike(rank: int, folder: Path) -> None:
+    for plan in NARROW_PLANS:
+        for family in ("llama", "qwen3_moe"):
+            torch.save(alike(family, plan, torch.device("cpu")), folder / f"{family}-{plan}-{rank}.pt")
+
+
+def test_products_travel_in_16_bits_with_the_bits_of_one_process(tmp_path: Path) -> None:
+    together(worker_alike, tmp_path)
+    for plan in NARROW_PLANS:
+        for family in ("llama", "qwen3_moe"):
+            expected = alike(family, plan, None)
+            for rank in range(WORLD):
+                found = torch.load(tmp_path / f"{family}-{plan}-{rank}.pt")
+                assert found.keys() == expected.keys()
+                assert [n for n, value in expected.items() if not torch.equal(found[n], value)] == [], (family, plan)
 
 
 def reload(rank: int, folder: Path) -> None:

@@ -23,7 +23,7 @@ from pronghorn.errors import ConfigError, TrainingError, UnsupportedError
 from pronghorn.export.folder import whole_folder
 from pronghorn.export.original import Original, composite_of
 from pronghorn.kernels.packed import PackedTensor
-from pronghorn.memory.sharded import refuse_sharded
+from pronghorn.memory.sharded_state import refuse_sharded
 from pronghorn.models.experts import low_rank_factors
 from pronghorn.models.families import base_causal_lm, has_experts
 from pronghorn.parity.distance import MERGED_LOGITS, relative_error

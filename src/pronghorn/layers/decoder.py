@@ -38,6 +38,7 @@ from pronghorn.layers.watch import Watch
 from pronghorn.layers.weight_layout import GroupStorage, merge_weights
 from pronghorn.memory.plan import MLP_ROWS, POLICY, Policy
 from pronghorn.memory.recompute import OUTPUT_NOT_WANTED, WHOLE_LAYER, has_own_forward
+from pronghorn.memory.sharded import narrow_reader
 from pronghorn.precision.compute import MULTIPLE, Compute, check_device
 from pronghorn.precision.fp8 import check_float16
 
@@ -63,6 +64,8 @@ class _Build:
     layers: list[nn.Module]
     watch: Watch
     number: int
+    gather_narrow: Callable[[], None] | None
+    """Asks for 16 bits of the trained weights that processes share, where blocks read these; None without."""
 
     def fits(self, dtype: torch.dtype, layers: nn.ModuleList) -> bool:
         """Tell whether these are the layers it was made of, unchanged since."""
@@ -221,6 +224,8 @@ class FusedLayers:
         dtype = torch.get_autocast_dtype(kind) if autocast else stream
         if not (self._builds and self._builds[0].fits(dtype, self.backbone.layers)):
             self._choose(dtype)
+        if self._builds[0].gather_narrow is not None:
+            self._builds[0].gather_narrow()
         return self._step(self._builds[0], packed, stream, narrow, autocast)
 
     @contextmanager
@@ -282,17 +287,19 @@ class FusedLayers:
     def _build(self, dtype: torch.dtype, for_capture: bool = False) -> _Build:
         self._count += 1
         layers, targets, sources = list(self.backbone.layers), [], []
-        runs: dict[Any, LayerRun] = {}
+        runs, narrow = dict[Any, LayerRun](), list[Tensor]()
         for index, layer in enumerate(layers):
             if not hasattr(type(layer), OUTPUT_NOT_WANTED):
                 continue
             blocks = self.builder.blocks(layer, dtype)
             runs[layer] = run = LayerRun(self.builder.family, blocks, last=index == len(layers) - 1)
             linears = [linear for block in run.blocks if isinstance(block, Block) for linear in block.linears]
+            narrow += [weight for linear in linears for weight in linear.read_narrow]
             targets += [target for linear in linears for target, _ in linear.copies]
             sources += [source for linear in linears for _, source in linear.copies]
         copies = CastCopies(targets, sources, by_table=not for_capture)
-        return _Build(dtype, runs, copies, layers, Watch(layers, self.builder.compute.is_fp8), self._count)
+        watch = Watch(layers, self.builder.compute.is_fp8)
+        return _Build(dtype, runs, copies, layers, watch, self._count, narrow_reader(narrow))
 
 
 def is_fused(layer: nn.Module) -> bool:

@@ -21,6 +21,7 @@ from pronghorn.kernels.adapter_gradients import matmul
 from pronghorn.kernels.residual import LowRank
 from pronghorn.layers.linears import Adapter, adapter_of, base_of, is_4bit, is_written_out, unmerge_disabled
 from pronghorn.layers.weight_layout import GroupStorage
+from pronghorn.memory.sharded import lie_wide, narrowed
 from pronghorn.precision.compute import MULTIPLE, Compute
 from pronghorn.precision.fp8 import FP8Source, NF4CodesSource
 from pronghorn.precision.source import (
@@ -61,6 +62,8 @@ class FusedLinear:
                 self.ranks[index] = len(adapter.a)
         self.full: bool = first.weight.requires_grad
         self.in_fp8: bool = compute.is_fp8 and not self.full and fits_fp8(storage, dtype)
+        self.read_narrow: list[Tensor] = []
+        """Trained weights that other processes share, and whose 16 bits are gathered."""
         below = 0 if self.in_fp8 else storage.rank_below(dtype)
         self.source = _fp8_source(storage, compute) if self.in_fp8 else self._source(storage, below)
         self.scale = self.adapters[0][1].scale if self.adapters else 1.0
@@ -87,7 +90,10 @@ class FusedLinear:
         if is_written_out(self.bases[0]):
             return PackedSource(weights, self.dtype, below)
         if weights[0].dtype is not self.dtype:
-            return CopiedSource(weights, self.dtype)
+            gathered = narrowed(weights, self.dtype)
+            self.read_narrow = [] if gathered is None else weights
+            return CopiedSource(weights, self.dtype) if gathered is None else DenseSource(gathered, len(gathered))
+        lie_wide(weights)
         return DenseSource(storage.weight(self.dtype), sum(self.widths))
 
     def _place_adapters(self, rows: int, below: int) -> None:

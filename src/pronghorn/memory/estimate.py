@@ -163,8 +163,8 @@ def _fused_bytes(layer: LayerSpec, setup: TrainSetup) -> int:
     if experts:
         token += 2 * b * experts.chosen * setup.expert_rank + 4 * experts.count + 32 * experts.chosen + 4
         token += shared_bytes(experts, layer.hidden, setup) if experts.shared else 0
-    # of float32 masters, until the backward; of experts they are made for each product
-    copies = b * layer.linear_weights if setup.method == "full" else 0
+    # of float32 masters, until the backward; of experts they are made for each product, of shared ones gathered
+    copies = b * layer.linear_weights if setup.method == "full" and setup.processes == 1 else 0
     mixers = sum(mixer_bytes(block, setup) for block in layer.blocks)
     return setup.tokens * token + mixers + copies + _given_bytes(layer, setup)
 

@@ -6,38 +6,48 @@
     backward   compute   … │ layer k      │ layer k - 1 │     the same, downwards
                gather        of k - 1       of k - 2
 
-There are two buffers, and every weight has a fixed place in one of them: layer k's in buffer k mod 2. So the model's
-parameters stay the very tensors that they were, fused layers read them where they always lie, and what autograd saved
-of them in the forward is right again in the backward. Bytes are gathered as they are stored: a 4-bit base travels in 4
-bits.
+There are two buffers, and every weight has a fixed place in one of them: layer k's in buffer k mod 2. So fused layers
+read weights where they always lie, and what autograd saved of them in the forward is right again in the backward. Bytes
+are gathered as they are stored: a 4-bit base travels in 4 bits.
 
-Either a layer's frozen weights are shared (LoRA), or all of it, which is trained: `memory.sharded_training`. Adapters
-and what lies outside the layers (embeddings, head, last norm) are whole in each process. FSDP2 would make DTensors of
-weights, which layers find in other places in each forward.
+Either a layer's frozen weights are shared (LoRA), or all of it, which is trained: `memory.sharded_training`. Float32
+weights of products that fused layers compute in bfloat16 travel in bfloat16, into buffers that these read (`narrow`);
+the parameters themselves then have no values but NaN. Adapters and what lies outside the layers (embeddings, head, last
+norm) are whole in each process. FSDP2 would make DTensors of weights, which layers find in other places in each
+forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pronghorn.errors import TrainingError, UnsupportedError
+from pronghorn.errors import TrainingError
 from pronghorn.kernels.packed import PackedTensor
 from pronghorn.memory.sharded_training import TrainedParts
+from pronghorn.memory.sharded_unit import MASTER_BYTES, NARROW, Unit, WeightGroups, quiet_group
 
 BUFFERS = 2
 IN_BUFFER = "_pronghorn_in_buffer"
-"""The attribute of a parameter whose place in a buffer must not change."""
+"""The attribute of a parameter that lies in a buffer (an `InBuffer`): its place must not change."""
 _FIRST = "_pronghorn_first_values"
 _SHARDED = "_pronghorn_sharded"
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
-ALIGNED = 256
-"""Bytes that groups of weights begin at a multiple of."""
+_NONE: frozenset[int] = frozenset()
+
+
+class InBuffer(NamedTuple):
+    """Where a parameter lies."""
+
+    layers: ShardedLayers
+    unit: Unit
+    offset: int
+    """In bytes."""
 
 
 class ShardedLayers:
@@ -51,162 +61,245 @@ class ShardedLayers:
     def __init__(self, device: torch.device, group: Any = None) -> None:
         self._group, self._device = group, device
         self.processes, self._rank = dist.get_world_size(group), dist.get_rank(group)
-        self._buffers = [torch.zeros(0, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
+        self._units: dict[int, list[Unit]] = {}
+        self._wide: dict[tuple[bool, int], Tensor] = {}
+        """Bytes as they are stored, by kind of unit and number of the buffer; of trained products only if they are
+        wanted."""
+        self._narrow: dict[int, Tensor] = {}
+        """Trained products in 16 bits, by number of the buffer."""
+        self._stand_in = torch.full((), math.nan, device=device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._holds: list[int | None] = [None] * BUFFERS
-        """The layer whose weights are in each buffer, or on their way."""
+        self._holds: list[tuple[int, frozenset[int]] | None] = [None] * BUFFERS
+        """The layer whose weights are in each buffer, or on their way, and those that are there in 16 bits."""
         self._arrived: list[Any] = [None] * BUFFERS
-        self._in_backward: int | None = None
-        self._shards: dict[int, Tensor] = {}
-        self._places: dict[int, list[_Place]] = {}
+        self._put_for: dict[Unit, frozenset[int]] = {}
+        """What of a unit's parameters had no values of their own when they were put into place."""
+        self._in_backward: tuple[int, frozenset[int]] | None = None
+        self.narrow = _NONE
+        """Identities of the parameters that the forward which is running reads in 16 bits; fused layers say so."""
         self.trained: TrainedParts | None = None
         """Where layers are trained."""
 
-    def add(self, index: int, layer: nn.Module, groups: list[list[Tensor]]) -> None:
+    def add(self, index: int, layer: nn.Module, groups: WeightGroups) -> None:
         """Keep a part of a layer's weights, and let go of the rest. All processes add the same layers.
 
         Args:
             index: the layer's place among those that are shared, in the order of the forward.
-            groups: weights that must follow each other without a gap, as `weight_groups` lists them.
         """
         for parameter in layer.parameters():
             if not parameter.requires_grad:
                 setattr(parameter, _FIRST, first_values(parameter).to(self._device))
-        places, size = _placed(groups)
-        part = -(-size // (self.processes * ALIGNED)) * ALIGNED
-        self._shards[index] = shard = torch.zeros(part, dtype=torch.uint8, device=self._device)
-        for place in places:
-            setattr(place.tensor, IN_BUFFER, True)
-            _copy_part(shard, self._rank * part, _bytes(place.tensor), place.offset)
-        self._places[index] = places
-        self._widen(part * self.processes)
-        self._put(index)
+        told = self._device, self.processes, self._rank
+        units = [Unit(index, groups.products, *told, products=True), Unit(index, groups.others, *told)]
+        self._units[index] = units = [unit for unit in units if unit.places]
+        for unit in units:
+            for place in unit.places:
+                setattr(place.tensor, IN_BUFFER, InBuffer(self, unit, place.offset))
+            self._make_room(unit)
+            self._put(unit, frozenset(id(place.tensor) for place in unit.places) if unit.products else _NONE)
         layer.register_forward_pre_hook(_Before(self, index))
         layer.register_forward_hook(_After(self, index))
 
-    def _widen(self, size: int) -> None:
-        """Make buffers of at least so many bytes. What they hold is gathered again when it is needed."""
-        if size <= self._buffers[0].numel():
-            return
-        self._buffers = [torch.zeros(size, dtype=torch.uint8, device=self._device) for _ in range(BUFFERS)]
-        for index in self._places:
-            self._put(index)
+    def _make_room(self, unit: Unit) -> None:
+        """Make buffers anew that are too small for a unit. What they hold is gathered again when it is needed."""
+        for kind, slot in [key for key, buffer in self._wide.items() if len(buffer) < unit.size]:
+            if kind is unit.products:
+                del self._wide[kind, slot]
+                for index in range(slot, len(self), BUFFERS):
+                    for other in self._units.get(index, ()):
+                        if other.products is kind and other in self._put_for:
+                            self._put(other, self._put_for.pop(other))
 
-    def train(self) -> None:
-        """Train all that was added: each process its parts. No more layers may be added."""
-        layers = range(len(self))
-        tensors = [[(place.tensor, place.offset) for place in self._places[index]] for index in layers]
-        self.trained = TrainedParts([self._shards[index] for index in layers], tensors, self.processes)
+    def _buffer(self, unit: Unit) -> Tensor:
+        """Return the buffer of a unit's bytes, with room for the largest of its kind."""
+        key = unit.products, unit.layer % BUFFERS
+        if key not in self._wide:
+            self._wide[key] = torch.zeros(self._room(unit.products), dtype=torch.uint8, device=self._device)
+        return self._wide[key]
+
+    def _narrow_buffer(self, layer: int) -> Tensor:
+        slot = layer % BUFFERS
+        if slot not in self._narrow:
+            self._narrow[slot] = torch.zeros(
+                self._room(products=True) // MASTER_BYTES, dtype=NARROW, device=self._device
+            )
+        return self._narrow[slot]
+
+    def _room(self, products: bool) -> int:
+        return max(unit.size for units in self._units.values() for unit in units if unit.products is products)
+
+    def train(self, first: Sequence[nn.Parameter] = ()) -> None:
+        """Train all that was added: each process its parts. No more layers may be added.
+
+        Args:
+            first: parameters outside the layers whose gradients are complete before the last layer's backward.
+        """
+        units = [unit for index in range(len(self)) for unit in self._units[index]]
+        self.trained = TrainedParts(units, self.processes, first)
 
     @property
     def bytes(self) -> int:
         """Return the bytes that this process holds: its parts and the buffers."""
         trained = 0 if self.trained is None else self.trained.bytes
-        return trained + sum(each.nbytes for each in (*self._shards.values(), *self._buffers))
+        parts = [unit.part for units in self._units.values() for unit in units]
+        return trained + sum(each.nbytes for each in (*parts, *self._wide.values(), *self._narrow.values()))
 
-    def use(self, index: int, ahead: int) -> None:
+    def narrowed(self, weights: Sequence[Tensor]) -> Tensor | None:
+        """Return where float32 weights [N_i, K] lie in 16 bits, one below the other [N, K], whenever their layer
+        computes and `narrow` names them; None for weights that aren't a trained product's, or don't lie together."""
+        places: list[InBuffer | None] = [getattr(weight, IN_BUFFER, None) for weight in weights]
+        first, end = places[0], 0
+        for place, weight in zip(places, weights, strict=True):
+            if place is None or not place.unit.products or (end and place.offset != end):
+                return None
+            end = place.offset + weight.numel() * MASTER_BYTES
+        assert first is not None
+        whole = self._narrow_buffer(first.unit.layer)
+        return whole[first.offset // MASTER_BYTES : end // MASTER_BYTES].view(-1, weights[0].shape[1])
+
+    def use(self, index: int, narrow: frozenset[int], ahead: int) -> None:
         """Let compute wait for a layer's weights, and begin to gather those of the layer that comes next.
 
         Args:
+            narrow: parameters that are read in 16 bits.
             ahead: 1 in a forward, -1 in a backward, 0 to gather nothing else.
         """
-        self._gather(index)
+        self._gather(index, narrow)
         arrived = self._arrived[index % BUFFERS]
         if arrived is not None:
             torch.cuda.current_stream(self._device).wait_event(arrived)
         following = index + ahead
-        if ahead and following in self._shards:
-            self._gather(following)
+        if ahead and following in self._units:
+            self._gather(following, narrow)
 
-    def _put(self, index: int) -> None:
-        """Let a layer's weights lie in its buffer."""
-        buffer = self._buffers[index % BUFFERS]
-        for place in self._places[index]:
-            part = buffer[place.offset : place.offset + place.tensor.nbytes]
-            place.tensor.data = part.view(place.dtype).view(place.tensor.shape)
+    def _put(self, unit: Unit, narrow: frozenset[int]) -> None:
+        """Let a unit's weights lie in its buffer, or have no values where they are read in 16 bits."""
+        if self._put_for.get(unit) == narrow:
+            return
+        self._put_for[unit] = narrow
+        for place in unit.places:
+            if unit.products and id(place.tensor) in narrow:
+                place.tensor.data = self._stand_in.expand(place.shape)
+            else:
+                place.tensor.data = place.of(self._buffer(unit))
+
+    def lie_wide(self, unit: Unit) -> None:
+        """Let a unit's weights lie in its buffer, without their values until they are gathered."""
+        if self._put_for[unit]:
+            self._put(unit, _NONE)
+            self._holds[unit.layer % BUFFERS] = None
 
     def begin(self) -> None:
         """Make ready for a forward: trained parts may have changed, and weights been copied elsewhere."""
+        self.narrow = _NONE
         if self.trained is not None:
-            self.trained.begin()
+            self.trained.finish()
             self._holds = [None] * BUFFERS
         self.put_back()
 
     def whole(self, index: int) -> list[Tensor]:
-        """Return a layer's tensors as they are now, gathered. Every process calls it."""
-        self._holds[index % BUFFERS] = None
-        self.use(index, 0)
-        return [place.tensor.detach() for place in self._places[index]]
+        """Return a layer's tensors as they are now, gathered into memory of their own. Every process calls it."""
+        found = []
+        for unit in self._units[index]:
+            flat = torch.empty(unit.size, dtype=torch.uint8, device=self._device)
+            event = self._run(partial(unit.gather, flat, self._group))
+            if event is not None:
+                torch.cuda.current_stream(self._device).wait_event(event)
+            found += [place.of(flat) for place in unit.places]
+        return found
 
     def load(self, index: int, tensors: Sequence[Tensor]) -> None:
         """Take over this process's part of a layer's tensors, in the order in which `whole` gives them."""
-        shard = self._shards[index]
-        begin = self._rank * shard.numel()
-        for place, tensor in zip(self._places[index], tensors, strict=True):
-            _copy_part(shard, begin, _bytes(tensor.to(place.dtype)), place.offset)
+        places = [(unit, place) for unit in self._units[index] for place in unit.places]
+        for (unit, place), tensor in zip(places, tensors, strict=True):
+            unit.load(place, tensor)
 
     def outside(self, model: nn.Module) -> list[Tensor]:
         """Return what of a model is trained and whole in every process."""
-        inside = {id(place.tensor) for layer in self._places.values() for place in layer}
-        return [p for p in model.parameters() if p.requires_grad and id(p) not in inside]
+        return [p for p in model.parameters() if p.requires_grad and not hasattr(p, IN_BUFFER)]
 
     def __len__(self) -> int:
-        return len(self._shards)
+        return len(self._units)
 
     def tensors(self, index: int) -> list[Tensor]:
         """Return the tensors of a layer whose values lie in its buffer, which may hold another layer's."""
-        return [place.tensor for place in self._places[index]]
+        return [place.tensor for unit in self._units[index] for place in unit.places]
 
     def put_back(self) -> None:
         """Let weights that were copied elsewhere lie in their buffers again."""
-        for index in self._places:
-            if self._is_moved(index):
-                self._put(index)
+        for units in self._units.values():
+            for unit in units:
+                if self._is_moved(unit):
+                    self._put(unit, self._put_for.pop(unit))
 
-    def _is_moved(self, index: int) -> bool:
-        """Tell whether `.to` copied a layer's weights elsewhere: to the same device by another name, as trainers do.
+    def _is_moved(self, unit: Unit) -> bool:
+        """Tell whether `.to` copied a unit's weights elsewhere: to the same device by another name, as trainers do.
 
         Raises:
             TrainingError: it made other weights of them.
         """
-        place, buffer = self._places[index][0], self._buffers[index % BUFFERS]
-        first = place.tensor
-        if first.data_ptr() == buffer.data_ptr() + place.offset:
+        place = unit.places[0]
+        first, narrow = place.tensor, unit.products and id(place.tensor) in self._put_for[unit]
+        if first.data_ptr() == (self._stand_in.data_ptr() if narrow else place.of(self._buffer(unit)).data_ptr()):
             return False
-        if first.device.type != buffer.device.type or first.dtype is not place.dtype:
+        if first.device.type != self._device.type or first.dtype is not place.dtype:
             raise TrainingError(
                 f"weights that {self.processes} processes share were moved to {first.device} as {first.dtype}",
                 "leave the model where it was loaded, in its dtype; launch.strategy: copies lets it be moved",
             )
         return True
 
-    def _gather(self, index: int) -> None:
+    def _gather(self, index: int, narrow: frozenset[int]) -> None:
         """Start to gather a layer's weights, after all that compute was given so far: it may read the buffer."""
-        slot, shard = index % BUFFERS, self._shards[index]
-        if self._holds[slot] == index:
+        slot = index % BUFFERS
+        if self._holds[slot] == (index, narrow):
             return
-        self._holds[slot] = index
-        whole = self._buffers[slot][: shard.numel() * self.processes]
+        self._holds[slot] = index, narrow
+        for unit in self._units[index]:
+            self._put(unit, narrow)
+        self._arrived[slot] = self._run(partial(self._bring, index, narrow))
+
+    def _bring(self, index: int, narrow: frozenset[int]) -> None:
+        """Gather a layer: a unit that is read in 16 bits in these, if that is all of it."""
+        for unit in self._units[index]:
+            inside = [id(place.tensor) in narrow for place in unit.places] if unit.products else [False]
+            small = self._narrow_buffer(unit.layer)[: unit.size // MASTER_BYTES] if any(inside) else None
+            if small is not None and all(inside):
+                unit.gather_narrow(small, self._group)
+                continue
+            wide = self._buffer(unit)[: unit.size]
+            unit.gather(wide, self._group)
+            if small is not None:
+                small.copy_(wide.view(torch.float32))
+
+    def _run(self, work: Callable[[], None]) -> Any:
+        """Do something on the stream of the gathers, and return the event of its end; at once on the CPU."""
         if self._stream is None:
-            _all_gather(whole, shard, group=self._group)
-            return
+            work()
+            return None
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            _all_gather(whole, shard, group=self._group)
-            self._arrived[slot] = self._stream.record_event()
+            work()
+            return self._stream.record_event()
 
     def forward_begins(self, index: int) -> None:
         """Bring a layer's weights before its forward, or before it is recomputed in a backward."""
-        recomputed = self._in_backward == index
-        self._in_backward = self._in_backward if recomputed else None
-        self.use(index, 0 if recomputed else 1)
+        if self._in_backward is not None and self._in_backward[0] == index:
+            return self.use(*self._in_backward, ahead=0)
+        self._in_backward = None
+        self.use(index, self.narrow, ahead=1)
 
-    def backward_begins(self, index: int) -> None:
-        """Bring a layer's weights before its backward."""
-        self._in_backward = index
+    def backward_begins(self, index: int, narrow: frozenset[int]) -> None:
+        """Bring a layer's weights before its backward, as its forward read them."""
+        self._in_backward = index, narrow
         if self.trained is not None:
-            self.trained.collect_above(index)
-        self.use(index, -1)
+            self.trained.backward_begins(index)
+        self.use(index, narrow, ahead=-1)
+
+    def read_narrow(self, index: int) -> frozenset[int]:
+        """Return what a forward of a layer that just ended read in 16 bits, also one in a backward."""
+        again = self._in_backward is not None and self._in_backward[0] == index
+        return self._in_backward[1] if self._in_backward is not None and again else self.narrow
 
 
 class _BeforeAll:
@@ -235,46 +328,36 @@ class _After(_Before):
     def __call__(self, layer: nn.Module, args: Any, output: Any = None) -> None:
         hidden = output[0] if isinstance(output, tuple) else output
         if hidden.requires_grad:
-            hidden.register_hook(lambda _: self._sharded.backward_begins(self._index))
+            narrow = self._sharded.read_narrow(self._index)
+            hidden.register_hook(lambda _: self._sharded.backward_begins(self._index, narrow))
 
 
-def weight_groups(
-    layer: nn.Module, merged: Iterable[Sequence[Any]], elsewhere: set[int], trained: bool = False
-) -> list[list[Tensor]]:
-    """List a layer's frozen weights: first those that are multiplied with together, then the others one by one.
-
-    Args:
-        trained: list its trained weights instead.
-        merged: the base linears of each product.
-        elsewhere: identities of parameters that other layers have, too, which stay whole.
-    """
-    left = {id(p): p for p in layer.parameters() if p.requires_grad is trained and id(p) not in elsewhere}
-    groups: list[list[Any]] = []
-    for linears in merged:
-        for name in ("weight", "bias"):
-            together = [left.pop(id(p)) for linear in linears if id(p := getattr(linear, name, None)) in left]
-            groups.append(together)
-    groups += [[p] for p in left.values()]
-    return [placed for group in groups if group for placed in _stored(group)]
+def narrowed(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
+    """Return where weights that are gathered in `dtype` for one product lie; None for any others."""
+    place: InBuffer | None = getattr(weights[0], IN_BUFFER, None)
+    return None if place is None or dtype is not NARROW else place.layers.narrowed(weights)
 
 
-def _stored(group: list[Any]) -> list[list[Tensor]]:
-    """List the tensors that parameters' values are stored in, in groups that begin aligned: plain weights together,
-    of those in few bits each part alone, constants of bitsandbytes' blocks too."""
-    packed = [p for p in group if isinstance(p, PackedTensor) or getattr(p, "quant_state", None) is not None]
-    if not packed:
-        return [group]
-    parts: list[Any] = []
-    for parameter in group:
-        state = getattr(parameter, "quant_state", None)
-        parts += getattr(parameter, "parts", (parameter,) if state is None else (parameter, state.absmax))
-    return [[part] for part in parts]
+def lie_wide(weights: Sequence[Tensor]) -> None:
+    """Let weights that processes share lie in their buffers as they are stored, where products will read them."""
+    for weight in weights:
+        place: InBuffer | None = getattr(weight, IN_BUFFER, None)
+        if place is not None:
+            place.layers.lie_wide(place.unit)
+
+
+def narrow_reader(weights: Sequence[Tensor]) -> Callable[[], None] | None:
+    """Return what tells the layers of these weights, at the begin of a forward, that they are read in 16 bits; None for
+    no weights."""
+    if not weights:
+        return None
+    place: InBuffer = getattr(weights[0], IN_BUFFER)
+    return partial(setattr, place.layers, "narrow", frozenset(map(id, weights)))
 
 
 def shard(model: Any, device: torch.device) -> ShardedLayers:
     """Let a causal LM share what is added of its layers among all processes. There is no way back."""
-    group = dist.new_group()  # its own: gathers on their stream never wait for reductions on another
-    model.__dict__[_SHARDED] = shared = ShardedLayers(device, group)
+    model.__dict__[_SHARDED] = shared = ShardedLayers(device, quiet_group())
     model.base_model.register_forward_pre_hook(_BeforeAll(shared))
     return shared
 
@@ -285,57 +368,6 @@ def sharded(model: Any) -> ShardedLayers | None:
     return found
 
 
-@torch.no_grad()
-def whole_state(model: Any) -> dict[str, Tensor]:
-    """Return the state of a causal LM whose layers are trained and shared, in the first process's host memory: a layer
-    is gathered at a time. Every process calls it; others get nothing."""
-    shared, first = sharded(model), dist.get_rank() == 0
-    assert shared is not None
-    places = {id(p): (i, j) for i in range(len(shared)) for j, p in enumerate(shared.tensors(i))}
-    state: dict[str, Tensor] = dict(model.state_dict()) if first else {}
-    names: dict[tuple[int, int], list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) in places:
-            names.setdefault(places[id(parameter)], []).append(name)
-    for i in range(len(shared)):
-        for j, tensor in enumerate(shared.whole(i)):
-            kept = tensor.to("cpu", copy=True) if first else None
-            state.update({name: kept for name in names[i, j]} if kept is not None else {})
-    return state
-
-
-@torch.no_grad()
-def load_state(model: Any, read: Any, names: Iterable[str]) -> None:
-    """Put tensors by name into a causal LM whose layers are trained and shared.
-
-    Args:
-        read: returns the tensor of a name.
-        names: all that there are.
-    Raises:
-        TrainingError: a layer's weight isn't among them.
-    """
-    shared, left = sharded(model), set(names)
-    assert shared is not None
-    known = {id(p): name for name, p in model.named_parameters()}
-    for i in range(len(shared)):
-        of_layer = [known[id(p)] for p in shared.tensors(i)]
-        if missing := [name for name in of_layer if name not in left]:
-            raise TrainingError(f"a checkpoint lacks {missing[0]}", "go on from another checkpoint, or begin anew")
-        shared.load(i, [read(name) for name in of_layer])
-        left.difference_update(of_layer)
-    model.load_state_dict({name: read(name) for name in left}, strict=False)
-
-
-def refuse_sharded(model: Any, what: str) -> None:
-    """Raise UnsupportedError if a causal LM's weights lie in parts, so that nobody can read them all."""
-    shared = sharded(model)
-    if shared is not None:
-        raise UnsupportedError(
-            f"{what} of a model whose layers are shared by {shared.processes} processes",
-            "save the model by its trainer; `pronghorn export` merges an adapter in one process",
-        )
-
-
 def first_values(parameter: Any) -> Tensor:
     """Return a parameter's first eight values in float64, of a packed one as they are stored, of a shared one as it
     was."""
@@ -344,35 +376,3 @@ def first_values(parameter: Any) -> Tensor:
         return kept
     stored = parameter.parts[0] if isinstance(parameter, PackedTensor) else parameter.detach()
     return stored.reshape(-1)[:8].double()
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where a tensor lies in its layer's buffer."""
-
-    tensor: Tensor
-    offset: int
-    """In bytes."""
-    dtype: torch.dtype
-
-
-def _placed(groups: Iterable[list[Tensor]]) -> tuple[list[_Place], int]:
-    """Give each tensor its place, and return the bytes of all."""
-    places, offset = list[_Place](), 0
-    for group in groups:
-        offset = -(-offset // ALIGNED) * ALIGNED
-        for tensor in group:
-            places.append(_Place(tensor, offset, tensor.dtype))
-            offset += tensor.nbytes
-    return places, offset
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
-
-
-def _copy_part(shard: Tensor, begin: int, source: Tensor, offset: int) -> None:
-    """Copy what of `source`, which lies at `offset` of a layer, falls into the part that begins at `begin`."""
-    first, last = max(begin, offset), min(begin + shard.numel(), offset + source.numel())
-    if first < last:
-        shard[first - begin : last - begin].copy_(source[first - offset : last - offset])

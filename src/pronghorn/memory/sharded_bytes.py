@@ -2,7 +2,8 @@
 
 A part of each layer rests with it, and two layers are whole in buffers: the one that computes and the next. What lies
 outside the layers is whole in every process, adapters too. Of layers that are trained masters, gradients and the
-optimiser's states are parts, and one layer's gradients are whole in a buffer, besides those that its backward makes.
+optimiser's states are parts; one layer's gradients are whole, and in a buffer, while they are summed, besides those
+that the next one's backward makes.
 """
 
 from __future__ import annotations
@@ -11,14 +12,21 @@ from collections.abc import Mapping
 
 from pronghorn.families.layer_spec import LayerSpec
 from pronghorn.memory.sharded import BUFFERS
+from pronghorn.memory.sharded_unit import MASTER_BYTES
 from pronghorn.memory.workload import NF4_BYTES, ModelDims, TrainSetup
-
-MASTER_BYTES = 4
-"""Of a number that is trained, and of its gradient."""
 
 
 def gathered_bytes(layer: LayerSpec, setup: TrainSetup) -> int:
-    """Count the bytes of a layer's weights, which are gathered as they are stored: masters in float32."""
+    """Count the bytes of a layer's weights as they are gathered: as they are stored, but for the float32 masters of
+    fused products, which travel in 16 bits."""
+    if setup.method != "full":
+        return kept_bytes(layer, setup)
+    narrow = layer.linear_weights if setup.fused and setup.itemsize < MASTER_BYTES else 0
+    return MASTER_BYTES * layer.parameters - (MASTER_BYTES - setup.itemsize) * narrow
+
+
+def kept_bytes(layer: LayerSpec, setup: TrainSetup) -> int:
+    """Count the bytes of a layer's weights as processes keep them, all parts together."""
     if setup.method == "full":
         return MASTER_BYTES * layer.parameters
     b, linear = setup.itemsize, layer.linear_weights
@@ -39,12 +47,13 @@ def holds_parts_of_gradients(setup: TrainSetup) -> bool:
 
 def shared(resting: Mapping[str, int], dims: ModelDims, setup: TrainSetup) -> dict[str, int]:
     """Return what rests with a process, given what would rest on a device that held the whole model."""
-    layers = [gathered_bytes(layer, setup) for layer in dims.layers]
+    layers = [kept_bytes(layer, setup) for layer in dims.layers]
     outside = max(resting["weights"] - sum(layers), 0)
-    parts, gathered = -(-sum(layers) // setup.processes), BUFFERS * max(layers)
+    parts = -(-sum(layers) // setup.processes)
+    gathered = BUFFERS * max(gathered_bytes(layer, setup) for layer in dims.kinds)
     found = {**resting, "weights": outside + parts, "gathered": gathered}
     if holds_parts_of_gradients(setup):
-        one = max(layers) + -(-max(layers) // setup.processes)
+        one = 2 * max(layers) + -(-max(layers) // setup.processes)
         found["gradients"] = (outside if setup.accumulates else 0) + parts + one
         found["optimizer"] = resting["optimizer"] * (outside + parts) // resting["weights"]
     return found

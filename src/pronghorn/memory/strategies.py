@@ -10,8 +10,9 @@ With g_l a layer's gather, f_l and b_l its forward and backward with what is rec
     copies, full      averaged during it: exposed = max(average of a bucket, average − Σ b_l)
     sharded           forward    g_1 + Σ max(f_l, g_{l+1}) + s · min(f_l, g_{l+1})
                       backward   Σ max(b_l, g_{l−1}) + s · min(…), without the last two layers', which are there
-    sharded, full     backward   Σ max(b_l, g_{l−1} + r_{l+1}) + r_1, r_l the sum of a layer's gradients into parts: as
-                      long as g_l; and once a step the average of what lies outside the layers
+    sharded, full     backward   Σ max(b_l, g_{l−1} + r_{l+1}) + s · min(…) + r_1, r_l the sum of a layer's gradients
+                      into parts: of float32, where g_l is of 16 bits; s · the head's average beside the backward, and
+                      the average of what else lies outside the layers after it
 
 s is what compute loses to a collective beside it, which takes multiprocessors and memory's bandwidth.
 """
@@ -27,7 +28,7 @@ from pronghorn.memory.devices import DeviceSpec
 from pronghorn.memory.estimate import GIB, ModelDims, TrainSetup, buffer_bytes
 from pronghorn.memory.plan import Plan, Policy, followed
 from pronghorn.memory.planner import PlanDoesNotFit, plan, plans_of
-from pronghorn.memory.sharded_bytes import gathered_bytes, unshared_reason
+from pronghorn.memory.sharded_bytes import gathered_bytes, kept_bytes, unshared_reason
 from pronghorn.memory.step_time import StepTimes, step_times
 
 BUCKET_BYTES = 25 * 2**20
@@ -219,12 +220,13 @@ def communication_ms(
         return max(2 * part * BUCKET_BYTES, average - sum(backward))
     gather = [part * gathered_bytes(layer, work) for layer in dims.layers]
     downwards = [0.0, 0.0, *gather[-3::-1]]
+    after = 0.0
     if full:  # beside each layer's backward the gradients of the one before it are summed, after the next one's gather
-        downwards = [g + r for g, r in zip(downwards, [0.0, 0.0, *gather[:1:-1]], strict=True)]
-        trained = 4 * dims.outside
-    exposed = (
-        gather[0] + _pipelined(forward, gather) + _pipelined(backward[::-1], downwards) + (gather[0] if full else 0)
-    )
+        sums = [part * kept_bytes(layer, work) for layer in dims.layers]
+        downwards = [g + r for g, r in zip(downwards, [0.0, 0.0, *sums[:1:-1]], strict=True)]
+        head = 0 if dims.tied else dims.vocab * dims.hidden
+        trained, after = 4 * (dims.outside - head), sums[0] + SLOWED * 2 * part * 4 * head
+    exposed = gather[0] + _pipelined(forward, gather) + _pipelined(backward[::-1], downwards) + after
     return micro_batches * exposed + 2 * part * trained
 
 

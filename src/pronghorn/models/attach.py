@@ -34,7 +34,8 @@ from pronghorn.layers.subclass import own_class, restore
 from pronghorn.memory.offload import OffloadEngine
 from pronghorn.memory.plan import Plan
 from pronghorn.memory.recompute import Installed, install, policies_of
-from pronghorn.memory.sharded import refuse_sharded, sharded
+from pronghorn.memory.sharded import sharded
+from pronghorn.memory.sharded_state import refuse_sharded
 from pronghorn.models import experts
 from pronghorn.models.attach_options import AttachOptions, Attention, Experimental, Layers
 from pronghorn.models.causal_lm import packed_class

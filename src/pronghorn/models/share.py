@@ -9,11 +9,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pronghorn.errors import UnsupportedError
 from pronghorn.layers.linears import base_of
-from pronghorn.memory.sharded import IN_BUFFER, ShardedLayers, shard, sharded, weight_groups
+from pronghorn.memory.sharded import IN_BUFFER, ShardedLayers, shard, sharded
+from pronghorn.memory.sharded_unit import WeightGroups, weight_groups
 from pronghorn.models.families import base_causal_lm, check_config, decoder_layers
 
 
@@ -33,10 +34,11 @@ def share_layers(model: Any, device: torch.device) -> None:
     if shared is None:
         shared, elsewhere = shard(base, device), _elsewhere(base)
         found = ((layer, _groups(base, layer, elsewhere, full)) for layer in decoder_layers(base))
-        for index, (layer, groups) in enumerate(pair for pair in found if pair[1]):
+        for index, (layer, groups) in enumerate(pair for pair in found if any(pair[1])):
             shared.add(index, layer, groups)
     if full:
-        shared.train()
+        head, embeddings = base.get_output_embeddings().weight, base.get_input_embeddings().weight
+        shared.train(first=[] if head is embeddings else [head])
         base.save_pretrained = partial(_save_given, base.save_pretrained)
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
@@ -112,7 +114,7 @@ def _elsewhere(base: Any) -> set[int]:
     return {identity for identity, count in owners.items() if count > 1 or identity in embeddings}
 
 
-def _groups(base: Any, layer: nn.Module, elsewhere: set[int], trained: bool) -> list[list[Tensor]]:
+def _groups(base: Any, layer: nn.Module, elsewhere: set[int], trained: bool) -> WeightGroups:
     """List a layer's frozen, or trained, weights, those of one product together."""
     family = check_config(base.config)
     if family.generic:

@@ -73,7 +73,7 @@ class GradientWatch(TrainerCallback):
             self._trained = [(n.removeprefix("module."), p) for n, p in model.named_parameters() if p.requires_grad]
             if self.shared is not None:
                 self._trained = [(n, p) for n, p in self._trained if not hasattr(p, IN_BUFFER)]
-                self._trained += [(f"layers.{i} (shared)", p) for i, p in enumerate(self.shared.parts)]
+                self._trained += list(zip(self.shared.names, self.shared.parts, strict=True))
         named: list[tuple[str, nn.Parameter]] = self._trained
         gradients: list[Any] = [p.grad for _, p in named]
         plain = _plain(gradients)  # nearly always, and the host has no time to lose

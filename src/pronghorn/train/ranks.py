@@ -70,8 +70,10 @@ def average_gradients(parameters: Iterable[nn.Parameter], shared: TrainedParts |
     none on a process counts as zero there: an expert that saw no token."""
     if shared is not None:
         shared.finish()
-    gradients: list[Tensor] = []
+    gradients, averaged = list[Tensor](), () if shared is None else shared.first
     for parameter in parameters:
+        if any(parameter is each for each in averaged):
+            continue
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         gradients.append(parameter.grad)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from pronghorn.device import processes
 from pronghorn.errors import DataError, UnsupportedError
-from pronghorn.memory.sharded import ShardedLayers, load_state, sharded, whole_state
+from pronghorn.memory.sharded import ShardedLayers, sharded
+from pronghorn.memory.sharded_state import load_state, whole_state
 from pronghorn.memory.sharded_training import Piece
 from pronghorn.models.families import base_causal_lm
 from pronghorn.models.load import find_model
@@ -93,7 +94,7 @@ class SharedLayersTrainer(trl.SFTTrainer):
             }
             if self.args.should_save
             else {},
-            "pieces": [(each.layer, each.begin, states[each.parameter]) for each in self._pieces],
+            "pieces": [(each.unit, each.begin, states[each.parameter]) for each in self._pieces],
             "spans": _spans(self._shared, names),
         }
         Path(output_dir).mkdir(parents=True, exist_ok=True)
@@ -117,7 +118,7 @@ class SharedLayersTrainer(trl.SFTTrainer):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for index, parameter in enumerate(parameters):
             if (piece := cut.get(id(parameter))) is not None:
-                state[index] = _of_piece(piece, spans[piece.layer], read)
+                state[index] = _of_piece(piece, spans[piece.unit], read)
             else:
                 found = read(names[id(parameter)])
                 state[index] = {
@@ -161,10 +162,10 @@ def _named(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _spans(shared: ShardedLayers, names: dict[int, str]) -> list[list[tuple[str, int, int]]]:
-    """Return for each layer the names of its parameters, the number each begins at, and how many it has."""
+    """Return for each unit the names of its parameters, the number each begins at, and how many it has."""
     assert shared.trained is not None
-    layers = range(len(shared))
-    return [[(names[id(p)], begin, p.numel()) for p, begin in shared.trained.spans(layer)] for layer in layers]
+    units = range(len(shared.trained.parts))
+    return [[(names[id(p)], begin, p.numel()) for p, begin in shared.trained.spans(unit)] for unit in units]
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

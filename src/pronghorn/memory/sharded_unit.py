@@ -1,0 +1,152 @@
+"""A part of some weights of one layer in each process, and how the whole of them is gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pronghorn.kernels.packed import PackedTensor
+
+ALIGNED = 256
+"""Bytes that groups of weights begin at a multiple of."""
+MOST_BLOCKS = 8
+"""Of a collective that runs beside products: each takes a multiprocessor away from them, and so many reach a good
+part of NVLink's rate."""
+MASTER_BYTES = 4
+"""Of a number that is trained."""
+NARROW = torch.bfloat16
+"""What trained products may be gathered in: the dtype that float32 masters are multiplied in."""
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+
+
+def quiet_group() -> Any:
+    """Make a group of all processes whose collectives leave most multiprocessors to the products beside them.
+
+    A group of its own: its collectives never wait for those of another stream.
+    """
+    if dist.get_backend() != "nccl":
+        return dist.new_group()
+    options: Any = dist.ProcessGroupNCCL.Options()
+    if hasattr(options, "config"):
+        options.config.max_ctas = MOST_BLOCKS
+    return dist.new_group(pg_options=options)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor lies among the weights that are gathered with it."""
+
+    tensor: Tensor
+    offset: int
+    """In bytes."""
+    dtype: torch.dtype
+    shape: torch.Size
+    bytes: int
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Return the tensor's values out of all bytes."""
+        return whole[self.offset : self.offset + self.bytes].view(self.dtype).view(self.shape)
+
+
+class WeightGroups(NamedTuple):
+    """Weights of a layer that are shared, in groups whose members must follow each other without a gap."""
+
+    products: list[list[Tensor]]
+    """Trained weights of products that fused layers compute."""
+    others: list[list[Tensor]]
+
+
+def weight_groups(
+    layer: nn.Module, merged: Iterable[Sequence[Any]], elsewhere: set[int], trained: bool = False
+) -> WeightGroups:
+    """List a layer's frozen weights: first those that are multiplied with together, then the others one by one.
+
+    Args:
+        trained: list its trained weights instead.
+        merged: the base linears of each product.
+        elsewhere: identities of parameters that other layers have, too, which stay whole.
+    """
+    left = {id(p): p for p in layer.parameters() if p.requires_grad is trained and id(p) not in elsewhere}
+    products, others = list[list[Any]](), list[list[Any]]()
+    for linears in merged:
+        for name in ("weight", "bias"):
+            together = [left.pop(id(p)) for linear in linears if id(p := getattr(linear, name, None)) in left]
+            (products if trained and name == "weight" else others).append(together)
+    others += [[p] for p in left.values()]
+    placed = [[each for group in found if group for each in _stored(group)] for found in (products, others)]
+    return WeightGroups(*placed)
+
+
+def _stored(group: list[Any]) -> list[list[Tensor]]:
+    """List the tensors that parameters' values are stored in, in groups that begin aligned: plain weights together,
+    of those in few bits each part alone, constants of bitsandbytes' blocks too."""
+    packed = [p for p in group if isinstance(p, PackedTensor) or getattr(p, "quant_state", None) is not None]
+    if not packed:
+        return [group]
+    parts: list[Any] = []
+    for parameter in group:
+        state = getattr(parameter, "quant_state", None)
+        parts += getattr(parameter, "parts", (parameter,) if state is None else (parameter, state.absmax))
+    return [[part] for part in parts]
+
+
+class Unit:
+    """Weights of one layer that are gathered together.
+
+    Args:
+        layer: its number.
+        groups: weights that must follow each other without a gap.
+        device: of this process's part.
+        products: these are float32 weights of products, which may be gathered in 16 bits.
+    """
+
+    def __init__(
+        self,
+        layer: int,
+        groups: Iterable[Sequence[Tensor]],
+        device: torch.device,
+        processes: int,
+        rank: int,
+        products: bool = False,
+    ) -> None:
+        self.layer, self.products, self._rank = layer, products, rank
+        self.places, size = _placed(groups)
+        part = -(-size // (processes * ALIGNED)) * ALIGNED
+        self.part = torch.zeros(part, dtype=torch.uint8, device=device)
+        """This process's bytes."""
+        self.size = part * processes
+        """Bytes of all processes' parts together."""
+        for place in self.places:
+            self.load(place, place.tensor)
+
+    def load(self, place: Place, values: Tensor) -> None:
+        """Take over what of a tensor's values falls into this process's part."""
+        source = values.detach().to(place.dtype).contiguous().view(-1).view(torch.uint8)
+        begin = self._rank * len(self.part)
+        first, last = max(begin, place.offset), min(begin + len(self.part), place.offset + len(source))
+        if first < last:
+            self.part[first - begin : last - begin].copy_(source[first - place.offset : last - place.offset])
+
+    def gather(self, whole: Tensor, group: Any) -> None:
+        """Gather all bytes into `whole` [size]."""
+        _all_gather(whole, self.part, group=group)
+
+    def gather_narrow(self, whole: Tensor, group: Any) -> None:
+        """Gather all numbers, rounded to 16 bits by the processes that have them, into `whole` [size / 4 numbers]."""
+        _all_gather(whole, self.part.view(torch.float32).to(NARROW), group=group)
+
+
+def _placed(groups: Iterable[Sequence[Tensor]]) -> tuple[list[Place], int]:
+    """Give each tensor its place, and return the bytes of all."""
+    places, offset = list[Place](), 0
+    for group in groups:
+        offset = -(-offset // ALIGNED) * ALIGNED
+        for tensor in group:
+            places.append(Place(tensor, offset, tensor.dtype, tensor.shape, tensor.nbytes))
+            offset += tensor.nbytes
+    return places, offset
