@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from pronghorn.errors import TrainingError
 from pronghorn.kernels.packed import PackedTensor
 from pronghorn.memory.sharded_training import TrainedParts
-from pronghorn.memory.sharded_unit import MASTER_BYTES, NARROW, Unit, WeightGroups, quiet_group
+from pronghorn.memory.sharded_unit import MASTER_BYTES, NARROW, Unit, WeightGroups
 
 BUFFERS = 2
 IN_BUFFER = "_pronghorn_in_buffer"
@@ -357,7 +357,8 @@ def narrow_reader(weights: Sequence[Tensor]) -> Callable[[], None] | None:
 
 def shard(model: Any, device: torch.device) -> ShardedLayers:
     """Let a causal LM share what is added of its layers among all processes. There is no way back."""
-    model.__dict__[_SHARDED] = shared = ShardedLayers(device, quiet_group())
+    group = dist.new_group()  # its own: gathers on their stream never wait for sums on another
+    model.__dict__[_SHARDED] = shared = ShardedLayers(device, group)
     model.base_model.register_forward_pre_hook(_BeforeAll(shared))
     return shared
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pronghorn.errors import UnsupportedError
-from pronghorn.memory.sharded_unit import MASTER_BYTES, Unit, quiet_group
+from pronghorn.memory.sharded_unit import MASTER_BYTES, Unit
 
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -69,7 +69,7 @@ class TrainedParts:
         self._written: dict[bool, list[tuple[int, int]]] = {}
         """Begin and size of what was last written to each buffer; zeros lie between."""
         self._summed = torch.empty(max(sizes.values()), device=self._device)
-        self._group = quiet_group()
+        self._group = dist.new_group()  # its own, beside gathers
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._reduced: Any = None
         self._copied: list[Tensor] = []

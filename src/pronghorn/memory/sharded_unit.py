@@ -14,27 +14,11 @@ from pronghorn.kernels.packed import PackedTensor
 
 ALIGNED = 256
 """Bytes that groups of weights begin at a multiple of."""
-MOST_BLOCKS = 8
-"""Of a collective that runs beside products: each takes a multiprocessor away from them, and so many reach a good
-part of NVLink's rate."""
 MASTER_BYTES = 4
 """Of a number that is trained."""
 NARROW = torch.bfloat16
 """What trained products may be gathered in: the dtype that float32 masters are multiplied in."""
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
-
-
-def quiet_group() -> Any:
-    """Make a group of all processes whose collectives leave most multiprocessors to the products beside them.
-
-    A group of its own: its collectives never wait for those of another stream.
-    """
-    if dist.get_backend() != "nccl":
-        return dist.new_group()
-    options: Any = dist.ProcessGroupNCCL.Options()
-    if hasattr(options, "config"):
-        options.config.max_ctas = MOST_BLOCKS
-    return dist.new_group(pg_options=options)
 
 
 @dataclass(frozen=True)
