@@ -58,7 +58,9 @@ def worker(given: Any) -> None:
     from benchmarks.records import build
     from pronghorn.cli.options import grow_segments
     from pronghorn.data.dealing import DealtRows, Share
+    from pronghorn.memory.sharded import sharded
     from pronghorn.models.attach import attached
+    from pronghorn.models.families import base_causal_lm
 
     grow_segments()
     rank, processes = given.rank, int(os.environ.get("WORLD_SIZE", "1"))
@@ -92,7 +94,8 @@ def worker(given: Any) -> None:
     else:
         found["tokens_per_s"] = given.tokens * steps / seconds if steps else 0.0
     if cuda:
-        found["peak_bytes"] = torch.cuda.max_memory_allocated()
+        shared = sharded(base_causal_lm(model))
+        found["peak_bytes"] = torch.cuda.max_memory_allocated() + (0 if shared is None else shared.mapped_bytes)
         found["predicted"] = dict(handle.plan.predicted) if handle.plan is not None else {}
     with trainer.accelerator.autocast():
         found["paths"] = [f"{path.part}: {path.path} ({path.why})" for path in handle.report]
@@ -105,15 +108,15 @@ def values(model: Any) -> dict[str, Any]:
     """Return what is trained, in host memory; of trained layers that are shared the first process has all, others
     nothing."""
     from pronghorn.memory.sharded import sharded
-    from pronghorn.memory.sharded_state import whole_state
+    from pronghorn.memory.sharded_state import gathering
     from pronghorn.models.families import base_causal_lm
     from pronghorn.parity.parameters import trainable
 
     shared = sharded(base_causal_lm(model))
     if shared is None or shared.trained is None:
         return {name: p.detach().to("cpu", copy=True) for name, p in trainable(model).items()}
-    state = whole_state(model)
-    return {name: state[name].cpu() for name, _ in model.named_parameters()} if state else {}
+    with gathering(model) as read:
+        return {} if read is None else {name: read(p).cpu() for name, p in model.named_parameters()}
 
 
 def trainer_of(model: Any, given: Any, folder: Path, rank: int, processes: int) -> Any:

@@ -81,6 +81,7 @@ def in_4_bits(fields: dict[str, Any]) -> Any:
     import torch
     from torch import nn
     from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers.quantizers import AutoHfQuantizer
 
     from benchmarks.candidates.base import device
 
@@ -109,6 +110,7 @@ def in_4_bits(fields: dict[str, Any]) -> Any:
     model.tie_weights()
     model.is_loaded_in_4bit = model.is_quantized = True
     model.config.quantization_config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    model.hf_quantizer = AutoHfQuantizer.from_config(model.config.quantization_config)  # trainers ask for it
     return model
 
 

@@ -875,7 +875,7 @@ def test_processes_make_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto_plan, "_everywhere", lambda value: others[type(value)])
     made = []
     for rank in (0, 1):
-        monkeypatch.setattr(auto_plan, "available", lambda device, rank=rank: others[int][rank])
+        monkeypatch.setattr(auto_plan, "available", lambda device, mapped, rank=rank: others[int][rank])
         monkeypatch.setattr(auto_plan, "measured_times", lambda *_, rank=rank: times[rank])
         made.append(plan_for(model, 8192))
     assert made[0] == made[1] == plan(dims, TrainSetup(8192), gpu, int(least), times[0])
@@ -911,7 +911,7 @@ def test_no_room_to_measure_is_said_and_survived(
     least, most = plans[-1].predicted["process"], plans[0].predicted["process"]
     monkeypatch.setattr(auto_plan, "measured_times", full)
     monkeypatch.setattr(auto_plan, "cuda_device_spec", lambda device: device_spec("h100"))
-    monkeypatch.setattr(auto_plan, "available", lambda device: int(least + most) // 2)
+    monkeypatch.setattr(auto_plan, "available", lambda device, mapped: int(least + most) // 2)
     made = plan_for(model, 8192, budget_bytes=80 * GIB)
     assert set(made.policies) != {Policy.KEEP} and made.predicted["process"] <= (least + most) / 2
     assert "no memory to time a layer in" in caplog.text

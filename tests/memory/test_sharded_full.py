@@ -11,15 +11,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pronghorn.errors import UnsupportedError
+from pronghorn.export.merge import write_model
 from pronghorn.layers.decoder import is_fused
 from pronghorn.memory.plan import Plan
 from pronghorn.memory.sharded import BUFFERS, sharded
-from pronghorn.memory.sharded_state import load_state, whole_state
+from pronghorn.memory.sharded_state import gathering, load_state
 from pronghorn.models.attach import attach
 from pronghorn.models.share import share_layers
 from pronghorn.train.ranks import average_gradients
 from pronghorn.train.shared_layers import load_whole
-from support.processes import WORLD, gather_gradients, together
+from support.processes import WORLD, gather_gradients, together, whole_state
 from support.tiny import packed_row, tiny_model
 
 STEPS, MICRO_BATCHES = 5, 2
@@ -175,9 +176,12 @@ def reload(rank: int, folder: Path) -> None:
     for family in RELOADED:
         model = tiny_model(family)
         share_layers(model, torch.device("cpu"))
-        before = {name: value.clone() for name, value in whole_state(model).items()}  # some are the model's own
-        if rank == 0:
-            model.save_pretrained(folder / family, state_dict=before)
+        before = whole_state(model)
+        with gathering(model) as read:
+            if read is not None:
+                (folder / family).mkdir()
+                write_model(model, torch.float32, folder / family, RELOADED[family], read)
+                tiny_model(family).save_pretrained(folder / f"{family}-alone", max_shard_size=RELOADED[family])
         dist.barrier()
         zeros = {name: torch.zeros(p.shape) for name, p in tiny_model(family).named_parameters()}
         load_state(model, zeros.__getitem__, zeros)
@@ -189,11 +193,15 @@ def reload(rank: int, folder: Path) -> None:
             torch.save((left, same), folder / f"{family}.pt")
 
 
-RELOADED = ("llama", "qwen3_moe")
-"""The second one's experts are saved by other names."""
+RELOADED = {"llama": "20KB", "qwen3_moe": "5GB"}
+"""Families, and the size of their shards; the second one's experts are saved by other names."""
 
 
 def test_what_is_saved_is_loaded_again(tmp_path: Path) -> None:
     together(reload, tmp_path)
     for family in RELOADED:
+        files, expected = (
+            {f.name: f.read_bytes() for f in (tmp_path / name).iterdir()} for name in (family, f"{family}-alone")
+        )
+        assert len(files) > 2 and files == expected, "the files of a model that one process has"
         assert torch.load(tmp_path / f"{family}.pt") == (False, True), family

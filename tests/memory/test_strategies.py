@@ -100,18 +100,19 @@ def test_of_trained_layers_all_that_lasts_is_shared(dims: ModelDims) -> None:
     whole, parts = resting_bytes(dims, full), resting_bytes(dims, replace(full, processes=4))
     layer = 4 * dims.layers[0].parameters
     held = 4 * dims.outside + 32 * layer // 4
-    assert parts["weights"] == held and parts["gathered"] == 2 * layer
+    narrow = 2 * dims.layers[0].linear_weights  # bytes that 16 bits save
+    assert parts["weights"] == held and parts["gathered"] == 2 * (layer - narrow)
     assert parts["optimizer"] == 2 * held and whole["optimizer"] == 8 * dims.parameters
-    assert parts["gradients"] == held + layer + layer // 4
+    assert parts["gradients"] == held + 2 * layer + layer // 4
     once = resting_bytes(dims, replace(full, processes=4, accumulates=False))
     assert parts["gradients"] - once["gradients"] == 4 * dims.outside, "what lies outside comes with the backward"
     choice = choose(dims, TrainSetup(8192, "full"), H200, 2)
     assert choice.strategy is Strategy.SHARDED and choice.why.startswith("copies don't fit")
-    assert choice.chosen.communication_ms == pytest.approx(90, rel=0.1), "806 ms where one GPU took 716"
+    assert choice.chosen.communication_ms < 75, "with gathers in float32 it was 90: 806 ms where one GPU took 716"
     slow = choose(dims, TrainSetup(8192, "full"), replace(H200, link=1e10), 2).chosen
     part = 0.5 * 1e3 / 1e10
-    assert slow.communication_ms < part * (3 * 32 * layer + 2 * 4 * dims.outside)
-    assert slow.communication_ms > 0.8 * part * (3 * 32 * layer + 2 * 4 * dims.outside)
+    all_that_travels = part * (32 * (2 * (layer - narrow) + layer) + 2 * 4 * dims.outside)
+    assert 0.8 * all_that_travels < slow.communication_ms < all_that_travels
 
 
 def test_4_bits_are_gathered_as_they_are_stored(dims: ModelDims) -> None:

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from torch import Tensor
 
 from pronghorn.memory.sharded import sharded
+from pronghorn.memory.sharded_state import gathering
 from pronghorn.models.families import base_causal_lm
 
 WORLD = 2
@@ -37,6 +39,13 @@ def gather_gradients(model: Any) -> None:
         whole = torch.cat(parts)
         for parameter, begin in shared.trained.spans(index):
             parameter.grad = whole[begin : begin + parameter.numel()].view(parameter.shape)
+
+
+def whole_state(model: Any) -> dict[str, Tensor]:
+    """Return the state of a model whose layers are trained in parts, in the first process; others get nothing."""
+    with gathering(model) as read:
+        named = model.named_parameters(remove_duplicate=False)
+        return {} if read is None else model.state_dict() | {name: read(p).clone() for name, p in named}
 
 
 def _joined(rank: int, port: int, work: Callable[[int, Path], None], folder: Path) -> None:

@@ -87,9 +87,19 @@ def dtype_before_gguf(model: Any) -> torch.dtype | None:
 
 
 @torch.no_grad()
-def write_model(base: Any, dtype: torch.dtype, folder: Path, max_shard_size: str) -> None:
+def write_model(
+    base: Any,
+    dtype: torch.dtype,
+    folder: Path,
+    max_shard_size: str,
+    values: Callable[[Tensor], Tensor] = Tensor.detach,
+) -> None:
     """Write the folder that `save_pretrained` would write of the merged model, one shard in memory at a time; of a
-    model out of one with towers, among these."""
+    model out of one with towers, among these.
+
+    Args:
+        values: what returns a parameter's values, where it hasn't them itself.
+    """
     from huggingface_hub import split_torch_state_dict_into_shards
     from safetensors.torch import save_file
     from transformers.utils import logging
@@ -101,7 +111,7 @@ def write_model(base: Any, dtype: torch.dtype, folder: Path, max_shard_size: str
             "this transformers has no core_model_loading.revert_weight_conversion, which names the weights of files",
             "use a transformers that Pronghorn is tested with, or save the adapter with save_pretrained",
         ) from error
-    stored = {tensor.name: tensor for tensor in merged_tensors(base, dtype)}
+    stored = {tensor.name: tensor for tensor in merged_tensors(base, dtype, values)}
     plain = _plain_model(base, dtype, stored)
     composite = composite_of(base)
     original = None if composite is None else Original(composite, base)
@@ -166,10 +176,14 @@ def _plain_model(base: Any, dtype: torch.dtype, stored: dict[str, StoredTensor])
     return plain
 
 
-def merged_tensors(base: Any, dtype: torch.dtype) -> Iterator[StoredTensor]:
+def merged_tensors(
+    base: Any, dtype: torch.dtype, values: Callable[[Tensor], Tensor] = Tensor.detach
+) -> Iterator[StoredTensor]:
     """Yield the base's weights under their plain names and in its order, with adapters merged, in `dtype`. Each is
     computed, to the CPU, when it is read; that may be at any time, and more than once.
 
+    Args:
+        values: of a parameter without an adapter.
     Raises:
         UnsupportedError: an adapter or weight that can't be merged.
     """
@@ -222,7 +236,7 @@ def merged_tensors(base: Any, dtype: torch.dtype) -> Iterator[StoredTensor]:
             persistent = {n: b for n, b in module.named_buffers(recurse=False) if n in module.state_dict()}
             for name, tensor in [*module.named_parameters(recurse=False), *persistent.items()]:
                 of = dtype if tensor.is_floating_point() else tensor.dtype
-                yield stored(f"{prefix}{name}", tensor.shape, tensor.detach, of)
+                yield stored(f"{prefix}{name}", tensor.shape, functools.partial(values, tensor), of)
             for name, child in module.named_children():
                 yield from visit(child, f"{prefix}{name}.")
 

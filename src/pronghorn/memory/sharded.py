@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from pronghorn.errors import TrainingError
 from pronghorn.kernels.packed import PackedTensor
+from pronghorn.memory.sharded_peers import open_parts
 from pronghorn.memory.sharded_training import TrainedParts
 from pronghorn.memory.sharded_unit import MASTER_BYTES, NARROW, Unit, WeightGroups
 
@@ -59,7 +60,7 @@ class ShardedLayers:
     """
 
     def __init__(self, device: torch.device, group: Any = None) -> None:
-        self._group, self._device = group, device
+        self._group, self.device = group, device
         self.processes, self._rank = dist.get_world_size(group), dist.get_rank(group)
         self._units: dict[int, list[Unit]] = {}
         self._wide: dict[tuple[bool, int], Tensor] = {}
@@ -79,6 +80,10 @@ class ShardedLayers:
         """Identities of the parameters that the forward which is running reads in 16 bits; fused layers say so."""
         self.trained: TrainedParts | None = None
         """Where layers are trained."""
+        self.gathered_by = f"gathered by {dist.get_backend(group)}"
+        """How whole layers come together."""
+        self.mapped_bytes = 0
+        """Of parts that lie outside torch's allocator, in memory that other processes read."""
 
     def add(self, index: int, layer: nn.Module, groups: WeightGroups) -> None:
         """Keep a part of a layer's weights, and let go of the rest. All processes add the same layers.
@@ -88,8 +93,8 @@ class ShardedLayers:
         """
         for parameter in layer.parameters():
             if not parameter.requires_grad:
-                setattr(parameter, _FIRST, first_values(parameter).to(self._device))
-        told = self._device, self.processes, self._rank
+                setattr(parameter, _FIRST, first_values(parameter).to(self.device))
+        told = self.device, self.processes, self._rank
         units = [Unit(index, groups.products, *told, products=True), Unit(index, groups.others, *told)]
         self._units[index] = units = [unit for unit in units if unit.places]
         for unit in units:
@@ -114,14 +119,14 @@ class ShardedLayers:
         """Return the buffer of a unit's bytes, with room for the largest of its kind."""
         key = unit.products, unit.layer % BUFFERS
         if key not in self._wide:
-            self._wide[key] = torch.zeros(self._room(unit.products), dtype=torch.uint8, device=self._device)
+            self._wide[key] = torch.zeros(self._room(unit.products), dtype=torch.uint8, device=self.device)
         return self._wide[key]
 
     def _narrow_buffer(self, layer: int) -> Tensor:
         slot = layer % BUFFERS
         if slot not in self._narrow:
             self._narrow[slot] = torch.zeros(
-                self._room(products=True) // MASTER_BYTES, dtype=NARROW, device=self._device
+                self._room(products=True) // MASTER_BYTES, dtype=NARROW, device=self.device
             )
         return self._narrow[slot]
 
@@ -136,6 +141,17 @@ class ShardedLayers:
         """
         units = [unit for index in range(len(self)) for unit in self._units[index]]
         self.trained = TrainedParts(units, self.processes, first)
+
+    def open(self) -> None:
+        """Read frozen weights out of other processes' memory from now on, where that can be; all processes call it."""
+        units = [unit for index in range(len(self)) for unit in self._units[index]]
+        opened = open_parts([unit.part for unit in units], self._group)
+        if isinstance(opened, str):
+            self.gathered_by = f"gathered by {dist.get_backend(self._group)}: {opened}"
+            return
+        for unit, each in zip(units, opened, strict=True):
+            unit.open(each)
+        self.gathered_by, self.mapped_bytes = "copied out of the other GPUs' memory", sum(len(u.part) for u in units)
 
     @property
     def bytes(self) -> int:
@@ -167,7 +183,7 @@ class ShardedLayers:
         self._gather(index, narrow)
         arrived = self._arrived[index % BUFFERS]
         if arrived is not None:
-            torch.cuda.current_stream(self._device).wait_event(arrived)
+            torch.cuda.current_stream(self.device).wait_event(arrived)
         following = index + ahead
         if ahead and following in self._units:
             self._gather(following, narrow)
@@ -201,10 +217,10 @@ class ShardedLayers:
         """Return a layer's tensors as they are now, gathered into memory of their own. Every process calls it."""
         found = []
         for unit in self._units[index]:
-            flat = torch.empty(unit.size, dtype=torch.uint8, device=self._device)
+            flat = torch.empty(unit.size, dtype=torch.uint8, device=self.device)
             event = self._run(partial(unit.gather, flat, self._group))
             if event is not None:
-                torch.cuda.current_stream(self._device).wait_event(event)
+                torch.cuda.current_stream(self.device).wait_event(event)
             found += [place.of(flat) for place in unit.places]
         return found
 
@@ -242,7 +258,7 @@ class ShardedLayers:
         first, narrow = place.tensor, unit.products and id(place.tensor) in self._put_for[unit]
         if first.data_ptr() == (self._stand_in.data_ptr() if narrow else place.of(self._buffer(unit)).data_ptr()):
             return False
-        if first.device.type != self._device.type or first.dtype is not place.dtype:
+        if first.device.type != self.device.type or first.dtype is not place.dtype:
             raise TrainingError(
                 f"weights that {self.processes} processes share were moved to {first.device} as {first.dtype}",
                 "leave the model where it was loaded, in its dtype; launch.strategy: copies lets it be moved",
@@ -277,7 +293,7 @@ class ShardedLayers:
         if self._stream is None:
             work()
             return None
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             work()
             return self._stream.record_event()

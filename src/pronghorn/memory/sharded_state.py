@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,26 +11,51 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pronghorn.errors import TrainingError, UnsupportedError
-from pronghorn.memory.sharded import sharded
+from pronghorn.memory.sharded import IN_BUFFER, InBuffer, ShardedLayers, sharded
 
 
-@torch.no_grad()
-def whole_state(model: Any) -> dict[str, Tensor]:
-    """Return the state of a causal LM whose layers are trained and shared, in the first process's host memory: a layer
-    is gathered at a time. Every process calls it; others get nothing."""
-    shared, first = sharded(model), dist.get_rank() == 0
+@contextmanager
+def gathering(model: Any) -> Iterator[Callable[[Tensor], Tensor] | None]:
+    """Let the first process read the weights of a causal LM whose layers are shared, one layer gathered at a time.
+
+    Every process enters; the others gather with the first one until its block ends.
+
+    Yields:
+        In the first process what returns a parameter's values, as long as no other layer's are read; then None in the
+        others.
+    """
+    shared = sharded(model)
     assert shared is not None
-    places = {id(p): (i, j) for i in range(len(shared)) for j, p in enumerate(shared.tensors(i))}
-    state: dict[str, Tensor] = dict(model.state_dict()) if first else {}
-    names: dict[tuple[int, int], list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) in places:
-            names.setdefault(places[id(parameter)], []).append(name)
-    for i in range(len(shared)):
-        for j, tensor in enumerate(shared.whole(i)):
-            kept = tensor.to("cpu", copy=True) if first else None
-            state.update({name: kept for name in names[i, j]} if kept is not None else {})
-    return state
+    if dist.get_rank() > 0:
+        while (layer := _told(shared)) >= 0:
+            shared.whole(layer)
+        yield None
+        return
+    held: dict[int, Tensor] = {}
+
+    @torch.no_grad()
+    def read(parameter: Tensor) -> Tensor:
+        place: InBuffer | None = getattr(parameter, IN_BUFFER, None)
+        if place is None:
+            return parameter.detach()
+        if id(parameter) not in held:
+            layer = place.unit.layer
+            held.clear()  # before the next one needs room
+            _told(shared, layer)
+            held.update(zip(map(id, shared.tensors(layer)), shared.whole(layer), strict=True))
+        return held[id(parameter)]
+
+    try:
+        yield read
+    finally:
+        _told(shared, -1)
+
+
+def _told(shared: ShardedLayers, number: int = 0) -> int:
+    """Return the first process's number to all."""
+    told = torch.tensor([number], device=shared.device)
+    dist.broadcast(told, 0)
+    return int(told)
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pronghorn.kernels.packed import PackedTensor
+from pronghorn.memory.sharded_peers import Opened
 
 ALIGNED = 256
 """Bytes that groups of weights begin at a multiple of."""
@@ -105,6 +106,8 @@ class Unit:
         """This process's bytes."""
         self.size = part * processes
         """Bytes of all processes' parts together."""
+        self._opened: list[Tensor] | None = None
+        """All processes' parts, where this one reads them out of the others' memory."""
         for place in self.places:
             self.load(place, place.tensor)
 
@@ -116,9 +119,19 @@ class Unit:
         if first < last:
             self.part[first - begin : last - begin].copy_(source[first - place.offset : last - place.offset])
 
+    def open(self, opened: Opened) -> None:
+        """Keep the part, which never changes, in memory that other processes read, and read theirs."""
+        self.part, self._opened = opened
+
     def gather(self, whole: Tensor, group: Any) -> None:
         """Gather all bytes into `whole` [size]."""
-        _all_gather(whole, self.part, group=group)
+        if self._opened is None:
+            _all_gather(whole, self.part, group=group)
+            return
+        places = whole.chunk(len(self._opened))
+        for step in range(len(places)):  # each begins with its own, so that not all read one GPU at a time
+            rank = (self._rank + step) % len(places)
+            places[rank].copy_(self._opened[rank])
 
     def gather_narrow(self, whole: Tensor, group: Any) -> None:
         """Gather all numbers, rounded to 16 bits by the processes that have them, into `whole` [size / 4 numbers]."""

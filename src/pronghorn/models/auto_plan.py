@@ -278,7 +278,9 @@ def plan_for(
     device = base_causal_lm(model).device
     dims, setup = dims_of(model), setup_of(model, tokens, autocast, padded, accumulates, optimizer)
     spec = cuda_device_spec(device)
-    budget = min(_everywhere(min(available(device), budget_bytes or sys.maxsize)))
+    shared = sharded(base_causal_lm(model))
+    room = available(device, 0 if shared is None else shared.mapped_bytes)
+    budget = min(_everywhere(min(room, budget_bytes or sys.maxsize)))
     asked = Plan((Policy.RECOMPUTE_LAYER,), mlp_rows=mlp_rows, undecided=True)
     made = plan(dims, setup, spec, budget, asked=asked)
     if padded or set(made.policies) == {Policy.KEEP}:
@@ -307,12 +309,16 @@ def _distributed() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def available(device: torch.device) -> int:
+def available(device: torch.device, mapped: int = 0) -> int:
     """Return the bytes that this process may take of a CUDA device: what is free, what it holds, and no more than its
-    share (`torch.cuda.set_per_process_memory_fraction`)."""
+    share (`torch.cuda.set_per_process_memory_fraction`).
+
+    Args:
+        mapped: of weights that lie outside torch's allocator (`ShardedLayers.mapped_bytes`).
+    """
     free, total = torch.cuda.mem_get_info(device)
     share = int(torch.cuda.get_per_process_memory_fraction(device) * total)
-    return min(min(free + torch.cuda.memory_reserved(device), share) + CONTEXT_BYTES, total)
+    return min(min(free + torch.cuda.memory_reserved(device), share) + mapped + CONTEXT_BYTES, total)
 
 
 def cuda_device_spec(device: torch.device) -> DeviceSpec:

@@ -120,7 +120,8 @@ def _sharing(model: Any) -> list[PathTaken]:
     shared = sharded(model)
     if shared is None:
         return []
-    return [PathTaken("layers' weights", f"a part in each of {shared.processes} processes", "launch.strategy: sharded")]
+    part = f"a part in each of {shared.processes} processes"
+    return [PathTaken("layers' weights", part, f"launch.strategy: sharded; {shared.gathered_by}")]
 
 
 def _loading(model: Any) -> list[PathTaken]:

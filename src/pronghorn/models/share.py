@@ -4,8 +4,7 @@ or layer by layer while it loads, so that no process ever holds it whole."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -39,7 +38,9 @@ def share_layers(model: Any, device: torch.device) -> None:
     if full:
         head, embeddings = base.get_output_embeddings().weight, base.get_input_embeddings().weight
         shared.train(first=[] if head is embeddings else [head])
-        base.save_pretrained = partial(_save_given, base.save_pretrained)
+        base.save_pretrained = _refuse_to_save
+    elif shared:
+        shared.open()
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             for tensor in tensors.values():
@@ -49,17 +50,15 @@ def share_layers(model: Any, device: torch.device) -> None:
         base.hf_device_map = {"": device}
 
 
-def _save_given(save: Callable[..., Any], folder: Any, **options: Any) -> Any:
-    """Save a model whose layers are trained in parts, given its gathered weights.
+def _refuse_to_save(folder: Any, **options: Any) -> None:
+    """Stand for `save_pretrained` of a model whose layers are trained in parts.
 
     Raises:
-        UnsupportedError: without them the files would hold what happens to lie in the buffers.
+        UnsupportedError: its files would hold what happens to lie in the buffers.
     """
-    if options.get("state_dict") is None:
-        raise UnsupportedError(
-            "saving of a model of which each process has a part", "save it by its trainer: trainer.save_model(FOLDER)"
-        )
-    return save(folder, **options)
+    raise UnsupportedError(
+        "saving of a model of which each process has a part", "save it by its trainer: trainer.save_model(FOLDER)"
+    )
 
 
 class SharedLoading:

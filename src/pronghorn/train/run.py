@@ -320,12 +320,12 @@ def _save_model(current: _Run) -> None:
     """Save the adapter, or the whole model, and the tokenizer on the main process."""
     model: Any = current.trainer.model
     tokenizer: Any = current.trainer.processing_class
-    options = _initial(current.output) | current.trainer.whole_state()
-    if current.trainer.accelerator.is_main_process:
-        name = "adapter" if current.recipe.adapter.method == "lora" else "model"
-        with whole_folder(current.output / name) as folder:
-            model.save_pretrained(folder, **options)
-            tokenizer.save_pretrained(folder)
+    with current.trainer.gathering_weights():
+        if current.trainer.accelerator.is_main_process:
+            name = "adapter" if current.recipe.adapter.method == "lora" else "model"
+            with whole_folder(current.output / name) as folder:
+                model.save_pretrained(folder, **_initial(current.output))
+                tokenizer.save_pretrained(folder)
 
 
 INITIAL = "initial_adapter"

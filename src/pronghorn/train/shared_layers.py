@@ -4,7 +4,8 @@ is saved and read. A checkpoint may be read by another number of processes, and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from torch import Tensor
 
 from pronghorn.device import processes
 from pronghorn.errors import DataError, UnsupportedError
+from pronghorn.export.merge import write_model
 from pronghorn.memory.sharded import ShardedLayers, sharded
-from pronghorn.memory.sharded_state import load_state, whole_state
+from pronghorn.memory.sharded_state import gathering, load_state
 from pronghorn.memory.sharded_training import Piece
 from pronghorn.models.families import base_causal_lm
 from pronghorn.models.load import find_model
@@ -71,17 +73,30 @@ class SharedLayersTrainer(trl.SFTTrainer):
         made.register_step_post_hook(lambda *_: trained.clear())
         return made
 
-    def whole_state(self) -> dict[str, Any]:
-        """Return what `save_pretrained` is told of shared layers' weights. Every process calls it."""
-        return {} if self._shared is None else {"state_dict": whole_state(base_causal_lm(self.model))}
+    @contextmanager
+    def gathering_weights(self) -> Iterator[None]:
+        """Let the main process save the model in this block, which all enter: of shared layers it writes what all
+        gather, one shard in its memory at a time."""
+        if self._shared is None:
+            yield
+            return
+        base: Any = base_causal_lm(self.model)
+        with gathering(base) as values:
+            refused = base.save_pretrained
+            if values is not None:
+                base.save_pretrained = partial(_write, base, values)
+            try:
+                yield
+            finally:
+                base.save_pretrained = refused
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As stock; of shared layers the main process writes what all gather."""
         if self._shared is None:
             return super().save_model(output_dir, _internal_call)
-        state = whole_state(base_causal_lm(self.model))
-        if self.args.should_save:
-            self._save(output_dir or str(self.args.output_dir), state_dict=state)
+        with self.gathering_weights():
+            if self.args.should_save:
+                self._save(output_dir or str(self.args.output_dir))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self._shared is None:
@@ -135,6 +150,14 @@ class SharedLayersTrainer(trl.SFTTrainer):
         if self._shared is None:
             return super()._load_from_checkpoint(resume_from_checkpoint, model)
         load_whole(base_causal_lm(self.model), Path(resume_from_checkpoint))
+
+
+def _write(
+    base: Any, values: Callable[[Tensor], Tensor], folder: str | Path, max_shard_size: str = "50GB", **_: Any
+) -> None:
+    """Do what `save_pretrained` does, with weights that are gathered."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    write_model(base, base.dtype, Path(folder), max_shard_size, values)
 
 
 def load_whole(model: Any, folder: Path) -> None:
