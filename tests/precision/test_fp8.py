@@ -13,7 +13,7 @@ from pronghorn.errors import PronghornError
 from pronghorn.kernels.nf4 import NF4Weight, write_out
 from pronghorn.kernels.quantise import quantise_rows
 from pronghorn.memory.devices import device_spec
-from pronghorn.memory.estimate import TrainSetup, resting_bytes
+from pronghorn.memory.estimate import LayerBytes, TrainSetup, resting_bytes
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.memory.step_time import step_times
 from pronghorn.models.attach import attach
@@ -188,6 +188,9 @@ def test_the_plan_counts_codes() -> None:
         assert 0 < grown - more < 0.01 * weights
         times = [step_times(dims, setup, device_spec("h200")).step([Policy.KEEP] * 4) for setup in (plain, fp8)]
         assert 0.6 < times[1] / times[0] < 0.75
+    working = [LayerBytes.of(dims.layers[0], TrainSetup(8192, fp8=fp8)).working for fp8 in (False, True)]
+    # d(gate·up)'s while the activation is still there; down's operand needs no copy with LoRA's part beside it
+    assert working[1] - working[0] == 2 * 8192 * (14336 - 4096)
 
 
 def test_blocks_that_are_not_fused_are_told(batch: dict[str, Any]) -> None:

@@ -138,7 +138,7 @@ class GatedMLPBlock(Block):
         del d_product  # its codes go with it
         d_gate_up = self._back_to(gate_up_linear, da, gate_up, donated)
         down_grads = down.gradients(dy, given, da)  # da holds the activation now
-        del da, gate_up
+        del da, dy, gate_up
 
         # back through gate and up, and the norm before
         if normed is None:  # not before: the peak of memory is behind
