@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -66,6 +67,22 @@ def kernels() -> dict[str, tuple[Any, dict[str, Any], int]]:
     }
 
 
+def compiled(kernel: Any, constants: dict[str, Any], warps: int, capability: int, **types: str) -> Any:
+    """Compile for a card as a launch with aligned rows specialises it; pointers are to bf16 unless `types` says."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    rows = ("x_ptr", "w_ptr", "y_ptr", "dy_ptr", "dx_ptr", "more_ptr", "gu_ptr", "a_ptr", "da_ptr", "dgu_ptr")
+    known = {**dict.fromkeys((*rows, "columns_ptr"), "*bf16"), "codes_ptr": "*fp8e4nv", "eps": "fp32", "offset": "fp32"}
+    known |= {**dict.fromkeys(("r_ptr", "dw_ptr", "scales_ptr"), "*fp32"), **types}
+    signature = {each: "constexpr" if each in constants else known.get(each, "i32") for each in kernel.arg_names}
+    places = {(kernel.arg_names.index(each),): value for each, value in constants.items()}
+    aligned = [i for i, kind in enumerate(signature.values()) if kind not in ("constexpr", "fp32")]
+    source = ASTSource(kernel, signature, places, {(i,): [["tt.divisibility", 16]] for i in aligned})
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+
+
 @needs_triton
 @pytest.mark.parametrize(
     ("capability", "kilobytes"),
@@ -73,24 +90,32 @@ def kernels() -> dict[str, tuple[Any, dict[str, Any], int]]:
 )
 def test_compiled_for_every_card_with_8_bits(capability: int, kilobytes: int) -> None:
     """From Ada to Blackwell, within a block's shared memory; a row is read again after all threads stored theirs."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    types = dict.fromkeys(
-        ("x_ptr", "w_ptr", "y_ptr", "dy_ptr", "dx_ptr", "gu_ptr", "a_ptr", "da_ptr", "dgu_ptr"), "*bf16"
-    )
-    types |= {"r_ptr": "*fp32", "more_ptr": "*bf16", "dw_ptr": "*fp32", "eps": "fp32", "offset": "fp32"}
-    types |= {"codes_ptr": "*fp8e4nv", "scales_ptr": "*fp32", "columns_ptr": "*bf16"}
     for name, (kernel, constants, warps) in kernels().items():
-        whole = {each: types.get(each, "i32") for each in kernel.arg_names}
-        signature = {each: "constexpr" if each in constants else kind for each, kind in whole.items()}
-        places = {(kernel.arg_names.index(each),): value for each, value in constants.items()}
-        aligned = [i for i, each in enumerate(signature) if signature[each] not in ("constexpr", "fp32")]
-        source = ASTSource(kernel, signature, places, {(i,): [["tt.divisibility", 16]] for i in aligned})
-        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
-        assert compiled.metadata.shared <= kilobytes * 1024, f"{name}: {compiled.metadata.shared} bytes"
-        assert "e4m3x2" in compiled.asm["ptx"], name
+        made = compiled(kernel, constants, warps, capability)
+        assert made.metadata.shared <= kilobytes * 1024, f"{name}: {made.metadata.shared} bytes"
+        assert "e4m3x2" in made.asm["ptx"], name
         if name.startswith("glu"):
-            before, after = compiled.asm["ptx"].rsplit("bar.sync", 1)
+            before, after = made.asm["ptx"].rsplit("bar.sync", 1)
             assert "evict_first" in before and "e4m3x2" in after and "st.global.v4" in before, name
+
+
+@needs_triton
+@pytest.mark.parametrize("block", [256, 4096, 8192])
+@pytest.mark.parametrize(("stream", "products"), [("*bf16", "*bf16"), ("*fp32", "*bf16"), ("*fp32", "*fp32")])
+def test_sums_of_a_row_are_in_the_order_that_they_have_without_codes(stream: str, products: str, block: int) -> None:
+    """Or its norm would have other bits where it is computed again for an adapter alone. A sum's order is the layout of
+    its numbers over threads, and stores of 8 bits would like twice as many a thread."""
+    warps = rms_norm._warps(block)
+    for kernel, constants in (
+        (rms_norm._forward, {}),
+        (rms_norm._backward, {"WEIGHT": False, "MORE": False, "STAGES": 1}),
+        (rms_norm._backward, {"WEIGHT": True, "MORE": True, "STAGES": 3}),
+    ):
+        types = {"x_ptr": stream, "dx_ptr": stream, "more_ptr": stream, "y_ptr": products, "dy_ptr": products}
+        layouts = []
+        for codes in (False, True):
+            text = compiled(kernel, {"CODES": codes, "BLOCK": block, **constants}, warps, 90, **types).asm["ttgir"]
+            first = re.search(rf"\}}\) : \(tensor<{block}xf32, (#\w+)>\)", text)
+            assert first is not None, text
+            layouts.append(re.search(rf"^{first[1]} = (.*)$", text, re.MULTILINE)[1])  # type: ignore[index]
+        assert layouts[0] == layouts[1]

@@ -141,8 +141,8 @@ from support.documents import LENGTHS, ROW
 from support.fused import loss_and_gradients
 from support.tiny import packed_row
 batch = {name: value.to("cuda") for name, value in packed_row(LENGTHS, ROW).items()}
-for family, base in (("llama", "bf16"), ("gemma3_text", "bf16"), ("llama", "nf4"), ("qwen3_5_text", "bf16")):
-    for adapters in (EVERYWHERE, OUT_ONLY) if family != "qwen3_5_text" else (EVERYWHERE,):
+for family, base in (("llama", "bf16"), ("gemma3_text", "bf16"), ("phi3", "bf16"), ("llama", "nf4")):
+    for adapters in (EVERYWHERE, OUT_ONLY):
         model, found = model_of(family, adapters, base).to("cuda"), {}
         for name in ("keep", "norms", "MLP", "layer", "offload"):
             attach(model, PLANS[name], layers="fused", graph="off", compute="fp8")

@@ -90,7 +90,9 @@ def _forward(
     y = (x * r * w).to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + row * y_stride + cols, y, mask=inside)
     if CODES:
-        store_codes(tl.where(inside, y.to(tl.float32), 0.0), codes_ptr + row * H, scales_ptr + row, cols, inside)
+        part: tl.constexpr = 128 // y_ptr.dtype.element_ty.primitive_bitwidth
+        at = tl.max_contiguous(tl.arange(0, BLOCK), part)  # as many a thread as of y: or r is summed in another order
+        store_codes(tl.where(inside, y.to(tl.float32), 0.0), codes_ptr + row * H, scales_ptr + row, at, inside)
 
 
 @triton.jit
@@ -118,9 +120,11 @@ def _backward(
         dx = dx.to(dx_ptr.dtype.element_ty)
         tl.store(dx_ptr + row * dx_stride + cols, dx, mask=inside)
         if CODES:
-            c = tl.load(columns_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+            part: tl.constexpr = 128 // dx_ptr.dtype.element_ty.primitive_bitwidth
+            at = tl.max_contiguous(tl.arange(0, BLOCK), part)  # as in `_forward`
+            c = tl.load(columns_ptr + at, mask=inside, other=0.0).to(tl.float32)
             scaled = tl.where(inside, dx.to(tl.float32) * c, 0.0)
-            store_codes(scaled, codes_ptr + row * H, scales_ptr + row, cols, inside)
+            store_codes(scaled, codes_ptr + row * H, scales_ptr + row, at, inside)
         if WEIGHT:
             dw += dy * x * r
     if WEIGHT:
