@@ -77,17 +77,16 @@ def check_norm_backward(device: str, dtype: torch.dtype) -> None:
         x, dy = (random(tokens, width, device=device, dtype=dtype, seed=s) for s in (1, 2))
         weight = random(width, device=device, dtype=dtype, seed=3)
         _, rstd = rms_norm.forward_triton(x, weight, 1e-5, 0.0)
-        for factors in (torch.bfloat16, torch.float32):
+        more = random(tokens, width, device=device, dtype=torch.float32, seed=5)
+        for factors, trained, rest in ((torch.bfloat16, False, None), (torch.float32, True, more)):
             columns = (random(width, device=device, dtype=torch.float32, seed=4).abs() + 0.5).to(factors)
-            more = random(tokens, width, device=device, dtype=torch.float32, seed=5)
             for grad in (dy, spoilt(dy.clone())):
-                for trained, rest in ((False, None), (True, more)):
-                    arguments = grad, x, weight, rstd, 0.0, trained, rest
-                    made = RowCodes.like(x)
-                    dx, dw = rms_norm.backward_triton(*arguments, codes=made, columns=columns)
-                    plain, dw_plain = rms_norm.backward_triton(*arguments)
-                    assert same(dx, plain) and (dw is None or same(dw, dw_plain))
-                    assert_codes(f"norm backward {tokens} x {width}", made, dx, columns)
+                arguments = grad, x, weight, rstd, 0.0, trained, rest
+                made = RowCodes.like(x)
+                dx, dw = rms_norm.backward_triton(*arguments, codes=made, columns=columns)
+                plain, dw_plain = rms_norm.backward_triton(*arguments)
+                assert same(dx, plain) and (dw is None or same(dw, dw_plain))
+                assert_codes(f"norm backward {tokens} x {width}", made, dx, columns)
 
         def with_codes(dy: Tensor, *rest: Any) -> Any:
             ones = torch.ones(dy.shape[1], device=device)
@@ -120,21 +119,20 @@ def check_glu_backward(device: str, dtype: torch.dtype) -> None:
     for tokens, width in (*shapes(device, 14336, 40000), *PARTS):
         gate_up = random(tokens, 2 * width, device=device, dtype=dtype, seed=1) * 2
         da = random(tokens, width, device=device, dtype=dtype, seed=2)
-        for factors in (torch.bfloat16, torch.float32):
+        for factors, activation in ((torch.bfloat16, "silu"), (torch.float32, "gelu_tanh")):
             columns = (random(2 * width, device=device, dtype=torch.float32, seed=4).abs() + 0.5).to(factors)
-            for activation in ("silu", "gelu_tanh"):
-                for grad, given in ((da, gate_up), (spoilt(da.clone()), gate_up), (da, spoilt(gate_up.clone()))):
-                    mine, others, place, made = grad.clone(), grad.clone(), given.clone(), RowCodes.like(given)
-                    donated = factors is torch.float32
-                    d_gate_up = glu.backward_triton_(mine, place, activation, donated, made, columns)
-                    assert (d_gate_up.data_ptr() == place.data_ptr()) is donated
-                    assert same(d_gate_up, glu.backward_triton_(others, given, activation)) and same(mine, others)
-                    assert_codes(f"{activation} backward {tokens} x {width}", made, d_gate_up, columns)
+            for grad, given in ((da, gate_up), (spoilt(da.clone()), gate_up), (da, spoilt(gate_up.clone()))):
+                mine, others, place, made = grad.clone(), grad.clone(), given.clone(), RowCodes.like(given)
+                donated = factors is torch.float32
+                d_gate_up = glu.backward_triton_(mine, place, activation, donated, made, columns)
+                assert (d_gate_up.data_ptr() == place.data_ptr()) is donated
+                assert same(d_gate_up, glu.backward_triton_(others, given, activation)) and same(mine, others)
+                assert_codes(f"{activation} backward {tokens} x {width}", made, d_gate_up, columns)
 
-                def with_codes(da: Tensor, gate_up: Tensor, activation: Any, columns: Tensor = columns) -> Tensor:
-                    return glu.backward_triton_(da, gate_up, activation, False, RowCodes.like(gate_up), columns)
+            def with_codes(da: Tensor, gate_up: Tensor, activation: Any, columns: Tensor = columns) -> Tensor:
+                return glu.backward_triton_(da, gate_up, activation, False, RowCodes.like(gate_up), columns)
 
-                compare(f"{activation} backward", written(with_codes), written(glu.backward_), da, gate_up, activation)
+            compare(f"{activation} backward", written(with_codes), written(glu.backward_), da, gate_up, activation)
 
 
 def check_parts_are_stored_before_they_are_read(device: str, dtype: torch.dtype) -> None:
