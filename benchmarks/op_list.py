@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks import op_cases as dense
+from benchmarks import op_cases_codes as codes
 from benchmarks import op_cases_delta as delta
 from benchmarks import op_cases_moe as moe
 from benchmarks.op_case import Case, Draw
@@ -29,6 +30,12 @@ FP8_PRODUCTS = [
     )
 ]
 """Each product of their experts, in 8 bits both ways and in bf16."""
+
+
+def both_ways(*widths: int) -> tuple[tuple[Any, ...], ...]:
+    """Codes by the kernel that makes the rows, and in a pass of its own; of the last width, an odd one, the former."""
+    return *(shape for width in widths[:-1] for shape in ((width,), (width, "apart"))), (widths[-1],)
+
 
 # fmt: off
 # Shapes of Llama-3.2-1B, Llama-3.1-8B, Qwen3-0.6B and -14B, Gemma 3 1B, then an odd one; tiny ones for a CPU
@@ -60,6 +67,10 @@ OPS: dict[str, tuple[Callable[..., Case], tuple[tuple[Any, ...], ...], tuple[tup
         dense.linear_loss_case,
         ((2048, 128256), (4096, 128256), (1024, 151936), (2048, 128256, True), (576, 50257)),
         ((32, 256), (32, 131, True))),
+    "rms_norm_codes": (codes.norm_case, both_ways(4096, 5120, 1100), both_ways(64, 63)),
+    "rms_norm_back_codes": (codes.norm_backward_case, both_ways(2560, 3840, 1100), both_ways(64, 63)),
+    "swiglu_codes": (codes.glu_case, both_ways(8192, 14336, 17408, 1025), both_ways(64, 63)),
+    "swiglu_back_codes": (codes.glu_backward_case, both_ways(8192, 14336, 17408, 1025), both_ways(64, 63)),
     "causal_conv": (delta.convolution_case, ((8192,), (10240,)), ((48,),)),
     "gated_norm": (delta.gated_norm_case, ((32, 128), (48, 128)), ((3, 16),)),
     "delta_gates": (delta.gates_case, ((32,), (48,)), ((3,),)),

@@ -22,7 +22,7 @@ from pronghorn.diagnose.verify_checks import cosines, verify
 from pronghorn.diagnose.verify_reference import Passes
 from pronghorn.diagnose.verify_report import Cause, Name, Report, render
 from pronghorn.diagnose.verify_subject import Subject, rows_of
-from pronghorn.kernels.quantise import quantise_rows
+from pronghorn.kernels.quantise import RowCodes, quantise_rows
 from pronghorn.layers.fused_linear import FusedLinear
 from pronghorn.models.attach import attach, attached
 from pronghorn.models.load import load_model
@@ -257,7 +257,7 @@ def test_one_scale_for_all_rows_mixes_documents() -> None:
         def forward(self, x: Activation, bias: Tensor | None) -> Tensor:
             scale = (x.dense.float().abs().amax() / 448).expand(len(x.dense), 1)
             codes = (x.dense.float() / scale).to(torch.float8_e4m3fn)
-            return super().forward(Activation(x.dense, codes, scale), bias)
+            return super().forward(Activation(x.dense, RowCodes(codes, scale)), bias)
 
     def plant(model: Any) -> None:
         linear = product(model, 1, "mlp.down_proj")

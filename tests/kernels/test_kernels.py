@@ -72,6 +72,7 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
 
     x, wide, count, real = "*bf16", "*fp32", "i32", "fp32"
     norm = {"x_ptr": x, "w_ptr": x, "y_ptr": x, "r_ptr": wide, "H": count, "eps": real, "offset": real}
+    norm |= {"codes_ptr": x, "scales_ptr": wide, "columns_ptr": x}  # which nobody reads here
     norm |= dict.fromkeys(("x_stride", "y_stride", "dy_stride", "dx_stride"), count)
     norm |= {"dy_ptr": x, "more_ptr": wide, "dx_ptr": x, "dw_ptr": wide, "T": count, "programs": count}
     add = {
@@ -118,7 +119,7 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
             },
             4,
         ),
-        "rms_norm": (rms_norm._forward, norm, {"BLOCK": 8192}, 16),
+        "rms_norm": (rms_norm._forward, norm, {"CODES": False, "BLOCK": 8192}, 16),
         "rms_norm, sums": (
             rms_norm._sum,
             {"parts_ptr": wide, "dw_ptr": x, "N": count, "H": count},
@@ -129,7 +130,7 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
             f"rms_norm backward, {block}, {stream}, {product}": (
                 rms_norm._backward,
                 {**norm, **dict.fromkeys(("x_ptr", "more_ptr", "dx_ptr"), stream), "dy_ptr": product},
-                {"WEIGHT": True, "MORE": True, "STAGES": rms_norm.stages(block, read), "BLOCK": block},
+                {"WEIGHT": True, "MORE": True, "CODES": False, "STAGES": rms_norm.stages(block, read), "BLOCK": block},
                 16,
             )
             for block in (2048, 4096, 8192)

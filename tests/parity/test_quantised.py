@@ -38,7 +38,7 @@ def test_outputs_and_the_input_gradient_are_those_of_the_product(base: str) -> N
     x = torch.randn(2, 7, 64, dtype=linear.dtype)
     dys = [torch.randn(2, 7, each.out_features, dtype=linear.dtype) * 10.0**n for n, each in enumerate(linears)]
     y, _ = linear.forward(Activation(x.flatten(0, 1)))
-    dx, _ = linear.input_grad(torch.cat(dys, -1).flatten(0, 1), None)
+    dx, _ = linear.input_grad(Activation(torch.cat(dys, -1).flatten(0, 1)), None)
     for dtype in (linear.dtype, torch.float32):
         given = x.to(dtype, copy=True).requires_grad_()
         with quantised_products([linears]):

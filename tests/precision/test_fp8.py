@@ -13,7 +13,7 @@ from pronghorn.errors import PronghornError
 from pronghorn.kernels.nf4 import NF4Weight, write_out
 from pronghorn.kernels.quantise import quantise_rows
 from pronghorn.memory.devices import device_spec
-from pronghorn.memory.estimate import TrainSetup, resting_bytes
+from pronghorn.memory.estimate import LayerBytes, TrainSetup, resting_bytes
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.memory.step_time import step_times
 from pronghorn.models.attach import attach
@@ -51,12 +51,13 @@ def test_products_are_exact_on_their_operands(index: int) -> None:
     exact = (codes.double() * scales.double()) @ weight.t()
     assert ((source.forward(Activation(x), None).double() - exact).abs() <= exact.abs() * 2**-8 + 1e-6).all()
     assert torch.equal(source.forward(Activation(x), bias), source.forward(Activation(x), None) + bias)
-    assert torch.equal(source.forward(Activation(x, codes, scales), None), source.forward(Activation(x), None))
+    assert torch.equal(source.forward(Activation(x, quantise_rows(x)), None), source.forward(Activation(x), None))
 
-    by_columns = source._columns.float()
+    by_columns = source.columns.float()
     codes, scales = quantise_rows(dy, by_columns)
     exact = (codes.double() * scales.double()) @ (weight / by_columns.double()[:, None])
     got = source.input_grad(Activation(dy), None)
+    assert torch.equal(got, source.input_grad(Activation(dy, quantise_rows(dy, source.columns)), None))
     assert ((got.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-5).all()
     given = LowRankGrad(torch.randn(7, 4).bfloat16(), torch.randn(4, 64).bfloat16(), None)
     added = source.input_grad(Activation(dy), given).double()
@@ -187,6 +188,9 @@ def test_the_plan_counts_codes() -> None:
         assert 0 < grown - more < 0.01 * weights
         times = [step_times(dims, setup, device_spec("h200")).step([Policy.KEEP] * 4) for setup in (plain, fp8)]
         assert 0.6 < times[1] / times[0] < 0.75
+    working = [LayerBytes.of(dims.layers[0], TrainSetup(8192, fp8=fp8)).working for fp8 in (False, True)]
+    # d(gate·up)'s while the activation is still there; down's operand needs no copy with LoRA's part beside it
+    assert working[1] - working[0] == 2 * 8192 * (14336 - 4096)
 
 
 def test_blocks_that_are_not_fused_are_told(batch: dict[str, Any]) -> None:

@@ -6,7 +6,10 @@
 g and u lie side by side in one tensor, as one product of gate and up leaves them. The backward computes a again instead
 of keeping it.
 
-SwiGLU and GeGLU in Triton: one pass each way, near the copy bandwidth.
+SwiGLU and GeGLU in Triton: one pass each way, near the copy bandwidth. Where 8-bit products read a, or dg and du, a
+program takes whole rows and writes their codes (`kernels.quantise`), too. LoRA's part is added by tiles: whole rows of
+so many tokens as tensor cores want (16 of 14,336 columns are 448 KB) fit nowhere on a multiprocessor, and all of them
+not into the L2, so that a pass of its own, which reads a once more, costs no more.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, silu
 
 from pronghorn.kernels.launch import cdiv, launch, next_power_of_2, tl, triton
+from pronghorn.kernels.quantise import RowCodes, larger, store_codes_of_parts
 from pronghorn.kernels.tanh import tanh
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -25,10 +29,13 @@ MAX_RANK = 128
 """Ranks of gate and up together up to which the Triton kernel adds LoRA's part."""
 
 
-def forward_reference(gate_up: Tensor, activation: Activation) -> Tensor:
+def forward_reference(gate_up: Tensor, activation: Activation, codes: RowCodes | None = None) -> Tensor:
     """Do what `forward` does, in plain torch."""
     gate, up = gate_up.chunk(2, -1)
-    return _activate_reference(gate, activation) * up
+    a = _activate_reference(gate, activation) * up
+    if codes is not None:
+        codes.fill_reference(a)
+    return a
 
 
 def forward_with_low_rank_reference_(
@@ -41,13 +48,22 @@ def forward_with_low_rank_reference_(
     return forward_reference(gate_up, activation)
 
 
-def backward_reference_(da: Tensor, gate_up: Tensor, activation: Activation, donated: bool = False) -> Tensor:
+def backward_reference_(
+    da: Tensor,
+    gate_up: Tensor,
+    activation: Activation,
+    donated: bool = False,
+    codes: RowCodes | None = None,
+    columns: Tensor | None = None,
+) -> Tensor:
     """Do what `backward_` does, in plain torch."""
     with torch.enable_grad():
         leaf = gate_up.detach().requires_grad_()
         a = forward_reference(leaf, activation)
     (grad,) = torch.autograd.grad(a, leaf, da)
     da.copy_(a.detach())
+    if codes is not None:
+        codes.fill_reference(grad, columns)
     return grad
 
 
@@ -56,6 +72,9 @@ def _activate_reference(gate: Tensor, activation: Activation) -> Tensor:
 
 
 BLOCK = 1024
+CODES_BLOCK, CODES_WARPS = 4096, 16
+"""Columns that a program with codes goes over at a time, and warps: two programs a multiprocessor or four, whose rows
+stay in the L2 until they are read again. Chosen by counting, not measured yet."""
 
 
 @triton.jit
@@ -134,12 +153,70 @@ def _backward(da_ptr, gu_ptr, dgu_ptr, WIDTH, GELU: tl.constexpr, BLOCK: tl.cons
     tl.store(da_ptr + row * WIDTH + cols, (f * u).to(da_ptr.dtype.element_ty), mask=inside)
 
 
-def forward_triton(gate_up: Tensor, activation: str) -> Tensor:
+@triton.jit
+def _forward_codes(gu_ptr, a_ptr, codes_ptr, scales_ptr, WIDTH, GELU: tl.constexpr, BLOCK: tl.constexpr):
+    """Activate a row and quantise it: gu [T, 2·WIDTH]; a, codes [T, WIDTH]; scales [T]."""
+    row = tl.program_id(0).to(tl.int64)
+    gu, a = gu_ptr + row * 2 * WIDTH, a_ptr + row * WIDTH
+    most = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, WIDTH, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        inside = cols < WIDTH
+        g = tl.load(gu + cols, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        u = tl.load(gu + WIDTH + cols, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        f, _ = _activate(g, GELU)
+        product = (f * u).to(a_ptr.dtype.element_ty)
+        tl.store(a + cols, product, mask=inside)
+        most = larger(most, product.to(tl.float32))
+    store_codes_of_parts(a, a, codes_ptr + row * WIDTH, scales_ptr + row, most, WIDTH, COLUMNS=False, BLOCK=BLOCK)
+
+
+@triton.jit
+def _backward_codes(
+    da_ptr, gu_ptr, dgu_ptr, columns_ptr, codes_ptr, scales_ptr, WIDTH, GELU: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Write a row of dg and du, and a over da, and quantise the former: da [T, WIDTH]; gu, dgu, codes [T, 2·WIDTH];
+    columns [2·WIDTH]; scales [T]."""
+    row = tl.program_id(0).to(tl.int64)
+    da, gu, dgu = da_ptr + row * WIDTH, gu_ptr + row * 2 * WIDTH, dgu_ptr + row * 2 * WIDTH
+    most = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, WIDTH, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        inside = cols < WIDTH
+        g = tl.load(gu + cols, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        u = tl.load(gu + WIDTH + cols, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        d = tl.load(da + cols, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        f, df = _activate(g, GELU)
+        dg, du = (d * u * df).to(dgu_ptr.dtype.element_ty), (d * f).to(dgu_ptr.dtype.element_ty)
+        tl.store(dgu + cols, dg, mask=inside)
+        tl.store(dgu + WIDTH + cols, du, mask=inside)
+        tl.store(da + cols, (f * u).to(da_ptr.dtype.element_ty), mask=inside)
+        of_gate = tl.load(columns_ptr + cols, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        of_up = tl.load(columns_ptr + WIDTH + cols, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        most = larger(larger(most, dg.to(tl.float32) * of_gate), du.to(tl.float32) * of_up)
+    codes, scale = codes_ptr + row * 2 * WIDTH, scales_ptr + row
+    store_codes_of_parts(dgu, columns_ptr, codes, scale, most, 2 * WIDTH, COLUMNS=True, BLOCK=BLOCK)
+
+
+def forward_triton(gate_up: Tensor, activation: str, codes: RowCodes | None = None) -> Tensor:
     """Do what `forward` does, by its Triton kernels."""
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     a = gate_up.new_empty(tokens, width)
+    if codes is not None:
+        block, warps = codes_block(width)
+        launch(
+            _forward_codes, (tokens,), gate_up, a, *codes, width,
+            GELU=activation == "gelu_tanh", BLOCK=block, num_warps=warps,
+        )  # fmt: skip
+        return a
     launch(_forward, (tokens, cdiv(width, BLOCK)), gate_up, a, width, GELU=activation == "gelu_tanh", BLOCK=BLOCK)
     return a
+
+
+def codes_block(width: int) -> tuple[int, int]:
+    """(columns at a time, warps) of the kernels with codes, fewer where a row is narrower."""
+    block = min(CODES_BLOCK, next_power_of_2(width))
+    return block, max(CODES_WARPS * block // CODES_BLOCK, 1)
 
 
 def tile(rank: int, bytes_: int) -> tuple[int, int, int]:
@@ -170,20 +247,40 @@ def forward_with_low_rank_triton_(
     return a
 
 
-def backward_triton_(da: Tensor, gate_up: Tensor, activation: str, donated: bool = False) -> Tensor:
+def backward_triton_(
+    da: Tensor,
+    gate_up: Tensor,
+    activation: str,
+    donated: bool = False,
+    codes: RowCodes | None = None,
+    columns: Tensor | None = None,
+) -> Tensor:
     """Do what `backward_` does, by its Triton kernels."""
+    assert codes is None or columns is not None
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     dgu = gate_up if donated else torch.empty_like(gate_up)
+    if codes is not None:
+        block, warps = codes_block(width)
+        launch(
+            _backward_codes, (tokens,), da, gate_up, dgu, columns, *codes, width,
+            GELU=activation == "gelu_tanh", BLOCK=block, num_warps=warps,
+        )  # fmt: skip
+        return dgu
     grid = (tokens, cdiv(width, BLOCK))
     launch(_backward, grid, da, gate_up, dgu, width, GELU=activation == "gelu_tanh", BLOCK=BLOCK)
     return dgu
 
 
-def forward(gate_up: Tensor, activation: Activation) -> Tensor:
-    """Args: gate_up: [T, 2·I], contiguous, g in the first I columns. Returns a: [T, I]."""
+def forward(gate_up: Tensor, activation: Activation, codes: RowCodes | None = None) -> Tensor:
+    """Return a [T, I].
+
+    Args:
+        gate_up: [T, 2·I], contiguous, g in the first I columns.
+        codes: where those of a are written, if they are wanted.
+    """
     if gate_up.is_cuda:
-        return forward_triton(gate_up, activation)
-    return forward_reference(gate_up, activation)
+        return forward_triton(gate_up, activation, codes)
+    return forward_reference(gate_up, activation, codes)
 
 
 def forward_with_low_rank_(
@@ -201,12 +298,21 @@ def forward_with_low_rank_(
     return forward_with_low_rank_reference_(gate_up, xa, b, scale, activation, ranks)
 
 
-def backward_(da: Tensor, gate_up: Tensor, activation: Activation, donated: bool = False) -> Tensor:
+def backward_(
+    da: Tensor,
+    gate_up: Tensor,
+    activation: Activation,
+    donated: bool = False,
+    codes: RowCodes | None = None,
+    columns: Tensor | None = None,
+) -> Tensor:
     """d gate_up [T, 2·I] from da [T, I], contiguous, whose place a, computed again, takes.
 
     Args:
         donated: nobody needs `gate_up` any more: its place may be taken.
+        codes: where those of d gate_up · columns are written, if they are wanted.
+        columns: [2·I], given with `codes`.
     """
     if gate_up.is_cuda:
-        return backward_triton_(da, gate_up, activation, donated)
-    return backward_reference_(da, gate_up, activation, donated)
+        return backward_triton_(da, gate_up, activation, donated, codes, columns)
+    return backward_reference_(da, gate_up, activation, donated, codes, columns)

@@ -4,9 +4,14 @@
 
 c is a factor a column: the scales of a weight's rows, which the product dy W needs on the other side. So that c can be
 read in 16 bits, these are bfloat16 numbers (`weight_scales`).
+
+A kernel that makes x and sees whole rows of it can write codes in the same pass, to the bits that `quantise_rows` gives
+of the x that it stored: by `store_codes` if it holds a row, by `store_codes_of_parts` if it goes over a row in parts.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,11 +29,32 @@ WIDEST = 32768
 """Columns of a row that a program holds in registers."""
 
 
-def quantise_rows_reference(x: Tensor, columns: Tensor | None = None) -> tuple[Tensor, Tensor]:
+class RowCodes(NamedTuple):
+    """The rows of a matrix in 8 bits: x · c ≈ codes · scales."""
+
+    codes: Tensor
+    """e4m3 [T, K]."""
+    scales: Tensor
+    """float32 [T, 1]."""
+
+    @classmethod
+    def like(cls, x: Tensor) -> RowCodes:
+        """Make room for the codes of x [T, K]."""
+        count, size = x.shape
+        codes = torch.empty(count, size, dtype=DTYPE, device=x.device)
+        return cls(codes, torch.empty(count, 1, dtype=torch.float32, device=x.device))
+
+    def fill_reference(self, x: Tensor, columns: Tensor | None = None) -> None:
+        """Write what `quantise_rows` returns, in plain torch."""
+        for mine, made in zip(self, quantise_rows_reference(x, columns), strict=True):
+            mine.copy_(made)
+
+
+def quantise_rows_reference(x: Tensor, columns: Tensor | None = None) -> RowCodes:
     """Do what `quantise_rows` does, in plain torch."""
     wide = x.float() if columns is None else x.float() * columns.float()
     scales = (wide.abs().amax(1, keepdim=True) * (1 / LIMIT)).clamp(min=SMALLEST)
-    return (wide * (1 / scales)).to(DTYPE), scales
+    return RowCodes((wide * (1 / scales)).to(DTYPE), scales)
 
 
 @triton.jit
@@ -47,9 +73,7 @@ def _rows(
         x = tl.load(x_ptr + row * x_stride + cols, mask=inside, other=0.0).to(tl.float32)
         if COLUMNS:
             x *= tl.load(columns_ptr + cols, mask=inside, other=0.0).to(tl.float32)
-        scale = _scale(x)
-        tl.store(scales_ptr + row, scale)
-        tl.store(codes_ptr + row * K + cols, (x * tl.div_rn(1.0, scale)).to(codes_ptr.dtype.element_ty), mask=inside)
+        store_codes(x, codes_ptr + row * K, scales_ptr + row, cols, inside)
     else:
         scale = 0.0
         for start in range(0, K, BLOCK):
@@ -66,6 +90,38 @@ def _rows(
             if COLUMNS:
                 x *= tl.load(columns_ptr + start + cols, mask=inside, other=0.0).to(tl.float32)
             tl.store(codes_ptr + row * K + start + cols, (x * inverse).to(codes_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def store_codes(x, codes_ptr, scale_ptr, cols, inside):
+    """Quantise a row that is held as a whole: x float32, as it was stored (times c), zero outside."""
+    scale = _scale(x)
+    tl.store(scale_ptr, scale)
+    tl.store(codes_ptr + cols, (x * tl.div_rn(1.0, scale)).to(codes_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def larger(most, x):
+    """The larger one of `most` and |x|; NaN if either is."""
+    return tl.maximum(most, tl.abs(x), propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def store_codes_of_parts(x_ptr, columns_ptr, codes_ptr, scale_ptr, most, K, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    """Quantise a row of K columns that this program has just stored, and reads again from the cache.
+
+    most: [BLOCK], the largest |x · c| of every BLOCK-th column.
+    """
+    scale = _scale(most)
+    tl.store(scale_ptr, scale)
+    inverse = tl.div_rn(1.0, scale)
+    tl.debug_barrier()  # other threads than those that read now may have stored
+    for start in range(0, K, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + cols, mask=cols < K, other=0.0).to(tl.float32)
+        if COLUMNS:
+            x *= tl.load(columns_ptr + cols, mask=cols < K, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        tl.store(codes_ptr + cols, (x * inverse).to(codes_ptr.dtype.element_ty), mask=cols < K)
 
 
 @triton.jit
@@ -89,19 +145,18 @@ def _transpose(
     tl.store(y_ptr + cols.to(tl.int64)[:, None] * N + rows[None, :], tl.trans(x), mask=tl.trans(inside))
 
 
-def quantise_rows_triton(x: Tensor, columns: Tensor | None) -> tuple[Tensor, Tensor]:
+def quantise_rows_triton(x: Tensor, columns: Tensor | None) -> RowCodes:
     """Do what `quantise_rows` does, by its Triton kernel."""
     count, size = x.shape
-    codes = torch.empty(count, size, dtype=DTYPE, device=x.device)
-    scales = torch.empty(count, 1, dtype=torch.float32, device=x.device)
+    made = RowCodes.like(x)
     whole = size <= WIDEST
     block = next_power_of_2(size) if whole else 4096
     warps = min(max(block // PER_WARP, 4), 16)
     launch(
-        _rows, (count,), x, scales if columns is None else columns, codes, scales, x.stride(0), size,
+        _rows, (count,), x, made.scales if columns is None else columns, *made, x.stride(0), size,
         COLUMNS=columns is not None, WHOLE=whole, BLOCK=block, num_warps=warps,
     )  # fmt: skip
-    return codes, scales
+    return made
 
 
 def transposed_triton(codes: Tensor) -> Tensor:
@@ -113,8 +168,8 @@ def transposed_triton(codes: Tensor) -> Tensor:
     return out
 
 
-def quantise_rows(x: Tensor, columns: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return (codes e4m3 [T, K], scales float32 [T, 1]) of x [T, K]; a row that isn't finite has codes that are NaN.
+def quantise_rows(x: Tensor, columns: Tensor | None = None) -> RowCodes:
+    """Return the codes of x [T, K]; a row that isn't finite has codes that are NaN.
 
     Args:
         x: [T, K], its rows contiguous; may be columns of a wider tensor.

@@ -17,16 +17,26 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pronghorn.kernels.launch import cdiv, launch, next_power_of_2, tl, triton
+from pronghorn.kernels.quantise import RowCodes, store_codes
 
 
 def forward_reference(
-    x: Tensor, weight: Tensor, eps: float, offset: float, dtype: torch.dtype | None = None, out: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    offset: float,
+    dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    codes: RowCodes | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Do what `forward` does, in plain torch."""
     wide = x.to(_wide(x))
     rstd = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
     y = (wide * rstd * (weight.to(wide.dtype) + offset)).to(dtype or x.dtype)
-    return (y if out is None else out.copy_(y)), rstd
+    y = y if out is None else out.copy_(y)
+    if codes is not None:
+        codes.fill_reference(y)
+    return y, rstd
 
 
 def backward_reference(
@@ -38,6 +48,8 @@ def backward_reference(
     weight_grad: bool,
     residual_grad: Tensor | None = None,
     out: Tensor | None = None,
+    codes: RowCodes | None = None,
+    columns: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Do what `backward` does, in plain torch."""
     wide, grad = x.to(rstd.dtype), dy.to(rstd.dtype)
@@ -46,7 +58,10 @@ def backward_reference(
     if residual_grad is not None:
         dx = dx + residual_grad.to(dx.dtype)
     dw = (grad * wide * rstd).flatten(0, -2).sum(0).to(weight.dtype) if weight_grad else None
-    return (dx.to(x.dtype) if out is None else out.copy_(dx)), dw
+    dx = dx.to(x.dtype) if out is None else out.copy_(dx)
+    if codes is not None:
+        codes.fill_reference(dx, columns)
+    return dx, dw
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -60,8 +75,11 @@ SUM_ROWS, SUM_COLS = 64, 16
 
 
 @triton.jit
-def _forward(x_ptr, w_ptr, y_ptr, r_ptr, x_stride, y_stride, H, eps, offset, BLOCK: tl.constexpr):
-    """Normalise a row: x, y [T, H]; w [H]; r [T]."""
+def _forward(
+    x_ptr, w_ptr, y_ptr, r_ptr, codes_ptr, scales_ptr, x_stride, y_stride, H, eps, offset,
+    CODES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Normalise a row, and quantise it: x, y, codes [T, H]; w [H]; r, scales [T]."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     inside = cols < H
@@ -69,17 +87,23 @@ def _forward(x_ptr, w_ptr, y_ptr, r_ptr, x_stride, y_stride, H, eps, offset, BLO
     w = tl.load(w_ptr + cols, mask=inside, other=0.0).to(tl.float32) + offset
     r = tl.rsqrt(tl.sum(x * x, 0) / H + eps)
     tl.store(r_ptr + row, r)
-    tl.store(y_ptr + row * y_stride + cols, (x * r * w).to(y_ptr.dtype.element_ty), mask=inside)
+    y = (x * r * w).to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + row * y_stride + cols, y, mask=inside)
+    if CODES:
+        part: tl.constexpr = 128 // y_ptr.dtype.element_ty.primitive_bitwidth
+        at = tl.max_contiguous(tl.arange(0, BLOCK), part)  # as many a thread as of y: or r is summed in another order
+        store_codes(tl.where(inside, y.to(tl.float32), 0.0), codes_ptr + row * H, scales_ptr + row, at, inside)
 
 
 @triton.jit
 def _backward(
-    dy_ptr, x_ptr, w_ptr, r_ptr, more_ptr, dx_ptr, dw_ptr, dy_stride, x_stride, dx_stride, T, H, offset, programs,
-    WEIGHT: tl.constexpr, MORE: tl.constexpr, STAGES: tl.constexpr, BLOCK: tl.constexpr,
+    dy_ptr, x_ptr, w_ptr, r_ptr, more_ptr, dx_ptr, dw_ptr, columns_ptr, codes_ptr, scales_ptr,
+    dy_stride, x_stride, dx_stride, T, H, offset, programs,
+    WEIGHT: tl.constexpr, MORE: tl.constexpr, CODES: tl.constexpr, STAGES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write dx of every `programs`-th row, and the program's part of dw.
+    """Write dx of every `programs`-th row and quantise it, and write the program's part of dw.
 
-    dy, x, more (added to dx), dx: [T, H]; w: [H]; r: [T]; dw: [programs, H].
+    dy, x, more (added to dx), dx, codes: [T, H]; w, columns: [H]; r, scales: [T]; dw: [programs, H].
     """
     cols = tl.arange(0, BLOCK)
     inside = cols < H
@@ -93,7 +117,14 @@ def _backward(
         dx = r * (g - x * r * r * (tl.sum(g * x, 0) / H))
         if MORE:
             dx += tl.load(more_ptr + row * H + cols, mask=inside, other=0.0).to(tl.float32)
-        tl.store(dx_ptr + row * dx_stride + cols, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+        dx = dx.to(dx_ptr.dtype.element_ty)
+        tl.store(dx_ptr + row * dx_stride + cols, dx, mask=inside)
+        if CODES:
+            part: tl.constexpr = 128 // dx_ptr.dtype.element_ty.primitive_bitwidth
+            at = tl.max_contiguous(tl.arange(0, BLOCK), part)  # as in `_forward`
+            c = tl.load(columns_ptr + at, mask=inside, other=0.0).to(tl.float32)
+            scaled = tl.where(inside, dx.to(tl.float32) * c, 0.0)
+            store_codes(scaled, codes_ptr + row * H, scales_ptr + row, at, inside)
         if WEIGHT:
             dw += dy * x * r
     if WEIGHT:
@@ -112,7 +143,13 @@ def _sum(parts_ptr, dw_ptr, N, H, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 def forward_triton(
-    x: Tensor, weight: Tensor, eps: float, offset: float, dtype: torch.dtype | None = None, out: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    offset: float,
+    dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    codes: RowCodes | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Do what `forward` does, by its Triton kernels."""
     size = x.shape[-1]
@@ -120,20 +157,10 @@ def forward_triton(
     rstd = torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device=x.device)
     block = next_power_of_2(size)
     launch(
-        _forward,
-        (rstd.numel(),),
-        x,
-        weight,
-        y,
-        rstd,
-        x.stride(-2),
-        y.stride(-2),
-        size,
-        eps,
-        offset,
-        BLOCK=block,
-        num_warps=_warps(block),
-    )
+        _forward, (rstd.numel(),),
+        x, weight, y, rstd, *(codes or (y, rstd)), x.stride(-2), y.stride(-2), size, eps, offset,
+        CODES=codes is not None, BLOCK=block, num_warps=_warps(block),
+    )  # fmt: skip
     return y, rstd
 
 
@@ -146,8 +173,11 @@ def backward_triton(
     weight_grad: bool,
     residual_grad: Tensor | None = None,
     out: Tensor | None = None,
+    codes: RowCodes | None = None,
+    columns: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Do what `backward` does, by the kernels; `residual_grad` is contiguous."""
+    assert codes is None or columns is not None
     size, count = x.shape[-1], rstd.numel()
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
     programs = min(count, _PROGRAMS) if weight_grad else count
@@ -157,8 +187,9 @@ def backward_triton(
     launch(
         _backward, (programs,),
         dy, x, weight, rstd, dy if residual_grad is None else residual_grad, dx, parts,
+        weight if columns is None else columns, *(codes or (dx, rstd)),
         dy.stride(-2), x.stride(-2), dx.stride(-2), count, size, offset, programs,
-        WEIGHT=weight_grad, MORE=residual_grad is not None, STAGES=ahead, BLOCK=block,
+        WEIGHT=weight_grad, MORE=residual_grad is not None, CODES=codes is not None, STAGES=ahead, BLOCK=block,
         num_warps=_warps(block),
     )  # fmt: skip
     if not weight_grad:
@@ -207,17 +238,24 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def forward(
-    x: Tensor, weight: Tensor, eps: float, offset: float, dtype: torch.dtype | None = None, out: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    offset: float,
+    dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    codes: RowCodes | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (y in `dtype`, or x's; r [..., 1] in float32 (float64)).
 
     Args:
         x: [..., H], contiguous; or [T, H] columns of a wider tensor.
         out: [T, H], where y is written, columns of a wider tensor perhaps.
+        codes: where those of y [T, H] are written, if they are wanted.
     """
     if x.is_cuda:
-        return forward_triton(x, weight, eps, offset, dtype, out)
-    return forward_reference(x, weight, eps, offset, dtype, out)
+        return forward_triton(x, weight, eps, offset, dtype, out, codes)
+    return forward_reference(x, weight, eps, offset, dtype, out, codes)
 
 
 def backward(
@@ -229,6 +267,8 @@ def backward(
     weight_grad: bool,
     residual_grad: Tensor | None = None,
     out: Tensor | None = None,
+    codes: RowCodes | None = None,
+    columns: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return (dx in x's dtype, dw in the weight's or None).
 
@@ -236,7 +276,9 @@ def backward(
         dy, x: [..., H], contiguous; or [T, H] columns of wider tensors.
         residual_grad: [..., H], of what x went on to besides, is added to dx before it is rounded.
         out: [T, H], where dx is written; it may be dy.
+        codes: where those of dx · columns [T, H] are written, if they are wanted.
+        columns: [H], given with `codes`.
     """
     if x.is_cuda:
-        return backward_triton(dy, x, weight, rstd, offset, weight_grad, residual_grad, out)
-    return backward_reference(dy, x, weight, rstd, offset, weight_grad, residual_grad, out)
+        return backward_triton(dy, x, weight, rstd, offset, weight_grad, residual_grad, out, codes, columns)
+    return backward_reference(dy, x, weight, rstd, offset, weight_grad, residual_grad, out, codes, columns)

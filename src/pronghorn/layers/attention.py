@@ -14,7 +14,7 @@ from torch import Tensor
 from pronghorn.attention import explicit
 from pronghorn.attention.backends import Backend
 from pronghorn.data.batch import PackedBatch
-from pronghorn.layers.block import Block, Call, Gradients, NoNorm, Norm, Result, add, pick, spread, times
+from pronghorn.layers.block import Block, Call, Gradients, NoNorm, Norm, Result, add, back_through_add, pick, spread
 from pronghorn.layers.fused_linear import FusedLinear
 from pronghorn.layers.heads import QKV
 from pronghorn.precision.source import Activation
@@ -88,8 +88,10 @@ class AttentionBlock(Block):
 
     def compute(self, x: Tensor, inputs: Sequence[Tensor], linears: Sequence[FusedLinear], call: Call) -> Result:
         qkv_linear, out_linear = linears
-        normed, rstd = self.before.forward(x, qkv_linear.dtype)
-        qkv, xa = qkv_linear.forward(Activation(normed))
+        given, rstd = self.before.forward(x, qkv_linear.dtype, qkv_linear.source.wants_codes)
+        qkv, xa = qkv_linear.forward(given)
+        normed = given.dense
+        del given  # its codes go with it
         q, k, v, _ = self.heads.forward(qkv, call)
         if self.inputs:
             k, v = (y.to(q.dtype) for y in inputs)
@@ -129,11 +131,10 @@ class AttentionBlock(Block):
         dh, rows, mixed = dx, call.rows, saved.mixed
 
         # back through the norm after, and the product of o
-        dy, d_after = times(self.multiplier, dh), None
-        if self.after is not None:
-            dy, d_after = self.after.backward(dy, saved.y, saved.y_rstd)
-        dy = dy.to(out_linear.dtype)
-        d_mixed, given = out_linear.input_grad(dy, saved.mixed_a)
+        d_out, d_after = back_through_add(dh, out_linear, saved.y, saved.y_rstd, self.after, self.multiplier)
+        d_mixed, given = out_linear.input_grad(d_out, saved.mixed_a)
+        dy = d_out.dense
+        del d_out  # its codes go with it
         attended, product = pick(mixed.flatten(1), rows), self._gates_of(saved.qkv, rows)
         out_grads = out_linear.gradients(dy, given, self.heads.gate(attended, product))
         d_mixed, d_gate = self.heads.gate_backward(d_mixed, attended, product)
@@ -166,10 +167,10 @@ class AttentionBlock(Block):
         # back through the product of q, k and v, and the norm before
         normed = saved.normed
         if normed is None:
-            normed = self.before.forward(saved.x, qkv_linear.dtype)[0]
+            normed = self.before.forward(saved.x, qkv_linear.dtype)[0].dense
         trains = self.before.weight is not None and self.before.weight.requires_grad
         needed = wanted or trains
-        d_normed, given = qkv_linear.input_grad(d_qkv, saved.xa, needed)
+        d_normed, given = qkv_linear.input_grad(Activation(d_qkv), saved.xa, needed)
         qkv_grads = qkv_linear.gradients(d_qkv, given, normed)
         d_before = None
         if needed:

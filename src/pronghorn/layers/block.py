@@ -20,9 +20,11 @@ from pronghorn.attention import explicit
 from pronghorn.data.batch import PackedBatch
 from pronghorn.errors import TrainingError
 from pronghorn.kernels import residual, rms_norm
+from pronghorn.kernels.quantise import RowCodes
 from pronghorn.kernels.residual import LowRank
 from pronghorn.layers.fused_linear import FusedLinear
 from pronghorn.memory.plan import Policy
+from pronghorn.precision.source import Activation
 
 
 @dataclass(frozen=True)
@@ -59,9 +61,11 @@ class Norm:
     eps: float
     offset: float
 
-    def forward(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return (y in `dtype`, r); see `kernels.rms_norm`."""
-        return rms_norm.forward(x, self.weight, self.eps, self.offset, dtype)
+    def forward(self, x: Tensor, dtype: torch.dtype, codes: bool = False) -> tuple[Activation, Tensor]:
+        """Return (y in `dtype`, with codes if they are wanted; r); see `kernels.rms_norm`."""
+        made = RowCodes.like(x) if codes else None
+        y, rstd = rms_norm.forward(x, self.weight, self.eps, self.offset, dtype, codes=made)
+        return Activation(y, made), rstd
 
     def backward(
         self, dy: Tensor, x: Tensor, rstd: Tensor, residual_grad: Tensor | None = None, donated: bool = False
@@ -70,6 +74,15 @@ class Norm:
         trained, out = self.weight.requires_grad, dy if donated and dy.dtype is x.dtype else None
         return rms_norm.backward(dy, x, self.weight, rstd, self.offset, trained, residual_grad, out)
 
+    def backward_to(self, linear: FusedLinear, dy: Tensor, x: Tensor, rstd: Tensor) -> tuple[Activation, Tensor | None]:
+        """Return (dx, with codes if `linear`, whose result x is, wants them; dw or None)."""
+        source = linear.source
+        made = RowCodes.like(x) if source.wants_codes else None
+        dx, dw = rms_norm.backward(
+            dy, x, self.weight, rstd, self.offset, self.weight.requires_grad, codes=made, columns=source.columns
+        )
+        return Activation(dx, made), dw
+
 
 @dataclass(frozen=True)
 class NoNorm:
@@ -77,9 +90,9 @@ class NoNorm:
 
     weight: None = None
 
-    def forward(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, None]:
-        """Return x in `dtype`."""
-        return x.to(dtype), None
+    def forward(self, x: Tensor, dtype: torch.dtype, codes: bool = False) -> tuple[Activation, None]:
+        """Return x in `dtype`, without codes: nothing is made here."""
+        return Activation(x.to(dtype)), None
 
     def backward(
         self, dy: Tensor, x: Tensor, rstd: None, residual_grad: Tensor, donated: bool = True
@@ -225,7 +238,23 @@ def add(
         return residual.add_(y, x, low_rank, multiplier), None, None
     y = y if low_rank is None else y.addmm_(low_rank[0], low_rank[1].t(), alpha=low_rank[2])
     normed, rstd = norm.forward(y, y.dtype)
-    return normed if x is None else residual.add_(normed, x, None, multiplier), y, rstd
+    return normed.dense if x is None else residual.add_(normed.dense, x, None, multiplier), y, rstd
+
+
+def back_through_add(
+    dx: Tensor, linear: FusedLinear, y: Tensor | None, rstd: Tensor | None, norm: Norm | None, multiplier: float
+) -> tuple[Activation, Tensor | None]:
+    """Return (the gradient of `add`'s y, a result of `linear`'s; that of the norm's weight, or None).
+
+    Args:
+        dx: of what was added to x, times m.
+        y, rstd: what `add` returned for its norm.
+    """
+    grad = times(multiplier, dx)
+    if norm is None:
+        return Activation(grad.to(linear.dtype)), None
+    assert y is not None and rstd is not None
+    return norm.backward_to(linear, grad, y, rstd)
 
 
 def freed_after() -> bool:

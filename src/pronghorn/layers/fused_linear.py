@@ -166,16 +166,17 @@ class FusedLinear:
         """Return x Aᵀ [T, R], or None without adapters."""
         return None if self._a_transposed is None else x.dense @ self._a_transposed
 
-    def input_grad(self, dy: Tensor, xa: Tensor | None, wanted: bool = True) -> tuple[Any, LowRankGrads | None]:
+    def input_grad(self, dy: Activation, xa: Tensor | None, wanted: bool = True) -> tuple[Any, LowRankGrads | None]:
         """Return (dx [T, K] if wanted, what adapters' gradients need of dy or None) of dy [T, N] and x Aᵀ."""
         if self.b is None or self.a is None or xa is None:
-            return (self.source.input_grad(Activation(dy), None) if wanted else None), None
-        both = dy.new_empty(len(dy), sum(self.b.shape)) if wanted and self.source.side_by_side else None
+            return (self.source.input_grad(dy, None) if wanted else None), None
+        dense = dy.dense
+        both = dense.new_empty(len(dense), sum(self.b.shape)) if wanted and self.source.side_by_side else None
         dtype = self.gradient_dtype or self.adapters[0][1].b.dtype
-        given = adapter_gradients.products(dy, self.b, xa, self.columns, self.adapter_ranks, self.scale, dtype, both)
+        given = adapter_gradients.products(dense, self.b, xa, self.columns, self.adapter_ranks, self.scale, dtype, both)
         if not wanted:
             return None, given
-        return self.source.input_grad(Activation(dy), LowRankGrad(given[0], self.a, both)), given
+        return self.source.input_grad(dy, LowRankGrad(given[0], self.a, both)), given
 
     def gradients(self, dy: Tensor, given: LowRankGrads | None, x: Tensor) -> list[Tensor]:
         """Return the gradients of `trained`, from dy [T, N], what `input_grad` gave, and x [T, K]."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from pronghorn.data.batch import PackedBatch
 from pronghorn.families.spec import GatedDelta
 from pronghorn.kernels import causal_conv, delta_gates, gated_delta, gated_norm
-from pronghorn.layers.block import Block, Call, Gradients, Norm, Result, add, pick, spread
+from pronghorn.layers.block import Block, Call, Gradients, Norm, Result, add, back_through_add, pick, spread
 from pronghorn.layers.fused_linear import FusedLinear
 from pronghorn.precision.source import Activation
 
@@ -199,10 +199,12 @@ class GatedDeltaBlock(Block):
 
     def compute(self, x: Tensor, inputs: Sequence[Tensor], linears: Sequence[FusedLinear], call: Call) -> Result:
         qkvz_linear, ba_linear, out_linear = linears
-        normed, rstd = self.before.forward(x, qkvz_linear.dtype)
-        given = Activation(normed)
+        codes = any(linear.source.wants_codes for linear in (qkvz_linear, ba_linear))
+        given, rstd = self.before.forward(x, qkvz_linear.dtype, codes)
         qkvz, qkvz_a = qkvz_linear.forward(given)
         ba, ba_a = ba_linear.forward(given)
+        normed = given.dense
+        del given  # its codes go with it
         qkv, z, b, a = self.net.layout.split(qkvz, ba)
         o, state = self.net.forward(qkv, b, a, call.packed)
         y, low_rank = out_linear.parts(Activation(self._gated(pick(o, call.rows), pick(z, call.rows))))
@@ -236,11 +238,10 @@ class GatedDeltaBlock(Block):
         dh, rows = dx, call.rows
 
         # back through the norm after, and the output's product
-        dy, d_after = dh, None
-        if self.after is not None:
-            dy, d_after = self.after.backward(dh, saved.y, saved.y_rstd)
-        dy = dy.to(out_linear.dtype)
-        d_gated, given = out_linear.input_grad(dy, saved.out_a)
+        d_out, d_after = back_through_add(dh, out_linear, saved.y, saved.y_rstd, self.after, 1.0)
+        d_gated, given = out_linear.input_grad(d_out, saved.out_a)
+        dy = d_out.dense
+        del d_out  # its codes go with it
         layout = self.net.layout
         qkv, z, b, a = layout.split(saved.qkvz, saved.ba)
         rule, z = pick(saved.o, rows), pick(z, rows)
@@ -267,11 +268,11 @@ class GatedDeltaBlock(Block):
         # back through the products, and the norm before
         normed = saved.normed
         if normed is None:
-            normed = self.before.forward(saved.x, qkvz_linear.dtype)[0]
+            normed = self.before.forward(saved.x, qkvz_linear.dtype)[0].dense
         needed = wanted or self.before.weight.requires_grad
-        d_normed, given = qkvz_linear.input_grad(d_qkvz, saved.qkvz_a, needed)
+        d_normed, given = qkvz_linear.input_grad(Activation(d_qkvz), saved.qkvz_a, needed)
         in_grads = qkvz_linear.gradients(d_qkvz, given, normed)
-        d_more, given = ba_linear.input_grad(d_ba, saved.ba_a, needed)
+        d_more, given = ba_linear.input_grad(Activation(d_ba), saved.ba_a, needed)
         in_grads += ba_linear.gradients(d_ba, given, normed)
         d_before = None
         if needed:

@@ -64,7 +64,7 @@ class QKV:
             q, k, v = self._turned(qkv, self.heads, call)
             if self.value_norm is not None:
                 raw = self._raw_values(qkv)
-                v = self.value_norm.forward(raw.flatten(0, 1), raw.dtype)[0].view_as(raw)
+                v = self.value_norm.forward(raw.flatten(0, 1), raw.dtype)[0].dense.view_as(raw)
         else:
             q, k, v = self.heads.split(qkv)
             normed = qkv.new_empty(len(qkv), self.heads.turned)

@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from pronghorn.kernels import glu
+from pronghorn.kernels.quantise import RowCodes
+from pronghorn.kernels.residual import LowRank
 from pronghorn.layers import tiles
-from pronghorn.layers.block import Block, Call, Gradients, NoNorm, Norm, Result, add, freed_after, times
+from pronghorn.layers.block import Block, Call, Gradients, NoNorm, Norm, Result, add, back_through_add, freed_after
 from pronghorn.layers.fused_linear import FusedLinear
 from pronghorn.memory.plan import Policy
 from pronghorn.precision.source import Activation
@@ -72,16 +74,20 @@ class GatedMLPBlock(Block):
         if call.mlp_rows:
             return tiles.forward(self, x, linears, call)
         gate_up_linear, down = linears
-        normed, rstd = self.before.forward(x, gate_up_linear.dtype)
-        a, gate_up, xa = self._gate_up(normed, gate_up_linear)
+        given, rstd = self.before.forward(x, gate_up_linear.dtype, gate_up_linear.source.wants_codes)
+        parts, normed = gate_up_linear.parts(given), given.dense
+        del given  # its codes go with it
+        multiplies = call.output_wanted or self.after is not None  # whose backward needs y
+        a, gate_up, xa = self._activated(*parts, gate_up_linear.ranks, multiplies and down.source.wants_codes)
+        del parts
         y: Tensor | None
-        if call.output_wanted or self.after is not None:  # whose backward needs y
-            y, low_rank = down.parts(Activation(a))
+        if multiplies:
+            y, low_rank = down.parts(a)
             a_a = None if low_rank is None else low_rank[0]
             del a
             out, y, y_rstd = add(None if self.outputs else x, y, low_rank, self.after, self.multiplier)
         else:  # the product of down, a quarter of a layer's operations, is left out
-            a_a, out, y, y_rstd = down.inner(Activation(a)), x.new_empty(()).expand_as(x), None, None
+            a_a, out, y, y_rstd = down.inner(a), x.new_empty(()).expand_as(x), None, None
         saved = MLPSaved(
             x=x,
             rstd=rstd,
@@ -114,41 +120,56 @@ class GatedMLPBlock(Block):
             d_out = given_grad.contiguous()
         x, rstd, normed, gate_up = saved.x, saved.rstd, saved.normed, saved.gate_up
 
-        # back through the norm after
-        dy, d_after = times(self.multiplier, d_out), None
-        if self.after is not None:
-            dy, d_after = self.after.backward(dy, saved.y, saved.y_rstd)
-
-        # back through down and the activation; a buffer that nobody reads afterwards is overwritten
+        # what the policy left out; a buffer that nobody reads afterwards is overwritten
         donated = gate_up is None or freed_after()
         if gate_up is None:
-            normed = self.before.forward(x, dtype)[0]
-            gate_up = self._gate_up(normed, gate_up_linear)[1]
+            again = self.before.forward(x, dtype, gate_up_linear.source.wants_codes)[0]
+            parts, normed = gate_up_linear.parts(again), again.dense
+            del again  # its codes go with it
+            gate_up = self._activated(*parts, gate_up_linear.ranks, False)[1]
+            del parts
+
+        # back through the norm after, down and the activation
+        d_product, d_after = back_through_add(d_out, down, saved.y, saved.y_rstd, self.after, self.multiplier)
         a_a, xa = saved.a_a, saved.xa
         del saved
-        dy = dy.to(dtype)
-        da, given = down.input_grad(dy, a_a)
-        d_gate_up = glu.backward_(da, gate_up, self.activation, donated)
+        da, given = down.input_grad(d_product, a_a)
+        dy = d_product.dense
+        del d_product  # its codes go with it
+        d_gate_up = self._back_to(gate_up_linear, da, gate_up, donated)
         down_grads = down.gradients(dy, given, da)  # da holds the activation now
-        del da, gate_up
+        del da, dy, gate_up
 
         # back through gate and up, and the norm before
         if normed is None:  # not before: the peak of memory is behind
-            normed = self.before.forward(x, dtype)[0]
+            normed = self.before.forward(x, dtype)[0].dense
         d_normed, given = gate_up_linear.input_grad(d_gate_up, xa)
-        gate_up_grads = gate_up_linear.gradients(d_gate_up, given, normed)
+        gate_up_grads = gate_up_linear.gradients(d_gate_up.dense, given, normed)
         del d_gate_up, normed
         dx, d_before = self.before.backward(d_normed, x, rstd, dx)
         return Gradients(dx, (), [d_before, d_after, *gate_up_grads, *down_grads])
 
-    def _gate_up(self, x: Tensor, linear: FusedLinear) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return (the activation [T, I], gate·up [T, 2·I], x Aᵀ) of x [T, H]."""
-        gate_up, low_rank = linear.parts(Activation(x))
-        if low_rank is None:
-            return glu.forward(gate_up, self.activation), gate_up, None
-        ranks = (linear.ranks[0], sum(linear.ranks[1:]))
-        if len(linear.ranks) == 1:  # gate and up are one linear, whose adapter adds to both
+    def _activated(
+        self, gate_up: Tensor, low_rank: LowRank | None, ranks: list[int], codes: bool
+    ) -> tuple[Activation, Tensor, Tensor | None]:
+        """Return (the activation [T, I], gate·up [T, 2·I], x Aᵀ) of what gate's and up's product gave.
+
+        Args:
+            ranks: of the product's linears.
+            codes: of the activation are wanted; it has them where no adapter is added on the way (`kernels.glu`).
+        """
+        if low_rank is not None and len(ranks) > 1:
+            a = glu.forward_with_low_rank_(gate_up, *low_rank, self.activation, (ranks[0], sum(ranks[1:])))
+            return Activation(a), gate_up, low_rank[0]
+        xa: Tensor | None = None
+        if low_rank is not None:  # gate and up are one linear, whose adapter adds to both
             xa, b, scale = low_rank
             gate_up = gate_up.addmm_(xa, b.t(), alpha=scale)
-            return glu.forward(gate_up, self.activation), gate_up, xa
-        return glu.forward_with_low_rank_(gate_up, *low_rank, self.activation, ranks), gate_up, low_rank[0]
+        made = RowCodes.like(gate_up.chunk(2, 1)[0]) if codes else None
+        return Activation(glu.forward(gate_up, self.activation, made), made), gate_up, xa
+
+    def _back_to(self, linear: FusedLinear, da: Tensor, gate_up: Tensor, donated: bool) -> Activation:
+        """Return the gradient of gate·up, which `linear` gave, with codes if it wants them; see `glu.backward_`."""
+        source = linear.source
+        made = RowCodes.like(gate_up) if source.wants_codes else None
+        return Activation(glu.backward_(da, gate_up, self.activation, donated, made, source.columns), made)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from pronghorn.kernels import glu
-from pronghorn.layers.block import Block, Call, Gradients, Norm, Result, add
+from pronghorn.kernels.quantise import RowCodes
+from pronghorn.layers.block import Block, Call, Gradients, Norm, Result, add, back_through_add
 from pronghorn.layers.fused_linear import FusedLinear
 from pronghorn.precision.source import Activation
 
@@ -57,8 +58,9 @@ class PerLayerInputBlock(Block):
     def compute(self, x: Tensor, inputs: Sequence[Tensor], linears: Sequence[FusedLinear], call: Call) -> Result:
         (gate, projection), [per_layer] = linears, inputs
         gated, xa = gate.forward(Activation(x.to(gate.dtype)))
-        a = glu.forward(self._side_by_side(gated, per_layer), self.activation)
-        y, low_rank = projection.parts(Activation(a))
+        made = RowCodes.like(gated) if projection.source.wants_codes else None
+        a = glu.forward(self._side_by_side(gated, per_layer), self.activation, made)
+        y, low_rank = projection.parts(Activation(a, made))
         out, normed_from, rstd = add(x, y, low_rank, self.after, 1.0)
         assert normed_from is not None and rstd is not None
         a_a = None if low_rank is None else low_rank[0]
@@ -75,14 +77,13 @@ class PerLayerInputBlock(Block):
         wanted: bool,
     ) -> Gradients:
         gate, projection = linears
-        dy, d_after = self.after.backward(dx, saved.y, saved.y_rstd)
-        dy = dy.to(projection.dtype)
+        dy, d_after = back_through_add(dx, projection, saved.y, saved.y_rstd, self.after, 1.0)
         da, given = projection.input_grad(dy, saved.a_a)
         both = self._side_by_side(saved.gated, saved.per_layer)
         d_gated, d_per_layer = glu.backward_(da, both, self.activation, True).chunk(2, 1)
-        projection_grads = projection.gradients(dy, given, da)  # da holds the activation now
+        projection_grads = projection.gradients(dy.dense, given, da)  # da holds the activation now
         d_gated = d_gated.contiguous()
-        d_through, given = gate.input_grad(d_gated, saved.xa)
+        d_through, given = gate.input_grad(Activation(d_gated), saved.xa)
         gate_grads = gate.gradients(d_gated, given, saved.x.to(gate.dtype))
         d_input = d_per_layer.to(saved.per_layer.dtype)
         return Gradients(dx + d_through, [d_input], [d_after, *gate_grads, *projection_grads])

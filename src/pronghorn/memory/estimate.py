@@ -209,11 +209,13 @@ def working_bytes(layer: LayerSpec, setup: TrainSetup) -> int:
         quantised = 2 * i + 4 * layer.experts.chosen if setup.fp8_experts else 0  # d(gate·up)
         rows = max(b * layer.experts.chosen * h + quantised, b * i)
         return summed + t * (h * (setup.stream_bytes + b) + b * 2 * i + rows) + scratch
-    states, activation = summed + t * h * (setup.stream_bytes + b), t * i * b * (1 if setup.fused else 3)
-    # of down's input gradient, then of gate's and up's: activations' codes, and weights that are written out
+    # of down's input gradient, then of gate's and up's: gradients' codes, those of d(gate·up) made with it, beside the
+    # activation; and weights that are written out. In 8 bits down's operand may be the stream's gradient itself
     codes = (t * h, 2 * t * i) if setup.fp8 else (0, 0)
     written = (1 if setup.fp8 else b) * h * i if setup.writes_out else 0
-    return states + max(activation + codes[0] + written, codes[1] + 2 * written)
+    operand = 0 if setup.fp8 and not layer.norms_after and setup.stream_bytes == b else t * h * b
+    of_down = operand + t * i * b * (1 if setup.fused else 3) + max(codes[0] + written, codes[1])
+    return summed + t * h * setup.stream_bytes + max(of_down, t * h * b + codes[1] + 2 * written)
 
 
 def head_bytes(dims: ModelDims, setup: TrainSetup) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pronghorn.families.layer_spec import LayerSpec, Linear
+from pronghorn.families.layer_spec import GatedMLPSpec, LayerSpec, Linear, PerLayerInputSpec
 from pronghorn.memory.devices import DeviceSpec
 from pronghorn.memory.estimate import ModelDims, TrainSetup, buffer_bytes, width_of
 from pronghorn.memory.plan import Policy, followed
@@ -164,10 +164,10 @@ def _layer_times(layer: LayerSpec, setup: TrainSetup, device: DeviceSpec) -> Lay
     # weights in few bits are read as stored (NF4: half a byte) for each product, and two bytes, or a code, are written
     read = (0.5 if setup.linear_bytes is None else setup.linear_bytes) + (1 if setup.fp8 else 2)
     written = read * layer.linear_weights * ms_per_byte if setup.writes_out else 0.0
-    quantised = 0.0, 0.0  # what linears are given and their gradients, read in 16 bits and written in 8
+    quantised = 0.0, 0.0
     if setup.fp8:
-        groups = [(group[0].inputs, sum(each.out for each in group)) for group in layer.groups]
-        quantised = tuple(3 * t * sum(widths) * ms_per_byte for widths in zip(*groups, strict=True))
+        ahead, back = _quantised(layer, setup)
+        quantised = t * ahead * ms_per_byte, t * back * ms_per_byte
     if setup.fp8_experts and experts:  # tokens, the activation and its gradients
         quantised = quantised[0] + 3 * t * (h + i) * ms_per_byte, quantised[1] + 3 * t * (h + 2 * i) * ms_per_byte
     if setup.expert_bytes is not None:
@@ -182,6 +182,21 @@ def _layer_times(layer: LayerSpec, setup: TrainSetup, device: DeviceSpec) -> Lay
     spares = setup.fused and not layer.norms_after and not experts
     spared = matrix + 3 * t * h * setup.stream_bytes * ms_per_byte if spares else 0
     return LayerTimes(forward, backward, norms / layer.norms * layer.norms_before, 2 * matrix, forward - spared)
+
+
+def _quantised(layer: LayerSpec, setup: TrainSetup) -> tuple[int, int]:
+    """Return the bytes a token that are moved to quantise what linears are given, and their gradients: 1 where the
+    kernel that makes a row writes its codes, 3 where a pass of its own reads 16 bits."""
+    ahead = back = 0
+    for block in layer.blocks:
+        mlp, inside = isinstance(block, GatedMLPSpec), isinstance(block, PerLayerInputSpec)
+        for group in block.groups:
+            out, last = sum(each.out for each in group), group == block.groups[-1]
+            on_the_way = len(block.groups[0]) > 1 and any(setup.rank(each.path) for each in block.groups[0])
+            by_maker = (mlp and not on_the_way) or inside if last else layer.norms_before > 0 and not inside
+            ahead += group[0].inputs * (1 if by_maker else 3)
+            back += out * (1 if (layer.norms_after > 0 if last else mlp) else 3)
+    return ahead, back
 
 
 def _mixer(layer: LayerSpec, setup: TrainSetup, device: DeviceSpec) -> tuple[float, int]:

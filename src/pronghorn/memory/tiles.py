@@ -82,11 +82,12 @@ def _tile(layer: LayerSpec, setup: TrainSetup) -> int:
     assert isinstance(mlp, GatedMLPSpec)
     codes = (rows * h, 2 * rows * mlp.width) if fp8 else (0, 0)
     written = (1 if fp8 else b) * h * mlp.width if setup.writes_out else 0
-    products = max(rows * mlp.width * b + codes[0] + written, codes[1] + 2 * written)
+    of_down = (0 if fp8 else rows * h * b) + rows * mlp.width * b + max(codes[0] + written, codes[1])
+    products = max(of_down, rows * h * b + codes[1] + 2 * written)  # as `estimate.working_bytes`
     linears = [linear for group in mlp.groups for linear in group]
     full = setup.method == "full"
     trained = sum(x.weights if full else setup.rank(x.path) * (x.out + x.inputs) for x in linears)
-    norms = 2 + (2 if layer.norms_after else 0)
+    norms = 1 + (2 if layer.norms_after else 0)
     return rows * b * (2 * mlp.width + norms * h) + products + 4 * trained
 
 

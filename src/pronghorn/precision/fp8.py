@@ -20,7 +20,7 @@ from torch import Tensor
 from pronghorn.errors import UnsupportedError
 from pronghorn.kernels.nf4 import NF4Weight, write_codes
 from pronghorn.kernels.packed import PackedTensor
-from pronghorn.kernels.quantise import DTYPE, quantise_rows, transposed, weight_scales
+from pronghorn.kernels.quantise import DTYPE, RowCodes, quantise_rows, transposed, weight_scales
 from pronghorn.precision.compute import MULTIPLE
 from pronghorn.precision.scaled_mm import row_product
 from pronghorn.precision.source import Activation, Lifetime, LowRankGrad, WeightSource
@@ -93,11 +93,12 @@ class FP8Source(WeightSource):
     """W in 8 bits, resident in both layouts."""
 
     lifetime = Lifetime.RESIDENT
+    wants_codes = True
 
     def __init__(self, weight: FP8Weight, exact: bool) -> None:
         self.weight, self._exact = weight, exact
         self._ones = torch.ones(weight.codes.shape[1], device=weight.codes.device)
-        self._columns = weight.columns
+        self.columns = weight.columns
 
     def forward(self, x: Activation, bias: Tensor | None) -> Tensor:
         codes, scales = _codes(x)
@@ -107,7 +108,7 @@ class FP8Source(WeightSource):
 
     def input_grad(self, dy: Activation, low_rank: LowRankGrad | None) -> Tensor:
         weight = self.weight
-        codes, scales = quantise_rows(dy.dense, self._columns)
+        codes, scales = _codes(dy, self.columns)
         dx = scaled_product(codes, scales, weight.across, self._ones, dy.dense.dtype, self._exact)
         return dx if low_rank is None else dx.addmm_(low_rank.dya, low_rank.a)
 
@@ -120,6 +121,7 @@ class NF4CodesSource(WeightSource):
     """
 
     lifetime = Lifetime.PER_USE
+    wants_codes = True
 
     def __init__(self, weights: Sequence[Any], exact: bool) -> None:
         self._weights, self._exact = [NF4Weight.of(weight) for weight in weights], exact
@@ -127,7 +129,7 @@ class NF4CodesSource(WeightSource):
         scales = [weight.row_scales() for weight in self._weights]
         self._inverse = [1 / each for each in scales]
         self._scales = torch.cat(scales)
-        self._columns = self._scales.bfloat16()
+        self.columns = self._scales.bfloat16()
         self._ones = torch.ones(self._weights[0].shape[1], device=self._scales.device)
 
     def forward(self, x: Activation, bias: Tensor | None) -> Tensor:
@@ -136,7 +138,7 @@ class NF4CodesSource(WeightSource):
         return y if bias is None else y.add_(bias)
 
     def input_grad(self, dy: Activation, low_rank: LowRankGrad | None) -> Tensor:
-        codes, scales = quantise_rows(dy.dense, self._columns)
+        codes, scales = _codes(dy, self.columns)
         dx = scaled_product(codes, scales, self._codes(True), self._ones, dy.dense.dtype, self._exact)
         return dx if low_rank is None else dx.addmm_(low_rank.dya, low_rank.a)
 
@@ -150,6 +152,6 @@ class NF4CodesSource(WeightSource):
         return whole
 
 
-def _codes(x: Activation) -> tuple[Tensor, Tensor]:
-    """Return x's codes and scales, made by whoever made x, or now."""
-    return quantise_rows(x.dense) if x.codes is None or x.scales is None else (x.codes, x.scales)
+def _codes(x: Activation, columns: Tensor | None = None) -> RowCodes:
+    """Return x's codes, made by whoever made x, or now."""
+    return quantise_rows(x.dense, columns) if x.codes is None else x.codes

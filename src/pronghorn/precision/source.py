@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pronghorn.kernels.nf4 import NF4Weight, write_out
 from pronghorn.kernels.packed import PackedTensor
+from pronghorn.kernels.quantise import RowCodes
 
 
 class Lifetime(StrEnum):
@@ -31,10 +32,8 @@ class Activation(NamedTuple):
     """What a product is given: [T, K] in the products' dtype and, where the kernel that made it wrote them, codes."""
 
     dense: Tensor
-    codes: Tensor | None = None
-    """[T, K] in 8 bits."""
-    scales: Tensor | None = None
-    """float32 [T, 1]: dense ≈ codes · scales."""
+    codes: RowCodes | None = None
+    """Of dense; of a gradient, of dense · the source's `columns`."""
 
 
 class LowRankGrad(NamedTuple):
@@ -54,6 +53,10 @@ class WeightSource:
     lifetime: Lifetime
     side_by_side: bool = False
     """`input_grad` wants dy and s · dy B in one tensor, since A lies below W."""
+    wants_codes: bool = False
+    """Products multiply codes. Whoever makes x or dy may write them in the same pass; else the source makes them."""
+    columns: Tensor | None = None
+    """c [N], where codes are wanted: dy's are those of dy · c."""
 
     def begin(self) -> tuple[WeightSource, Tensor | None]:
         """Return the source for one forward and its backward, and a tensor that must live as long (or None)."""
