@@ -44,6 +44,8 @@ EARLIER = {
     "step-gpt-oss-20b-12-layers-fp8": "step-gpt-oss-20b-fp8",
     "step-llama-3.1-8b-qlora-written-out": "step-llama-3.1-8b-qlora",
     "ranks-llama-3.1-8b-without-alone": "ranks-llama-3.1-8b",
+    "ranks-llama-3.1-8b-copy-engines": "ranks-llama-3.1-8b",
+    "ranks-blocks-of-nccl": "phases of benchmarks.ranks under NCCL_MAX_CTAS, tried once",
     "step-llama-3.1-8b-once": "step-llama-3.1-8b",
     "step-llama-3.2-1b-busy-host": "step-llama-3.2-1b",
     "step-llama-3.2-1b-graph-asked": "step-llama-3.2-1b with --ablate graph=on",

@@ -72,12 +72,13 @@ def test_what_is_not_shared_has_copies_or_nothing(dims: ModelDims) -> None:
         choose(dims, TrainSetup(8192, "full", unshared=unshared), H200, 2, strategy=Strategy.SHARDED)
 
 
-def test_full_fine_tuning_of_8b_on_two_h200s_takes_what_was_measured(dims: ModelDims) -> None:
-    """123.3 GB on two, and 148.2 on one, benchmarks/results/reports/ranks-llama-3.1-8b-full.json."""
+def test_full_fine_tuning_of_8b_takes_the_memory_that_was_measured(dims: ModelDims) -> None:
+    """On one GPU (ranks-llama-3.1-8b-full.json); ten layers on one and two (ranks-blocks-of-nccl.json)."""
     setup = TrainSetup(8192, "full", accumulates=False, documents=180)
-    for processes, measured in ((2, 123.326e9), (1, 148.191e9)):
+    for layers, processes, measured in ((32, 1, 148.191e9), (10, 1, 58.104e9), (10, 2, 47.198e9)):
         work = replace(setup, processes=processes, distributed=processes > 1)
-        peak = sum(MemoryModel.of(dims, work).peak([Policy.KEEP] * len(dims.layers)).values())
+        shown = replace(dims, layers=dims.layers[:layers])
+        peak = sum(MemoryModel.of(shown, work).peak([Policy.KEEP] * layers).values())
         assert peak == pytest.approx(measured, rel=0.03)
 
 
@@ -124,9 +125,9 @@ def test_4_bits_are_gathered_as_they_are_stored(dims: ModelDims) -> None:
 def test_slow_links_are_waited_for(dims: ModelDims) -> None:
     waits = [
         choose(dims, TrainSetup(8192), replace(H200, link=rate), 2, strategy=Strategy.SHARDED).chosen.communication_ms
-        for rate in (1e12, 3e11, 2e10, 1e9)
+        for rate in (1e12, 3.375e11, 2e10, 1e9)
     ]
-    assert waits == sorted(waits) and waits[1] == pytest.approx(29, rel=0.2) and waits[3] > 1000
+    assert waits == sorted(waits) and waits[1] == pytest.approx(14.3, rel=0.1) and waits[3] > 1000
     compute = choose(dims, TrainSetup(8192), H200, 2).chosen
     once, four = (choose(dims, TrainSetup(8192), H200, 2, micro_batches=n).chosen for n in (1, 4))
     assert compute == once and four.communication_ms == once.communication_ms, "copies average once a step"
