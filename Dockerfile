@@ -9,11 +9,11 @@ RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev &
 RUN pip install --no-cache-dir ${TORCH}
 COPY pyproject.toml README.md LICENSE /source/
 COPY src /source/src
-RUN pip install --no-cache-dir "/source[nf4,gguf,report]" && rm -rf /source
-# Who runs the image may have no account in it, so no home that can be written to. Models, kernels and fonts are kept in
+RUN pip install --no-cache-dir "/source[nf4,gguf]" && rm -rf /source
+# Who runs the image may have no account in it, so no home that can be written to. Models and kernels are kept in
 # /cache, from which the next container takes them if the host's folder is there
 RUN mkdir -m 1777 /cache
-ENV HF_HOME=/cache/huggingface TRITON_CACHE_DIR=/cache/triton TORCHINDUCTOR_CACHE_DIR=/cache/inductor MPLCONFIGDIR=/cache/matplotlib
+ENV HF_HOME=/cache/huggingface TRITON_CACHE_DIR=/cache/triton TORCHINDUCTOR_CACHE_DIR=/cache/inductor
 WORKDIR /work
 ENTRYPOINT ["pronghorn"]
 CMD ["doctor"]

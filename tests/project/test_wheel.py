@@ -69,13 +69,25 @@ def test_the_wheel_runs_outside_the_repository(tmp_path: Path) -> None:
     assert (installed / "first.yaml").is_file() and "load_in_4bit: true" in (installed / "recipe.yaml").read_text()
 
 
+def hide_extras(python: Path) -> None:
+    """Make an environment find none of the packages that only an extra of Pronghorn brings."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    names = {Requirement(text).name.replace("-", "_") for texts in extras.values() for text in texts}
+    hidden = sorted(names - {"pandas", "triton"})  # which datasets and torch bring
+    site = Path(run(python.parent, str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+    (site / "without_extras.pth").write_text(f"import sys; sys.modules.update(dict.fromkeys({hidden}))\n")
+    for name in ("bitsandbytes", "gguf", "matplotlib"):
+        run(python.parent, str(python), "-c", f"import importlib.util; assert not importlib.util.find_spec({name!r})")
+
+
 @pytest.mark.slow
 def test_three_commands_of_the_readme_lead_to_an_adapter(tmp_path: Path, stories: Path) -> None:
-    """On a machine that has the dependencies, with the wheel from a folder as index, and rows of one's own."""
+    """On a machine that has the dependencies alone, with the wheel from a folder as index, and rows of one's own."""
     place, wheels = tmp_path / "place", tmp_path / "wheels"
     place.mkdir()
     _, wheel = build(wheels, offline=True)
     python = environment(tmp_path / "machine", offline=True)
+    hide_extras(python)
     rows = [{"prompt": f"Once upon {number}", "completion": f" a cat sat by {number} trees."} for number in range(40)]
     (place / "my-data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     block = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
