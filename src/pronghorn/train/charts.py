@@ -14,7 +14,7 @@ RUNS = ("--run-1", "--run-2", "--run-3", "--run-4", "--run-5", "--run-6")
 SMOOTHED_FROM = 60
 """Points of a curve from which on its moving mean is drawn, too."""
 _WIDTH, _HEIGHT = 480, 270
-_TOP, _RIGHT, _BOTTOM = 26, 14, 42
+_TOP, _RIGHT, _BOTTOM = 8, 24, 42
 """Room around the axes, in the chart's own units; on the left it goes by the labels."""
 _DIGIT = 7
 """The most that a letter of a label is wide: of 12 units high text, a little larger on narrow pages."""
@@ -65,12 +65,14 @@ def speed_chart(record: RunRecord) -> str:
     return _chart("Tokens per second by step, with their median", curves, limits, record.tokens_per_second)
 
 
-def step_chart(record: RunRecord, name: str, title: str) -> str:
-    """Draw a figure that each logged step has by `name`; "" where none has it."""
+def step_chart(record: RunRecord, name: str, title: str, smooth: bool = False) -> str:
+    """Draw a figure that each logged step has by `name`, one that scatters smoothed; "" where none has it."""
     points = [(step["step"], step[name]) for step in record.steps if name in step and math.isfinite(step[name])]
     if not points:
         return ""
-    return _chart(title, _curves(*zip(*points, strict=True)), (0, 1.1 * max(value for _, value in points) or 1))
+    steps, values = zip(*points, strict=True)
+    curves = _curves(steps, values) if smooth else [_Curve(steps, values, dot=2.5 if len(values) < 12 else 0)]
+    return _chart(title, curves, (0, 1.1 * max(values) or 1))
 
 
 def losses_chart(records: Sequence[RunRecord]) -> str:
@@ -126,11 +128,11 @@ def _chart(
     upwards, onwards = ticks(low, high, 6), [step for step in ticks(first, last, 7) if step == int(step)]
     labels = _labels(upwards)
     left = 10 + _DIGIT * max(map(len, labels), default=0)
-    right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
+    top, right, bottom = _TOP + (18 if any(words) else 0), _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
 
     def at(x: float, y: float) -> tuple[str, str]:
         across = left + 6 + (right - left - 12) * (x - first) / (last - first)
-        return f"{across:.1f}", f"{bottom - (bottom - _TOP) * (y - low) / (high - low):.1f}"
+        return f"{across:.1f}", f"{bottom - (bottom - top) * (y - low) / (high - low):.1f}"
 
     parts = []
     for value, label in zip(upwards, labels, strict=True):
@@ -140,7 +142,7 @@ def _chart(
     parts.append(_line(left, bottom, right, bottom, "--rule"))
     parts += [_text(at(step, low)[0], bottom + 17, f"{step:,.0f}", "middle") for step in onwards]
     parts.append(_text((left + right) / 2, _HEIGHT - 5, "step", "middle"))
-    parts += [_line(at(x, low)[0], _TOP, at(x, low)[0], bottom, "--muted", "2 2") for x in marks if first <= x <= last]
+    parts += [_line(at(x, low)[0], top, at(x, low)[0], bottom, "--muted", "2 2") for x in marks if first <= x <= last]
     for curve in curves:
         colour = f"stroke: var({curve.colour}); stroke-width: {curve.width}"
         if path := _path([at(x, y) if math.isfinite(y) else None for x, y in _thinned(curve)]) if curve.width else "":
@@ -148,10 +150,9 @@ def _chart(
         for x, y in (at(*point) for point in curve.points) if curve.dot else ():
             parts.append(f'<circle cx="{x}" cy="{y}" r="{curve.dot}" style="fill: var({curve.colour})"/>')
     if level is not None:
-        y = at(first, level)[1]
-        parts.append(_line(left, y, right, y, "--mark", "4 3"))
-    for word, x, anchor in zip(words, (left, right), ("start", "end"), strict=False):
-        parts.append(_text(x, 15, word, anchor, "font-weight: 600; fill: var(--mark)"))
+        parts.append(_line(left, at(first, level)[1], right, at(first, level)[1], "--mark", "4 3"))
+    for word, side, anchor in zip(words, (left, right), ("start", "end"), strict=False):
+        parts.append(_text(side, 15, word, anchor, "font-weight: 600; fill: var(--mark)"))
     return Markup(f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{title}">{"".join(parts)}</svg>')
 
 

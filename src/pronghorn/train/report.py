@@ -41,7 +41,7 @@ def write_report(record: RunRecord, folder: str | Path, refresh: int | None = No
                 ("Loss", f"by step, {smooth}held-out marked", loss_chart(record)),
                 ("Tokens per second", "first log left out, median dashed", speed_chart(record)),
                 ("Learning rate", "by step", step_chart(record, "learning_rate", "Learning rate by step")),
-                ("Gradient norm", "before clipping", step_chart(record, "grad_norm", "Gradient norm by step")),
+                ("Gradient norm", "before clipping", step_chart(record, "grad_norm", "Gradient norm by step", True)),
                 ("Peak memory", "GiB so far", step_chart(record, "peak_memory_gib", "Peak memory in GiB by step")),
             )
             if chart
