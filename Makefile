@@ -58,7 +58,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install -q -c constraints.txt --upgrade pip
 	$(PY) -m pip install -q -c constraints.txt $(TORCH)
-	$(PY) -m pip install -q -c constraints.txt --build-constraint constraints.txt -e '.[gguf,nf4,report,dev]'
+	$(PY) -m pip install -q -c constraints.txt --build-constraint constraints.txt -e '.[gguf,nf4,dev]'
 	touch $@
 
 clean:

@@ -83,7 +83,7 @@ def _style() -> Any:
     try:
         from matplotlib import style
     except ImportError as error:
-        raise UnsupportedError("figures need matplotlib", "pip install 'pronghorn[report]'") from error
+        raise UnsupportedError("figures need matplotlib", "pip install matplotlib") from error
     return style.context(["default", STYLE])
 
 

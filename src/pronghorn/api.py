@@ -70,6 +70,13 @@ class FastLanguageModel:
             NotImplementedError: an argument that isn't supported yet, by name.
         """
         _refuse(unsupported, FastLanguageModel.from_pretrained)
+        _check_flags(
+            load_in_4bit=load_in_4bit,
+            packing=packing,
+            full_finetuning=full_finetuning,
+            experts_in_16bit=experts_in_16bit,
+            trust_remote_code=trust_remote_code,
+        )
         plan = Plan.asked(use_gradient_checkpointing)
         if compute != "dtype" and (full_finetuning or not packing):
             raise ConfigError(
@@ -138,6 +145,7 @@ class FastLanguageModel:
             unsupported.pop("max_seq_length", None)
         _refuse(unsupported, FastLanguageModel.get_peft_model)
         check_model(model, "get_peft_model")
+        _check_flags(use_rslora=use_rslora, use_dora=use_dora)
         if use_gradient_checkpointing is not None:
             _set_recompute(model, use_gradient_checkpointing)
         adapted = add_lora(
@@ -290,6 +298,13 @@ def _set_recompute(model: Any, value: Checkpointing) -> None:
             recompute_layers(base, plan != Plan.keep())
     else:
         handle.replan(plan)
+
+
+def _check_flags(**flags: Any) -> None:
+    """Refuse a text where True or False is meant: "no" would be taken as True."""
+    for name, value in flags.items():
+        if isinstance(value, str):
+            raise ConfigError(f"{name} = {value!r} is a text", "write True or False, without quotes")
 
 
 def _refuse(arguments: dict[str, Any], method: Callable[..., Any]) -> None:

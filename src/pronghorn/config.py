@@ -109,8 +109,10 @@ def read_table(path: Path) -> dict[Any, Any]:
     Raises:
         ConfigError: a file that is missing, not YAML, or no table.
     """
-    if path.suffix in DATA_FILES and path.suffix != ".json" and path.is_file():
+    if path.suffix.lower() in DATA_FILES and path.suffix != ".json" and path.is_file():
         raise ConfigError(f"{path} is data, not a recipe", f"pronghorn init --data {path} writes a recipe for it")
+    if path.suffix.lower() in (".toml", ".ini", ".ipynb") and path.is_file():
+        raise ConfigError(f"{path} is not YAML", "pronghorn init writes a recipe; pronghorn train takes its path")
     table = parse(_read(path), str(path))
     if not isinstance(table, dict):
         known = ", ".join(Recipe.model_fields)

@@ -65,6 +65,10 @@ ALIASES = {
     "attn_implementation": "packing.attention",
     "flash_attention": "packing.attention",
     "save_total_limit": "train.keep_checkpoints",
+    "packing_strategy": "packing.enabled",
+    "field_messages": "data.columns",
+    "weights": "data.train.weight",
+    "train_batch_size": "packing.rows_per_step",
     "deepspeed": "launch.strategy",
     "fsdp": "launch.strategy",
     "wandb": "train.report_to",
@@ -74,19 +78,36 @@ _PUSHED = "pronghorn export RUN --push OWNER/NAME pushes what a run trained"
 _NO_KEYS = {
     "adam_beta1": "leave it out: the optimiser's own is used",
     "adam_beta2": "leave it out: the optimiser's own is used",
+    "dataloader_num_workers": "leave it out: rows are tokenised before training",
+    "dataset_num_proc": "did you mean data.workers?",
     "device_map": "leave it out: launch.gpus and launch.strategy say what goes where",
+    "group_by_length": "leave it out: packing fills rows whatever the lengths",
     "hub_model_id": _PUSHED,
+    "load_in_16bit": "leave it out: weights are in 16 bits unless load_in_4bit is set",
+    "logging_dir": "leave it out: figures for train.report_to go into train.output",
+    "loraplus_lr_ratio": "leave it out: both of an adapter's matrices learn at train.learning_rate",
     "per_device_eval_batch_size": "leave it out: held-out rows are packed, too",
     "push_to_hub": _PUSHED,
     "resume_from_checkpoint": "leave it out: the same command goes on with an unfinished run",
     "revision": "hf download OWNER/NAME --revision REVISION --local-dir FOLDER, and give the folder as model.name",
     "rope_scaling": "set it in the model's config.json",
+    "shuffle": "leave it out: rows are shuffled by data.seed",
+    "streaming": "leave it out: JSON lines and Parquet are read piece by piece, and need not fit into memory",
     "run_name": "leave it out: a run is called as its train.output",
     "tokenizer": "leave it out: the model's own is used; data.chat_template sets another template",
     "torch_compile": "leave it out: layers are fused already",
     "use_liger_kernel": "leave it out: layers are fused already",
 }
 """Keys of other libraries that no key of a recipe stands for, and what to do."""
+_IN_SECTION = {
+    "adapter.type": "did you mean adapter.method?",
+    "adapter.enabled": "did you mean adapter.method? full trains every weight",
+    "data.packing": "did you mean packing.enabled?",
+    "data.train.type": "did you mean format, of the same source?",
+    "data.train.name": "did you mean config, of a hub set?",
+    "packing.strategy": "leave it out: rows are filled best fit first",
+}
+"""What keys of other libraries mean in one section."""
 _QUANTISED = (
     "its adapters fit only the quantised weights that LoftQ makes itself, which neither a server nor a merge has",
     "with load_in_4bit leave it out (adapters of all linears make up for what NF4 loses); without, use pissa",
@@ -123,6 +144,14 @@ _OTHERS = {
     "TRL": {"model_name_or_path", "dataset_name", "per_device_train_batch_size"},
 }
 """Top-level keys that tell whose file it is; of several the first tool that has one."""
+_SHARED = "leave it out: pronghorn train uses all GPUs, and launch.strategy: sharded shares the weights among them"
+_NO_RECIPES = {
+    ("compute_environment", "distributed_type"): ("a configuration of accelerate", _SHARED),
+    ("zero_optimization",): ("a configuration of DeepSpeed", _SHARED),
+    ("_component_",): ("a configuration of torchtune", "pronghorn init writes a recipe"),
+    ("architectures", "model_type"): ("a model's configuration", "name the model's folder in a recipe: model.name"),
+}
+"""Keys that tell what else a file is, at its top or in a section, and what to do."""
 CONVERTED = ("Axolotl", "LLaMA-Factory")
 """Tools whose files `pronghorn convert` reads."""
 
@@ -137,6 +166,9 @@ def tool_of(table: Mapping[Any, Any]) -> str | None:
 
 def refuse_others(path: Path, table: dict[Any, Any]) -> None:
     """Refuse another tool's configuration, and tell how a recipe comes of it."""
+    for keys, (what, remedy) in _NO_RECIPES.items():
+        if set(keys) <= {*table, *(name for value in table.values() if isinstance(value, dict) for name in value)}:
+            raise ConfigError(f"{path} is {what}, not a recipe", remedy)
     tool = tool_of(table)
     if "schema" in table:
         raise ConfigError(f"{path} is the record of a run, not a recipe", "give the YAML file that the run was made of")
@@ -201,6 +233,8 @@ def explain(error: ValidationError, source: str, about: dict[str, str]) -> Confi
         message, remedy = "a text", f"write {key}: {_TRUTH[value.lower()]}, without quotes"
     if len(path) == 1 and value is not None:
         message, remedy = "a section is a table of keys", f"write e.g. {key}: {{{_first_key(key, about)}: …}}"
+        if re.search(r"\w:\S", str(value)):
+            remedy += ", with a space after each colon"
     elif first["type"] == "string_pattern_mismatch":
         message = "no choice of this key"
     elif first["type"] == "literal_error" and message != "a number in quotes is a text":
@@ -243,12 +277,17 @@ def _first_key(section: str, about: dict[str, str]) -> str:
 def _meant(path: list[str], about: dict[str, str]) -> str:
     """Return what to write instead of an unknown key."""
     *outer, key = (part for part in path if not part.isdigit())
+    if not outer and (whole := next((name for name in about if name.lower() == key.lower()), None)):
+        section, _, name = whole.partition(".")
+        return f"write {section}: {{{name}: …}}"
+    if not outer and any(name.startswith(f"{key.lower()}.") for name in about):
+        return f"did you mean {key.lower()}?"
     prefix = "".join(f"{part}." for part in outer)
     known = list(dict.fromkeys(name.removeprefix(prefix).split(".")[0] for name in about if name.startswith(prefix)))
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     everywhere = [name for name in about if name.endswith(f".{key}")]
-    if [*outer, key] == ["adapter", "type"]:
-        return "did you mean adapter.method?"
+    if (meant := _IN_SECTION.get(".".join([*outer, key]))) is not None:
+        return meant
     if key in _NO_KEYS:
         return _NO_KEYS[key]
     if key in ALIASES:

@@ -112,7 +112,9 @@ class Source(Section):
     @property
     def is_hub_name(self) -> bool:
         """Tell whether the path, if it does not exist, can be the name of a data set on the hub: "owner/name"."""
-        return bool(re.fullmatch(r"[\w.-]+/[\w.-]+", self.path.as_posix())) and self.path.suffix not in DATA_FILES
+        return (
+            bool(re.fullmatch(r"[\w.-]+/[\w.-]+", self.path.as_posix())) and self.path.suffix.lower() not in DATA_FILES
+        )
 
 
 Sources = Annotated[list[Source], Field(min_length=1)]

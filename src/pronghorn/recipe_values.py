@@ -32,6 +32,13 @@ def _possible(path: _Path) -> _Path:
         os.stat(path)
     except ValueError as error:
         raise ValueError(f"no path ({error})") from None
+    except FileNotFoundError:
+        if variable := re.search(r"\$\{?\w+\}?", str(path)):
+            raise ValueError(
+                f"recipes don't fill in {variable[0]}, the environment's: write what it stands for"
+            ) from None
+        if str(path)[0] in "“”„‘’«»":
+            raise ValueError("typographic quotes belong to the value: write none, or plain ones") from None
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
             raise ValueError(f"no path ({error.strerror})") from None
@@ -61,7 +68,7 @@ def listed_table(value: object) -> object:
 
 def tools(value: object) -> object:
     """Return names as a list, `none` as an empty one."""
-    return [] if value == "none" else listed(value)
+    return [] if value == "none" else names(value)
 
 
 def data_or_share(value: object) -> object:
@@ -70,6 +77,8 @@ def data_or_share(value: object) -> object:
         if isinstance(value, bool) or value <= 0 or (isinstance(value, float) and value >= 1):
             raise ValueError(_HELD_OUT)
         value = f"{100 * value:g}%" if value < 1 else str(value)
+    if isinstance(value, str) and re.fullmatch(rf"-({SHARE})", value):
+        raise ValueError(_HELD_OUT)
     if isinstance(value, str) and re.fullmatch(SHARE, value.replace(" %", "%")):
         value = value.replace(" %", "%")
         amount = float(value.rstrip("%"))

@@ -73,6 +73,11 @@ def parse(text: str, source: str) -> Any:
     """
     if len(text) > LARGEST_FILE:
         raise ConfigError(f"{source} has more than {LARGEST_FILE:,} characters", "give a recipe, not its data")
+    if unseen := re.search(r"^[ \t]*[\u00a0\u2000-\u200b\u3000]", text, re.MULTILINE):
+        line = text.count("\n", 0, unseen.end()) + 1
+        raise ConfigError(
+            f"{source} line {line}: a space that is no plain one, as web pages have", "indent by plain spaces"
+        )
     try:
         loader = _Loader(text)
         loader.name = source
@@ -94,6 +99,8 @@ def parse(text: str, source: str) -> Any:
         where = f" line {mark.line + 1}" if mark else ""
         reason = getattr(error, "problem", None) or getattr(error, "reason", None) or error
         remedy = "indent with spaces, not tabs" if r"'\t'" in str(reason) else _EDIT
+        if "found another document" in str(reason):
+            remedy = "keep one recipe a file, without a line of ---"
         if "mapping values" in str(reason) or "expected <block end>" in str(reason):
             remedy = "indent a section's keys alike, by two spaces, and quote a value that holds a colon"
         raise ConfigError(f"{source}{where}: not YAML ({reason})", remedy) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -13,6 +14,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+from typer.testing import CliRunner
 
 from pronghorn import __version__ as VERSION
 from release import build, dated, environment
@@ -64,13 +69,25 @@ def test_the_wheel_runs_outside_the_repository(tmp_path: Path) -> None:
     assert (installed / "first.yaml").is_file() and "load_in_4bit: true" in (installed / "recipe.yaml").read_text()
 
 
+def hide_extras(python: Path) -> None:
+    """Make an environment find none of the packages that only an extra of Pronghorn brings."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    names = {Requirement(text).name.replace("-", "_") for texts in extras.values() for text in texts}
+    hidden = sorted(names - {"pandas", "triton"})  # which datasets and torch bring
+    site = Path(run(python.parent, str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+    (site / "without_extras.pth").write_text(f"import sys; sys.modules.update(dict.fromkeys({hidden}))\n")
+    for name in ("bitsandbytes", "gguf", "matplotlib"):
+        run(python.parent, str(python), "-c", f"import importlib.util; assert not importlib.util.find_spec({name!r})")
+
+
 @pytest.mark.slow
 def test_three_commands_of_the_readme_lead_to_an_adapter(tmp_path: Path, stories: Path) -> None:
-    """On a machine that has the dependencies, with the wheel from a folder as index, and rows of one's own."""
+    """On a machine that has the dependencies alone, with the wheel from a folder as index, and rows of one's own."""
     place, wheels = tmp_path / "place", tmp_path / "wheels"
     place.mkdir()
     _, wheel = build(wheels, offline=True)
     python = environment(tmp_path / "machine", offline=True)
+    hide_extras(python)
     rows = [{"prompt": f"Once upon {number}", "completion": f" a cat sat by {number} trees."} for number in range(40)]
     (place / "my-data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     block = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
@@ -113,11 +130,41 @@ def test_the_version_is_said_once() -> None:
     dated((ROOT / "CHANGELOG.md").read_text(), f"{VERSION}.next", "2026-01-01")
 
 
-def test_the_image_installs_what_the_package_has() -> None:
-    """The Dockerfile can't be built here: what it copies and the extras it names exist."""
-    text = (ROOT / "Dockerfile").read_text()
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    [names] = re.findall(r"/source\[(.*?)\]", text)
-    assert set(names.split(",")) <= extras.keys()
-    for line in re.findall(r"^COPY (.*) \S+$", text, re.MULTILINE):
-        assert all((ROOT / name).exists() for name in line.split())
+def instructions() -> list[tuple[str, str]]:
+    """Return the Dockerfile's instructions and what each is given."""
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    return [(name, given) for name, _, given in (line.partition(" ") for line in lines) if name.isupper()]
+
+
+def test_the_image_is_made_of_what_is_there() -> None:
+    """The image itself isn't built: its base, its files, its torch, the extras and the command it names go together."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    steps = instructions()
+    whole = {name: given for name, given in steps if name not in ("RUN", "COPY")}
+    python = Version(re.fullmatch(r"python:([\d.]+)-slim", whole["FROM"])[1])  # type: ignore[index]
+    assert python in SpecifierSet(project["requires-python"])
+    torch, version = whole["ARG"].removeprefix("TORCH=").split("==")
+    [wanted] = [Requirement(text) for text in project["dependencies"] if Requirement(text).name == torch]
+    assert Version(version) in wanted.specifier
+    copied = [path for name, given in steps if name == "COPY" for path in given.split()[:-1]]
+    sent = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert all((ROOT / path).exists() for path in copied) and {Path(path).parts[0] for path in copied} == sent
+    needed = {project["readme"], *project["license-files"], "pyproject.toml"}
+    assert needed <= set(copied)
+    [extras] = [found for _, given in steps for found in re.findall(r"/source\[(.*?)\]", given)]
+    assert set(extras.split(",")) <= project["optional-dependencies"].keys()
+    command, default = json.loads(whole["ENTRYPOINT"]), json.loads(whole["CMD"])
+    module, _, name = project["scripts"][command[0]].partition(":")
+    asked = CliRunner().invoke(getattr(importlib.import_module(module), name), [*command[1:], *default, "--help"])
+    assert asked.exit_code == 0, asked.output
+
+
+def test_the_image_s_users_need_no_home() -> None:
+    """What is written beside a run goes where the pages mount a folder, and to a place that anyone can write to."""
+    steps = instructions()
+    assert ("RUN", "mkdir -m 1777 /cache") in steps
+    [places] = [given for name, given in steps if name == "ENV"]
+    assert all(place.partition("=")[2].startswith("/cache/") for place in places.split())
+    run = [line.strip("# ") for line in (ROOT / "Dockerfile").read_text().splitlines() if "docker run" in line]
+    assert run == [line.strip() for line in (ROOT / "docs/install.md").read_text().splitlines() if "docker run" in line]
+    assert ':/cache"' in run[0] and ':/work"' in run[0] and ("WORKDIR", "/work") in steps

@@ -11,6 +11,8 @@ from pronghorn.cli.console import Console
 from pronghorn.cli.errors import plain_errors
 from pronghorn.cli.options import Debug, write_new
 
+OTHERWISE = "name another file: --output OTHER.yaml"
+
 
 def convert(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML file of Axolotl or LLaMA-Factory.")],
@@ -35,7 +37,11 @@ def convert(
         from pronghorn.recipes.convert import convert as convert_file
 
         tool, draft = convert_file(file)
-        write_new(output, draft.text([f"Made of {file.name} ({tool}) by `pronghorn convert`. Keys: docs/recipe.md"]))
+        write_new(
+            output,
+            draft.text([f"Made of {file.name} ({tool}) by `pronghorn convert`. Keys: docs/recipe.md"]),
+            OTHERWISE,
+        )
         for name, why in draft.lost.items():
             console.print(f"no equivalent  {name}: {why}", markup=False)
         console.print(f"{output} is written; {len(draft.lost)} keys have no equivalent.", markup=False)

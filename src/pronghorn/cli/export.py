@@ -72,11 +72,13 @@ def export(
     with plain_errors(debug):
         from pronghorn.diagnose.export_run import export_run
         from pronghorn.diagnose.served import render
-        from pronghorn.export.hub import push_folder
+        from pronghorn.export.hub import check_push, push_folder
 
         console = Console(highlight=False)
         if quantization is not None and to not in ("gguf", "ollama"):
             raise ConfigError(f"--quantization with --to {to}", "add --to gguf or --to ollama, or leave it out")
+        if push is not None:
+            check_push(push)
         exported = export_run(run, to, output, (quantization or "q8_0").lower(), progress(), onto)
         if not exported.comparisons:
             console.print(

@@ -12,6 +12,16 @@ from pronghorn.cli.errors import plain_errors
 from pronghorn.cli.options import Debug, Method, write_new
 from pronghorn.errors import ConfigError
 
+
+def _instead(output: Path) -> str:
+    """Return what to write where the recipe's name is that of something else."""
+    if (output / "config.json").is_file():
+        return f"the recipe's name comes first, then --model {output}"
+    if output.is_dir() or output.suffix.lower() in (".jsonl", ".json", ".parquet", ".csv", ".txt"):
+        return f"the recipe's name comes first, then --data {output}"
+    return "give another name"
+
+
 Task = Literal["sft", "pretrain", "dpo", "kto", "orpo", "grpo"]
 
 
@@ -19,7 +29,9 @@ def init(
     output: Annotated[
         Path, typer.Argument(metavar="RECIPE", help="Where the recipe goes; never over another file.")
     ] = Path("recipe.yaml"),
-    task: Annotated[Task, typer.Option(help="Answers to prompts, or texts; the others are TRL's trainers.")] = "sft",
+    task: Annotated[
+        Task, typer.Option(case_sensitive=False, help="Answers to prompts, or texts; the others are TRL's trainers.")
+    ] = "sft",
     method: Method = "lora",
     model: Annotated[str | None, typer.Option(help="Folder or hub name; without it one that fits.")] = None,
     data: Annotated[Path | None, typer.Option(help="File, folder or hub name of your rows, to be looked at.")] = None,
@@ -51,8 +63,8 @@ def init(
                 "train it by TRL's trainer on a Pronghorn model: docs/preference-training.md",
             )
         if output.exists():
-            raise ConfigError(f"{output} is there already", "give another name, or delete it")
-        if data is not None and data.suffix in DATA_FILES and not data.exists():
+            raise ConfigError(f"{output} is there already", _instead(output))
+        if data is not None and data.suffix.lower() in DATA_FILES and not data.exists():
             raise ConfigError(f"--data {data} does not exist", f"give the path of a {', '.join(DATA_FILES)} file")
         if model is not None and model.startswith((".", "/", "~")) and not Path(model).expanduser().exists():
             raise ConfigError(f"--model {model} does not exist", "give a model's folder or its hub name (owner/name)")

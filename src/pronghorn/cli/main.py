@@ -55,12 +55,20 @@ _COMMANDS = {
     "push": "export RUN --push OWNER/NAME",
     "quantize": "export RUN --to gguf",
     "preprocess": "data inspect",
+    "inspect": "data inspect",
+    "run": "train",
+    "lora": "train",
+    "qlora": "train",
+    "env": "doctor",
+    "config": "init",
+    "ui": "chat",
     "help": "--help",
     "version": "--version",
 }
 """Commands of other tools, and ours."""
 _OPTIONS = {
     "--set": "changes follow the recipe without an option: train.max_steps=3",
+    "--cpu": "CUDA_VISIBLE_DEVICES= in the environment hides the GPUs",
     "--config": "the recipe is given without an option: pronghorn train my.yaml",
     "--deepspeed": "all GPUs are used; launch.strategy=sharded shares a LoRA's base among them",
     "--dry-run": "pronghorn plan and pronghorn data inspect look without training",
@@ -68,6 +76,10 @@ _OPTIONS = {
     "--gpu": "--gpus counts those of train; plan and init take --device rtx4090",
     "--hub-model-id": "pronghorn export RUN --push OWNER/NAME, after training",
     "--push-to-hub": "pronghorn export RUN --push OWNER/NAME, after training",
+    "--num-gpus": "--gpus counts them; without it all are used",
+    "--quiet": "what is told goes to stdout: add > run.log",
+    "-v": "--paths tells every decision, --debug an error's traceback",
+    "-o": "train.output=DIR says where a run goes",
     "--verbose": "--paths tells every decision, --debug an error's traceback",
     "--resume": "the same command goes on with an unfinished run",
     "--resume-from-checkpoint": "the same command goes on with an unfinished run",
@@ -75,8 +87,28 @@ _OPTIONS = {
 """Options of other tools, and what to do here."""
 
 
+_NO_SUCH, _BAD_VALUE = "NoSuchOption", "BadParameter"
+"""Classes of errors of the parser, by name: which library typer takes them from changes with its version."""
+
+
 class _InOrder(TyperGroup):
     """The commands in the order that people need them; of other tools' commands ours is named."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Return what is left after the options.
+
+        Raises:
+            UsageError: an unknown option, with where options stand.
+        """
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            option = getattr(error, "option_name", None)
+            if type(error).__name__ == _NO_SUCH and option in ("-V", "-v"):
+                ctx.fail(f"No such option: {option}. Did you mean --version?")
+            if type(error).__name__ == _NO_SUCH and option is not None:
+                ctx.fail(f"No such option: {option}. Options follow a command: {ctx.command_path} COMMAND {option}")
+            raise
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the command of this name.
@@ -112,7 +144,10 @@ class _Recipe(TyperCommand):
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
-            option = getattr(error, "option_name", None) or ""
+            name, given_to = type(error).__name__, getattr(getattr(error, "param", None), "name", "")
+            if name == _BAD_VALUE and given_to == "gpus":
+                ctx.fail("--gpus takes a number; without it all are used, CUDA_VISIBLE_DEVICES=0,1 chooses some")
+            option = (getattr(error, "option_name", None) or "") if name == _NO_SUCH else ""
             if what := _OPTIONS.get(option.replace("_", "-")):
                 ctx.fail(f"No such option: {option}; {what}")
             if option and (written := _override(option, given)) is not None:
@@ -146,6 +181,7 @@ app = typer.Typer(
     epilog="Start with: pronghorn init",
     rich_markup_mode="rich",
     add_completion=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
     pretty_exceptions_enable=False,
 )
 
@@ -172,6 +208,11 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
+def _is_no_load_report(record: logging.LogRecord) -> bool:
+    """Leave transformers' table of what a checkpoint lacks out: an error of ours tells it in a line."""
+    return "LOAD REPORT" not in str(record.msg)
+
+
 @app.callback()
 def _root(
     context: typer.Context,
@@ -184,5 +225,6 @@ def _root(
         raise typer.Exit
     grow_segments()
     stay_quiet()
+    logging.getLogger("transformers.modeling_utils").addFilter(_is_no_load_report)
     # on some CPUs it tells everybody who imports it to install a package that nothing here uses
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

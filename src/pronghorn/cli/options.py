@@ -22,7 +22,7 @@ Overrides = Annotated[
 Debug = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
 Method = Annotated[
     Literal["lora", "qlora", "full"],
-    typer.Option(help="LoRA (rank 16, all linears), the same on NF4 weights, or every weight."),
+    typer.Option(case_sensitive=False, help="LoRA (rank 16, all linears), the same on NF4 weights, or every weight."),
 ]
 Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of random weights, adapters and tokens.")]
 Checkpoints = Annotated[
@@ -64,8 +64,11 @@ def main_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def write_new(path: Path, text: str) -> None:
+def write_new(path: Path, text: str, otherwise: str = "give another name") -> None:
     """Write a file that isn't there yet.
+
+    Args:
+        otherwise: what to do if it is.
 
     Raises:
         ConfigError: it is there, or its folder can't be written to.
@@ -74,7 +77,7 @@ def write_new(path: Path, text: str) -> None:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise ConfigError(f"{path} is there already", "give another name, or delete it") from None
+        raise ConfigError(f"{path} is there already", otherwise) from None
     except OSError as error:
         raise ConfigError(
             f"{path} can't be written ({error.strerror})", "give a name in a folder that is there"

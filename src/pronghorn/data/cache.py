@@ -130,7 +130,7 @@ def documents(
     if not any(entry.documents for entry in entries):
         raise DataError(
             f"none of {sum(entry.rows for entry in entries)} rows has a token to train",
-            "give rows with an assistant message (data.loss_on: completion trains nothing else)",
+            "give rows with an assistant message, not train: false (data.loss_on: completion trains nothing else)",
         )
     for source, entry in zip(sources, entries, strict=True):
         if weights and not entry.documents:

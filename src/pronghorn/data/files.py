@@ -47,6 +47,22 @@ _NOT_JSON = {
     (".json", "<"): "that is a web page: download the file itself",
 }
 """What to do about a file that is not JSON, by its suffix and first character."""
+_ONE_A_LINE = "write each object in a line of its own"
+_UNPACK = "unpack it, and name what was in it by what it is"
+_BEGINNINGS = {
+    b"\x1f\x8b": ("compressed by gzip", _UNPACK),
+    b"PK\x03\x04": ("a zip archive, or a spreadsheet", "unpack it, or save the table as .csv"),
+    b"\x28\xb5\x2f\xfd": ("compressed by zstd", _UNPACK),
+    b"BZh": ("compressed by bzip2", _UNPACK),
+    b"\xfd7zXZ": ("compressed by xz", _UNPACK),
+    b"PAR1": ("a Parquet file", "name it .parquet"),
+    b"ARROW1": ("an Arrow file", "give the whole folder that save_to_disk wrote, or write it by Dataset.to_parquet"),
+    b"SQLite format": ("a database", "write its rows as .csv"),
+    b"%PDF": ("a PDF", "write its text as .txt"),
+    b"\x89PNG": ("an image", "training is text only"),
+    b"\x00\x00": ("zero bytes, as of a copy that was cut off", "copy or download it again"),
+}
+"""What files that can't be text begin with, what they are, and what to do."""
 
 Values = Iterator[tuple[int, Any]]
 
@@ -60,11 +76,23 @@ def read_file(path: Path) -> Values:
         DataError: bytes that aren't UTF-8, text that isn't JSON (or CSV, or Parquet), a line over LINE_LIMIT, another
             kind of file, or one that the system can't read. Names file and line.
     """
-    if path.suffix not in READERS:
-        remedy = _OTHER_KINDS.get(path.suffix, f"give a {', '.join(READERS)} file")
+    kind = path.suffix.lower()
+    if kind not in READERS:
+        remedy = _OTHER_KINDS.get(kind, f"give a {', '.join(READERS)} file")
         raise DataError(f"{path}: unknown file type {path.suffix or '(no suffix)'}", remedy)
     with reading(path):
-        yield from READERS[path.suffix](path)
+        if kind != ".parquet":
+            _check_beginning(path)
+        yield from READERS[kind](path)
+
+
+def _check_beginning(path: Path) -> None:
+    """Refuse a file whose first bytes tell that it is another kind than its name says."""
+    with path.open("rb") as file:
+        first = file.read(16)
+    for beginning, (what, remedy) in _BEGINNINGS.items():
+        if first.startswith(beginning):
+            raise DataError(f"{path}: not what its name says, but {what}", remedy)
 
 
 def estimate_rows(path: Path) -> int | None:
@@ -73,12 +101,13 @@ def estimate_rows(path: Path) -> int | None:
     from pyarrow import parquet
 
     try:
-        if path.suffix in (".jsonl", ".csv"):
+        kind = path.suffix.lower()
+        if kind in (".jsonl", ".csv"):
             with path.open("rb") as file:
                 return sum(block.count(b"\n") for block in iter(lambda: file.read(2**20), b""))
-        if path.suffix == ".json":
+        if kind == ".json":
             return len(json.loads(path.read_bytes()))
-        return parquet.read_metadata(path).num_rows if path.suffix == ".parquet" else None
+        return parquet.read_metadata(path).num_rows if kind == ".parquet" else None
     except (OSError, TypeError, ValueError, RecursionError, pyarrow.ArrowException):
         return None
 
@@ -169,7 +198,7 @@ def _json_list(path: Path) -> Values:
     except (ValueError, RecursionError) as error:
         raise _json_error(error, path, 1) from error
     if not isinstance(values, list):
-        raise DataError(f"{path}: {type(values).__name__} instead of a list", "write a list of rows")
+        raise DataError(f"{path}: {type(values).__name__} instead of a list", _listed(path, values))
     end = text.index("[") + 1
     for number in range(1, len(values) + 1):
         start = end
@@ -177,6 +206,21 @@ def _json_list(path: Path) -> Values:
             start += 1
         end = json.JSONDecoder().raw_decode(text, start)[1]
         yield number, _parse(text[start:end], path, number)
+
+
+def _listed(path: Path, value: Any) -> str:
+    """Return how the rows of a JSON value that is no list become one."""
+    inner = list(value.values()) if isinstance(value, dict) else []
+    if inner and all(
+        isinstance(each, dict) and {"file_name", "hf_hub_url", "script_url"} & each.keys() for each in inner
+    ):
+        return "that is LLaMA-Factory's list of data sets: give the files that it names, one by one"
+    if inner and all(isinstance(each, list) for each in inner) and not any(isinstance(row, dict) for row in inner[0]):
+        return "it holds columns, and a list of rows is read: pandas' to_json(FILE, orient='records') writes them"
+    name = (
+        next((name for name, rows in zip(value, inner, strict=True) if isinstance(rows, list)), None) if inner else None
+    )
+    return "write a list of rows" + (f": what stands under {name!r}, alone" if name else "")
 
 
 def _parse(text: str, path: Path, line: int) -> Any:
@@ -192,16 +236,17 @@ def _parse(text: str, path: Path, line: int) -> Any:
 def _json_error(error: Exception, path: Path, line: int) -> DataError:
     if not isinstance(error, json.JSONDecodeError):
         return DataError(f"{where(path, line)}: JSON that can't be read: {error}", "mend or delete that row")
-    start = (path.suffix, error.doc.lstrip()[:1])
+    start = (path.suffix.lower(), error.doc.lstrip()[:1])
     remedy = _NOT_JSON.get(start, "mend or delete that line")
     if error.doc.startswith(LFS):
         remedy = "that is a pointer of Git LFS: git lfs pull gets the file"
-    elif path.suffix == ".jsonl" and error.doc.strip() in ("{", "[{"):
+    elif start[0] == ".jsonl" and error.doc.strip() in ("{", "[{"):
         remedy = "write each row's object in one line; a list of objects over several lines is a .json file"
     elif error.doc.lstrip().startswith("{'"):
         remedy = "JSON's quotes are double: write rows by json.dumps"
-    elif error.msg == "Extra data" and error.doc[error.pos :].strip() == ",":
-        remedy = "leave the comma at the line's end out"
+    elif error.msg == "Extra data":
+        comma = error.doc[error.pos :].strip() == ","
+        remedy = "leave the comma at the line's end out" if comma else _NOT_JSON.get(start, _ONE_A_LINE)
     return DataError(
         f"{path} line {line + error.lineno - 1}: not valid JSON ({error.msg}, column {error.colno})", remedy
     )

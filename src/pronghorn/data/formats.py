@@ -13,6 +13,7 @@ columns like "label" or "rejected" change what the others mean. Where `format` o
 other key is ignored.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -58,12 +59,15 @@ FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # name: needed 
 SPELLINGS = {("instruction", "context", "response"): ("alpaca", {"input": "context", "output": "response"})}
 """Keys of well-known sets that are a format under other names (Dolly's): these keys, the format, its `columns`."""
 
-PROVENANCE = frozenset({"id", "idx", "index", "category", "source"})
-"""Keys that say where a row comes from and don't change what the others mean: left aside."""
+PROVENANCE = frozenset({"id", "idx", "index", "category", "source", "", "Unnamed: 0", "__index_level_0__"})
+"""Keys that say where a row comes from and don't change what the others mean: left aside; the last three are a pandas
+index that was written, too."""
 
-PROMPTS = ("question", "query", "instruction", "input", "prompt", "problem")
-COMPLETIONS = ("answer", "response", "output", "completion", "solution")
+PROMPTS = ("question", "query", "instruction", "input", "prompt", "problem", "user", "human")
+COMPLETIONS = ("answer", "response", "output", "completion", "solution", "assistant", "gpt")
 """Columns that are asked, and that answer, in sets of no known format."""
+TEXTS = ("text", "content", "body", "document", "story")
+"""Columns that are trained whole in sets of no known format."""
 
 ACCEPTED = (
     '{"messages": [...]}, {"prompt": ..., "completion": ...}, {"text": ...} or another of the formats of data.format'
@@ -152,11 +156,19 @@ class Shape:
         """
         if format == "auto" and not columns:
             return None
+        if twice := next((name for name in columns.values() if list(columns.values()).count(name) > 1), None):
+            raise DataError(f"data.columns reads {twice!r} as two keys", "name a column of the file for each")
         names = FORMATS if format == "auto" else (format,)
         for name in names:
             if set(columns) <= _all_keys(name):
                 return cls(name, columns, given=True)
         possible = sorted(set().union(*map(_all_keys, names)))
+        turned = {value: key for key, value in columns.items()}
+        if any(set(turned) <= _all_keys(name) for name in names):
+            written = ", ".join(f"{key}: {_quoted(value)}" for key, value in turned.items())
+            raise DataError(
+                f"data.columns renames {keys(columns)}, which are the file's keys", f"ours stand first: {{{written}}}"
+            )
         for column in columns:
             if column not in possible and (near := get_close_matches(column, possible, n=1)):
                 raise DataError(f"data.columns renames {column!r}, which is no key", f"did you mean {near[0]!r}?")
@@ -200,7 +212,7 @@ def recognise(value: Mapping[str, Any], at: str) -> Shape:
         )
     remedy = f"write each row as {ACCEPTED}, or name the columns in data.columns"
     if likely := likely_columns(value):
-        remedy = f"set data.columns: {{prompt: {likely['prompt']}, completion: {likely['completion']}}}"
+        remedy = f"set data.columns: {{{', '.join(f'{name}: {_quoted(key)}' for name, key in likely.items())}}}"
     for key, turns in value.items():
         first = turns[0] if isinstance(turns, list) and turns and isinstance(turns[0], dict) else {}
         if ours := {"role": "messages", "from": "conversations"}.get(next(iter(first.keys() & {"role", "from"}), "")):
@@ -211,10 +223,18 @@ def recognise(value: Mapping[str, Any], at: str) -> Shape:
 
 
 def likely_columns(row: Mapping[str, Any]) -> dict[str, str] | None:
-    """Return which keys of a row seem to be a prompt and its answer: ours to the row's; None where none do."""
+    """Return which keys of a row seem to be a prompt and its answer, or a text: ours to the row's; None where none."""
     keys_of = {key.lower().strip(): key for key in row}
     prompt, answer = (next((name for name in names if name in keys_of), None) for names in (PROMPTS, COMPLETIONS))
-    return {"prompt": keys_of[prompt], "completion": keys_of[answer]} if prompt and answer else None
+    if prompt and answer:
+        return {"prompt": keys_of[prompt], "completion": keys_of[answer]}
+    text = next((name for name in TEXTS if name in keys_of), None)
+    return {"text": keys_of[text]} if text and len(row.keys() - PROVENANCE) == 1 else None
+
+
+def _quoted(key: str) -> str:
+    """Return a key as YAML takes it as it is."""
+    return key if re.fullmatch(r"\w[\w-]*", key) else repr(key)
 
 
 def _by_turns(name: str, value: Mapping[str, Any]) -> Shape:

@@ -51,7 +51,7 @@ def openai_message(item: Any, at: str) -> Message:
     """
     remedy = 'write a message as {"role": ..., "content": ...}'
     if not isinstance(item, dict):
-        raise DataError(f"{at}: {show(item)}", remedy)
+        raise DataError(f"{at}: {show(item)}, no object", remedy)
     given = {key: value for key, value in item.items() if value is not None or key in ("role", "content")}
     calls = given.get("tool_calls") or [given[key] for key in ("function_call",) if given.get(key)]
     allowed = {"role", "content", "tool_calls", "function_call", *NAMES, *WEIGHTS, *REASONING}
@@ -83,7 +83,7 @@ def sharegpt_message(item: Any, at: str) -> Message:
     """Read {"from", "value"} and optionally "weight"; a `function_call` holds {"name", "arguments"} as JSON, or a
     list."""
     if not isinstance(item, dict) or not {"from", "value"} <= set(item) <= {"from", "value", *WEIGHTS, *REASONING}:
-        what = f"keys {keys(item)}" if isinstance(item, dict) else show(item)
+        what = f"keys {keys(item)}" if isinstance(item, dict) else f"{show(item)}, no object"
         raise DataError(f"{at}: {what}", 'write a turn as {"from": ..., "value": ...} and nothing else')
     origin, value = item["from"], string(item["value"], "value", at)
     if not isinstance(origin, str) or origin not in SHAREGPT_ROLES:

@@ -105,6 +105,7 @@ def _open(source: Source) -> Any:
     with reading(path):
         exists = path.exists()
     if exists:
+        _check_local(source)
         if (saved := _saved(path, source.split)) is not None:
             return saved
         files = _files(path)
@@ -115,6 +116,19 @@ def _open(source: Source) -> Any:
     if source.is_hub_name:
         return _hub_set(source)
     raise DataError(f"{path}: no such file", "mend data.train or data.eval; paths start at the current directory")
+
+
+def _check_local(source: Source) -> None:
+    """Refuse what only a hub set has, of a file or folder that is here: its rows would be read whole all the same."""
+    of_hub = (
+        {"config", "revision"} if (source.path / "dataset_dict.json").is_file() else {"split", "config", "revision"}
+    )
+    if asked := sorted(of_hub & source.model_fields_set - {name for name in of_hub if getattr(source, name) is None}):
+        remedy = "max_samples reads the first rows, data.eval: 5% holds some out"
+        raise DataError(
+            f"{source.path} is here, and {' and '.join(asked)} {'is' if len(asked) == 1 else 'are'} of hub sets",
+            f"leave {'it' if len(asked) == 1 else 'them'} out; {remedy}",
+        )
 
 
 def _saved(path: Path, split: str) -> Any:
@@ -161,7 +175,7 @@ def _files(path: Path) -> list[Path]:
                 file
                 for file in sorted(path.rglob("*"))
                 if not any(part.startswith(".") for part in file.relative_to(path).parts)
-                and file.suffix not in ("", ".md")
+                and file.suffix.lower() not in ("", ".md")
                 and file.stem.upper() not in ("LICENSE", "README")
                 and not file.is_dir()
             ]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pronghorn.data import sandbox
 from pronghorn.data.rows import Conversation, Message
 from pronghorn.errors import ConfigError, DataError, PronghornError
+from pronghorn.text import short
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -96,9 +97,14 @@ def find_template(choice: str | None) -> Template | None:
         return None if choice is None else BUILT_IN[choice]
     path = Path(os.path.expanduser(choice))  # leaves a home that isn't there as it is
     if path.suffix not in (".jinja", ".jinja2", ".j2"):
-        raise ConfigError(
-            f"data.chat_template is {choice!r}", f"set it to {', '.join(BUILT_IN)} or the path of a .jinja file"
-        )
+        remedy = f"set it to {', '.join(BUILT_IN)} or the path of a .jinja file"
+        if choice in ("default", "auto", "none", "tokenizer", "tokenizer_default"):
+            remedy = "leave it out: the tokenizer's own is used"
+        elif "{%" in choice or "{{" in choice:
+            remedy = "write the template into a .jinja file, and give its path"
+        elif path.is_file():
+            remedy = f"name the file {path.with_suffix('.jinja')}"
+        raise ConfigError(f"data.chat_template {short(choice)} is no built-in template, and no .jinja file", remedy)
     try:
         if not path.is_file():
             raise ConfigError(f"data.chat_template: {path} does not exist", "mend the path of the .jinja file")

@@ -51,7 +51,6 @@ EXTRAS = {
     "nf4": "load_in_4bit is not available",
     "lowbit": "torchao's optimisers with states in 8 and 4 bits are not available",
     "gguf": "GGUF files can't be read or written",
-    "report": "report.html can't be drawn",
 }
 """What can't be done without each extra of Pronghorn."""
 TRACKERS = ("tensorboard", "wandb", "trackio")

@@ -222,23 +222,23 @@ def tables(profile: Profile, other: Profile | None) -> dict[str, Table]:
     causes = [
         (
             row.cause,
-            f"{row.ms:.2f}",
+            f"{row.ms:,.2f}",
             f"{row.ms / profile.step_ms:.1%}",
-            f"{row.hidden_ms:.2f}" if row.hidden_ms >= 0.005 else "",
+            f"{row.hidden_ms:,.2f}" if row.hidden_ms >= 0.005 else "",
             f"{row.count:,.0f}" if row.count else "",
         )
         for row in sorted(profile.rows, key=lambda row: -row.ms)
     ]
     whole = sum(row.ms for row in profile.rows)
-    causes.append(("sum", f"{whole:.2f}", f"{whole / profile.step_ms:.1%}", "", ""))
+    causes.append(("sum", f"{whole:,.2f}", f"{whole / profile.step_ms:.1%}", "", ""))
     differences = []
     if other is not None:
         names = dict.fromkeys(row.cause for row in [*profile.rows, *other.rows])
         times = sorted(((name, profile.ms(name), other.ms(name)) for name in names), key=lambda t: -abs(t[1] - t[2]))
         times += [("step", profile.step_ms, other.step_ms), ("without the profiler", profile.plain_ms, other.plain_ms)]
-        differences = [(name, f"{ms:.2f}", f"{its:.2f}", f"{ms - its:+.2f}") for name, ms, its in times]
-    syncs = [(sync.site, f"{sync.count:,.0f}", f"{sync.ms:.2f}", sync.call) for sync in profile.syncs]
-    kernels = [(k.name, f"{k.ms:.3f}", f"{k.count:,.0f}", k.cause) for k in profile.kernels]
+        differences = [(name, f"{ms:,.2f}", f"{its:,.2f}", f"{ms - its:+,.2f}") for name, ms, its in times]
+    syncs = [(sync.site, f"{sync.count:,.0f}", f"{sync.ms:,.2f}", sync.call) for sync in profile.syncs]
+    kernels = [(k.name, f"{k.ms:,.3f}", f"{k.count:,.0f}", k.cause) for k in profile.kernels]
     made = {
         "Where a step goes": Table("Cause", ("ms a step", "share", "hidden, ms", "pieces"), causes),
         "Against the other profile": Table("Cause", ("ms a step", "the other's", "difference"), differences),
@@ -261,7 +261,7 @@ def show(profile: Profile, console: Console, other: Profile | None = None) -> No
     if not profile.advice:
         console.print(Text("Nothing avoidable takes more than 2 % of the step.", style="bold green"))
     for number, advice in enumerate(profile.advice, 1):
-        console.print(Text(f"{number}. {advice.cost}: up to {advice.ms:.2f} ms a step", style="bold"), highlight=False)
+        console.print(Text(f"{number}. {advice.cost}: up to {advice.ms:,.2f} ms a step", style="bold"), highlight=False)
         console.print(Text(f"   {advice.change}"), highlight=False)
 
 

@@ -36,24 +36,13 @@ def push_folder(
         ConfigError: nothing to push, no token, one without the right to write, or a name that is none.
         ServerError: the hub can't be reached, or fails.
     """
-    from huggingface_hub import HfApi, get_token
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
+    from huggingface_hub import HfApi
 
     source = Path(folder)
     if not source.is_dir() or not any(path for pattern in EXPORTED for path in source.glob(pattern)):
         remedy = "give a merged folder, an adapter's or one with GGUF files; of a run, one of the folders in it"
         raise ConfigError(f"{source} is no exported folder", remedy)
-    try:
-        validate_repo_id(repo)
-    except HFValidationError as error:
-        raise ConfigError(f"{repo!r} is no name of a repository ({error})", "write owner/name") from error
-    token = token or get_token()
-    if not token:
-        raise ConfigError(
-            "there is no token for the hub",
-            "log in by `hf auth login`, set HF_TOKEN, or give token=; it needs to write",
-        )
+    token = check_push(repo, token)
     _check_token_is_nowhere(source, token)
     api = HfApi(endpoint=endpoint, token=token)
     try:
@@ -63,6 +52,29 @@ def push_folder(
     except Exception as error:  # of httpx, of the hub, of the disk, and of what hashes files
         raise _plain(error, api.endpoint, repo, token) from None
     return str(made)
+
+
+def check_push(repo: str, token: str | None = None) -> str:
+    """Return the token to push to a repository with; what can be told before anything is written.
+
+    Raises:
+        ConfigError: no token, or a name that is none.
+    """
+    from huggingface_hub import get_token
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        raise ConfigError(f"{repo!r} is no name of a repository ({error})", "write owner/name") from error
+    found = token or get_token()
+    if not found:
+        raise ConfigError(
+            "there is no token for the hub",
+            "log in by `hf auth login`, set HF_TOKEN, or give token=; it needs to write",
+        )
+    return found
 
 
 def _check_token_is_nowhere(folder: Path, token: str) -> None:

@@ -27,7 +27,7 @@ from pronghorn.models.weights import (
     keep_packed_4bit_layout,
     whole_model,
 )
-from pronghorn.precision.loader import check_weights, json_value
+from pronghorn.precision.loader import check_weights, json_value, model_beneath
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -261,7 +261,8 @@ def find_model(
             "experts_in_16bit without load_in_4bit, which alone changes them", "leave experts_in_16bit out"
         )
     if not isinstance(name, str | Path) or not str(name):
-        raise ConfigError(f"model_name {name!r} is no name", "give a folder, a .gguf file or a hub name (owner/model)")
+        what = repr(name) if name is None or isinstance(name, str | int) else f"is a {type(name).__name__}, and"
+        raise ConfigError(f"model_name {what} is no name", "give a folder, a .gguf file or a hub name (owner/model)")
     hub = {"trust_remote_code": trust_remote_code, "token": token, "revision": revision}
     path = Path(os.path.expanduser(name))  # leaves a home that isn't there as it is
     if path.suffix == ".gguf":
@@ -275,10 +276,11 @@ def find_model(
         inside = next((part for part in ("adapter", "model") if (path / part).is_dir()), "adapter")
         raise DataError(f"{path} is a run, not a model", f"give {path / inside}")
     if path.is_dir() and weights and not any((path / name).is_file() for name in ("config.json", CONFIG)):
-        gguf = next(path.glob("*.gguf"), None)
+        gguf, beneath = next(path.glob("*.gguf"), None), model_beneath(path)
+        remedy = f"give {beneath}" if beneath else "give a model's folder, or copy its config.json beside it"
         raise DataError(
             f"{path} holds no config.json" + (" but GGUF files" if gguf else ""),
-            f"give {gguf}, by its own path" if gguf else "give a model's folder, or copy its config.json beside it",
+            f"give {gguf}, by its own path" if gguf else remedy,
         )
     files = check_weights(path) if path.is_dir() and weights else []
     if (path / CONFIG).is_file():

@@ -6,7 +6,7 @@ y = W x + (alpha / r) · B A x        A ~ Kaiming uniform, B = 0        (Hu et a
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -66,8 +66,18 @@ def add_lora(
     dtype = resolve_adapter_dtype(adapter_dtype)
     numbers = (("r", r, 16), ("lora_alpha", lora_alpha, 16), ("lora_dropout", lora_dropout, 0.05))
     for name, value, example in (*numbers, ("random_state", random_state, 3407)):
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise ConfigError(f"{name} = {value!r} is no number", f"write it as one, e.g. {name}={example}")
+        whole = isinstance(example, int)
+        if not isinstance(value, int if whole else (int, float)) or isinstance(value, bool):
+            shown = (
+                repr(value) if value is None or isinstance(value, str | int | float) else f"a {type(value).__name__}"
+            )
+            what = "whole number" if isinstance(value, float) else "number"
+            raise ConfigError(f"{name} = {shown} is no {what}", f"write it as one, e.g. {name}={example}")
+    for name, given in (("target_modules", target_modules), ("modules_to_save", modules_to_save)):
+        if given is not None and not isinstance(given, str | Collection):
+            raise ConfigError(f"{name} = {given!r} is no list of names", f"write a list, e.g. {name}=[NAME, …]")
+    if isinstance(modules_to_save, str):
+        modules_to_save = [modules_to_save]
     if not 0 <= lora_dropout < 1:
         raise ConfigError(f"lora_dropout = {lora_dropout} is no share below 1", "0 is fastest, 0.05 is common")
     if bias not in ("none", "all", "lora_only"):

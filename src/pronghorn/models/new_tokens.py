@@ -22,9 +22,10 @@ def add_tokens(tokenizer: Any, tokens: Sequence[str]) -> None:
     known = tokenizer.get_vocab()
     for index, token in enumerate(tokens):
         if not token.strip() or token in known or token in tokens[:index]:
+            what = "is empty" if not token.strip() else "is a token already" if token in known else "is named twice"
             raise ConfigError(
-                f"adapter.new_tokens: {token!r} is " + ("a token already" if token.strip() else "empty"),
-                "name tokens that the tokenizer doesn't have",
+                f"adapter.new_tokens: {token!r} {what}",
+                "name tokens that the tokenizer doesn't have, each once",
             )
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in tokens])
 

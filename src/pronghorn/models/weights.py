@@ -94,6 +94,10 @@ def check_quantised(config: Any, load_in_4bit: bool, experts_in_16bit: bool = Fa
         check_experts(form, has_experts(config))
     if form is not None and load_in_4bit:
         raise ConfigError(f"load_in_4bit of a checkpoint in {form.name}", "leave it out: the weights stay as they are")
+    if not method and getattr(config, "quantization_config", None) is not None:
+        raise DataError(
+            "the checkpoint's quantization_config has no quant_method", "download its config.json again, or mend it"
+        )
     if method and method != "bitsandbytes" and form is None:
         served = ", ".join(["bitsandbytes", *(form.name for form in FORMATS.values())])
         raise UnsupportedError(

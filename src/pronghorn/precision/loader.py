@@ -249,11 +249,13 @@ def check_weights(folder: Path) -> list[Path]:
     if not files:
         kinds = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf")
         found = sorted(file.name for file in folder.iterdir() if file.suffix in kinds)
+        remedy = "copy or download the model's (or adapter's) weights into that folder"
+        if any(file.startswith("consolidated") for file in found):
+            remedy = f"those are Mistral's own: download the repository's {name}-….safetensors and their index, too"
+        elif found:
+            remedy = "pickled weights are never read: convert them to safetensors; a GGUF file is given by its own path"
         raise DataError(
-            f"{folder} holds no safetensors weights to load (found: {', '.join(found) or 'no weights at all'})",
-            "pickled weights are never read: convert them to safetensors; a GGUF file is given by its own path"
-            if found
-            else "copy or download the model's (or adapter's) weights into that folder",
+            f"{folder} holds no safetensors weights to load (found: {', '.join(found) or 'no weights at all'})", remedy
         )
     return files
 
@@ -263,7 +265,13 @@ def json_value(path: Path, key: str) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))[key]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DataError(f"{path}: no {key} to be read ({error!r})", "copy, download or save it again") from error
+        raise DataError(f"{path}: no {key} to be read ({error})", "copy, download or save it again") from error
+
+
+def model_beneath(folder: Path) -> Path | None:
+    """Return the first folder of a model at most two levels below one that is none; the hub's cache has it so."""
+    found = sorted(path.parent for depth in ("*", "*/*") for path in folder.glob(f"{depth}/config.json"))
+    return next(iter(found), None)
 
 
 def _check_file(file: Path) -> None:
@@ -273,4 +281,7 @@ def _check_file(file: Path) -> None:
         with safe_open(file, "pt"):
             pass  # opening compares the header with the file's size
     except (SafetensorError, OSError) as error:
-        raise DataError(f"{file}: not a whole safetensors file ({error})", "copy or download it again") from error
+        with file.open("rb") as opened:
+            pointer = opened.read(22) == b"version https://git-lf"
+        remedy = "that is a pointer of Git LFS: git lfs pull gets the file" if pointer else "copy or download it again"
+        raise DataError(f"{file}: not a whole safetensors file ({error})", remedy) from error

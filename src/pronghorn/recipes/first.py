@@ -103,7 +103,7 @@ def _look_at(draft: Draft, machine: Machine) -> None:
     """Set the row's length, the overflow rule and the columns by what the data are."""
     name = draft.recipe["model"]["name"]
     path = Path(draft.recipe["data"]["train"])
-    if path.is_file() and path.suffix in READERS:
+    if path.is_file() and path.suffix.lower() in READERS:
         _name_columns(draft, path)
     located = find_model(name, max_seq_length=1, weights=False)
     limit = getattr((located.base or located).config, "max_position_embeddings", None) or LONGEST

@@ -12,7 +12,6 @@ from pronghorn.train.charts import RUNS, losses_chart
 from pronghorn.train.page import check_page, write_page
 from pronghorn.train.progress import duration
 from pronghorn.train.record import RunRecord
-from pronghorn.train.report import check_report_dependencies
 
 
 def differing_settings(recipes: Sequence[dict[str, dict[str, Any]]]) -> list[tuple[str, list[str]]]:
@@ -49,11 +48,10 @@ def write_comparison(runs: Sequence[Path], page: Path) -> Path:
 
     Raises:
         ConfigError: more runs than there are colours, or no page can be written there. DataError: a run that isn't
-            finished. UnsupportedError: matplotlib is missing.
+            finished.
     """
     if len(runs) > len(RUNS):
         raise ConfigError(f"{len(runs)} runs to compare", f"give at most {len(RUNS)}")
-    check_report_dependencies()
     check_page(page)
     records = [RunRecord.read(run) for run in runs]
     names = [(run if run.is_dir() else run.parent).as_posix() for run in runs]

@@ -24,7 +24,7 @@ class LivePage(TrainerCallback):
 
     def __init__(self, record: Callable[[Any], RunRecord], folder: Path, note: Callable[[str], None]) -> None:
         self._record, self._folder, self._note = record, folder, note
-        self._due = time.monotonic() + EVERY  # short runs do without the import of matplotlib inside a step
+        self._due = time.monotonic() + EVERY  # short runs do without
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         started = time.monotonic()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from pathlib import Path
 from typing import Any
 
 from jinja2 import UndefinedError
 
-from pronghorn.errors import DataError, PronghornError, UnsupportedError
+from pronghorn.errors import DataError, PronghornError
 from pronghorn.train.charts import SMOOTHED_FROM, loss_chart, speed_chart, step_chart
 from pronghorn.train.documents import MUCH, lost_documents
 from pronghorn.train.page import write_page
@@ -19,24 +18,12 @@ from pronghorn.train.record import RunRecord
 FILE_NAME = "report.html"
 
 
-def check_report_dependencies() -> None:
-    """Refuse to train (UnsupportedError) where the report can't be drawn afterwards."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UnsupportedError(
-            "report.html needs matplotlib, which is not installed",
-            "pip install 'pronghorn[report]', or set report.html: false",
-        )
-
-
 def write_report(record: RunRecord, folder: str | Path, refresh: int | None = None) -> Path:
     """Render `record` into `folder/report.html` (one file, a few ten kB) and return its path.
 
     Args:
         refresh: seconds after which the page reloads itself, of a run that still trains.
-    Raises:
-        UnsupportedError: matplotlib is missing.
     """
-    check_report_dependencies()
     import yaml
 
     smooth = "smoothed, " if len(record.steps) >= SMOOTHED_FROM else ""
@@ -54,7 +41,7 @@ def write_report(record: RunRecord, folder: str | Path, refresh: int | None = No
                 ("Loss", f"by step, {smooth}held-out marked", loss_chart(record)),
                 ("Tokens per second", "first log left out, median dashed", speed_chart(record)),
                 ("Learning rate", "by step", step_chart(record, "learning_rate", "Learning rate by step")),
-                ("Gradient norm", "before clipping", step_chart(record, "grad_norm", "Gradient norm by step")),
+                ("Gradient norm", "before clipping", step_chart(record, "grad_norm", "Gradient norm by step", True)),
                 ("Peak memory", "GiB so far", step_chart(record, "peak_memory_gib", "Peak memory in GiB by step")),
             )
             if chart
@@ -75,7 +62,7 @@ def rewrite_report(path: Path) -> Path:
     Returns:
         The report's path.
     Raises:
-        DataError: no such file, or no whole record. UnsupportedError: matplotlib is missing.
+        DataError: no such file, or no whole record.
     """
     record = RunRecord.read(path)
     folder = path if path.is_dir() else path.parent

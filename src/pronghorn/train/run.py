@@ -37,7 +37,7 @@ from pronghorn.train.evaluate import answer, heldout_loss
 from pronghorn.train.live import LivePage
 from pronghorn.train.progress import ProgressCallback, track
 from pronghorn.train.record import RunRecord, steps_of_log
-from pronghorn.train.report import check_report_dependencies, write_report
+from pronghorn.train.report import write_report
 from pronghorn.train.run_folder import must_have_improved, open_folder
 from pronghorn.train.run_state import RunState, check_data, note_processes, recipe_hash
 from pronghorn.train.trainer import SFTTrainer
@@ -97,8 +97,6 @@ def _training_arguments(recipe: Recipe, console: Console) -> SFTConfig:
         check_tf32(args.device)
     check_device(recipe, args.device.type, console)
     use_one_gpu(args, "SCRIPT.py")  # what starts runs has said how many it takes
-    if recipe.report.html:
-        check_report_dependencies()
     return args
 
 

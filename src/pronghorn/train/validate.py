@@ -62,6 +62,11 @@ def check_dataset(name: str, given: Any, packing: bool, args: Any, kwargs: dict[
 
 def _check_formatting(formats: Callable[[Any], Any], row: dict[str, Any]) -> None:
     """Refuse a function that formats batches, as Unsloth's notebooks have them, or returns no text."""
+    if not callable(formats):
+        raise ConfigError(
+            f"formatting_func is a {type(formats).__name__}",
+            "give a function of a row that returns its text; of a column alone: SFTConfig(dataset_text_field=...)",
+        )
     if not isinstance(made := formats(row), str):
         raise ConfigError(
             f"formatting_func returns a {type(made).__name__} for a row, and TRL reads a text",
@@ -71,8 +76,18 @@ def _check_formatting(formats: Callable[[Any], Any], row: dict[str, Any]) -> Non
 
 
 def _check_nulls(name: str, dataset: Dataset, columns: set[str]) -> None:
-    """Refuse a null where a text or messages are read."""
+    """Refuse a null where a text or messages are read, and what is neither."""
     for column in sorted(columns):
+        if not isinstance(value := dataset[0][column], str | list) and value is not None:
+            raise DataError(
+                f"{name} row 1: {column} is {value!r:.40}, not a text",
+                f"dataset.map(lambda row: {{{column!r}: str(row[{column!r}])}})",
+            )
+        if isinstance(value, list) and value and not isinstance(value[0], dict):
+            raise DataError(
+                f"{name} row 1: {column} is a list of {type(value[0]).__name__}, neither a text nor messages",
+                "join it, or make messages of it, by dataset.map",
+            )
         if dataset.data.column(column).null_count and None in (values := list(dataset[column])):
             raise DataError(
                 f"{name} row {values.index(None) + 1}: {column} is null",
@@ -118,6 +133,8 @@ def _check_columns(name: str, row: dict[str, Any], text: str, tokenizer: Any) ->
 
 def check_row_length(asked: int | None, limit: int | None) -> int:
     """The tokens of a row: what the config asks for, within what the model was loaded for."""
+    if asked is not None and asked < 1:
+        raise ConfigError(f"max_length {asked} is below 1", "give the tokens of a row, or None for max_seq_length")
     if asked is None and limit is None:
         raise ConfigError("packing without a row length", "set max_length in SFTConfig")
     if asked is not None and limit is not None and asked > limit:
@@ -190,6 +207,11 @@ def check_arguments(args: Any, kwargs: dict[str, Any], packs_train: bool, packs_
     for field in fields(args):
         if isinstance(field.default, int | float) and isinstance(value := getattr(args, field.name), str):
             raise ConfigError(f"{field.name} = {value!r} is a text", "write it as a number, without quotes")
+    for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"{name} = {getattr(args, name)} is below 1", "give the rows of a step: 1 is the least")
+    if args.learning_rate < 0:
+        raise ConfigError(f"learning_rate = {args.learning_rate} is below 0", "2e-4 is common for LoRA")
     if kwargs.get("optimizers", (None,))[0] is None and kwargs.get("optimizer_cls_and_kwargs") is None:
         check_optimizer(str(getattr(args.optim, "value", args.optim)), args.device.type)
     if packs_eval and kwargs.get("compute_metrics") is not None:
