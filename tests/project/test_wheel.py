@@ -76,7 +76,7 @@ def hide_extras(python: Path) -> None:
     hidden = sorted(names - {"pandas", "triton"})  # which datasets and torch bring
     site = Path(run(python.parent, str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
     (site / "without_extras.pth").write_text(f"import sys; sys.modules.update(dict.fromkeys({hidden}))\n")
-    for name in ("bitsandbytes", "gguf", "matplotlib"):
+    for name in ("bitsandbytes", "gguf"):
         run(python.parent, str(python), "-c", f"import importlib.util; assert not importlib.util.find_spec({name!r})")
 
 

@@ -5,28 +5,19 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 
 from pronghorn.cli.train import summary
 from pronghorn.errors import DataError
-from pronghorn.train.charts import _labels, loss_chart, ticks
 from pronghorn.train.progress import ProgressCallback, duration, track
 from pronghorn.train.record import RunRecord
 from pronghorn.train.report import write_report
 from support.run_records import HOSTILE, Page, record
-
-ROOT = Path(__file__).parents[2]
-PATHS = os.pathsep.join(str(ROOT / name) for name in ("src", "tests"))
 
 
 def page(run: RunRecord, folder: Path) -> Page:
@@ -110,7 +101,7 @@ def test_ids_of_the_page_are_unique_and_its_references_resolve(tmp_path: Path) -
     ids = [attrs["id"] for _, attrs in shown.tags if "id" in attrs]
     assert len(ids) == len(set(ids))
     references = re.findall(r"(?:url\(|href=\")#([\w-]+)", (tmp_path / "report.html").read_text())
-    assert set(references) <= set(ids)
+    assert references and set(references) <= set(ids)
 
 
 @pytest.mark.parametrize("steps", [0, 1, 5, 400])
@@ -119,71 +110,6 @@ def test_page_of_any_run(tmp_path: Path, steps: int, heldout: tuple[float | None
     before, after = heldout
     held = {"before": before, "after": after, "rows": 1}
     write_report(record(steps, heldout=held, peak_memory_bytes=None, samples=[], paths=[]), tmp_path)
-
-
-def test_charts_need_no_library(tmp_path: Path) -> None:
-    """A plain install has none to draw with: neither a whole page nor a comparison imports one."""
-    script = """
-import sys
-sys.modules.update(dict.fromkeys(("matplotlib", "plotly", "pandas", "altair")))
-from pathlib import Path
-from pronghorn.train.compare import write_comparison
-from pronghorn.train.report import write_report
-from support.run_records import record
-folder = Path(sys.argv[1])
-record().write(folder)
-write_report(record(), folder)
-write_comparison([folder], folder / "compare.html")
-"""
-    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, env={**os.environ, "PYTHONPATH": PATHS})
-    assert "<svg" in (tmp_path / "report.html").read_text() and "<svg" in (tmp_path / "compare.html").read_text()
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "labels"),
-    [
-        (0, 1.1, ["0.0", "0.2", "0.4", "0.6", "0.8", "1.0"]),
-        (-1, 1, ["−1.0", "−0.5", "0.0", "0.5", "1.0"]),
-        (0, 2.2e-4, ["0", "5e-5", "1e-4", "1.5e-4", "2e-4"]),
-        (0, 46_000, ["0", "10,000", "20,000", "30,000", "40,000"]),
-        (2.3456, 2.3457, ["2.34560", "2.34562", "2.34564", "2.34566", "2.34568", "2.34570"]),
-    ],
-)
-def test_axes_have_round_numbers(low: float, high: float, labels: list[str]) -> None:
-    assert _labels(ticks(low, high, 6)) == labels
-
-
-@given(st.floats(-1e6, 1e6), st.floats(1e-3, 1e6), st.integers(5, 9))
-def test_ticks_are_few_inside_and_apart(low: float, width: float, most: int) -> None:
-    found = ticks(low, low + width, most)
-    assert 1 <= len(found) <= most and len(set(found)) == len(found) and found == sorted(found)
-    assert all(low - 1e-6 * width <= tick <= low + width + 1e-6 * width for tick in found)
-
-
-def points(chart: str) -> list[list[tuple[float, float]]]:
-    """The pieces of a chart's first curve."""
-    path = re.findall(r'<path d="([^"]*)"', chart)[0]
-    numbers = [[tuple(map(float, point.split())) for point in piece.split("L")] for piece in path.split("M")[1:]]
-    return numbers  # type: ignore[return-value]
-
-
-def test_curves_lie_where_their_numbers_say() -> None:
-    """Equal steps lie equally apart, a higher loss higher up; what isn't finite is a gap. Points are rounded to 0.1."""
-    run = record(5, heldout={"before": None, "after": None, "rows": 0})
-    for step, loss in zip(run.steps, (4.0, 3.0, math.nan, 2.0, 1.0), strict=True):
-        step["loss"] = loss
-    [[(x1, y1), (x2, y2)], [(x4, y4), (x5, y5)]] = points(loss_chart(run))
-    near = 0.31  # two roundings by 0.05, and twice as many where a distance is doubled
-    assert x2 - x1 == pytest.approx(x5 - x4, abs=near) and x4 - x2 == pytest.approx(2 * (x2 - x1), abs=near)
-    assert y2 - y1 == pytest.approx(y5 - y4, abs=near) and y4 - y2 == pytest.approx(y2 - y1, abs=near) and y1 < y5
-
-
-def test_of_many_steps_the_outliers_are_drawn() -> None:
-    run = record(20_000)
-    run.steps[12_345]["loss"] = 9.0
-    chart = loss_chart(run)
-    [faint] = points(chart)
-    assert len(chart) < 40_000 and min(y for _, y in faint) < 40 < max(y for _, y in faint) - 100
 
 
 def test_summary_names_the_figures(tmp_path: Path) -> None:
