@@ -150,6 +150,7 @@ def test_a_line_over_the_limit_is_not_read_whole(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(files, "LINE_LIMIT", 2**20)
     path = tmp_path / "t.jsonl"
     with path.open("wb") as file:
+        file.write(b"{")
         file.truncate(2**36)  # a hole of 64 GiB without a line's end
     tracemalloc.start()
     with pytest.raises(

@@ -123,7 +123,8 @@ def _check_local(source: Source) -> None:
     of_hub = (
         {"config", "revision"} if (source.path / "dataset_dict.json").is_file() else {"split", "config", "revision"}
     )
-    if asked := sorted(of_hub & source.model_fields_set - {name for name in of_hub if getattr(source, name) is None}):
+    defaults = type(source).model_fields
+    if asked := sorted(name for name in of_hub if getattr(source, name) != defaults[name].default):
         remedy = "max_samples reads the first rows, data.eval: 5% holds some out"
         raise DataError(
             f"{source.path} is here, and {' and '.join(asked)} {'is' if len(asked) == 1 else 'are'} of hub sets",
