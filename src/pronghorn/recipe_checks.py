@@ -84,8 +84,9 @@ _RULES = (
         "leave precision.compute out, or set precision.dtype: bfloat16",
     ),
     _Rule(
-        lambda r: r.launch.strategy == "sharded" and _fp8(r),
-        "launch.strategy: sharded with precision.compute: {precision.compute}: 8-bit copies of weights aren't shared",
+        lambda r: r.launch.strategy == "sharded" and _fp8(r) and r.model.load_in_4bit,
+        "launch.strategy: sharded with precision.compute: {precision.compute} and model.load_in_4bit: what is written "
+        "out of 4 bits into 8 isn't shared",
         "use launch.strategy: copies, or leave precision.compute out",
     ),
     _Rule(

@@ -61,11 +61,11 @@ def test_a_strategy_that_is_asked_for_is_planned_or_refused_with_what_fits(dims:
 
 
 def test_what_is_not_shared_has_copies_or_nothing(dims: ModelDims) -> None:
-    setup: TrainSetup = TrainSetup(8192, fp8=True)
-    with pytest.raises(PlanDoesNotFit, match=r"on 2 GPUs \(sharded\), weights.* aren't shared"):
+    setup: TrainSetup = TrainSetup(8192, "qlora", fp8=True)
+    with pytest.raises(PlanDoesNotFit, match=r"on 2 GPUs \(sharded\), 4-bit weights.* aren't shared"):
         choose(dims, setup, H100, 2, strategy=Strategy.SHARDED)
     with pytest.raises(PlanDoesNotFit, match=r"on 2 GPUs \(copies\)") as refused:
-        choose(dims, setup, H100, 2, budget_bytes=12 * GIB)
+        choose(dims, setup, H100, 2, budget_bytes=8 * GIB)
     assert "sharded" not in str(refused.value)
     with pytest.raises(PlanDoesNotFit, match=r"on 2 GPUs \(sharded\), train.optimizer adafactor needs whole"):
         unshared = "train.optimizer adafactor needs whole weights"
@@ -120,6 +120,16 @@ def test_4_bits_are_gathered_as_they_are_stored(dims: ModelDims) -> None:
     bf16, nf4 = (choose(dims, TrainSetup(2048, m), H200, 2, strategy=Strategy.SHARDED) for m in ("lora", "qlora"))
     spared = 2 * dims.layers[0].linear_weights * (2 - NF4_BYTES)  # of two layers; embedding and head stay in 16 bits
     assert bf16.bytes["gathered"] - nf4.bytes["gathered"] == pytest.approx(spared, abs=4)
+
+
+def test_of_weights_that_multiply_in_8_bits_these_alone_are_held_and_gathered(dims: ModelDims) -> None:
+    bf16, fp8 = (
+        choose(dims, TrainSetup(2048, fp8=in_fp8), H200, 2, strategy=Strategy.SHARDED) for in_fp8 in (False, True)
+    )
+    linear, rows = dims.layers[0].linear_weights, sum(each.out for each in dims.layers[0].linears)
+    assert bf16.bytes["gathered"] - fp8.bytes["gathered"] == 2 * linear
+    held = 32 * linear // 2 - 32 * 6 * rows  # a byte of two, in half of the weights; scales of rows are whole
+    assert bf16.bytes["weights"] - fp8.bytes["weights"] == pytest.approx(held, abs=8)
 
 
 def test_slow_links_are_waited_for(dims: ModelDims) -> None:

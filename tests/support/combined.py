@@ -57,7 +57,7 @@ METHODS = {
 POLICIES = {"keep": Policy.KEEP, "recompute": Policy.RECOMPUTE_LAYER, "offload": Policy.OFFLOAD}
 STRATEGIES = {
     "DDP": ("LoRA, float32", "full, float32"),
-    "shared layers": ("LoRA, float32", "LoRA, NF4", "full, float32"),
+    "shared layers": ("LoRA, float32", "LoRA, NF4", "LoRA, bf16, fp8", "LoRA, NF4, fp8", "full, float32"),
     "FSDP2": ("LoRA, float32", "full, float32"),
 }
 """With the methods that are tried."""
@@ -159,7 +159,7 @@ def _step(cell: Cell) -> None:
     model.zero_grad(set_to_none=True)
     with _processes(cell.strategy):
         if cell.strategy == "shared layers":
-            share_layers(model, torch.device("cpu"))
+            share_layers(model, torch.device("cpu"), in_fp8=compute == "fp8")
         layers = "auto" if cell.group == "proven generic" else "fused"
         handle: Handle = attach(model, Plan((POLICIES[cell.policy],)), layers=layers, compute=compute)
         if cell.strategy == "FSDP2" and cell.group == "proven generic":

@@ -77,7 +77,8 @@ class GroupStorage:
             weights = self._weights()
             if all(isinstance(weight, FP8Tensor) and weight.scales_rows for weight in weights):
                 codes = merge([weight.parts[0] for weight in weights])
-                made = FP8Weight(codes, transposed(codes), torch.cat([weight.row_scales() for weight in weights]))
+                across = None if hasattr(weights[0].parts[0], IN_BUFFER) else transposed(codes)
+                made = FP8Weight(codes, torch.cat([weight.row_scales() for weight in weights]), across)
             else:
                 made = FP8Weight.of(weights)
             self._codes = self._state(), made

@@ -59,7 +59,8 @@ def resting_bytes(dims: ModelDims, setup: TrainSetup) -> dict[str, int]:
         weights -= int(linear * (b - setup.linear_bytes))
     if setup.fp8:  # codes in two layouts, unless they are written out of 4 bits, and scales of rows
         rows = sum(each.out for layer in dims.layers for each in layer.linears)
-        weights += 10 * rows if setup.method == "qlora" else (1 if setup.own_codes else 2) * linear + 6 * rows
+        layouts = (1 if setup.own_codes else 2) - (setup.processes > 1)  # shared ones are turned for each product
+        weights += 10 * rows if setup.method == "qlora" else layouts * linear + 6 * rows
     if setup.fp8_experts:  # in two layouts, with a scale a column of what each product gives
         scales = sum(e.count * (2 * layer.hidden + 3 * e.width) for layer in dims.layers if (e := layer.experts))
         weights += 2 * sum(layer.expert_weights for layer in dims.layers) + 4 * scales

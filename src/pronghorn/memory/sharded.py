@@ -37,7 +37,8 @@ from pronghorn.memory.sharded_unit import MASTER_BYTES, NARROW, Unit, WeightGrou
 BUFFERS = 2
 IN_BUFFER = "_pronghorn_in_buffer"
 """The attribute of a parameter that lies in a buffer (an `InBuffer`): its place must not change."""
-_FIRST = "_pronghorn_first_values"
+FIRST = "_pronghorn_first_values"
+"""The attribute of a shared parameter that holds what `first_values` returns of it."""
 _SHARDED = "_pronghorn_sharded"
 _NONE: frozenset[int] = frozenset()
 
@@ -93,7 +94,7 @@ class ShardedLayers:
         """
         for parameter in layer.parameters():
             if not parameter.requires_grad:
-                setattr(parameter, _FIRST, first_values(parameter).to(self.device))
+                setattr(parameter, FIRST, first_values(parameter).to(self.device))
         told = self.device, self.processes, self._rank
         units = [Unit(index, groups.products, *told, products=True), Unit(index, groups.others, *told)]
         self._units[index] = units = [unit for unit in units if unit.places]
@@ -388,7 +389,7 @@ def sharded(model: Any) -> ShardedLayers | None:
 def first_values(parameter: Any) -> Tensor:
     """Return a parameter's first eight values in float64, of a packed one as they are stored, of a shared one as it
     was."""
-    kept: Tensor | None = getattr(parameter, _FIRST, None)
+    kept: Tensor | None = getattr(parameter, FIRST, None)
     if kept is not None:
         return kept
     stored = parameter.parts[0] if isinstance(parameter, PackedTensor) else parameter.detach()

@@ -37,7 +37,9 @@ def kept_bytes(layer: LayerSpec, setup: TrainSetup) -> int:
 
 def unshared_reason(setup: TrainSetup) -> str:
     """Say why layers are not shared in such a training; empty where they can be."""
-    return setup.unshared or ("weights' copies in 8 bits aren't shared" if setup.fp8 else "")
+    if setup.fp8 and setup.method == "qlora":
+        return setup.unshared or "4-bit weights that multiply in 8 bits aren't shared"
+    return setup.unshared or ("experts' copies in 8 bits aren't shared" if setup.fp8_experts else "")
 
 
 def holds_parts_of_gradients(setup: TrainSetup) -> bool:

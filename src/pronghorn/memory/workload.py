@@ -106,8 +106,9 @@ class TrainSetup:
 
     @property
     def writes_out(self) -> bool:
-        """Tell whether the linears' weights are written out of few bits for each product."""
-        return self.method == "qlora" or (self.linear_bytes is not None and not self.fp8)
+        """Tell whether the linears' weights are written out of few bits for each product, or 8-bit codes turned."""
+        turned = self.fp8 and self.processes > 1
+        return self.method == "qlora" or (self.linear_bytes is not None and not self.fp8) or turned
 
     @property
     def stream_bytes(self) -> int:

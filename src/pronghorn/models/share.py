@@ -11,13 +11,16 @@ import torch
 from torch import nn
 
 from pronghorn.errors import UnsupportedError
+from pronghorn.families.spec import Experts
+from pronghorn.kernels.fp8_blocks import FP8Tensor
 from pronghorn.layers.linears import base_of
-from pronghorn.memory.sharded import IN_BUFFER, ShardedLayers, shard, sharded
+from pronghorn.memory.sharded import FIRST, IN_BUFFER, ShardedLayers, first_values, shard, sharded
 from pronghorn.memory.sharded_unit import WeightGroups, weight_groups
 from pronghorn.models.families import base_causal_lm, check_config, decoder_layers
+from pronghorn.precision.fp8 import as_codes
 
 
-def share_layers(model: Any, device: torch.device) -> None:
+def share_layers(model: Any, device: torch.device, in_fp8: bool = False) -> None:
     """Leave a part of each decoder layer's weights in this process, on `device`, and move all else there.
 
     Before `attach`. Every process calls it with the same model. Of a model with adapters frozen weights are shared, of
@@ -26,13 +29,14 @@ def share_layers(model: Any, device: torch.device) -> None:
 
     Args:
         model: a causal LM, on the CPU or on `device`. A 4-bit one must be on `device`.
+        in_fp8: frozen products will be in 8 bits: only what these multiply is kept of their weights.
     """
     base = base_causal_lm(model)
     full = not hasattr(model, "peft_config")
     shared = sharded(base)
     if shared is None:
         shared, elsewhere = shard(base, device), _elsewhere(base)
-        found = ((layer, _groups(base, layer, elsewhere, full)) for layer in decoder_layers(base))
+        found = ((layer, _groups(base, layer, elsewhere, full, device, in_fp8)) for layer in decoder_layers(base))
         for index, (layer, groups) in enumerate(pair for pair in found if any(pair[1])):
             shared.add(index, layer, groups)
     if full:
@@ -61,16 +65,20 @@ def _refuse_to_save(folder: Any, **options: Any) -> None:
     )
 
 
+_NOT_IN_8_BITS = "leave precision.compute out, or use launch.strategy: copies"
+
+
 class SharedLoading:
     """Shares each layer of a model as soon as the last of its weights was loaded.
 
     Args:
         device: where a layer's weights come together, and its part stays.
         trained: whether all weights will be trained; otherwise layers are frozen.
+        in_fp8: as in `share_layers`.
     """
 
-    def __init__(self, device: torch.device, trained: bool = False) -> None:
-        self.device, self._trained = device, trained
+    def __init__(self, device: torch.device, trained: bool = False, in_fp8: bool = False) -> None:
+        self.device, self._trained, self._in_fp8 = device, trained, in_fp8
         self._model: Any = None
         self._shared: ShardedLayers | None = None
         self._layers: list[nn.Module] = []
@@ -102,7 +110,8 @@ class SharedLoading:
         self._missing[number] -= 1
         if not self._missing[number]:
             layer = self._layers[number].requires_grad_(self._trained)
-            self._shared.add(number, layer, _groups(self._model, layer, set(), self._trained))
+            groups = _groups(self._model, layer, set(), self._trained, self.device, self._in_fp8)
+            self._shared.add(number, layer, groups)
 
 
 def _elsewhere(base: Any) -> set[int]:
@@ -113,7 +122,9 @@ def _elsewhere(base: Any) -> set[int]:
     return {identity for identity, count in owners.items() if count > 1 or identity in embeddings}
 
 
-def _groups(base: Any, layer: nn.Module, elsewhere: set[int], trained: bool) -> WeightGroups:
+def _groups(
+    base: Any, layer: nn.Module, elsewhere: set[int], trained: bool, device: torch.device, in_fp8: bool
+) -> WeightGroups:
     """List a layer's frozen, or trained, weights, those of one product together."""
     family = check_config(base.config)
     if family.generic:
@@ -123,4 +134,26 @@ def _groups(base: Any, layer: nn.Module, elsewhere: set[int], trained: bool) -> 
         for block in family.blocks(layer)
         for group in block.kind.linears
     ]
+    if in_fp8:
+        if any(isinstance(block.kind, Experts) for block in family.blocks(layer)):
+            raise UnsupportedError("8-bit products of experts whose weights processes share", _NOT_IN_8_BITS)
+        for linear in (linear for linears in merged for linear in linears if id(linear.weight) not in elsewhere):
+            _keep_codes(linear, device)
     return weight_groups(layer, merged, elsewhere, trained)
+
+
+def _keep_codes(linear: Any, device: torch.device) -> None:
+    """Keep of a linear's frozen weight what its 8-bit products multiply. Sizes that don't fit these are refused by
+    `attach`.
+
+    Raises:
+        UnsupportedError: bitsandbytes' 4 bits, which are written out for each product.
+    """
+    weight = linear.weight
+    if getattr(weight, "quant_state", None) is not None:
+        raise UnsupportedError("8-bit products of 4-bit weights that processes share", _NOT_IN_8_BITS)
+    if isinstance(weight, FP8Tensor) and weight.scales_rows:
+        return
+    made = nn.Parameter(as_codes(weight, device), requires_grad=False)
+    setattr(made, FIRST, first_values(weight).to(device))
+    linear.weight = made

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from pronghorn.errors import UnsupportedError
+from pronghorn.kernels.fp8_blocks import FP8Tensor
 from pronghorn.kernels.nf4 import NF4Weight, write_codes
 from pronghorn.kernels.packed import PackedTensor
 from pronghorn.kernels.quantise import DTYPE, RowCodes, quantise_rows, transposed, weight_scales
@@ -28,14 +29,14 @@ from pronghorn.precision.source import Activation, Lifetime, LowRankGrad, Weight
 
 @dataclass(frozen=True, eq=False)
 class FP8Weight:
-    """W [N, K] in 8 bits, in both layouts that products need."""
+    """W [N, K] in 8 bits."""
 
     codes: Tensor
     """e4m3 [N, K]."""
-    across: Tensor
-    """The same, [K, N]."""
     scales: Tensor
     """s, float32 [N]."""
+    kept_across: Tensor | None
+    """The codes as [K, N]; None where they are turned for each product, as those that other processes share."""
 
     @classmethod
     def of(cls, weights: Sequence[Tensor]) -> FP8Weight:
@@ -44,10 +45,13 @@ class FP8Weight:
         scales = torch.empty(sum(rows), device=first.device)
         codes = torch.empty(sum(rows), first.shape[1], dtype=DTYPE, device=first.device)
         for weight, part, each in zip(weights, codes.split(rows), scales.split(rows), strict=True):
-            dense = weight.dequantise() if isinstance(weight, PackedTensor) else weight.detach()
-            each.copy_(weight_scales(dense.abs().amax(1)))
-            part.copy_(dense.float() * (1 / each)[:, None])
-        return cls(codes, transposed(codes), scales)
+            quantise_weight(weight, part, each)
+        return cls(codes, scales, transposed(codes))
+
+    @property
+    def across(self) -> Tensor:
+        """Return the codes as [K, N]."""
+        return transposed(self.codes) if self.kept_across is None else self.kept_across
 
     @cached_property
     def columns(self) -> Tensor:
@@ -58,6 +62,21 @@ class FP8Weight:
     def dequantise(self) -> Tensor:
         """Return codes · s in float32 [N, K]."""
         return self.codes.float() * self.scales[:, None]
+
+
+def quantise_weight(weight: Tensor, codes: Tensor, scales: Tensor) -> None:
+    """Write a frozen weight's codes [N, K] and the scales [N] of its rows; a packed weight is written out first."""
+    dense = weight.dequantise() if isinstance(weight, PackedTensor) else weight.detach()
+    scales.copy_(weight_scales(dense.abs().amax(1)))
+    codes.copy_(dense.float() * (1 / scales)[:, None])
+
+
+def as_codes(weight: Tensor, device: torch.device) -> FP8Tensor:
+    """Return a frozen weight [N, K] in the codes that 8-bit products of it multiply, and nothing else, on `device`."""
+    codes = torch.empty(weight.shape, dtype=DTYPE, device=device)
+    scales = torch.empty(len(weight), device=device)
+    quantise_weight(weight.to(device), codes, scales)
+    return FP8Tensor([codes, scales[:, None]], weight.shape, weight.dtype, 1, weight.shape[1])
 
 
 def scaled_product(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, dtype: torch.dtype, exact: bool) -> Tensor:
@@ -90,7 +109,7 @@ def check_float16(device: torch.device) -> None:
 
 
 class FP8Source(WeightSource):
-    """W in 8 bits, resident in both layouts."""
+    """W in 8 bits, resident in both layouts, or gathered and turned."""
 
     lifetime = Lifetime.RESIDENT
     wants_codes = True

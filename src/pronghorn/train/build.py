@@ -70,7 +70,8 @@ def load(recipe: Recipe, found: FoundModel, tokenizer: Any, console: Console) ->
         )
     # full fine-tuning keeps float32 masters and computes in `dtype`
     shared = strategy(recipe, found, processes(), device) is Strategy.SHARDED
-    share = SharedLoading(device, trained=full) if shared and _unread(recipe, found) else None
+    in_fp8 = recipe.precision.compute != "dtype"
+    share = SharedLoading(device, trained=full, in_fp8=in_fp8) if shared and _unread(recipe, found) else None
     # a device holds its part of the layers, never all of them
     on_host = shared and share is None and not found.is_quantised
     model = found.model(torch.float32 if full else dtype, torch.device("cpu") if on_host else device, share)
@@ -105,7 +106,7 @@ def load(recipe: Recipe, found: FoundModel, tokenizer: Any, console: Console) ->
         console.print(
             f"Each of {processes()} processes holds a part of every layer's weights (launch.strategy: sharded)"
         )
-        share_layers(model, device)
+        share_layers(model, device, in_fp8)
     return model, attach(model, asked_plan(recipe), **attach_options(recipe))
 
 

@@ -11,6 +11,7 @@ from pronghorn.memory.estimate import NF4_BYTES
 from pronghorn.memory.planner import PlanDoesNotFit
 from pronghorn.memory.strategies import Strategy, choose
 from pronghorn.models.auto_plan import cuda_device_spec, dims_of, skeleton
+from pronghorn.models.families import has_experts
 from pronghorn.models.load import FoundModel
 from pronghorn.train.weightless import unshared_reason, weightless, work_of
 
@@ -23,13 +24,17 @@ FULL_SHARE = 8
 
 def strategy(recipe: Recipe, found: FoundModel, processes: int, device: torch.device) -> Strategy:
     """Choose what each process holds: what is asked for or, for `auto`, what `pronghorn plan --gpus` chooses. One
-    process holds all of it, and so does each where weights are copied in 8 bits, or an optimiser needs whole ones."""
+    process holds all of it, and so does each where 8-bit products need whole weights, or an optimiser does."""
     asked = recipe.launch.strategy
-    able = not unshared_reason(recipe) and recipe.precision.compute == "dtype"
-    if processes == 1 or not able or asked == "copies":
+    quantised = recipe.model.load_in_4bit or found.is_quantised
+    whole_codes = quantised or (found.config is not None and has_experts(found.config))
+    able = not unshared_reason(recipe) and not (recipe.precision.compute != "dtype" and whole_codes)
+    if processes == 1 or asked == "copies":
         return Strategy.COPIES
     if asked == "sharded":
         return Strategy.SHARDED
+    if not able:
+        return Strategy.COPIES
     if device.type != "cuda":
         return Strategy.COPIES
     try:
