@@ -70,6 +70,12 @@ def test_the_memory_there_is_chooses_among_cards_of_one_name() -> None:
     assert device_spec("NVIDIA GeForce RTX 4060 Ti", 17 * 10**9).memory_bytes == 17 * 10**9
 
 
+@pytest.mark.parametrize("name", ["2x T4", "T4 x2", "2 × T4", "t4*2"])
+def test_several_cards_are_asked_for_by_gpus(name: str) -> None:
+    with pytest.raises(ConfigError, match="several: name one: --device t4; pronghorn plan takes --gpus 2"):
+        device_spec(name)
+
+
 def test_names_near_an_unknown_one_are_told() -> None:
     with pytest.raises(ConfigError, match=r"'rtx 4099' is unknown: use a name like rtx4090"):
         device_spec("rtx 4099")

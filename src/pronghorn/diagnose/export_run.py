@@ -34,6 +34,10 @@ from pronghorn.models.gguf import load_gguf, reads
 from pronghorn.models.load import load_model
 from pronghorn.models.packed_checkpoint import fetched
 from pronghorn.train.chat import is_export, load_chat, recipe_of
+from pronghorn.train.model_card import FILE_NAME as CARD
+from pronghorn.train.model_card import card
+from pronghorn.train.record import FILE_NAME as RECORD
+from pronghorn.train.record import RunRecord
 
 Say = Callable[[str], None]
 TEXT = "The quick brown fox jumps over the lazy dog, and nobody is surprised."
@@ -52,12 +56,24 @@ class Format:
     """What its folder is called in the run's; the format's own name if empty."""
     merges: bool = False
     """Whether base and adapter become one."""
+    library: str | None = None
+    """Which library loads it, as the hub calls that."""
 
 
 FORMATS = {
-    "merged": Format("the whole model in 16 bits", "transformers, vLLM, SGLang", "vllm serve {folder}", merges=True),
+    "merged": Format(
+        "the whole model in 16 bits",
+        "transformers, vLLM, SGLang",
+        "vllm serve {folder}",
+        merges=True,
+        library="transformers",
+    ),
     "adapter": Format(
-        "LoRA alone, as PEFT saves it", "PEFT, transformers", "pronghorn chat {folder}", "exported-adapter"
+        "LoRA alone, as PEFT saves it",
+        "PEFT, transformers",
+        "pronghorn chat {folder}",
+        "exported-adapter",
+        library="peft",
     ),
     "served-adapter": Format(
         "LoRA alone, experts by their own names",
@@ -258,6 +274,8 @@ def _describe(folder: Path, to: str, run: Path, comparisons: Collection[Comparis
             lines.append(f"| {check.name.value} | {verdicts[check.ok]}: {check.value} | {check.limit} |")
     packages = ", ".join(f"{name} {version}" for name, version in versions("gguf").items())
     lines += ["", f"Versions: {packages}.", ""]
-    card = folder / "README.md"
-    before = card.read_text(encoding="utf-8") + "\n" if card.is_file() else ""
-    card.write_text(before + "\n".join(lines), encoding="utf-8")
+    path = folder / CARD
+    before = path.read_text(encoding="utf-8") + "\n" if path.is_file() else ""
+    if (run / RECORD).is_file():  # instead of the empty form that PEFT leaves
+        before = card(RunRecord.read(run), FORMATS[to].library) + "\n"
+    path.write_text(before + "\n".join(lines), encoding="utf-8")

@@ -53,6 +53,12 @@ def device_spec(name: str, memory_bytes: int | None = None) -> DeviceSpec:
     """
     asked, by_driver = name, memory_bytes is not None
     known = find_card(name, memory_bytes)
+    several = re.fullmatch(r"\s*(\d+)\s*[x×*]\s*(.+)|(.+?)\s*[x×*]\s*(\d+)\s*", name)
+    if known is None and several and (one := find_card(several[2] or several[3])) is not None:
+        count = several[1] or several[4]
+        raise ConfigError(
+            f"device {name!r} is several", f"name one: --device {one}; pronghorn plan takes --gpus {count}, too"
+        )
     if known is None and not by_driver and re.match(r"\d(?!\d{3})", name):
         memory_bytes = parse_bytes(name, "--device")
     if known is None and memory_bytes is None:

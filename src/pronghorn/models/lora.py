@@ -66,7 +66,7 @@ def add_lora(
     dtype = resolve_adapter_dtype(adapter_dtype)
     numbers = (("r", r, 16), ("lora_alpha", lora_alpha, 16), ("lora_dropout", lora_dropout, 0.05))
     for name, value, example in (*numbers, ("random_state", random_state, 3407)):
-        whole = isinstance(example, int)
+        whole = name in ("r", "random_state")
         if not isinstance(value, int if whole else (int, float)) or isinstance(value, bool):
             shown = (
                 repr(value) if value is None or isinstance(value, str | int | float) else f"a {type(value).__name__}"

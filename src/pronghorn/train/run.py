@@ -35,6 +35,7 @@ from pronghorn.train.control import RunControl, trained_seconds
 from pronghorn.train.documents import find, prepare, tokenizer_for
 from pronghorn.train.evaluate import answer, heldout_loss
 from pronghorn.train.live import LivePage
+from pronghorn.train.model_card import write_cards
 from pronghorn.train.progress import ProgressCallback, track
 from pronghorn.train.record import RunRecord, steps_of_log
 from pronghorn.train.report import write_report
@@ -82,6 +83,7 @@ def run(
         record = _make_record(current, started)
         if current.trainer.accelerator.is_main_process:
             record.write(current.output)
+            write_cards(record, current.output)
             if recipe.report.html:
                 write_report(record, current.output)
     must_have_improved(recipe, record.heldout)
