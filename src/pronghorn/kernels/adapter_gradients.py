@@ -28,7 +28,7 @@ MAX_ADAPTERS = 3
 
 
 def suits(dy: Tensor, xa: Tensor, columns: list[slice], ranks: list[int]) -> bool:
-    """Say whether the Triton kernel serves: 16 bits, adapters of one small rank, Hopper (not measured elsewhere)."""
+    """Tell whether the Triton kernel serves: 16 bits, adapters of one small rank, Hopper (not measured elsewhere)."""
     if not dy.is_cuda or torch.cuda.get_device_capability(dy.device) != HOPPER:
         return False
     laid_out = dy.dtype in (torch.bfloat16, torch.float16) and dy.stride(1) == 1 and xa.is_contiguous()

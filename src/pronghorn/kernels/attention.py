@@ -339,7 +339,7 @@ def backward_triton(
 
 
 def _strides(*tensors: Tensor) -> list[int]:
-    """Elements from row to row and from head to head of each."""
+    """Return the elements from row to row and from head to head of each."""
     return [stride for tensor in tensors for stride in tensor.stride()[:2]]
 
 

@@ -28,7 +28,7 @@ def norms_reference(tensors: list[Tensor]) -> Tensor:
 
 
 def alike(tensors: list[Tensor]) -> bool:
-    """Say whether all are contiguous, of one dtype and on one device."""
+    """Tell whether all are contiguous, of one dtype and on one device."""
     kinds = {tensor.dtype for tensor in tensors}, {tensor.get_device() for tensor in tensors}
     return all(len(kind) == 1 for kind in kinds) and all(map(Tensor.is_contiguous, tensors))
 
