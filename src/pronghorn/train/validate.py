@@ -117,7 +117,7 @@ def _check_columns(name: str, row: dict[str, Any], text: str, tokenizer: Any) ->
 
 
 def check_row_length(asked: int | None, limit: int | None) -> int:
-    """The tokens of a row: what the config asks for, within what the model was loaded for."""
+    """Return the tokens of a row: what the config asks for, within what the model was loaded for."""
     if asked is None and limit is None:
         raise ConfigError("packing without a row length", "set max_length in SFTConfig")
     if asked is not None and limit is not None and asked > limit:
