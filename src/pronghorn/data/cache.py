@@ -140,6 +140,7 @@ def documents(
             )
     sets = [entry.dataset() for entry in entries]
     if data.held_out is not None:
+        # weights are training's: of what is held out of each source all is used
         sets = held_out(sets, data.held_out, seed, split == "eval")
         weights = [] if split == "eval" else weights
     lengths = [len(documents) for documents in sets]

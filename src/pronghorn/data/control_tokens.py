@@ -39,11 +39,11 @@ class Pieces:
         return len(self.ids)
 
     def token_to_chars(self, token: int) -> tuple[int, int]:
-        """Where a token begins and ends."""
+        """Return where a token begins and ends."""
         return self.offsets[token]
 
     def char_to_token(self, character: int) -> None:
-        """Not known: `Edges` then searches the ends."""
+        """Return None, as it isn't known: `Edges` then searches the ends."""
 
 
 class ControlTokens:

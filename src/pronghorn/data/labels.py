@@ -93,6 +93,7 @@ def label_rows(
         for row in chunk:
             with dropping(on_bad):
                 texts += labeller.render(row)
+        # texts with escaped control tokens are tokenised in pieces, one by one
         encodings = iter(labeller.encode([text.text for text in texts if not text.escaped]))
         for text in texts:
             labelled = None
@@ -323,6 +324,7 @@ def token_ranges(
     for start, end, said in rendered.turns or ():
         first = edges.first_past(start, at)
         at = edges.first_past(end, first)
+        # up to `said` the template wrote the turn, control tokens too; the row's own text holds none
         own = first if said == start else edges.first_past(said, first)
         end_of_own = at - 1 if rendered.bare and at == count and ids[-1:] == [eos] else at
         if not control.isdisjoint(ids[own:end_of_own]):

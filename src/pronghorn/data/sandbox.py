@@ -131,7 +131,7 @@ class _Limits:
 
 @lru_cache(maxsize=8)
 def _compiled(text: str) -> tuple[Any, _Limits]:
-    """The template, compiled with its limits; raises what jinja does for one that is none."""
+    """Compile a template with its limits; raises what jinja does for one that is none."""
     from jinja2 import nodes, pass_context
     from jinja2.visitor import NodeTransformer
     from transformers import __version__

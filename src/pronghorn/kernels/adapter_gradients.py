@@ -5,10 +5,9 @@
 
 B holds the adapters' own along its diagonal. By torch each product reads dy; the Triton kernel reads it once for all.
 
-Both products of adapters' gradients in Triton, reading dy once.
-
-A program walks down a block of rows of some columns of dy, a chunk. Their dB stays in registers on the way; their dya
-is written tile by tile. Both are parts, in float32, which a second kernel adds in order: nothing is added atomically.
+In Triton a program walks down a block of rows of some columns of dy, a chunk. Their dB stays in registers on the way;
+their dya is written tile by tile. Both are parts, in float32, which a second kernel adds in order: nothing is added
+atomically.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ MAX_ADAPTERS = 3
 
 
 def suits(dy: Tensor, xa: Tensor, columns: list[slice], ranks: list[int]) -> bool:
-    """Whether the Triton kernel serves: in 16 bits, adapters of one small rank, on Hopper (not measured elsewhere)."""
+    """Tell whether the Triton kernel serves: 16 bits, adapters of one small rank, Hopper (not measured elsewhere)."""
     if not dy.is_cuda or torch.cuda.get_device_capability(dy.device) != HOPPER:
         return False
     laid_out = dy.dtype in (torch.bfloat16, torch.float16) and dy.stride(1) == 1 and xa.is_contiguous()
@@ -57,7 +56,7 @@ def products_reference(
 
 
 def matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a @ b, summed in float32 and rounded to `dtype` only."""
+    """Return a @ b in `dtype`; a GPU's float32 sums are not rounded to the dtype of a first."""
     if a.is_cuda and dtype is torch.float32 and a.dtype is not dtype:
         return torch.mm(a, b, out_dtype=dtype)
     return (a @ b).to(dtype)
@@ -72,7 +71,7 @@ SUMMED, TOGETHER = 512, 16
 
 
 INTERPRETED = 8
-"""Processors where there is no GPU."""
+"""Multiprocessors that are reckoned with where there is no GPU."""
 
 
 @dataclass(frozen=True)
@@ -85,18 +84,18 @@ class Tile:
 
 
 def tile(width: int, rank: int) -> Tile:
-    """The tile for dy [T, width] and a padded rank.
+    """Return the tile for dy [T, width] and a padded rank.
 
-    Measured on an H200, one program a processor (rank 16, 8,192 tokens): with 512 columns 145 µs and with 256 169 for
-    N = 28,672, but 30 and 29 for 3,072. Of rank 32 a fourth stage takes 191 µs instead of 203 there, but no less for
-    16,384 and below.
+    Measured on an H200, one program a multiprocessor (rank 16, 8,192 tokens): for N = 28,672 512 columns take 145 µs
+    and 256 take 169; for 3,072 it is 30 and 29. At rank 32 a fourth stage takes 191 µs instead of 203 for 28,672, and
+    saves nothing for 16,384 and below.
     """
     return Tile(512, 8, 3) if width >= 4096 and rank <= 16 else Tile(256, 4, 4 if width > 16384 else 3)
 
 
 @triton.jit
 def _chunk(chunk, start0, start1, start2, end0, end1, end2, COLS: tl.constexpr):
-    """(adapter, first column, end of the adapter's columns) of the chunk-th chunk: none goes beyond an adapter."""
+    """Return (adapter, first column, end of the adapter's columns) of a chunk, which has one adapter's columns only."""
     first1 = (end0 - start0 + COLS - 1) // COLS
     first2 = first1 + (end1 - start1 + COLS - 1) // COLS
     if chunk >= first2:
@@ -110,12 +109,19 @@ def _chunk(chunk, start0, start1, start2, end0, end1, end2, COLS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["steps"])
 def _parts(
-    dy_ptr, b_ptr, xa_ptr, both_ptr, dya_ptr, db_ptr, T, N, dy_row, steps,
-    start0, start1, start2, end0, end1, end2,
+    dy_ptr,  # [T, N], rows dy_row apart
+    b_ptr,  # [N, RANKS]
+    xa_ptr,  # [T, RANKS]
+    both_ptr,  # [T, N + RANKS]; written with BOTH only
+    dya_ptr,  # float32 [chunks, T, RANK]
+    db_ptr,  # float32 [blocks, N, RANK]
+    T, N, dy_row,
+    steps,  # tiles in a block of rows
+    start0, start1, start2, end0, end1, end2,  # of each adapter's columns; 0 and 0 where there is no adapter
     ADAPTERS: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr, BOTH: tl.constexpr,
     TOKENS: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Parts of dya [chunks, T, rank] and of dB [blocks, N, rank], without s."""
+    """Write the parts of dya and dB of one chunk and block of rows, without s."""
     # ranks are known when it is compiled: else rows of xa that aren't whole 32 bytes could not be loaded ahead
     RANKS: tl.constexpr = ADAPTERS * RANK
     chunk, block = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -132,6 +138,7 @@ def _parts(
     xa_ptr += begin * RANKS + first
     dya_ptr += (chunk * T + begin) * RANK
     db = tl.zeros((COLS, R), tl.float32)
+    # a tile of dy is read once for three uses: dB's sum over rows, dya's part of these columns, and the copy
     for step in tl.range(0, tl.minimum(steps, tl.cdiv(T - begin, TOKENS)).to(tl.int32), num_stages=STAGES):
         there = (begin + step * TOKENS + tokens < T)[:, None]
         dy = tl.load(dy_ptr + tokens[:, None] * dy_row + cols[None, :], mask=there & mine, other=0.0)
@@ -150,27 +157,34 @@ def _parts(
 
 @triton.jit
 def _add_up(parts_ptr, at, size, first, end, TOGETHER: tl.constexpr, BLOCK: tl.constexpr):
-    """The elements `at` of the parts from `first` to `end`, of `size` elements each, always added in one order."""
+    """Add up the elements `at` [BLOCK] of the parts from `first` to `end`, of `size` each; always in one order."""
     part = tl.arange(0, TOGETHER)[:, None]
     parts_ptr += part.to(tl.int64) * size + at[None, :]
     total = tl.zeros((TOGETHER, BLOCK), tl.float32)
     for before in range(first, end, TOGETHER):
         mask = (before + part < end) & (at < size)[None, :]
+        # int64: all parts together may have more than 2³¹ elements
         total += tl.load(parts_ptr + tl.full((), before, tl.int64) * size, mask=mask, other=0.0)
     return tl.sum(total, 0)
 
 
 @triton.jit(do_not_specialize=["blocks", "chunks0", "chunks1", "chunks2"])
 def _sums(
-    dya_parts_ptr, db_parts_ptr, dya_ptr, db_ptr, both_ptr, T, N, scale, blocks, chunks0, chunks1, chunks2,
+    dya_parts_ptr,  # float32 [chunks, T, RANK]
+    db_parts_ptr,  # float32 [blocks, N, RANK]
+    dya_ptr,  # [T, RANKS]
+    db_ptr,  # [N, RANK]
+    both_ptr,  # [T, N + RANKS]; written with BOTH only
+    T, N, scale, blocks,
+    chunks0, chunks1, chunks2,  # of each adapter's columns
     ADAPTERS: tl.constexpr, RANK: tl.constexpr, BOTH: tl.constexpr, TOGETHER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program adds up BLOCK elements of one adapter's dya or, after all of these, of dB."""
+    """Add up BLOCK elements of one adapter's dya or, in the programs after those of dya, of dB."""
     RANKS: tl.constexpr = ADAPTERS * RANK
     each = (T * RANK + BLOCK - 1) // BLOCK
     adapter = tl.program_id(0) // each
     at = (tl.program_id(0) % each) * BLOCK + tl.arange(0, BLOCK)
-    if adapter < ADAPTERS:
+    if adapter < ADAPTERS:  # dya: the chunks of this adapter's columns
         end = chunks0 + tl.where(adapter > 0, chunks1, 0) + tl.where(adapter > 1, chunks2, 0)
         first = end - tl.where(adapter == 0, chunks0, tl.where(adapter == 1, chunks1, chunks2))
         total = scale * _add_up(dya_parts_ptr, at, T * RANK, first, end, TOGETHER, BLOCK)
@@ -179,7 +193,7 @@ def _sums(
         tl.store(dya_ptr + token * RANKS + k, dya, mask=at < T * RANK)
         if BOTH:
             tl.store(both_ptr + token * (N + RANKS) + N + k, dya, mask=at < T * RANK)
-    else:
+    else:  # dB, of all adapters: the blocks of rows
         at += (adapter - ADAPTERS) * each * BLOCK
         total = scale * _add_up(db_parts_ptr, at, N * RANK, 0, blocks, TOGETHER, BLOCK)
         tl.store(db_ptr + at, total.to(db_ptr.dtype.element_ty), mask=at < N * RANK)
@@ -211,7 +225,7 @@ def products_triton(
         *starts, *ends, ADAPTERS=len(columns), RANK=rank, R=padded, BOTH=both is not None, TOKENS=TOKENS,
         COLS=shape.cols, STAGES=shape.stages, num_warps=shape.warps,
     )  # fmt: skip
-    # rows of dB without an adapter are never written, nor given to anybody
+    # parts of dB's rows without an adapter are never written: what is added up there is given to nobody
     dya, db = dy.new_empty(tokens, sum(ranks)), dy.new_empty(width, rank, dtype=dtype)
     programs = len(columns) * cdiv(tokens * rank, SUMMED) + cdiv(width * rank, SUMMED)
     launch(
@@ -237,7 +251,7 @@ def products(
     dtype: torch.dtype,
     both: Tensor | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
-    """(dya [T, R] in dy's dtype, each dB [N_i, r_i] in `dtype`), summed in float32.
+    """Return (dya [T, R] in dy's dtype, each dB [N_i, r_i] in `dtype`), summed in float32.
 
     Args:
         dy: [T, N]; b: [N, R], contiguous, and xa: [T, R], in dy's dtype.

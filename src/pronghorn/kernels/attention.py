@@ -12,7 +12,7 @@ head, nearly all of them empty where documents are short, add dq atomically and 
 head. Here a list of tiles, made once a batch, says where the work is; each tile's owner writes it once, so results
 don't vary from run to run.
 
-Packed attention in Triton: a program has a tile of queries (forward, dq) or of keys (dk, dv) of one head.
+In Triton a program has a tile of queries (forward, dq) or of keys (dk, dv) of one head.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def backward_reference(
 
 
 def sink_grad(sinks: Tensor, d_out: Tensor, out: Tensor, lse: Tensor) -> Tensor:
-    """[H], in the sinks' dtype.
+    """Return dσ [H], in the sinks' dtype.
 
     Args:
         sinks: [H].
@@ -96,12 +96,12 @@ def _documents(tiles: Tensor) -> list[tuple[int, int]]:
 
 
 def _heads_first(x: Tensor, heads: int) -> Tensor:
-    """[L, H_kv, D] to [H, L, D], each head repeated for the queries that share it."""
+    """Turn [L, H_kv, D] into [H, L, D], each head repeated for the query heads that share it."""
     return x.transpose(0, 1).repeat_interleave(heads // x.shape[1], 0)
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, window: int | None) -> Tensor:
-    """[H, L, L] in float32 (float64), −inf where a query doesn't look."""
+    """Return scale · q kᵀ [H, L, L] in float32 (float64), −inf where a query doesn't look."""
     scores = q.transpose(0, 1) @ _heads_first(k, q.shape[1]).mT
     position = torch.arange(q.shape[0])
     distance = position[:, None] - position[None, :]
@@ -119,13 +119,13 @@ BITS: tl.constexpr = tl.constexpr(LOG2_E)
 
 @triton.jit
 def _tile(tiles_ptr, index):
-    """(first row, document's start, its end)."""
+    """Return (first row, document's start, its end) of a tile of int32 [N, 3]."""
     return tl.load(tiles_ptr + index * 3), tl.load(tiles_ptr + index * 3 + 1), tl.load(tiles_ptr + index * 3 + 2)
 
 
 @triton.jit
 def _rows_of(ptr, rows, row_stride, end, D: tl.constexpr):
-    """[ROWS, D] of one head; zero past the document's end."""
+    """Load [ROWS, D] of one head; zeros past the document's end."""
     at = ptr + rows.to(tl.int64)[:, None] * row_stride + tl.arange(0, D)[None, :]
     return tl.load(at, mask=(rows < end)[:, None], other=0.0)
 
@@ -139,11 +139,19 @@ def _store_rows(ptr, value, rows, row_stride, end, D: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=["tiles_ptr"])  # they may be a tail of the batch's
 def _forward(
-    q_ptr, k_ptr, v_ptr, sinks_ptr, out_ptr, lse_ptr, tiles_ptr, T,
-    q_row, q_head, k_row, k_head, v_row, v_head, out_row, group, scale, window,
+    q_ptr,  # [T, H, D]
+    k_ptr, v_ptr,  # [T, H_kv, D]
+    sinks_ptr,  # [H]; read with SINK only
+    out_ptr,  # [T, H, D]
+    lse_ptr,  # float32 [H, T], base 2
+    tiles_ptr,  # int32 [N, 3]
+    T, q_row, q_head, k_row, k_head, v_row, v_head, out_row,  # elements from row to row, from head to head
+    group,  # H / H_kv
+    scale,  # of base-2 scores: scale · log₂ e
+    window,
     WINDOW: tl.constexpr, SINK: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Attend from a tile of queries: q, out [T, H, D]; k, v [T, H_kv, D]; sinks [H]; lse [H, T]."""
+    """Attend from a tile of queries of one head."""
     head = tl.program_id(0).to(tl.int64)
     first, start, end = _tile(tiles_ptr, tl.program_id(1))
     if first < end:
@@ -165,10 +173,11 @@ def _forward(
             k = _rows_of(k_ptr, cols, k_row, end, D)
             v = _rows_of(v_ptr, cols, v_row, end, D)
             s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-            seen = cols[None, :] <= rows[:, None]
+            seen = cols[None, :] <= rows[:, None]  # which hides keys past the document's end, too
             if WINDOW:
                 seen = seen & (rows[:, None] - cols[None, :] < window)
             s = tl.where(seen, s, NEVER)
+            # p is relative to the highest score so far; the sums before it are rescaled when a higher one comes
             higher = tl.maximum(top, tl.max(s, 1))
             p = tl.exp2(s - higher[:, None])
             fade = tl.exp2(top - higher)
@@ -181,14 +190,20 @@ def _forward(
 
 @triton.jit(do_not_specialize_on_alignment=["tiles_ptr"])  # they may be a tail of the batch's
 def _backward_queries(
-    do_ptr, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, delta_ptr, dq_ptr, tiles_ptr, T,
-    q_row, q_head, k_row, k_head, v_row, v_head, out_row, grad_row, group, scale, unit, window,
+    do_ptr, q_ptr,  # [T, H, D]
+    k_ptr, v_ptr,  # [T, H_kv, D]
+    out_ptr,  # [T, H, D]
+    lse_ptr, delta_ptr,  # float32 [H, T]
+    dq_ptr,  # [T, H, D], rows grad_row apart
+    tiles_ptr,  # int32 [N, 3]
+    T, q_row, q_head, k_row, k_head, v_row, v_head,
+    out_row,  # of do and out
+    grad_row, group,
+    scale, unit,  # scale · log₂ e, and scale
+    window,
     WINDOW: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Write δ and dq of a tile of queries, key by key.
-
-    do, q, out, dq: [T, H, D]; k, v: [T, H_kv, D]; lse, delta: [H, T].
-    """
+    """Write δ and dq of a tile of queries."""
     head = tl.program_id(0).to(tl.int64)
     first, start, end = _tile(tiles_ptr, tl.program_id(1))
     if first < end:
@@ -198,6 +213,7 @@ def _backward_queries(
         q = _rows_of(q_ptr + head * q_head, rows, q_row, end, D)
         do = _rows_of(do_ptr + head * D, rows, out_row, end, D)
         out = _rows_of(out_ptr + head * D, rows, out_row, end, D)
+        # δ_i = do_i·o_i, which `_backward_keys` reads, too
         delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1)
         here = head * T + rows
         tl.store(delta_ptr + here, delta, mask=rows < end)
@@ -214,6 +230,7 @@ def _backward_queries(
             seen = cols[None, :] <= rows[:, None]
             if WINDOW:
                 seen = seen & (rows[:, None] - cols[None, :] < window)
+            # p_ij, ds_ij = p_ij (do_i·v_j − δ_i), and ds_ij k_j
             p = tl.where(seen, tl.exp2(s - lse[:, None]), 0.0)
             ds = p * (tl.dot(do, tl.trans(v), input_precision="ieee") - delta[:, None])
             dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
@@ -222,14 +239,15 @@ def _backward_queries(
 
 @triton.jit(do_not_specialize_on_alignment=["tiles_ptr"])  # they may be a tail of the batch's
 def _backward_keys(
-    do_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, tiles_ptr, T,
-    q_row, q_head, k_row, k_head, v_row, v_head, out_row, grad_row, group, scale, unit, window,
+    do_ptr, q_ptr,  # [T, H, D]
+    k_ptr, v_ptr,  # [T, H_kv, D]
+    lse_ptr, delta_ptr,  # float32 [H, T]
+    dk_ptr, dv_ptr,  # [T, H_kv, D], rows grad_row apart
+    tiles_ptr,  # int32 [N, 3]
+    T, q_row, q_head, k_row, k_head, v_row, v_head, out_row, grad_row, group, scale, unit, window,
     WINDOW: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Write dk and dv of a tile of keys, over all queries and query heads that see it.
-
-    do, q: [T, H, D]; k, v, dk, dv: [T, H_kv, D]; lse, delta: [H, T].
-    """
+    """Write dk and dv of a tile of keys, over all queries and query heads that see it."""
     kv_head = tl.program_id(0).to(tl.int64)
     first, _, end = _tile(tiles_ptr, tl.program_id(1))
     if first < end:
@@ -239,8 +257,9 @@ def _backward_keys(
         dk = tl.zeros((COLS, D), tl.float32)
         dv = tl.zeros((COLS, D), tl.float32)
         stop = end
-        if WINDOW:
+        if WINDOW:  # the last key's last query
             stop = tl.minimum(end, first + COLS + window - 1)
+        # all query heads of these keys in one program: their parts are added in order, without atomics
         for head in range(kv_head * group, (kv_head + 1) * group):
             for m in range(first, stop, ROWS):
                 rows = m + tl.arange(0, ROWS)
@@ -253,8 +272,10 @@ def _backward_keys(
                 seen = (cols[:, None] <= rows[None, :]) & (rows < end)[None, :]
                 if WINDOW:
                     seen = seen & (rows[None, :] - cols[:, None] < window)
+                # p_ij do_i
                 p = tl.where(seen, tl.exp2(s - lse[None, :]), 0.0)
                 dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
+                # ds_ij = p_ij (do_i·v_j − δ_i), and ds_ij q_i
                 ds = p * (tl.dot(v, tl.trans(do), input_precision="ieee") - delta[None, :])
                 dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
         _store_rows(dk_ptr + kv_head * D, dk * unit, cols, grad_row, end, D)
@@ -318,7 +339,7 @@ def backward_triton(
 
 
 def _strides(*tensors: Tensor) -> list[int]:
-    """Elements from row to row and from head to head of each."""
+    """Return the elements from row to row and from head to head of each."""
     return [stride for tensor in tensors for stride in tensor.stride()[:2]]
 
 
@@ -332,7 +353,7 @@ def forward(
     window: int | None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out [T, H, D], lse [H, T]: base-2 logarithm of the sum of exp(s), in float32, or float64).
+    """Return (out [T, H, D], lse [H, T]: base-2 logarithm of the sum of exp(s), in float32, or float64).
 
     Args:
         q: [T, H, D]; k, v: [T, H_kv, D], of any strides but for the last (slices of one product, for instance).
@@ -358,7 +379,7 @@ def backward(
     scale: float,
     window: int | None,
 ) -> Tensor:
-    """[T, H + 2·H_kv, D]: dq, dk and dv side by side, as one product of q, k and v leaves them.
+    """Return dq, dk and dv side by side, [T, H + 2·H_kv, D], as one product leaves q, k and v.
 
     Args: those of `forward` (lse has counted the sinks), its results, and d_out [T, H, D], contiguous.
     """

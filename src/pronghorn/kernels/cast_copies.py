@@ -4,8 +4,6 @@
 
 Sources are contiguous; a target may be columns of a wider tensor. The addresses are looked up in a table on the device,
 which is made once. torch's `_foreach_copy_` takes the host 5 µs a pair between dtypes: 2 ms for 28 layers.
-
-Copies of many matrices in Triton: one launch over a table of their addresses.
 """
 
 from __future__ import annotations
@@ -40,8 +38,8 @@ TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: 
 @triton.jit
 def _copy(
     table_ptr,  # int64 [5, N]: addresses of sources and targets, entries, columns, rows' distance in the target
-    N,
-    parts,
+    N,  # pairs
+    parts,  # programs a pair
     SOURCE: tl.constexpr,
     TARGET: tl.constexpr,
     BLOCK: tl.constexpr,

@@ -2,7 +2,7 @@
 
 β = σ(b)      g = −exp(A) · softplus(a + dt)      db = dβ · β (1 − β)      da = −dg · exp(A) · σ(a + dt)
 
-They are small: what counts is that each way is one launch.
+A is `decay` and dt is `step`, parameters of a head. The tensors are small: what counts is that each way is one launch.
 """
 
 from __future__ import annotations
@@ -33,24 +33,38 @@ def backward_reference(
 
 
 @triton.jit
-def _forward(b_ptr, a_ptr, decay_ptr, step_ptr, g_ptr, beta_ptr, b_row, a_row, N, H, BLOCK: tl.constexpr):
-    """b, a [T, H], rows b_row and a_row apart; decay, step [H]; g float32, beta [T, H]; N = T · H."""
+def _forward(
+    b_ptr, a_ptr,  # [T, H], rows b_row and a_row apart
+    decay_ptr, step_ptr,  # [H]
+    g_ptr,  # float32 [T, H]
+    beta_ptr,  # [T, H]
+    b_row, a_row,
+    N,  # T · H
+    H, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write BLOCK elements of g and β."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     row, head = i // H, i % H
     a = tl.load(a_ptr + row * a_row + head, mask=i < N, other=0.0).to(tl.float32)
     b = tl.load(b_ptr + row * b_row + head, mask=i < N, other=0.0).to(tl.float32)
     rate = tl.exp(tl.load(decay_ptr + head).to(tl.float32))
     x = a + tl.load(step_ptr + head).to(tl.float32)
-    soft = tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
+    soft = tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))  # softplus x; exp x itself would overflow
     tl.store(g_ptr + i, -rate * soft, mask=i < N)
     tl.store(beta_ptr + i, tl.sigmoid(b).to(beta_ptr.dtype.element_ty), mask=i < N)
 
 
 @triton.jit
 def _backward(
-    dg_ptr, d_beta_ptr, b_ptr, a_ptr, decay_ptr, step_ptr, db_ptr, da_ptr, b_row, a_row, N, H, BLOCK: tl.constexpr
-):
-    """dg, d_beta, db, da [T, H]; b, a [T, H], rows b_row and a_row apart; decay, step [H]; N = T · H."""
+    dg_ptr, d_beta_ptr,  # [T, H]
+    b_ptr, a_ptr,  # [T, H], rows b_row and a_row apart
+    decay_ptr, step_ptr,  # [H]
+    db_ptr, da_ptr,  # [T, H]
+    b_row, a_row,
+    N,  # T · H
+    H, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write BLOCK elements of db and da."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     row, head = i // H, i % H
     a = tl.load(a_ptr + row * a_row + head, mask=i < N, other=0.0).to(tl.float32)
@@ -59,8 +73,10 @@ def _backward(
     x = a + tl.load(step_ptr + head).to(tl.float32)
     dg = tl.load(dg_ptr + i, mask=i < N, other=0.0).to(tl.float32)
     d_beta = tl.load(d_beta_ptr + i, mask=i < N, other=0.0).to(tl.float32)
+    # db = dβ · β (1 − β)
     beta = tl.sigmoid(b)
     tl.store(db_ptr + i, (d_beta * beta * (1 - beta)).to(db_ptr.dtype.element_ty), mask=i < N)
+    # da = −dg · exp(A) · σ(a + dt)
     tl.store(da_ptr + i, (-dg * rate * tl.sigmoid(x)).to(da_ptr.dtype.element_ty), mask=i < N)
 
 

@@ -47,12 +47,14 @@ def write_out_reference(codes: Tensor, scales: Tensor, out: Tensor, rows: int, c
 @triton.jit
 def _write_out(
     codes_ptr,  # [N, K], bytes
-    scales_ptr,  # [N / rows, across]
+    scales_ptr,  # float32 [⌈N / rows⌉, across]
     out_ptr,  # [N, K]
-    N, K, rows, columns, across,
+    N, K,
+    rows, columns,  # of a block
+    across,  # ⌈K / columns⌉
     ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile."""
+    """Write out a tile of the weight."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)
     inside = (row < N)[:, None] & (col < K)[None, :]

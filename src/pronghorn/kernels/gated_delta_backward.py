@@ -30,10 +30,16 @@ NARROW = {"state gradients": Tile(16, 4, 1), "gradients": Tile(16, 8, 1)}
 
 @triton.jit
 def _direct(
-    q_ptr, k_ptr, do_ptr, sums_ptr, q_unit_ptr, k_unit_ptr, chunks_ptr, dn_ptr, q_row, q_head, k_row, k_head, scale,
+    q_ptr, k_ptr,  # [T, H_k, DK]
+    do_ptr,  # [T, H, DV]
+    sums_ptr,  # float32 [T, H]
+    q_unit_ptr, k_unit_ptr,  # float32 [T, H_k]
+    chunks_ptr,  # int32 [chunks, 2]: first token, length
+    dn_ptr,  # [T, H, DV]
+    q_row, q_head, k_row, k_head, scale,
     H: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, L: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Pᵀ do' [T, H, DV], some columns of one chunk."""
+    """Write Pᵀ do': some columns of one chunk and value head."""
     chunk, head, columns = tl.program_id(0), tl.program_id(1), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     length = tl.load(chunks_ptr + 2 * chunk + 1)
     if length == 0:
@@ -49,18 +55,27 @@ def _direct(
     k_unit = tl.load(k_unit_ptr + token * (H // GROUP) + key, mask=inside, other=0.0)
     at = (token[:, None] * H + head) * DV + columns[None, :]
     do = tl.load(do_ptr + at, mask=whole, other=0.0)
+    # scale · P, as q_unit has the scale that do' would have
     p = dot(q, tl.trans(k)) * q_unit[:, None] * k_unit[None, :] * decays(b, L)
     tl.store(dn_ptr + at, dot(tl.trans(p.to(q.dtype)), do).to(dn_ptr.dtype.element_ty), mask=whole)
 
 
 @triton.jit
 def _state_gradients(
-    q_ptr, k_ptr, w_ptr, do_ptr, sums_ptr, q_unit_ptr, k_unit_ptr, chunks_ptr, documents_ptr, dn_ptr, ds_ptr,
+    q_ptr, k_ptr,  # [T, H_k, DK]
+    w_ptr,  # [T, H, DK]
+    do_ptr,  # [T, H, DV]
+    sums_ptr,  # float32 [T, H]
+    q_unit_ptr, k_unit_ptr,  # float32 [T, H_k]
+    chunks_ptr,  # int32 [chunks, 2]: first token, length
+    documents_ptr,  # int32 [documents, 2]: first chunk, number of chunks
+    dn_ptr,  # [T, H, DV]: Pᵀ do', and then dN
+    ds_ptr,  # [chunks, H, DK, DV]
     q_row, q_head, k_row, k_head, scale,
     H: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, L: tl.constexpr, COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Write dN over Pᵀ do' [T, H, DV], and dS' [chunks, H, DK, DV] at each chunk's end: some columns of a document."""
+    """Write dN over Pᵀ do', and dS' at each chunk's end: some columns of one document and value head."""
     columns, head, document = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.program_id(1), tl.program_id(2)
     first, count = tl.load(documents_ptr + 2 * document), tl.load(documents_ptr + 2 * document + 1)
     rows, wide, key = tl.arange(0, L), tl.arange(0, DK), head // GROUP
@@ -81,8 +96,10 @@ def _state_gradients(
         rounded = ds.to(k.dtype)
         to = ds_ptr + (chunk.to(tl.int64) * H + head) * DK * DV + wide[:, None] * DV + columns[None, :]
         tl.store(to, rounded)
+        # dN = Pᵀ do' + exp(b_L − b) k dS'
         dn = (dn + dot(k, rounded) * (tl.exp(last - b) * k_unit)[:, None]).to(k.dtype)
         tl.store(dn_ptr + at, dn, mask=whole)
+        # dS = exp(b_L) dS' + (exp(b) q)ᵀ do' − wᵀ dN
         q = tl.load(q_ptr + token[:, None] * q_row + key * q_head + wide[None, :], mask=whole, other=0.0)
         of_o = dot(tl.trans(q), (do * (tl.exp(b) * q_unit)[:, None]).to(k.dtype))
         w = tl.load(w_ptr + (token[:, None] * H + head) * DK + wide[None, :], mask=whole, other=0.0)
@@ -92,12 +109,24 @@ def _state_gradients(
 
 @triton.jit
 def _gradients(
-    q_ptr, k_ptr, v_ptr, beta_ptr, do_ptr, new_ptr, inverse_ptr, sums_ptr, q_unit_ptr, k_unit_ptr, states_ptr,
-    dn_ptr, ds_ptr, chunks_ptr, dq_ptr, dk_ptr, dv_ptr, dg_ptr, dbeta_ptr,
+    q_ptr, k_ptr,  # [T, H_k, DK]
+    v_ptr,  # [T, H, DV]
+    beta_ptr,  # [T, H]
+    do_ptr, new_ptr,  # [T, H, DV]
+    inverse_ptr,  # Tm [T, H, L]
+    sums_ptr,  # float32 [T, H]
+    q_unit_ptr, k_unit_ptr,  # float32 [T, H_k]
+    states_ptr,  # [chunks, H, DK, DV]
+    dn_ptr,  # [T, H, DV]
+    ds_ptr,  # dS' [chunks, H, DK, DV]
+    chunks_ptr,  # int32 [chunks, 2]: first token, length
+    dq_ptr, dk_ptr,  # [T, H_k, DK]
+    dv_ptr,  # [T, H, DV]
+    dg_ptr, dbeta_ptr,  # [T, H]
     q_row, q_head, k_row, k_head, v_row, v_head, scale,
     H: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, L: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write dq, dk [T, H_k, DK] of one chunk and key head, and dv [T, H, DV], dg, dbeta [T, H] of its value heads."""
+    """Write dq and dk of one chunk and key head, and dv, dg and dβ of its value heads."""
     chunk, key = tl.program_id(0), tl.program_id(1)
     length = tl.load(chunks_ptr + 2 * chunk + 1)
     if length == 0:
@@ -123,6 +152,7 @@ def _gradients(
         da = tl.zeros((L, L), tl.float32)
         dp = tl.zeros((L, L), tl.float32)
         dbeta = tl.zeros((L,), tl.float32)
+        # gradients of b in exp(b), of b_L − b in exp(b_L − b), and of exp(b_L)
         by_since = tl.zeros((L,), tl.float32)
         by_until = tl.zeros((L,), tl.float32)
         by_last = tl.zeros((COLUMNS,), tl.float32)
@@ -136,20 +166,24 @@ def _gradients(
             of_state = (chunk.to(tl.int64) * H + head) * DK * DV + wide[:, None] * DV + columns[None, :]
             state, ds = tl.load(states_ptr + of_state), tl.load(ds_ptr + of_state)
             by_last += tl.sum(state.to(tl.float32) * ds.to(tl.float32), 0)
+            # y = Tmᵀ dN, dv = β y, and what it gives to β, A and P
             y = dot(tl.trans(inverse), dn)
             tl.store(dv_ptr + at, (y * beta[:, None]).to(dv_ptr.dtype.element_ty), mask=whole)
             dbeta += tl.sum(y * v.to(tl.float32), 1)
             y = y.to(k.dtype)
             da -= dot(y, tl.trans(new))
             dp += dot(do, tl.trans(new))
+            # dq: exp(b) do' Sᵀ
             part = dot(do, tl.trans(state)) * (since * scale)[:, None]
             by_since += q_unit * tl.sum(part * q.to(tl.float32), 1)
             dq += part
+            # dk: −exp(b) β y Sᵀ
             part = dot(y, tl.trans(state)) * since[:, None]
             along = k_unit * tl.sum(part * k.to(tl.float32), 1)
             dbeta -= along
             by_since -= beta * along
             dk -= part * beta[:, None]
+            # dk: exp(b_L − b) N dS'ᵀ
             part = dot(new, tl.trans(ds)) * until[:, None]
             by_until += k_unit * tl.sum(part * k.to(tl.float32), 1)
             dk += part
@@ -157,8 +191,9 @@ def _gradients(
             q = tl.load(q_ptr + token[:, None] * q_row + key * q_head + wide[None, :], mask=whole, other=0.0)
             k = tl.load(k_ptr + token[:, None] * k_row + key * k_head + wide[None, :], mask=whole, other=0.0)
         decay = decays(b, L)
-        da = tl.where(below, da * decay, 0.0)  # from here on with D
+        da = tl.where(below, da * decay, 0.0)  # from here on dA ∘ D and dP ∘ D
         dp = tl.where(lower, dp * decay, 0.0) * scale
+        # db: rows less columns of dA ∘ A + dP ∘ P, and the factors' (exp(b_L) has the last token's b); dg sums it up
         kk = dot(k, tl.trans(k)) * k_unit[:, None] * k_unit[None, :] * da
         qk = dot(q, tl.trans(k)) * q_unit[:, None] * k_unit[None, :] * dp
         dbeta += tl.sum(kk, 1)
@@ -168,11 +203,13 @@ def _gradients(
         dg = tl.sum(tl.where(lower, db[:, None], 0.0), 0)
         tl.store(dg_ptr + token * H + head, dg, mask=inside)
         tl.store(dbeta_ptr + token * H + head, dbeta.to(dbeta_ptr.dtype.element_ty), mask=inside)
+        # through the products inside the chunk: (dP ∘ D) k, (dP ∘ D)ᵀ q, (X + Xᵀ) k
         da = da * beta[:, None]
         dq += dot((dp * k_unit[None, :]).to(k.dtype), k)
         dk += dot(tl.trans((dp * q_unit[:, None]).to(k.dtype)), q)
         dk += dot(((da + tl.trans(da)) * k_unit[None, :]).to(k.dtype), k)
     at = (token[:, None] * (H // GROUP) + key) * DK + wide[None, :]
+    # through the division by the lengths of q and k
     unit = q.to(tl.float32) * q_unit[:, None]
     dq = (dq - unit * tl.sum(unit * dq, 1)[:, None]) * q_unit[:, None]
     tl.store(dq_ptr + at, dq.to(dq_ptr.dtype.element_ty), mask=whole)

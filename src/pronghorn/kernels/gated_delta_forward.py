@@ -64,27 +64,31 @@ def dot(a, b):
 
 @triton.jit
 def decays(b, L: tl.constexpr):
-    """D [L, L]: exp(b_i − b_j) for i ≥ j, else 0."""
+    """Return D [L, L]: exp(b_i − b_j) for i ≥ j, else 0."""
     rows = tl.arange(0, L)
     return tl.exp(tl.where(rows[:, None] >= rows[None, :], b[:, None] - b[None, :], float("-inf")))
 
 
 @triton.jit
 def _inverse(a, L: tl.constexpr):
-    """(I + a)⁻¹ of a strictly lower triangular a: by substitution in diagonal blocks of 16, whose inverses are X, then
-    (I + M)⁻¹ X with M = X · (a outside these blocks), whose fourth power is 0."""
+    """Return (I + a)⁻¹ of a strictly lower triangular a.
+
+    By substitution in the diagonal blocks of 16, whose inverses are X; then (I + M)⁻¹ X, where M = X · (a outside these
+    blocks), whose fourth power is 0.
+    """
     rows = tl.arange(0, L)
     block = (rows[:, None] // 16) == (rows[None, :] // 16)
     one = tl.where(rows[:, None] == rows[None, :], 1.0, 0.0)
     diagonal = tl.where(block, -a, 0.0)
     x = diagonal
     for i in range(2, 16):
-        turn = ((rows % 16) == i)[:, None] & block
+        turn = ((rows % 16) == i)[:, None] & block  # row i of all blocks at once: they share no column
         row = tl.sum(tl.where(turn, diagonal, 0.0), 0)
         row += tl.sum(row[:, None] * x, 0)
         x = tl.where(turn, row[None, :], x)
     x += one
     m = tl.dot(x, tl.where(block, 0.0, a), input_precision="ieee")
+    # I − M + M² − M³ = (I − M) (I + M²)
     square = tl.dot(m, m, input_precision="ieee")
     m = one - m
     m += tl.dot(m, square, input_precision="ieee")
@@ -93,14 +97,22 @@ def _inverse(a, L: tl.constexpr):
 
 @triton.jit
 def _prepare(
-    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, chunks_ptr, w_ptr, u_ptr, inverse_ptr, sums_ptr, q_unit_ptr, k_unit_ptr,
+    q_ptr, k_ptr,  # [T, H_k, DK]
+    v_ptr,  # [T, H, DV]
+    g_ptr, beta_ptr,  # [T, H]
+    chunks_ptr,  # int32 [chunks, 2]: first token, length
+    w_ptr,  # [T, H, DK]
+    u_ptr,  # [T, H, DV]
+    inverse_ptr,  # [T, H, L]
+    sums_ptr,  # float32 [T, H]
+    q_unit_ptr, k_unit_ptr,  # float32 [T, H_k]
     q_row, q_head, k_row, k_head, v_row, v_head, eps,
     H: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, L: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """q, k, v of any strides; g, beta, sums [T, H]; w [T, H, DK]; u [T, H, DV]; inverse [T, H, L]; units [T, H_k]."""
+    """Write Tm, w, u and b of one chunk and value head, and one over the lengths of its q and k."""
     chunk, head = tl.program_id(0), tl.program_id(1)
     length = tl.load(chunks_ptr + 2 * chunk + 1)
-    if length == 0:
+    if length == 0:  # the list is as long as any row may need
         return
     rows, wide = tl.arange(0, L), tl.arange(0, DK)
     token = tl.load(chunks_ptr + 2 * chunk).to(tl.int64) + rows
@@ -108,19 +120,22 @@ def _prepare(
     whole = inside[:, None]
     k = tl.load(k_ptr + token[:, None] * k_row + key * k_head + wide[None, :], mask=whole, other=0.0)
     k_unit = tl.rsqrt(tl.sum(k.to(tl.float32) * k.to(tl.float32), 1) + eps)
-    if head % GROUP == 0:
+    if head % GROUP == 0:  # once for the value heads that share a key head
         q = tl.load(q_ptr + token[:, None] * q_row + key * q_head + wide[None, :], mask=whole, other=0.0).to(tl.float32)
         by_key = token * (H // GROUP) + key
         tl.store(q_unit_ptr + by_key, tl.rsqrt(tl.sum(q * q, 1) + eps), mask=inside)
         tl.store(k_unit_ptr + by_key, k_unit, mask=inside)
     g = tl.load(g_ptr + token * H + head, mask=inside, other=0.0)
     beta = tl.load(beta_ptr + token * H + head, mask=inside, other=0.0).to(tl.float32)
+    # b; past the chunk's end it stays the last token's, so that no exp overflows there: inf · 0 would be nan
     b = tl.sum(tl.where(rows[:, None] >= rows[None, :], g[None, :], 0.0), 1)
     tl.store(sums_ptr + token * H + head, b, mask=inside)
+    # A, and Tm = (I + A)⁻¹
     a = dot(k, tl.trans(k)) * (beta * k_unit)[:, None] * k_unit[None, :] * decays(b, L)
     inverse = _inverse(tl.where(rows[:, None] > rows[None, :], a, 0.0), L)
     square = (token[:, None] * H + head) * L + rows[None, :]
     tl.store(inverse_ptr + square, inverse.to(inverse_ptr.dtype.element_ty), mask=whole)
+    # w = Tm β exp(b) k, and u = Tm β v
     w = dot((inverse * (beta * tl.exp(b) * k_unit)[None, :]).to(k.dtype), k)
     tl.store(w_ptr + (token[:, None] * H + head) * DK + wide[None, :], w.to(w_ptr.dtype.element_ty), mask=whole)
     times_beta = (inverse * beta[None, :]).to(k.dtype)
@@ -133,11 +148,19 @@ def _prepare(
 
 @triton.jit
 def _states(
-    k_ptr, w_ptr, new_ptr, sums_ptr, k_unit_ptr, chunks_ptr, documents_ptr, states_ptr, k_row, k_head,
+    k_ptr,  # [T, H_k, DK]
+    w_ptr,  # [T, H, DK]
+    new_ptr,  # [T, H, DV]: u, and then N
+    sums_ptr,  # float32 [T, H]
+    k_unit_ptr,  # float32 [T, H_k]
+    chunks_ptr,  # int32 [chunks, 2]: first token, length
+    documents_ptr,  # int32 [documents, 2]: first chunk, number of chunks
+    states_ptr,  # [chunks, H, DK, DV]
+    k_row, k_head,
     H: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, L: tl.constexpr, COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Write N over u [T, H, DV], and S [chunks, H, DK, DV] at each chunk's start: some columns of one document."""
+    """Write N over u, and S at each chunk's start: some columns of one document and value head."""
     columns, head, document = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.program_id(1), tl.program_id(2)
     first, count = tl.load(documents_ptr + 2 * document), tl.load(documents_ptr + 2 * document + 1)
     rows, wide, key = tl.arange(0, L), tl.arange(0, DK), head // GROUP
@@ -157,19 +180,27 @@ def _states(
         rounded = state.to(k.dtype)
         to = states_ptr + (chunk.to(tl.int64) * H + head) * DK * DV + wide[:, None] * DV + columns[None, :]
         tl.store(to, rounded)
+        # N = u − w S
         new = u.to(tl.float32) - dot(w, rounded)
         tl.store(at, new.to(u.dtype), mask=whole)
+        # S' = exp(b_L) S + (exp(b_L − b) k)ᵀ N; the factors of k go to N, which is rounded anyway
         scaled = (new * (tl.exp(last - b) * unit)[:, None]).to(k.dtype)
         state = state * tl.exp(last) + dot(tl.trans(k), scaled)
 
 
 @triton.jit
 def _output(
-    q_ptr, k_ptr, new_ptr, sums_ptr, q_unit_ptr, k_unit_ptr, states_ptr, chunks_ptr, o_ptr,
+    q_ptr, k_ptr,  # [T, H_k, DK]
+    new_ptr,  # N [T, H, DV]
+    sums_ptr,  # float32 [T, H]
+    q_unit_ptr, k_unit_ptr,  # float32 [T, H_k]
+    states_ptr,  # [chunks, H, DK, DV]
+    chunks_ptr,  # int32 [chunks, 2]: first token, length
+    o_ptr,  # [T, H, DV]
     q_row, q_head, k_row, k_head, scale,
     H: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, L: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """o [T, H, DV] = scale (exp(b) q S + (q kᵀ ∘ D) N), some columns of one chunk."""
+    """Write o = scale (exp(b) q S + (q kᵀ ∘ D) N): some columns of one chunk and value head."""
     chunk, head, columns = tl.program_id(0), tl.program_id(1), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     length = tl.load(chunks_ptr + 2 * chunk + 1)
     if length == 0:

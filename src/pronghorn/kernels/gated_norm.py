@@ -37,8 +37,15 @@ def backward_reference(
 
 
 @triton.jit
-def _forward(x_ptr, z_ptr, w_ptr, y_ptr, N, H, z_row, z_head, eps, D, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """x, y [N, D], N = T · H heads; z [T, H, D], tokens z_row and heads z_head apart; w [D]."""
+def _forward(
+    x_ptr,  # [N, D]
+    z_ptr,  # [T, H, D], tokens z_row and heads z_head apart
+    w_ptr,  # [D]
+    y_ptr,  # [N, D]
+    N,  # T · H
+    H, z_row, z_head, eps, D, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write y of a tile of heads."""
     heads, cols = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     inside = (heads < N)[:, None] & (cols < D)[None, :]
     w = tl.load(w_ptr + cols, mask=cols < D, other=0.0).to(tl.float32)
@@ -52,10 +59,17 @@ def _forward(x_ptr, z_ptr, w_ptr, y_ptr, N, H, z_row, z_head, eps, D, ROWS: tl.c
 
 @triton.jit
 def _backward(
-    dy_ptr, x_ptr, z_ptr, w_ptr, dx_ptr, dz_ptr, dw_ptr, N, H, z_row, z_head, dz_row, dz_head, eps, D,
+    dy_ptr, x_ptr,  # [N, D]
+    z_ptr,  # [T, H, D], tokens z_row and heads z_head apart
+    w_ptr,  # [D]
+    dx_ptr,  # [N, D]
+    dz_ptr,  # [T, H, D], tokens dz_row and heads dz_head apart
+    dw_ptr,  # float32 [programs, D]; written with WEIGHT only
+    N,  # T · H
+    H, z_row, z_head, dz_row, dz_head, eps, D,
     WEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dy, x, dx [N, D]; z, dz [T, H, D], tokens …_row and heads …_head apart; w [D]; dw float32 [programs, D]."""
+    """Write dx and dz of a tile of heads, and its part of dw."""
     heads, cols = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     inside = (heads < N)[:, None] & (cols < D)[None, :]
     flat = heads[:, None] * D + cols[None, :]
@@ -67,14 +81,15 @@ def _backward(
     r = tl.rsqrt(tl.sum(x * x, 1) / D + eps)
     n, s = x * r[:, None], tl.sigmoid(z)
     silu = z * s
-    # back through the gate
+    # back through the gate: dz = dy ∘ w ∘ n ∘ silu'(z)
     dz = dy * w[None, :] * n * s * (1 + z * (1 - s))
     at = ((heads // H) * dz_row + (heads % H) * dz_head)[:, None] + cols[None, :]
     tl.store(dz_ptr + at, dz.to(dz_ptr.dtype.element_ty), mask=inside)
-    # back through the norm
+    # back through the norm: dx = r · (e − n · mean_d(e ∘ n))
     e = dy * w[None, :] * silu
     dx = r[:, None] * (e - n * (tl.sum(e * n, 1) / D)[:, None])
     tl.store(dx_ptr + flat, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+    # dw: this tile's Σ dy ∘ n ∘ silu(z)
     if WEIGHT:
         tl.store(dw_ptr + tl.program_id(0).to(tl.int64) * D + cols, tl.sum(dy * n * silu, 0), mask=cols < D)
 

@@ -106,11 +106,18 @@ def fp8_tile(columns: int, depth: int, device: torch.device, exact: bool = False
 
 @triton.jit
 def _multiply_codes(
-    x_ptr, x_scales_ptr, w_ptr, w_scales_ptr, y_ptr, offsets_ptr, rows_ptr, N, K,
+    x_ptr,  # e4m3 [T, K]
+    x_scales_ptr,  # float32 [T]
+    w_ptr,  # e4m3 [E, N, K]
+    w_scales_ptr,  # float32 [E, N]
+    y_ptr,  # [S, N]
+    offsets_ptr,  # int32 [E]
+    rows_ptr,  # int32 [S]; read with GATHER only
+    N, K,
     E: tl.constexpr, EXPERTS: tl.constexpr, GATHER: tl.constexpr, WHOLE: tl.constexpr, EXACT: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Multiply a tile: x [T, K], with scales [T]; w [E, N, K], with scales [E, N]; y [S, N]; offsets [E]; rows [S]."""
+    """Write a tile of y, of one expert's rows."""
     across = tl.cdiv(N, COLS)
     expert, start, end = tile_of(offsets_ptr, tl.program_id(0) // across, E, EXPERTS, ROWS)
     if expert < E:
@@ -131,7 +138,7 @@ def _multiply_codes(
             else:
                 left = tl.load(x, mask=(depth < K - k)[None, :], other=0.0)
                 right = tl.load(w, mask=(depth < K - k)[:, None], other=0.0)
-            if EXACT:
+            if EXACT:  # the tensor cores add up one step only: their own sums keep too few bits
                 total = tl.dot(left, right, total, input_precision="ieee", max_num_imprecise_acc=DEPTH)
             else:
                 total = tl.dot(left, right, total, input_precision="ieee")

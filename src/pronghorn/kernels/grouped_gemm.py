@@ -7,8 +7,8 @@ Three ways: torch's `grouped_mm` (CUTLASS), which below and beside SM90 and SM10
 loops over experts on the host, so it is not used there; a Triton kernel, which reads gathered rows in place; and a
 loop in plain torch, the reference and the CPU's way. `choose` says which, and why.
 
-Grouped products in Triton: the grid covers the most tiles that any grouping could need, ⌈S/ROWS⌉ + E, and each
-program finds its expert from the offsets on the device (surplus ones return), so that the host never knows them.
+In Triton the grid covers the most tiles that any grouping could need, ⌈S/ROWS⌉ + E, and each program finds its expert
+from the offsets on the device (surplus ones return), so that the host never knows them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TORCH_MAJORS = (9, 10)
 
 
 def choose(device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[Way, str]:
-    """The way that large products take, and why.
+    """Return the way that large products take, and why.
 
     Args:
         sizes: every K and N.
@@ -50,7 +50,7 @@ def choose(device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...]) -> 
 
 
 def groups_of(offsets: Tensor) -> Iterator[tuple[int, int, int]]:
-    """(expert, first row, end) of experts that have rows, on the host."""
+    """Yield (expert, first row, end) of experts that have rows, on the host."""
     for e, (start, end) in enumerate(pairwise([0, *offsets.tolist()])):
         if end > start:
             yield e, start, end
@@ -68,15 +68,20 @@ class Tile:
 
 
 def multiply_tile(dtype: torch.dtype, columns: int) -> Tile:
-    """The tile for y = x W with that many columns: within 99 KB of shared memory, the least of Ampere to Blackwell."""
+    """Return the tile for y = x W with that many columns.
+
+    It fits 99 KB of shared memory, the least of Ampere to Blackwell.
+    """
     if dtype is torch.float32:
         return Tile(64, 64, 32, 4, 2) if columns > 32 else Tile(64, 16, 32, 4, 2)
     return Tile(128, 128, 64, 8, 3) if columns > 64 else Tile(128, 16 if columns <= 16 else 64, 64, 4, 3)
 
 
 def wide_tile(dtype: torch.dtype, columns: int, device: torch.device) -> Tile:
-    """Return a tile for y = x W, twice as wide where a block may have 160 KB of shared memory (A100, H100, B200): for
-    one of Qwen3-30B-A3B's products 0.82 instead of 0.98 ms (moe-ops.json)."""
+    """Return a tile for y = x W, twice as wide where a block may have 160 KB of shared memory (A100, H100, B200).
+
+    One of Qwen3-30B-A3B's products took 0.82 instead of 0.98 ms (moe-ops.json).
+    """
     if dtype is torch.float32 or columns <= 64 or device.type != "cuda":
         return multiply_tile(dtype, columns)
     properties: Any = torch.cuda.get_device_properties(device)
@@ -85,7 +90,7 @@ def wide_tile(dtype: torch.dtype, columns: int, device: torch.device) -> Tile:
 
 
 def outer_tile(dtype: torch.dtype, m: int, n: int) -> Tile:
-    """The tile for G = xᵀ y: thin where a rank is."""
+    """Return the tile for G = xᵀ y: thin where a side is an adapter's rank."""
     wide = 64 if dtype is torch.float32 else 128
     rows, cols = (16 if size <= 16 else 32 if size <= 32 else wide for size in (m, n))
     return Tile(rows, cols, 32, 4 if rows * cols <= 64 * 64 else 8, 3)
@@ -93,14 +98,16 @@ def outer_tile(dtype: torch.dtype, m: int, n: int) -> Tile:
 
 @triton.jit
 def tile_of(offsets_ptr, tile, E: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
-    """(expert, first row, end row) of the tile-th tile when each expert's rows are cut into tiles; expert E past the
-    last."""
+    """Return (expert, first row, the expert's last row + 1) of a tile, where each expert's rows are cut into tiles.
+
+    The expert is E past the last tile.
+    """
     ids = tl.arange(0, EXPERTS)
     ends = tl.load(offsets_ptr + ids, mask=ids < E, other=0)
     starts = tl.load(offsets_ptr + ids - 1, mask=(ids > 0) & (ids < E), other=0)
     tiles = tl.where(ids < E, (ends - starts + ROWS - 1) // ROWS, 0)
     upto = tl.cumsum(tiles, 0)
-    expert = tl.sum(tl.where((ids < E) & (upto <= tile), 1, 0), 0)
+    expert = tl.sum(tl.where((ids < E) & (upto <= tile), 1, 0), 0)  # so many have all of their tiles before this one
     mine = ids == expert
     start = tl.sum(tl.where(mine, starts + (tile - upto + tiles) * ROWS, 0), 0)
     end = tl.sum(tl.where(mine, ends, 0), 0)
@@ -109,11 +116,17 @@ def tile_of(offsets_ptr, tile, E: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.
 
 @triton.jit
 def _multiply(
-    x_ptr, w_ptr, y_ptr, offsets_ptr, rows_ptr, N, K, w_expert, w_k, w_n, scale, first, last,
+    x_ptr,  # [T, K]
+    w_ptr,  # [last − first, K, N], any strides
+    y_ptr,  # [S, N]
+    offsets_ptr,  # int32 [E]
+    rows_ptr,  # int32 [S]; read with GATHER only
+    N, K, w_expert, w_k, w_n, scale,
+    first, last,  # of the experts whose weights w has
     E: tl.constexpr, EXPERTS: tl.constexpr, GATHER: tl.constexpr, ADD: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Multiply a tile: x [T, K]; w [last − first, K, N], of these experts; y [S, N]; offsets [E]; rows [S]."""
+    """Write a tile of y, of one expert's rows; with ADD, add it to what y holds."""
     across = tl.cdiv(N, COLS)
     expert, start, end = tile_of(offsets_ptr, tl.program_id(0) // across, E, EXPERTS, ROWS)
     if (expert >= first) & (expert < last):
@@ -145,10 +158,15 @@ def _multiply(
 
 @triton.jit
 def _outer(
-    x_ptr, y_ptr, g_ptr, offsets_ptr, x_rows_ptr, y_rows_ptr, M, N, scale,
+    x_ptr,  # [T, M]
+    y_ptr,  # [T, N]
+    g_ptr,  # [E, M, N]
+    offsets_ptr,  # int32 [E]
+    x_rows_ptr, y_rows_ptr,  # int32 [S]; read with X_GATHER, Y_GATHER only
+    M, N, scale,
     X_GATHER: tl.constexpr, Y_GATHER: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Add up a tile of an expert: x [T, M]; y [T, N]; g [E, M, N]; offsets [E]; x_rows, y_rows [S]."""
+    """Add up a tile of one expert's G; zeros for an expert without rows."""
     across = tl.cdiv(N, COLS)
     expert = tl.program_id(1)
     m = (tl.program_id(0) // across) * ROWS + tl.arange(0, ROWS)
@@ -243,7 +261,7 @@ def multiply(
     out: Tensor | None = None,
     scale: float = 1.0,
 ) -> Tensor:
-    """Rows times their expert's weight.
+    """Multiply rows by their expert's weight.
 
     Args:
         x: [T, K], contiguous.
@@ -277,7 +295,7 @@ def outer(
     y_rows: Rows | None = None,
     scale: float = 1.0,
 ) -> Tensor:
-    """Each expert's sum of outer products: the gradient of its weight.
+    """Add up each expert's outer products: the gradient of its weight.
 
     Args:
         x: [T, M] and y: [T, N], contiguous, of one dtype; x_rows, y_rows as `multiply`'s.

@@ -31,7 +31,7 @@ def linear_cross_entropy(
     ignore_index: int,
     softcap: float | None = None,
 ) -> Tensor:
-    """Sum of the rows' cross-entropies over `divisor`.
+    """Return the sum of the rows' cross-entropies, divided by `divisor`.
 
     Args:
         hidden: [M, H]; weight: [V, H], of the same dtype or wider (it is rounded to hidden's, its gradient isn't).
@@ -46,6 +46,8 @@ def linear_cross_entropy(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
+    """Makes the gradients of the undivided sum in the forward, while logits are there; the backward scales them."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -67,6 +69,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             rows = slice(start, start + rows_of_a_chunk(weight))
             logits = _logits(hidden[rows], weight)
             total += cross_entropy_(logits, targets[rows], ignore_index, softcap).sum()
+            # logits holds ∂ℓ/∂y now: (∂ℓ/∂y) W, and this chunk's part of (∂ℓ/∂y)ᵀ h
             whole, *rest = _even(weight)
             if dh is not None:
                 torch.mm(logits[:, whole], weight[whole], out=dh[rows])
@@ -74,7 +77,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     dh[rows].addmm_(logits[:, part], weight[part])
             if dw is not None:
                 for part in (whole, *rest):
-                    _add_product(dw[part], logits[:, part].t(), hidden[rows], beta=min(start, 1))
+                    _add_product(dw[part], logits[:, part].t(), hidden[rows], beta=min(start, 1))  # the first writes
             del logits  # before the next chunk is made
         ctx.save_for_backward(dh, dw)
         ctx.divisor = divisor
@@ -93,7 +96,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """h Wᵀ, its rows 16 bytes or a multiple apart."""
+    """Return h Wᵀ, its rows 16 bytes or a multiple apart."""
     padded = hidden.new_empty(len(hidden), -(-len(weight) // EVEN) * EVEN)
     for part in _even(weight):
         torch.mm(hidden, weight[part].t(), out=padded[:, part])
@@ -101,15 +104,19 @@ def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def _even(weight: Tensor) -> list[slice]:
-    """The vocabulary's entries up to a multiple of `EVEN`, then the rest if there is one: with an odd number cuBLAS's
-    products are three times slower."""
+    """Split the vocabulary's entries: up to a multiple of `EVEN`, then the rest if there is one.
+
+    With an odd number cuBLAS's products are three times slower.
+    """
     entries, most = len(weight), len(weight) // EVEN * EVEN
     return [slice(*ends) for ends in ((0, most), (most, entries)) if ends[0] < ends[1]]
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
-    """total = beta · total + a b, rounded once: in float32 also where a and b have 16 bits, which is CUDA's alone. With
-    beta = 0 total may hold anything."""
+    """Make total = beta · total + a b, rounded once (on the CPU twice, where total is float32 and a, b have 16 bits).
+
+    With beta = 0 total may hold anything.
+    """
     if total.dtype == a.dtype:
         total.addmm_(a, b, beta=beta)
     elif total.is_cuda:
@@ -121,6 +128,6 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
 
 
 def rows_of_a_chunk(weight: Tensor) -> int:
-    """How many rows' logits fit into CHUNK_BYTES, a multiple of 256, MOST_ROWS at most."""
+    """Return how many rows' logits fit into CHUNK_BYTES: a multiple of 256, MOST_ROWS at most."""
     fit = CHUNK_BYTES // (weight.element_size() * weight.shape[0])
     return min(MOST_ROWS, max(256, fit // 256 * 256))

@@ -28,8 +28,12 @@ def route_reference(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, ...]
 
 
 @triton.jit
-def _count(ids_ptr, counts_ptr, S, blocks, EXPERTS: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr):
-    """Count a block's slots of each expert: ids [S]; counts [E, blocks]."""
+def _count(
+    ids_ptr,  # integers [S]
+    counts_ptr,  # int32 [E, blocks]
+    S, blocks, EXPERTS: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Count a block's slots of each expert."""
     block = tl.program_id(0)
     slots = block * BLOCK + tl.arange(0, BLOCK)
     ids = tl.load(ids_ptr + slots, mask=slots < S, other=E).to(tl.int32)
@@ -40,10 +44,14 @@ def _count(ids_ptr, counts_ptr, S, blocks, EXPERTS: tl.constexpr, E: tl.constexp
 
 @triton.jit
 def _place(
-    ids_ptr, counts_ptr, upto_ptr, offsets_ptr, slots_ptr, tokens_ptr, experts_ptr, inverse_ptr, S, K, blocks,
+    ids_ptr,  # integers [S]
+    counts_ptr, upto_ptr,  # int32 [E, blocks]: counts, and their running sum, expert by expert
+    offsets_ptr,  # int32 [E]
+    slots_ptr, tokens_ptr, experts_ptr, inverse_ptr,  # int32 [S]
+    S, K, blocks,
     EXPERTS: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Place a block's slots: ids, slots, tokens, experts, inverse [S]; counts, upto [E, blocks]; offsets [E]."""
+    """Place a block's slots."""
     block = tl.program_id(0)
     slots = block * BLOCK + tl.arange(0, BLOCK)
     inside = slots < S
@@ -51,13 +59,14 @@ def _place(
     experts = tl.arange(0, EXPERTS)
     upto = tl.load(upto_ptr + experts * blocks + block, mask=experts < E, other=0)
     before = upto - tl.load(counts_ptr + experts * blocks + block, mask=experts < E, other=0)
+    # a slot's row: slots of earlier experts and blocks, and those of its expert before it in this block
     mine = (ids[:, None] == experts[None, :]).to(tl.int32)
     rows = tl.sum(mine * (tl.cumsum(mine, 0) - 1 + before[None, :]), 1)
     tl.store(slots_ptr + rows, slots, mask=inside)
     tl.store(tokens_ptr + rows, slots // K, mask=inside)
     tl.store(experts_ptr + rows, ids, mask=inside)
     tl.store(inverse_ptr + slots, rows, mask=inside)
-    if block == blocks - 1:
+    if block == blocks - 1:  # whose running sums are where experts end
         tl.store(offsets_ptr + experts, upto, mask=experts < E)
 
 

@@ -3,9 +3,8 @@
     gather    x'_i = x_{tokens_i}                     a token is read once and written to each of its rows
     combine   y_t = Σ_k w_tk · (x_{rows_tk} + b_{e_tk})
 
-Sums are in float32 (float64 for float64), over k in order: equal bits every time.
-
-Gather and combine in Triton, near the copy bandwidth: each row is read once and written once.
+Sums are in float32 (float64 for float64), over k in order: equal bits every time. The Triton kernels are near the copy
+bandwidth: each row is read once and written once.
 """
 
 from __future__ import annotations
@@ -51,9 +50,16 @@ WHOLE = 4096
 
 
 @triton.jit
-def _gather(x_ptr, places_ptr, y_ptr, WIDTH, K: tl.constexpr, BLOCK: tl.constexpr):
-    """A token, or a part of it, to its K rows: a program for each row would read tokens K times, and what is written
-    meanwhile drives them out of the cache."""
+def _gather(
+    x_ptr,  # [T, WIDTH]
+    places_ptr,  # int32 [T, K]
+    y_ptr,  # [S, WIDTH]
+    WIDTH, K: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Copy a token, or a part of it, to its K rows.
+
+    A program for each row would read tokens K times, and what is written meanwhile drives them out of the cache.
+    """
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < WIDTH
@@ -65,10 +71,16 @@ def _gather(x_ptr, places_ptr, y_ptr, WIDTH, K: tl.constexpr, BLOCK: tl.constexp
 
 @triton.jit
 def _combine(
-    x_ptr, rows_ptr, w_ptr, bias_ptr, experts_ptr, y_ptr, WIDTH,
+    x_ptr,  # [S, WIDTH]
+    rows_ptr,  # int32 [T, K]
+    w_ptr,  # [T, K]; read with WEIGHT only
+    bias_ptr,  # [E, WIDTH]; read with BIAS only
+    experts_ptr,  # integers [T, K]; read with BIAS only
+    y_ptr,  # [T, WIDTH]
+    WIDTH,
     K: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add up a token's rows: x [S, WIDTH]; rows, w, experts [T, K]; bias [E, WIDTH]; y [T, WIDTH]."""
+    """Add up a token's rows, or a part of them."""
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < WIDTH
@@ -86,7 +98,7 @@ def _combine(
 
 
 def gather_triton(x: Tensor, places: Tensor) -> Tensor:
-    """Do what `gather` does, by the kernels; places: [T, K]."""
+    """Do what `gather` does, by its Triton kernel; places: [T, K]."""
     (tokens, k), width = places.shape, x.shape[1]
     y = x.new_empty(tokens * k, width)
     block = min(next_power_of_2(width), WHOLE)
@@ -98,7 +110,7 @@ def gather_triton(x: Tensor, places: Tensor) -> Tensor:
 def combine_triton(
     x: Tensor, rows: Tensor, weights: Tensor | None, bias: Tensor | None, experts: Tensor | None
 ) -> Tensor:
-    """Do what `combine` does, by its Triton kernels."""
+    """Do what `combine` does, by its Triton kernel."""
     (tokens, k), width = rows.shape, x.shape[1]
     y = x.new_empty(tokens, width)
     weights = None if weights is None else weights.contiguous()
@@ -113,7 +125,7 @@ def combine_triton(
 
 
 def gather(x: Tensor, rows: Rows) -> Tensor:
-    """Args: x: [T, H], contiguous. Returns [S, H]."""
+    """Return each row's token, [S, H]; x: [T, H], contiguous."""
     if x.is_cuda:
         return gather_triton(x, rows.places)
     return gather_reference(x, rows)
@@ -122,7 +134,7 @@ def gather(x: Tensor, rows: Rows) -> Tensor:
 def combine(
     x: Tensor, rows: Tensor, weights: Tensor | None = None, bias: Tensor | None = None, experts: Tensor | None = None
 ) -> Tensor:
-    """The sum of each token's rows.
+    """Add up each token's rows.
 
     Args:
         x: [S, H], contiguous.

@@ -43,15 +43,15 @@ def write_out_reference(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> T
 
 @triton.jit
 def _power(scales):
-    """Return 2^(s − 128) in float32, which the largest s fits into; below 2^-126 there is no exponent for it."""
+    """Return 2^(s − 128) in float32, into which the largest s fits; below 2⁻¹²⁶, s < 2, it is a bit of the mantissa."""
     s = scales.to(tl.int32)
     return tl.where(s < 2, 0x00200000 << s, (s - 1) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _write_out(
-    blocks_ptr,  # [R, 16]
-    scales_ptr,  # [R]
+    blocks_ptr,  # uint8 [R, 16]
+    scales_ptr,  # uint8 [R]
     out_ptr,  # [R, 32]
     count,  # R
     ROWS: tl.constexpr,
@@ -60,7 +60,7 @@ def _write_out(
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = (rows < count)[:, None]
     held = tl.load(blocks_ptr + rows[:, None] * 16 + tl.arange(0, 16)[None, :], mask=inside, other=0)
-    scale = _power(tl.load(scales_ptr + rows, mask=rows < count, other=0))[:, None]
+    scale = _power(tl.load(scales_ptr + rows, mask=rows < count, other=0))[:, None]  # half of it: hence · 2
     numbers = tl.reshape(tl.join(decode_e2m1(held & 15) * 2 * scale, decode_e2m1(held >> 4) * 2 * scale), (ROWS, 32))
     at = out_ptr + rows[:, None] * 32 + tl.arange(0, 32)[None, :]
     tl.store(at, numbers.to(out_ptr.dtype.element_ty), mask=inside)

@@ -4,9 +4,7 @@
 
 Sums are in float32 (float64 for float64), of 16 bits too: in float32 a norm is zero where no entry exceeds 1e-23, and
 not finite where one exceeds 1e19. torch's own `_foreach_norm` makes a tensor for each: hundreds of small ones take the
-host longer to allocate, and to stack, than the device to read.
-
-Norms of many tensors in Triton: one launch over a table of their addresses.
+host longer to allocate, and to stack, than the device to read. In Triton it is one launch over a table of addresses.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from pronghorn.kernels.launch import cdiv, launch, tl, triton
 
 
 def norms_reference(tensors: list[Tensor]) -> Tensor:
-    """As `norms`, by torch: of any layout; tensors on several devices have their norms on the first one's."""
+    """Do what `norms` does, in plain torch: for any layout; of several devices, the first tensor's has the norms."""
     kinds = {tensor.dtype for tensor in tensors}
     if any(kind.itemsize == 2 for kind in kinds):  # fp16's own range is too small
         each = torch._foreach_norm(tensors, 2, torch.float64 if torch.float64 in kinds else torch.float32)
@@ -30,7 +28,7 @@ def norms_reference(tensors: list[Tensor]) -> Tensor:
 
 
 def alike(tensors: list[Tensor]) -> bool:
-    """Whether all are contiguous, of one dtype and on one device."""
+    """Tell whether all are contiguous, of one dtype and on one device."""
     kinds = {tensor.dtype for tensor in tensors}, {tensor.get_device() for tensor in tensors}
     return all(len(kind) == 1 for kind in kinds) and all(map(Tensor.is_contiguous, tensors))
 
@@ -44,8 +42,12 @@ TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: 
 
 
 @triton.jit
-def _sums(table_ptr, sums_ptr, N, parts, TYPE: tl.constexpr, BLOCK: tl.constexpr):
-    """Add up the squares of a part of a tensor: table int64 [2, N], addresses and sizes; sums [N, parts]."""
+def _sums(
+    table_ptr,  # int64 [2, N]: addresses and sizes
+    sums_ptr,  # float32 [N, parts]
+    N, parts, TYPE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Add up the squares of a part of a tensor."""
     tensor, part = tl.program_id(0), tl.program_id(1)
     x_ptr = tl.load(table_ptr + tensor).to(tl.pointer_type(TYPE))
     size = tl.load(table_ptr + N + tensor)
@@ -76,7 +78,7 @@ def norms_triton(tensors: list[Tensor]) -> Tensor:
 
 
 def norms(tensors: list[Tensor]) -> Tensor:
-    """[N] in float32 (float64): the norm of each of N tensors.
+    """Return the norm of each of N tensors: [N] in float32 (float64).
 
     Args:
         tensors: at least one; on one device, of one dtype and contiguous if they are to be served by one kernel.

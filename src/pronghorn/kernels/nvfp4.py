@@ -41,9 +41,9 @@ def write_out_reference(codes: Tensor, scales: Tensor, scale: Tensor, out: Tenso
 
 @triton.jit
 def _write_out(
-    codes_ptr,  # [N, K / 2]
+    codes_ptr,  # uint8 [N, K / 2]
     scales_ptr,  # [N, K / 16], bytes
-    scale_ptr,  # [1]
+    scale_ptr,  # float32 [1]
     out_ptr,  # [N, K]
     count,  # N · K / 2
     DIVIDES: tl.constexpr, BYTES: tl.constexpr, GROUP: tl.constexpr,

@@ -2,11 +2,12 @@
 
     x̂ = rms_norm(x) · (w + offset)  per head, where the family has qk-norm; else x
     (y₁, y₂) = (x̂₁·c − x̂₂·s, x̂₂·c + x̂₁·s)        x̂₁, x̂₂: the halves of a head, c and s: cos and sin of its position
+    (dx̂₁, dx̂₂) = (dy₁·c + dy₂·s, dy₂·c − dy₁·s)  and from there as in `kernels.rms_norm`
 
-The product of q, k and v leaves [T, (H + 2·H_kv)·D]; q and k are turned where they lie, v stays. Where cos and sin have
-D_r < D columns (partial RoPE) the first D_r columns of a head are turned, as halves of D_r, and the others stay.
+The product of q, k and v leaves [T, (H + 2·H_kv)·D]; q and k are rotated in place, v stays. Where cos and sin have
+D_r < D columns (partial RoPE) the first D_r columns of a head are rotated, as halves of D_r, and the others stay.
 
-RoPE and qk-norm in Triton: a program turns some heads of some tokens; back, all heads of a token.
+In Triton a program rotates some heads of some tokens; in the backward, all heads of a token.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Heads:
         return (self.query + self.key_value) * self.dim
 
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Views q [T, H, D], k and v [T, H_kv, D] of [T, (H + 2·H_kv)·D]."""
+        """Return views q [T, H, D], k and v [T, H_kv, D] of [T, (H + 2·H_kv)·D]."""
         heads = qkv.view(qkv.shape[0], -1, self.dim)
         values = self.key_value if self.value is None else self.value
         q, k, v = heads.split([self.query, self.key_value, values], 1)
@@ -96,15 +97,15 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 HEADS = 8
-"""Heads of a token that a program of the forward turns."""
+"""Heads of a token that a program of the forward rotates."""
 COLUMNS = 256
-"""Of halves of heads, that a warp of it turns: with norms 2 warps a program, else 4. Measured on an H200: 99 to 104 %
+"""Of halves of heads, that a warp of it rotates: with norms 2 warps a program, else 4. Measured on an H200: 99 to 104 %
 of a copy (heads of 128 with norms), 98 and 99 (of 128 and 64 without)."""
 
 
 @triton.jit
 def _pair(TURNED: tl.constexpr, HALF: tl.constexpr):
-    """The columns [HALF] of a head that are turned with each other, TURNED pairs; then pairs of those that stay."""
+    """Return the columns of a head that make pairs, [HALF] and [HALF]: TURNED pairs to rotate, then those that stay."""
     col = tl.arange(0, HALF)
     if TURNED == HALF:
         return col, HALF + col
@@ -112,8 +113,11 @@ def _pair(TURNED: tl.constexpr, HALF: tl.constexpr):
 
 
 @triton.jit
-def _turn_of(cos_ptr, sin_ptr, token, real, TURNED: tl.constexpr, HALF: tl.constexpr):
-    """Cosines and sines of tokens' pairs: 1 and 0 of those that stay."""
+def _turn_of(
+    cos_ptr, sin_ptr,  # [T, 2·TURNED]
+    token, real, TURNED: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """Return cosines and sines of tokens' pairs: 1 and 0 of those that stay."""
     col = tl.arange(0, HALF)[None, :]
     at, turned = token * 2 * TURNED + col, real
     if TURNED < HALF:
@@ -124,7 +128,7 @@ def _turn_of(cos_ptr, sin_ptr, token, real, TURNED: tl.constexpr, HALF: tl.const
 
 @triton.jit
 def _normed(a, b, w_ptr, eps, offset, TURNED: tl.constexpr, HALF: tl.constexpr):
-    """(â, b̂, a·r, b·r, wa, wb, r) of heads with columns a and b."""
+    """Return (â, b̂, a·r, b·r, wa, wb, r) of heads [.., HALF] with columns a and b; w: [2·HALF]."""
     first, second = _pair(TURNED, HALF)
     wa = tl.load(w_ptr + first[None, :]).to(tl.float32) + offset
     wb = tl.load(w_ptr + second[None, :]).to(tl.float32) + offset
@@ -134,11 +138,15 @@ def _normed(a, b, w_ptr, eps, offset, TURNED: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T"])  # it differs from row to row, the instructions don't
 def _forward(
-    qkv_ptr, q_ptr, k_ptr, cos_ptr, sin_ptr, qw_ptr, kw_ptr, T, stride, q_stride, k_stride, q_heads, k_heads,
-    eps, offset, NORM: tl.constexpr, EVEN: tl.constexpr, Q_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr,
+    qkv_ptr,  # [T, (H + 2·H_kv)·D], rows stride apart
+    q_ptr, k_ptr,  # [T, H, D] and [T, H_kv, D]; without NORM the same memory
+    cos_ptr, sin_ptr,  # [T, 2·TURNED]
+    qw_ptr, kw_ptr,  # [D], D = 2·HALF; read with NORM only
+    T, stride, q_stride, k_stride,  # elements from token to token
+    q_heads, k_heads, eps, offset, NORM: tl.constexpr, EVEN: tl.constexpr, Q_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr,
     TOKENS: tl.constexpr, HEADS: tl.constexpr, TURNED: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """EVEN: no program has fewer tokens or heads than it could turn."""
+    """Norm and rotate some heads of some tokens; EVEN: no program has fewer of them than it could take."""
     # blocks of heads side by side: a grid's other axes are too short for tokens
     block, tokens = tl.program_id(0) % BLOCKS, tl.program_id(0) // BLOCKS
     if block < Q_BLOCKS:
@@ -163,7 +171,7 @@ def _forward(
         c, s = _turn_of(cos_ptr, sin_ptr, token[:, None], real, TURNED, HALF)
     if NORM:
         a, b, _, _, _, _, _ = _normed(a, b, w_ptr, eps, offset, TURNED, HALF)
-        a = a.to(qkv_ptr.dtype.element_ty).to(tl.float32)  # rounded where the model rounds: between norm and turn
+        a = a.to(qkv_ptr.dtype.element_ty).to(tl.float32)  # rounded where the model rounds: between norm and RoPE
         b = b.to(qkv_ptr.dtype.element_ty).to(tl.float32)
     tl.store(y + left[None, :], (a * c - b * s).to(y_ptr.dtype.element_ty), mask=real)
     tl.store(y + right[None, :], (b * c + a * s).to(y_ptr.dtype.element_ty), mask=real)
@@ -171,18 +179,24 @@ def _forward(
 
 @triton.jit
 def _unturn_heads(
-    grad_ptr, x_ptr, w_ptr, dw_ptr, c, s, heads, eps, offset,
+    grad_ptr, x_ptr,  # [heads, 2·HALF]
+    w_ptr,  # [2·HALF]
+    dw_ptr,  # float32 [2·HALF]
+    c, s,  # [1, HALF]
+    heads, eps, offset,
     NORM: tl.constexpr, WEIGHT: tl.constexpr, HEADS: tl.constexpr, TURNED: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Turn a token's heads back, in place: grad, x [heads, 2·HALF]; w, dw [2·HALF]; c, s [1, HALF]."""
+    """Write dx of a token's heads over dy, and the token's part of dw."""
     head = tl.arange(0, HEADS)[:, None]
     left, right = _pair(TURNED, HALF)
     real = (head < heads) & (tl.arange(0, HALF)[None, :] < HALF)
     first, second = head * 2 * HALF + left[None, :], head * 2 * HALF + right[None, :]
     ya = tl.load(grad_ptr + first, mask=real, other=0.0).to(tl.float32)
     yb = tl.load(grad_ptr + second, mask=real, other=0.0).to(tl.float32)
+    # back through the rotation
     da = ya * c + yb * s
     db = yb * c - ya * s
+    # back through the norm: dw = Σ dx̂ ∘ x·r, and dx = r (g − x·r · mean(g ∘ x·r)) with g = dx̂ ∘ (w + offset)
     if NORM:
         a = tl.load(x_ptr + first, mask=real, other=0.0).to(tl.float32)
         b = tl.load(x_ptr + second, mask=real, other=0.0).to(tl.float32)
@@ -199,14 +213,15 @@ def _unturn_heads(
 
 @triton.jit
 def _backward(
-    dqkv_ptr, qkv_ptr, cos_ptr, sin_ptr, qw_ptr, kw_ptr, dw_ptr, stride, q_heads, k_heads, eps, offset,
+    dqkv_ptr, qkv_ptr,  # [T, (H + 2·H_kv)·D], rows stride apart
+    cos_ptr, sin_ptr,  # [T, 2·TURNED]
+    qw_ptr, kw_ptr,  # [D], D = 2·HALF; read with NORM only
+    dw_ptr,  # float32 [T, 2, D]: of q's norm and k's; written with WEIGHT only
+    stride, q_heads, k_heads, eps, offset,
     NORM: tl.constexpr, WEIGHT: tl.constexpr, Q: tl.constexpr, K: tl.constexpr,
     TURNED: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Turn a token's q and k back.
-
-    dqkv, qkv: [T, (H + 2·H_kv)·D]; cos, sin: [T, 2·TURNED]; qw, kw: [D]; dw: [T, 2, D]; D = 2·HALF.
-    """
+    """Write dx of a token's q and k over dy."""
     token = tl.program_id(0).to(tl.int64)
     c, s = _turn_of(cos_ptr, sin_ptr, token, tl.arange(0, HALF)[None, :] < HALF, TURNED, HALF)
     dq, q = dqkv_ptr + token * stride, qkv_ptr + token * stride
@@ -217,7 +232,7 @@ def _backward(
 
 
 def forward_triton(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
-    """Do what `forward` does, by the kernels; half a head is a power of two."""
+    """Do what `forward` does, by its Triton kernel; half a head is a power of two."""
     q, k, v = heads.split(qkv)
     norm = heads.query_norm is not None
     to_q, to_k = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k)) if norm else (q, k)
@@ -239,7 +254,7 @@ def forward_triton(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads) -> tuple
 def backward_triton_(
     dqkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, qkv: Tensor | None, weight_grad: bool = False
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Do what `backward_` does, by the kernels.
+    """Do what `backward_` does, by its Triton kernel.
 
     A program leaves its token's part of the weights' gradients, which are summed after.
     """
@@ -263,7 +278,7 @@ def backward_triton_(
 
 
 def forward(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v for attention. Without qk-norm they are views of `qkv`, which is turned in place.
+    """Return q, k and v for attention. Without qk-norm they are views of `qkv`, which is rotated in place.
 
     Args:
         qkv: [T, (H + 2·H_kv)·D], contiguous.
@@ -277,7 +292,7 @@ def forward(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads) -> tuple[Tensor
 def backward_(
     dqkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, qkv: Tensor | None, weight_grad: bool = False
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The gradient of `forward`'s argument, in place of that of its results.
+    """Return the gradient of `forward`'s argument, in place of that of its results.
 
     Args:
         dqkv: [T, H + 2·H_kv, D], contiguous: dq, dk and dv side by side.

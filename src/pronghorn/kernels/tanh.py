@@ -7,7 +7,7 @@ from pronghorn.kernels.launch import tl, triton
 
 @triton.jit
 def tanh(x):
-    """Of float32."""
+    """Return tanh x in float32, of float32."""
     z = x * x
     p = -5.70498872745e-3 * z + 2.06390887954e-2
     p = p * z - 5.37397155531e-2

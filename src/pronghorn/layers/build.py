@@ -93,6 +93,7 @@ class LayerBuilder:
         return f"{type(module).forward.__module__}.".startswith(f"{self.family.source}.")
 
     def _block(self, layer: Any, block: ResidualBlock, dtype: torch.dtype) -> Block | StockBlock:
+        # a kind from outside the package makes its own block; a text says why it can't, and `_reason` repeats it
         build = getattr(block.kind, "build", None)
         if build is not None and not isinstance(made := build(self, layer, block, dtype), str):
             return made

@@ -64,6 +64,7 @@ class FusedLinear:
         self.in_fp8: bool = compute.is_fp8 and not self.full and fits_fp8(storage, dtype)
         self.read_narrow: list[Tensor] = []
         """Trained weights that other processes share, and whose 16 bits are gathered."""
+        # rows of A that lie below W, so that dx is one product: [dy, s · dy B] [W; A]
         below = 0 if self.in_fp8 else storage.rank_below(dtype)
         self.source = _fp8_source(storage, compute) if self.in_fp8 else self._source(storage, below)
         self.scale = self.adapters[0][1].scale if self.adapters else 1.0
@@ -170,6 +171,7 @@ class FusedLinear:
         """Return (dx [T, K] if wanted, what adapters' gradients need of dy or None) of dy [T, N] and x Aᵀ."""
         if self.b is None or self.a is None or xa is None:
             return (self.source.input_grad(dy, None) if wanted else None), None
+        # s · dy B, beside dy where dx wants them so, and dB
         dense = dy.dense
         both = dense.new_empty(len(dense), sum(self.b.shape)) if wanted and self.source.side_by_side else None
         dtype = self.gradient_dtype or self.adapters[0][1].b.dtype
@@ -180,6 +182,7 @@ class FusedLinear:
 
     def gradients(self, dy: Tensor, given: LowRankGrads | None, x: Tensor) -> list[Tensor]:
         """Return the gradients of `trained`, from dy [T, N], what `input_grad` gave, and x [T, K]."""
+        # dW = dyᵀ x and db = Σ dy, cut by linears
         grads: list[Tensor] = []
         if self.full:
             grads += matmul(dy.t(), x, self.gradient_dtype or self.bases[0].weight.dtype).split(self.widths)
@@ -187,14 +190,17 @@ class FusedLinear:
                 grads += dy.sum(0, dtype=self.gradient_dtype or self.bases[0].bias.dtype).split(self.widths)
         if given is None:
             return grads
+        # dA = (s · dy B)ᵀ x, cut by adapters; dB was made with it
         dya, dbs = given
         das = matmul(dya.t(), x, self.gradient_dtype or self.adapters[0][1].a.dtype).split(self.adapter_ranks)
         return grads + [grad for pair in zip(das, dbs, strict=True) for grad in pair]
 
 
 def fits_fp8(storage: GroupStorage, dtype: torch.dtype) -> bool:
-    """Tell whether a group's weights can multiply in 8 bits: 16-bit activations, sizes that the products take, and
-    4-bit blocks that end with the rows."""
+    """Tell whether a group's weights can multiply in 8 bits.
+
+    Activations have 16 bits, sizes are the products', and 4-bit blocks end with the rows.
+    """
     weights = [base_of(linear) for linear in storage.linears]
     sizes = [size for base in weights for size in (base.in_features, base.out_features)]
     if dtype is torch.float32 or any(size % MULTIPLE for size in sizes):

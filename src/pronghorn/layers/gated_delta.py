@@ -120,17 +120,20 @@ class DeltaNet:
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:
         """Return the gradients of qkv (in `out`, if given), b, a, and of `trained`, None where it isn't."""
+        # convolution and gates again, and back through the rule
         layout, gates = self.layout, (b, a, self.decay.detach(), self.step.detach())
         q, k, v = layout.heads(causal_conv.forward(qkv, self._filter, packed.document_ids))
         g, beta = delta_gates.forward(*gates)
         scale = layout.key_dim**-0.5
         dq, dk, dv, dg, d_beta = gated_delta.backward(do, q, k, v, g, beta, saved, packed.chunks, scale)
+        # back through the convolution with SiLU, and the gates
         d_convolved = torch.cat([x.flatten(1) for x in (dq, dk, dv)], 1)
         del dq, dk, dv
         d_qkv, d_weight = causal_conv.backward(
             d_convolved, qkv, self._filter, packed.document_ids, self.weight.requires_grad, out
         )
         db, da = delta_gates.backward(dg, d_beta, *gates)
+        # dA = Σ dg · g, since g = −exp(A) · softplus(…); d dt = Σ da, of da before it is rounded
         trained: list[Tensor | None] = [
             None if d_weight is None else d_weight.view_as(self.weight),
             (dg * g).sum(0) if self.decay.requires_grad else None,

@@ -32,7 +32,7 @@ class QKV:
     heads: Heads
     all_heads: HeadNorms | None = None
     rotates: bool = True
-    """Whether queries and keys are turned by RoPE; without it they have no norms a head."""
+    """Whether queries and keys are rotated by RoPE; without it they have no norms a head."""
     query_scale: tuple[float, int] | None = None
     """(β, tokens) of 1 + β log(1 + ⌊position / tokens⌋), by which queries are multiplied after RoPE."""
     value_norm: Norm | None = None
@@ -88,10 +88,12 @@ class QKV:
         if self.value_norm is not None:
             assert qkv is not None
             return self._backward_with_values(dqkv, call, qkv)
+        # back through the factor of queries
         trained = any(weight is not None and weight.requires_grad for weight in self.norm_weights)
         dq = self.heads.split(dqkv)[0]
         if (scale := self._scale_of(dq, call)) is not None:
             dq.mul_(scale)
+        # back through RoPE, and through norms of each head with it
         grad = dqkv.flatten(1)
         if self.all_heads is None:
             raw = None if qkv is None else self._without_gates(qkv)
@@ -103,6 +105,7 @@ class QKV:
         assert qkv is not None
         if self.rotates:
             rope.backward_(dqkv, call.cos, call.sin, self.heads.without_norms(), None)
+        # back through norms that span all heads, which come before RoPE
         found: list[Tensor | None] = []
         parts = zip(self._norms, self.heads.split(qkv)[:2], self.heads.split(grad)[:2], rstd, strict=True)
         for norm, x, dy, r in parts:
@@ -126,14 +129,17 @@ class QKV:
         self, dqkv: Tensor, call: Call, qkv: Tensor
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         assert self.value_norm is not None
+        # back through the values' norm
         own, turned = self.heads.value is None, self.heads.query + self.heads.key_value
         raw, dv = self._raw_values(qkv), dqkv[:, turned:]
         flat = raw.flatten(0, 1)
         rstd = self.value_norm.forward(flat, flat.dtype)[1]
         d_raw = self.value_norm.backward(dv.flatten(0, 1), flat, rstd)[0].view_as(raw)
+        # back through RoPE and the norms of q and k
         dqkv = dqkv if own else dqkv[:, :turned].contiguous()
         trained = any(weight is not None and weight.requires_grad for weight in self.norm_weights)
         grad, d_query, d_key = rope.backward_(dqkv, call.cos, call.sin, self.heads, qkv, trained)
+        # values that are keys as the product left them add to the gradient that keys have there
         if own:
             dv.copy_(d_raw)
         else:

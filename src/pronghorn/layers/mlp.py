@@ -1,4 +1,5 @@
 """The gated MLP's block: x → x + after(down(activation(gate(n)) ∘ up(n))), n = before(x), one autograd function.
+
 Beside experts it leaves x as it is and gives what it would add by name.
 
 Kept for the backward: x with its norm's result, and gate·up. The activation is computed again; so are, as the layer's

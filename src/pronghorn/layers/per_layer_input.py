@@ -77,11 +77,15 @@ class PerLayerInputBlock(Block):
         wanted: bool,
     ) -> Gradients:
         gate, projection = linears
+
+        # back through the norm after, projection and activation
         dy, d_after = back_through_add(dx, projection, saved.y, saved.y_rstd, self.after, 1.0)
         da, given = projection.input_grad(dy, saved.a_a)
         both = self._side_by_side(saved.gated, saved.per_layer)
         d_gated, d_per_layer = glu.backward_(da, both, self.activation, True).chunk(2, 1)
         projection_grads = projection.gradients(dy.dense, given, da)  # da holds the activation now
+
+        # back through gate, and to p
         d_gated = d_gated.contiguous()
         d_through, given = gate.input_grad(Activation(d_gated), saved.xa)
         gate_grads = gate.gradients(d_gated, given, saved.x.to(gate.dtype))

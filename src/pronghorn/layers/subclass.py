@@ -12,13 +12,13 @@ _OWN = "_pronghorn_own"
 
 
 def subclass(own: Any, *mixins: type, **members: Any) -> type[nn.Module]:
-    """A subclass with other members. transformers, TRL, saving and FSDP look classes up by their names."""
+    """Make a subclass with other members; of the same name, by which transformers, TRL, saving and FSDP look it up."""
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
     return type(own.__name__, (*mixins, own), {**members, **names, _OWN: own})
 
 
 def moving(original: Any, moved: Callable[[Any], None]) -> Any:
-    """A module's `_apply` (of `.to` and the like), which calls `moved` where device or dtype are others then."""
+    """Make a module's `_apply` (of `.to` and the like), which calls `moved` where it changed device or dtype."""
 
     def places(module: Any) -> set[Any]:
         return {(parameter.device, parameter.dtype) for parameter in module.parameters()}
@@ -33,13 +33,15 @@ def moving(original: Any, moved: Callable[[Any], None]) -> Any:
 
 
 def own_class(module: nn.Module) -> type[nn.Module] | None:
-    """The class that a module had, if it has one made here (and nobody, like FSDP, made another of that)."""
+    """Return the class that a module had, if it has one made here (and nobody, like FSDP, made another of that)."""
     return type(module).__dict__.get(_OWN)
 
 
 def restore(model: nn.Module) -> None:
-    """Give the modules of a model their own classes back, and take off what was kept on them; those too that were
-    copied from them since (PEFT's `modules_to_save`)."""
+    """Give the modules of a model their own classes back, and take off what was kept on them.
+
+    Copies that were made of modules since (PEFT's `modules_to_save`) are among them.
+    """
     for module in model.modules():
         while (own := own_class(module)) is not None:
             module.__class__ = own

@@ -32,13 +32,16 @@ def forward(block: Block, x: Tensor, linears: Sequence[FusedLinear], call: Call)
 
 
 def gradients(block: Block, dx: Tensor, x: Tensor, linears: Sequence[FusedLinear], call: Call) -> Gradients:
-    """Compute the gradients from dx [T, H], those of the result, and x [T, H]; trained tensors' are summed in float32
-    (float64 for float64)."""
+    """Compute the gradients from dx [T, H], those of the result, and x [T, H].
+
+    Those of trained tensors are summed in float32 (float64 for float64).
+    """
     whole = replace(call, mlp_rows=0, policy=Policy.KEEP, output_wanted=False)
     linears, out = [linear.summing() for linear in linears], torch.empty_like(x)
     sums: list[Tensor | None] = []
     tiles = (tensor.split(call.mlp_rows) for tensor in (x, dx, out))
     for x_tile, dx_tile, out_tile in zip(*tiles, strict=True):
+        # the tile's forward again, for what its backward reads: its output is left out
         saved = block.compute(x_tile, (), linears, whole).saved
         found = block.gradients(dx_tile, (), saved, (), linears, whole, True)
         del saved

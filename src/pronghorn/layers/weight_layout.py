@@ -70,8 +70,10 @@ class GroupStorage:
         return self._bias
 
     def codes(self) -> FP8Weight:
-        """Return the weights in 8 bits, quantised again only where one was moved, written to or merged into. Codes of
-        a checkpoint that have a scale a row are these, put one below the other."""
+        """Return the weights in 8 bits, quantised again only where one was moved, written to or merged into.
+
+        Codes of a checkpoint that have a scale a row are taken as they are, put one below the other.
+        """
         if self._codes is None or self._codes[0] != self._state():
             self._codes = None  # freed before the others are made
             weights = self._weights()
@@ -177,8 +179,10 @@ def in_place(merged: Tensor, parts: list[Tensor]) -> bool:
 
 
 def merge(parts: list[Tensor], into_new: bool = False) -> Tensor:
-    """Return the parts in one tensor and make them its row slices; they stay where they are if they lie so already,
-    unless `into_new`."""
+    """Return the parts in one tensor and make them its row slices.
+
+    They stay where they are if they lie so already, unless `into_new`.
+    """
     rows, first = [part.shape[0] for part in parts], parts[0].detach()
     together = all(_follows(part, before) for before, part in pairwise(parts))
     if together and (not into_new or hasattr(parts[0], IN_BUFFER)):

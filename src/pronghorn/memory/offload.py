@@ -80,7 +80,7 @@ class _Input:
                 self.engine.pool(self.device).give(self.slot, self.ready)
 
     def settle(self) -> Tensor | None:
-        """Its memory on the device, which compute may use from here on; the input itself lets go of it."""
+        """Return its memory on the device, which compute may use from here on; the input itself lets go of it."""
         hidden, self.hidden = self.hidden, None
         if hidden is not None and self.ready is not None:
             self.compute.wait_event(self.ready)
@@ -132,7 +132,7 @@ class OffloadEngine:
         self._marks: list[tuple[_Input, Any, Any]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OffloadEngine:
-        """A copied model gets an engine of its own, with nothing in flight."""
+        """Return an engine for the copied model, with nothing in flight."""
         return OffloadEngine(
             self.last, self.buffers, allocate_host=self._allocate_host, allocate_device=self._allocate_device
         )
@@ -200,7 +200,7 @@ class OffloadEngine:
         return kept
 
     def bring_back(self, kept: _Input) -> Tensor:
-        """A layer's input, on the device, at the start of its backward; the one that is wanted next is asked for."""
+        """Return a layer's input, on the device, at the start of its backward; ask for the one that is wanted next."""
         if kept.taken:
             raise TrainingError(
                 "a second backward pass through a graph whose activations were offloaded",
@@ -234,7 +234,7 @@ class OffloadEngine:
 
     @contextmanager
     def _copying(self, kept: _Input, way: int, after: Any) -> Iterator[None]:
-        """Work inside runs on the stream of that way, after all that compute was given so far and the event `after`."""
+        """Run the block on the stream of that way, after all that compute was given so far and the event `after`."""
         if kept.compute is None:
             yield
             return
@@ -249,21 +249,23 @@ class OffloadEngine:
         kept.copied = None if begin is None else (begin, kept.ready)
 
     def streams(self, device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-        """Of copies to the host and from it, on a CUDA device."""
+        """Return the streams of copies to the host and from it, on a CUDA device."""
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device), torch.cuda.Stream(device)
         return self._streams[device]
 
     def pool(self, device: torch.device) -> PinnedPool:
-        """Where inputs on a device go."""
+        """Return the host memory that inputs on a device go to."""
         pinned = device.type == "cuda"
         if pinned not in self._pools:
             self._pools[pinned] = PinnedPool(pinned, self._allocate_host)
         return self._pools[pinned]
 
     def timings(self) -> list[LayerTiming]:
-        """What was recorded while `timed` was on, in order, but for the first layer of each backward's end, whose
-        compute has no end to measure. Waits for the device."""
+        """Return what was recorded while `timed` was on, in order. Waits for the device.
+
+        The layer that ends each backward is left out: its compute has no end to measure.
+        """
         if self._marks:
             torch.cuda.synchronize(self._marks[-1][0].device)
         found = []
@@ -282,7 +284,9 @@ class OffloadEngine:
 
 
 def _without_gaps(x: Tensor) -> Tensor:
-    """x as it is, if its elements lie together in whatever order (another order could mean other kernels, other bits);
-    else made contiguous."""
+    """Return x as it is if its elements lie together in whatever order, else contiguous.
+
+    Another order could mean other kernels, and other bits.
+    """
     dense = x.is_contiguous() or torch.empty_like(x, device="meta").stride() == x.stride()
     return x if dense else x.contiguous()

@@ -29,12 +29,12 @@ class Slot:
     """The CUDA event after which nothing reads or writes it any more; None: from the start."""
 
     def like(self, x: Tensor) -> Tensor:
-        """Its first bytes as a tensor of x's shape, strides (which leave no gaps) and dtype."""
+        """Return its first bytes as a tensor of x's shape, strides (which leave no gaps) and dtype."""
         return self.memory[: x.nbytes].view(x.dtype).as_strided(x.shape, x.stride())
 
 
 def allocate_pinned(size: int) -> Tensor:
-    """uint8 [size] of page-locked memory; RuntimeError where the system refuses it."""
+    """Make uint8 [size] of page-locked memory; RuntimeError where the system refuses it."""
     return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
@@ -72,7 +72,7 @@ class PinnedPool:
         return len(self._free)
 
     def take(self, size: int) -> Slot:
-        """The smallest free slot of at least `size` bytes; makes a block of more slots where there is none."""
+        """Take the smallest free slot of at least `size` bytes; make a block of more slots where there is none."""
         fitting = [slot for slot in self._free if slot.memory.numel() >= size]
         if not fitting:
             self._drop_unused_blocks()
@@ -96,8 +96,8 @@ class PinnedPool:
             empty()  # torch would keep freed page-locked memory for itself
 
     def _grow(self, size: int) -> list[Slot]:
-        """Slots of `size` rounded up by an eighth at most, so that rows of nearly equal length share them. A block is a
-        power of two, which is what torch's allocator rounds page-locked memory up to anyway."""
+        """Make a block of slots of `size` rounded up by an eighth at most, so that rows of nearly equal length share
+        them. It is a power of two, which torch's allocator rounds page-locked memory up to anyway."""
         eighth = max(64, 1 << max(0, (size - 1).bit_length() - 4))
         capacity = -(-size // eighth) * eighth
         block = self._new(1 << (SLOTS_A_BLOCK * capacity - 1).bit_length())
@@ -116,7 +116,7 @@ class PinnedPool:
         return torch.empty(size, dtype=torch.uint8)
 
     def _drop_unused_blocks(self) -> None:
-        """Blocks whose slots are all free, which are too small for what is wanted now."""
+        """Drop blocks whose slots are all free, which are too small for what is wanted now."""
         free = Counter(slot.block for slot in self._free)
         self._blocks = {number: slots for number, slots in self._blocks.items() if free[number] < len(slots)}
         self._free = [slot for slot in self._free if slot.block in self._blocks]

@@ -62,24 +62,26 @@ class Plan:
 
     @classmethod
     def keep(cls) -> Plan:
-        """Every layer keeps its activations: the fastest plan, and the one with the most memory."""
+        """Let every layer keep its activations: the fastest plan, and the one with the most memory."""
         return cls()
 
     @classmethod
     def recompute(cls) -> Plan:
-        """Every layer keeps its input and is recomputed in the backward pass (gradient checkpointing)."""
+        """Let every layer keep its input and be recomputed in the backward pass (gradient checkpointing)."""
         return cls(policies=(Policy.RECOMPUTE_LAYER,))
 
     @classmethod
     def offload(cls, buffers: int = 2) -> Plan:
-        """Every layer is recomputed, and its input waits in host memory: the plan with the least device memory."""
+        """Recompute every layer, whose input waits in host memory: the plan with the least device memory."""
         return cls(policies=(Policy.OFFLOAD,), buffers=buffers)
 
     @classmethod
     def asked(cls, value: Checkpointing, budget_bytes: int | None = None, feed_forward: FeedForward = "auto") -> Plan:
-        """The plan that a switch asks for: False keeps, True recomputes, "offload" and "unsloth" offload, "auto"
-        recomputes until a trainer on CUDA chooses by the memory there is, or the budget. `feed_forward` "tiled"
-        computes MLPs in tiles of rows under any of these; "auto" does where "auto" finds nothing else that fits.
+        """Return the plan that a switch asks for.
+
+        False keeps, True recomputes, "offload" and "unsloth" offload, "auto" recomputes until a trainer on CUDA chooses
+        by the memory there is, or the budget. `feed_forward` "tiled" computes MLPs in tiles of rows under any of these;
+        "auto" does where `value` is "auto", too, and nothing else fits.
 
         Raises:
             ConfigError: another value.
@@ -96,7 +98,7 @@ class Plan:
         return replace(cls.recompute() if value else cls.keep(), mlp_rows=rows)
 
     def by_layer(self, layers: int) -> tuple[Policy, ...]:
-        """One policy for each of so many layers.
+        """Return one policy for each of so many layers.
 
         Raises:
             ConfigError: the plan was made for another number of layers.
@@ -110,7 +112,7 @@ class Plan:
 
 
 def followed(policies: Sequence[Policy]) -> list[Policy]:
-    """The policies as the offload engine follows them: the last offloaded layer's input never leaves the device."""
+    """Return the policies as the offload engine follows them: the last offloaded input never leaves the device."""
     found = list(policies)
     if Policy.OFFLOAD in found:
         found[len(found) - 1 - found[::-1].index(Policy.OFFLOAD)] = Policy.RECOMPUTE_LAYER

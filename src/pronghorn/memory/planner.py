@@ -44,8 +44,9 @@ def plan(
     times: StepTimes | None = None,
     asked: Plan | None = None,
 ) -> Plan:
-    """Choose the fastest plan within a budget, or check the one that is asked for. MLPs are computed in tiles of rows
-    only where that is asked for or nothing else fits.
+    """Choose the fastest plan within a budget, or check the one that is asked for.
+
+    MLPs are computed in tiles of rows only where that is asked for or nothing else fits.
 
     Args:
         budget_bytes: of the process, CUDA's context included; None for the whole device.
@@ -64,6 +65,7 @@ def plan(
             "leave memory.feed_forward out",
         )
     times, setup = tiled_times(whole) if rows else whole, replace(setup, mlp_rows=rows)
+    # graphs come last, where memory is left for them
     memory = MemoryModel.of(dims, replace(setup, graph=False))
     if asked is not None and not asked.undecided:
         made = _predicted(memory, times, asked.by_layer(len(dims.layers)), asked.buffers)
@@ -72,6 +74,7 @@ def plan(
     if made.predicted["process"] <= budget:
         made = replace(made, graph=False) if rows else _with_graph(made, dims, setup, times, budget)
         return replace(made, mlp_rows=rows, device=device.name, budget_bytes=budget)
+    # nothing fits with MLPs as a whole
     if can and not rows and (asked is None or asked.undecided):
         tiled = Plan((Policy.RECOMPUTE_LAYER,), mlp_rows=TILE_ROWS, undecided=True)
         return plan(dims, setup, device, budget_bytes, whole, tiled)
@@ -195,6 +198,7 @@ class Frontier(Sequence[Plan]):
             (int(fronts[state].ns[i]), max(int(fronts[state].bytes[i]), memory.last_grads), (state, i))
             for state, i in ends
         ]
+        # besides, the smallest plan of all, which has one buffer: the fronts are of two
         smallest = _smallest(memory, times)
         pairs = zip(times.layers, followed(smallest.policies), strict=True)
         one = sum(round(1e6 * layer.extra(times.copy, 1)[policy]) for layer, policy in pairs)
@@ -254,8 +258,10 @@ class Frontier(Sequence[Plan]):
         return {state: _undominated(parts) for state, parts in found.items()}
 
     def _made(self, state: _State, choice: int) -> Plan:
-        """Make a plan; of layers of one kind those that store least come first, where that costs nothing: what the last
-        layers kept is used first, and freed while the first layers' inputs come back."""
+        """Make a plan; of layers of one kind those that store least come first, where that costs nothing.
+
+        What the last layers kept is used first, and freed while the first layers' inputs come back.
+        """
         policies = []
         for fronts, later in zip(self._fronts[::-1], [*self._fronts[-2::-1], {}], strict=True):
             front = fronts[state]

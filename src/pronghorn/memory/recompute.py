@@ -57,7 +57,7 @@ class Installed:
         return counts
 
     def path(self, unfused: str | None = None) -> tuple[str, str]:
-        """What layers do now, and why: a line of the report."""
+        """Say what layers do now, and why: a line of the report."""
         counts = self.counts(unfused)
         what = "; ".join(f"{n} of {len(self.layers)} layers: {policy}" for policy, n in counts.items())
         what = what if len(counts) > 1 else min(counts).value
@@ -92,7 +92,7 @@ class Installed:
 
 
 def policies_of(plan: Plan, family: FamilySpec, layers: Iterable[nn.Module], fused: bool) -> tuple[Policy, ...]:
-    """A plan's policies for these layers.
+    """Return a plan's policies for these layers.
 
     Args:
         fused: whether the layers recompute parts of themselves (`layers`).
@@ -173,18 +173,18 @@ def install(model: Any, layers: Iterable[nn.Module], plan: Plan, fused: bool = F
 
 
 def has_own_forward(module: Any) -> bool:
-    """Whether somebody gave an instance a forward that isn't its class's; a plan's goes with the plan and is none."""
+    """Tell whether somebody gave an instance a forward of its own; a plan's goes with the plan and is none."""
     own = module.__dict__.get("forward")
     return own is not None and getattr(own, "__func__", None) is not _checkpointed_forward
 
 
 def _again(layer: Any) -> dict[str, Any]:
-    """What a layer is told besides when it is recomputed."""
+    """Return what a layer is told besides when it is recomputed."""
     return {"output_wanted": False} if getattr(type(layer), OUTPUT_NOT_WANTED, False) else {}
 
 
 def _recomputing(module: Any) -> Callable[..., Any]:
-    """What runs a module's forward in training, so that all it leaves for the backward pass is its input."""
+    """Make what runs a module's forward in training, so that all it leaves for the backward pass is its input."""
     again = _again(module)
     run: Any = functools.partial(_recomputed, again) if again else functools.partial(checkpoint, use_reentrant=False)
     return functools.partial(_with_the_same_adapters, module, run)
@@ -221,7 +221,7 @@ class _SameAdapters:
 
 
 def _recomputed(again: dict[str, Any], forward: Callable[..., Any], *args: Any) -> Any:
-    """`checkpoint` of a layer's forward that is told more the second time."""
+    """Do `checkpoint` of a layer's forward that is told more the second time."""
     given: dict[str, Any] = {}
 
     def run(*args: Any) -> Any:
@@ -233,8 +233,10 @@ def _recomputed(again: dict[str, Any], forward: Callable[..., Any], *args: Any) 
 
 
 def _checkpointed_forward(mlp: Any, *args: Any, **kwargs: Any) -> Any:
-    """An MLP's forward as its class has it, recomputed in the backward pass of training. A method of the instance, so
-    that a copy of the model gets a copy of it."""
+    """Run an MLP's forward as its class has it, and again in the backward pass of training.
+
+    A method of the instance, so that a copy of the model gets a copy of it.
+    """
     forward = functools.partial(type(mlp).forward, mlp)
     if not (mlp.training and torch.is_grad_enabled()):
         return forward(*args, **kwargs)
@@ -242,6 +244,6 @@ def _checkpointed_forward(mlp: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _switched(model: Any, enable: bool = True, **_: Any) -> None:
-    """In the place of the method that transformers' `gradient_checkpointing_enable` and `_disable` end in, by whatever
-    names this version has for them."""
+    """Switch the plan: in the place of the method that transformers' `gradient_checkpointing_enable` and `_disable`
+    end in, by whatever names this version has for them."""
     getattr(model, INSTALLED).switch(enable)

@@ -224,7 +224,7 @@ def communication_ms(
             return average
         return max(2 * part * BUCKET_BYTES, average - sum(backward))
     gather = [part * gathered_bytes(layer, work) for layer in dims.layers]
-    downwards = [0.0, 0.0, *gather[-3::-1]]
+    downwards = [0.0, 0.0, *gather[-3::-1]]  # the last two layers are in the buffers
     after = 0.0
     if full:  # beside each layer's backward the gradients of the one before it are summed, after the next one's gather
         sums = [part * kept_bytes(layer, work) for layer in dims.layers]

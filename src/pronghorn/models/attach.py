@@ -109,8 +109,9 @@ class Handle:
         return decide(self, autocast)
 
     def replan(self, plan: Plan | None) -> Handle:
-        """Let the layers follow another plan (None: as gradient checkpointing is set). Nothing else is attached anew:
-        weights and what was built of them stay.
+        """Let the layers follow another plan (None: as gradient checkpointing is set).
+
+        Nothing else is attached anew: weights and what was built of them stay.
 
         Raises:
             ConfigError: the model was wrapped or sharded since, or the plan is for another number of layers.
@@ -149,8 +150,10 @@ class Handle:
             self.layers.merge_weights()
 
     def adopt_adapters(self) -> Handle:
-        """Compute adapters that PEFT has put on experts since `attach` beside the experts, too, and merge weights with
-        room for those on other layers at the next packed forward."""
+        """Take over adapters that PEFT has added since `attach`.
+
+        Those on experts are computed beside these; for others weights are merged with room at the next packed forward.
+        """
         if self.experts is not None:
             self.experts.adopt()
         if self.layers is not None:
@@ -162,7 +165,7 @@ class Handle:
 
         Raises:
             ConfigError: the model was sharded (FSDP2) since; its class can't be taken back then.
-        UnsupportedError: processes share its layers' weights, whose places fused layers rely on.
+            UnsupportedError: processes share its layers' weights, whose places fused layers rely on.
         """
         if attached(self.model) is not self:
             return
@@ -200,8 +203,10 @@ def attach(
     compute: str = "dtype",
     experimental: Experimental | Mapping[str, Any] | None = None,
 ) -> Handle:
-    """Give a model Pronghorn's packed path. A second call with the same options returns the first handle, with adapters
-    that PEFT has added since; another plan replaces the one before (`Handle.replan`).
+    """Give a model Pronghorn's packed path.
+
+    A second call with the same options returns the first handle, with adapters that PEFT has added since; another plan
+    replaces the one before (`Handle.replan`).
 
     Args:
         model: a transformers causal LM of a family in `models.families`, or a PEFT model around one.
@@ -236,6 +241,7 @@ def attach(
     if plan is not None and not family.generic:
         whole = fused and not has_experts(base.config)
         policies_of(plan, family, decoder_layers(base), whole)  # before anything is changed
+    # refused before an earlier attachment is taken off
     if options.compute.is_fp8:
         if not fused:
             raise UnsupportedError(f"compute = '{options.compute}' needs fused layers", "use layers='fused', on CUDA")
@@ -263,8 +269,10 @@ def attach(
 
 
 def _attach_generic(base: Any, options: AttachOptions) -> Handle:
-    """Attach a model of which nothing is known: `models.generic` proves that documents stay apart when a first packed
-    batch comes, and trainers before that."""
+    """Attach a model of which nothing is known.
+
+    `models.generic` proves that documents stay apart when a first packed batch comes, and trainers before that.
+    """
     previous: Any = type(base)
     packing = GenericPacking(base, implementation(options.backend, "once"), base.config._attn_implementation)
     base.__class__ = generic_class(previous)
@@ -294,8 +302,10 @@ def _merge_weights(backbone: Any) -> None:
 
 
 def _graph_refusal(model: Any, attention: Backend) -> str | None:
-    """Why a model's layers can't be captured as they are now, or None. Only attention by tiles takes nothing about
-    documents from the host, which a graph would keep for ever."""
+    """Say why a model's layers can't be captured as they are now, or None.
+
+    Only attention by tiles takes nothing about documents from the host, which a graph would keep for ever.
+    """
     if sharded(model) is not None:
         return "weights are gathered from other processes, layer by layer"
     outside = model.base_model, model.get_input_embeddings()  # which are called
@@ -335,12 +345,12 @@ def _graph_refusal(model: Any, attention: Backend) -> str | None:
 
 
 def _off(linear: Any) -> Iterator[nn.Parameter]:
-    """The parameters of one linear's adapters that aren't active."""
+    """Yield the parameters of one linear's adapters that aren't active."""
     for adapters in (linear.lora_A, linear.lora_B):
         for name in adapters.keys() - (set() if linear.disable_adapters else set(linear.active_adapters)):
             yield from adapters[name].parameters()
 
 
 def attached(model: nn.Module) -> Handle | None:
-    """The handle of an attached model, or None."""
+    """Return the handle of an attached model, or None."""
     return getattr(base_causal_lm(model), "_pronghorn_handle", None)

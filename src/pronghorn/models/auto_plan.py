@@ -153,12 +153,14 @@ def setup_of(
             ranks[path] = max(ranks.get(path, 0), 0 if adapter is None else adapter.a.shape[0])
     linears = [x for layer in base.base_model.layers for x in linear_modules(family, layer).values()]
     weights = [base_of(linear).weight for linear in linears]
+    # bitsandbytes keeps 4 bits as bytes; a packed weight has the dtype of the dense one
     packed, first = [weight for weight in weights if isinstance(weight, PackedTensor)], weights[0]
     quantised = not first.dtype.is_floating_point
     method: Method = "full" if first.requires_grad and not any(ranks.values()) else "qlora" if quantised else "lora"
     embeddings = base.get_input_embeddings().weight
     distributed = _distributed()
     whole = {id(p): p.numel() for name, p in base.named_parameters() if p.requires_grad and "lora_" not in name}
+    # before `attach` a model on CUDA is counted as it will be
     fuses = not padded and (embeddings.is_cuda if handle is None else handle.fuses)
     fused = fuses and unfused_reason(base, autocast) is None
     fp8 = fused and handle is not None and handle.options.compute.is_fp8
@@ -167,6 +169,7 @@ def setup_of(
     if layers is not None and has_experts(base.config):
         fp8_experts = layers.experts_reason(autocast or embeddings.dtype) is None
     states, paged = state_bytes(optimizer, trained_tensors(model))
+    # processes that average whole gradients have all of them at once; those that share trained layers sum into parts
     shared = sharded(base)
     parts = shared is not None and method == "full"
     adapters = (p.element_size() for name, p in base.named_parameters() if p.requires_grad and "lora_" in name)
@@ -216,9 +219,10 @@ def resolve(
     accumulates: bool,
     optimizer: str = "adamw_torch_fused",
 ) -> Plan | None:
-    """Return an attached model's plan; make it now where `auto` waited for the size of a micro-batch, `rows` times
-    `row_tokens` (0: unknown). Models on the CPU or several devices, those whose experts are not Pronghorn's, and padded
-    batches of any with experts, which no plan is made for, recompute their layers.
+    """Return an attached model's plan; make it now where `auto` waited for the size of a micro-batch.
+
+    That is `rows` times `row_tokens` (0: unknown). Models on the CPU or several devices, those whose experts are not
+    Pronghorn's, and padded batches of any with experts, which no plan is made for, recompute their layers.
 
     Args:
         packs: rows are packed, not padded.
@@ -259,9 +263,11 @@ def plan_for(
     optimizer: str = "adamw_torch_fused",
     mlp_rows: int = 0,
 ) -> Plan:
-    """Decide what `auto` means on CUDA: everything kept where that fits, else the fastest plan that does, by a layer's
-    times as measured; by the table's where batches are padded, or there is no room to measure (which is logged).
-    Several processes make the same plan, for the least memory that one of them has: each step waits for the slowest.
+    """Decide what `auto` means on CUDA: everything kept where that fits, else the fastest plan that does.
+
+    It goes by a layer's times as measured; by the table's where batches are padded, or there is no room to measure
+    (which is logged). Several processes make the same plan, for the least memory that one of them has: each step waits
+    for the slowest.
 
     Args:
         model: on one CUDA device, with its adapters, before or after `attach`; its plan isn't changed.
@@ -282,6 +288,7 @@ def plan_for(
     room = available(device, 0 if shared is None else shared.mapped_bytes)
     budget = min(_everywhere(min(room, budget_bytes or sys.maxsize)))
     asked = Plan((Policy.RECOMPUTE_LAYER,), mlp_rows=mlp_rows, undecided=True)
+    # by the table first: where everything can be kept no time matters
     made = plan(dims, setup, spec, budget, asked=asked)
     if padded or set(made.policies) == {Policy.KEEP}:
         return made
@@ -290,7 +297,7 @@ def plan_for(
     except torch.OutOfMemoryError:
         times = None
     measured = _everywhere(times)
-    if None in measured:
+    if None in measured:  # all go by the table then, and else by the first process's times: plans must be equal
         logging.getLogger(__name__).warning("no memory to time a layer in: planned by the %s", spec.source)
         return made
     return plan(dims, setup, spec, budget, measured[0], asked)
@@ -310,8 +317,9 @@ def _distributed() -> bool:
 
 
 def available(device: torch.device, mapped: int = 0) -> int:
-    """Return the bytes that this process may take of a CUDA device: what is free, what it holds, and no more than its
-    share (`torch.cuda.set_per_process_memory_fraction`).
+    """Return the bytes that this process may take of a CUDA device: what is free and what it holds.
+
+    It is no more than its share (`torch.cuda.set_per_process_memory_fraction`).
 
     Args:
         mapped: of weights that lie outside torch's allocator (`ShardedLayers.mapped_bytes`).

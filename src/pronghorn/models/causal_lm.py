@@ -58,6 +58,7 @@ class PackedCausalLM:
         if balanced:
             kwargs["output_router_logits"] = True
         told = kwargs.get("output_hidden_states", getattr(self.config, "output_hidden_states", False))
+        # the last layer may leave unsupervised rows out, unless somebody looks at hidden states or routers' logits
         fewer = packed.loss_rows is not None and len(packed.loss_rows) < packed.tokens
         kwargs |= {"packed": packed, "use_cache": False, "return_dict": True}
         if fewer and not told and not balanced and not output_is_seen(self.base_model):
@@ -82,7 +83,7 @@ class PackedCausalLM:
 
 
 def has_own_loss(model: Any) -> bool:
-    """Whether somebody gave a causal LM another `loss_function` than transformers' cross-entropy."""
+    """Tell whether somebody gave a causal LM another `loss_function` than transformers' cross-entropy."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     return model.loss_function is not ForCausalLMLoss
@@ -90,7 +91,7 @@ def has_own_loss(model: Any) -> bool:
 
 @functools.cache
 def packed_class(original: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of `original` with the same forward signature, which transformers and TRL read."""
+    """Make a subclass of `original` with the same forward signature, which transformers and TRL read."""
 
     @functools.wraps(original.forward)
     def forward(

@@ -27,8 +27,10 @@ class RoutedTokens:
     """int64 [E] of each experts module."""
 
     def untrained(self) -> list[tuple[str, int, int]]:
-        """(tensor, expert, tokens) for experts that saw such tokens and whose slice has no gradient (after a backward;
-        LoRA's A has none while B is zero)."""
+        """List (tensor, expert, tokens) of experts that saw such tokens and whose slice has no gradient.
+
+        After a backward; LoRA's A has none while B is zero.
+        """
         found = []
         for name, parameter, owner in self.tensors():
             counts = self.counts[owner]
@@ -40,12 +42,12 @@ class RoutedTokens:
         return found
 
     def idle(self) -> list[tuple[str, int]]:
-        """(module, expert) for experts that saw no such token."""
+        """List (module, expert) of experts that saw no such token."""
         names = {module: name for name, module in self.model.named_modules()}
         return [(names[m], e) for m, counts in self.counts.items() for e, n in enumerate(counts.tolist()) if n == 0]
 
     def tensors(self) -> Iterator[tuple[str, Tensor, nn.Module]]:
-        """Each trained tensor of counted experts: (name, tensor, experts module)."""
+        """Yield (name, tensor, experts module) of each trained tensor of counted experts."""
         for prefix, module in self.model.named_modules():
             wrapped: Any = module
             owner = wrapped.get_base_layer() if hasattr(module, "parameter_name") else module

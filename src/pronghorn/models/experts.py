@@ -54,7 +54,7 @@ class ExpertLayers:
     """Why the experts stay transformers'."""
 
     def paths(self, dtype: torch.dtype, in_fp8: bool = False) -> list[tuple[str, str, str]]:
-        """(part, path, why) for the report, with products in that dtype, or frozen ones in 8 bits."""
+        """List (part, path, why) for the report, with products in that dtype, or frozen ones in 8 bits."""
         implementation = self.model.config._experts_implementation
         if implementation != NAME:
             why = self.refused or "ablation: tokens are looked up again for each expert"
@@ -121,25 +121,25 @@ def register(registry: Any) -> None:
 
 
 def expert_modules(model: nn.Module) -> Iterator[Any]:
-    """The modules that transformers' `use_experts_implementation` made switchable."""
+    """Yield the modules that transformers' `use_experts_implementation` made switchable."""
     marks = ("is_concatenated", "is_transposed", "num_experts")
     return (module for module in model.modules() if all(hasattr(module, mark) for mark in marks))
 
 
 def weight_names(model: nn.Module) -> list[str]:
-    """The parameters that an adapter can be put on, as PEFT's `target_parameters` match them."""
+    """List the parameters that an adapter can be put on, as PEFT's `target_parameters` match them."""
     modules = set(expert_modules(model))
     named = [(name, module) for name, module in model.named_modules() if module in modules]
     return [f"{name}.{weight}" for name, module in named for weight in _weight_names(module)]
 
 
 def expert_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The weights of all experts of a model without adapters, by their names."""
+    """Yield the weights of all experts of a model without adapters, by their names."""
     return ((name, model.get_parameter(name)) for name in weight_names(model))
 
 
 def packed_bytes(model: nn.Module) -> float | None:
-    """Bytes of a number of the experts' weights, or None where they are dense or there are none."""
+    """Return the bytes of a number of the experts' weights, or None where they are dense or there are none."""
     first = next((weights(module)[0] for module in expert_modules(model)), None)
     return first.stored_bytes / first.numel() if isinstance(first, PackedTensor) else None
 
@@ -156,13 +156,13 @@ def _weight_names(module: Any) -> tuple[str, str]:
 
 
 def low_rank_factors(wrapper: Any, adapter: str) -> tuple[Tensor, Tensor]:
-    """A [E, r, in] and B [E, out, r] of one of a PEFT wrapper's adapters, views of its parameters."""
+    """Return A [E, r, in] and B [E, out, r] of one of a PEFT wrapper's adapters, views of its parameters."""
     a, b, count = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight, wrapper.num_experts
     return a.reshape(count, -1, a.shape[1]), b.reshape(b.shape[0], -1, count).permute(2, 0, 1)
 
 
 def refusal(module: Any) -> str | None:
-    """Why a module's experts can't be computed here, or None."""
+    """Say why a module's experts can't be computed here, or None."""
     if not module.has_gate or getattr(module, "has_post_expert_norm", False):
         return f"{type(module).__name__} is not gate, up and down"
     if getattr(module, "_is_expert_parallel", False):
@@ -178,7 +178,7 @@ def refusal(module: Any) -> str | None:
 
 
 def _forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """What transformers calls: hidden [T, H], indices and weights [T, K]; returns [T, H]."""
+    """Compute experts as transformers calls them: hidden [T, H], indices and weights [T, K] to [T, H]."""
     if torch.compiler.is_compiling():
         raise UnsupportedError(
             "torch.compile can't trace Pronghorn's experts", "leave torch.compile out, or detach the model first"
@@ -207,7 +207,7 @@ def _forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weig
 def balancing_loss(
     model: Any, router_logits: tuple[Tensor, ...], labels: Tensor, packed: PackedBatch, num_items: Tensor | int | None
 ) -> Tensor:
-    """The family's own auxiliary loss (`load_balancing_loss_func` beside its class), not yet times its coefficient.
+    """Compute the family's own auxiliary loss (`load_balancing_loss_func`), not yet times its coefficient.
 
     Tokens of documents without a label don't count (the padded tail is one). A batch counts by its share of the
     labels, as its cross-entropy does, so that accumulated batches sum to one auxiliary loss, where transformers sums
@@ -232,7 +232,7 @@ def balancing_loss(
 
 
 def gate(module: Any) -> Gate | None:
-    """The activation of an experts module; None for one that has no kernel."""
+    """Return the activation of an experts module; None for one that has no kernel."""
     formula, described = type(module)._apply_gate.__qualname__, _kind(module)
     if formula == described.clamped_gate:
         return Gate("clamped", float(module.alpha), float(module.limit))
@@ -241,7 +241,7 @@ def gate(module: Any) -> Gate | None:
 
 
 def weights(module: Any) -> list[Tensor]:
-    """gate_up and down as they are stored, without computing what PEFT has put around them."""
+    """Return gate_up and down as they are stored, without computing what PEFT has put around them."""
     return [
         module.parametrizations[name].original if is_parametrized(module, name) else getattr(module, name)
         for name in _weight_names(module)
@@ -253,8 +253,11 @@ def _sizes(module: Any) -> tuple[int, ...]:
 
 
 def _weight(module: Any, name: str) -> tuple[Tensor, LowRank | None]:
-    """A weight as it is stored, and its adapter: handed over by our wrapper, or read from PEFT's parametrization
-    (adapters that came after attach). Several adapters at once: the weight with all of them folded in."""
+    """Return a weight as it is stored, and its adapter.
+
+    The adapter is handed over by our wrapper, or read from PEFT's parametrization (one that came after attach). With
+    several adapters at once it is the weight with all of them folded in.
+    """
     chain: Any = module.parametrizations[name] if is_parametrized(module, name) else []
     if len(chain) != 1 or not all(hasattr(chain[0], part) for part in ("lhs", "rhs", "scaling")):
         return getattr(module, name), module.__dict__.get(_HELD, {}).get(name)
@@ -271,7 +274,7 @@ def low_rank_weights(module: Any) -> list[tuple[Tensor, LowRank | None, Tensor |
 
 
 def wrappers(model: nn.Module) -> Iterator[Any]:
-    """PEFT's wrappers around the weights of experts."""
+    """Yield PEFT's wrappers around the weights of experts."""
     modules = set(expert_modules(model))
     for module in model.modules():
         wrapper: Any = module
@@ -287,7 +290,7 @@ def _active(wrapper: Any) -> list[str]:
 
 @functools.cache
 def wrapper_class(original: Any) -> type[nn.Module]:
-    """PEFT's ParamWrapper, but for how an adapter is made active: its A and B lie on the experts for one forward."""
+    """Make a subclass of PEFT's ParamWrapper whose active adapter's A and B lie on the experts for one forward."""
 
     @contextmanager
     def _activate_lora(self: Any, active_adapters: list[str]) -> Iterator[None]:

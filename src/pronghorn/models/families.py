@@ -43,13 +43,15 @@ def set_attention(model: Any, name: str) -> None:
 
 
 def has_experts(config: Any) -> bool:
-    """Whether layers of this model route tokens to experts."""
+    """Tell whether layers of this model route tokens to experts."""
     return bool(getattr(config, "num_local_experts", 0) or getattr(config, "num_experts", 0))
 
 
 def rope_limit(config: Any) -> int | None:
-    """The tokens up to which RoPE's frequencies are always the same; beyond them they depend on a batch's longest
-    position. None where they never do."""
+    """Return the tokens up to which RoPE's frequencies are always the same, or None where they always are.
+
+    Beyond them they depend on a batch's longest position.
+    """
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # some have one for each kind of layer
     most = getattr(config, "max_position_embeddings", 0)
@@ -61,7 +63,7 @@ def rope_limit(config: Any) -> int | None:
 
 
 def base_causal_lm(model: Any) -> Any:
-    """The transformers causal LM inside a PEFT or data-parallel wrapper (or the model itself)."""
+    """Return the transformers causal LM inside a PEFT or data-parallel wrapper (or the model itself)."""
     if hasattr(model, "module") and not hasattr(model, "config"):
         model = model.module
     return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
@@ -84,7 +86,7 @@ def looks_tokens_up(backbone: Any) -> bool:
 
 
 def recomputes_layers(model: nn.Module) -> bool:
-    """Whether decoder layers, or parts of them, are recomputed in the backward pass (gradient checkpointing)."""
+    """Tell whether decoder layers, or parts of them, are recomputed in the backward pass (gradient checkpointing)."""
     parts = (Policy.RECOMPUTE_NORMS, Policy.RECOMPUTE_MLP)
     return any(
         getattr(module, "gradient_checkpointing", False) or module.__dict__.get(POLICY) in parts

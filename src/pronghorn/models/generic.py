@@ -110,8 +110,10 @@ class GenericPacking:
 
 
 def followable(plan: Plan, layers: Iterable[nn.Module]) -> Plan:
-    """Return the plan, or one that keeps everything in place of an `auto` that these layers can't follow: transformers
-    has no gradient checkpointing for them."""
+    """Return the plan, or one that keeps everything in place of an `auto` that these layers can't follow.
+
+    transformers has no gradient checkpointing for such layers.
+    """
     can = all(hasattr(layer, "gradient_checkpointing") for layer in layers)
     return plan if can or not plan.undecided else replace(Plan.keep(), policies=(Policy.KEEP,))
 
@@ -130,7 +132,7 @@ def keywords_of(model: Any) -> tuple[tuple[str, ...], bool]:
 
 @functools.cache
 def generic_class(original: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of `original` with the same forward signature, which transformers and TRL read."""
+    """Make a subclass of `original` with the same forward signature, which transformers and TRL read."""
 
     @functools.wraps(original.forward)
     def forward(

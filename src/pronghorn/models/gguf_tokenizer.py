@@ -86,6 +86,7 @@ def load_tokenizer(path: Path, metadata: dict[str, Any]) -> Any:
         tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(beside), **special)
     else:
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=_rebuild(path, metadata), **special)
+    # what lies beside the file may be another model's
     for role, index in ids.items():
         if index is not None and getattr(tokenizer, f"{role}_token_id") != index:
             raise DataError(

@@ -97,7 +97,7 @@ class BackboneGraphs:
         """Forwards and backwards so far. All graphs share memory: each overwrites what a forward before it left."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BackboneGraphs:
-        """A copied model captures its own."""
+        """Return graphs of the copied model, which captures its own."""
         asked = self._refusal, self._longest, self._settle
         backbone, asked = copy.deepcopy((self._backbone, asked), memo)
         return BackboneGraphs(backbone, self._plain, self._benefit is None, *asked)
@@ -117,7 +117,7 @@ class BackboneGraphs:
         return ("on", self._benefit.why + but) if self._benefit.wanted else ("off", self._benefit.why)
 
     def forward(self, embeds: Tensor, position_ids: Tensor, packed: PackedBatch) -> Tensor | None:
-        """The backbone's output [1, T, H] through a graph; None if this batch goes without one."""
+        """Return the backbone's output [1, T, H] through a graph; None if this batch goes without one."""
         if self._benefit is not None:
             self._benefit.judge()
             if self._benefit.lost:  # nothing stays captured that a change could concern
@@ -171,15 +171,15 @@ class BackboneGraphs:
             self._benefit = GraphBenefit()
 
     def holds(self, captured: _Captured) -> bool:
-        """Whether it wasn't given back."""
+        """Tell whether it wasn't given back."""
         return any(each is captured for each in self._captured.values())
 
     def without(self, run: Callable[[], Any]) -> Any:
-        """The outputs of `run`, a training forward without a graph."""
+        """Return the outputs of `run`, a training forward without a graph."""
         return run() if self._benefit is None or self._refused is not None else self._benefit.plain(run)
 
     def _capture_if_it_fits(self, embeds: Tensor, position_ids: Tensor, packed: PackedBatch) -> _Captured | None:
-        """None where memory runs out, though it was there without a graph, and nobody asked for one."""
+        """Capture, or return None where memory runs out that was there without a graph, and nobody asked for one."""
         try:
             return self._capture(embeds, position_ids, packed)
         except RuntimeError as error:
@@ -231,7 +231,7 @@ class BackboneGraphs:
         return _Captured(*static, out.detach(), d_out, flat, forward, backward, runs)
 
     def _in_pool(self, device: torch.device) -> AbstractContextManager[None]:
-        """What this thread allocates, a forward's activations, goes into the memory of the graphs there are: beside
+        """Let what this thread allocates, a forward's activations, go into the memory of the graphs there are: beside
         them it would take as much again. (A backward's thread takes little.) Not before the first one: a pool that no
         graph has lives no longer than this."""
         pool: Any = SimpleNamespace(id=self._pool)  # a MemPool, too, ends the process if a graph outlives it
@@ -294,7 +294,7 @@ class _Replay(torch.autograd.Function):
 
 @functools.cache
 def graphed_class(original: Any) -> type[nn.Module]:
-    """A subclass of a backbone's class, whose instances look for `_pronghorn_graphs`."""
+    """Make a subclass of a backbone's class, whose instances look for `_pronghorn_graphs`."""
     plain: Any = original.forward
 
     @functools.wraps(plain)
@@ -333,23 +333,23 @@ def runs_of(backbone: Any) -> list[Any]:
 
 
 def _for_checkpointing(embedding: nn.Module) -> bool:
-    """Whether nothing but hooks for reentrant checkpointing (`enable_input_require_grads`) make its output require a
+    """Tell whether only hooks for reentrant checkpointing (`enable_input_require_grads`) make its output require a
     gradient, which nobody reads then."""
     names = {getattr(hook, "__name__", "") for hook in embedding._forward_hooks.values()}
     return names <= {"make_inputs_require_grad", "make_inputs_require_grads"}  # PEFT's and transformers'
 
 
 def _hooks_saved_tensors() -> bool:
-    """Whether somebody moves what autograd saves elsewhere (TRL's activation offloading), or recomputes it: a capture
-    would be of that, and a replay saves nothing."""
+    """Tell whether somebody moves what autograd saves elsewhere (TRL's activation offloading), or recomputes it: a
+    capture would be of that, and a replay saves nothing."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return top is not None and top(True) is not None
 
 
 @contextmanager
 def _aliased(backbone: nn.Module) -> Iterator[list[Tensor]]:
-    """The trained parameters as leaves of their own over the same storage. Autograd accumulates a leaf's gradients on
-    the stream that first used it, which for the parameters themselves is not the one that is captured."""
+    """Yield leaves over the same storage that stand in for the trained parameters meanwhile. Autograd accumulates a
+    leaf's gradients on the stream that first used it, which for the parameters is not the one that is captured."""
     places = [
         (module, name, parameter)
         for module in backbone.modules()
@@ -368,7 +368,7 @@ def _aliased(backbone: nn.Module) -> Iterator[list[Tensor]]:
 
 @contextmanager
 def _without_norms(layers: Iterable[nn.Module]) -> Iterator[None]:
-    """Layers keep no norms' results meanwhile, where they are fused as a whole: making them again takes a percent of a
+    """Let layers that are fused as a whole keep no norms' results meanwhile: making them again takes a percent of a
     step at 1B at most and, but of short rows, frees more than graphs hold besides."""
     policies = [(layer, layer.__dict__.get(POLICY)) for layer in layers]
     kept = [(layer, policy) for layer, policy in policies if policy is not Policy.RECOMPUTE_MLP]  # it keeps less

@@ -94,7 +94,7 @@ class GraphBenefit:
         return words
 
     def plain(self, run: Callable[[], Any]) -> Any:
-        """The outputs of `run`, a training forward without a graph, which is timed if need be."""
+        """Return the outputs of `run`, a training forward without a graph, which is timed if need be."""
         self._last = None
         if self.host_share is not None:
             return run()
@@ -117,11 +117,11 @@ class GraphBenefit:
         return outputs
 
     def looked_for(self, there: bool) -> None:
-        """A training forward looked for a graph: `there`, or none for such rows yet."""
+        """Note that a training forward looked for a graph: `there`, or none for such rows yet."""
         self._found.append(there)
 
     def replay_begins(self, number: int) -> None:
-        """A training forward is about to be replayed.
+        """Note that a training forward is about to be replayed.
 
         Args:
             number: of forwards and backwards before it: two more than at the last one if only its backward was between.

@@ -34,8 +34,10 @@ _ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def resolve_dtype(dtype: torch.dtype | str | None, device: torch.device) -> torch.dtype:
-    """The dtype to load weights in; None and "auto" mean bfloat16 on a GPU that has it, float16 on an older GPU, and
-    float32 on the CPU (where bfloat16 is slower).
+    """Return the dtype to load weights in.
+
+    None and "auto" mean bfloat16 on a GPU that has it, float16 on an older GPU, and float32 on the CPU (where bfloat16
+    is slower).
 
     Raises:
         ConfigError: an unknown dtype.
@@ -54,7 +56,7 @@ def resolve_dtype(dtype: torch.dtype | str | None, device: torch.device) -> torc
 
 
 def default_device() -> torch.device:
-    """This process's GPU (its local rank's under torchrun), or the CPU."""
+    """Return this process's GPU (its local rank's under torchrun), or the CPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     from accelerate import PartialState
@@ -118,7 +120,7 @@ class FoundModel:
         return self.load_in_4bit or getattr(config, "quantization_config", None) is not None
 
     def tokenizer(self) -> Any:
-        """The tokenizer; an adapter's own if one was saved with it."""
+        """Load the tokenizer; an adapter's own if one was saved with it."""
         path = Path(self.name)
         if path.suffix == ".gguf":
             from pronghorn.models.gguf import tokenizer_of
@@ -129,7 +131,7 @@ class FoundModel:
         return _tokenizer(self.name, **self.hub)
 
     def model(self, dtype: torch.dtype, device: torch.device, share: SharedLoading | None = None) -> Any:
-        """The model with weights of `dtype` (those of a quantised base stay as stored) on `device`.
+        """Load the model with weights of `dtype` (those of a quantised base stay as stored) on `device`.
 
         Args:
             share: shares the layers with other processes while it loads, where the house's loader does. What
@@ -151,7 +153,7 @@ class FoundModel:
         return model
 
     def _whole_base(self, dtype: torch.dtype, device: torch.device, share: SharedLoading | None) -> Any:
-        """The model without an adapter."""
+        """Load the model without an adapter."""
         if self.config is None:
             from pronghorn.models.gguf import load_gguf
 
@@ -190,8 +192,8 @@ _NAME_BASE = "set base_model_name_or_path in its adapter_config.json to the mode
 
 
 def _with_adapter(base: Any, folder: str | Path) -> Any:
-    """The base with a saved adapter, whole: PEFT warns of weights that the folder lacks, and begins anew there; those
-    that the model has no place for it drops without a word."""
+    """Put a saved adapter, whole, on its base. PEFT only warns of weights that the folder lacks, and begins anew there;
+    those that the model has no place for it drops without a word."""
     from peft import PeftConfig, PeftModel
 
     try:
@@ -393,7 +395,7 @@ def _check_gguf(path: Path, load_in_4bit: bool) -> None:
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, float]:
-    """How much of the model is trained: `tensors`, `parameters`, and their `share` of all parameters."""
+    """Count how much of the model is trained: `tensors`, `parameters`, and their `share` of all parameters."""
     trained = [p.numel() for p in model.parameters() if p.requires_grad]
     everything = sum(p.numel() for p in model.parameters())
     return {"tensors": len(trained), "parameters": sum(trained), "share": sum(trained) / max(everything, 1)}

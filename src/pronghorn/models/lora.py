@@ -177,7 +177,7 @@ def _ends(model: Any) -> tuple[str, str]:
 
 
 def _named(wanted: str, names: Sequence[str]) -> list[str]:
-    """The modules that PEFT takes a name in a list for: their own names, or the ends of these after a dot."""
+    """List the modules that PEFT takes a name in a list for: their own names, or the ends of these after a dot."""
     return [name for name in names if wanted and f".{name}".endswith(f".{wanted}")]
 
 
@@ -231,7 +231,7 @@ def check_whole_modules(model: Any, wanted: Sequence[str]) -> None:
 def _check_targets(
     targets: str | list[str], names: Sequence[str], or_parameters: bool, own: Sequence[str], ends: Sequence[str]
 ) -> None:
-    """PEFT passes over a name that matches nothing, if another does; a string it takes as a regular expression."""
+    """Refuse a name that matches nothing, which PEFT passes over if another does; a string is a regular expression."""
     some = f"use some of {', '.join(own)}"
     if targets == "all-linear" or (not targets and or_parameters):
         return
@@ -258,7 +258,7 @@ def _check_targets(
 
 
 def _check_patterns(patterns: dict[str, int], names: Sequence[str]) -> None:
-    """PEFT passes over a pattern that matches nothing; it compares regular expressions with the ends of names."""
+    """Refuse a pattern that matches nothing, which PEFT passes over; it is compared with the ends of names."""
     for pattern, value in patterns.items():
         check_pattern(pattern)
         if value < 1 or not any(re.match(rf"(.*\.)?({pattern})$", name) for name in names):
@@ -270,7 +270,7 @@ def _check_patterns(patterns: dict[str, int], names: Sequence[str]) -> None:
 
 
 def _check_target_parameters(model: Any, targets: Sequence[str], dropout: float) -> None:
-    """PEFT passes over a name that matches nothing, if another does."""
+    """Refuse a name that matches nothing, which PEFT passes over if another does."""
     names = weight_names(model)
     for target in targets:
         if not any(f".{name}".endswith(f".{target}") for name in names):

@@ -52,6 +52,7 @@ def _measure(base: Any, dims: ModelDims, setup: TrainSetup, spec: DeviceSpec) ->
     lengths = [setup.documents] * (setup.tokens // setup.documents) + [setup.tokens % setup.documents]
     packed = PackedBatch.build([n for n in lengths if n], tokens=setup.tokens, device=device)
     positions = torch.cat([torch.arange(n, device=device) for n in lengths])[None]
+    # of the residual stream, which float32 masters leave in float32
     dtype = torch.float32 if setup.method == "full" else base.get_input_embeddings().weight.dtype
     layers = backbone.layers
     with torch.random.fork_rng(devices=[device]):

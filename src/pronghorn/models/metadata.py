@@ -24,7 +24,7 @@ _STOCK_METADATA = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length
 def share_metadata(
     backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Forward pre-hook of the backbone: one PackedBatch for all layers, and no mask built."""
+    """Give all layers one PackedBatch, and let no mask be built: a forward pre-hook of the backbone."""
     narrow = kwargs.pop(LOSS_ROWS_ONLY, False)
     packed = kwargs.get("packed")
     ids = kwargs.get("input_ids", args[0] if args else None)

@@ -56,8 +56,10 @@ def grow_embeddings(
 def trainable_tokens(
     model: Any, tokenizer: Any, tokens: Sequence[str], trained_whole: Sequence[str]
 ) -> dict[str, list[int]] | None:
-    """PEFT's `trainable_token_indices` for `tokens`: their rows of the embeddings and, where it isn't tied to them, of
-    the head, as far as these aren't `trained_whole` (modules_to_save)."""
+    """Return PEFT's `trainable_token_indices` for `tokens`: their rows of the embeddings and of a head of its own.
+
+    What is `trained_whole` (modules_to_save) is left out.
+    """
     if not tokens:
         return None
     ids = [int(i) for i in tokenizer.convert_tokens_to_ids(list(tokens))]

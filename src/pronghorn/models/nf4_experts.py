@@ -45,6 +45,7 @@ def config_class() -> Any:
                 dense = value[0] if isinstance(value, list) else value
                 nested = self.quantizer.quantization_config.bnb_4bit_use_double_quant
                 made[name] = nn.Parameter(quantise_experts(dense, nested), requires_grad=False)
+                # transformers would draw the weights of a module without this mark anew
                 model.get_submodule(name.rpartition(".")[0])._is_hf_initialized = True
             return made
 

@@ -235,7 +235,7 @@ def read_generation_config(model: Any, folder: Path) -> None:
 
 
 def progress(count: int) -> Any:
-    """A bar as transformers shows when it loads weights, hidden by the same settings."""
+    """Make a bar as transformers shows when it loads weights, hidden by the same settings."""
     from transformers.utils import logging
 
     return logging.tqdm(total=count, desc="Loading weights")

@@ -51,7 +51,7 @@ class Format:
 
 
 def _mxfp4(model: Any, stored: dict[str, Any]) -> Iterator[Packed]:
-    """gpt-oss: `<parameter>_blocks` and `<parameter>_scales` of experts."""
+    """Yield gpt-oss's experts: `<parameter>_blocks` and `<parameter>_scales`."""
     for name, parameter in expert_parameters(model):
         experts, k, n = parameter.shape
         if k % GROUP:
@@ -65,7 +65,7 @@ def _mxfp4(model: Any, stored: dict[str, Any]) -> Iterator[Packed]:
 
 
 def _fine_grained(model: Any, stored: dict[str, Any]) -> Iterator[Packed]:
-    """DeepSeek and Qwen: e4m3 in blocks; without a block's size one scale a tensor."""
+    """Yield linears of DeepSeek and Qwen: e4m3 in blocks; without a block's size one scale a tensor."""
     if stored.get("fmt", "e4m3") != "e4m3":
         raise UnsupportedError(f"quantization_config: fmt {stored['fmt']!r} is not e4m3", _REMEDY)
     block = stored.get("weight_block_size")
@@ -75,7 +75,7 @@ def _fine_grained(model: Any, stored: dict[str, Any]) -> Iterator[Packed]:
 
 
 def _compressed(model: Any, stored: dict[str, Any]) -> Iterator[Packed]:
-    """llm-compressor: groups of linears, each with a scheme."""
+    """Yield linears of llm-compressor, in groups that have a scheme each."""
     groups = list((stored.get("config_groups") or {}).values())
     for group in groups:
         _check_scheme(group, stored)
@@ -109,7 +109,7 @@ def _check_scheme(group: dict[str, Any], stored: dict[str, Any]) -> None:
 
 
 def _modelopt(model: Any, stored: dict[str, Any]) -> Iterator[Packed]:
-    """NVIDIA Model Optimizer: NVFP4, or FP8 with a scale a tensor."""
+    """Yield linears of NVIDIA's Model Optimizer: NVFP4, or FP8 with a scale a tensor."""
     algorithm, left_out = stored.get("quant_algo"), stored.get("ignore") or stored.get("exclude_modules") or ()
     if algorithm not in ("NVFP4", "FP8"):
         raise UnsupportedError(f"the checkpoint is in ModelOpt's {algorithm}", f"use one in NVFP4 or FP8, or {_REMEDY}")

@@ -62,14 +62,17 @@ def _problem(base: Any) -> str | None:
         out: Tensor = base(input_ids=tokens, attention_mask=attention_mask, use_cache=False).logits
         return out
 
+    # causal
     changed = ids.clone()
     changed[:, -1] = torch.where(ids[:, -1] == vocabulary - 1, vocabulary - 2, vocabulary - 1)
     padded = logits(ids, mask)
     if differs(padded[1, :-1], logits(changed, mask)[1, :-1], tolerance, exact):
         return "a token sees one that comes after it, so that the model would be trained to predict what it reads"
+    # trains
     with torch.enable_grad():
         if not logits(ids).requires_grad and any(parameter.requires_grad for parameter in base.parameters()):
             return "its forward passes no gradient on to what is trained"
+    # alone
     for row, length in enumerate(LENGTHS):
         error = relative_error(padded[row, :length], logits(ids[row : row + 1, :length])[0])
         if error > tolerance:

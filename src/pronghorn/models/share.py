@@ -41,7 +41,7 @@ def share_layers(model: Any, device: torch.device, in_fp8: bool = False) -> None
             shared.add(index, layer, groups)
     if full:
         head, embeddings = base.get_output_embeddings().weight, base.get_input_embeddings().weight
-        shared.train(first=[] if head is embeddings else [head])
+        shared.train(first=[] if head is embeddings else [head])  # a tied one has its gradient at the very end only
         base.save_pretrained = _refuse_to_save
     elif shared:
         shared.open()

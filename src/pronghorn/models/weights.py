@@ -21,8 +21,10 @@ from pronghorn.precision.loader import checkpoint
 
 
 def whole_model(name: str | Path, composite: Composite | None = None, **options: Any) -> Any:
-    """`AutoModelForCausalLM.from_pretrained`, but what the checkpoint lacks, has in other shapes, or holds beside is a
-    DataError: transformers would begin with random weights there, and training on them looks like training.
+    """Load a model as `AutoModelForCausalLM.from_pretrained` does, with every one of its weights.
+
+    What the checkpoint lacks, has in other shapes, or holds beside is a DataError: transformers would begin with random
+    weights there, and training on them looks like training.
 
     Args:
         composite: of a model with towers: only the language model's weights are read.
@@ -53,8 +55,7 @@ def whole_model(name: str | Path, composite: Composite | None = None, **options:
 def _language_model(
     name: str | Path, composite: Composite, *, config: Any, token: Any, revision: Any, **options: Any
 ) -> tuple[Any, Any]:
-    """`from_pretrained` of the causal LM in a model with towers: transformers reads slices of files when it needs
-    them."""
+    """Load the causal LM in a model with towers: transformers reads slices of files when it needs them."""
     from safetensors import safe_open
     from transformers import AutoModelForCausalLM
 
@@ -126,8 +127,11 @@ def bitsandbytes_config(config: Any, load_in_4bit: bool, dtype: torch.dtype, exp
 
 
 def keep_packed_4bit_layout(model: nn.Module, loading: Loading | None = None) -> Any:
-    """On CPUs with AVX512-BF16 bitsandbytes repacks 4-bit weights at the first evaluation, for a product without a
-    backward: the next training step has the right loss and wrong gradients, and a merge reads garbage. Keep it off."""
+    """Keep bitsandbytes from repacking 4-bit weights, as it does on CPUs with AVX512-BF16 at the first evaluation.
+
+    That is for a product without a backward: the next training step has the right loss and wrong gradients, and a merge
+    reads garbage.
+    """
     module: Any
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):

@@ -64,7 +64,7 @@ class Experts:
 
 
 def experts(x: Tensor, top_k_weights: Tensor, routing: Routing, layer: Experts, way: Way) -> Tensor:
-    """The weighted sum of each token's experts.
+    """Compute the weighted sum of each token's experts.
 
     Args:
         x: [T, H], contiguous, in the dtype of the products; the layer's weights are copied where theirs is another.
@@ -101,7 +101,7 @@ class _Product:
         return "triton" if self.way == "torch" else self.way
 
     def multiply(self, x: Tensor, rows: Rows | None = None, transposed: bool = False) -> tuple[Tensor, Tensor | None]:
-        """(y, x Aᵀ); transposed, of dy: (dx, dy B)."""
+        """Return (y, x Aᵀ); transposed, of dy: (dx, dy B)."""
         with part(PRODUCTS):
             if self.codes is not None:
                 y = multiply_fp8(x, self.codes, self.offsets, rows, transposed)
@@ -127,7 +127,7 @@ class _Product:
         xa: Tensor | None,
         dyb: Tensor | None,
     ) -> list[Tensor | None]:
-        """dW, dA, dB where needed, each in the dtype of its parameter; x and dy with their rows."""
+        """Return dW, dA, dB where needed, each in the dtype of its parameter; x and dy with their rows."""
         found: list[Tensor | None] = [None] * 3
         if needs[0]:
             transposed = self.weight.stride(-1) != 1  # then laid out as the parameter is: nothing copies it after
@@ -141,7 +141,7 @@ class _Product:
         return found
 
     def bias_grad(self, weights: Tensor, dy: tuple[Tensor, Rows | None], dtype: torch.dtype) -> Tensor:
-        """The sum of each expert's rows, each times its number in `weights` [S, 1]."""
+        """Add up each expert's rows, each times its number in `weights` [S, 1]."""
         return self._outer(PRODUCTS, (weights, None), dy, dtype, 1.0, self.thin).squeeze(1)
 
     def _outer(
@@ -156,7 +156,7 @@ class _Product:
 def _products(
     x: Tensor, options: tuple[Gate, Way, list[float], Sequence[FP8Experts | None]], tensors: Sequence[Any]
 ) -> tuple[Routing, _Product, _Product, Tensor | None, Tensor | None]:
-    """(routing, gate and up, down, their biases), from what the function is given."""
+    """Return (routing, gate and up, down, their biases), from what the function is given."""
     _, way, scales, codes = options
     routing = Routing(*tensors[:6])
     gate_up, down = (
@@ -184,18 +184,24 @@ class _Experts(torch.autograd.Function):
         x, w, h, xa, aa, *tensors = ctx.saved_tensors
         routing, gate_up, down, b1, b2 = _products(x, ctx.options, tensors)
         needs, rows, dy = ctx.needs_input_grad[9:], routing.rows, dy.contiguous()
+
+        # d = dy W2ᵀ, not weighted, and from it dh and dw (`kernels.moe_glu`); b2's part of dw
         d, dyb = down.multiply(dy, rows, transposed=True)
         dh, dw = moe_glu.backward_(d, h, w, routing.slots, ctx.options[0], b1, routing.experts)
         if b2 is not None:
             dw = dw + (dy @ b2.t()).gather(1, routing.choice).to(dw.dtype)
+
+        # gradients of down: d holds w·a now, so what B2 and b2 read is weighted here
         dy_rows = dy, rows
         bias_grads: list[Tensor | None] = [None, None]
         if needs[5] or needs[7]:
             w_rows = w.flatten().index_select(0, routing.slots).to(x.dtype).unsqueeze(1)
             aa = None if aa is None else aa * w_rows
             bias_grads[1] = down.bias_grad(w_rows, dy_rows, tensors[13].dtype) if needs[7] else None
-        down_grads = down.gradients(needs[3:6], (d, None), dy_rows, aa, dyb)  # d holds w·a now
+        down_grads = down.gradients(needs[3:6], (d, None), dy_rows, aa, dyb)
         del d
+
+        # gradients of gate and up, and dx, summed over each token's rows
         if needs[6]:
             bias_grads[0] = gate_up.bias_grad(dh.new_ones(len(dh), 1), (dh, None), tensors[12].dtype)
         dx, dhb = gate_up.multiply(dh, transposed=True)

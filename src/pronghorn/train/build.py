@@ -36,7 +36,7 @@ NEVER = 10**9
 
 
 def build(recipe: Recipe, console: Console, callbacks: list[TrainerCallback]) -> tuple[SFTTrainer, Handle]:
-    """The trainer that `run` would train with, for a look at its steps: no journal, held-out data or record.
+    """Make the trainer that `run` would train with, for a look at its steps: no journal, held-out data or record.
 
     Raises as `run` before anything is trained.
     """
@@ -49,7 +49,7 @@ def build(recipe: Recipe, console: Console, callbacks: list[TrainerCallback]) ->
 
 
 def load(recipe: Recipe, found: FoundModel, tokenizer: Any, console: Console) -> tuple[Any, Handle]:
-    """The model with its adapter, and the handle that tells the paths taken."""
+    """Load the model with its adapter, attach it, and return it with the handle that tells the paths taken."""
     device = default_device()
     dtype = resolve_dtype(recipe.precision.dtype, device)
     adapter, full = recipe.adapter, recipe.adapter.method == "full"
@@ -172,7 +172,7 @@ def of_one_process(recipe: Recipe, processes: int) -> Recipe:
 
 
 def training_arguments(recipe: Recipe) -> SFTConfig:
-    """The trainer's arguments of a recipe. Making them joins the processes that torchrun started.
+    """Make the trainer's arguments of a recipe, which joins the processes that torchrun started.
 
     Raises:
         ConfigError: the rows of a step can't be shared by these processes.
@@ -232,7 +232,7 @@ def make_trainer(
     callbacks: list[TrainerCallback],
     args: SFTConfig | None = None,
 ) -> SFTTrainer:
-    """The trainer of a loaded model, with the recipe's settings (`args` if they are made already)."""
+    """Make the trainer of a loaded model, with the recipe's settings (`args` if they are made already)."""
     train = recipe.train
     trainer = SFTTrainer(
         model,
@@ -249,7 +249,7 @@ def make_trainer(
 
 
 def planned_steps(trainer: SFTTrainer) -> int:
-    """Optimiser steps of the whole run, as the trainer counts them."""
+    """Count the optimiser steps of the whole run, as the trainer does."""
     args = trainer.args
     if args.max_steps > 0:
         return args.max_steps
@@ -258,8 +258,11 @@ def planned_steps(trainer: SFTTrainer) -> int:
 
 
 def autocast_dtype(recipe: Recipe) -> torch.dtype | None:
-    """The dtype of autocast, if any: LoRA computes in its base's own dtype, float32 masters compute in 16 bits, and
-    float16 always needs autocast for its loss scaling."""
+    """Return the dtype of autocast, if any.
+
+    LoRA computes in its base's own dtype, float32 masters compute in 16 bits, and float16 always needs autocast for its
+    loss scaling.
+    """
     dtype = resolve_dtype(recipe.precision.dtype, default_device())
     full = recipe.adapter.method == "full"
     return dtype if dtype is torch.float16 or (full and dtype is torch.bfloat16) else None

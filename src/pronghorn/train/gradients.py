@@ -91,9 +91,11 @@ class GradientWatch(TrainerCallback):
         self._norms = (gradients, _written(gradients), found) if plain else None
 
     def clip(self, most: float, parameters: Iterable[Tensor]) -> Tensor | None:
-        """What `torch.nn.utils.clip_grad_norm_` does and returns, by the norms that `observe` has anyway, which torch's
-        would take the host milliseconds to launch again. With `most` infinite it only returns the norm of all. None
-        where these aren't the gradients that `observe` saw, some are sharded, or they lie on several devices."""
+        """Do what `torch.nn.utils.clip_grad_norm_` does, by the norms that `observe` has anyway.
+
+        Launching torch's again takes the host milliseconds. With `most` infinite it only returns the norm of all. None
+        where these aren't the gradients that `observe` saw, some are sharded, or they lie on several devices.
+        """
         gradients: list[Any] = [gradient for p in parameters if (gradient := p.grad) is not None]
         if self._norms is None or _written(gradients) != self._norms[1]:
             return None
@@ -106,8 +108,10 @@ class GradientWatch(TrainerCallback):
         return total
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Other parameters may be trained now, and what a training before left unjudged, or counted, was its own; one
-        that is resumed goes on counting."""
+        """Begin anew: other parameters may be trained now, and what a training before left unjudged was its own.
+
+        One that is resumed goes on counting skipped steps.
+        """
         self._trained = self._observed = self._norms = self._pending = None
         self._moved, self._skipped_in_a_row = False, 0
         told = [entry["skipped_steps"] for entry in state.log_history if "skipped_steps" in entry]

@@ -60,7 +60,7 @@ _TIGHTER = {
 
 
 def tighten(plan: Plan) -> Plan | None:
-    """Every layer under a policy that keeps much less; None if none is left."""
+    """Put every layer under a policy that keeps much less; None if none is left."""
     policies = tuple(_TIGHTER[policy] for policy in plan.policies)
     return None if policies == plan.policies else replace(plan, policies=policies, predicted={})
 
@@ -80,7 +80,7 @@ class OomRetry:
         self.begin()
 
     def begin(self, waits_for_others: bool | None = None) -> None:
-        """A training begins.
+        """Begin a training.
 
         Args:
             waits_for_others: the backward averages gradients with other processes, so that none can repeat it by
@@ -92,7 +92,7 @@ class OomRetry:
         self._devices: list[torch.device] | None = None
 
     def run(self, model: Any, step: int, last: bool, inputs: Any, micro_batch: Callable[[Any], Tensor]) -> Tensor:
-        """The loss of `micro_batch(inputs)`, a forward and a backward; repeated where memory runs out.
+        """Return the loss of `micro_batch(inputs)`, a forward and a backward; repeated where memory runs out.
 
         Args:
             step: the optimiser step that the micro-batch belongs to, from 1.
@@ -128,8 +128,10 @@ class OomRetry:
         return found
 
     def _follow_others(self, model: Any) -> None:
-        """Keep as little as the process that keeps least: memory that ran out there will soon run out here. Asking
-        takes a twentieth of a millisecond, and no device waits."""
+        """Keep as little as the process that keeps least: memory that ran out there will soon run out here.
+
+        Asking takes a twentieth of a millisecond, and no device waits.
+        """
         if not _store().check([_SURVIVED]):
             return
         survived = int(_store().get(_SURVIVED))
@@ -138,13 +140,13 @@ class OomRetry:
             _tighter_plan(model, self._tighter)
 
     def _replayed(self) -> Iterator[Any]:
-        """The window's batches, each with the random state of its first time."""
+        """Yield the window's batches, each with the random state of its first time."""
         for inputs, state in self._window:
             state.restore()
             yield inputs
 
     def _attempt(self, micro_batch: Callable[[Any], Tensor], batches: Iterable[Any]) -> Tensor | _Failure:
-        """The last batch's loss (the others' are counted already)."""
+        """Return the last batch's loss (the others' are counted already), or how memory ran out."""
         try:
             for batch in batches:
                 loss = micro_batch(batch)
@@ -157,8 +159,11 @@ class OomRetry:
             return failure
 
     def explained(self, error: RuntimeError, model: Any, step: int) -> TrainingError | None:
-        """What an error that ended the training means, if memory is why: it ran out in the optimiser, which may have
-        updated a part of the weights and so can't go again, or in another process."""
+        """Return what an error that ended the training means, if memory is why, or None.
+
+        It ran out in the optimiser, which may have updated a part of the weights and so can't go again, or in another
+        process.
+        """
         if isinstance(error, PronghornError):
             return None
         if is_out_of_memory(error):
@@ -173,7 +178,7 @@ class OomRetry:
         return None if processes() == 1 else _heard() or _late(error)
 
     def _stop(self, problem: str, plan: Plan | None) -> TrainingError:
-        """The error to raise; other processes find it where they wonder why this one is gone."""
+        """Return the error to raise, and leave it where other processes look when they wonder why this one is gone."""
         less = "fewer rows a micro-batch, shorter rows or a quantised base"
         remedy = f"no plan keeps less: train with {less}"
         if plan is not None:
@@ -204,7 +209,7 @@ class _RandomState:
 
 
 def _tighter_plan(model: Any, tighter: Callable[[Plan], Plan | None]) -> tuple[Plan | None, bool]:
-    """The next tighter plan that attach serves, and whether the model follows it now (a sharded model can't)."""
+    """Return the next tighter plan that attach serves, and whether the model follows it now (a sharded one can't)."""
     handle = attached(model)
     plan = None if handle is None else handle.plan
     if handle is not None and plan is None:  # transformers' arguments decided
@@ -236,7 +241,7 @@ def _free(devices: list[torch.device]) -> None:
 
 
 def _fullest(devices: list[torch.device]) -> tuple[int, int] | tuple[None, None]:
-    """Bytes in use and in all of the fullest device, within the share that this process may take of it."""
+    """Return the bytes in use and in all of the fullest device, within this process's share of it."""
     found = []
     for device in devices:
         free, total = torch.cuda.mem_get_info(device)
@@ -256,7 +261,7 @@ def _words(plan: Plan) -> str:
 
 
 def _store() -> Any:
-    """What the processes of a group share besides their collectives (torch names it only so)."""
+    """Return the store that the processes of a group share besides their collectives (torch names it only so)."""
     return dist.distributed_c10d._get_default_store()
 
 
@@ -271,7 +276,7 @@ def _late(error: RuntimeError) -> TrainingError | None:
 
 
 def _heard() -> TrainingError | None:
-    """The error that another process left behind."""
+    """Return the error that another process left behind, or None."""
     if not dist.is_initialized():
         return None
     try:

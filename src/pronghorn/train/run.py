@@ -153,7 +153,7 @@ def _build(
     documents = prepare(recipe, "train", tokenizer, console)
     check_data(state, "train", documents.key, allow)
     heldout = None
-    alone = not recipe.packing.enabled and source.is_generic
+    alone = not recipe.packing.enabled and source.is_generic  # nothing proves then that packed documents don't mix
     if recipe.data.eval is not None:
         eval_documents = prepare(recipe, "eval", tokenizer, console)
         check_data(state, "eval", eval_documents.key, allow)

@@ -42,7 +42,7 @@ class SharedLayersTrainer(trl.SFTTrainer):
         return found if found is not None and found.trained is not None else None
 
     def create_optimizer(self, model: Any = None) -> Any:
-        """As stock, of this process's parts of layers and of all that lies outside."""
+        """Make the optimiser as stock does, of this process's parts of layers and of all that lies outside."""
         shared, ours = self._shared, base_causal_lm(self.model)
         if shared is None or self.optimizer is not None:
             return super().create_optimizer(model)
@@ -53,6 +53,7 @@ class SharedLayersTrainer(trl.SFTTrainer):
                 f"train.optimizer: {name}{' in float16' if self.args.fp16 else ''} with layers that processes share",
                 f"use {', '.join(ON_PARTS)} and bfloat16 or float32; or launch.strategy: copies",
             )
+        # stock's two groups, with pieces of parts in the place of the layers' parameters
         names = set(self.get_decay_parameter_names(ours))
         decayed = {id(p) for name, p in ours.named_parameters() if name in names}
         cut = shared.trained.pieces(decayed)
@@ -91,7 +92,7 @@ class SharedLayersTrainer(trl.SFTTrainer):
                 base.save_pretrained = refused
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As stock; of shared layers the main process writes what all gather."""
+        """Save as stock does; of shared layers the main process writes what all gather."""
         if self._shared is None:
             return super().save_model(output_dir, _internal_call)
         with self.gathering_weights():

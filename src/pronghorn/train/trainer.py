@@ -183,7 +183,7 @@ class SFTTrainer(SharedLayersTrainer):
     def _prepare_dataset(
         self, dataset: Any, processing_class: Any, args: Any, packing: bool, formatting_func: Any, dataset_name: str
     ) -> Any:
-        """TRL's tokenising and truncation, then our packing; tokenised documents are packed as they are."""
+        """Tokenise and truncate as TRL does, then pack; tokenised documents are packed as they are."""
         trains = dataset_name == "train" and not self._train_is_prepared  # a held-out set may be called so, too
         packing = self._packs_train if trains else self._packs_eval
         self._train_is_prepared = True  # TRL begins with it
@@ -201,12 +201,12 @@ class SFTTrainer(SharedLayersTrainer):
         return PackedRows(documents, args.max_length, seed=data_seed(args)) if packing else documents
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Stock's, by an accelerator that leaves models unwrapped whose gradients travel in one piece."""
+        """Make stock's accelerator one that leaves models unwrapped whose gradients travel in one piece."""
         super().create_accelerator_and_postprocess()
         self.accelerator.__class__ = CopiesAccelerator
 
     def get_train_dataloader(self) -> DataLoader:
-        """Packed rows dealt to the processes by their costs; what isn't packed as stock does it."""
+        """Deal packed rows to the processes by their costs; what isn't packed is dealt as stock does it."""
         rows, args = self.train_dataset, self.args
         sampler = self._get_train_sampler()
         if not isinstance(rows, PackedRows) or not isinstance(sampler, (RandomSampler, SequentialSampler)):
@@ -224,8 +224,8 @@ class SFTTrainer(SharedLayersTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """The model's own loss: normalised by `num_items_in_batch`, the supervised tokens of the accumulated batch on
-        all ranks (DDP averages gradients over ranks, hence the factor)."""
+        """Compute the model's own loss, divided by `num_items_in_batch`: the supervised tokens of the accumulated batch
+        on all ranks (gradients are averaged over ranks, hence the factor)."""
         outputs = model(**inputs, use_cache=False, num_items_in_batch=num_items_in_batch)
         loss = outputs.loss
         if self.args.average_tokens_across_devices and num_items_in_batch is not None:
@@ -233,13 +233,13 @@ class SFTTrainer(SharedLayersTrainer):
         return (loss, outputs) if return_outputs else loss
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """A step's micro-batches; how long they are waited for is counted."""
+        """Return a step's micro-batches; how long they are waited for is counted."""
         with self._counted.waiting():
             return super().get_batch_samples(*args, **kwargs)
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """A micro-batch's forward and backward, repeated with less kept if memory runs out; the last one of a step
-        shows its gradients to the watch."""
+        """Do a micro-batch's forward and backward, repeated with less kept if memory runs out; after the last one of a
+        step the watch observes the gradients."""
         step, last = self.state.global_step + 1, self.accelerator.sync_gradients
         once = super().training_step
         loss = self._memory.run(model, step, last, inputs, lambda batch: once(model, batch, *args, **kwargs))
@@ -251,19 +251,18 @@ class SFTTrainer(SharedLayersTrainer):
         return loss
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Stock's count, which goes through the whole model, for one token, once: in every micro-batch that takes the
-        host milliseconds."""
+        """Count as stock does, which goes through the whole model and takes milliseconds, but once, for one token."""
         tokens = inputs["input_ids"].numel()
         self._operations = self._operations or super().floating_point_ops(inputs) // tokens
         return self._operations * tokens
 
     def _clip_grad_norm(self, model: Any) -> Tensor | None:
-        """Stock's, by the norms that the watch has already; where gradients are scaled or sharded, stock itself."""
+        """Clip by the norms that the watch has already; where gradients are scaled or sharded, as stock does."""
         clipped = self._clip(self.args.max_grad_norm)
         return super()._clip_grad_norm(model) if clipped is None else clipped
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        """Where nothing is clipped stock takes the norm for the log, and scales every gradient by one: also saved."""
+        """Return the norm for the log where nothing is clipped; stock would scale every gradient by one for it."""
         grad_norm = self._clip(math.inf) if grad_norm is None else grad_norm
         return super()._get_grad_norm(model, grad_norm=grad_norm)
 
@@ -277,13 +276,13 @@ class SFTTrainer(SharedLayersTrainer):
         return self._watch.clip(most, (p for group in optimizer.param_groups for p in group["params"]))
 
     def _ran_out(self, event: OutOfMemory) -> None:
-        """Into the history, which checkpoints and the run's record keep, and to the user."""
+        """Note it in the history, which checkpoints and the run's record keep, and tell the user."""
         self.state.log_history.append({"step": event.step, "out_of_memory": asdict(event)})  # type: ignore[dict-item]
         self.note(str(event))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds what `StepCounters` counted since the last log of a loss; and so far, the steps that loss scaling
-        skipped with the scale there is now and, on a GPU, the most memory."""
+        """Log, with a loss, what `StepCounters` counted since the last one; and of the training so far the steps that
+        loss scaling skipped, with the scale there is now, and on a GPU the most memory."""
         if "loss" in logs:
             logs |= {**self._counted.take(self.args.device), "skipped_steps": self._watch.skipped}
             if self.accelerator.scaler is not None:
@@ -294,8 +293,8 @@ class SFTTrainer(SharedLayersTrainer):
         super().log(logs, start_time)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """TRL's `train`; a checkpoint to resume from is verified first (DataError: damaged, or of another model), and
-        memory that runs out is survived (TrainingError: it can't be, docs/out_of_memory.md)."""
+        """Train as TRL does. A checkpoint to resume from is verified first (DataError: damaged, or of another model),
+        and memory that runs out is survived (TrainingError: it can't be, docs/out_of_memory.md)."""
         if isinstance(resume_from_checkpoint, bool):
             found = checkpoint.checkpoints(Path(str(self.args.output_dir))) if resume_from_checkpoint else []
             if resume_from_checkpoint and not found:
@@ -335,8 +334,8 @@ class SFTTrainer(SharedLayersTrainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """TRL's `evaluate`; over packed rows the loss is the mean over every supervised token, on all ranks. Its time
-        counts as no step's."""
+        """Evaluate as TRL does; over packed rows the loss is the mean over every supervised token, on all ranks. The
+        time counts as no step's."""
         with self._counted.paused():
             rows = self.eval_dataset if eval_dataset is None else eval_dataset
             if isinstance(rows, str) and isinstance(self.eval_dataset, dict):
@@ -358,11 +357,11 @@ class SFTTrainer(SharedLayersTrainer):
             return metrics
 
     def _get_output_dir(self, trial: Any) -> str:
-        """Where checkpoints go: aside while one is being written."""
+        """Return where checkpoints go: aside while one is being written."""
         return super()._get_output_dir(trial) if self._aside is None else str(self._aside)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """As stock, but whole or not there: earlier checkpoints stay until the new one is complete."""
+        """Save as stock does, but whole or not at all: earlier checkpoints stay until the new one is complete."""
         output, name = Path(self._get_output_dir(trial)), f"checkpoint-{self.state.global_step}"
         with self._shared_folder(output / name) as folder:
             self._aside = folder
@@ -391,7 +390,7 @@ class SFTTrainer(SharedLayersTrainer):
             yield told[0] if folder is None else folder
 
     def _name_best(self, output: Path, folder: Path) -> None:
-        """The state in `folder` names the best checkpoint by its final place, not the one aside. Where the best step
+        """Let the state in `folder` name the best checkpoint by its final place, not the one aside. Where the best step
         was not saved, or elsewhere, it stays the one before, as long as that is there."""
         best, before = output / f"checkpoint-{self.state.best_global_step}", self.state.best_model_checkpoint
         if best.is_dir() or best.name == folder.name:

@@ -132,7 +132,7 @@ def _check_columns(name: str, row: dict[str, Any], text: str, tokenizer: Any) ->
 
 
 def check_row_length(asked: int | None, limit: int | None) -> int:
-    """The tokens of a row: what the config asks for, within what the model was loaded for."""
+    """Return the tokens of a row: what the config asks for, within what the model was loaded for."""
     if asked is not None and asked < 1:
         raise ConfigError(f"max_length {asked} is below 1", "give the tokens of a row, or None for max_seq_length")
     if asked is None and limit is None:
