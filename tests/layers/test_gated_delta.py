@@ -11,7 +11,7 @@ import torch
 
 from pronghorn.errors import UnsupportedError
 from pronghorn.layers.decoder import is_fused
-from pronghorn.models.attach import attach
+from pronghorn.models.attach import attach, attached
 from support.documents import LENGTHS, ROW, float64_throughout, gradients, one_document_at_a_time
 from support.fused import loss_and_gradients, path_of_layers, with_adapters
 from support.tiny import DELTA_FAMILIES, packed_row, tiny_model
@@ -119,16 +119,22 @@ def test_a_hooked_part_is_called_and_its_layer_still_isolates(part: str) -> None
     torch.testing.assert_close(same, grads, rtol=1e-4, atol=1e-6)
 
 
-def test_a_mixer_with_another_forward_is_refused() -> None:
-    """Nobody knows whether it keeps documents apart."""
-    model = tiny_model("qwen3_5_text")
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_next"])
+def test_a_mixer_with_another_forward_is_refused(family: str) -> None:
+    """Nobody knows whether it keeps documents apart. The model stays as it was, with what was attached before."""
+    model = tiny_model(family)
     net = delta_nets(model)[1]
-    plain = net.forward
+    plain, before = net.forward, (type(model), model.config._attn_implementation, type(net))
     net.forward = lambda *args, **kwargs: plain(*args, **kwargs)
-    with pytest.raises(UnsupportedError, match="Qwen3_5GatedDeltaNet has another forward than transformers'"):
+    with pytest.raises(UnsupportedError, match="GatedDeltaNet has another forward than transformers'"):
         attach(model)
+    assert (type(model), model.config._attn_implementation, type(net)) == before and attached(model) is None
     del net.forward
-    attach(model)
+    handle = attach(model)
+    net.forward = lambda *args, **kwargs: plain(*args, **kwargs)
+    with pytest.raises(UnsupportedError, match="has another forward"):
+        attach(model, layers="fused")
+    assert attached(model) is handle
 
 
 def test_an_adapter_loads_in_plain_peft(tmp_path: Path) -> None:

@@ -146,12 +146,10 @@ class ShardedLayers:
     def open(self) -> None:
         """Read frozen weights out of other processes' memory from now on, where that can be; all processes call it."""
         units = [unit for index in range(len(self)) for unit in self._units[index]]
-        opened = open_parts([unit.part for unit in units], self._group)
-        if isinstance(opened, str):
-            self.gathered_by = f"gathered by {dist.get_backend(self._group)}: {opened}"
+        reason = open_parts(units, self._group)
+        if reason:
+            self.gathered_by = f"gathered by {dist.get_backend(self._group)}: {reason}"
             return
-        for unit, each in zip(units, opened, strict=True):
-            unit.open(each)
         self.gathered_by, self.mapped_bytes = "copied out of the other GPUs' memory", sum(len(u.part) for u in units)
 
     @property

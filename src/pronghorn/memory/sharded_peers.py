@@ -9,42 +9,41 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 
-class Opened(NamedTuple):
-    """One part, in memory that other processes read."""
+class HasPart(Protocol):
+    """What has a part that others read."""
 
     part: Tensor
-    """This process's."""
-    all: list[Tensor]
-    """Every process's, in the order of ranks."""
+    """This process's, uint8, of one size in all processes."""
+    peers: list[Tensor]
+    """Every process's, in the order of ranks; empty where they can't be read."""
 
 
-def open_parts(parts: Sequence[Tensor], group: Any) -> list[Opened] | str:
-    """Move parts into memory that all processes of a group read, or say why not. All processes call it.
-
-    Args:
-        parts: uint8, each of one size in all processes; may be freed one by one.
-    """
-    found: list[Opened] | str = ""
-    if (reason := _refused(parts[0].device, group)) == "":
+def open_parts(units: Sequence[HasPart], group: Any) -> str:
+    """Move parts into memory that all processes of a group read, or say why not. All processes call it."""
+    reason = _refused(units[0].part.device, group)
+    for step in (_move, _map):  # all agree after each: in the second they wait for each other
+        if reason:
+            break
         try:
-            found = [_open(part, group) for part in parts]
+            step(units, group)
         except (AttributeError, ImportError, NotImplementedError, RuntimeError, TypeError) as error:
-            reason = (
-                f"torch's symmetric memory failed: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
-            )
-    reasons = _of_all(reason, group)
-    if any(reasons):
-        return next(each for each in reasons if each)
-    torch.cuda.synchronize(parts[0].device)  # what was copied is there before anybody reads it
+            lines = str(error).splitlines() or [type(error).__name__]
+            reason = f"torch's symmetric memory failed: {lines[0]}"
+        reason = next((each for each in _of_all(reason, group) if each), "")
+    if reason:
+        for unit in units:
+            unit.peers = []
+        return reason
+    torch.cuda.synchronize(units[0].part.device)  # what was moved is there before anybody reads it
     dist.barrier(group)
-    return found
+    return ""
 
 
 def _refused(device: torch.device, group: Any) -> str:
@@ -59,13 +58,24 @@ def _refused(device: torch.device, group: Any) -> str:
     return "" if all(_of_all(able, group)) else "these GPUs don't read each other's memory"
 
 
-def _open(part: Tensor, group: Any) -> Opened:
+def _move(units: Sequence[HasPart], group: Any) -> None:
+    """Move each part into memory that can be mapped."""
     import torch.distributed._symmetric_memory as symmetric  # documented by torch, in spite of its name
 
-    own = symmetric.empty(part.numel(), dtype=part.dtype, device=part.device)
-    handle: Any = symmetric.rendezvous(own, group)
-    own.copy_(part)
-    return Opened(own, [handle.get_buffer(rank, own.shape, own.dtype) for rank in range(dist.get_world_size(group))])
+    for unit in units:
+        own = symmetric.empty(unit.part.numel(), dtype=unit.part.dtype, device=unit.part.device)
+        unit.part = own.copy_(unit.part)
+        torch.cuda.empty_cache()  # the next one's memory is no allocator's: what this one freed must be the device's
+
+
+def _map(units: Sequence[HasPart], group: Any) -> None:
+    """Map every process's parts."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    for unit in units:
+        handle: Any = symmetric.rendezvous(unit.part, group)
+        sizes, dtype = unit.part.shape, unit.part.dtype
+        unit.peers = [handle.get_buffer(rank, sizes, dtype) for rank in range(dist.get_world_size(group))]
 
 
 def _of_all(value: Any, group: Any) -> list[Any]:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from pronghorn.kernels.fp8_blocks import FP8Tensor
 from pronghorn.kernels.packed import PackedTensor
-from pronghorn.memory.sharded_peers import Opened
 
 ALIGNED = 256
 """Bytes that groups of weights begin at a multiple of."""
@@ -110,8 +109,8 @@ class Unit:
         """This process's bytes."""
         self.size = part * processes
         """Bytes of all processes' parts together."""
-        self._opened: list[Tensor] | None = None
-        """All processes' parts, where this one reads them out of the others' memory."""
+        self.peers: list[Tensor] = []
+        """All processes' parts, where this one reads them out of the others' memory (`memory.sharded_peers`)."""
         for place in self.places:
             self.load(place, place.tensor)
 
@@ -123,19 +122,15 @@ class Unit:
         if first < last:
             self.part[first - begin : last - begin].copy_(source[first - place.offset : last - place.offset])
 
-    def open(self, opened: Opened) -> None:
-        """Keep the part, which never changes, in memory that other processes read, and read theirs."""
-        self.part, self._opened = opened
-
     def gather(self, whole: Tensor, group: Any) -> None:
         """Gather all bytes into `whole` [size]."""
-        if self._opened is None:
+        if not self.peers:
             _all_gather(whole, self.part, group=group)
             return
-        places = whole.chunk(len(self._opened))
+        places = whole.chunk(len(self.peers))
         for step in range(len(places)):  # each begins with its own, so that not all read one GPU at a time
             rank = (self._rank + step) % len(places)
-            places[rank].copy_(self._opened[rank])
+            places[rank].copy_(self.peers[rank])
 
     def gather_narrow(self, whole: Tensor, group: Any) -> None:
         """Gather all numbers, rounded to 16 bits by the processes that have them, into `whole` [size / 4 numbers]."""

@@ -29,7 +29,7 @@ from pronghorn.attention.packed import NAME_PREFIX, implementation
 from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.layers.build import watched
 from pronghorn.layers.decoder import FusedLayers
-from pronghorn.layers.isolated_delta import isolate_delta_nets
+from pronghorn.layers.isolated_delta import delta_nets, isolate_delta_nets
 from pronghorn.layers.subclass import own_class, restore
 from pronghorn.memory.offload import OffloadEngine
 from pronghorn.memory.plan import Plan
@@ -246,6 +246,8 @@ def attach(
         if not fused:
             raise UnsupportedError(f"compute = '{options.compute}' needs fused layers", "use layers='fused', on CUDA")
         FusedLayers(base.base_model, family, options.backend, options.compute).check_compute()
+    if not family.generic:
+        delta_nets(base.base_model, family)
     if current is not None:
         current.detach()
     if family.generic:
