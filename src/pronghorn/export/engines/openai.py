@@ -118,7 +118,7 @@ class OpenAIServer:
                 yield str(delta.get("reasoning_content") or "") + str(delta.get("content") or "")
 
     def _generate(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Ask for a text and its token ids, or for the text alone where a server refuses the fields that ask for ids."""
+        """Ask for a text and its token ids; for the text alone where a server refuses the fields that ask for ids."""
         if self._refuses_ids:
             return self._post(path, body)
         try:
