@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from pronghorn.export import rounding
 from pronghorn.export.merge import merged_tensors, save_merged
 from pronghorn.export.onto_original import merged_in_place
-from pronghorn.export.rounding import holds, neighbours, round_unbiased
+from pronghorn.export.rounding import bfloat16_by_bits, chances, holds, neighbours, round_unbiased
 from support.tiny import tiny_model
 
 KINDS = [torch.bfloat16, torch.float16]
@@ -51,6 +51,26 @@ def test_a_number_becomes_one_of_its_neighbours(dtype: torch.dtype) -> None:
     away, toward = (neighbours(exact[:300], dtype, torch.full((300,), at)).float().abs() for at in (0.0, 1 - 2**-24))
     assert (away >= exact[:300].abs()).all() and (toward <= exact[:300].abs()).all()
     assert (away > toward).sum() > 250
+
+
+@pytest.mark.parametrize("size", [1, 63, 10_000])
+def test_adding_to_the_bits_is_the_reference(size: int) -> None:
+    torch.manual_seed(0)
+    exact = torch.randn(size) * 10.0 ** torch.randint(-44, 38, (size,))
+    exact = torch.cat([exact, -exact, torch.tensor([0.0, -0.0, 1e-40, 1.0, -1.0, 3.3e38])])
+    draws = torch.randint(2**16, exact.shape, dtype=torch.int32)
+    draws[-6:] = torch.tensor([2**16 - 1, 2**16 - 1, 0, 2**16 - 1, 2**16 - 1, 0], dtype=torch.int32)
+    expected = neighbours(exact, torch.bfloat16, chances(draws))
+    assert torch.equal(bfloat16_by_bits(exact, draws), expected)
+    assert (expected != exact.bfloat16()).float().mean() > 0.2 or size == 1
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+def test_what_is_not_finite_stays(dtype: torch.dtype) -> None:
+    whole = torch.full((100,), float("nan")).view(torch.int32).add_(2**22 - 1).view(torch.float32)  # all its bits
+    for exact in (whole, torch.full((100,), math.inf), torch.full((100,), -math.inf)):
+        assert str(set(round_unbiased(exact, dtype, "x").tolist())) == str(set(exact.tolist())) or exact.isnan().all()
+        assert not round_unbiased(exact, dtype, "x").isfinite().any()
 
 
 @pytest.mark.parametrize("dtype", KINDS)

@@ -32,14 +32,21 @@ def round_unbiased(exact: Tensor, dtype: torch.dtype, seed: str) -> Tensor:
 
     Args:
         exact: float32.
-        dtype: of 16 bits.
+        dtype: bfloat16 or float16.
         seed: gives the same bits every time on a device: the tensor's name.
     """
     generator = torch.Generator(exact.device).manual_seed(zlib.crc32(seed.encode()))
     rounded = torch.empty(exact.shape, dtype=dtype, device=exact.device)
     for part, into in zip(exact.reshape(-1).split(_AT_ONCE), rounded.view(-1).split(_AT_ONCE), strict=True):
-        into.copy_(neighbours(part, dtype, torch.rand(part.shape, generator=generator, device=part.device)))
+        draws = torch.randint(2**16, part.shape, generator=generator, dtype=torch.int32, device=part.device)
+        by_bits = dtype is torch.bfloat16 and bool(part.isfinite().all())
+        into.copy_(bfloat16_by_bits(part, draws) if by_bits else neighbours(part, dtype, chances(draws)))
     return rounded
+
+
+def chances(draws: Tensor) -> Tensor:
+    """Return integers of 16 bits as multiples of 2^-16 in [0, 1), the largest first."""
+    return (2**16 - 1 - draws).float() / 2**16
 
 
 def neighbours(exact: Tensor, dtype: torch.dtype, chance: Tensor) -> Tensor:
@@ -52,3 +59,12 @@ def neighbours(exact: Tensor, dtype: torch.dtype, chance: Tensor) -> Tensor:
     below, above = low.view(dtype).float(), high.view(dtype).float()
     share = (exact - below) / (above - below)
     return torch.where(nearest.isfinite(), torch.where(chance < share, high, low).view(dtype), nearest)
+
+
+def bfloat16_by_bits(exact: Tensor, draws: Tensor) -> Tensor:
+    """Return `neighbours(exact, torch.bfloat16, chances(draws))` of finite numbers, in a quarter of the time.
+
+    bfloat16 is the upper half of float32: adding a draw to the lower half carries into the upper one as often as the
+    lower half says. `draws` is overwritten.
+    """
+    return draws.add_(exact.view(torch.int32)).bitwise_right_shift_(16).to(torch.int16).view(torch.bfloat16)
