@@ -46,7 +46,7 @@ def random_model(stories: Path, tmp_path: Path) -> Path:
 def test_broken_bytes_are_the_same_tokens(random_model: Path, tmp_path: Path) -> None:
     exported = export_run(random_model, "gguf", tmp_path / "out", "f32")
     in_transformers, in_llama_cpp = exported.comparisons
-    assert in_transformers.ok and in_llama_cpp.ok and in_llama_cpp.engine.startswith("llamacpp")
+    assert in_transformers.ok and in_llama_cpp.ok and in_llama_cpp.engine.startswith("llama.cpp (xllamacpp 20")
     answers = {check.name: check.value for check in in_llama_cpp.checks}[Name.ANSWERS]
     assert answers == "8 of 8 the same", answers
     model = TransformersEngine(*load_model(random_model, dtype="float32", max_seq_length=1))

@@ -69,6 +69,7 @@ class Stub:
     engine: TransformersEngine
     serves: frozenset[str] = frozenset({"prompt_logprobs", "return_token_ids", "tokens as prompts"})
     """Of these, "echo", "apply-template", "steps" and "verbose"."""
+    name: str = "tiny"
     doubled_bos: bool = False
     broken: bool = False
     """Whether texts have lost their characters, as those of bytes that are none."""
@@ -86,7 +87,7 @@ class Stub:
 
     def get(self, path: str) -> Any:
         if path == "/v1/models":
-            return {"object": "list", "data": [{"id": "tiny", "owned_by": "stub"}]}
+            return {"object": "list", "data": [{"id": self.name, "owned_by": "stub"}]}
         return {"version": "1.0"} if path == "/version" else None
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
@@ -159,8 +160,8 @@ class Stub:
 
 
 @contextmanager
-def serving(stub: Stub) -> Iterator[str]:
-    """Serve a stub on a free port of this machine; yield its address."""
+def serving(stub: Stub, port: int = 0) -> Iterator[str]:
+    """Serve a stub on a port of this machine, a free one if it is 0; yield its address."""
 
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, *arguments: Any) -> None:
@@ -198,7 +199,7 @@ def serving(stub: Stub) -> Iterator[str]:
             self.end_headers()
             self.wfile.write(data)
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    with ThreadingHTTPServer(("127.0.0.1", port), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
         thread.start()
         try:

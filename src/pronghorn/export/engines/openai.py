@@ -45,7 +45,8 @@ class OpenAIServer:
             )
         self.model = names[0] if model is None else model
         owner = next(str(entry.get("owned_by") or "") for entry in served if entry["id"] == self.model)
-        self.name = " ".join(filter(None, (owner or "server", self._version(), f"at {server.url}, {self.model}")))
+        self.product = " ".join(filter(None, (owner or "server", self._version())))
+        self.name = f"{self.product} at {server.url}, {self.model}"
         self._tokenizes: Callable[[Conversation], list[int]] | None = None
         self._scores: Callable[[Sequence[int]], Mapping[int, Scored]] | None = None
         self._refuses_ids = False
