@@ -8,7 +8,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from pronghorn.version import VERSION
+
+__version__ = VERSION
 
 _HOMES = {
     "FastLanguageModel": "pronghorn.api",

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from pronghorn.errors import ConfigError
+from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.export.compare import compare
 from pronghorn.export.comparison import LIMITS, Cause, Comparison, Limits, Name
 from pronghorn.export.conversations import built_in
+from pronghorn.export.engine import Completion
 from pronghorn.export.engines.http import Server
 from pronghorn.export.engines.openai import OpenAIServer
 from pronghorn.export.engines.transformers import TransformersEngine
@@ -21,6 +22,7 @@ from support.served import Stub, serving, trained
 
 CHAT_ONLY: frozenset[str] = frozenset()
 LLAMA_CPP = frozenset({"apply-template", "tokens as prompts", "steps"})
+VERBOSE = LLAMA_CPP | {"verbose"}
 ECHOES = frozenset({"tokens as prompts", "echo"})
 
 
@@ -135,6 +137,47 @@ def test_a_missing_stop_token_is_named(
     assert state(comparison)[Name.LOGPROBS] is (None if serves is CHAT_ONLY else True)
 
 
+@pytest.mark.parametrize("serves", [Stub.serves, VERBOSE], ids=["vllm", "llama.cpp"])
+def test_answers_are_compared_by_token_ids(
+    reference: TransformersEngine, rows: list[list[int]], serves: frozenset[str]
+) -> None:
+    """Bytes that are no character are lost in a text, though the tokens are the same."""
+    comparison = served(reference, Stub(reference, serves, broken=True), rows=rows)
+    assert comparison.ok and state(comparison)[Name.ANSWERS] and state(comparison)[Name.STOPS], comparison
+    texts_alone = served(reference, Stub(reference, serves - {"return_token_ids", "verbose"}, broken=True), rows=rows)
+    assert state(texts_alone)[Name.ANSWERS] is False and state(texts_alone)[Name.STOPS] is not False
+
+
+class SecondBest(TransformersEngine):
+    """A model that begins its answers with its second choice."""
+
+    def complete(self, token_ids: Any, max_tokens: int) -> Completion:
+        second = int(self.distribution([*token_ids, 0])[-1].topk(2).indices[1])
+        rest = super().complete([*token_ids, second], max_tokens - 1)
+        return Completion(rest.text, rest.stopped, (second, *(rest.token_ids or ())), len(token_ids))
+
+
+@pytest.mark.parametrize("serves", [Stub.serves, VERBOSE], ids=["vllm", "llama.cpp"])
+def test_other_tokens_are_found_where_texts_are_alike(
+    reference: TransformersEngine, rows: list[list[int]], serves: frozenset[str]
+) -> None:
+    stub = Stub(SecondBest(reference.model, reference.tokenizer), serves, broken=True)
+    comparison = served(reference, stub, rows=rows)
+    assert state(comparison)[Name.ANSWERS] is False and state(comparison)[Name.STOPS] is False
+    assert state(comparison)[Name.LOGPROBS] is not False, "the weights are right"
+
+
+def test_a_server_that_refuses_to_be_asked_for_token_ids_is_compared_by_texts(
+    reference: TransformersEngine, rows: list[list[int]]
+) -> None:
+    knows = frozenset({"model", "messages", "tools", "tool_choice", "prompt", "max_tokens", "temperature"})
+    stub = Stub(reference, knows=knows)
+    comparison = served(reference, stub, rows=rows)
+    assert state(comparison)[Name.ANSWERS] and state(comparison)[Name.STOPS], comparison
+    asked = [body for path, body in stub.requests if path == "/v1/completions"]
+    assert sum("return_tokens" in body for body in asked) == 0, "it was asked once, for an answer"
+
+
 class Bare(TransformersEngine):
     """The model without its adapter."""
 
@@ -181,6 +224,23 @@ def test_servers_that_score_otherwise_are_scored_too(
     comparison = served(reference, Stub(reference, serves), rows=rows)
     assert comparison.ok and comparison.mean is not None and comparison.mean < 1e-5 and comparison.same == 1
     assert (Name.TOKENS in comparison.not_compared) is (serves is ECHOES)
+
+
+def test_positions_of_which_a_server_tells_nothing_are_left_out(
+    reference: TransformersEngine, rows: list[list[int]]
+) -> None:
+    """Be it the first one; all others are compared."""
+    row = rows[0]
+    silent = {row[0], row[len(row) // 2]}
+    with serving(Stub(reference, LLAMA_CPP)) as url:
+        every = OpenAIServer(Server(url)).logprobs(row)
+    with serving(Stub(reference, LLAMA_CPP, silent_after=frozenset(silent))) as url:
+        told = OpenAIServer(Server(url)).logprobs(row)
+    assert told == {at: scored for at, scored in every.items() if row[at - 1] not in silent}
+    assert 1 in every and 0 < len(told) < len(every)
+    stub = Stub(reference, LLAMA_CPP, silent_after=frozenset(row))
+    with serving(stub) as url, pytest.raises(UnsupportedError, match="doesn't tell log-probabilities"):
+        OpenAIServer(Server(url)).logprobs(row)
 
 
 def test_what_could_not_be_compared_is_told(reference: TransformersEngine) -> None:

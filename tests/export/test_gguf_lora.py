@@ -173,6 +173,6 @@ def test_an_export_is_compared_with_its_base_in_llama_cpp(smollm2: Path, tmp_pat
     adapter_that_shows(smollm2, tmp_path / "run")
     exported = export_run(tmp_path / "run", "gguf-lora", tmp_path / "out", "f16")
     [comparison] = exported.comparisons
-    assert comparison.ok and comparison.engine.startswith("llamacpp")
+    assert comparison.ok and comparison.engine.startswith("llama.cpp (xllamacpp 20")
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"README.md", "adapter.gguf"}
     assert not list(tmp_path.glob(".base-*")), "the base's file was left"

@@ -282,7 +282,10 @@ def test_towers_in_few_bits_are_not_merged(gemma3: Path, tmp_path: Path) -> None
 def test_a_merge_that_forgot_the_adapter_is_caught(
     gemma3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pronghorn.export.merge._merged_linear", lambda layer: layer.get_base_layer().weight.float())
+    def forgets(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return (layer.get_base_layer().weight.float(),) * 2
+
+    monkeypatch.setattr("pronghorn.export.merge._merged_linear", forgets)
     with pytest.raises(TrainingError, match="the merged checkpoint"):
         save_merged(adapted(gemma3), None, tmp_path / "merged")
 

@@ -7,13 +7,7 @@ torchcodec, which come built for CUDA.
 from __future__ import annotations
 
 import json
-import os
-import signal
-import socket
 import subprocess
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +18,14 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from pronghorn.config import Recipe
+from pronghorn.diagnose.export_run import export_run
 from pronghorn.diagnose.served import compare_served
 from pronghorn.diagnose.verify_reference import perturb
-from pronghorn.errors import PronghornError
 from pronghorn.export.adapter_layouts import write_served_adapter
 from pronghorn.export.comparison import Cause, Comparison, Name
-from pronghorn.export.engines.http import Server
 from pronghorn.export.engines.openai import OpenAIServer
 from pronghorn.export.engines.transformers import TransformersEngine
+from pronghorn.export.engines.vllm import own_environment, serve_vllm
 from pronghorn.export.merge import save_merged
 from pronghorn.models.load import load_model
 from pronghorn.models.lora import add_lora
@@ -61,8 +55,6 @@ if __name__ == "__main__":
     torch.save(llm.collective_rpc(products)[0], file)
 """
 """Write the product of each pair of matrices that vLLM holds of an adapter, by layer: [experts, out, in]."""
-STARTS = 600.0
-"""Seconds that vLLM may take to answer."""
 
 
 @pytest.fixture(scope="module")
@@ -93,33 +85,6 @@ def trained(vllm: Path, smollm2: Path, shared: Path, tmp_path_factory: pytest.Te
     write_served_adapter(model, tokenizer, folder / "adapter")
     save_merged(model, tokenizer, folder / "merged")
     return folder
-
-
-@contextmanager
-def serving(vllm: Path, *arguments: str | Path) -> Iterator[Server]:
-    """Start vLLM with a model, wait until it answers, and end it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    options = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", "--host", "127.0.0.1")
-    command = [str(vllm), "-m", "vllm.entrypoints.openai.api_server", *options, "--port", port, *map(str, arguments)]
-    environment = own_environment() | {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
-    process = subprocess.Popen(command, env=environment, start_new_session=True)
-    server = Server(f"http://127.0.0.1:{port}", timeout=240)
-    try:
-        until = time.monotonic() + STARTS
-        while True:
-            try:
-                server.get("/v1/models")
-                break
-            except PronghornError:
-                assert process.poll() is None and time.monotonic() < until, "vLLM didn't start"
-                time.sleep(1)
-        yield server
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # its workers, too: busy ones outlive a SIGTERM
-        process.wait(60)
 
 
 def experts(family: str, folder: Path, **changes: Any) -> Any:
@@ -173,14 +138,9 @@ def test_merged_experts_answer_the_same(vllm: Path, smollm2: Path, tmp_path: Pat
     ends = {"eos_token_id": tokenizer.eos_token_id, "max_position_embeddings": 2048}
     model = experts("qwen3_moe", tmp_path / "base", vocab_size=len(tokenizer), **ends)
     save_merged(model, tokenizer, tmp_path / "merged")
-    with serving(vllm, "--model", tmp_path / "merged") as server:
-        comparison = compare_served(tmp_path / "merged", OpenAIServer(server), "f32", exact=True)
+    with serve_vllm(vllm, tmp_path / "merged") as engine:
+        comparison = compare_served(tmp_path / "merged", engine, "f32", exact=True)
     assert comparison.ok and comparison.not_compared == (Name.STOPS,), comparison  # a random model ends nothing
-
-
-def own_environment() -> dict[str, str]:
-    """Return this process's environment without what is for its own Python."""
-    return {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "OMP_NUM_THREADS")}
 
 
 def check(comparison: Comparison) -> None:
@@ -191,21 +151,29 @@ def check(comparison: Comparison) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 def test_the_merged_folder_is_the_trained_model(vllm: Path, trained: Path) -> None:
-    with serving(vllm, "--model", trained / "merged") as server:
-        check(compare_served(trained / "merged", OpenAIServer(server), "f32", exact=True))
-        served = compare_served(trained / "run", OpenAIServer(server), "merged")
+    with serve_vllm(vllm, trained / "merged") as engine:
+        check(compare_served(trained / "merged", engine, "f32", exact=True))
+        served = compare_served(trained / "run", engine, "merged", exact=True)
+    check(served)
     model, tokenizer = load_model(trained / "merged", max_seq_length=256, dtype="float32")
-    local = compare_served(trained / "run", TransformersEngine(model, tokenizer), "merged")
+    local = compare_served(trained / "run", TransformersEngine(model, tokenizer), "merged", exact=True)
     assert served.mean == pytest.approx(local.mean, rel=1e-3), "vLLM adds nothing to what rounding the weights costs"
-    assert served.tail == pytest.approx(local.tail, rel=1e-3) and not served.not_compared
+    assert served.tail == pytest.approx(local.tail, rel=1e-3)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 def test_the_adapter_is_the_trained_model_and_its_base_is_not(vllm: Path, trained: Path, smollm2: Path) -> None:
-    adapter = trained / "adapter"
-    lora = ("--enable-lora", "--max-lora-rank", "16", "--lora-modules", f"mine={adapter}")
-    with serving(vllm, "--model", smollm2, "--served-model-name", "base", "--tokenizer", adapter, *lora) as server:
-        check(compare_served(trained / "run", OpenAIServer(server, "mine"), "adapter", exact=True))
-        base = compare_served(trained / "run", OpenAIServer(server, "base"), "adapter", exact=True)
+    with serve_vllm(vllm, smollm2, adapter=trained / "adapter") as engine:
+        check(compare_served(trained / "run", engine, "adapter", exact=True))
+        base = compare_served(trained / "run", OpenAIServer(engine.server, "base"), "adapter", exact=True)
     assert not base.ok and Cause.BASE.value in base.causes
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+def test_an_export_is_compared_in_vllm_before_it_counts(vllm: Path, trained: Path, tmp_path: Path) -> None:
+    exported = export_run(trained / "run", "served-adapter", tmp_path / "out", "q8_0", vllm=vllm)
+    [comparison] = exported.comparisons
+    check(comparison)
+    assert comparison.engine.startswith("vllm ") and comparison.engine in (tmp_path / "out" / "README.md").read_text()

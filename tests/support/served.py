@@ -68,8 +68,15 @@ class Stub:
 
     engine: TransformersEngine
     serves: frozenset[str] = frozenset({"prompt_logprobs", "return_token_ids", "tokens as prompts"})
-    """Of these, "echo", "apply-template" and "steps"."""
+    """Of these, "echo", "apply-template", "steps" and "verbose"."""
+    name: str = "tiny"
     doubled_bos: bool = False
+    broken: bool = False
+    """Whether texts have lost their characters, as those of bytes that are none."""
+    silent_after: frozenset[int] = frozenset()
+    """Tokens after which no log-probabilities are told one by one: what follows is part of a character."""
+    knows: frozenset[str] | None = None
+    """The fields of a request, if others are refused."""
     status: int | None = None
     """Of every answer but the list of models."""
     body: bytes | None = None
@@ -80,10 +87,13 @@ class Stub:
 
     def get(self, path: str) -> Any:
         if path == "/v1/models":
-            return {"object": "list", "data": [{"id": "tiny", "owned_by": "stub"}]}
+            return {"object": "list", "data": [{"id": self.name, "owned_by": "stub"}]}
         return {"version": "1.0"} if path == "/version" else None
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
+        unknown = body.keys() - (body.keys() if self.knows is None else self.knows)
+        if unknown:
+            raise ValueError(f"unknown fields: {', '.join(sorted(unknown))}")
         if path == "/v1/chat/completions":
             ids = self.ids(body)
             return self.answer(ids, body, "message")
@@ -113,12 +123,15 @@ class Stub:
     def answer(self, ids: list[int], body: dict[str, Any], kind: str) -> Any:
         done = self.engine.complete(ids, body["max_tokens"])
         choice: dict[str, Any] = {"index": 0, "finish_reason": "stop" if done.stopped else "length"}
-        choice[kind] = {"role": "assistant", "content": done.text} if kind == "message" else done.text
+        text = "\ufffd" * len(done.text) if self.broken else done.text
+        choice[kind] = {"role": "assistant", "content": text} if kind == "message" else text
         table = {"choices": [choice], "usage": {"prompt_tokens": len(ids)}}
         if body.get("return_token_ids") and "return_token_ids" in self.serves:
             choice["token_ids"] = done.token_ids
             if kind == "message":
                 table["prompt_token_ids"] = ids
+        if body.get("return_tokens") and body.get("verbose") and "verbose" in self.serves:
+            table["__verbose"] = {"tokens": done.token_ids}
         if kind == "text":
             choice |= self.scores(ids, body, done.token_ids or ())
         return table
@@ -138,6 +151,8 @@ class Stub:
             top = [{f"token_id:{s.first}": rows[i - 1][s.first].item()} for i, s in said.items()]
             return {"logprobs": {"token_logprobs": [*own, -1.0], "top_logprobs": [None, *top, {}]}}
         if body.get("logprobs") and "steps" in self.serves:
+            if ids[-1] in self.silent_after:
+                return {"logprobs": None}
             row = self.engine.distribution([*ids, 0])[-1]
             likely = [{"id": int(t), "logprob": row[t].item()} for t in row.topk(body["logprobs"]).indices]
             return {"logprobs": {"content": [{"top_logprobs": likely}]}}
@@ -145,8 +160,8 @@ class Stub:
 
 
 @contextmanager
-def serving(stub: Stub) -> Iterator[str]:
-    """Serve a stub on a free port of this machine; yield its address."""
+def serving(stub: Stub, port: int = 0) -> Iterator[str]:
+    """Serve a stub on a port of this machine, a free one if it is 0; yield its address."""
 
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, *arguments: Any) -> None:
@@ -184,7 +199,7 @@ def serving(stub: Stub) -> Iterator[str]:
             self.end_headers()
             self.wfile.write(data)
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    with ThreadingHTTPServer(("127.0.0.1", port), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
         thread.start()
         try:

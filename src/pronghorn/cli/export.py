@@ -47,6 +47,14 @@ def export(
             "default: the nearer to what was trained.",
         ),
     ] = None,
+    vllm: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PYTHON",
+            show_default=False,
+            help="An interpreter with vLLM: merged folders and adapters are served by it, and compared, too.",
+        ),
+    ] = None,
     push: Annotated[
         str | None, typer.Option(metavar="OWNER/NAME", help="Push it to this repository of the hub, too.")
     ] = None,
@@ -79,7 +87,7 @@ def export(
             raise ConfigError(f"--quantization with --to {to}", "add --to gguf or --to ollama, or leave it out")
         if push is not None:
             check_push(push)
-        exported = export_run(run, to, output, (quantization or "q8_0").lower(), progress(), onto)
+        exported = export_run(run, to, output, (quantization or "q8_0").lower(), progress(), onto, vllm)
         if not exported.comparisons:
             console.print(
                 "[yellow]Not compared:[/] nothing here reads this format. Serve it, then: pronghorn verify --served"

@@ -13,13 +13,14 @@ from typing import Any
 
 from pronghorn.device import versions
 from pronghorn.diagnose.served import heldout_rows
-from pronghorn.errors import ConfigError, TrainingError
+from pronghorn.errors import ConfigError, TrainingError, UnsupportedError
 from pronghorn.export.adapter_layouts import write_served_adapter
 from pronghorn.export.compare import ROW_TOKENS, compare, rendered_conversations
 from pronghorn.export.comparison import Comparison
 from pronghorn.export.engine import Engine
 from pronghorn.export.engines.llama_cpp import has_llama_cpp, serve_gguf
 from pronghorn.export.engines.transformers import TransformersEngine
+from pronghorn.export.engines.vllm import serve_vllm
 from pronghorn.export.folder import whole_folder
 from pronghorn.export.fp8_checkpoint import write_fp8_checkpoint
 from pronghorn.export.gguf import check_quantisations, left_out, stop_tokens, write_gguf, written_family
@@ -88,6 +89,9 @@ FORMATS = {
     ),
 }
 
+BY_VLLM = ("merged", "adapter", "served-adapter")
+"""What `--vllm` compares in vLLM."""
+
 
 @dataclass(frozen=True)
 class Exported:
@@ -107,6 +111,7 @@ def export_run(
     quantisation: str,
     say: Say = lambda text: None,
     onto: str | None = None,
+    vllm: Path | None = None,
 ) -> Exported:
     """Export a finished run.
 
@@ -117,15 +122,21 @@ def export_run(
         quantisation: of a GGUF file, one of `export.gguf.QUANTISATIONS`.
         onto: the base that the adapter is put on, one of `ONTO`: what is written is then compared with that. None
             takes the nearer to what was trained, where something is merged and both are at hand.
+        vllm: the interpreter of an environment with vLLM, in which one of `BY_VLLM` is compared, too.
     Raises:
         ConfigError, DataError: no finished run, an unknown format, or something is in the output folder.
         UnsupportedError: a model that the format doesn't hold; says what to do instead.
         TrainingError: what was written is not what was trained; names the causes, and nothing is left in its place.
     """
     if to not in FORMATS:
-        raise ConfigError(f"--to {to!r} is no format", f"use one of {', '.join(FORMATS)}")
+        remedy = f"use one of {', '.join(FORMATS)}"
+        if to in ("vllm", "sglang"):
+            remedy = "use merged, or served-adapter for LoRA alone: it reads both"
+        raise ConfigError(f"--to {to!r} is no format", remedy)
     if onto is not None and onto not in ONTO:
         raise ConfigError(f"--onto {onto!r} is no base", f"use one of {', '.join(ONTO)}")
+    if vllm is not None and to not in BY_VLLM:
+        raise ConfigError(f"--vllm with --to {to}", f"use --to {', '.join(BY_VLLM)}, or leave it out")
     if to in ("gguf", "ollama"):
         check_quantisations([quantisation])
     recipe = None if is_export(run) else recipe_of(run)
@@ -155,15 +166,18 @@ def export_run(
         written_family(base_causal_lm(trained).config)
         unlike = rope_note(base_causal_lm(trained).config)
         notes += [note for note in (left_out(trained) if to != "gguf-lora" else None, unlike) if note]
+    if vllm is not None and to != "merged" and not _base_is_a_checkpoint(trained):
+        problem = "vLLM would serve the adapter over another base: this one was quantised as it loaded, or has towers"
+        raise UnsupportedError(problem, "leave --vllm out, or use --to merged")
     with whole_folder(target) as folder:
         say(f"writing {target}")
-        limits = _write(to, trained, tokenizer, folder, quantisation)
+        limits = _write(to, trained, tokenizer, folder, quantisation, vllm is not None)
         comparisons: list[Comparison] = []
         if limits is not None:
             say("loading what was written")
             reference = TransformersEngine(trained, tokenizer, str(run), base)
             with ExitStack() as served:
-                for engine in _engines(to, folder, trained, tokenizer, served):
+                for engine in _engines(to, folder, trained, tokenizer, served, vllm):
                     comparison = compare(reference, engine, format=limits, rows=rows, say=say)
                     if any(check.ok is False for check in comparison.checks):
                         causes = "; ".join((*comparison.causes, *filter(None, [unlike]))) or "its answers differ"
@@ -174,10 +188,13 @@ def export_run(
                     comparisons.append(comparison)
         _describe(folder, to, run, comparisons, notes)
     file = next(iter(sorted(target.glob("*.gguf"))), target)
-    return Exported(target, tuple(comparisons), FORMATS[to].next.format(folder=target, file=file), tuple(notes))
+    line = FORMATS[to].next.format(folder=target, file=file)
+    if to in BY_VLLM and line.startswith("vllm") and trained.device.type == "cpu":
+        line += " --dtype float32"  # the checkpoint's own 16 bits are slower there, and less exact
+    return Exported(target, tuple(comparisons), line, tuple(notes))
 
 
-def _write(to: str, model: Any, tokenizer: Any, folder: Path, quantisation: str) -> str | None:
+def _write(to: str, model: Any, tokenizer: Any, folder: Path, quantisation: str, in_vllm: bool) -> str | None:
     """Write a format, and return which limits it is compared by; None where nothing here reads it."""
     adapted = hasattr(model, "peft_config")
     if to in ("adapter", "served-adapter", "gguf-lora") and not adapted:
@@ -188,12 +205,10 @@ def _write(to: str, model: Any, tokenizer: Any, folder: Path, quantisation: str)
         return "adapter"
     if to == "served-adapter":
         write_served_adapter(model, tokenizer, folder)
-        return None
+        return "adapter" if in_vllm and _base_is_a_checkpoint(model) else None
     if to == "gguf-lora":
         write_gguf_lora(model, folder / "adapter.gguf")
-        # a base that was quantised isn't the checkpoint, and one out of a model with towers is only a part of it
-        other = getattr(base_causal_lm(model), "is_quantized", False) or composite_of(model) is not None
-        return "f16" if has_llama_cpp() and not other else None
+        return "f16" if has_llama_cpp() and _base_is_a_checkpoint(model) else None
     if to == "merged":
         save_merged(model, tokenizer, folder)
         return "merged"
@@ -212,11 +227,32 @@ def _write(to: str, model: Any, tokenizer: Any, folder: Path, quantisation: str)
     return quantisation if quantisation in ("f32", "f16", "bf16", "q8_0") else "4bit"
 
 
-def _engines(to: str, folder: Path, trained: Any, tokenizer: Any, served: ExitStack) -> Iterator[Engine]:
+def _base_is_a_checkpoint(model: Any) -> bool:
+    """Tell whether an adapter's base is what its checkpoint holds: not one that was quantised as it loaded, nor one out
+    of a model with towers."""
+    return not getattr(base_causal_lm(model), "is_quantized", False) and composite_of(model) is None
+
+
+def _checkpoint_of(adapted: Any) -> Path:
+    """Return the folder of an adapter's base."""
+    return fetched(base_causal_lm(adapted).name_or_path, {"revision": adapted.active_peft_config.revision})
+
+
+def _engines(
+    to: str, folder: Path, trained: Any, tokenizer: Any, served: ExitStack, vllm: Path | None
+) -> Iterator[Engine]:
     """Yield what was written in each engine that is here and reads it."""
-    if to != "gguf-lora" and (to not in ("gguf", "ollama") or _reads_back(trained)):
+    if to not in ("gguf-lora", "served-adapter") and (to not in ("gguf", "ollama") or _reads_back(trained)):
         model, own_tokenizer, read = _load(folder, trained, tokenizer)
         yield TransformersEngine(model, own_tokenizer, f"{to}{read} in transformers")
+    if vllm is not None:
+        config = base_causal_lm(trained).config
+        how: dict[str, Any] = {"dtype": "float32" if trained.device.type == "cpu" else "auto"}
+        how["context"] = min(2048, config.max_position_embeddings)
+        if to != "merged":
+            lora = trained.active_peft_config
+            how |= {"adapter": folder, "rank": max(lora.r, *(lora.rank_pattern or {}).values(), 1)}
+        yield served.enter_context(serve_vllm(vllm, folder if to == "merged" else _checkpoint_of(trained), **how))
     if to not in ("gguf", "gguf-lora", "ollama") or not has_llama_cpp():
         return
     [file] = folder.glob("*.gguf")
@@ -224,7 +260,7 @@ def _engines(to: str, folder: Path, trained: Any, tokenizer: Any, served: ExitSt
         yield served.enter_context(serve_gguf(file))
         return
     scratch = Path(served.enter_context(tempfile.TemporaryDirectory(dir=folder.parent, prefix=".base-")))
-    checkpoint = fetched(base_causal_lm(trained).name_or_path, {"revision": trained.active_peft_config.revision})
+    checkpoint = _checkpoint_of(trained)
     if "quantization_config" in json.loads((checkpoint / "config.json").read_text(encoding="utf-8")):
         with trained.disable_adapter():  # what MXFP4 stands for
             checkpoint = save_merged(trained, tokenizer, scratch / "merged")

@@ -229,7 +229,8 @@ def twice(ours: Passes, again: Passes, plain: Passes, exact: Passes, noise: Base
 
 
 def merged(model: Any) -> list[Check]:
-    """Compare each weight that `save_pretrained_merged` would write with W + s·B·A; [] for a model without LoRA."""
+    """Compare each weight that `save_pretrained_merged` would round and write with W + s·B·A, both rounded to the
+    nearest; [] for a model without LoRA."""
     base = base_causal_lm(model)
     adapted = {name: module for name, module in base.named_modules() if hasattr(module, "lora_A") and module.lora_A}
     if not adapted:

@@ -36,8 +36,8 @@ class Answers:
         return [[*prompt, *(own.token_ids or ())] for prompt, own in zip(self.prompts, self.own, strict=True)]
 
     def compare(self, tie: float) -> tuple[Check, str]:
-        """Compare greedy answers. Two tokens that the trained model likes equally well, within `tie`, are no
-        difference."""
+        """Compare greedy answers: their token ids, or texts where the engine tells no ids. Two tokens that the trained
+        model likes equally well, within `tie`, are no difference."""
         limit = f"the same, but for ties within {tie:g} nats"
         same = ties = 0
         unlike: list[str] = []
@@ -68,11 +68,13 @@ class Answers:
         """Return by how much the trained model prefers its own token where answers part; 0 where they don't."""
         tokenizer, stops = self.reference.tokenizer, self.reference.stops
         ours = [token for token in own.token_ids or () if token not in stops]
-        text = tokenizer.decode(ours, skip_special_tokens=True)
-        if own.stopped == served.stopped and text.strip() == served.text.strip():
-            return 0.0
-        given = served.token_ids
-        theirs = list(tokenizer(served.text, add_special_tokens=False)["input_ids"] if given is None else given)
+        if served.token_ids is None:  # a text may have lost what a token says: part of a character, a special token
+            text = tokenizer.decode(ours, skip_special_tokens=True)
+            if own.stopped == served.stopped and text.strip() == served.text.strip():
+                return 0.0
+            theirs = list(tokenizer(served.text, add_special_tokens=False)["input_ids"])
+        else:
+            theirs = list(served.token_ids)
         theirs = theirs[:-1] if served.stopped and theirs and theirs[-1] in stops else theirs
         pairs = zip(ours, theirs, strict=False)
         at = next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(theirs)))
@@ -107,7 +109,9 @@ class Answers:
                 served = self.engine.complete(text, 4)
             except (NotServed, Refused) as error:
                 return Check(Name.STOPS, None, "-", limit, error.problem), next(iter(self.went_on), "")
-            if not served.stopped or set(served.token_ids or ()) - stops or served.text.strip():
+            ids = served.token_ids
+            goes_on = bool(served.text.strip()) if ids is None else len(ids) > 1 or not stops.issuperset(ids)
+            if not served.stopped or goes_on:
                 went_on.append(name)
         value = f"{len(ends) - len(went_on)} of {len(ends)} stop"
         detail = f"goes on: {', '.join(went_on)}" if went_on else ""

@@ -1,6 +1,6 @@
 """Merge a LoRA adapter into its base model and save the whole as a plain 16-bit checkpoint.
 
-    W' = W + (alpha / r) · B A        computed in float32, rounded once to the checkpoint's dtype
+    W' = W + (alpha / r) · B A        computed in float32, rounded once to the checkpoint's dtype (`export.rounding`)
 
 The training model is only read, and one shard of what is written lies in memory at a time. What was saved is loaded
 again and its logits compared with the adapted model's: a merge that forgot the adapter, or put it in the wrong place,
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from pronghorn.errors import ConfigError, TrainingError, UnsupportedError
 from pronghorn.export.folder import whole_folder
 from pronghorn.export.original import Original, composite_of
+from pronghorn.export.rounding import holds, round_unbiased
 from pronghorn.kernels.packed import PackedTensor
 from pronghorn.memory.sharded_state import refuse_sharded
 from pronghorn.models.experts import low_rank_factors
@@ -111,7 +112,7 @@ def write_model(
             "this transformers has no core_model_loading.revert_weight_conversion, which names the weights of files",
             "use a transformers that Pronghorn is tested with, or save the adapter with save_pretrained",
         ) from error
-    stored = {tensor.name: tensor for tensor in merged_tensors(base, dtype, values)}
+    stored = {tensor.name: tensor for tensor in merged_tensors(base, dtype, values, unbiased=True)}
     plain = _plain_model(base, dtype, stored)
     composite = composite_of(base)
     original = None if composite is None else Original(composite, base)
@@ -177,13 +178,15 @@ def _plain_model(base: Any, dtype: torch.dtype, stored: dict[str, StoredTensor])
 
 
 def merged_tensors(
-    base: Any, dtype: torch.dtype, values: Callable[[Tensor], Tensor] = Tensor.detach
+    base: Any, dtype: torch.dtype, values: Callable[[Tensor], Tensor] = Tensor.detach, *, unbiased: bool = False
 ) -> Iterator[StoredTensor]:
     """Yield the base's weights under their plain names and in its order, with adapters merged, in `dtype`. Each is
     computed, to the CPU, when it is read; that may be at any time, and more than once.
 
     Args:
         values: of a parameter without an adapter.
+        unbiased: round sums with weights that are numbers of `dtype` already by `export.rounding`, as checkpoints are
+            written; otherwise to the nearest.
     Raises:
         UnsupportedError: an adapter or weight that can't be merged.
     """
@@ -200,6 +203,10 @@ def merged_tensors(
             return tensor[start:stop] if shape else tensor
 
         return StoredTensor(name, tuple(shape), of, "merged weights", rows)
+
+    def rounded(name: str, plain: Tensor, merged: Tensor) -> Tensor:
+        by_chance = unbiased and dtype.itemsize == 2 and merged is not plain and holds(plain, dtype)
+        return round_unbiased(merged, dtype, name) if by_chance else merged
 
     def linear_weights(module: Any, prefix: str, merged: Callable[[], Tensor]) -> Iterator[StoredTensor]:
         if not module.weight.is_floating_point() and getattr(module.weight, "quant_state", None) is None:
@@ -223,13 +230,16 @@ def merged_tensors(
         elif hasattr(module, "parameter_name"):  # an adapter of experts or router, around them or another adapter
             adapted = f"{prefix}{module.parameter_name}"
             for tensor in visit(module.base_layer, prefix):
-                own = tensor.name == adapted
-                yield stored(adapted, tensor.shape, lambda: _merged_experts(module)) if own else tensor
+                if tensor.name == adapted:
+                    yield stored(adapted, tensor.shape, lambda: rounded(adapted, *_merged_experts(module)))
+                else:
+                    yield tensor
         elif isinstance(module, BaseTunerLayer):
             layer: Any = module
             for adapter in [] if layer.disable_adapters else layer.active_adapters:
                 _refuse_other_than_lora(layer, prefix, adapter)
-            yield from linear_weights(layer.get_base_layer(), prefix, lambda: _merged_linear(layer))
+            weight = f"{prefix}weight"
+            yield from linear_weights(layer.get_base_layer(), prefix, lambda: rounded(weight, *_merged_linear(layer)))
         elif type(module).__name__ == "Linear4bit":
             yield from linear_weights(module, prefix, lambda: dense_weight(module))
         else:
@@ -243,28 +253,28 @@ def merged_tensors(
     yield from visit(base, "")
 
 
-def _merged_linear(layer: Any) -> Tensor:
-    """Compute a linear's weight with its active adapters, in float32."""
-    weight = dense_weight(layer.get_base_layer())
+def _merged_linear(layer: Any) -> tuple[Tensor, Tensor]:
+    """Compute a linear's weight without and with its active adapters, in float32."""
+    weight = plain = dense_weight(layer.get_base_layer())
     for adapter in [] if layer.disable_adapters else layer.active_adapters:
         if adapter in layer.lora_A:
             weight = weight + layer.get_delta_weight(adapter).float()
-    return weight
+    return plain, weight
 
 
-def _merged_experts(experts: Any) -> Tensor:
-    """Compute the parameter of experts, or a router, with its active adapters, in float32."""
+def _merged_experts(experts: Any) -> tuple[Tensor, Tensor]:
+    """Compute the parameter of experts, or a router, without and with its active adapters, in float32."""
     weight = experts.get_param()
     if isinstance(weight, PackedTensor):
         weight = weight.dequantise()  # in its own dtype, as training multiplied it
-    weight = weight.float()
+    weight = plain = weight.float()
     for adapter in [] if experts.disable_adapters else experts.active_adapters:
         if adapter in experts.lora_A:
             a, b = low_rank_factors(experts, adapter)
             delta = experts.scaling[adapter] * (b.float() @ a.float())
             transposed = getattr(experts.get_base_layer(), "is_transposed", False)
             weight = weight + (delta.mT if transposed else delta).reshape(weight.shape)
-    return weight
+    return plain, weight
 
 
 def _refuse_other_than_lora(layer: Any, prefix: str, adapter: str) -> None:

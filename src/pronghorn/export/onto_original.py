@@ -76,19 +76,33 @@ def distances(adapter: Path, trained: Any, tokenizer: Any, rows: Sequence[Sequen
     Raises:
         ConfigError, UnsupportedError: as `adapter_on_original`.
     """
-    merged = adapter_on_original(adapter, trained).merge_and_unload()
     base = base_causal_lm(trained)
     dtype, right = checkpoint_dtype(base), _log_probabilities(trained, tokenizer, rows)
-    for parameter in merged.parameters():
-        parameter.copy_(parameter.to(dtype))
+    merged = merged_in_place(adapter_on_original(adapter, trained), dtype)
     original = _apart(_log_probabilities(merged, tokenizer, rows), right)
     weights: Mapping[str, Tensor] = {
         **dict(merged.named_parameters(remove_duplicate=False)),
         **dict(merged.named_buffers(remove_duplicate=False)),
     }
-    for tensor in merged_tensors(base, dtype):
+    for tensor in merged_tensors(base, dtype, unbiased=True):
         weights[tensor.name].copy_(tensor.read())
     return {"seen": _apart(_log_probabilities(merged, tokenizer, rows), right), "original": original}
+
+
+@torch.no_grad()
+def merged_in_place(model: Any, dtype: torch.dtype) -> Any:
+    """Merge a model's adapter in place, rounded as a checkpoint's weights are, and return the plain model."""
+    weights = {name.replace(".base_layer", ""): weight for name, weight in base_causal_lm(model).named_parameters()}
+    for tensor in merged_tensors(base_causal_lm(model), dtype, unbiased=True):
+        if tensor.name in weights:
+            weights[tensor.name].copy_(tensor.read())
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:  # what it adds is in the weights now
+            parameter.zero_()
+    plain = model.merge_and_unload()
+    for parameter in plain.parameters():
+        parameter.copy_(parameter.to(dtype))
+    return plain
 
 
 def _log_probabilities(model: Any, tokenizer: Any, rows: Sequence[Sequence[int]]) -> Tensor:

@@ -12,9 +12,9 @@ from typing import Any
 
 import yaml
 
-from pronghorn import __version__
 from pronghorn.train.page import write_text
 from pronghorn.train.record import RunRecord
+from pronghorn.version import VERSION
 
 FILE_NAME = "README.md"
 _LONGEST = 2**18
@@ -78,7 +78,7 @@ def card(record: RunRecord, library: str | None) -> str:
         f"| | |\n|---|---|\n{table}",
         *([f"## Use\n\n{use}"] if use else []),
         f"## Recipe\n\n````yaml\n{written}````",
-        f"Trained by Pronghorn {__version__} with {versions}.",
+        f"Trained by Pronghorn {VERSION} with {versions}.",
     ]
     return "\n\n".join(sections) + "\n"
 

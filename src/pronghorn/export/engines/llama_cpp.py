@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 
 from pronghorn.errors import ServerError, UnsupportedError
@@ -93,6 +94,8 @@ def serve_gguf(file: Path, context: int = 2048, threads: int = 1, lora: Path | N
             address = next((line for line in process.stdout if line.startswith("http://")), None)
             if address is None:
                 raise ServerError(f"llama.cpp doesn't load {file}", "look at what llama-server -m FILE says of it")
-            yield LlamaCpp(Server(address.strip(), timeout=600.0))
+            engine = LlamaCpp(Server(address.strip(), timeout=600.0))
+            engine.name = f"llama.cpp (xllamacpp {version('xllamacpp')})"  # its own version is unknown to itself
+            yield engine
         finally:
             process.kill()

@@ -20,6 +20,8 @@ STEPS = 12
 """Positions of a text that are asked for one by one, of servers that don't score a whole prompt."""
 _LIKELIEST = 10
 """Tokens asked for at such a position."""
+_ASKS_FOR_IDS = {"return_token_ids": True, "return_tokens": True, "verbose": True}
+"""The token ids of what was generated: as vLLM is asked for them, and as llama-server is."""
 
 
 class OpenAIServer:
@@ -43,9 +45,12 @@ class OpenAIServer:
             )
         self.model = names[0] if model is None else model
         owner = next(str(entry.get("owned_by") or "") for entry in served if entry["id"] == self.model)
-        self.name = " ".join(filter(None, (owner or "server", self._version(), f"at {server.url}, {self.model}")))
+        self.product = " ".join(filter(None, (owner or "server", self._version())))
+        self.name = f"{self.product} at {server.url}, {self.model}"
         self._tokenizes: Callable[[Conversation], list[int]] | None = None
         self._scores: Callable[[Sequence[int]], Mapping[int, Scored]] | None = None
+        self._refuses_ids = False
+        """Whether it refuses requests with fields that it doesn't know."""
 
     def _models(self) -> list[dict[str, Any]]:
         remedy = "give the address of an OpenAI-compatible server, e.g. http://127.0.0.1:8000"
@@ -83,9 +88,8 @@ class OpenAIServer:
 
     def complete(self, token_ids: Sequence[int], max_tokens: int) -> Completion:
         """Continue a text greedily."""
-        body = {"prompt": list(token_ids), "max_tokens": max_tokens, "return_token_ids": True}
         try:
-            table = self._post("/v1/completions", body)
+            table = self._generate("/v1/completions", {"prompt": list(token_ids), "max_tokens": max_tokens})
         except Refused as error:
             raise NotServed(f"the server takes no token ids as a prompt ({error.problem})", error.remedy) from None
         if _count(table, "prompt_tokens") not in (None, len(token_ids)):
@@ -95,7 +99,7 @@ class OpenAIServer:
 
     def answer(self, conversation: Conversation, max_tokens: int) -> Completion:
         """Answer a conversation greedily, by the request that its users make."""
-        table = self._post("/v1/chat/completions", {**_request(conversation), "max_tokens": max_tokens})
+        table = self._generate("/v1/chat/completions", {**_request(conversation), "max_tokens": max_tokens})
         choice = _choice(table)
         message = choice.get("message")
         if not isinstance(message, dict) or message.get("tool_calls"):
@@ -113,6 +117,17 @@ class OpenAIServer:
             delta = choices[0].get("delta") if choices and isinstance(choices[0], dict) else None
             if isinstance(delta, dict):
                 yield str(delta.get("reasoning_content") or "") + str(delta.get("content") or "")
+
+    def _generate(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Ask for a text and its token ids; for the text alone where a server refuses the fields that ask for ids."""
+        if self._refuses_ids:
+            return self._post(path, body)
+        try:
+            return self._post(path, {**body, **_ASKS_FOR_IDS})
+        except Refused:
+            table = self._post(path, body)
+            self._refuses_ids = True
+            return table
 
     def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         table = self.server.post(path, {"model": self.model, "temperature": 0, **body})
@@ -196,7 +211,8 @@ class OpenAIServer:
             raise NotServed("log-probabilities of another form", "use vLLM") from None
 
     def _step_by_step(self, token_ids: Sequence[int]) -> Mapping[int, Scored]:
-        """Ask for the likeliest tokens after some beginnings of the text (llama-server)."""
+        """Ask for the likeliest tokens after some beginnings of the text (llama-server), and leave those out of which
+        it tells nothing: a token that is part of a character."""
         steps = min(STEPS, len(token_ids) - 1)
         positions = sorted({1 + round(i * (len(token_ids) - 2) / max(steps - 1, 1)) for i in range(steps)})
         scored: dict[int, Scored] = {}
@@ -204,12 +220,14 @@ class OpenAIServer:
             body = {"prompt": list(token_ids[:index]), "max_tokens": 1, "logprobs": _LIKELIEST}
             table = self._post("/v1/completions", {**body, "return_tokens_as_token_ids": True})
             given = _choice(table).get("logprobs")
-            if not given and scored:
-                continue  # llama-server tells nothing of a token that is part of a character
+            if not given:
+                continue
             likely = _likeliest(given)
             first = max(likely, key=likely.__getitem__)
             token = token_ids[index] if token_ids[index] in likely else first
             scored[index] = Scored(token, likely[token], first)
+        if not scored:
+            raise NotServed("the server tells no log-probabilities", "use vLLM or llama-server")
         return scored
 
 
@@ -235,7 +253,8 @@ def _choice(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def _completion(table: dict[str, Any], choice: dict[str, Any], text: Any) -> Completion:
-    ids = choice.get("token_ids")
+    told = table.get("__verbose")  # llama-server's
+    ids = choice.get("token_ids", told.get("tokens") if isinstance(told, dict) else None)
     token_ids = tuple(ids) if isinstance(ids, list) and all(isinstance(i, int) for i in ids) else None
     stopped = choice.get("finish_reason") == "stop"
     return Completion(str(text or ""), stopped, token_ids, _count(table, "prompt_tokens"))

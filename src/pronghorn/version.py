@@ -1,0 +1,3 @@
+"""Pronghorn's version."""
+
+VERSION = "0.1.0"

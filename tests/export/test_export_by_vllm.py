@@ -1,0 +1,57 @@
+"""`pronghorn export --vllm PYTHON`: what is written is served and compared before it counts; here by a stand-in."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from pronghorn.cli.main import app
+from pronghorn.diagnose.export_run import export_run
+from pronghorn.errors import ConfigError, ServerError, TrainingError
+from pronghorn.export.comparison import Cause
+
+FAKE = Path(__file__).parents[1] / "support" / "fake_vllm.py"
+
+
+def python(folder: Path, fault: str = "none") -> Path:
+    """An interpreter that has the stand-in for vLLM."""
+    script = folder / "python"
+    script.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{FAKE}" {fault} "$@"\n')
+    script.chmod(0o755)
+    return script
+
+
+@pytest.mark.parametrize("to", ["merged", "served-adapter"])
+def test_an_export_is_served_and_compared(answering_run: Path, tmp_path: Path, to: str) -> None:
+    line = ["export", str(answering_run), "--to", to, "--output", str(tmp_path / "out"), "--vllm"]
+    done = CliRunner().invoke(app, [*line, str(python(tmp_path))], env={"COLUMNS": "200"})
+    assert done.exit_code == 0, done.output + done.stderr
+    assert done.output.count("The served model is the trained one.") == (2 if to == "merged" else 1)
+    assert "stub 1.0, float32" in done.output
+    assert re.search(r"Next vllm serve .* --dtype float32", done.output), "as it was compared"
+    assert "by stub 1.0, float32, on held-out rows" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_a_server_that_leaves_the_adapter_out_is_caught(answering_run: Path, tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match=re.escape(Cause.BASE.value)):
+        export_run(answering_run, "adapter", tmp_path / "out", "q8_0", vllm=python(tmp_path, "base"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_server_that_does_not_start_is_told(answering_run: Path, tmp_path: Path) -> None:
+    with pytest.raises(ServerError, match=r"vLLM doesn't serve .*: No module named vllm"):
+        export_run(answering_run, "merged", tmp_path / "out", "q8_0", vllm=python(tmp_path, "fails"))
+    with pytest.raises(ConfigError, match="is no interpreter"):
+        export_run(answering_run, "merged", tmp_path / "out", "q8_0", vllm=tmp_path / "none")
+    assert not (tmp_path / "out").exists()
+
+
+def test_formats_that_vllm_does_not_read_are_refused(answering_run: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--vllm with --to gguf: use --to merged, adapter, served-adapter"):
+        export_run(answering_run, "gguf", tmp_path / "out", "q8_0", vllm=python(tmp_path))
+    with pytest.raises(ConfigError, match="--to 'vllm' is no format: use merged, or served-adapter"):
+        export_run(answering_run, "vllm", tmp_path / "out", "q8_0")
