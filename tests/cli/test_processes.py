@@ -63,6 +63,12 @@ def test_more_gpus_than_there_are(tmp_path: Path) -> None:
     assert choose_gpus(recipe(tmp_path, 4, gpus=1), 0).gpus == choose_gpus(recipe(tmp_path, 4, gpus=1), 2).gpus == 1
 
 
+def test_gpus_that_can_not_share_a_step_are_refused_before_they_start(tmp_path: Path) -> None:
+    problem = r"a step of 4 rows .* by 3 processes: set train.gradient_accumulation_steps: 6; or use 2 GPUs, as a run"
+    with pytest.raises(ConfigError, match=problem):
+        choose_gpus(recipe(tmp_path, 4, gpus=3), 4)
+
+
 def test_several_machines_are_started_by_others(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"launch --slurm RECIPE.*--nnodes 2 --nproc-per-node"):
         choose_gpus(recipe(tmp_path, nodes=2), 8)

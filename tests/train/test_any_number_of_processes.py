@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from torch import Tensor, nn
+from torch import nn
 
-from pronghorn import SFTTrainer
 from pronghorn.diagnose.shapes import byte_tokenizer
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.memory.sharded import sharded
@@ -28,9 +27,9 @@ from pronghorn.models.share import share_layers
 from pronghorn.train import ranks
 from support.processes import together, whole_state
 from support.tiny import in_4_bits, packed_row, tiny_model
-from support.trainers import config
+from support.trainers import Noting, config
 
-ROW, STEP_ROWS, STEPS = 48, 12, 3
+ROW, STEP_ROWS = 48, 12
 ROWS = {1: 3, 2: 3, 3: 2, 4: 1}
 """Of a micro-batch, by the number of processes; 1 where there are experts, whose auxiliary loss is a micro-batch's."""
 ON_EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -50,6 +49,7 @@ class Case:
     """Processes share the layers; otherwise each has a copy."""
     by_ddp: bool = False
     """Gradients are averaged by DDP, as those of large models."""
+    steps: int = 3
 
     def __str__(self) -> str:
         return f"{self.name}, {'shared layers' if self.shared else 'DDP' if self.by_ddp else 'copies'}"
@@ -63,14 +63,16 @@ METHODS = [
     Case("experts full", "qwen3_moe", full=True, plan=Plan.recompute()),
 ]
 PLANS = {**{str(policy): Plan((policy,)) for policy in Policy}, "in tiles": TILED}
-DEFAULT = [replace(case, shared=shared) for case in METHODS for shared in (False, True)]
+ALL = [replace(case, shared=shared) for case in METHODS for shared in (False, True)]
+QUICK = [case for case in ALL if str(case) in ("LoRA, copies", "NF4 LoRA, shared layers", "full, shared layers")]
 POLICIES = [
     replace(case, name=f"{case.name}, {name}", plan=plan, shared=shared)
     for case in (METHODS[0], METHODS[3])
     for name, plan in PLANS.items()
     for shared in (False, True)
 ]
-BY_DDP = [replace(case, by_ddp=True) for case in (METHODS[3], METHODS[4])]
+BY_DDP = [replace(case, by_ddp=True) for case in METHODS if case.full]
+LONG = [replace(case, steps=20) for case in ALL if case.name in ("LoRA", "full")]
 
 
 def model_of(case: Case) -> Any:
@@ -104,20 +106,6 @@ def documents() -> Dataset:
     return Dataset.from_list(rows)
 
 
-class Noting(SFTTrainer):
-    """Notes the documents with labels of each step that this process computes, and how often it had none."""
-
-    def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
-        found = self.__dict__.setdefault("documents", [[] for _ in range(STEPS)])[self.state.global_step]
-        ids, labels = inputs["input_ids"][0], inputs["labels"][0]
-        begins = [*(inputs["position_ids"][0] == 0).nonzero().flatten().tolist(), len(ids)]
-        for begin, end in zip(begins, begins[1:], strict=False):
-            if (labels[begin:end] != -100).any():
-                found.append(tuple(ids[begin:end].tolist()))
-        self.__dict__["unlabelled"] = self.__dict__.get("unlabelled", 0) + int((labels == -100).all())
-        return super().training_step(model, inputs, *args, **kwargs)
-
-
 def train(case: Case, processes: int, folder: Path) -> dict[str, Any]:
     """Train with this process's share of the steps; return what is known of each step, and what was trained."""
     model = model_of(case)
@@ -128,7 +116,7 @@ def train(case: Case, processes: int, folder: Path) -> dict[str, Any]:
     args = config(
         folder,
         max_length=ROW,
-        max_steps=STEPS,
+        max_steps=case.steps,
         per_device_train_batch_size=rows,
         gradient_accumulation_steps=STEP_ROWS // (rows * processes),
         train_sampling_strategy="random",
@@ -144,7 +132,7 @@ def train(case: Case, processes: int, folder: Path) -> dict[str, Any]:
     parts = sharded(base) is not None and case.full
     trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert trainer.documents is not None and len(history) == STEPS
+    assert len(history) == case.steps
     return {
         "steps": [(entry["loss"], entry["grad_norm"]) for entry in history],
         "counts": [(entry["tokens"], entry["labelled_tokens"]) for entry in history],
@@ -164,9 +152,9 @@ def check(cases: list[Case], processes: int, folder: Path) -> None:
     for case in cases:
         expected = train(case, 1, folder / "alone")
         found = [torch.load(folder / f"{case}-{rank}.pt", weights_only=False) for rank in range(processes)]
-        for step in range(STEPS):
-            documents = [document for each in found for document in each["documents"][step]]
-            assert sorted(documents) == sorted(expected["documents"][step]), f"{case}: other rows in step {step + 1}"
+        for step in range(case.steps):
+            dealt = [document for each in found for document in each["documents"][step]]
+            assert sorted(dealt) == sorted(expected["documents"][step]), f"{case}: other rows in step {step + 1}"
         assert sum(each["unlabelled"] > 0 for each in found) >= processes - 1, "a process had labels in every row"
         for rank, each in enumerate(found):
             assert each["counts"] == [(tokens, labels) for tokens, labels in expected["counts"]], case
@@ -180,16 +168,23 @@ def check(cases: list[Case], processes: int, folder: Path) -> None:
                 assert (each["weights"][name] - value).norm() <= 1e-3 * value.norm(), f"{case}: {name}"
 
 
-def test_two(tmp_path: Path) -> None:
-    check(DEFAULT, 2, tmp_path)
+def test_steps_of_two_are_those_of_one(tmp_path: Path) -> None:
+    assert len(QUICK) == 3
+    check(QUICK, 2, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [3, 4])
-def test_more(processes: int, tmp_path: Path) -> None:
-    check(DEFAULT, processes, tmp_path)
+@pytest.mark.parametrize("processes", [2, 3, 4])
+def test_steps_of_more_are_those_of_one(processes: int, tmp_path: Path) -> None:
+    check(ALL, processes, tmp_path)
 
 
 @pytest.mark.slow
-def test_policies(tmp_path: Path) -> None:
+def test_whatever_layers_recompute_or_ddp_averages(tmp_path: Path) -> None:
     check(POLICIES + BY_DDP, 2, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 4])
+def test_twenty_steps(processes: int, tmp_path: Path) -> None:
+    check(LONG, processes, tmp_path)

@@ -21,7 +21,7 @@ from pronghorn.errors import DataError
 from pronghorn.train import ranks, shared_layers
 from pronghorn.train.trainer import SFTTrainer
 from support.launched import Fault, launch
-from support.several import Make, recipes, same, stopped_at
+from support.several import Make, recipes, same
 
 LORA = {"max_steps": 4, "save_steps": 1, "keep_checkpoints": 9, "gradient_accumulation_steps": 2}
 FULL = {**LORA, "learning_rate": 1e-3}

@@ -76,7 +76,7 @@ def choose_gpus(recipe: Recipe, visible: int) -> Choice:
     """Choose how many of the visible GPUs a run takes: those asked for, or as many as can share the rows of a step.
 
     Raises:
-        ConfigError: more are asked for than there are, or several machines of one process.
+        ConfigError: more are asked for than there are or can share the rows, or several machines of one process.
     """
     launch, rows = recipe.launch, recipe.step_rows
     if launch.nodes > 1:
@@ -91,6 +91,10 @@ def choose_gpus(recipe: Recipe, visible: int) -> Choice:
             there = f"{visible} GPU{'s' if visible > 1 else ''}" if visible else "no GPU"
             remedy = f"set launch.gpus: {visible}, or leave it out to use what is there" if visible else "leave it out"
             raise ConfigError(f"launch.gpus is {launch.gpus}, and this process sees {there}", remedy)
+        if rows % launch.gpus:
+            from pronghorn.train.build import share_of_step  # TRL's import takes seconds
+
+            share_of_step(recipe, launch.gpus)  # raises, before processes are started for it
         return Choice(launch.gpus)
     most = max(visible, 1)
     gpus = max(n for n in range(1, most + 1) if rows % n == 0)

@@ -10,7 +10,7 @@ from pronghorn.memory.devices import DeviceSpec, parse_bytes
 from pronghorn.memory.estimate import NF4_BYTES
 from pronghorn.memory.planner import PlanDoesNotFit
 from pronghorn.memory.strategies import Strategy, choose
-from pronghorn.models.auto_plan import cuda_device_spec, dims_of, skeleton
+from pronghorn.models.auto_plan import dims_of, skeleton, smallest_device
 from pronghorn.models.load import FoundModel
 from pronghorn.train.weightless import unshared_reason, weightless, work_of
 
@@ -22,8 +22,9 @@ FULL_SHARE = 8
 
 
 def strategy(recipe: Recipe, found: FoundModel, processes: int, device: torch.device) -> Strategy:
-    """Choose what each process holds: what is asked for or, for `auto`, what `pronghorn plan --gpus` chooses. One
-    process holds all of it, and so does each where weights are copied in 8 bits, or an optimiser needs whole ones."""
+    """Choose what each process holds: what is asked for or, for `auto`, what `pronghorn plan --gpus` chooses for the
+    smallest of their GPUs. One process holds all of it, and so does each where weights are copied in 8 bits, or an
+    optimiser needs whole ones. All processes call it."""
     asked = recipe.launch.strategy
     able = not unshared_reason(recipe) and recipe.precision.compute == "dtype"
     if processes == 1 or not able or asked == "copies":
@@ -32,14 +33,15 @@ def strategy(recipe: Recipe, found: FoundModel, processes: int, device: torch.de
         return Strategy.SHARDED
     if device.type != "cuda":
         return Strategy.COPIES
+    smallest = smallest_device(device)
     try:
-        return planned(recipe, found, processes, cuda_device_spec(device))
+        return planned(recipe, found, processes, smallest)
     except PlanDoesNotFit:
         return Strategy.SHARDED  # the plan of the loaded model says what would fit
     except UnsupportedError:  # no plan is made of it
         pass
     states = FULL_SHARE if recipe.adapter.method == "full" else 1
-    full = states * weight_bytes(recipe, found) > ROOM * torch.cuda.get_device_properties(device).total_memory
+    full = states * weight_bytes(recipe, found) > ROOM * smallest.memory_bytes
     return Strategy.SHARDED if full else Strategy.COPIES
 
 

@@ -41,6 +41,7 @@ from pronghorn.train import checkpoint
 from pronghorn.train.counters import StepCounters
 from pronghorn.train.evaluate import heldout_loss
 from pronghorn.train.gradients import GradientWatch
+from pronghorn.train.group import check_gpus_apart
 from pronghorn.train.oom_retry import OomRetry, OutOfMemory
 from pronghorn.train.prepared_model import attached_on_its_device, resolve_plan
 from pronghorn.train.ranks import (
@@ -106,6 +107,7 @@ class SFTTrainer(SharedLayersTrainer):
         self._packs_train, self._packs_eval = asked[0], asked[0] if asked[1] is None else asked[1]
         check_arguments(args, kwargs, self._packs_train, self._packs_eval)
         one_gpu = use_one_gpu(args, "SCRIPT.py")
+        check_gpus_apart(args.device)
         for name, packs in (("train_dataset", self._packs_train), ("eval_dataset", self._packs_eval)):
             check_dataset(name, kwargs.get(name), packs, args, kwargs)
         if isinstance(model, str):
