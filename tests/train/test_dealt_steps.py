@@ -108,5 +108,6 @@ def test_a_run_that_was_taken_up_in_an_epoch_has_the_same_order(
     alone: tuple[Any, Path], tmp_path: Path, processes: int
 ) -> None:
     expected, checkpoint = alone
+    assert in_order(expected)[STOPPED_AT] != in_order(expected)[STOPPED_AT - STEPS // 2], "each epoch has its own order"
     found = train(1, tmp_path, checkpoint) if processes == 1 else dealt(processes, tmp_path, checkpoint)
     assert in_order(found, STOPPED_AT) == in_order(expected, STOPPED_AT)

@@ -6,9 +6,11 @@ from __future__ import annotations
 import errno
 import json
 import os
+import random
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,8 @@ from pronghorn import state
 from pronghorn.errors import DataError
 from pronghorn.train import ranks, shared_layers
 from pronghorn.train.trainer import SFTTrainer
-from support.launched import Fault, launch
-from support.several import Make, recipes, same
+from support.launched import Fault, Launch, launch
+from support.several import Make, recipes, same, same_bits
 
 LORA = {"max_steps": 4, "save_steps": 1, "keep_checkpoints": 9, "gradient_accumulation_steps": 2}
 FULL = {**LORA, "learning_rate": 1e-3}
@@ -276,3 +278,36 @@ def test_memory_runs_out_in_one_optimiser(recipe: Make, whole: Any, method: str,
     errors, run = failing(recipe, f"{method}-optimiser", method, launched, fault)
     assert f"step {FAILS_AT} ran out of memory in the optimiser" in errors
     goes_on(run, method, whole(method))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "launched"), [("lora", COPIES), ("full", SHARED)], ids=str)
+def test_killed_at_random_moments(recipe: Make, method: str, launched: dict[str, str]) -> None:
+    """One process, or all with what started them, again and again until the run ends: to the same bits."""
+    table = {**(FULL if method == "full" else LORA), "max_steps": 8, "deterministic": True}
+    file, undisturbed = recipe(f"{method}-undisturbed", launched, **table)
+    begun = time.monotonic()
+    done = launch(2, file, f"adapter.method={method}", folder=undisturbed.parent)
+    assert done.returncode == 0, done.stderr
+    seconds, chance, killed = time.monotonic() - begun, random.Random(7), 0
+    file, run = recipe(f"{method}-random", launched, **table)
+    while killed < 6:
+        program = Launch(2, file, f"adapter.method={method}", folder=run.parent)
+        time.sleep(chance.uniform(0.3, 0.95) * seconds)
+        children = program.children()
+        for child in children if chance.random() < 0.5 else children[:1]:
+            os.kill(child, signal.SIGKILL)
+        if not children or chance.random() < 0.3:
+            program.kill()
+        killed += program.wait() != 0
+        assert not any(Path(f"/proc/{child}").exists() for child in children if program.returncode == 1)
+        for child in children:  # of a launcher that was killed itself
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        if (run / "run.json").exists():
+            break
+    if not (run / "run.json").exists():
+        done = launch(2, file, f"adapter.method={method}", folder=run.parent)
+        assert done.returncode == 0, done.stderr
+    assert killed and json.loads((run / "run.json").read_text())["resumed_at"]
+    same_bits(run, undisturbed)

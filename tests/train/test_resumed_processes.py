@@ -16,23 +16,19 @@ from support.several import Make, recipes, same, same_bits, stopped_at
 STOPPED_AT = 7
 """In the middle of the second epoch of five steps, of which the last has fewer rows."""
 TRAIN = {"save_steps": 1, "keep_checkpoints": 20, "deterministic": True, "weight_decay": 0.1, "max_grad_norm": 0.5}
-RATE = {"lora": 1e-2, "full": 1e-3}
+RATE = {"lora": 1e-2, "nf4": 1e-2, "full": 1e-3}
 Way = tuple[int, str]
 """A number of processes, and what each holds."""
 ONE, COPIES, SHARED, FOUR = (1, "copies"), (2, "copies"), (2, "sharded"), (4, "copies")
-CHANGES = [
-    ("lora", SHARED, ONE),
-    ("full", COPIES, SHARED),
-    *(
-        pytest.param(method, before, after, marks=pytest.mark.slow)
-        for method in ("lora", "full")
-        for before, after in (
-            *((COPIES, ONE), (COPIES, SHARED), (COPIES, FOUR), (SHARED, ONE), (SHARED, COPIES), (SHARED, (4, "sharded"))),
-            *((ONE, COPIES), (ONE, SHARED)),
-        )
-        if (method, before, after) not in (("lora", SHARED, ONE), ("full", COPIES, SHARED))
-    ),
+QUICK = [("lora", SHARED, ONE), ("full", COPIES, SHARED)]
+FOUR_SHARED = (4, "sharded")
+WAYS = [
+    *((COPIES, ONE), (COPIES, SHARED), (COPIES, FOUR), (SHARED, ONE), (SHARED, COPIES), (SHARED, FOUR_SHARED)),
+    *((ONE, COPIES), (ONE, SHARED)),
 ]
+MORE = [(method, *ways) for method in ("lora", "full") for ways in WAYS]
+MORE += [("nf4", SHARED, ONE), ("nf4", ONE, SHARED)]
+CHANGES = [*QUICK, *(pytest.param(*change, marks=pytest.mark.slow) for change in MORE if change not in QUICK)]
 
 Whole = Callable[..., Path]
 
@@ -44,7 +40,8 @@ def recipe(stories: Path, shared: Path, tmp_path_factory: pytest.TempPathFactory
 
 def train(make: Make, name: str, method: str, way: Way, dropout: float = 0.0) -> Any:
     file, run = make(name, {"strategy": way[1]}, **TRAIN, learning_rate=RATE[method])
-    changes = [f"adapter.method={method}", *([f"adapter.lora_dropout={dropout}"] if method == "lora" else [])]
+    changes = ["adapter.method=full"] if method == "full" else [f"adapter.lora_dropout={dropout}"]
+    changes += ["model.load_in_4bit=true"] if method == "nf4" else []
     return launch(way[0], file, *changes, folder=run.parent)
 
 
