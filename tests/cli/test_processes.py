@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import signal
 import subprocess
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 from pronghorn.cli import processes
 from pronghorn.cli.main import app
-from pronghorn.cli.processes import choose_gpus, join_slurm, joined
+from pronghorn.cli.processes import GRACE, choose_gpus, join_slurm, joined, leave_error
 from pronghorn.config import Recipe
 from pronghorn.errors import ConfigError, TrainingError
+from support.launched import Forked
 
 
 def recipe(folder: Path, accumulation: int = 1, rows: int = 1, **launch: object) -> Recipe:
@@ -56,6 +63,12 @@ def test_more_gpus_than_there_are(tmp_path: Path) -> None:
     assert choose_gpus(recipe(tmp_path, 4, gpus=1), 0).gpus == choose_gpus(recipe(tmp_path, 4, gpus=1), 2).gpus == 1
 
 
+def test_gpus_that_can_not_share_a_step_are_refused_before_they_start(tmp_path: Path) -> None:
+    problem = r"a step of 4 rows .* by 3 processes: set train.gradient_accumulation_steps: 6; or use 2 GPUs, as a run"
+    with pytest.raises(ConfigError, match=problem):
+        choose_gpus(recipe(tmp_path, 4, gpus=3), 4)
+
+
 def test_several_machines_are_started_by_others(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"launch --slurm RECIPE.*--nnodes 2 --nproc-per-node"):
         choose_gpus(recipe(tmp_path, nodes=2), 8)
@@ -92,6 +105,90 @@ def test_a_process_that_says_nothing_is_quoted() -> None:
     """Here every process ends with a usage error, which no Pronghorn error is."""
     with pytest.raises(TrainingError, match=r"process . of 2 ended with status 2"):
         processes.start(2, ["train", "--no-such-option"])
+
+
+def forked(monkeypatch: pytest.MonkeyPatch, *work: Callable[[], int]) -> None:
+    """Let `start` fork processes that do this, each its own."""
+
+    def begin(line: object, env: dict[str, str], **_: object) -> Forked:
+        def be() -> int:
+            os.environ.update(env)
+            return work[int(env["RANK"])]()
+
+        return Forked(be)
+
+    monkeypatch.setattr(processes, "subprocess", SimpleNamespace(Popen=begin, DEVNULL=subprocess.DEVNULL))
+
+
+def leaves_an_error(then: Callable[[], object] = bool, text: str = "mine") -> int:
+    try:
+        raise ValueError(text)
+    except ValueError as error:
+        leave_error(error)
+    then()
+    return 1
+
+
+def dies(after: float, number: int) -> int:
+    faulthandler.disable()  # which pytest enabled
+    time.sleep(after)
+    os.kill(os.getpid(), number)
+    return 0
+
+
+def test_an_error_comes_before_the_end_of_those_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL aborts a process whose peer is gone."""
+    forked(monkeypatch, partial(dies, 0.6, signal.SIGABRT), leaves_an_error)
+    with pytest.raises(TrainingError, match="process 1 of 2 failed: ValueError: mine"):
+        processes.start(2, [])
+
+
+def test_a_killed_process_comes_before_the_errors_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def waits() -> int:
+        time.sleep(0.5)
+        return leaves_an_error(text="the other one is gone")
+
+    forked(monkeypatch, waits, partial(dies, 0.3, signal.SIGKILL), partial(dies, 1.0, signal.SIGABRT))
+    with pytest.raises(TrainingError, match="process 1 of 3 was ended by SIGKILL"):
+        processes.start(3, [])
+
+
+def test_an_error_ends_all_though_its_process_waits_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in NCCL's own end."""
+    forked(monkeypatch, partial(time.sleep, 60), partial(leaves_an_error, partial(time.sleep, 60)))  # type: ignore[arg-type]
+    begun = time.monotonic()
+    with pytest.raises(TrainingError, match="process 1 of 2 failed: ValueError: mine"):
+        processes.start(2, [])
+    assert time.monotonic() - begun < GRACE + 5
+
+
+def test_an_error_after_a_signal_is_shown_and_waited_for_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a disk that is full when a checkpoint is asked for; the first process stops as it was asked to."""
+    ended = 128 + signal.SIGTERM
+
+    def asks() -> int:
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(ended))
+        time.sleep(0.5)
+        os.kill(os.getppid(), signal.SIGTERM)
+        time.sleep(60)
+        return 0
+
+    def fails() -> int:
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        time.sleep(1.5)
+        return leaves_an_error()
+
+    forked(monkeypatch, asks, fails, ignores)
+    begun = time.monotonic()
+    with pytest.raises(TrainingError, match="process 1 of 3 failed: ValueError: mine"):
+        processes.start(3, [])
+    assert time.monotonic() - begun < 1.5 + GRACE + 5
+
+
+def ignores() -> int:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(60)
+    return 0
 
 
 def write_recipe(folder: Path, accumulation: int = 1) -> Path:

@@ -32,7 +32,7 @@ from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.families.qwen3_5 import MIXER_LINEARS
 from pronghorn.families.qwen3_next import QWEN3_NEXT
 from pronghorn.kernels import linear_cross_entropy
-from pronghorn.memory.devices import device_spec, parse_bytes
+from pronghorn.memory.devices import DeviceSpec, device_spec, parse_bytes
 from pronghorn.memory.estimate import (
     CONTEXT_BYTES,
     FRAGMENTATION,
@@ -863,18 +863,19 @@ def test_the_trainer_plans_for_its_batches_and_for_one_device(
 
 
 def test_processes_make_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second of two has little memory, and other times: both plan for it, by the first one's times."""
+    """The second of two is smaller, has little memory, and other times: both plan for it, by the first one's times."""
     dims, gpu = dims_of(skeleton(config_of("Llama-3.2-1B"))), device_spec("rtx4090")
     model = add_lora(tiny_model("llama"), r=RANK)
     times = [step_times(dims, TrainSetup(8192), device_spec(name)) for name in ("h200", "rtx3090")]
     least = plans_of(dims, TrainSetup(8192), times[0])[-1].predicted["process"] + GIB
-    others = {int: [80 * GIB, int(least)], StepTimes: times}
+    gpus = [device_spec("h200"), gpu]
+    others = {int: [80 * GIB, int(least)], StepTimes: times, DeviceSpec: gpus}
     monkeypatch.setattr(auto_plan, "dims_of", lambda model: dims)
     monkeypatch.setattr(auto_plan, "setup_of", lambda *_: TrainSetup(8192))
-    monkeypatch.setattr(auto_plan, "cuda_device_spec", lambda device: gpu)
     monkeypatch.setattr(auto_plan, "_everywhere", lambda value: others[type(value)])
     made = []
     for rank in (0, 1):
+        monkeypatch.setattr(auto_plan, "cuda_device_spec", lambda device, rank=rank: gpus[rank])
         monkeypatch.setattr(auto_plan, "available", lambda device, mapped, rank=rank: others[int][rank])
         monkeypatch.setattr(auto_plan, "measured_times", lambda *_, rank=rank: times[rank])
         made.append(plan_for(model, 8192))

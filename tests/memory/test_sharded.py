@@ -33,6 +33,9 @@ CASES = [
     ("gpt_oss", "stock", "keep"),
 ]
 
+MOVED = ["llama", "qwen2 nf4", "qwen3_moe nf4"]
+"""Constants of blocks, and the parts of experts in few bits, are referred to by what is no parameter."""
+
 
 def adapted(name: str) -> Any:
     from peft import LoraConfig, get_peft_model
@@ -99,11 +102,16 @@ def worker(rank: int, folder: Path) -> None:
         told: dict[str, Any] = {"same": Fingerprint.of(model) == before, "bytes": sharded(base_causal_lm(model)).bytes}
         told["gradients"] = gradients(model, layers, PLANS[plan], compute_of(name))
         torch.save(told, folder / f"{'-'.join(case)}-{rank}.pt")
+    for name in MOVED:
+        model = adapted(name)
+        before = Fingerprint.of(model)
+        share_layers(model, cpu)
+        model.to("cpu:0")  # by another name of the same device, as trainers do: a copy, which is put back
+        told = {"same": Fingerprint.of(model) == before, "gradients": gradients(model, "fused", None)}
+        torch.save(told, folder / f"moved-{name}-{rank}.pt")
     model = adapted("llama")
     share_layers(model, cpu)
-    model.to("cpu:0")  # by another name of the same device, as trainers do: a copy, which is put back
-    again = gradients(model, "fused", None)
-    torch.save((again, refusals(model, folder / f"merged-{rank}")), folder / f"moved-{rank}.pt")
+    torch.save(refusals(model, folder / f"merged-{rank}"), folder / f"refused-{rank}.pt")
 
 
 @pytest.fixture(scope="module")
@@ -134,11 +142,18 @@ def test_shared_layers_give_the_gradients_of_whole_ones(shared_runs: Path, case:
         same(found["gradients"], expected)
 
 
-def test_what_a_shared_model_can_not_do_is_refused(shared_runs: Path) -> None:
-    expected = gradients(adapted("llama"), "fused", None)
+@pytest.mark.parametrize("name", MOVED)
+def test_weights_that_were_moved_are_put_back(shared_runs: Path, name: str) -> None:
+    expected = gradients(adapted(name), "fused", None)
     for rank in range(WORLD):
-        again, (detached, merged, moved) = torch.load(shared_runs / f"moved-{rank}.pt")
-        same(again, expected)
+        found = torch.load(shared_runs / f"moved-{name}-{rank}.pt")
+        assert found["same"]
+        same(found["gradients"], expected)
+
+
+def test_what_a_shared_model_can_not_do_is_refused(shared_runs: Path) -> None:
+    for rank in range(WORLD):
+        detached, merged, moved = torch.load(shared_runs / f"refused-{rank}.pt")
         assert detached.startswith("detaching of a model whose layers are shared by 2 processes")
         assert merged.startswith("merging of a model whose layers are shared by 2 processes")
         assert "weights that 2 processes share were moved to cpu as torch.float64" in moved

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from accelerate.state import AcceleratorState
 from torch import Tensor
 
 from pronghorn.memory.sharded import sharded
@@ -19,12 +21,12 @@ from pronghorn.models.families import base_causal_lm
 WORLD = 2
 
 
-def together(work: Callable[[int, Path], None], folder: Path) -> None:
-    """Call something in WORLD processes that joined, each with its number, and wait until all are done."""
+def together(work: Callable[[int, Path], None], folder: Path, world: int = WORLD) -> None:
+    """Call something in processes that joined, each with its number, and wait until all are done."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    torch.multiprocessing.start_processes(_joined, (port, work, folder), nprocs=WORLD, start_method="fork")
+    torch.multiprocessing.start_processes(_joined, (world, port, work, folder), nprocs=world, start_method="fork")
 
 
 def gather_gradients(model: Any) -> None:
@@ -48,9 +50,12 @@ def whole_state(model: Any) -> dict[str, Tensor]:
         return {} if read is None else model.state_dict() | {name: read(p).clone() for name, p in named}
 
 
-def _joined(rank: int, port: int, work: Callable[[int, Path], None], folder: Path) -> None:
+def _joined(rank: int, world: int, port: int, work: Callable[[int, Path], None], folder: Path) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD)
+    AcceleratorState._reset_state(reset_partial_state=True)  # earlier tests had one process
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
+    os.environ |= {name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     work(rank, folder)
     dist.barrier()
     dist.destroy_process_group()

@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from trl import SFTConfig
 
-from pronghorn import FastLanguageModel
+from pronghorn import FastLanguageModel, SFTTrainer
 
 ROW = 128
 
 
 LINEARS = ["q_proj", "v_proj", "down_proj"]
+
+
+class Noting(SFTTrainer):
+    """Notes what this process computes: by step the documents with a label, and the micro-batches without any."""
+
+    documents: dict[int, list[tuple[int, ...]]]
+    unlabelled = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.documents = defaultdict(list)
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        ids, labels = inputs["input_ids"][0], inputs["labels"][0]
+        begins = [*(inputs["position_ids"][0] == 0).nonzero().flatten().tolist(), len(ids)]
+        for begin, end in pairwise(begins):
+            if (labels[begin:end] != -100).any():
+                self.documents[self.state.global_step].append(tuple(ids[begin:end].tolist()))
+        self.unlabelled += int((labels == -100).all())
+        return super().training_step(model, inputs, *args, **kwargs)
 
 
 def config(folder: Path, **changes: Any) -> SFTConfig:

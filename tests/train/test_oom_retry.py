@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from rich.console import Console
 from torch import Tensor
@@ -32,6 +33,7 @@ from pronghorn.models.attach import attach, attached
 from pronghorn.train.oom_retry import OomRetry, OutOfMemory, _forget, tighten
 from pronghorn.train.record import RunRecord
 from pronghorn.train.run import run
+from support.processes import WORLD, together
 from support.tiny import packed_row, tiny_model
 
 STEPS, WINDOW = 2, 3
@@ -337,7 +339,14 @@ def test_a_run_survives_and_says_so(
     told = "step 2 ran out of memory and is repeated; layers from here on: recompute the MLP"
     assert told in printed and calm.out_of_memory == []
     assert record.out_of_memory == [
-        {"step": 2, "micro_batch": 2, "used_bytes": None, "total_bytes": None, "plan": "recompute the MLP"}
+        {
+            "step": 2,
+            "micro_batch": 2,
+            "used_bytes": None,
+            "total_bytes": None,
+            "plan": "recompute the MLP",
+            "process": 0,
+        }
     ]
     for name in ("step", "loss", "grad_norm", "tokens", "labelled"):
         assert [step[name] for step in record.steps] == [step[name] for step in calm.steps], name
@@ -409,6 +418,37 @@ def test_one_process_of_two_repeats_alone_and_the_other_follows(stories: Path, t
     assert reports[0][0]["plan"] is None, "transformers decided"
     assert reports[1][0]["plan"] == reports[1][1]["plan"] and set(reports[1][0]["plan"]) == {"recompute the MLP"}
     assert reports[1][0]["losses"] == pytest.approx(reports[0][0]["losses"], rel=1e-6)
+
+
+def two_trainings(rank: int, folder: Path) -> None:
+    """Of which process 1 runs out of memory in the first."""
+    told = []
+    for training in range(2):
+        model = build("lora")
+        events: list[OutOfMemory] = []
+        guard = OomRetry(events.append)
+        guard.begin(waits_for_others=False)
+        failing = Failing("loss", 1) if rank == 1 and training == 0 else None
+
+        def micro_batch(batch: dict[str, Any], model: Any = model) -> Tensor:
+            loss = model(**batch).loss
+            loss.backward()
+            return loss.detach()
+
+        with failing.in_(model) if failing else nullcontext():
+            for step in (1, 2):
+                guard.run(model, step, True, packed_row([1, 9, 8], 24, seed=step), micro_batch)
+                dist.barrier()
+        told.append(([(event.step, event.process) for event in events], policies(model)))
+    torch.save(told, folder / f"{rank}.pt")
+
+
+def test_the_other_process_follows_is_told_and_begins_anew(tmp_path: Path) -> None:
+    together(two_trainings, tmp_path)
+    for rank in range(WORLD):
+        first, second = torch.load(tmp_path / f"{rank}.pt", weights_only=False)
+        assert first == ([(1, 1)], (Policy.RECOMPUTE_MLP,))
+        assert second == ([], (Policy.KEEP,)), "what an earlier training survived is of no concern"
 
 
 # ---- GPUs ----

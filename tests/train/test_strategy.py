@@ -48,10 +48,10 @@ def test_auto_is_what_the_plan_says(stories: Path, tmp_path: Path, monkeypatch: 
     assert planned(plain, find(plain), 2, device_spec("24GiB")) is Strategy.COPIES
     with pytest.raises(PlanDoesNotFit, match="on 2 GPUs"):
         planned(plain, find(plain), 2, device_spec("NVIDIA H200", CONTEXT_BYTES))
-    monkeypatch.setattr(module, "cuda_device_spec", lambda device: device_spec("NVIDIA H200", CONTEXT_BYTES))
+    monkeypatch.setattr(module, "smallest_device", lambda device: device_spec("NVIDIA H200", CONTEXT_BYTES))
     cuda = torch.device("cuda")
     assert strategy(plain, find(plain), 2, cuda) is Strategy.SHARDED, "what doesn't fit is told by the loaded model"
-    monkeypatch.setattr(module, "cuda_device_spec", lambda device: device_spec("h200"))
+    monkeypatch.setattr(module, "smallest_device", lambda device: device_spec("h200"))
     assert strategy(plain, find(plain), 2, cuda) is Strategy.COPIES
 
 

@@ -32,6 +32,8 @@ ERROR_FILE = "PRONGHORN_ERROR_FILE"
 """The environment's name of the file where a process that we started leaves its error, for us to show."""
 GRACE = 3.0
 """Seconds that the others have to end by themselves after one has failed: they may be writing its like."""
+POLL = 0.05
+"""Seconds between looks at the processes."""
 LAST_LINES = 20
 
 
@@ -74,7 +76,7 @@ def choose_gpus(recipe: Recipe, visible: int) -> Choice:
     """Choose how many of the visible GPUs a run takes: those asked for, or as many as can share the rows of a step.
 
     Raises:
-        ConfigError: more are asked for than there are, or several machines of one process.
+        ConfigError: more are asked for than there are or can share the rows, or several machines of one process.
     """
     launch, rows = recipe.launch, recipe.step_rows
     if launch.nodes > 1:
@@ -89,6 +91,10 @@ def choose_gpus(recipe: Recipe, visible: int) -> Choice:
             there = f"{visible} GPU{'s' if visible > 1 else ''}" if visible else "no GPU"
             remedy = f"set launch.gpus: {visible}, or leave it out to use what is there" if visible else "leave it out"
             raise ConfigError(f"launch.gpus is {launch.gpus}, and this process sees {there}", remedy)
+        if rows % launch.gpus:
+            from pronghorn.train.build import share_of_step  # TRL's import takes seconds
+
+            share_of_step(recipe, launch.gpus)  # raises, before processes are started for it
         return Choice(launch.gpus)
     most = max(visible, 1)
     gpus = max(n for n in range(1, most + 1) if rows % n == 0)
@@ -160,6 +166,8 @@ class _Group:
         self._signal = 0
         """The last one that was passed on."""
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._seen = dict.fromkeys(range(count), time.time())
+        """When each was last seen to run."""
         environment = {
             **os.environ,
             "WORLD_SIZE": str(count),
@@ -190,49 +198,53 @@ class _Group:
 
     def wait(self) -> int:
         """Wait for all, or for the first that fails."""
-        while any(process.poll() is None for process in self._processes):
-            if not self._signal and any(process.returncode for process in self._processes):
-                break
-            time.sleep(0.05)
+        while self._running() and not self._failed():
+            time.sleep(POLL)
         until = time.monotonic() + GRACE
-        while any(process.poll() is None for process in self._processes) and time.monotonic() < until:
-            time.sleep(0.05)
-        status = [process.poll() for process in self._processes]
-        if not any(status):
-            return 0
-        if self._signal and all(code is None or code >= 128 or code == -self._signal for code in status):
-            return 128 + self._signal  # before training it ends a process as usual
-        raise self._first_error(status)
+        while self._running() and time.monotonic() < until:
+            time.sleep(POLL)
+        if failed := self._failed():
+            raise self._first_error(failed)
+        # a signal that comes before training ends a process as usual
+        return 128 + self._signal if any(process.returncode for process in self._processes) else 0
 
-    def _first_error(self, status: Sequence[int | None]) -> TrainingError:
-        """Return the error of the process that failed first: one that was killed had no time to say anything, and what
-        the others say is that it is gone."""
-        for rank, code in enumerate(status):
-            if code is not None and code < 0:
-                name = signal.Signals(-code).name
-                return TrainingError(
-                    f"process {rank} of {len(status)} was ended by {name}{_USUAL.get(name, '')}",
-                    "run the same command again: it goes on from the newest checkpoint",
-                )
-        left = {
-            rank: json.loads(path.read_text())
-            for rank in range(len(status))
-            if (path := self._error_file(rank)).exists()
-        }
-        if not left:
-            rank, code = next((rank, code) for rank, code in enumerate(status) if code)
+    def _running(self) -> bool:
+        """Tell whether any process runs, and note which do."""
+        now = time.time()
+        running = [rank for rank, process in enumerate(self._processes) if process.poll() is None]
+        self._seen |= dict.fromkeys(running, now)
+        return bool(running)
+
+    def _failed(self) -> list[int]:
+        """Return the processes that failed: ended, but not as a signal asks for, or left an error, after which one may
+        wait for others and not end."""
+        asked = (-self._signal, *range(128, 256)) if self._signal else ()
+        ended = [rank for rank, process in enumerate(self._processes) if process.poll() not in (None, 0, *asked)]
+        return sorted({*ended, *(rank for rank in range(len(self._processes)) if self._error_file(rank).exists())})
+
+    def _first_error(self, failed: Sequence[int]) -> TrainingError:
+        """Return the error of the process that failed first, by the time at which it left one. A process that was
+        killed had no time to: it ended after it was last seen to run, and what the others say is that it is gone."""
+        left = {rank: json.loads(path.read_text()) for rank in failed if (path := self._error_file(rank)).exists()}
+        rank = min(failed, key=lambda rank: left[rank]["time"] if rank in left else self._seen[rank])
+        count, code, error = len(self._processes), self._processes[rank].poll() or 0, left.get(rank)
+        if error is None and code < 0:
+            name = signal.Signals(-code).name
+            return TrainingError(
+                f"process {rank} of {count} was ended by {name}{_USUAL.get(name, '')}",
+                "run the same command again: it goes on from the newest checkpoint",
+            )
+        if error is None:
             said = self._log(rank).read_text(errors="replace").splitlines()[-LAST_LINES:]
             return TrainingError(
-                f"process {rank} of {len(status)} ended with status {code}" + "".join(f"\n{line}" for line in said),
+                f"process {rank} of {count} ended with status {code}" + "".join(f"\n{line}" for line in said),
                 "run the same command with --debug to see its whole trace",
             )
-        rank = min(left, key=lambda each: left[each]["time"])
-        error = left[rank]
         if "trace" in error:
             sys.stderr.write(error["trace"])
             last = error["trace"].strip().splitlines()[-1]
             return TrainingError(
-                f"process {rank} of {len(status)} failed: {last}",
+                f"process {rank} of {count} failed: {last}",
                 "the trace above is that process's; training goes on from the newest checkpoint when it runs again",
             )
         return TrainingError(error["problem"], error["remedy"])

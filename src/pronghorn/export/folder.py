@@ -22,12 +22,13 @@ def whole_folder(target: Path) -> Iterator[Path]:
         TrainingError: the disk is full.
     """
     # raised inside, while what filled the disk is still there, and outside for the flush and the move
-    with _full_disk(target), state.new_folder(target) as folder, _full_disk(target):
+    with full_disk(target), state.new_folder(target) as folder, full_disk(target):
         yield folder
 
 
 @contextmanager
-def _full_disk(target: Path) -> Iterator[None]:
+def full_disk(target: Path) -> Iterator[None]:
+    """Tell of a full disk by a TrainingError, where something is written for `target`."""
     try:
         yield
     except Exception as error:

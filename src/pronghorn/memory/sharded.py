@@ -32,7 +32,7 @@ from pronghorn.errors import TrainingError
 from pronghorn.kernels.packed import PackedTensor
 from pronghorn.memory.sharded_peers import open_parts
 from pronghorn.memory.sharded_training import TrainedParts
-from pronghorn.memory.sharded_unit import MASTER_BYTES, NARROW, Unit, WeightGroups
+from pronghorn.memory.sharded_unit import MASTER_BYTES, NARROW, Reference, Unit, WeightGroups, references
 
 BUFFERS = 2
 IN_BUFFER = "_pronghorn_in_buffer"
@@ -76,6 +76,7 @@ class ShardedLayers:
         self._arrived: list[Any] = [None] * BUFFERS
         self._put_for: dict[Unit, frozenset[int]] = {}
         """What of a unit's parameters had no values of their own when they were put into place."""
+        self._references: list[Reference] = []
         self._in_backward: tuple[int, frozenset[int]] | None = None
         self.narrow = _NONE
         """Identities of the parameters that the forward which is running reads in 16 bits; fused layers say so."""
@@ -95,6 +96,7 @@ class ShardedLayers:
         for parameter in layer.parameters():
             if not parameter.requires_grad:
                 setattr(parameter, FIRST, first_values(parameter).to(self.device))
+        self._references += references(layer, FIRST)
         told = self.device, self.processes, self._rank
         units = [Unit(index, groups.products, *told, products=True), Unit(index, groups.others, *told)]
         self._units[index] = units = [unit for unit in units if unit.places]
@@ -242,6 +244,8 @@ class ShardedLayers:
 
     def put_back(self) -> None:
         """Let weights that were copied elsewhere lie in their buffers again."""
+        for reference in self._references:
+            reference.put_back()
         for units in self._units.values():
             for unit in units:
                 if self._is_moved(unit):
@@ -253,7 +257,7 @@ class ShardedLayers:
         Raises:
             TrainingError: it made other weights of them.
         """
-        place = unit.places[0]
+        place = unit.watched
         first, narrow = place.tensor, unit.products and id(place.tensor) in self._put_for[unit]
         if first.data_ptr() == (self._stand_in.data_ptr() if narrow else place.of(self._buffer(unit)).data_ptr()):
             return False

@@ -83,6 +83,35 @@ def _stored(group: list[Any]) -> list[list[Tensor]]:
     return [[part] for part in parts]
 
 
+class Reference(NamedTuple):
+    """An attribute by which something reads a shared tensor that is no parameter: `.to` gives it a copy instead."""
+
+    owner: Any
+    name: str
+    shared: Any
+
+    def put_back(self) -> None:
+        """Let the owner read what is shared again."""
+        if getattr(self.owner, self.name, None) is not self.shared:
+            setattr(self.owner, self.name, self.shared)
+
+
+def references(layer: nn.Module, *names: str) -> list[Reference]:
+    """List what refers to tensors that a layer's weights in few bits are stored in.
+
+    Args:
+        names: further attributes of packed weights, which become other objects when they are moved.
+    """
+    found = []
+    for parameter in layer.parameters():
+        state = getattr(parameter, "quant_state", None)
+        if isinstance(parameter, PackedTensor):
+            found += [Reference(parameter, name, getattr(parameter, name)) for name in ("parts", *names)]
+        elif state is not None:
+            found.append(Reference(state, "absmax", state.absmax))
+    return found
+
+
 class Unit:
     """Weights of one layer that are gathered together.
 
@@ -113,6 +142,11 @@ class Unit:
         """All processes' parts, where this one reads them out of the others' memory (`memory.sharded_peers`)."""
         for place in self.places:
             self.load(place, place.tensor)
+
+    @property
+    def watched(self) -> Place:
+        """Return a place that shows whether the weights were moved: a parameter's, if it has one."""
+        return next((place for place in self.places if isinstance(place.tensor, nn.Parameter)), self.places[0])
 
     def load(self, place: Place, values: Tensor) -> None:
         """Take over what of a tensor's values falls into this process's part."""

@@ -283,7 +283,7 @@ def plan_for(
     """
     device = base_causal_lm(model).device
     dims, setup = dims_of(model), setup_of(model, tokens, autocast, padded, accumulates, optimizer)
-    spec = cuda_device_spec(device)
+    spec = smallest_device(device)
     shared = sharded(base_causal_lm(model))
     room = available(device, 0 if shared is None else shared.mapped_bytes)
     budget = min(_everywhere(min(room, budget_bytes or sys.maxsize)))
@@ -327,6 +327,11 @@ def available(device: torch.device, mapped: int = 0) -> int:
     free, total = torch.cuda.mem_get_info(device)
     share = int(torch.cuda.get_per_process_memory_fraction(device) * total)
     return min(min(free + torch.cuda.memory_reserved(device), share) + mapped + CONTEXT_BYTES, total)
+
+
+def smallest_device(device: torch.device) -> DeviceSpec:
+    """Return the one that plans are made for: the smallest of all processes' GPUs, each of which calls it."""
+    return min(_everywhere(cuda_device_spec(device)), key=lambda spec: (spec.memory_bytes, spec.matmul, spec.name))
 
 
 def cuda_device_spec(device: torch.device) -> DeviceSpec:

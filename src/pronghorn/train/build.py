@@ -28,6 +28,7 @@ from pronghorn.models.new_tokens import grow_embeddings, trainable_tokens
 from pronghorn.models.share import SharedLoading, share_layers
 from pronghorn.recipe_values import ALL_LINEAR
 from pronghorn.train.documents import find, prepare, tokenizer_for
+from pronghorn.train.group import check_backend, check_gpus_apart, check_one_dtype
 from pronghorn.train.strategy import Strategy, strategy
 from pronghorn.train.trainer import SFTTrainer
 
@@ -148,11 +149,13 @@ def share_of_step(recipe: Recipe, processes: int) -> tuple[int, int]:
         micro_batch = recipe.packing.rows_per_step
         more = processes // math.gcd(processes, micro_batch)
         accumulated = -(-recipe.train.gradient_accumulation_steps // more) * more
+        able = max(n for n in range(1, processes) if recipe.step_rows % n == 0)
         raise ConfigError(
             f"a step of {recipe.step_rows} rows (packing.rows_per_step {micro_batch} × "
             f"train.gradient_accumulation_steps {recipe.train.gradient_accumulation_steps}) can't be shared by "
             f"{processes} processes",
-            f"set train.gradient_accumulation_steps: {accumulated}, or use as many GPUs as divide the rows of a step",
+            f"set train.gradient_accumulation_steps: {accumulated}; or use {able} GPU{'s' if able > 1 else ''}, as a "
+            "run that was begun keeps its steps",
         )
     each = max(n for n in range(1, recipe.packing.rows_per_step + 1) if rows % n == 0)
     return each, rows // each
@@ -175,11 +178,15 @@ def training_arguments(recipe: Recipe) -> SFTConfig:
     """Make the trainer's arguments of a recipe, which joins the processes that torchrun started.
 
     Raises:
-        ConfigError: the rows of a step can't be shared by these processes.
+        ConfigError: the rows of a step can't be shared by these processes, or two have one GPU.
+        UnsupportedError: GPUs without NCCL.
     """
     processes, timeout = int(os.environ.get("WORLD_SIZE", "1")), timedelta(minutes=recipe.launch.timeout_minutes)
     if processes > 1:  # here, as transformers sets no limit on CPUs, and whoever asks for the device joins the others
-        PartialState(cpu=not torch.cuda.is_available(), timeout=timeout)
+        check_backend(processes)
+        joined = PartialState(cpu=not torch.cuda.is_available(), timeout=timeout)
+        check_gpus_apart(joined.device)
+        check_one_dtype(recipe)
     train, device, autocast = recipe.train, default_device(), autocast_dtype(recipe)
     rows, micro_batches = share_of_step(recipe, processes)
     return SFTConfig(

@@ -17,7 +17,8 @@ import torch
 
 from pronghorn import state
 from pronghorn.errors import DataError
-from pronghorn.memory.sharded import first_values
+from pronghorn.memory.sharded import first_values, sharded
+from pronghorn.models.families import base_causal_lm
 
 SCHEMA = "pronghorn-checkpoint-v2"
 
@@ -34,6 +35,8 @@ class Fingerprint:
     @classmethod
     def of(cls, model: Any) -> Fingerprint:
         """Take the fingerprint of a model, before DDP or FSDP wrap it. Waits for the device once."""
+        if (shared := sharded(base_causal_lm(model))) is not None:
+            shared.put_back()  # packed weights that were moved, as trainers do, know their first values again
         trainable: list[str] = []
         frozen: list[str] = []
         values: list[torch.Tensor] = []

@@ -11,7 +11,7 @@ import gc
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from traceback import clear_frames, walk_tb
 from typing import Any
 
@@ -43,10 +43,13 @@ class OutOfMemory:
     total_bytes: int | None
     plan: str
     """What layers do from then on."""
+    process: int = 0
+    """The number of the process that it came to."""
 
     def __str__(self) -> str:
         share = _share(self.used_bytes, self.total_bytes)
-        return f"step {self.step} ran out of memory{share} and is repeated; layers from here on: {self.plan}"
+        again = "and is repeated" if processes() == 1 else f"in process {self.process}, which repeats it"
+        return f"step {self.step} ran out of memory{share} {again}; layers from here on: {self.plan}"
 
 
 _TIGHTER = {
@@ -69,7 +72,8 @@ class OomRetry:
     """Runs the micro-batches of one training.
 
     Args:
-        on_retry: called with every error that was survived, before the step is repeated.
+        on_retry: called with every error that was survived, before the step is repeated; in the other processes, when
+            they follow.
         tighter: the plan to go on with after one that ran out of memory, or None.
     """
 
@@ -86,7 +90,7 @@ class OomRetry:
             waits_for_others: the backward averages gradients with other processes, so that none can repeat it by
                 itself; by default where there are several.
         """
-        self._survived = 0
+        self._survived, self._before = 0, _survived()
         self._alone = not (processes() > 1 if waits_for_others is None else waits_for_others)
         self._window: list[tuple[Any, _RandomState]] = []
         self._devices: list[torch.device] | None = None
@@ -118,10 +122,14 @@ class OomRetry:
                     problem += f", after {MAX_RETRIES} times that were survived"
                 raise self._stop(problem, plan) from found.error
             self._survived += 1
+            used, rank = (found.used_bytes, found.total_bytes), dist.get_rank() if processes() > 1 else 0
+            event = OutOfMemory(step, len(self._window), *used, _words(plan), rank)
             if processes() > 1:
-                _store().set(_SURVIVED, str(self._survived))
+                number = self._before + self._survived
+                _store().set(f"{_SURVIVED} {number}", json.dumps(asdict(event)))
+                _store().set(_SURVIVED, str(number))
             _free(self._devices)  # what the plan before held: CUDA graphs, buffers
-            self._on_retry(OutOfMemory(step, len(self._window), found.used_bytes, found.total_bytes, _words(plan)))
+            self._on_retry(event)
             found = self._attempt(micro_batch, self._replayed())
         if last:
             self._window.clear()
@@ -132,12 +140,12 @@ class OomRetry:
 
         Asking takes a twentieth of a millisecond, and no device waits.
         """
-        if not _store().check([_SURVIVED]):
-            return
-        survived = int(_store().get(_SURVIVED))
+        survived = _survived() - self._before
         while self._survived < survived:
             self._survived += 1
             _tighter_plan(model, self._tighter)
+            told = _store().get(f"{_SURVIVED} {self._before + self._survived}")
+            self._on_retry(OutOfMemory(**json.loads(told)))
 
     def _replayed(self) -> Iterator[Any]:
         """Yield the window's batches, each with the random state of its first time."""
@@ -263,6 +271,13 @@ def _words(plan: Plan) -> str:
 def _store() -> Any:
     """Return the store that the processes of a group share besides their collectives (torch names it only so)."""
     return dist.distributed_c10d._get_default_store()
+
+
+def _survived() -> int:
+    """Count the errors that all processes together have survived, of earlier trainings too."""
+    if processes() == 1 or not _store().check([_SURVIVED]):
+        return 0
+    return int(_store().get(_SURVIVED))
 
 
 def _late(error: RuntimeError) -> TrainingError | None:

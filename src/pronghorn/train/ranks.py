@@ -7,13 +7,16 @@ backward of a step, in less time than a layer takes. What is large (full fine-tu
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
+from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, RandomSampler, Sampler
@@ -22,6 +25,7 @@ from pronghorn.data.dealing import DealtRows, Share
 from pronghorn.data.packed_rows import PackedRows
 from pronghorn.device import processes
 from pronghorn.errors import UnsupportedError
+from pronghorn.export.folder import full_disk, whole_folder
 from pronghorn.kernels.packed import PackedTensor
 from pronghorn.memory.sharded import IN_BUFFER
 from pronghorn.memory.sharded_training import TrainedParts
@@ -158,6 +162,19 @@ def dealt_loader(
         dispatch_batches=False,
         non_blocking=accelerator.non_blocking,
     )
+
+
+@contextmanager
+def folder_of_all(target: Path, main: bool) -> Iterator[Path]:
+    """Yield `whole_folder(target)`, which the main process makes, to every process.
+
+    Raises:
+        TrainingError: the disk is full, by whichever process noticed.
+    """
+    with whole_folder(target) if main else full_disk(target) as folder:
+        told: list[Any] = [folder]
+        broadcast_object_list(told)
+        yield told[0]
 
 
 def leave_packed_to_each_process(model: Any) -> None:

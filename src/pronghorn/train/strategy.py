@@ -10,7 +10,7 @@ from pronghorn.memory.devices import DeviceSpec, parse_bytes
 from pronghorn.memory.estimate import NF4_BYTES
 from pronghorn.memory.planner import PlanDoesNotFit
 from pronghorn.memory.strategies import Strategy, choose
-from pronghorn.models.auto_plan import cuda_device_spec, dims_of, skeleton
+from pronghorn.models.auto_plan import dims_of, skeleton, smallest_device
 from pronghorn.models.families import has_experts
 from pronghorn.models.load import FoundModel
 from pronghorn.train.weightless import unshared_reason, weightless, work_of
@@ -23,8 +23,11 @@ FULL_SHARE = 8
 
 
 def strategy(recipe: Recipe, found: FoundModel, processes: int, device: torch.device) -> Strategy:
-    """Choose what each process holds: what is asked for or, for `auto`, what `pronghorn plan --gpus` chooses. One
-    process holds all of it, and so does each where 8-bit products need whole weights, or an optimiser does."""
+    """Choose what each process holds: what is asked for or, for `auto`, what `pronghorn plan --gpus` chooses.
+
+    One process holds all of it, and so does each where 8-bit products or an optimiser need whole weights. The plan is
+    for the smallest of the processes' GPUs; all processes call it.
+    """
     asked = recipe.launch.strategy
     quantised = recipe.model.load_in_4bit or found.is_quantised
     whole_codes = quantised or (found.config is not None and has_experts(found.config))
@@ -37,14 +40,15 @@ def strategy(recipe: Recipe, found: FoundModel, processes: int, device: torch.de
         return Strategy.COPIES
     if device.type != "cuda":
         return Strategy.COPIES
+    smallest = smallest_device(device)
     try:
-        return planned(recipe, found, processes, cuda_device_spec(device))
+        return planned(recipe, found, processes, smallest)
     except PlanDoesNotFit:
         return Strategy.SHARDED  # the plan of the loaded model says what would fit
     except UnsupportedError:  # no plan is made of it
         pass
     states = FULL_SHARE if recipe.adapter.method == "full" else 1
-    full = states * weight_bytes(recipe, found) > ROOM * torch.cuda.get_device_properties(device).total_memory
+    full = states * weight_bytes(recipe, found) > ROOM * smallest.memory_bytes
     return Strategy.SHARDED if full else Strategy.COPIES
 
 

@@ -14,15 +14,14 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import trl
-from accelerate.utils import DistributedType, broadcast_object_list
+from accelerate.utils import DistributedType
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
@@ -31,7 +30,6 @@ from pronghorn.data.batch import Collator
 from pronghorn.data.packed_rows import PackedRows
 from pronghorn.device import is_bf16_supported, processes
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
-from pronghorn.export.folder import whole_folder
 from pronghorn.export.towers import keep_names
 from pronghorn.memory.sharded import sharded
 from pronghorn.models.attach import attached
@@ -43,6 +41,7 @@ from pronghorn.train import checkpoint
 from pronghorn.train.counters import StepCounters
 from pronghorn.train.evaluate import heldout_loss
 from pronghorn.train.gradients import GradientWatch
+from pronghorn.train.group import check_gpus_apart
 from pronghorn.train.oom_retry import OomRetry, OutOfMemory
 from pronghorn.train.prepared_model import attached_on_its_device, resolve_plan
 from pronghorn.train.ranks import (
@@ -54,6 +53,7 @@ from pronghorn.train.ranks import (
     copy_from_first,
     data_seed,
     dealt_loader,
+    folder_of_all,
     leave_packed_to_each_process,
     whole_trained,
 )
@@ -107,6 +107,7 @@ class SFTTrainer(SharedLayersTrainer):
         self._packs_train, self._packs_eval = asked[0], asked[0] if asked[1] is None else asked[1]
         check_arguments(args, kwargs, self._packs_train, self._packs_eval)
         one_gpu = use_one_gpu(args, "SCRIPT.py")
+        check_gpus_apart(args.device)
         for name, packs in (("train_dataset", self._packs_train), ("eval_dataset", self._packs_eval)):
             check_dataset(name, kwargs.get(name), packs, args, kwargs)
         if isinstance(model, str):
@@ -363,7 +364,7 @@ class SFTTrainer(SharedLayersTrainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Save as stock does, but whole or not at all: earlier checkpoints stay until the new one is complete."""
         output, name = Path(self._get_output_dir(trial)), f"checkpoint-{self.state.global_step}"
-        with self._shared_folder(output / name) as folder:
+        with folder_of_all(output / name, self.args.should_save) as folder:
             self._aside = folder
             try:
                 super()._save_checkpoint(model, trial)
@@ -380,14 +381,6 @@ class SFTTrainer(SharedLayersTrainer):
             best = self.state.best_model_checkpoint
             checkpoint.keep_newest(output, self.args.save_total_limit, Path(best) if best else None)
         self.accelerator.wait_for_everyone()
-
-    @contextmanager
-    def _shared_folder(self, target: Path) -> Iterator[Path]:
-        """Yield `whole_folder(target)`, which the main process makes, to every process."""
-        with whole_folder(target) if self.args.should_save else nullcontext() as folder:
-            told: list[Any] = [folder]
-            broadcast_object_list(told)
-            yield told[0] if folder is None else folder
 
     def _name_best(self, output: Path, folder: Path) -> None:
         """Let the state in `folder` name the best checkpoint by its final place, not the one aside. Where the best step
