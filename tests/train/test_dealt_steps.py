@@ -1,5 +1,7 @@
-"""`packing.look_ahead: auto` through the trainer: where documents differ much in length, rows that take alike long share
-a step; it is the same step on any number of processes, and after a run was taken up again."""
+"""`packing.look_ahead: auto` through the trainer: where documents differ much in length, rows of like times share a step.
+
+It is the same step on any number of processes, and after a run was taken up again.
+"""
 
 from __future__ import annotations
 
