@@ -1,4 +1,4 @@
-"""`packing.look_ahead: auto` through the trainer: where documents differ much in length, rows of like times share a step.
+"""`packing.look_ahead: auto` through the trainer: where lengths differ much, rows of like times share a step.
 
 It is the same step on any number of processes, and after a run was taken up again.
 """
