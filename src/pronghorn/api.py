@@ -172,7 +172,7 @@ class FastLanguageModel:
 
     @staticmethod
     def for_training(model: Any, use_gradient_checkpointing: Checkpointing | None = None) -> Any:
-        """Training mode: dropout on. `use_gradient_checkpointing=None` leaves that as it is."""
+        """Switch to training: dropout is on. `use_gradient_checkpointing=None` leaves that as it is."""
         check_model(model, "for_training")
         if use_gradient_checkpointing is not None:
             _set_recompute(model, use_gradient_checkpointing)
@@ -180,7 +180,7 @@ class FastLanguageModel:
 
     @staticmethod
     def for_inference(model: Any) -> Any:
-        """Inference mode: dropout off. Layers recompute in training mode only, so `generate()` uses its cache."""
+        """Switch to inference: dropout is off. Layers recompute in training only, so `generate()` has its cache."""
         check_model(model, "for_inference")
         return model.eval()
 

@@ -125,7 +125,7 @@ def verify(
 def _without_recipe(
     model: str, method: str, numbers: dict[str, str], tokens: int, seed: int, folder: Path
 ) -> tuple[Any, list[dict[str, Any]]]:
-    """A recipe around a bare model, and random documents for it."""
+    """Make a recipe around a bare model, and random documents for it."""
     from transformers import AutoConfig
 
     from pronghorn.config import Recipe

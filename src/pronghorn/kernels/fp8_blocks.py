@@ -29,7 +29,7 @@ class FP8Tensor(PackedTensor):
 
     @property
     def scales_rows(self) -> bool:
-        """Whether a row has one scale, maybe shared with others: the codes multiply as they are."""
+        """Tell whether a row has one scale, maybe shared with others: the codes multiply as they are."""
         return bool(self.parts[1].shape[1] == 1)
 
     def row_scales(self) -> Tensor:

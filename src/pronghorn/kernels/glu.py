@@ -79,7 +79,7 @@ stay in the L2 until they are read again. Chosen by counting, not measured yet."
 
 @triton.jit
 def _activate(g, GELU: tl.constexpr):
-    """(f(g), f′(g)) in float32."""
+    """Return (f(g), f′(g)) in float32."""
     if GELU:
         c = 0.7978845608028654  # sqrt(2/π)
         t = tanh(c * (g + 0.044715 * g * g * g))
@@ -214,13 +214,13 @@ def forward_triton(gate_up: Tensor, activation: str, codes: RowCodes | None = No
 
 
 def codes_block(width: int) -> tuple[int, int]:
-    """(columns at a time, warps) of the kernels with codes, fewer where a row is narrower."""
+    """Return (columns at a time, warps) of the kernels with codes, fewer where a row is narrower."""
     block = min(CODES_BLOCK, next_power_of_2(width))
     return block, max(CODES_WARPS * block // CODES_BLOCK, 1)
 
 
 def tile(rank: int, bytes_: int) -> tuple[int, int, int]:
-    """(rows, columns, warps) of the low-rank kernel for a padded rank and numbers of `bytes_`.
+    """Return (rows, columns, warps) of the low-rank kernel for a padded rank and numbers of `bytes_`.
 
     Each row of tiles reads all of b and each column of tiles all of xa, from the cache. On a H200, 8,192 tokens and
     14,336 columns, 98 % of a copy at ranks of 16, 92 at 32, 73 at 64.
@@ -286,7 +286,7 @@ def forward(gate_up: Tensor, activation: Activation, codes: RowCodes | None = No
 def forward_with_low_rank_(
     gate_up: Tensor, xa: Tensor, b: Tensor, scale: float, activation: Activation, ranks: tuple[int, int]
 ) -> Tensor:
-    """`forward`, after adding s · xa bᵀ to `gate_up` in place: in one pass where the ranks allow it.
+    """Compute `forward`, after adding s · xa bᵀ to `gate_up` in place: in one pass where the ranks allow it.
 
     Args:
         xa: [T, R]; b: [2·I, R], contiguous, in gate_up's dtype.
@@ -306,7 +306,7 @@ def backward_(
     codes: RowCodes | None = None,
     columns: Tensor | None = None,
 ) -> Tensor:
-    """d gate_up [T, 2·I] from da [T, I], contiguous, whose place a, computed again, takes.
+    """Compute d gate_up [T, 2·I] from da [T, I], contiguous, whose place a, computed again, takes.
 
     Args:
         donated: nobody needs `gate_up` any more: its place may be taken.

@@ -74,14 +74,14 @@ _KINDS = {"silu": 0, "gelu_tanh": 1, "clamped": 2}
 
 @triton.jit
 def _columns(start, WIDTH, BLOCK: tl.constexpr):
-    """Of the activation from `start` on, with those inside; and of gate·up where the two take turns."""
+    """Return columns of the activation from `start` on and which are inside; the same of gate·up that take turns."""
     cols, pairs = start + tl.arange(0, BLOCK), 2 * start + tl.arange(0, 2 * BLOCK)
     return cols, cols < WIDTH, pairs, pairs < 2 * WIDTH
 
 
 @triton.jit
 def _gate_up(h_ptr, bias_ptr, row, expert, start, WIDTH, KIND: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr):
-    """(g, u) of BLOCK columns of a row in float32. Turns are read side by side and parted in registers."""
+    """Return (g, u) of BLOCK columns of a row in float32. Turns are read side by side and parted in registers."""
     cols, inside, pairs, both = _columns(start, WIDTH, BLOCK)
     h_ptr += row * 2 * WIDTH
     bias_ptr += expert * 2 * WIDTH
@@ -101,7 +101,7 @@ def _gate_up(h_ptr, bias_ptr, row, expert, start, WIDTH, KIND: tl.constexpr, BIA
 
 @triton.jit
 def _gated(g, u, alpha, limit, KIND: tl.constexpr):
-    """(a, ∂a/∂g, ∂a/∂u)."""
+    """Return (a, ∂a/∂g, ∂a/∂u)."""
     if KIND == 2:
         low, mid = tl.minimum(g, limit), tl.minimum(tl.maximum(u, -limit), limit) + 1.0
         s = tl.sigmoid(alpha * low)
@@ -186,7 +186,7 @@ def backward_triton_(
 
 
 def forward(h: Tensor, gate: Gate, bias: Tensor | None, experts: Tensor) -> Tensor:
-    """The activation.
+    """Activate rows.
 
     Args:
         h: [S, 2·I], contiguous.
@@ -202,7 +202,7 @@ def forward(h: Tensor, gate: Gate, bias: Tensor | None, experts: Tensor) -> Tens
 def backward_(
     d: Tensor, h: Tensor, weights: Tensor, slots: Tensor, gate: Gate, bias: Tensor | None, experts: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(dh, dw), and w·a in the place of d.
+    """Return (dh, dw), and put w·a in the place of d.
 
     Args:
         d: [S, I], contiguous, overwritten: the gradient before it is weighted.

@@ -93,7 +93,7 @@ def _values(weight: NF4Weight, factors: Tensor) -> Tensor:
 
 @triton.jit
 def _absmax(absmax_ptr, levels_ptr, outer_ptr, offset_ptr, at, inside, OUTER: tl.constexpr):
-    """a of the blocks `at`, in float32; product and sum are rounded apart (no fused multiply-add)."""
+    """Return a of the blocks `at`, in float32; product and sum are rounded apart (no fused multiply-add)."""
     if OUTER == 0:
         return tl.load(absmax_ptr + at, mask=inside, other=0.0)
     code = tl.load(absmax_ptr + at, mask=inside, other=0).to(tl.int32)
@@ -160,7 +160,7 @@ def _write_codes(
 
 
 def _tensors(weight: NF4Weight) -> tuple[tuple[Tensor, ...], int]:
-    """The tensors that the kernels read, and blocks that share an outer statistic (0 if statistics aren't nested)."""
+    """Return the tensors that the kernels read, and blocks an outer statistic (0 if statistics aren't nested)."""
     if weight.levels is None or weight.outer is None or weight.offset is None:
         return (weight.packed, weight.table, weight.absmax, weight.table, weight.table, weight.table), 0
     nested = weight.levels, weight.outer, weight.offset

@@ -102,7 +102,7 @@ def store_codes(x, codes_ptr, scale_ptr, cols, inside):
 
 @triton.jit
 def larger(most, x):
-    """The larger one of `most` and |x|; NaN if either is."""
+    """Return the larger one of `most` and |x|; NaN if either is."""
     return tl.maximum(most, tl.abs(x), propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -126,7 +126,7 @@ def store_codes_of_parts(x_ptr, columns_ptr, codes_ptr, scale_ptr, most, K, COLU
 
 @triton.jit
 def _scale(x):
-    """max |x| / 448, at least 1e-30; NaN if x has one, which a maximum alone would drop."""
+    """Return max |x| / 448, at least 1e-30; NaN if x has one, which a maximum alone would drop."""
     bad = tl.max((x != x).to(tl.int32), 0)
     most = tl.max(tl.abs(x), 0)
     return tl.where(bad > 0, float("nan"), tl.maximum(most * (1.0 / 448.0), 1e-30))

@@ -62,7 +62,7 @@ def add_triton_(y: Tensor, x: Tensor, low_rank: LowRank | None, multiplier: floa
 
 
 def add_(y: Tensor, x: Tensor, low_rank: LowRank | None, multiplier: float = 1.0) -> Tensor:
-    """x + m · (y + s · xa bᵀ) in x's dtype; in y's place where that is y's, too.
+    """Return x + m · (y + s · xa bᵀ) in x's dtype; in y's place where that is y's, too.
 
     Args:
         y: [T, N], contiguous, not needed afterwards; x: [T, N], contiguous, of the same or a wider dtype.

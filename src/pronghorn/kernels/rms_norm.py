@@ -133,7 +133,7 @@ def _backward(
 
 @triton.jit
 def _sum(parts_ptr, dw_ptr, N, H, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """dw from N programs' [N, H]; torch's sum and its rounding take 10 µs at N = 264, H = 4,096, this 4."""
+    """Sum dw of N programs' [N, H]; torch's sum and its rounding take 10 µs at N = 264, H = 4,096, this 4."""
     cols, rows = tl.program_id(0) * COLS + tl.arange(0, COLS), tl.arange(0, ROWS)
     total = tl.zeros((ROWS, COLS), tl.float32)
     for start in range(0, N, ROWS):
@@ -200,8 +200,10 @@ def backward_triton(
 
 
 def stages(block: int, bytes_: int) -> int:
-    """Rows under way in a loop over rows of `block` elements, `bytes_` each in all tensors together. Two of them lie in
-    shared memory, of which the smallest card has 99 KB a block."""
+    """Return how many rows of `block` elements, `bytes_` each in all tensors together, a loop has under way.
+
+    Two of them lie in shared memory, of which the smallest card has 99 KB a block.
+    """
     return 3 if 2 * block * bytes_ <= 84 * 1024 else 1
 
 

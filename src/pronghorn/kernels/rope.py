@@ -46,7 +46,7 @@ class Heads:
 
     @property
     def turned(self) -> int:
-        """Columns of q and k."""
+        """Return the columns of q and k."""
         return (self.query + self.key_value) * self.dim
 
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
