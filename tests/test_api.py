@@ -531,8 +531,8 @@ def test_a_merge_that_forgets_new_tokens_is_caught(
 
     from pronghorn.export import merge
 
-    def forgets(base: Any, dtype: torch.dtype, **how: bool) -> Iterator[StoredTensor]:
-        for tensor in right(base, dtype, **how):
+    def forgets(base: Any, dtype: torch.dtype, *more: Any, **how: bool) -> Iterator[StoredTensor]:
+        for tensor in right(base, dtype, *more, **how):
             bare = replace(tensor, rows=lambda start, stop: rows[start:stop].to(dtype))
             yield bare if tensor.name == "model.embed_tokens.weight" else tensor
 

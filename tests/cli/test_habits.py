@@ -148,7 +148,7 @@ MISTAKES = {
     "half a weight": chat([USER, {**ASSISTANT, "weight": 0.5}], "weight float 0.5", "1 (supervised) or 0"),
     "no turn to train": chat([USER, {**ASSISTANT, "train": False}], "none of 1 rows", "not train: false"),
     "columns the wrong way round": renamed(
-        {"q": "prompt", "a": "completion"}, "are the file's keys", "{completion: a,"
+        {"q": "prompt", "a": "completion"}, "the file's keys stand last", "{completion: a,"
     ),
     "a column for two keys": renamed({"prompt": "q", "completion": "q"}, "reads 'q' as two keys", "for each"),
     "a slice of a file": source("split: 'train[:10%]'", "train.jsonl is here, and split is", "max_samples"),

@@ -51,7 +51,7 @@ def test_json_holds_the_choice_and_every_field_is_documented(stories: Path, tmp_
         (["--link", "0", "--gpus", "2"], "give GB/s between two GPUs"),
         (["--strategy", "sharded"], "add --gpus 2 or more"),
         (["--gpus", "2", "--device", "gb10"], "give it, e.g. --link 12"),
-        (["--gpus", "0"], "greater than or equal to 1"),
+        (["--gpus", "0"], "a number, at least 1"),
         (["--gpus", "3"], "set train.gradient_accumulation_steps: 9"),
     ],
 )

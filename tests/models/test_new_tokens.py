@@ -172,7 +172,7 @@ def test_the_same_recipe_gives_the_same_run(stories: Path, tmp_path: Path) -> No
     ("adapter", "message"),
     [
         ({"new_tokens": ["<s>"]}, "adapter.new_tokens: '<s>' is a token already"),
-        ({"new_tokens": ["<a>", "<a>"]}, "adapter.new_tokens: '<a>' is a token already"),
+        ({"new_tokens": ["<a>", "<a>"]}, "adapter.new_tokens: '<a>' is named twice"),
         ({"new_tokens": [" "]}, "adapter.new_tokens: ' ' is empty"),
         ({"modules_to_save": ["lm_haed"]}, "modules_to_save 'lm_haed' is not in the model"),
     ],

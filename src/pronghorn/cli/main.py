@@ -146,7 +146,9 @@ class _Recipe(TyperCommand):
         except Exception as error:
             name, given_to = type(error).__name__, getattr(getattr(error, "param", None), "name", "")
             if name == _BAD_VALUE and given_to == "gpus":
-                ctx.fail("--gpus takes a number; without it all are used, CUDA_VISIBLE_DEVICES=0,1 chooses some")
+                ctx.fail(
+                    "--gpus takes a number, at least 1; without it all are used, CUDA_VISIBLE_DEVICES=0,1 chooses some"
+                )
             option = (getattr(error, "option_name", None) or "") if name == _NO_SUCH else ""
             if what := _OPTIONS.get(option.replace("_", "-")):
                 ctx.fail(f"No such option: {option}; {what}")

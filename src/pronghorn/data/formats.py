@@ -167,7 +167,8 @@ class Shape:
         if any(set(turned) <= _all_keys(name) for name in names):
             written = ", ".join(f"{key}: {_quoted(value)}" for key, value in turned.items())
             raise DataError(
-                f"data.columns renames {keys(columns)}, which are the file's keys", f"ours stand first: {{{written}}}"
+                f"data.columns renames {keys(columns)}, but the file's keys stand last",
+                f"write data.columns: {{{written}}}",
             )
         for column in columns:
             if column not in possible and (near := get_close_matches(column, possible, n=1)):
