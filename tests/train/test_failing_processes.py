@@ -189,7 +189,7 @@ DISKS = [
 ]
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(("method", "launched", "rank", "what"), reversed(DISKS), ids=str)
 def test_a_full_disk(recipe: Make, whole: Any, method: str, launched: dict[str, str], rank: int, what: str) -> None:
     """Of the first process, whose reads of shared layers all others serve, or of another."""

@@ -20,7 +20,7 @@ RATE = {"lora": 1e-2, "nf4": 1e-2, "full": 1e-3}
 Way = tuple[int, str]
 """A number of processes, and what each holds."""
 ONE, COPIES, SHARED, FOUR = (1, "copies"), (2, "copies"), (2, "sharded"), (4, "copies")
-QUICK = [("lora", SHARED, ONE), ("full", COPIES, SHARED)]
+QUICK = [("full", COPIES, SHARED)]
 FOUR_SHARED = (4, "sharded")
 WAYS = [
     *((COPIES, ONE), (COPIES, SHARED), (COPIES, FOUR), (SHARED, ONE), (SHARED, COPIES), (SHARED, FOUR_SHARED)),
@@ -89,9 +89,11 @@ def test_other_processes_go_on(recipe: Make, whole: Whole, method: str, before: 
 @pytest.mark.parametrize(
     ("method", "way"),
     [
-        ("lora", COPIES),
         ("full", SHARED),
-        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in (("lora", SHARED), ("full", COPIES), ("full", FOUR))),
+        *(
+            pytest.param(*pair, marks=pytest.mark.slow)
+            for pair in (("lora", COPIES), ("lora", SHARED), ("full", COPIES), ("full", FOUR))
+        ),
     ],
     ids=words,
 )
@@ -105,9 +107,9 @@ def test_the_same_processes_go_on_bit_for_bit(recipe: Make, whole: Whole, method
 def test_processes_that_can_not_share_its_steps_are_refused(recipe: Make, whole: Whole) -> None:
     """What a run that was begun can't change is not the only remedy."""
     run = recipe("indivisible")[1]
-    stopped_at(STOPPED_AT, whole("lora", COPIES, 0.1), run)
+    stopped_at(STOPPED_AT, whole("full", COPIES), run)
     before = sorted(run.rglob("*"))
-    done = train(recipe, "indivisible", "lora", (3, "copies"), 0.1)
+    done = train(recipe, "indivisible", "full", (3, "copies"))
     told = " ".join(done.stderr.split())
     assert done.returncode == 1 and told.count("error:") == 1 and "Traceback" not in told
     assert "a step of 4 rows" in told and "can't be shared by 3 processes" in told
