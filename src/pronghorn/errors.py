@@ -6,6 +6,9 @@ bad input, `NotImplementedError` for what is not built yet), so plain `except Va
 
 from typing import Any
 
+RAN_OUT = "PRONGHORN_RAN_OUT"
+"""The environment's name of the events of `MemoryRanOut` for which processes were started again, as JSON."""
+
 
 class PronghornError(Exception):
     """A problem and what to do about it, shown as ``problem: remedy``."""
@@ -33,6 +36,18 @@ class UnsupportedError(PronghornError, NotImplementedError):
 
 class TrainingError(PronghornError, RuntimeError):
     """A run that must stop: dead or non-finite gradients, a loss that did not fall."""
+
+
+class MemoryRanOut(TrainingError):
+    """Memory ran out in a step that this process can't repeat alone. All processes can, started again: `event` says
+    what they keep less of, as `train.oom_retry` wrote it."""
+
+    def __init__(self, problem: str, remedy: str, event: dict[str, Any]) -> None:
+        super().__init__(problem, remedy)
+        self.event = event
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.problem, self.remedy, self.event)
 
 
 class RunStopped(PronghornError):

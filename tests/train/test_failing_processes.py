@@ -232,6 +232,21 @@ def test_an_error_of_ours_in_one_process(recipe: Make, rank: int) -> None:
     assert "error: a planted row is damaged remedy: look at it" in errors and "Traceback" not in errors
 
 
+def no_memory_in_step(ddp: bool, rank: int, times: int, noted: Path, number: int) -> None:
+    """Run out of memory in step FAILS_AT of as many trainings."""
+    if ddp:
+        ranks.MOST_BYTES = 0  # gradients are averaged in the backward, as those of large models are
+    before = len(noted.read_text()) if noted.exists() else 0
+    if before == times:
+        return
+
+    def fails() -> None:
+        noted.write_text("x" * (before + 1))
+        no_memory()
+
+    in_step(rank, fails, number)
+
+
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("rank", [1, 0])
 @pytest.mark.parametrize(
@@ -242,18 +257,33 @@ def test_an_error_of_ours_in_one_process(recipe: Make, rank: int) -> None:
 def test_memory_runs_out_where_others_wait(
     recipe: Make, whole: Any, method: str, launched: dict[str, str], ddp: bool, rank: int
 ) -> None:
+    """All processes are started again and keep less; what deleted an earlier run doesn't delete this one."""
     name = f"{method}-{launched['strategy']}-memory-{rank}"
+    file, run = recipe(name, launched, **(FULL if method == "full" else LORA))
+    fault = partial(no_memory_in_step, ddp, rank, 1, run.parent / f"{name}.failed")
+    done = launch(2, file, f"adapter.method={method}", "--overwrite", folder=run.parent, fault=fault)
+    assert done.returncode == 0, done.stderr
+    told, errors = " ".join(done.stdout.split()), " ".join(done.stderr.split())
+    again = (
+        f"step {FAILS_AT} ran out of memory in process {rank} of 2, which can't repeat it alone: all start again from"
+    )
+    assert errors.count(again) == 1 and "error:" not in errors and "Traceback" not in errors
+    assert f"Going on from checkpoint-{FAILS_AT - 1}" in told
+    [event] = json.loads((run / "run.json").read_text())["out_of_memory"]
+    assert event["restarted"] and (event["process"], event["step"]) == (rank, FAILS_AT)
+    assert f"in process {rank}, so that all were started again; layers from here on: {event['plan']}" in told
+    same(run, whole(method))
 
-    def fault(noted: Path, number: int) -> None:
-        if ddp:
-            ranks.MOST_BYTES = 0  # gradients are averaged in the backward, as those of large models are
-        in_step(rank, partial(after, noted, no_memory), number)
 
-    errors, run = failing(recipe, name, method, launched, fault)
-    assert f"step {FAILS_AT} ran out of memory in process {rank} of 2, which can't repeat it alone" in errors
-    assert "remedy: start again, from the last checkpoint if there is one, with the plan" in errors
-    assert "Traceback" not in errors
-    goes_on(run, method, whole(method))
+@pytest.mark.slow
+def test_memory_runs_out_again_and_again(recipe: Make, whole: Any) -> None:
+    """Three times are survived, each with less kept than before."""
+    file, run = recipe("again-and-again", SHARED, **LORA)
+    fault = partial(no_memory_in_step, False, 1, 9, run.parent / "again-and-again.failed")
+    done = launch(2, file, "adapter.method=lora", folder=run.parent, fault=fault)
+    errors = " ".join(done.stderr.split())
+    assert done.returncode == 1 and errors.count("all start again") == 3 and errors.count("error:") == 1
+    assert "after 3 times that were survived" in errors and "Traceback" not in errors
 
 
 @pytest.mark.matrix(1)

@@ -48,7 +48,7 @@ def plain_errors(debug: bool) -> Iterator[None]:
     except PronghornError as error:
         if debug:
             _raise(error)
-        _tell(error.problem, error.remedy)
+        _tell(error)
     except (RuntimeError, MemoryError, ImportError, OSError) as error:
         short_of = _short_of(error)
         if debug or short_of is None:
@@ -56,10 +56,8 @@ def plain_errors(debug: bool) -> Iterator[None]:
         less = "shorter rows (model.max_seq_length, --tokens), a quantised base, or nothing else on the device"
         if short_of == THREADS:
             less = "raise the shell's limits (ulimit -v for memory, ulimit -u for threads)"
-        _tell(
-            f"{short_of} ran out: {' '.join(str(error).split()) or type(error).__name__}",
-            f"{less}; pronghorn plan tells what fits",
-        )
+        problem = f"{short_of} ran out: {' '.join(str(error).split()) or type(error).__name__}"
+        _tell(PronghornError(problem, f"{less}; pronghorn plan tells what fits"))
     except KeyboardInterrupt:
         if debug:
             raise
@@ -110,13 +108,13 @@ def _raise(error: BaseException) -> NoReturn:
     raise error
 
 
-def _tell(problem: str, remedy: str) -> NoReturn:
+def _tell(error: PronghornError) -> NoReturn:
     """Print a problem and its remedy, and leave with code 1."""
-    if leave_error(PronghornError(problem, remedy)):
+    if leave_error(error):
         raise typer.Exit(1) from None
     console = _stderr()
-    console.print(f"[bold red]error:[/] {escape(clip(problem, LONGEST))}")
-    console.print(f"[bold]remedy:[/] {escape(clip(remedy, LONGEST))}")
+    console.print(f"[bold red]error:[/] {escape(clip(error.problem, LONGEST))}")
+    console.print(f"[bold]remedy:[/] {escape(clip(error.remedy, LONGEST))}")
     raise typer.Exit(1) from None
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from pronghorn.errors import ConfigError, PronghornError, TrainingError
+from pronghorn.errors import RAN_OUT, ConfigError, MemoryRanOut, PronghornError, TrainingError
 
 if TYPE_CHECKING:
     from pronghorn.config import Recipe
@@ -119,13 +119,26 @@ def start(count: int, command: Sequence[str]) -> int:
     """Start `python -m pronghorn COMMAND` once a GPU, wait for all, and return the exit status.
 
     The first process keeps the terminal. SIGINT, SIGTERM and SIGHUP are passed on. Where one process fails, the others
-    are ended at once and its error is raised; checkpoints are whole or not there, so nothing is lost by that.
+    are ended at once and its error is raised; checkpoints are whole or not there, so nothing is lost by that. Where
+    memory ran out in a step that none can repeat alone, all are started again, go on from the newest checkpoint, and
+    keep less.
 
     Raises:
         TrainingError: what the process that failed first said.
     """
+    ran_out: list[dict[str, Any]] = []
+    while True:
+        try:
+            return _start(count, command, {RAN_OUT: json.dumps(ran_out)} if ran_out else {})
+        except MemoryRanOut as error:  # of as many as one training survives
+            ran_out.append(error.event)
+            sys.stderr.write(f"{error.problem}: all start again from the newest checkpoint, and keep less\n")
+            command = [part for part in command if part != "--overwrite"]  # which was done
+
+
+def _start(count: int, command: Sequence[str], environment: Mapping[str, str]) -> int:
     with tempfile.TemporaryDirectory(prefix="pronghorn-") as folder:
-        group = _Group(count, command, Path(folder))
+        group = _Group(count, command, Path(folder), environment)
         heard = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
         earlier = {number: signal.signal(number, group.pass_on) for number in heard}
         try:
@@ -143,7 +156,7 @@ def leave_error(error: BaseException) -> bool:
         return False
     about: dict[str, Any] = {"time": time.time()}
     if isinstance(error, PronghornError):
-        about |= {"problem": error.problem, "remedy": error.remedy}
+        about |= {"problem": error.problem, "remedy": error.remedy, "event": getattr(error, "event", None)}
     else:
         about["trace"] = traceback.format_exc()
     Path(path).write_text(json.dumps(about), encoding="utf-8")
@@ -161,7 +174,7 @@ _SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP
 class _Group:
     """The processes of one run on this machine."""
 
-    def __init__(self, count: int, command: Sequence[str], folder: Path) -> None:
+    def __init__(self, count: int, command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
         self._folder = folder
         self._signal = 0
         """The last one that was passed on."""
@@ -170,6 +183,7 @@ class _Group:
         """When each was last seen to run."""
         environment = {
             **os.environ,
+            **environment,
             "WORLD_SIZE": str(count),
             "LOCAL_WORLD_SIZE": str(count),
             "MASTER_ADDR": "127.0.0.1",
@@ -247,6 +261,8 @@ class _Group:
                 f"process {rank} of {count} failed: {last}",
                 "the trace above is that process's; training goes on from the newest checkpoint when it runs again",
             )
+        if error.get("event") is not None and not self._signal:
+            return MemoryRanOut(error["problem"], error["remedy"], error["event"])
         return TrainingError(error["problem"], error["remedy"])
 
     def kill(self) -> None:

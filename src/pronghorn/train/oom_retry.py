@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from pronghorn.device import is_out_of_memory, processes
-from pronghorn.errors import ConfigError, PronghornError, TrainingError, UnsupportedError
+from pronghorn.errors import RAN_OUT, ConfigError, MemoryRanOut, PronghornError, TrainingError, UnsupportedError
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.models.attach import attached
 from pronghorn.models.families import recomputes_layers
@@ -45,10 +46,14 @@ class OutOfMemory:
     """What layers do from then on."""
     process: int = 0
     """The number of the process that it came to."""
+    restarted: bool = False
+    """Whether all processes were started again for it, as others waited in the step for this one."""
 
     def __str__(self) -> str:
         share = _share(self.used_bytes, self.total_bytes)
         again = "and is repeated" if processes() == 1 else f"in process {self.process}, which repeats it"
+        if self.restarted:
+            again = f"in process {self.process}, so that all were started again"
         return f"step {self.step} ran out of memory{share} {again}; layers from here on: {self.plan}"
 
 
@@ -91,6 +96,7 @@ class OomRetry:
                 itself; by default where there are several.
         """
         self._survived, self._before = 0, _survived()
+        self._restarts = json.loads(os.environ.get(RAN_OUT, "[]"))
         self._alone = not (processes() > 1 if waits_for_others is None else waits_for_others)
         self._window: list[tuple[Any, _RandomState]] = []
         self._devices: list[torch.device] | None = None
@@ -102,11 +108,12 @@ class OomRetry:
             step: the optimiser step that the micro-batch belongs to, from 1.
             last: it is the step's last one.
         Raises:
-            TrainingError: no plan is tighter, it was the fourth time, or there are several processes.
+            TrainingError: no plan is tighter, or it was the fourth time.
+            MemoryRanOut: other processes wait for this one.
         """
         if self._devices is None:
             self._devices = sorted({p.device for p in model.parameters() if p.is_cuda}, key=str)
-        if not self._window and processes() > 1 and self._alone:
+        if not self._window:
             self._follow_others(model)
         self._window.append((inputs, _RandomState(self._devices)))
         found = self._attempt(micro_batch, [inputs])
@@ -114,16 +121,18 @@ class OomRetry:
             model.zero_grad(set_to_none=True)
             _free(self._devices)
             plan, applied = _tighter_plan(model, self._tighter)
-            if plan is None or not applied or not self._alone or self._survived == MAX_RETRIES:
-                problem = f"step {step} ran out of memory{_share(found.used_bytes, found.total_bytes)}"
-                if not self._alone:
-                    problem += f" in process {dist.get_rank()} of {processes()}, which can't repeat it alone"
-                elif self._survived == MAX_RETRIES:
-                    problem += f", after {MAX_RETRIES} times that were survived"
-                raise self._stop(problem, plan) from found.error
-            self._survived += 1
             used, rank = (found.used_bytes, found.total_bytes), dist.get_rank() if processes() > 1 else 0
-            event = OutOfMemory(step, len(self._window), *used, _words(plan), rank)
+            event = None
+            if plan is not None and applied and self._survived < MAX_RETRIES:
+                event = OutOfMemory(step, len(self._window), *used, _words(plan), rank, restarted=not self._alone)
+            if event is None or event.restarted:
+                problem = f"step {step} ran out of memory{_share(*used)}"
+                if not self._alone:
+                    problem += f" in process {rank} of {processes()}, which can't repeat it alone"
+                if self._survived == MAX_RETRIES:
+                    problem += f", after {MAX_RETRIES} times that were survived"
+                raise self._stop(problem, plan, event) from found.error
+            self._survived += 1
             if processes() > 1:
                 number = self._before + self._survived
                 _store().set(f"{_SURVIVED} {number}", json.dumps(asdict(event)))
@@ -138,14 +147,17 @@ class OomRetry:
     def _follow_others(self, model: Any) -> None:
         """Keep as little as the process that keeps least: memory that ran out there will soon run out here.
 
-        Asking takes a twentieth of a millisecond, and no device waits.
+        So do all that were started again because it ran out. Asking takes a twentieth of a millisecond, and no device
+        waits.
         """
-        survived = _survived() - self._before
-        while self._survived < survived:
+        events = self._restarts[self._survived :]
+        if self._alone and processes() > 1:
+            numbers = range(self._before + self._survived, _survived())
+            events = [json.loads(_store().get(f"{_SURVIVED} {number + 1}")) for number in numbers]
+        for event in events:
             self._survived += 1
             _tighter_plan(model, self._tighter)
-            told = _store().get(f"{_SURVIVED} {self._before + self._survived}")
-            self._on_retry(OutOfMemory(**json.loads(told)))
+            self._on_retry(OutOfMemory(**event))
 
     def _replayed(self) -> Iterator[Any]:
         """Yield the window's batches, each with the random state of its first time."""
@@ -185,15 +197,19 @@ class OomRetry:
             )
         return None if processes() == 1 else _heard() or _late(error)
 
-    def _stop(self, problem: str, plan: Plan | None) -> TrainingError:
-        """Return the error to raise, and leave it where other processes look when they wonder why this one is gone."""
+    def _stop(self, problem: str, plan: Plan | None, event: OutOfMemory | None = None) -> TrainingError:
+        """Return the error to raise, and leave it where other processes look when they wonder why this one is gone.
+
+        Args:
+            event: what all processes may survive when they are started again.
+        """
         less = "fewer rows a micro-batch, shorter rows or a quantised base"
         remedy = f"no plan keeps less: train with {less}"
         if plan is not None:
             remedy = f"start again, from the last checkpoint if there is one, with the plan {_words(plan)!r} or {less}"
         if processes() > 1:
-            _store().set(_KEY, json.dumps([problem, remedy]))
-        return TrainingError(problem, remedy)
+            _store().set(_KEY, json.dumps([problem, remedy, None if event is None else asdict(event)]))
+        return TrainingError(problem, remedy) if event is None else MemoryRanOut(problem, remedy, asdict(event))
 
 
 @dataclass(frozen=True)
@@ -296,8 +312,8 @@ def _heard() -> TrainingError | None:
         return None
     try:
         if _store().check([_KEY]):
-            problem, remedy = json.loads(_store().get(_KEY))
-            return TrainingError(problem, remedy)
+            problem, remedy, event = json.loads(_store().get(_KEY))
+            return TrainingError(problem, remedy) if event is None else MemoryRanOut(problem, remedy, event)
     except dist.DistError:  # the process that holds the store is the one that is gone
         return None
     return None
