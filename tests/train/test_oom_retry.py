@@ -346,6 +346,7 @@ def test_a_run_survives_and_says_so(
             "total_bytes": None,
             "plan": "recompute the MLP",
             "process": 0,
+            "restarted": False,
         }
     ]
     for name in ("step", "loss", "grad_norm", "tokens", "labelled"):
