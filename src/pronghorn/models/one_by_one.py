@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from pronghorn.models.composite import Composite
-from pronghorn.models.packed_checkpoint import fetched, placed, progress, put, read_generation_config
+from pronghorn.models.packed_checkpoint import fetched, read_generation_config
 from pronghorn.models.share import SharedLoading
-from pronghorn.precision.loader import StoredTensor, checkpoint, load
+from pronghorn.models.skeleton import fill, tied_names, without_weights
+from pronghorn.precision.loader import checkpoint
 
 LOADED_BY = "_pronghorn_loaded_by"
 """The attribute of a model quantised on load that holds its `Loading`."""
@@ -44,16 +45,10 @@ class Skeleton:
     def __init__(
         self, config: Any, asked: Any, dtype: torch.dtype, device: torch.device, attention: str | None
     ) -> None:
-        from accelerate import init_empty_weights
-        from transformers import AutoModelForCausalLM
-
-        with init_empty_weights(include_buffers=False):
-            model: Any = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
-            )
+        model = without_weights(config, dtype, attention)
         self.model, self.dtype, self.device = model, dtype, device
         self.expected: dict[str, Tensor] = {
-            name: tensor.to("meta") for name, tensor in model.state_dict().items() if name not in _tied(model)
+            name: tensor.to("meta") for name, tensor in model.state_dict().items() if name not in tied_names(model)
         }
         self._quantizer: Any = None
         if asked is None:
@@ -73,12 +68,11 @@ class Skeleton:
         Raises:
             DataError: as `loader.load`; the model is not to be used then.
         """
-        model, tied = self.model, _tied(self.model)
-        quantizer = self._quantizer
+        model, tied, quantizer = self.model, tied_names(self.model), self._quantizer
         quantised = {name for name in self.expected if quantizer and quantizer.param_needs_quantization(model, name)}
 
-        def place(name: str, stored: StoredTensor) -> Tensor:
-            return placed(stored, self.device, self.dtype if name in quantised else self.expected[name].dtype)
+        def rename(name: str) -> str | None:
+            return None if name in tied or _is_ignored(model, name) else name
 
         def quantise(name: str, tensor: Tensor) -> Tensor:
             if name not in quantised:
@@ -86,27 +80,8 @@ class Skeleton:
             made: Tensor = self._operation.convert({name: [tensor]}, full_layer_name=name, model=model)[name]
             return made
 
-        if share is not None:
-            share.begin(model, self.expected)
-        bar = progress(len(self.expected))
         renamed = (replace(stored, name=_renamed(model, stored.name, self.expected)) for stored in source)
-        for name, tensor in load(
-            renamed,
-            rename=lambda name: None if name in tied or _is_ignored(model, name) else name,
-            place=place,
-            transform=quantise,
-            expected=self.expected,
-        ):
-            bar.update()
-            put(model, name, tensor)
-            del tensor  # before the next one is read
-            if share is not None:
-                share.arrived(name)
-        bar.close()
-        model.tie_weights()
-        for module in model.modules():
-            for key, buffer in module.named_buffers(recurse=False):
-                module._buffers[key] = buffer.to(self.device)
+        fill(model, renamed, self.expected, self.device, share, rename=rename, transform=quantise)
         if quantizer is not None:
             model.hf_quantizer = quantizer
             quantizer.postprocess_model(model)
@@ -122,15 +97,15 @@ def why_not(skeleton: Skeleton, folder: Path, composite: Composite | None) -> st
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming
 
-    model = skeleton.model
+    model, tied = skeleton.model, tied_names(skeleton.model)
     names = [stored.name for stored in _source(folder, composite)]
     rules = [rule for rule in get_model_conversion_mapping(model) if not isinstance(rule, WeightRenaming)]
-    joined = {_renamed(model, name, skeleton.expected) for name in names} - skeleton.expected.keys() - _tied(model)
+    joined = {_renamed(model, name, skeleton.expected) for name in names} - skeleton.expected.keys() - tied
     if rules and any(not _is_ignored(model, name) for name in joined):
         return "the checkpoint's experts or linears are apart, and transformers joins them"
     if model._get_dtype_plan(skeleton.dtype):
         return "some of its weights stay in float32"
-    if any(_renamed(model, name, skeleton.expected) in _tied(model) for name in names):
+    if any(_renamed(model, name, skeleton.expected) in tied for name in names):
         return "the checkpoint holds tied weights twice"
     return None
 
@@ -177,12 +152,6 @@ def load_one_by_one(
 def _source(folder: Path, composite: Composite | None) -> Any:
     source = checkpoint(folder)
     return source if composite is None else composite.language(source)
-
-
-def _tied(model: Any) -> set[str]:
-    """Return names of weights that are others, too, and needn't be in a checkpoint."""
-    tied = getattr(model, "all_tied_weights_keys", None) or {}
-    return set(tied) if model.config.tie_word_embeddings else set()
 
 
 def _renamed(model: Any, name: str, expected: dict[str, Tensor]) -> str:
