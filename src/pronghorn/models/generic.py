@@ -20,8 +20,8 @@ from torch.nn.functional import cross_entropy, pad
 from torch.utils.checkpoint import checkpoint
 
 from pronghorn.data.batch import PackedBatch
+from pronghorn.data.media import refuse_media
 from pronghorn.data.packing import IGNORE_INDEX
-from pronghorn.errors import UnsupportedError
 from pronghorn.families.generic import CHOSEN, limits_to_cross
 from pronghorn.layers.subclass import subclass
 from pronghorn.memory.plan import Plan, Policy
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 PACKING = "_pronghorn_packing"
 """The attribute of an attached causal LM that holds its `GenericPacking`."""
-_VISION = ("pixel_values", "pixel_values_videos", "input_features", "image_grid_thw")
 
 
 class Way(StrEnum):
@@ -145,7 +144,7 @@ def generic_class(original: type[nn.Module]) -> type[nn.Module]:
     ) -> Any:
         names, any_keyword = _signature(original.forward)
         kwargs |= dict(zip(names, args, strict=False))
-        refuse_vision(kwargs)
+        refuse_media("the batch", (name for name, value in kwargs.items() if value is not None))
         if packed is None:
             packed = stock_batch(kwargs)
         packing: GenericPacking = self.__dict__[PACKING]
@@ -199,17 +198,6 @@ def logits_loss(logits: Tensor, labels: Tensor, rows: Tensor | None, num_items: 
     ]
     count = (targets != IGNORE_INDEX).sum() if num_items is None else torch.as_tensor(num_items, device=flat.device)
     return torch.stack(parts).sum() / count.clamp(min=1)
-
-
-def refuse_vision(kwargs: dict[str, Any]) -> None:
-    """Refuse a batch with pictures, films or sound.
-
-    Raises:
-        UnsupportedError: names the argument.
-    """
-    given = next((name for name in _VISION if kwargs.get(name) is not None), None)
-    if given is not None:
-        raise UnsupportedError(f"the batch has {given}: text only for now", "train on text, without pictures or sound")
 
 
 def _documents(packed: PackedBatch) -> int:

@@ -66,10 +66,10 @@ def undisturbed(base: Any) -> Iterator[None]:
 
 
 @contextmanager
-def in_evaluation(base: Any) -> Iterator[None]:
+def in_evaluation(model: Any) -> Iterator[None]:
     """Leave dropout out, whose draws would differ; give every module its mode back."""
-    modes = [(module, module.training) for module in base.modules()]
-    base.eval()
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
     try:
         yield
     finally:

@@ -17,6 +17,7 @@ from pronghorn.errors import DataError
 from pronghorn.export.engines.transformers import stop_tokens
 from pronghorn.memory.sharded import sharded
 from pronghorn.models.families import base_causal_lm, has_experts
+from pronghorn.models.passes import in_evaluation
 
 
 @torch.no_grad()
@@ -27,19 +28,15 @@ def heldout_loss(model: Any, rows: PackedRows, indices: Sequence[int], collator:
     """
     # TRL switches experts' auxiliary loss on in the config: it is no part of this.
     alone = {"output_router_logits": False} if has_experts(base_causal_lm(model).config) else {}
-    was_training = model.training
-    model.eval()
     total = torch.zeros(2, dtype=torch.float64, device=model.device)  # nats, labels
     own_rows = _share(indices)
-    try:
+    with in_evaluation(model):
         for index, counts in own_rows if track is None else track(own_rows):
             batch = {name: value.to(model.device) for name, value in collator([rows[index]]).items()}
             n = batch["packed"].n_labels
             loss = model(**batch, **alone).loss.double() * n
             if counts:
                 total += torch.stack([loss, torch.full_like(loss, n)])
-    finally:
-        model.train(was_training)
     if processes() > 1:
         dist.all_reduce(total)
     return (total[0] / total[1].clamp(min=1)).item()
@@ -90,9 +87,7 @@ def answer(
         )
     ends, pad = stop_tokens(model, tokenizer), tokenizer.pad_token_id
     shared = sharded(base_causal_lm(model)) is not None  # then a process whose answer ends goes on for the others
-    was_training = model.training
-    model.eval()
-    try:
+    with in_evaluation(model):
         generated = model.generate(
             **encoded.to(model.device),
             max_new_tokens=min(max_new_tokens, room),
@@ -102,6 +97,4 @@ def answer(
             pad_token_id=next(iter(ends), None) if pad is None else pad,
             **({"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}),
         )
-    finally:
-        model.train(was_training)
     return tokenizer.decode(generated[0, used:], skip_special_tokens=True).strip()
