@@ -21,12 +21,7 @@ from pronghorn.models.new_tokens import grow_embeddings
 from pronghorn.models.one_by_one import Loading, load_one_by_one
 from pronghorn.models.packed_checkpoint import beside_config, format_of, load_packed
 from pronghorn.models.share import SharedLoading
-from pronghorn.models.weights import (
-    bitsandbytes_config,
-    check_quantised,
-    keep_packed_4bit_layout,
-    whole_model,
-)
+from pronghorn.models.weights import bitsandbytes_config, check_quantised, keep_packed_4bit_layout, whole_model
 from pronghorn.precision.loader import check_weights, json_value, model_beneath
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

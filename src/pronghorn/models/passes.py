@@ -16,12 +16,6 @@ def recorded(base: Any, layers: nn.ModuleList, tokens: int) -> Iterator[list[Ten
     sees them."""
     states: list[Tensor] = []
 
-    def embedded(module: Any, args: Any, output: Tensor) -> Tensor:
-        if torch.is_grad_enabled() and not output.requires_grad:
-            output.requires_grad_()
-        states.append(output)
-        return output
-
     def passed(module: Any, args: Any, output: Any) -> Any:
         rows = as_rows(output, tokens)
         if rows is not None:
@@ -35,10 +29,11 @@ def recorded(base: Any, layers: nn.ModuleList, tokens: int) -> Iterator[list[Ten
     def first(module: Any, args: Any, output: Tensor) -> Tensor | None:
         if states:  # other tables of the same module
             return None
-        output = embedded(module, args, output)
+        if torch.is_grad_enabled() and not output.requires_grad:
+            output.requires_grad_()
         rows = as_rows(output, tokens)
         assert rows is not None
-        states[0] = rows
+        states.append(rows)
         return rows.clone().view(output.shape)
 
     hooks = [base.get_input_embeddings().register_forward_hook(first)]

@@ -302,10 +302,8 @@ def _mixer(base: Any, row: _Row, found: Isolation, ids: tuple[Tensor, Tensor], o
         pairs = (given, given_then), (result, result_then)
         if any(part is None for pair in pairs for part in pair):
             continue
-        same_in, same_out = (
-            not differs(a[own], b[own], found.tolerance, found.exact)
-            for a, b in pairs  # type: ignore[index]
-        )
+        limits = found.tolerance, found.exact
+        same_in, same_out = (not differs(a[own], b[own], *limits) for a, b in pairs)  # type: ignore[index]
         if same_in and not same_out:
             return type(module).__name__
     return type(whole).__name__
