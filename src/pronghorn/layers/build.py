@@ -28,7 +28,7 @@ from pronghorn.layers.block import Block, NoNorm, Norm
 from pronghorn.layers.expert_codes import ExpertStorage, LentCodes
 from pronghorn.layers.fused_linear import FusedLinear
 from pronghorn.layers.gated_delta import GatedDeltaBlock, delta_net
-from pronghorn.layers.heads import QKV, HeadNorms
+from pronghorn.layers.heads import QKV
 from pronghorn.layers.linears import unfused_reason
 from pronghorn.layers.mlp import GatedMLPBlock
 from pronghorn.layers.per_layer_input import PerLayerInputBlock
@@ -145,7 +145,7 @@ class LayerBuilder:
         if len(paths) == 2:
             of_query, of_key = (self.norm(attention.get_submodule(path)) for path in paths)
             if kind.norms_span == "all heads":
-                all_heads = HeadNorms(of_query, of_key)
+                all_heads = of_query, of_key
             else:
                 norms = of_query.weight, of_key.weight, of_query.eps, of_query.offset
                 heads = Heads(query, key_value, dim, *norms, value=value)

@@ -62,7 +62,7 @@ class GenericPacking:
     @property
     def ways(self) -> list[Way]:
         """List the ways that this model's signatures allow, the cheapest first."""
-        names, any_keyword = keywords_of(self.model)
+        names, any_keyword = _signature(type(self.model).forward)
         ways = [Way.MASK] if any_keyword or "position_ids" in names else []
         windows = limits_to_cross(self.model.config)  # which a mask made here would not have
         chosen = any(name.startswith(CHOSEN) for name in windows)  # what an indexer chooses is no bounds of documents
@@ -119,14 +119,10 @@ def followable(plan: Plan, layers: Iterable[nn.Module]) -> Plan:
 
 @functools.cache
 def _signature(forward: Any) -> tuple[tuple[str, ...], bool]:
+    """Return the names that a causal LM's own forward takes, and whether it takes others, too."""
     parameters = inspect.signature(forward).parameters.values()
     names = tuple(each.name for each in parameters if each.kind is not each.VAR_KEYWORD and each.name != "self")
     return names, any(each.kind is each.VAR_KEYWORD for each in parameters)
-
-
-def keywords_of(model: Any) -> tuple[tuple[str, ...], bool]:
-    """Return the names that a causal LM's own forward takes, and whether it takes others, too."""
-    return _signature(type(model).forward)
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from pronghorn.models.families import check_config
 from pronghorn.models.limits import check_sizes, check_values, check_weights_fit
 from pronghorn.models.lora import check_whole_modules
 from pronghorn.models.new_tokens import grow_embeddings
-from pronghorn.models.one_by_one import Loading, load_one_by_one
+from pronghorn.models.one_by_one import load_one_by_one
 from pronghorn.models.packed_checkpoint import beside_config, format_of, load_packed
 from pronghorn.models.share import SharedLoading
 from pronghorn.models.weights import bitsandbytes_config, check_quantised, keep_packed_4bit_layout, whole_model
@@ -160,7 +160,7 @@ class FoundModel:
             return load_packed(self.name, self.config, dtype, device, self.hub, self.composite, share)
         quantization = bitsandbytes_config(self.config, self.load_in_4bit, dtype, self.experts_in_16bit)
         attention = check_config(self.config).load_attention
-        loading: Loading | None = None
+        loading: str | None = None
         if quantization is not None or (share is not None and not self.is_quantised):
             model, told = load_one_by_one(
                 self.name, self.config, quantization, dtype, device, self.hub, attention, self.composite, share

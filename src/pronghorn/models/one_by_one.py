@@ -10,7 +10,7 @@ what they look for. The device never holds more than the model, or this process'
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +24,8 @@ from pronghorn.models.skeleton import fill, tied_names, without_weights
 from pronghorn.precision.loader import checkpoint
 
 LOADED_BY = "_pronghorn_loaded_by"
-"""The attribute of a model quantised on load that holds its `Loading`."""
-
-
-@dataclass(frozen=True)
-class Loading:
-    """Which loader quantises a checkpoint, and why it isn't the house's, where it isn't."""
-
-    reason: str | None = None
-    """Why transformers' `from_pretrained` does it; None where the house's loader does."""
+"""The attribute of a model quantised on load that says why transformers' `from_pretrained` did it; "" where the house's
+loader did."""
 
 
 class Skeleton:
@@ -120,7 +113,7 @@ def load_one_by_one(
     attention: str | None,
     composite: Composite | None,
     share: SharedLoading | None = None,
-) -> tuple[Any, Loading]:
+) -> tuple[Any, str]:
     """Load a 16-bit checkpoint, and quantise it if asked; (None, why) where that is transformers' to do.
 
     Args:
@@ -132,7 +125,7 @@ def load_one_by_one(
         DataError: files or tensors are missing, damaged or of other shapes or dtypes; nothing is half-loaded.
     """
     if hub.get("trust_remote_code"):
-        return None, Loading("the checkpoint's own code may load it")
+        return None, "the checkpoint's own code may load it"
     folder = fetched(name, hub)
     plain = type(config).from_dict(config.to_dict())
     plain._name_or_path = str(name)
@@ -140,13 +133,13 @@ def load_one_by_one(
         skeleton = Skeleton(plain, asked, dtype, device, attention)
         reason = why_not(skeleton, folder, composite)
     except (AttributeError, ImportError, TypeError) as error:  # it goes by names that are transformers' own
-        return None, Loading(f"this version of transformers is built otherwise ({error})")
+        return None, f"this version of transformers is built otherwise ({error})"
     if reason is not None:
-        return None, Loading(reason)
+        return None, reason
     model = skeleton.fill(_source(folder, composite), share)
     model.name_or_path = str(name)
     read_generation_config(model, folder)
-    return model, Loading()
+    return model, ""
 
 
 def _source(folder: Path, composite: Composite | None) -> Any:

@@ -18,7 +18,7 @@ from pronghorn.memory.sharded import sharded
 from pronghorn.models.causal_lm import has_own_loss
 from pronghorn.models.families import has_experts, head_dims, recomputes_layers
 from pronghorn.models.generic import PACKING, GenericPacking
-from pronghorn.models.one_by_one import LOADED_BY, Loading
+from pronghorn.models.one_by_one import LOADED_BY
 from pronghorn.precision.compute import Compute
 from pronghorn.precision.float32 import narrowed
 
@@ -126,12 +126,11 @@ def _sharing(model: Any) -> list[PathTaken]:
 
 def _loading(model: Any) -> list[PathTaken]:
     """Say which loader quantised the model, if one did."""
-    loading: Loading | None = model.__dict__.get(LOADED_BY)
-    if loading is None:
+    if LOADED_BY not in model.__dict__:
         return []
-    if loading.reason is None:
-        return [PathTaken("quantising on load", "Pronghorn's loader", "one tensor at a time, to bitsandbytes' bits")]
-    return [PathTaken("quantising on load", "transformers", loading.reason)]
+    if reason := model.__dict__[LOADED_BY]:
+        return [PathTaken("quantising on load", "transformers", reason)]
+    return [PathTaken("quantising on load", "Pronghorn's loader", "one tensor at a time, to bitsandbytes' bits")]
 
 
 def _render_generic(handle: Handle) -> list[PathTaken]:
