@@ -231,10 +231,6 @@ class ShardedLayers:
         for (unit, place), tensor in zip(places, tensors, strict=True):
             unit.load(place, tensor)
 
-    def outside(self, model: nn.Module) -> list[Tensor]:
-        """Return what of a model is trained and whole in every process."""
-        return [p for p in model.parameters() if p.requires_grad and not hasattr(p, IN_BUFFER)]
-
     def __len__(self) -> int:
         return len(self._units)
 
@@ -359,6 +355,11 @@ def sharded(model: Any) -> ShardedLayers | None:
     """Return what a causal LM's layers share with other processes, or None."""
     found: ShardedLayers | None = model.__dict__.get(_SHARDED)
     return found
+
+
+def whole_trained(model: Any) -> list[nn.Parameter]:
+    """List a model's trained parameters that every process has whole."""
+    return [p for p in model.parameters() if p.requires_grad and not hasattr(p, IN_BUFFER)]
 
 
 def first_values(parameter: Any) -> Tensor:

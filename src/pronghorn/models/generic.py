@@ -20,8 +20,8 @@ from torch.nn.functional import cross_entropy, pad
 from torch.utils.checkpoint import checkpoint
 
 from pronghorn.data.batch import PackedBatch
-from pronghorn.data.media import refuse_media
 from pronghorn.data.packing import IGNORE_INDEX
+from pronghorn.errors import UnsupportedError
 from pronghorn.families.generic import CHOSEN, limits_to_cross
 from pronghorn.layers.subclass import subclass
 from pronghorn.memory.plan import Plan, Policy
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 PACKING = "_pronghorn_packing"
 """The attribute of an attached causal LM that holds its `GenericPacking`."""
+_VISION = ("pixel_values", "pixel_values_videos", "input_features", "image_grid_thw")
 
 
 class Way(StrEnum):
@@ -140,13 +141,16 @@ def generic_class(original: type[nn.Module]) -> type[nn.Module]:
     ) -> Any:
         names, any_keyword = _signature(original.forward)
         kwargs |= dict(zip(names, args, strict=False))
-        refuse_media("the batch", (name for name, value in kwargs.items() if value is not None))
+        refuse_vision(kwargs)
         if packed is None:
             packed = stock_batch(kwargs)
         packing: GenericPacking = self.__dict__[PACKING]
         rows = None
         if packed is not None:
-            _require_proof(self, packing, packed)
+            if packing.way is None and _documents(packed) > 1:  # the first packed batch; a probe sets the way itself
+                from pronghorn.models.probe import require_isolation
+
+                require_isolation(self)
             kwargs = packing.arguments(packed, {**kwargs, "use_cache": False})
             rows = packed.loss_rows if labels is not None and "logits_to_keep" in names else None
         own = labels is not None and (has_own_loss(self) or _balanced(self, kwargs))
@@ -196,6 +200,17 @@ def logits_loss(logits: Tensor, labels: Tensor, rows: Tensor | None, num_items: 
     return torch.stack(parts).sum() / count.clamp(min=1)
 
 
+def refuse_vision(kwargs: dict[str, Any]) -> None:
+    """Refuse a batch with pictures, films or sound.
+
+    Raises:
+        UnsupportedError: names the argument.
+    """
+    given = next((name for name in _VISION if kwargs.get(name) is not None), None)
+    if given is not None:
+        raise UnsupportedError(f"the batch has {given}: text only for now", "train on text, without pictures or sound")
+
+
 def _documents(packed: PackedBatch) -> int:
     return len(packed.lengths) - (packed.padding > 0)
 
@@ -204,11 +219,3 @@ def _balanced(model: Any, kwargs: dict[str, Any]) -> bool:
     """Tell whether a batch's loss is to hold the routers' auxiliary loss, which is the model's own affair."""
     asked = kwargs.get("output_router_logits")
     return bool(getattr(model.config, "output_router_logits", False) if asked is None else asked)
-
-
-def _require_proof(model: Any, packing: GenericPacking, packed: PackedBatch) -> None:
-    """Probe the model when its first packed batch comes; does nothing in the probe itself, which sets the way."""
-    if packing.way is None and _documents(packed) > 1:
-        from pronghorn.models.probe import require_isolation
-
-        require_isolation(model)

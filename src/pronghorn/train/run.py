@@ -80,7 +80,7 @@ def run(
         finally:
             current.progress.close()
         _save_model(current)
-        record = _make_record(current, started)
+        record = _record(current, started, current.trainer.state.log_history, *_evaluate(current, "after"))
         if current.trainer.accelerator.is_main_process:
             record.write(current.output)
             write_cards(record, current.output)
@@ -342,12 +342,6 @@ def _initial(output: Path) -> dict[str, Any]:
     """Return what makes PEFT save the difference from the first adapter as plain LoRA, where there is one."""
     folder = output / INITIAL
     return {"path_initial_model_for_weight_conversion": str(folder)} if folder.exists() else {}
-
-
-def _make_record(current: _Run, started: float) -> RunRecord:
-    """Measure the trained model and return all that is known of the run."""
-    loss_after, samples_after = _evaluate(current, "after")
-    return _record(current, started, current.trainer.state.log_history, loss_after, samples_after)
 
 
 def _record(

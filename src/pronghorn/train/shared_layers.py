@@ -17,7 +17,7 @@ from torch import Tensor
 from pronghorn.device import processes
 from pronghorn.errors import DataError, UnsupportedError
 from pronghorn.export.merge import write_model
-from pronghorn.memory.sharded import ShardedLayers, sharded
+from pronghorn.memory.sharded import ShardedLayers, sharded, whole_trained
 from pronghorn.memory.sharded_state import gathering, load_state
 from pronghorn.memory.sharded_training import Piece
 from pronghorn.models.families import base_causal_lm
@@ -60,7 +60,7 @@ class SharedLayersTrainer(trl.SFTTrainer):
         groups = [
             {
                 "params": [
-                    *(p for p in shared.outside(ours) if (id(p) in decayed) is decays),
+                    *(p for p in whole_trained(ours) if (id(p) in decayed) is decays),
                     *(piece.parameter for decaying, piece in cut if decaying is decays),
                 ],
                 "weight_decay": self.args.weight_decay if decays else 0.0,
@@ -105,9 +105,7 @@ class SharedLayersTrainer(trl.SFTTrainer):
         states, names = _bare(self.optimizer).state, {id(p): name for name, p in _named(self.model)}
         told = {
             "groups": [_options(group) for group in _bare(self.optimizer).param_groups],
-            "outside": {
-                names[id(p)]: states[p] for p in self._shared.outside(base_causal_lm(self.model)) if p in states
-            }
+            "outside": {names[id(p)]: states[p] for p in whole_trained(base_causal_lm(self.model)) if p in states}
             if self.args.should_save
             else {},
             "pieces": [(each.unit, each.begin, states[each.parameter]) for each in self._pieces],

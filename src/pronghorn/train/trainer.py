@@ -31,7 +31,7 @@ from pronghorn.data.packed_rows import PackedRows
 from pronghorn.device import is_bf16_supported, processes
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
 from pronghorn.export.towers import keep_names
-from pronghorn.memory.sharded import sharded
+from pronghorn.memory.sharded import sharded, whole_trained
 from pronghorn.models.attach import attached
 from pronghorn.models.families import base_causal_lm
 from pronghorn.models.generic import PACKING
@@ -55,7 +55,6 @@ from pronghorn.train.ranks import (
     dealt_loader,
     folder_of_all,
     leave_packed_to_each_process,
-    whole_trained,
 )
 from pronghorn.train.shared_layers import SharedLayersTrainer
 from pronghorn.train.validate import (
