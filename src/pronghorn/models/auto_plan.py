@@ -227,9 +227,7 @@ def resolve(
 
     Args:
         packs: rows are packed, not padded.
-        autocast: dtype that training will run under, if any.
-        accumulates: whether a step has several micro-batches.
-        optimizer: its name, one of `OptimizerName`.
+        autocast, accumulates, optimizer: as `setup_of` takes them.
     Raises:
         PlanDoesNotFit: with what would.
     """
@@ -274,10 +272,7 @@ def plan_for(
         model: on one CUDA device, with its adapters, before or after `attach`; its plan isn't changed.
         tokens: of a micro-batch: rows a step times max_seq_length.
         budget_bytes: of the process; None for all that `available` tells, which is the most.
-        autocast: dtype that training will run under, if any.
-        padded: rows of a micro-batch, if it is padded instead of packed.
-        accumulates: whether a step has several micro-batches.
-        optimizer: its name, one of `OptimizerName`.
+        autocast, padded, accumulates, optimizer: as `setup_of` takes them.
         mlp_rows: of the tiles that MLPs are to be computed in (`Plan.mlp_rows`).
     Raises:
         PlanDoesNotFit: with what would fit.

@@ -54,13 +54,7 @@ class Skeleton:
         self._operation = self._quantizer.get_quantize_ops()
 
     def fill(self, source: Any, share: SharedLoading | None = None) -> Any:
-        """Read all weights, one at a time, quantise them if asked, and return the model.
-
-        Args:
-            share: shares the layers with other processes.
-        Raises:
-            DataError: as `loader.load`; the model is not to be used then.
-        """
+        """Read all weights, quantise them if asked, and return the model (`skeleton.fill`)."""
         model, tied, quantizer = self.model, tied_names(self.model), self._quantizer
         quantised = {name for name in self.expected if quantizer and quantizer.param_needs_quantization(model, name)}
 

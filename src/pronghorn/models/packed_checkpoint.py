@@ -108,13 +108,7 @@ class PackedSkeleton:
         }
 
     def fill(self, source: Iterable[StoredTensor], device: torch.device, share: SharedLoading | None = None) -> Any:
-        """Read all weights to a device, one at a time, and return the model.
-
-        Args:
-            share: shares the layers with other processes.
-        Raises:
-            DataError: as `loader.load`; the model is not to be used then.
-        """
+        """Read all weights to a device and return the model (`skeleton.fill`)."""
         expected, tied = self.expected(), tied_names(self.model)
         waiting: dict[str, dict[int, Tensor]] = {}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,15 +20,15 @@ from pronghorn.models.passes import in_evaluation
 
 
 @torch.no_grad()
-def heldout_loss(model: Any, rows: PackedRows, indices: Sequence[int], collator: Collator, track: Any = None) -> float:
-    """Return the mean cross-entropy in nats over every supervised token of the rows named by `indices`.
+def heldout_loss(model: Any, rows: PackedRows, collator: Collator, track: Any = None) -> float:
+    """Return the mean cross-entropy in nats over every supervised token of the rows.
 
     Ranks share the rows and all get the same mean. `track` wraps this rank's iterable, to show progress.
     """
     # TRL switches experts' auxiliary loss on in the config: it is no part of this.
     alone = {"output_router_logits": False} if has_experts(base_causal_lm(model).config) else {}
     total = torch.zeros(2, dtype=torch.float64, device=model.device)  # nats, labels
-    own_rows = _share(indices)
+    own_rows = _share(len(rows))
     with in_evaluation(model):
         for index, counts in own_rows if track is None else track(own_rows):
             batch = {name: value.to(model.device) for name, value in collator([rows[index]]).items()}
@@ -42,14 +41,13 @@ def heldout_loss(model: Any, rows: PackedRows, indices: Sequence[int], collator:
     return (total[0] / total[1].clamp(min=1)).item()
 
 
-def _share(indices: Sequence[int]) -> list[tuple[int, bool]]:
+def _share(count: int) -> list[tuple[int, bool]]:
     """Return this rank's rows and whether each counts. All ranks get equally many: sharded
     models communicate in a forward."""
     ranks = processes()
     rank = dist.get_rank() if ranks > 1 else 0
-    rows_a_rank = -(-len(indices) // ranks)
-    own = list(indices)[rank::ranks]
-    return [(index, True) for index in own] + [(indices[0], False)] * (rows_a_rank - len(own))
+    own = range(rank, count, ranks)
+    return [(index, True) for index in own] + [(0, False)] * (-(-count // ranks) - len(own))
 
 
 @torch.no_grad()

@@ -244,13 +244,8 @@ def _evaluate(current: _Run, when: str) -> tuple[float | None, list[str]]:
     if heldout is not None:
         collator = Collator(recipe.model.max_seq_length, tokenizer.pad_token_id)
         with current.trainer.accelerator.autocast():
-            loss = heldout_loss(
-                model,
-                heldout,
-                range(len(heldout)),
-                collator,
-                lambda rows: track(rows, f"Held-out rows {when}", len(rows), console),
-            )
+            shown = f"Held-out rows {when}"
+            loss = heldout_loss(model, heldout, collator, lambda rows: track(rows, shown, len(rows), console))
         console.print(f"[bold]Held-out loss {when} training[/] {loss:.4f}")
     tokens, system = recipe.report.sample_tokens, recipe.data.system_prompt
     conversations = [[{"role": "user", "content": prompt}] for prompt in recipe.report.sample_prompts]

@@ -349,7 +349,7 @@ class SFTTrainer(SharedLayersTrainer):
                 return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
             started = time.perf_counter()
             with self.accelerator.autocast():
-                loss = heldout_loss(self.model, rows, range(len(rows)), self._pack_collator)
+                loss = heldout_loss(self.model, rows, self._pack_collator)
             seconds = time.perf_counter() - started
             metrics = {f"{metric_key_prefix}_loss": loss, f"{metric_key_prefix}_runtime": seconds}
             self.log(dict(metrics))
