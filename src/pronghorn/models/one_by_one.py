@@ -10,6 +10,7 @@ what they look for. The device never holds more than the model, or this process'
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,9 @@ import torch
 from torch import Tensor
 
 from pronghorn.models.composite import Composite
-from pronghorn.models.packed_checkpoint import fetched, read_generation_config
+from pronghorn.models.packed_checkpoint import fetched, language_source, read_generation_config
 from pronghorn.models.share import SharedLoading
 from pronghorn.models.skeleton import fill, tied_names, without_weights
-from pronghorn.precision.loader import checkpoint
 
 LOADED_BY = "_pronghorn_loaded_by"
 """The attribute of a model quantised on load that says why transformers' `from_pretrained` did it; "" where the house's
@@ -85,7 +85,7 @@ def why_not(skeleton: Skeleton, folder: Path, composite: Composite | None) -> st
     from transformers.core_model_loading import WeightRenaming
 
     model, tied = skeleton.model, tied_names(skeleton.model)
-    names = [stored.name for stored in _source(folder, composite)]
+    names = [stored.name for stored in language_source(folder, composite)]
     rules = [rule for rule in get_model_conversion_mapping(model) if not isinstance(rule, WeightRenaming)]
     joined = {_renamed(model, name, skeleton.expected) for name in names} - skeleton.expected.keys() - tied
     if rules and any(not _is_ignored(model, name) for name in joined):
@@ -130,15 +130,10 @@ def load_one_by_one(
         return None, f"this version of transformers is built otherwise ({error})"
     if reason is not None:
         return None, reason
-    model = skeleton.fill(_source(folder, composite), share)
+    model = skeleton.fill(language_source(folder, composite), share)
     model.name_or_path = str(name)
     read_generation_config(model, folder)
     return model, ""
-
-
-def _source(folder: Path, composite: Composite | None) -> Any:
-    source = checkpoint(folder)
-    return source if composite is None else composite.language(source)
 
 
 def _renamed(model: Any, name: str, expected: dict[str, Tensor]) -> str:
@@ -155,6 +150,4 @@ def _renamed(model: Any, name: str, expected: dict[str, Tensor]) -> str:
 
 def _is_ignored(model: Any, name: str) -> bool:
     """Tell whether a class says that checkpoints hold this tensor and it doesn't."""
-    import re
-
     return any(re.search(pattern, name) for pattern in model._keys_to_ignore_on_load_unexpected or ())

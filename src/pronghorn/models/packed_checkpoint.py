@@ -152,10 +152,15 @@ def load_packed(
     """
     skeleton = PackedSkeleton.of(config, dtype)  # a format that isn't served is told before anything is fetched
     folder = fetched(name, hub)
-    source = checkpoint(folder)
-    model = skeleton.fill(source if composite is None else composite.language(source), device, share)
+    model = skeleton.fill(language_source(folder, composite), device, share)
     read_generation_config(model, folder)
     return model
+
+
+def language_source(folder: Path, composite: Composite | None) -> Iterable[StoredTensor]:
+    """Yield the tensors of a folder's checkpoint, of a model with towers the language model's."""
+    source = checkpoint(folder)
+    return source if composite is None else composite.language(source)
 
 
 def _shaped(source: Iterable[StoredTensor], expected: Mapping[str, Tensor]) -> Iterator[StoredTensor]:

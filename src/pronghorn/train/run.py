@@ -98,7 +98,7 @@ def _training_arguments(recipe: Recipe, console: Console) -> SFTConfig:
     if recipe.precision.tf32:
         check_tf32(args.device)
     check_device(recipe, args.device.type, console)
-    use_one_gpu(args, "SCRIPT.py")  # what starts runs has said how many it takes
+    use_one_gpu(args)  # what starts runs has said how many it takes
     return args
 
 

@@ -105,7 +105,7 @@ class SFTTrainer(SharedLayersTrainer):
         asked = args.packing, args.eval_packing
         self._packs_train, self._packs_eval = asked[0], asked[0] if asked[1] is None else asked[1]
         check_arguments(args, kwargs, self._packs_train, self._packs_eval)
-        one_gpu = use_one_gpu(args, "SCRIPT.py")
+        one_gpu = use_one_gpu(args)
         check_gpus_apart(args.device)
         for name, packs in (("train_dataset", self._packs_train), ("eval_dataset", self._packs_eval)):
             check_dataset(name, kwargs.get(name), packs, args, kwargs)
