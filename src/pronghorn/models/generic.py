@@ -23,6 +23,7 @@ from pronghorn.data.batch import PackedBatch
 from pronghorn.data.packing import IGNORE_INDEX
 from pronghorn.errors import UnsupportedError
 from pronghorn.families.generic import CHOSEN, limits_to_cross
+from pronghorn.layers.linears import products_dtype
 from pronghorn.layers.subclass import subclass
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.models.causal_lm import PackedCausalLM, has_own_loss
@@ -103,8 +104,7 @@ class GenericPacking:
 
     def _dense_mask(self, packed: PackedBatch) -> Tensor:
         """Return what is added to scores, [1, 1, T, T]: 0 where a token looks, else the least number."""
-        kind, dtype = self.model.device.type, self.model.get_input_embeddings().weight.dtype
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype
+        dtype = products_dtype(self.model.get_input_embeddings().weight)
         hidden = ~packed.dense_mask(None)
         return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, torch.finfo(dtype).min)
 

@@ -101,14 +101,6 @@ def relative_error(value: Tensor, right: Tensor) -> float:
     return float("inf") if error.isnan() else error.item()
 
 
-def compute_dtype(base: Any) -> torch.dtype:
-    """Return the dtype of a model's products: autocast's, or its weights'."""
-    kind = base.device.type
-    return (
-        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else base.get_input_embeddings().weight.dtype
-    )
-
-
 def short(error: Exception) -> str:
     """Return an error's text in a line."""
     return " ".join(str(error).split())[:200]

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from pronghorn.data.batch import PackedBatch
 from pronghorn.errors import PronghornError, UnsupportedError
 from pronghorn.families.generic import expert_counts, limits_to_cross, text_config
+from pronghorn.layers.linears import products_dtype
 from pronghorn.models.families import base_causal_lm, decoder_layers
 from pronghorn.models.generic import PACKING, GenericPacking, Way
 from pronghorn.models.passes import (
     as_rows,
-    compute_dtype,
     differs,
     in_evaluation,
     recorded,
@@ -205,8 +205,8 @@ def _judged(base: Any, packing: GenericPacking, found: Isolation) -> Isolation:
     packing.take(found.way)
     row, layers = _Row.of(found.lengths, base.device), decoder_layers(base)
     exact = not any(True for layer in layers for _ in expert_counts(layer))
-    found = replace(found, exact=exact, tolerance=TOLERANCE[compute_dtype(base)])
-    vocabulary = base.get_input_embeddings().weight.shape[0]
+    embeddings = base.get_input_embeddings().weight
+    found, vocabulary = replace(found, exact=exact, tolerance=TOLERANCE[products_dtype(embeddings)]), len(embeddings)
     generator = torch.Generator().manual_seed(0)
     ids, other = torch.randint(0, vocabulary, (2, len(row.last)), generator=generator).to(base.device)
     other = torch.where(other == ids, (ids + 1) % vocabulary, other)
