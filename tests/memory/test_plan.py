@@ -41,10 +41,10 @@ from pronghorn.memory.estimate import (
     MemoryModel,
     TrainSetup,
     resting_bytes,
+    rule_bytes,
     stored_bytes,
     working_bytes,
 )
-from pronghorn.memory.mixers import rule_bytes
 from pronghorn.memory.plan import Plan, Policy, followed
 from pronghorn.memory.planner import Frontier, PlanDoesNotFit, plan, plans_of
 from pronghorn.memory.step_time import LayerTimes, StepTimes, step_times

@@ -14,7 +14,7 @@ from pronghorn.errors import UnsupportedError
 from pronghorn.export.merge import write_model
 from pronghorn.layers.decoder import is_fused
 from pronghorn.memory.plan import Plan
-from pronghorn.memory.sharded import BUFFERS, sharded
+from pronghorn.memory.sharded import BUFFERS, sharded, whole_trained
 from pronghorn.memory.sharded_state import gathering, load_state
 from pronghorn.models.attach import attach
 from pronghorn.models.share import share_layers
@@ -56,7 +56,7 @@ def train(case: tuple[Any, ...], ranks: list[int], device: torch.device | None) 
     outside = [p for p in model.parameters() if p.requires_grad]
     pieces: list[Tensor] = []
     if shared is not None and shared.trained is not None:
-        outside = shared.outside(model)
+        outside = whole_trained(model)
         decayed = {id(p) for p in model.parameters() if p.dim() > 1}
         pieces = [piece.parameter for _, piece in shared.trained.pieces(decayed)]
     optimizer = torch.optim.AdamW([*outside, *pieces], lr=1e-2, weight_decay=0.0)

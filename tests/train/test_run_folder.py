@@ -440,8 +440,8 @@ def test_one_process_that_sees_two_gpus_trains_on_the_first(
 
 def test_only_several_gpus_are_told_of() -> None:
     args: Any = SimpleNamespace(n_gpu=2)
-    assert "torchrun --nproc-per-node 2 SCRIPT.py" in (use_one_gpu(args, "SCRIPT.py") or "") and args._n_gpu == 1
-    assert use_one_gpu(SimpleNamespace(n_gpu=1), "") is None and use_one_gpu(SimpleNamespace(n_gpu=0), "") is None
+    assert "torchrun --nproc-per-node 2 SCRIPT.py" in (use_one_gpu(args) or "") and args._n_gpu == 1
+    assert use_one_gpu(SimpleNamespace(n_gpu=1)) is None and use_one_gpu(SimpleNamespace(n_gpu=0)) is None
 
 
 def test_fsdp_is_refused_before_anything_is_loaded(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

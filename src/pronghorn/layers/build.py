@@ -28,7 +28,7 @@ from pronghorn.layers.block import Block, NoNorm, Norm
 from pronghorn.layers.expert_codes import ExpertStorage, LentCodes
 from pronghorn.layers.fused_linear import FusedLinear
 from pronghorn.layers.gated_delta import GatedDeltaBlock, delta_net
-from pronghorn.layers.heads import QKV, HeadNorms
+from pronghorn.layers.heads import QKV
 from pronghorn.layers.linears import unfused_reason
 from pronghorn.layers.mlp import GatedMLPBlock
 from pronghorn.layers.per_layer_input import PerLayerInputBlock
@@ -134,37 +134,26 @@ class LayerBuilder:
         )
 
     def _heads(self, attention: Any, kind: Attention, out: FusedLinear) -> QKV:
-        if kind.value_norm is not None or kind.reads is not None:
-            return self._heads_apart(attention, kind, out)
-        norms: list[Norm] = []
-        if kind.query_norm is not None and kind.key_norm is not None:
-            norms = [self.norm(attention.get_submodule(path)) for path in (kind.query_norm, kind.key_norm)]
-        query = out.bases[0].in_features // attention.head_dim
-        key_value = query // attention.num_key_value_groups
-        heads, all_heads = Heads(query, key_value, attention.head_dim), None
-        if kind.norms_span == "all heads" and norms:
-            all_heads = HeadNorms(*norms)
-        elif norms:
-            of_query, of_key = norms
-            numbers = of_query.eps, of_query.offset
-            heads = Heads(query, key_value, attention.head_dim, of_query.weight, of_key.weight, *numbers)
-        return QKV(heads, all_heads, kind.rotates(attention), kind.query_scale(attention), gated=kind.gated)
-
-    def _heads_apart(self, attention: Any, kind: Attention, out: FusedLinear) -> QKV:
-        """Return the layout of heads where values have a norm of their own, or keys and values are another layer's."""
-        assert kind.query_norm is not None
+        """Return the layout of heads; values may be keys, or keys and values another layer's."""
         dim: int = attention.head_dim
         query = out.bases[0].in_features // dim
-        of_query = self.norm(attention.get_submodule(kind.query_norm))
-        numbers = of_query.eps, of_query.offset
-        if kind.reads is not None:
-            return QKV(Heads(query, 0, dim, of_query.weight, of_query.weight, *numbers, value=0))
-        assert kind.key_norm is not None and kind.value_norm is not None
-        of_key = attention.get_submodule(kind.key_norm).weight
-        values = 0 if kind.values_from_keys else None
-        heads = Heads(query, query // attention.num_key_value_groups, dim, of_query.weight, of_key, *numbers, values)
-        ones = torch.ones_like(of_key, requires_grad=False)
-        return QKV(heads, value_norm=Norm(ones, _eps(attention.get_submodule(kind.value_norm)), 0.0))
+        key_value = 0 if kind.reads is not None else query // attention.num_key_value_groups
+        value = 0 if kind.reads is not None or kind.values_from_keys else None
+        heads, all_heads, value_norm = Heads(query, key_value, dim, value=value), None, None
+        of_keys = kind.query_norm if kind.reads is not None else kind.key_norm  # there are no keys then to be normed
+        paths = [path for path in (kind.query_norm, of_keys) if path is not None]
+        if len(paths) == 2:
+            of_query, of_key = (self.norm(attention.get_submodule(path)) for path in paths)
+            if kind.norms_span == "all heads":
+                all_heads = of_query, of_key
+            else:
+                norms = of_query.weight, of_key.weight, of_query.eps, of_query.offset
+                heads = Heads(query, key_value, dim, *norms, value=value)
+            if kind.value_norm is not None:
+                ones = torch.ones_like(of_key.weight, requires_grad=False)
+                value_norm = Norm(ones, _eps(attention.get_submodule(kind.value_norm)), 0.0)
+        scale = kind.query_scale(attention)
+        return QKV(heads, all_heads, kind.rotates(attention), scale, value_norm, kind.gated)
 
     def norm(self, module: Any) -> Norm:
         """Read an RMSNorm's weight and numbers from its module."""

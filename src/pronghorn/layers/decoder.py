@@ -30,7 +30,7 @@ from pronghorn.layers.block import Block, Call
 from pronghorn.layers.build import STORAGE, LayerBuilder, computed_here, is_foreign
 from pronghorn.layers.expert_codes import ExpertStorage, LentCodes
 from pronghorn.layers.fused_linear import FusedLinear, fits_fp8
-from pronghorn.layers.linears import base_of
+from pronghorn.layers.linears import base_of, products_dtype
 from pronghorn.layers.step import LayerRun, Step
 from pronghorn.layers.stock import StockBlock
 from pronghorn.layers.subclass import moving, subclass
@@ -122,7 +122,7 @@ class FusedLayers:
         if self.builder.compute.is_fp8:
             self._merged = True  # what multiplies are the codes, which are made where layers are built
             return
-        dtype = _products_dtype(weight)
+        dtype = products_dtype(weight)
         for layer in self._own_layers():
             storages = self.builder.storages(layer, dtype)
             frozen = [each for each in storages if not base_of(each.linears[0]).weight.requires_grad]
@@ -389,9 +389,3 @@ def _drop(layer: Any) -> None:
 def _is_ours(hook: Any) -> bool:
     """Tell whether a hook is profile's: it takes the time and doesn't look at what a module gives."""
     return str(getattr(hook, "__module__", None)).startswith("pronghorn.")
-
-
-def _products_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype that products of x are computed in: autocast's where it is on."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype

@@ -56,12 +56,12 @@ class ExpertStorage:
     """
 
     def __init__(self, outer: nn.Module, kind: Experts) -> None:
-        self._wrappers, self.module, self._kind = list[Any](), _innermost(outer), kind
-        self.outer = outer
-        wrapper: Any = outer
-        while wrapper is not self.module:
-            self._wrappers.append(wrapper)
-            wrapper = wrapper.base_layer
+        self.outer, self._kind, self._wrappers = outer, kind, list[Any]()
+        module: Any = outer
+        while hasattr(module, "base_layer"):
+            self._wrappers.append(module)
+            module = module.base_layer
+        self.module = module
         self._made: tuple[Any, LentCodes] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertStorage:
@@ -101,9 +101,3 @@ class ExpertStorage:
         weights: list[Tensor] = [getattr(self.module, name) for name in (self._kind.gate_up, self._kind.down)]
         merged = [(wrapper.parameter_name, *wrapper.merged_adapters) for wrapper in self._wrappers]
         return [(id(weight), weight.data_ptr(), weight._version) for weight in weights], merged
-
-
-def _innermost(outer: Any) -> Any:
-    while hasattr(outer, "base_layer"):
-        outer = outer.base_layer
-    return outer

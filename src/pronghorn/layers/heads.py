@@ -18,19 +18,12 @@ from pronghorn.layers.block import Call, Norm
 
 
 @dataclass(frozen=True)
-class HeadNorms:
-    """Norms that span all heads of a token: their weights are [H · D] and [H_kv · D]."""
-
-    query: Norm
-    key: Norm
-
-
-@dataclass(frozen=True)
 class QKV:
     """How q, k and v are made ready for attention."""
 
     heads: Heads
-    all_heads: HeadNorms | None = None
+    all_heads: tuple[Norm, Norm] | None = None
+    """The query's and the key's norm that span all heads of a token: their weights are [H · D] and [H_kv · D]."""
     rotates: bool = True
     """Whether queries and keys are rotated by RoPE; without it they have no norms a head."""
     query_scale: tuple[float, int] | None = None
@@ -45,7 +38,7 @@ class QKV:
     def norm_weights(self) -> tuple[Tensor | None, Tensor | None]:
         """The weights of the query's and the key's norm."""
         if self.all_heads is not None:
-            return self.all_heads.query.weight, self.all_heads.key.weight
+            return self.all_heads[0].weight, self.all_heads[1].weight
         return self.heads.query_norm, self.heads.key_norm if self.heads.key_value else None
 
     @property
@@ -71,7 +64,7 @@ class QKV:
             columns = normed.split([self.heads.query * self.heads.dim, self.heads.key_value * self.heads.dim], 1)
             rstd = [
                 rms_norm.forward(x.flatten(1), norm.weight, norm.eps, norm.offset, out=y)[1]
-                for norm, x, y in zip(self._norms, (q, k), columns, strict=True)
+                for norm, x, y in zip(self.all_heads, (q, k), columns, strict=True)
             ]
             q, k, _ = self._turned(normed, self.heads.without_values(), call)
         scale = self._scale_of(q, call)
@@ -107,7 +100,7 @@ class QKV:
             rope.backward_(dqkv, call.cos, call.sin, self.heads.without_norms(), None)
         # back through norms that span all heads, which come before RoPE
         found: list[Tensor | None] = []
-        parts = zip(self._norms, self.heads.split(qkv)[:2], self.heads.split(grad)[:2], rstd, strict=True)
+        parts = zip(self.all_heads, self.heads.split(qkv)[:2], self.heads.split(grad)[:2], rstd, strict=True)
         for norm, x, dy, r in parts:
             flat = dy.flatten(1)
             found.append(rms_norm.backward(flat, x.flatten(1), norm.weight, r, norm.offset, trained, out=flat)[1])
@@ -182,8 +175,3 @@ class QKV:
             return qkv
         rest = qkv[:, 2 * self.heads.query * self.heads.dim :]
         return torch.cat([self._queries(qkv)[:, :, 0].flatten(1), rest], 1)
-
-    @property
-    def _norms(self) -> tuple[Norm, Norm]:
-        assert self.all_heads is not None
-        return self.all_heads.query, self.all_heads.key

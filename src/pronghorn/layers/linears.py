@@ -88,6 +88,12 @@ def is_written_out(base: Any) -> bool:
     return is_4bit(base) or isinstance(base.weight, PackedTensor)
 
 
+def products_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype that products of x are computed in: autocast's where it is on."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
 def unmerge_disabled(linear: Any) -> None:
     """Take an adapter that was merged and then disabled out of the weight, as PEFT's own forward does."""
     if getattr(linear, "merged_adapters", None) and linear.disable_adapters:

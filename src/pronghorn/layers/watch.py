@@ -46,7 +46,8 @@ class Watch:
         self._hooks = [hooks for module in called for name in HOOKS if (hooks := getattr(module, name)) is not None]
         self._numbers = [(module.__dict__, name) for module in called for name in _NUMBERS if name in module.__dict__]
         self._adapted = [module for module in called if "lora_A" in module._modules]
-        tensors = [p for p in chain.from_iterable(self._parameters) if p is not None and not _is_sharded(p)]
+        parameters = [p for p in chain.from_iterable(self._parameters) if p is not None]
+        tensors = [p for p in parameters if not hasattr(p, "device_mesh")]  # a DTensor's own address means nothing
         self._tensors = [part for p in tensors for part in (p.parts if isinstance(p, PackedTensor) else (p,))]
         self._written = [p for p in self._tensors if copied and not p.requires_grad]
         self._before = self._look()
@@ -70,8 +71,3 @@ class Watch:
         if any(self._hooks):
             found += map(id, chain.from_iterable(map(dict.values, self._hooks)))
         return found
-
-
-def _is_sharded(parameter: Tensor) -> bool:
-    """Tell whether it is a DTensor, whose own address means nothing."""
-    return hasattr(parameter, "device_mesh")

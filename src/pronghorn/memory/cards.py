@@ -23,6 +23,9 @@ class Card(NamedTuple):
     """GB/s to the host, each way; 0: it shares the host's memory."""
     capability: float
     """CUDA compute capability."""
+    nvlink: float = 0
+    """GB/s each way to the other GPUs of a host by NVLink, of boards that always have it (SXM). Others are counted by
+    PCIe: a bridge between two cards (A30, A40, A6000, RTX 3090) has to be said by `--link`."""
 
     @property
     def bf16(self) -> bool:
@@ -38,8 +41,8 @@ class Card(NamedTuple):
 CARDS = {
     # data centres
     "t4": Card(16, 14.6, 65, 320, 16, 7.5),
-    "v100-16": Card(16, 15.8, 125, 900, 16, 7.0),
-    "v100-32": Card(32, 31.7, 125, 900, 16, 7.0),
+    "v100-16": Card(16, 15.8, 125, 900, 16, 7.0, nvlink=150),
+    "v100-32": Card(32, 31.7, 125, 900, 16, 7.0, nvlink=150),
     "l4": Card(24, 22.0, 121, 300, 32, 8.9),
     "l40": Card(48, 44.4, 181, 864, 32, 8.9),
     "l40s": Card(48, 44.4, 362, 864, 32, 8.9),
@@ -47,14 +50,14 @@ CARDS = {
     "a10g": Card(24, 22.0, 70, 600, 32, 8.6),
     "a30": Card(24, 23.5, 165, 933, 32, 8.0),
     "a40": Card(48, 44.3, 150, 696, 32, 8.6),
-    "a100-40": Card(40, 39.4, 312, 1555, 32, 8.0),
-    "a100-80": Card(80, 79.2, 312, 2039, 32, 8.0),
-    "h20": Card(96, 95.1, 148, 4000, 64, 9.0),
-    "h100": Card(80, 79.2, 989, 3350, 64, 9.0),
-    "gh200": Card(96, 94.5, 989, 4000, 64, 9.0),
-    "h200": Card(141, 139.8, 989, 4800, 64, 9.0),
-    "b200": Card(192, 178.3, 2250, 8000, 64, 10.0),
-    "b300": Card(288, 268.0, 2250, 8000, 64, 10.3),
+    "a100-40": Card(40, 39.4, 312, 1555, 32, 8.0, nvlink=300),
+    "a100-80": Card(80, 79.2, 312, 2039, 32, 8.0, nvlink=300),
+    "h20": Card(96, 95.1, 148, 4000, 64, 9.0, nvlink=450),
+    "h100": Card(80, 79.2, 989, 3350, 64, 9.0, nvlink=450),
+    "gh200": Card(96, 94.5, 989, 4000, 64, 9.0, nvlink=450),
+    "h200": Card(141, 139.8, 989, 4800, 64, 9.0, nvlink=450),
+    "b200": Card(192, 178.3, 2250, 8000, 64, 10.0, nvlink=900),
+    "b300": Card(288, 268.0, 2250, 8000, 64, 10.3, nvlink=900),
     "gb10": Card(128, 119.6, 125, 273, 0, 12.1),
     # workstations
     "a4000": Card(16, 15.6, 77, 448, 32, 8.6),
@@ -118,20 +121,6 @@ CARDS = {
     "rtx5090laptop": Card(24, 23.5, 63, 896, 32, 12.0),
 }
 """Of a card that is sold with different memories each is an entry, the amount behind a dash."""
-NVLINK = {
-    "v100-16": 150,
-    "v100-32": 150,
-    "a100-40": 300,
-    "a100-80": 300,
-    "h20": 450,
-    "h100": 450,
-    "gh200": 450,
-    "h200": 450,
-    "b200": 900,
-    "b300": 900,
-}
-"""GB/s each way to the other GPUs of a host by NVLink, by datasheets, of the boards that always have it (SXM). Others
-are counted by PCIe: a bridge between two cards (A30, A40, A6000, RTX 3090) has to be said by `--link`."""
 MEASURED = ("h200",)
 _NOISE = (
     r"nvidia|geforce|quadro|tesla|graphics|generation|gpu|card|edition|server|workstation|with|design"

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from pronghorn.errors import ConfigError
-from pronghorn.memory.cards import CARDS, MEASURED, NVLINK, amount_in, find_card, has_display, like
+from pronghorn.memory.cards import CARDS, MEASURED, amount_in, find_card, has_display, like
 from pronghorn.memory.estimate import GIB
 
 
@@ -66,7 +66,8 @@ def device_spec(name: str, memory_bytes: int | None = None) -> DeviceSpec:
         raise ConfigError(
             f"device {name!r} is unknown", f"use a name like {', '.join(near)}, or its memory, like 24GiB"
         )
-    card = CARDS[known or ("rtx4090" if (memory_bytes or 0) <= 48 * GIB else "h100")]
+    common = "rtx4090" if (memory_bytes or 0) <= 48 * GIB else "h100"
+    card = CARDS[known or common]
     if known is not None and not by_driver:
         amount = amount_in(name)
         other = amount is not None and abs(amount / card.gb - 1) > 0.1
@@ -74,11 +75,11 @@ def device_spec(name: str, memory_bytes: int | None = None) -> DeviceSpec:
         name = known
     source = "datasheet estimate" + ("" if known in MEASURED else "; this card was not measured")
     if known is None:
-        source = f"datasheet estimate, with {'rtx4090' if (memory_bytes or 0) <= 48 * GIB else 'h100'}'s rates"
+        source = f"datasheet estimate, with {common}'s rates"
     rates = card.tflops * 1e12 * PRODUCTS, card.bandwidth * 1e9 * COPIES, card.pcie * 1e9 * PCIE
     display = DISPLAY_BYTES if known is not None and has_display(known) and not by_driver else 0
     on_a_card = re.search(r"pcie|\bnvl\b", asked, re.IGNORECASE)  # boards of these chips without NVLink to all others
-    nvlink = 0 if on_a_card else NVLINK.get(known or "", 0)
+    nvlink = 0 if on_a_card or known is None else card.nvlink
     return DeviceSpec(
         name,
         memory_bytes or 0,

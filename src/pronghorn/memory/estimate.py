@@ -17,11 +17,17 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from pronghorn.errors import UnsupportedError
-from pronghorn.families.layer_spec import ExpertsSpec, GatedMLPSpec, LayerSpec
-from pronghorn.memory.mixers import mixer_bytes, shared_bytes
+from pronghorn.families.layer_spec import (
+    AttentionSpec,
+    BlockSpec,
+    ExpertsSpec,
+    GatedDeltaSpec,
+    GatedMLPSpec,
+    LayerSpec,
+)
 from pronghorn.memory.plan import Policy, followed
 from pronghorn.memory.sharded_bytes import holds_parts_of_gradients, shared
-from pronghorn.memory.tiles import tiled_bytes
+from pronghorn.memory.tiles import products_bytes, tiled_bytes
 from pronghorn.memory.workload import NF4_BYTES as NF4_BYTES
 from pronghorn.memory.workload import Method as Method
 from pronghorn.memory.workload import ModelDims as ModelDims
@@ -163,11 +169,43 @@ def _fused_bytes(layer: LayerSpec, setup: TrainSetup) -> int:
         token += 4 * layer.hidden if b == 2 else 0
     if experts:
         token += 2 * b * experts.chosen * setup.expert_rank + 4 * experts.count + 32 * experts.chosen + 4
-        token += shared_bytes(experts, layer.hidden, setup) if experts.shared else 0
+        token += _shared_bytes(experts, layer.hidden, setup) if experts.shared else 0
     # of float32 masters, until the backward; of experts they are made for each product, of shared ones gathered
     copies = b * layer.linear_weights if setup.method == "full" and setup.processes == 1 else 0
-    mixers = sum(mixer_bytes(block, setup) for block in layer.blocks)
+    mixers = sum(_mixer_bytes(block, setup) for block in layer.blocks)
     return setup.tokens * token + mixers + copies + _given_bytes(layer, setup)
+
+
+def _mixer_bytes(block: BlockSpec, setup: TrainSetup) -> int:
+    """Count q·k·v with gates, attention's output and log-sum-exp; or what the products of a gated delta net left, the
+    rule's output, and its states."""
+    t, b = setup.tokens, setup.itemsize
+    if isinstance(block, AttentionSpec):
+        return t * (b * (block.query + block.projected) + 4 * block.heads)
+    if isinstance(block, GatedDeltaSpec):
+        return t * b * (block.convolved + 2 * block.values + 2 * block.value_heads) + rule_bytes(block, setup)
+    return 0
+
+
+def rule_bytes(block: GatedDeltaSpec, setup: TrainSetup) -> int:
+    """Count what the gated delta rule's kernels keep: w, N, the inverse and decays' sums of each value head, one over
+    the lengths of q and k, and the states at chunks' starts."""
+    t, b, chunk = setup.tokens, setup.itemsize, 64
+    token = block.value_heads * (b * (block.key_dim + block.value_dim + chunk) + 4) + 8 * block.key_heads
+    chunks = t // chunk + 16 * -(-t // (16 * setup.documents))  # with room for documents by buckets of 16
+    return t * token + chunks * block.value_heads * block.key_dim * block.value_dim * b
+
+
+def _shared_bytes(experts: ExpertsSpec, hidden: int, setup: TrainSetup) -> int:
+    """Count what transformers and PEFT keep of a token in the expert that all go through: gate, its activation, up, the
+    result and its gate; and what adapters are given, in 16 bits a float32 copy each."""
+    b, (gate_up, (down,)) = setup.itemsize, experts.groups
+    ranks = sum(setup.rank(linear.path) for linear in (*gate_up, down))
+    token = b * (3 * experts.shared + (hidden + 1) * experts.gated_shared) + (4 - b) * ranks
+    if setup.method == "full":
+        return token + b * experts.shared
+    inputs = sum(linear.inputs for linear in gate_up if setup.rank(linear.path)) if b < 4 else 0
+    return token + 4 * (inputs + (down.inputs if setup.rank(down.path) else 0))
 
 
 def _stock_bytes(layer: LayerSpec, setup: TrainSetup) -> int:
@@ -210,13 +248,9 @@ def working_bytes(layer: LayerSpec, setup: TrainSetup) -> int:
         quantised = 2 * i + 4 * layer.experts.chosen if setup.fp8_experts else 0  # d(gate·up)
         rows = max(b * layer.experts.chosen * h + quantised, b * i)
         return summed + t * (h * (setup.stream_bytes + b) + b * 2 * i + rows) + scratch
-    # of down's input gradient, then of gate's and up's: gradients' codes, those of d(gate·up) made with it, beside the
-    # activation; and weights that are written out. In 8 bits down's operand may be the stream's gradient itself
-    codes = (t * h, 2 * t * i) if setup.fp8 else (0, 0)
-    written = (1 if setup.fp8 else b) * h * i if setup.writes_out else 0
+    # in 8 bits down's operand may be the stream's gradient itself
     operand = 0 if setup.fp8 and not layer.norms_after and setup.stream_bytes == b else t * h * b
-    of_down = operand + t * i * b * (1 if setup.fused else 3) + max(codes[0] + written, codes[1])
-    return summed + t * h * setup.stream_bytes + max(of_down, t * h * b + codes[1] + 2 * written)
+    return summed + t * h * setup.stream_bytes + products_bytes(i, layer, setup, t, operand)
 
 
 def head_bytes(dims: ModelDims, setup: TrainSetup) -> int:

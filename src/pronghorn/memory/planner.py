@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple, overload
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,7 +98,7 @@ def _with_graph(made: Plan, dims: ModelDims, setup: TrainSetup, times: StepTimes
     memory = MemoryModel.of(dims, replace(setup, graph=graph))
     if made.predicted["process"] + memory.graph > budget:
         return replace(made, graph=False)
-    likely = times.longest_layer < GRAPH_MS
+    likely = max(layer.forward + layer.backward for layer in times.layers) < GRAPH_MS
     return _predicted(memory, times, made.policies, made.buffers) if likely else made
 
 
@@ -176,7 +176,7 @@ class _Front(NamedTuple):
     """Theirs, as its place in their front."""
 
 
-class Frontier(Sequence[Plan]):
+class Frontier:
     """The plans that are the best for some budget: the fastest first, each slower one smaller than all before.
 
     All are found at once, and each is made when it is asked for.
@@ -218,13 +218,7 @@ class Frontier(Sequence[Plan]):
         peak = budget - self._memory.process(self._memory.resting)
         return self[next((i for i, each in enumerate(self._peaks) if each <= peak), -1)]
 
-    @overload
-    def __getitem__(self, i: int) -> Plan: ...
-    @overload
-    def __getitem__(self, i: slice) -> list[Plan]: ...
-    def __getitem__(self, i: int | slice) -> Plan | list[Plan]:
-        if isinstance(i, slice):
-            return [self[each] for each in range(*i.indices(len(self)))]
+    def __getitem__(self, i: int) -> Plan:
         made = self._plans[i]
         if not isinstance(made, Plan):
             self._plans[i] = made = self._made(*made)

@@ -152,16 +152,14 @@ def install(model: Any, layers: Iterable[nn.Module], plan: Plan, fused: bool = F
             policy = by_layer.get(module, Policy.RECOMPUTE_LAYER if whole else Policy.KEEP)  # the backbone has one, too
             installed.flags.append((module, policy in WHOLE_LAYER))
             installed.put(module, "gradient_checkpointing", policy in WHOLE_LAYER)
-            installed.put(module, "_gradient_checkpointing_func", _recomputing(module))
+            installed.put(module, "_gradient_checkpointing_func", functools.partial(_recomputed, module))
     for index, (layer, policy) in enumerate(by_layer.items()):
         installed.put(layer, POLICY, policy)
         if plan.mlp_rows:
             installed.put(layer, MLP_ROWS, plan.mlp_rows)
         if policy is Policy.OFFLOAD:
             assert engine is not None
-            run = functools.partial(engine.checkpoint, index, _again(layer))
-            guarded = functools.partial(_with_the_same_adapters, layer, run)
-            installed.put(layer, "_gradient_checkpointing_func", guarded)
+            installed.put(layer, "_gradient_checkpointing_func", functools.partial(_offloaded, layer, engine, index))
         elif policy is Policy.RECOMPUTE_MLP:
             path = family.feed_forward(layer)
             assert path is not None
@@ -183,25 +181,22 @@ def _again(layer: Any) -> dict[str, Any]:
     return {"output_wanted": False} if getattr(type(layer), OUTPUT_NOT_WANTED, False) else {}
 
 
-def _recomputing(module: Any) -> Callable[..., Any]:
-    """Make what runs a module's forward in training, so that all it leaves for the backward pass is its input."""
-    again = _again(module)
-    run: Any = functools.partial(_recomputed, again) if again else functools.partial(checkpoint, use_reentrant=False)
-    return functools.partial(_with_the_same_adapters, module, run)
+def _recomputed(module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a module's forward in training, so that all it leaves for the backward pass is its input."""
+    return checkpoint(_Twice(module, forward, _again(module)), *args, use_reentrant=False, **kwargs)
 
 
-def _with_the_same_adapters(
-    module: Any, run: Callable[..., Any], forward: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
-    """Do `run(forward, …)`; refuse to compute the forward again with other adapters than the first time."""
-    return run(_SameAdapters(module, forward), *args, **kwargs)
+def _offloaded(layer: Any, engine: OffloadEngine, index: int, forward: Callable[..., Any], *args: Any) -> Any:
+    """Run a layer's forward in training, so that its input waits for the backward pass in host memory."""
+    return engine.checkpoint(index, _again(layer), _Twice(layer, forward, {}), *args)
 
 
-class _SameAdapters:
-    """A forward that is run twice: PEFT would use the adapters that are on then, and gradients would be wrong."""
+class _Twice:
+    """A forward that is run twice, `again` with more told. PEFT would use the adapters that are on then: others than
+    the first time's are refused, since gradients would be wrong."""
 
-    def __init__(self, module: Any, forward: Callable[..., Any]) -> None:
-        self._module, self._forward = module, forward
+    def __init__(self, module: Any, forward: Callable[..., Any], again: dict[str, Any]) -> None:
+        self._module, self._forward, self._again = module, forward, again
         self._first: list[Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -212,24 +207,13 @@ class _SameAdapters:
         ]
         if self._first is None:
             self._first = now
-        elif self._first != now:
+            return self._forward(*args, **kwargs)
+        if self._first != now:
             raise TrainingError(
                 "adapters were switched between a forward and its backward, which computes layers again",
                 "run the backward of every forward before adapters are switched",
             )
-        return self._forward(*args, **kwargs)
-
-
-def _recomputed(again: dict[str, Any], forward: Callable[..., Any], *args: Any) -> Any:
-    """Do `checkpoint` of a layer's forward that is told more the second time."""
-    given: dict[str, Any] = {}
-
-    def run(*args: Any) -> Any:
-        nonlocal given
-        now, given = given, again
-        return forward(*args, **now)
-
-    return checkpoint(run, *args, use_reentrant=False)
+        return self._forward(*args, **kwargs, **self._again)
 
 
 def _checkpointed_forward(mlp: Any, *args: Any, **kwargs: Any) -> Any:
@@ -240,7 +224,7 @@ def _checkpointed_forward(mlp: Any, *args: Any, **kwargs: Any) -> Any:
     forward = functools.partial(type(mlp).forward, mlp)
     if not (mlp.training and torch.is_grad_enabled()):
         return forward(*args, **kwargs)
-    return checkpoint(_SameAdapters(mlp, forward), *args, use_reentrant=False, **kwargs)
+    return _recomputed(mlp, forward, *args, **kwargs)
 
 
 def _switched(model: Any, enable: bool = True, **_: Any) -> None:

@@ -105,8 +105,8 @@ class ShardedLayers:
                 setattr(place.tensor, IN_BUFFER, InBuffer(self, unit, place.offset))
             self._make_room(unit)
             self._put(unit, frozenset(id(place.tensor) for place in unit.places) if unit.products else _NONE)
-        layer.register_forward_pre_hook(_Before(self, index))
-        layer.register_forward_hook(_After(self, index))
+        layer.register_forward_pre_hook(lambda layer, args: self.forward_begins(index))
+        layer.register_forward_hook(lambda layer, args, output: self._forward_ends(index, output))
 
     def _make_room(self, unit: Unit) -> None:
         """Make buffers anew that are too small for a unit. What they hold is gathered again when it is needed."""
@@ -231,10 +231,6 @@ class ShardedLayers:
         for (unit, place), tensor in zip(places, tensors, strict=True):
             unit.load(place, tensor)
 
-    def outside(self, model: nn.Module) -> list[Tensor]:
-        """Return what of a model is trained and whole in every process."""
-        return [p for p in model.parameters() if p.requires_grad and not hasattr(p, IN_BUFFER)]
-
     def __len__(self) -> int:
         return len(self._units)
 
@@ -308,47 +304,20 @@ class ShardedLayers:
         self._in_backward = None
         self.use(index, self.narrow, ahead=1)
 
+    def _forward_ends(self, index: int, output: Any) -> None:
+        """Let gradients of a layer's output begin its backward, which reads in 16 bits what its forward did."""
+        hidden = output[0] if isinstance(output, tuple) else output
+        if hidden.requires_grad:
+            again = self._in_backward  # the forward may be one in a backward
+            narrow = again[1] if again is not None and again[0] == index else self.narrow
+            hidden.register_hook(lambda _: self.backward_begins(index, narrow))
+
     def backward_begins(self, index: int, narrow: frozenset[int]) -> None:
         """Bring a layer's weights before its backward, as its forward read them."""
         self._in_backward = index, narrow
         if self.trained is not None:
             self.trained.backward_begins(index)
         self.use(index, narrow, ahead=-1)
-
-    def read_narrow(self, index: int) -> frozenset[int]:
-        """Return what a forward of a layer that just ended read in 16 bits, also one in a backward."""
-        again = self._in_backward is not None and self._in_backward[0] == index
-        return self._in_backward[1] if self._in_backward is not None and again else self.narrow
-
-
-class _BeforeAll:
-    """A hook: the forward of what holds the layers begins."""
-
-    def __init__(self, sharded: ShardedLayers) -> None:
-        self._sharded = sharded
-
-    def __call__(self, backbone: nn.Module, args: Any) -> None:
-        self._sharded.begin()
-
-
-class _Before:
-    """A hook: a layer's forward begins."""
-
-    def __init__(self, sharded: ShardedLayers, index: int) -> None:
-        self._sharded, self._index = sharded, index
-
-    def __call__(self, layer: nn.Module, args: Any) -> None:
-        self._sharded.forward_begins(self._index)
-
-
-class _After(_Before):
-    """A hook: a layer's forward ends, and gradients of its output will begin its backward."""
-
-    def __call__(self, layer: nn.Module, args: Any, output: Any = None) -> None:
-        hidden = output[0] if isinstance(output, tuple) else output
-        if hidden.requires_grad:
-            narrow = self._sharded.read_narrow(self._index)
-            hidden.register_hook(lambda _: self._sharded.backward_begins(self._index, narrow))
 
 
 def narrowed(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
@@ -378,7 +347,7 @@ def shard(model: Any, device: torch.device) -> ShardedLayers:
     """Let a causal LM share what is added of its layers among all processes. There is no way back."""
     group = dist.new_group()  # its own: gathers on their stream never wait for sums on another
     model.__dict__[_SHARDED] = shared = ShardedLayers(device, group)
-    model.base_model.register_forward_pre_hook(_BeforeAll(shared))
+    model.base_model.register_forward_pre_hook(lambda backbone, args: shared.begin())
     return shared
 
 
@@ -386,6 +355,11 @@ def sharded(model: Any) -> ShardedLayers | None:
     """Return what a causal LM's layers share with other processes, or None."""
     found: ShardedLayers | None = model.__dict__.get(_SHARDED)
     return found
+
+
+def whole_trained(model: Any) -> list[nn.Parameter]:
+    """List a model's trained parameters that every process has whole."""
+    return [p for p in model.parameters() if p.requires_grad and not hasattr(p, IN_BUFFER)]
 
 
 def first_values(parameter: Any) -> Tensor:

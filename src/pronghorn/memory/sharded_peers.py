@@ -9,23 +9,15 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+
+from pronghorn.memory.sharded_unit import Unit
 
 
-class HasPart(Protocol):
-    """What has a part that others read."""
-
-    part: Tensor
-    """This process's, uint8, of one size in all processes."""
-    peers: list[Tensor]
-    """Every process's, in the order of ranks; empty where they can't be read."""
-
-
-def open_parts(units: Sequence[HasPart], group: Any) -> str:
+def open_parts(units: Sequence[Unit], group: Any) -> str:
     """Move parts into memory that all processes of a group read, or say why not. All processes call it."""
     reason = _refused(units[0].part.device, group)
     for step in (_move, _map):  # all agree after each: in the second they wait for each other
@@ -58,7 +50,7 @@ def _refused(device: torch.device, group: Any) -> str:
     return "" if all(_of_all(able, group)) else "these GPUs don't read each other's memory"
 
 
-def _move(units: Sequence[HasPart], group: Any) -> None:
+def _move(units: Sequence[Unit], group: Any) -> None:
     """Move each part into memory that can be mapped."""
     import torch.distributed._symmetric_memory as symmetric  # documented by torch, in spite of its name
 
@@ -68,7 +60,7 @@ def _move(units: Sequence[HasPart], group: Any) -> None:
         torch.cuda.empty_cache()  # the next one's memory is no allocator's: what this one freed must be the device's
 
 
-def _map(units: Sequence[HasPart], group: Any) -> None:
+def _map(units: Sequence[Unit], group: Any) -> None:
     """Map every process's parts."""
     import torch.distributed._symmetric_memory as symmetric
 

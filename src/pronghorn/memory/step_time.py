@@ -103,11 +103,6 @@ class StepTimes:
         }  # fmt: skip
         return StepTimes(tuple(kinds[each] for each in self.layers), copy, by * self.outside_layers)
 
-    @property
-    def longest_layer(self) -> float:
-        """The most that a layer's forward and backward take."""
-        return max(layer.forward + layer.backward for layer in self.layers)
-
     def step(self, policies: Sequence[Policy], buffers: int = 2) -> float:
         """Return a whole step's time with one policy a layer."""
         kinds = {layer: layer.extra(self.copy, buffers) for layer in dict.fromkeys(self.layers)}

@@ -132,10 +132,32 @@ def choose(
         raise ConfigError(f"the rate between {gpus} of {device.name} isn't known", "give it, e.g. --link 12 (GB/s)")
     times = times or step_times(dims, setup, device)
     budget = device.memory_bytes if budget_bytes is None else budget_bytes
-    found: list[Candidate] = []
-    for each in Strategy:
-        work = _work(setup, each, gpus)
-        found.append(_candidate(each, dims, work, device, gpus, budget, times, asked, micro_batches, host_memory_bytes))
+    room = None if host_memory_bytes is None else int(HOST_SHARE * host_memory_bytes)
+
+    def candidate(strategy: Strategy) -> Candidate:
+        work = _work(setup, strategy, gpus)
+        if strategy is Strategy.SHARDED and (reason := unshared_reason(work)):
+            return Candidate(strategy, work, None, 0, 0, 0.0, 0.0, reason)
+        undecided, why = asked is None or asked.undecided, ""
+        try:
+            made = plan(dims, work, device, budget, times, asked)
+            host = _host_bytes(made, dims, work, gpus)
+            if room is not None and host > room and undecided:  # without what goes to the host
+                why = f", as the host's memory has no room for what {gpus} ranks offload ({host / GIB:.1f} GiB)"
+                made = plan(dims, work, device, budget, replace(times, copy=0.0), asked)
+                host = _host_bytes(made, dims, work, gpus)
+        except PlanDoesNotFit as error:
+            least = int(plans_of(dims, work, times)[-1].predicted["process"])
+            return Candidate(strategy, work, None, least, 0, 0.0, 0.0, f"{error.problem}{why}")
+        process = int(made.predicted["process"])
+        if room is not None and host > room:
+            problem = f"{gpus} ranks keep {host / GIB:.1f} GiB in host memory, of {room / GIB:.1f} GiB"
+            return Candidate(strategy, work, None, process, host, 0.0, 0.0, problem)
+        exposed = communication_ms(dims, work, made, times, device.link, gpus, micro_batches)
+        step = micro_batches * made.predicted["step_ms"] + exposed
+        return Candidate(strategy, work, made, process, host, exposed, step, "")
+
+    found = [candidate(each) for each in Strategy]
     copies, shards = found
     wanted = next((each for each in found if each.strategy is strategy), None)
     chosen = wanted or (copies if copies.plan or unshared_reason(setup) else shards)
@@ -155,41 +177,6 @@ def _work(setup: TrainSetup, strategy: Strategy, gpus: int) -> TrainSetup:
     if setup.fp8 and setup.method == "lora":  # of weights that multiply in 8 bits these alone are kept
         setup = replace(setup, linear_bytes=1.0, own_codes=True)
     return replace(setup, distributed=True, accumulates=accumulates, processes=gpus, graph=False)
-
-
-def _candidate(
-    strategy: Strategy,
-    dims: ModelDims,
-    work: TrainSetup,
-    device: DeviceSpec,
-    gpus: int,
-    budget: int,
-    times: StepTimes,
-    asked: Plan | None,
-    micro_batches: int,
-    host_memory_bytes: int | None,
-) -> Candidate:
-    if strategy is Strategy.SHARDED and (reason := unshared_reason(work)):
-        return Candidate(strategy, work, None, 0, 0, 0.0, 0.0, reason)
-    undecided, why = asked is None or asked.undecided, ""
-    room = None if host_memory_bytes is None else int(HOST_SHARE * host_memory_bytes)
-    try:
-        made = plan(dims, work, device, budget, times, asked)
-        host = _host_bytes(made, dims, work, gpus)
-        if room is not None and host > room and undecided:  # without what goes to the host
-            why = f", as the host's memory has no room for what {gpus} ranks offload ({host / GIB:.1f} GiB)"
-            made = plan(dims, work, device, budget, replace(times, copy=0.0), asked)
-            host = _host_bytes(made, dims, work, gpus)
-    except PlanDoesNotFit as error:
-        least = int(plans_of(dims, work, times)[-1].predicted["process"])
-        return Candidate(strategy, work, None, least, 0, 0.0, 0.0, f"{error.problem}{why}")
-    process = int(made.predicted["process"])
-    if room is not None and host > room:
-        problem = f"{gpus} ranks keep {host / GIB:.1f} GiB in host memory, of {room / GIB:.1f} GiB"
-        return Candidate(strategy, work, None, process, host, 0.0, 0.0, problem)
-    exposed = communication_ms(dims, work, made, times, device.link, gpus, micro_batches)
-    step = micro_batches * made.predicted["step_ms"] + exposed
-    return Candidate(strategy, work, made, process, host, exposed, step, "")
 
 
 def _host_bytes(made: Plan, dims: ModelDims, work: TrainSetup, gpus: int) -> int:

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 from pronghorn.families.layer_spec import AttentionSpec, GatedMLPSpec, LayerSpec
 from pronghorn.families.spec import Attention, GatedMLP, ResidualBlock
 from pronghorn.memory.plan import Policy
+from pronghorn.memory.workload import TrainSetup
 
 if TYPE_CHECKING:
-    from pronghorn.memory.estimate import TrainSetup
     from pronghorn.memory.step_time import StepTimes
 
 
@@ -77,18 +77,31 @@ def tiled_bytes(
 
 def _tile(layer: LayerSpec, setup: TrainSetup) -> int:
     """Count what comes and goes in the backward of a tile, and its gradients beside their sums."""
-    h, b, fp8, rows = layer.hidden, setup.itemsize, setup.fp8, min(setup.mlp_rows, setup.tokens)
+    h, b, rows = layer.hidden, setup.itemsize, min(setup.mlp_rows, setup.tokens)
     mlp = layer.feed_forward
     assert isinstance(mlp, GatedMLPSpec)
-    codes = (rows * h, 2 * rows * mlp.width) if fp8 else (0, 0)
-    written = (1 if fp8 else b) * h * mlp.width if setup.writes_out else 0
-    of_down = (0 if fp8 else rows * h * b) + rows * mlp.width * b + max(codes[0] + written, codes[1])
-    products = max(of_down, rows * h * b + codes[1] + 2 * written)  # as `estimate.working_bytes`
+    products = products_bytes(mlp.width, layer, setup, rows, 0 if setup.fp8 else rows * h * b)
     linears = [linear for group in mlp.groups for linear in group]
     full = setup.method == "full"
     trained = sum(x.weights if full else setup.rank(x.path) * (x.out + x.inputs) for x in linears)
     norms = 1 + (2 if layer.norms_after else 0)
     return rows * b * (2 * mlp.width + norms * h) + products + 4 * trained
+
+
+def products_bytes(width: int, layer: LayerSpec, setup: TrainSetup, rows: int, operand: int) -> int:
+    """Count what the products of an MLP's backward need at most beside gate·up: of down's input gradient, then of
+    gate's and up's.
+
+    Args:
+        operand: bytes of what down's input gradient is made from, where that isn't there anyway.
+    """
+    h, b = layer.hidden, setup.itemsize
+    # gradients' codes, those of d(gate·up) made with it, beside the activation; and weights that are written out
+    codes = (rows * h, 2 * rows * width) if setup.fp8 else (0, 0)
+    written = (1 if setup.fp8 else b) * h * width if setup.writes_out else 0
+    activations = rows * width * b * (1 if setup.fused else 3)
+    of_down = operand + activations + max(codes[0] + written, codes[1])
+    return max(of_down, rows * h * b + codes[1] + 2 * written)
 
 
 def tiled_times(times: StepTimes) -> StepTimes:

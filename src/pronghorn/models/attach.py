@@ -42,6 +42,7 @@ from pronghorn.models.causal_lm import packed_class
 from pronghorn.models.families import (
     base_causal_lm,
     check_config,
+    check_subject,
     decoder_layers,
     has_experts,
     looks_tokens_up,
@@ -54,7 +55,6 @@ from pronghorn.models.graph import BackboneGraphs, Graph, graphed_class
 from pronghorn.models.metadata import LAYERS, share_metadata
 from pronghorn.models.probe import Isolation
 from pronghorn.models.report import Decisions, PathTaken, decide, longest_tiled, queries_of, render
-from pronghorn.models.subject import check_subject
 from pronghorn.precision.compute import Compute
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from pronghorn.device import processes
 from pronghorn.errors import UnsupportedError
 from pronghorn.families.layer_spec import layer_spec, linear_modules
 from pronghorn.families.spec import Attention, Experts, ExpertsBeside, GatedDelta, GatedMLP, PerLayerInput
@@ -158,7 +159,7 @@ def setup_of(
     quantised = not first.dtype.is_floating_point
     method: Method = "full" if first.requires_grad and not any(ranks.values()) else "qlora" if quantised else "lora"
     embeddings = base.get_input_embeddings().weight
-    distributed = _distributed()
+    distributed = processes() > 1
     whole = {id(p): p.numel() for name, p in base.named_parameters() if p.requires_grad and "lora_" not in name}
     # before `attach` a model on CUDA is counted as it will be
     fuses = not padded and (embeddings.is_cuda if handle is None else handle.fuses)
@@ -226,9 +227,7 @@ def resolve(
 
     Args:
         packs: rows are packed, not padded.
-        autocast: dtype that training will run under, if any.
-        accumulates: whether a step has several micro-batches.
-        optimizer: its name, one of `OptimizerName`.
+        autocast, accumulates, optimizer: as `setup_of` takes them.
     Raises:
         PlanDoesNotFit: with what would.
     """
@@ -273,10 +272,7 @@ def plan_for(
         model: on one CUDA device, with its adapters, before or after `attach`; its plan isn't changed.
         tokens: of a micro-batch: rows a step times max_seq_length.
         budget_bytes: of the process; None for all that `available` tells, which is the most.
-        autocast: dtype that training will run under, if any.
-        padded: rows of a micro-batch, if it is padded instead of packed.
-        accumulates: whether a step has several micro-batches.
-        optimizer: its name, one of `OptimizerName`.
+        autocast, padded, accumulates, optimizer: as `setup_of` takes them.
         mlp_rows: of the tiles that MLPs are to be computed in (`Plan.mlp_rows`).
     Raises:
         PlanDoesNotFit: with what would fit.
@@ -305,15 +301,11 @@ def plan_for(
 
 def _everywhere(value: T) -> list[T]:
     """Return the value of each process, in the order of ranks."""
-    if not _distributed():
+    if processes() == 1:
         return [value]
-    found: list[Any] = [None] * dist.get_world_size()
+    found: list[Any] = [None] * processes()
     dist.all_gather_object(found, value)
     return found
-
-
-def _distributed() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def available(device: torch.device, mapped: int = 0) -> int:

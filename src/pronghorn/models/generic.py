@@ -23,6 +23,7 @@ from pronghorn.data.batch import PackedBatch
 from pronghorn.data.packing import IGNORE_INDEX
 from pronghorn.errors import UnsupportedError
 from pronghorn.families.generic import CHOSEN, limits_to_cross
+from pronghorn.layers.linears import products_dtype
 from pronghorn.layers.subclass import subclass
 from pronghorn.memory.plan import Plan, Policy
 from pronghorn.models.causal_lm import PackedCausalLM, has_own_loss
@@ -63,7 +64,7 @@ class GenericPacking:
     @property
     def ways(self) -> list[Way]:
         """List the ways that this model's signatures allow, the cheapest first."""
-        names, any_keyword = keywords_of(self.model)
+        names, any_keyword = _signature(type(self.model).forward)
         ways = [Way.MASK] if any_keyword or "position_ids" in names else []
         windows = limits_to_cross(self.model.config)  # which a mask made here would not have
         chosen = any(name.startswith(CHOSEN) for name in windows)  # what an indexer chooses is no bounds of documents
@@ -103,8 +104,7 @@ class GenericPacking:
 
     def _dense_mask(self, packed: PackedBatch) -> Tensor:
         """Return what is added to scores, [1, 1, T, T]: 0 where a token looks, else the least number."""
-        kind, dtype = self.model.device.type, self.model.get_input_embeddings().weight.dtype
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype
+        dtype = products_dtype(self.model.get_input_embeddings().weight)
         hidden = ~packed.dense_mask(None)
         return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, torch.finfo(dtype).min)
 
@@ -120,14 +120,10 @@ def followable(plan: Plan, layers: Iterable[nn.Module]) -> Plan:
 
 @functools.cache
 def _signature(forward: Any) -> tuple[tuple[str, ...], bool]:
+    """Return the names that a causal LM's own forward takes, and whether it takes others, too."""
     parameters = inspect.signature(forward).parameters.values()
     names = tuple(each.name for each in parameters if each.kind is not each.VAR_KEYWORD and each.name != "self")
     return names, any(each.kind is each.VAR_KEYWORD for each in parameters)
-
-
-def keywords_of(model: Any) -> tuple[tuple[str, ...], bool]:
-    """Return the names that a causal LM's own forward takes, and whether it takes others, too."""
-    return _signature(type(model).forward)
 
 
 @functools.cache
@@ -151,7 +147,10 @@ def generic_class(original: type[nn.Module]) -> type[nn.Module]:
         packing: GenericPacking = self.__dict__[PACKING]
         rows = None
         if packed is not None:
-            _require_proof(self, packing, packed)
+            if packing.way is None and _documents(packed) > 1:  # the first packed batch; a probe sets the way itself
+                from pronghorn.models.probe import require_isolation
+
+                require_isolation(self)
             kwargs = packing.arguments(packed, {**kwargs, "use_cache": False})
             rows = packed.loss_rows if labels is not None and "logits_to_keep" in names else None
         own = labels is not None and (has_own_loss(self) or _balanced(self, kwargs))
@@ -220,11 +219,3 @@ def _balanced(model: Any, kwargs: dict[str, Any]) -> bool:
     """Tell whether a batch's loss is to hold the routers' auxiliary loss, which is the model's own affair."""
     asked = kwargs.get("output_router_logits")
     return bool(getattr(model.config, "output_router_logits", False) if asked is None else asked)
-
-
-def _require_proof(model: Any, packing: GenericPacking, packed: PackedBatch) -> None:
-    """Probe the model when its first packed batch comes; does nothing in the probe itself, which sets the way."""
-    if packing.way is None and _documents(packed) > 1:
-        from pronghorn.models.probe import require_isolation
-
-        require_isolation(model)

@@ -24,6 +24,7 @@ from pronghorn.errors import DataError, UnsupportedError
 from pronghorn.models.families import check_config
 from pronghorn.models.gguf_tokenizer import load_tokenizer
 from pronghorn.models.limits import check_layers, check_sizes, check_values
+from pronghorn.models.skeleton import without_weights
 from pronghorn.precision.loader import StoredTensor, checkpoint, load, open_gguf
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")
@@ -174,15 +175,8 @@ def _config(header: GgufHeader) -> Any:
 
 def _load_weights(header: GgufHeader, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
     """Load the dense model, every weight of it from the file."""
-    import transformers
-    from accelerate import init_empty_weights
-
     path, family = header.path, check_config(config)
-    # parameters wait for the file's; buffers are computed, as they aren't in it
-    with init_empty_weights(include_buffers=False):
-        model = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
-        ).eval()
+    model = without_weights(config, dtype, "sdpa").eval()  # what the file has not are buffers, which are computed
     expected = dict(model.named_parameters())
     if config.tie_word_embeddings:
         expected.pop("lm_head.weight", None)

@@ -18,15 +18,10 @@ from pronghorn.models.families import check_config
 from pronghorn.models.limits import check_sizes, check_values, check_weights_fit
 from pronghorn.models.lora import check_whole_modules
 from pronghorn.models.new_tokens import grow_embeddings
-from pronghorn.models.one_by_one import Loading, load_one_by_one
+from pronghorn.models.one_by_one import LOADED_BY, load_one_by_one
 from pronghorn.models.packed_checkpoint import beside_config, format_of, load_packed
 from pronghorn.models.share import SharedLoading
-from pronghorn.models.weights import (
-    bitsandbytes_config,
-    check_quantised,
-    keep_packed_4bit_layout,
-    whole_model,
-)
+from pronghorn.models.weights import bitsandbytes_config, check_quantised, keep_packed_4bit_layout, whole_model
 from pronghorn.precision.loader import check_weights, json_value, model_beneath
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -165,27 +160,27 @@ class FoundModel:
             return load_packed(self.name, self.config, dtype, device, self.hub, self.composite, share)
         quantization = bitsandbytes_config(self.config, self.load_in_4bit, dtype, self.experts_in_16bit)
         attention = check_config(self.config).load_attention
-        loading: Loading | None = None
-        if quantization is not None or (share is not None and not self.is_quantised):
-            model, told = load_one_by_one(
+        shares = share is not None and not self.is_quantised
+        model, reason = None, ""
+        if quantization is not None or shares:
+            model, reason = load_one_by_one(
                 self.name, self.config, quantization, dtype, device, self.hub, attention, self.composite, share
             )
-            loading = told if quantization is not None else None
-            if model is not None:
-                return keep_packed_4bit_layout(model, loading)
-        device = torch.device("cpu") if share is not None and not self.is_quantised else device
-        model = whole_model(
-            self.name,
-            self.composite,
-            config=self.config,
-            dtype=dtype,
-            use_safetensors=True,
-            attn_implementation=attention,
-            device_map={"": device},
-            **self.hub,
-            **({"quantization_config": quantization} if quantization is not None else {}),
-        )
-        return model if loading is None else keep_packed_4bit_layout(model, loading)
+        if model is None:
+            model = whole_model(
+                self.name,
+                self.composite,
+                config=self.config,
+                dtype=dtype,
+                use_safetensors=True,
+                attn_implementation=attention,
+                device_map={"": torch.device("cpu") if shares else device},
+                **self.hub,
+                **({"quantization_config": quantization} if quantization is not None else {}),
+            )
+        if quantization is not None:
+            model.__dict__[LOADED_BY] = reason
+        return keep_packed_4bit_layout(model)
 
 
 _NAME_BASE = "set base_model_name_or_path in its adapter_config.json to the model that it was trained on"

@@ -100,13 +100,13 @@ def add_lora(
     listed = not isinstance(targets, str)
     if listed and has_experts(base_causal_lm(model).config) and set(targets) == {*own, *DENSE_MLP}:
         targets = [target for target in targets if _named(target, names)]  # a dense model's list, as scripts have it
-    _check_targets(targets, names, bool(target_parameters), own, _ends(model))
+    _check_targets(targets, names, bool(target_parameters), own, end_names(base_causal_lm(model)))
     if listed and (module := next((t for t in targets for n in _named(t, names) if not _adaptable(model, n)), None)):
         raise ConfigError(f"target module {module!r} is no linear", f"use some of {', '.join(own)}")
     _check_target_parameters(model, target_parameters or (), lora_dropout)
     _check_patterns({**(rank_pattern or {}), **(alpha_pattern or {})}, names)
     check_whole_modules(model, modules_to_save or ())
-    ends = bool(set(_ends(model)) & {name.rsplit(".", 1)[-1] for name in modules_to_save or ()})
+    ends = bool(set(end_names(base_causal_lm(model))) & {name.rsplit(".", 1)[-1] for name in modules_to_save or ()})
     tied = bool(getattr(base_causal_lm(model).config, "tie_word_embeddings", False))
     config = LoraConfig(
         r=r,
@@ -169,13 +169,6 @@ def family_targets(model: Any) -> tuple[str, ...]:
     return family.lora_targets or tuple(dict.fromkeys(every))
 
 
-def _ends(model: Any) -> tuple[str, str]:
-    """Return the names of a causal LM's embeddings and head."""
-    base = base_causal_lm(model)
-    family = check_config(base.config)
-    return end_names(base) if family.generic else (family.embeddings, family.head)
-
-
 def _named(wanted: str, names: Sequence[str]) -> list[str]:
     """List the modules that PEFT takes a name in a list for: their own names, or the ends of these after a dot."""
     return [name for name in names if wanted and f".{name}".endswith(f".{wanted}")]
@@ -211,7 +204,7 @@ def check_whole_modules(model: Any, wanted: Sequence[str]) -> None:
     names = [name for name, _ in model.named_modules()]
     stack = decoder_layers(model)
     layers = {name for name, module in model.named_modules() if module is stack}
-    embeddings, head = _ends(model)
+    embeddings, head = end_names(base_causal_lm(model))
     for module in wanted:
         found = _named(module, names)
         if not found:

@@ -20,6 +20,7 @@ from pronghorn.data.batch import PackedBatch
 from pronghorn.data.packing import IGNORE_INDEX
 from pronghorn.kernels.linear_cross_entropy import linear_cross_entropy
 from pronghorn.layers.build import watched
+from pronghorn.layers.linears import products_dtype
 
 CHUNK_BYTES = 256 * 2**20
 
@@ -60,10 +61,8 @@ def packed_lm_loss(
     # Nothing supervised anywhere is a loss of 0, not 0 / 0.
     divisor = packed.n_labels if num_items is None else num_items
     if type(head) is nn.Linear and head.bias is None and not watched([head]):
-        kind = hidden.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
-        selected, divisor = selected.to(dtype), _at_least_one(divisor)
-        with torch.autocast(kind, enabled=False):
+        selected, divisor = selected.to(products_dtype(head.weight)), _at_least_one(divisor)
+        with torch.autocast(hidden.device.type, enabled=False):
             return linear_cross_entropy(selected, head.weight, targets, divisor, IGNORE_INDEX, softcap)
 
     def chunk_loss(chunk: Tensor, target: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from pronghorn.errors import ConfigError
-from pronghorn.models.families import base_causal_lm, check_config
+from pronghorn.models.families import base_causal_lm
 from pronghorn.models.reach import end_names
 
 
@@ -64,10 +64,9 @@ def trainable_tokens(
         return None
     ids = [int(i) for i in tokenizer.convert_tokens_to_ids(list(tokens))]
     base = base_causal_lm(model)
-    config, family = base.config, check_config(base.config)
-    embeddings, head = end_names(base) if family.generic else (family.embeddings, family.head)
+    embeddings, head = end_names(base)
     ends = [embeddings]
-    if not getattr(config, "tie_word_embeddings", False):
+    if not getattr(base.config, "tie_word_embeddings", False):
         ends.append(head)
     elif head in trained_whole:
         ends = []

@@ -10,7 +10,8 @@ what they look for. The device never holds more than the model, or this process'
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +19,13 @@ import torch
 from torch import Tensor
 
 from pronghorn.models.composite import Composite
-from pronghorn.models.packed_checkpoint import fetched, placed, progress, put, read_generation_config
+from pronghorn.models.packed_checkpoint import fetched, language_source, read_generation_config
 from pronghorn.models.share import SharedLoading
-from pronghorn.precision.loader import StoredTensor, checkpoint, load
+from pronghorn.models.skeleton import fill, tied_names, without_weights
 
 LOADED_BY = "_pronghorn_loaded_by"
-"""The attribute of a model quantised on load that holds its `Loading`."""
-
-
-@dataclass(frozen=True)
-class Loading:
-    """Which loader quantises a checkpoint, and why it isn't the house's, where it isn't."""
-
-    reason: str | None = None
-    """Why transformers' `from_pretrained` does it; None where the house's loader does."""
+"""The attribute of a model quantised on load that says why transformers' `from_pretrained` did it; "" where the house's
+loader did."""
 
 
 class Skeleton:
@@ -44,16 +38,10 @@ class Skeleton:
     def __init__(
         self, config: Any, asked: Any, dtype: torch.dtype, device: torch.device, attention: str | None
     ) -> None:
-        from accelerate import init_empty_weights
-        from transformers import AutoModelForCausalLM
-
-        with init_empty_weights(include_buffers=False):
-            model: Any = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
-            )
+        model = without_weights(config, dtype, attention)
         self.model, self.dtype, self.device = model, dtype, device
         self.expected: dict[str, Tensor] = {
-            name: tensor.to("meta") for name, tensor in model.state_dict().items() if name not in _tied(model)
+            name: tensor.to("meta") for name, tensor in model.state_dict().items() if name not in tied_names(model)
         }
         self._quantizer: Any = None
         if asked is None:
@@ -66,19 +54,12 @@ class Skeleton:
         self._operation = self._quantizer.get_quantize_ops()
 
     def fill(self, source: Any, share: SharedLoading | None = None) -> Any:
-        """Read all weights, one at a time, quantise them if asked, and return the model.
-
-        Args:
-            share: shares the layers with other processes.
-        Raises:
-            DataError: as `loader.load`; the model is not to be used then.
-        """
-        model, tied = self.model, _tied(self.model)
-        quantizer = self._quantizer
+        """Read all weights, quantise them if asked, and return the model (`skeleton.fill`)."""
+        model, tied, quantizer = self.model, tied_names(self.model), self._quantizer
         quantised = {name for name in self.expected if quantizer and quantizer.param_needs_quantization(model, name)}
 
-        def place(name: str, stored: StoredTensor) -> Tensor:
-            return placed(stored, self.device, self.dtype if name in quantised else self.expected[name].dtype)
+        def rename(name: str) -> str | None:
+            return None if name in tied or _is_ignored(model, name) else name
 
         def quantise(name: str, tensor: Tensor) -> Tensor:
             if name not in quantised:
@@ -86,27 +67,8 @@ class Skeleton:
             made: Tensor = self._operation.convert({name: [tensor]}, full_layer_name=name, model=model)[name]
             return made
 
-        if share is not None:
-            share.begin(model, self.expected)
-        bar = progress(len(self.expected))
         renamed = (replace(stored, name=_renamed(model, stored.name, self.expected)) for stored in source)
-        for name, tensor in load(
-            renamed,
-            rename=lambda name: None if name in tied or _is_ignored(model, name) else name,
-            place=place,
-            transform=quantise,
-            expected=self.expected,
-        ):
-            bar.update()
-            put(model, name, tensor)
-            del tensor  # before the next one is read
-            if share is not None:
-                share.arrived(name)
-        bar.close()
-        model.tie_weights()
-        for module in model.modules():
-            for key, buffer in module.named_buffers(recurse=False):
-                module._buffers[key] = buffer.to(self.device)
+        fill(model, renamed, self.expected, self.device, share, rename=rename, transform=quantise)
         if quantizer is not None:
             model.hf_quantizer = quantizer
             quantizer.postprocess_model(model)
@@ -122,15 +84,15 @@ def why_not(skeleton: Skeleton, folder: Path, composite: Composite | None) -> st
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming
 
-    model = skeleton.model
-    names = [stored.name for stored in _source(folder, composite)]
+    model, tied = skeleton.model, tied_names(skeleton.model)
+    names = [stored.name for stored in language_source(folder, composite)]
     rules = [rule for rule in get_model_conversion_mapping(model) if not isinstance(rule, WeightRenaming)]
-    joined = {_renamed(model, name, skeleton.expected) for name in names} - skeleton.expected.keys() - _tied(model)
+    joined = {_renamed(model, name, skeleton.expected) for name in names} - skeleton.expected.keys() - tied
     if rules and any(not _is_ignored(model, name) for name in joined):
         return "the checkpoint's experts or linears are apart, and transformers joins them"
     if model._get_dtype_plan(skeleton.dtype):
         return "some of its weights stay in float32"
-    if any(_renamed(model, name, skeleton.expected) in _tied(model) for name in names):
+    if any(_renamed(model, name, skeleton.expected) in tied for name in names):
         return "the checkpoint holds tied weights twice"
     return None
 
@@ -145,7 +107,7 @@ def load_one_by_one(
     attention: str | None,
     composite: Composite | None,
     share: SharedLoading | None = None,
-) -> tuple[Any, Loading]:
+) -> tuple[Any, str]:
     """Load a 16-bit checkpoint, and quantise it if asked; (None, why) where that is transformers' to do.
 
     Args:
@@ -157,7 +119,7 @@ def load_one_by_one(
         DataError: files or tensors are missing, damaged or of other shapes or dtypes; nothing is half-loaded.
     """
     if hub.get("trust_remote_code"):
-        return None, Loading("the checkpoint's own code may load it")
+        return None, "the checkpoint's own code may load it"
     folder = fetched(name, hub)
     plain = type(config).from_dict(config.to_dict())
     plain._name_or_path = str(name)
@@ -165,24 +127,13 @@ def load_one_by_one(
         skeleton = Skeleton(plain, asked, dtype, device, attention)
         reason = why_not(skeleton, folder, composite)
     except (AttributeError, ImportError, TypeError) as error:  # it goes by names that are transformers' own
-        return None, Loading(f"this version of transformers is built otherwise ({error})")
+        return None, f"this version of transformers is built otherwise ({error})"
     if reason is not None:
-        return None, Loading(reason)
-    model = skeleton.fill(_source(folder, composite), share)
+        return None, reason
+    model = skeleton.fill(language_source(folder, composite), share)
     model.name_or_path = str(name)
     read_generation_config(model, folder)
-    return model, Loading()
-
-
-def _source(folder: Path, composite: Composite | None) -> Any:
-    source = checkpoint(folder)
-    return source if composite is None else composite.language(source)
-
-
-def _tied(model: Any) -> set[str]:
-    """Return names of weights that are others, too, and needn't be in a checkpoint."""
-    tied = getattr(model, "all_tied_weights_keys", None) or {}
-    return set(tied) if model.config.tie_word_embeddings else set()
+    return model, ""
 
 
 def _renamed(model: Any, name: str, expected: dict[str, Tensor]) -> str:
@@ -199,6 +150,4 @@ def _renamed(model: Any, name: str, expected: dict[str, Tensor]) -> str:
 
 def _is_ignored(model: Any, name: str) -> bool:
     """Tell whether a class says that checkpoints hold this tensor and it doesn't."""
-    import re
-
     return any(re.search(pattern, name) for pattern in model._keys_to_ignore_on_load_unexpected or ())

@@ -23,7 +23,8 @@ from pronghorn.models.composite import Composite
 from pronghorn.models.families import check_config
 from pronghorn.models.packed_formats import FORMATS, NOT_READ, Format, packed_parameters
 from pronghorn.models.share import SharedLoading
-from pronghorn.precision.loader import StoredTensor, checkpoint, json_value, load
+from pronghorn.models.skeleton import fill, put, tied_names, without_weights
+from pronghorn.precision.loader import StoredTensor, checkpoint, json_value
 
 METADATA = ("*.json", "*.jinja", "*.txt", "*.model", "*.safetensors")
 """Files of a hub's repository that loading reads; folders below it hold other formats."""
@@ -71,19 +72,6 @@ def beside_config(name: str | Path, hub: dict[str, Any]) -> dict[str, Any] | Non
     return {"quant_method": "modelopt", **stored} if stored.get("quant_algo") else None  # it may be the KV cache alone
 
 
-def pack(model: Any, stored: dict[str, Any], form: Format) -> dict[str, tuple[str, int]]:
-    """Put packed parameters on the meta device into a skeleton.
-
-    Returns:
-        (parameter, number of its part) by the part's name in the checkpoint.
-    """
-    parts: dict[str, tuple[str, int]] = {}
-    for name, packed, names in packed_parameters(form, model, stored):
-        put(model, name, nn.Parameter(packed, requires_grad=False))
-        parts |= {part: (name, number) for part, number in names.items()}
-    return parts
-
-
 @dataclass(frozen=True)
 class PackedSkeleton:
     """The model of a packed checkpoint, its weights on the meta device until `fill`, buffers on the CPU."""
@@ -95,78 +83,53 @@ class PackedSkeleton:
     @classmethod
     def of(cls, config: Any, dtype: torch.dtype | None = None) -> PackedSkeleton:
         """Make the model of a configuration whose quantization_config names one of `FORMATS`."""
-        from accelerate import init_empty_weights
-        from transformers import AutoModelForCausalLM
-
         stored, form = quantisation_of(config), format_of(config)
         assert form is not None
         plain = type(config).from_dict(config.to_dict())
         del plain.quantization_config
         plain._name_or_path = config._name_or_path
-        options = {"attn_implementation": check_config(plain).load_attention, "trust_remote_code": False}
-        with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(plain, dtype=dtype or config.dtype or torch.bfloat16, **options)
-        return cls(model, pack(model, stored, form))
-
-    @property
-    def tied(self) -> set[str]:
-        """Names of parameters that are others, too, and may be in a checkpoint or not."""
-        tied = getattr(self.model, "all_tied_weights_keys", None) or {}
-        return set(tied) if self.model.config.tie_word_embeddings else set()
+        model = without_weights(plain, dtype or config.dtype or torch.bfloat16, check_config(plain).load_attention)
+        parts: dict[str, tuple[str, int]] = {}
+        for name, packed, names in packed_parameters(form, model, stored):
+            put(model, name, nn.Parameter(packed, requires_grad=False))
+            parts |= {part: (name, number) for part, number in names.items()}
+        return cls(model, parts)
 
     def expected(self) -> dict[str, Tensor]:
         """Return a tensor on the meta device for every tensor that a checkpoint must have, by its name there."""
+        tied = tied_names(self.model)
         plain = {
             name: parameter
             for name, parameter in self.model.named_parameters()
-            if not isinstance(parameter, PackedTensor) and name not in self.tied
+            if not isinstance(parameter, PackedTensor) and name not in tied
         }
         return plain | {
             part: self.model.get_parameter(name).parts[number] for part, (name, number) in self.parts.items()
         }
 
     def fill(self, source: Iterable[StoredTensor], device: torch.device, share: SharedLoading | None = None) -> Any:
-        """Read all weights to a device, one at a time, and return the model.
-
-        Args:
-            share: shares the layers with other processes.
-        Raises:
-            DataError: as `loader.load`; the model is not to be used then.
-        """
-        expected, tied = self.expected(), self.tied
+        """Read all weights to a device and return the model (`skeleton.fill`)."""
+        expected, tied = self.expected(), tied_names(self.model)
         waiting: dict[str, dict[int, Tensor]] = {}
-        arrive = share.arrived if share is not None else lambda name: None
 
         def rename(key: str) -> str | None:
             return None if key in tied or key.endswith(NOT_READ) else key
 
-        def place(key: str, stored: StoredTensor) -> Tensor:
-            return placed(stored, device, expected[key].dtype)
-
-        if share is not None:
-            share.begin(self.model, (name for name, _ in self.model.named_parameters()))
-        bar = progress(len(expected))
-        for key, tensor in load(_shaped(source, expected), rename=rename, place=place, expected=expected):
-            bar.update()
+        def join(key: str, tensor: Tensor) -> Tensor | None:
+            """Return a packed parameter when the last of its parts has come, None before."""
             if key not in self.parts:
-                put(self.model, key, tensor)
-                arrive(key)
-                continue
+                return tensor
             parameter, number = self.parts[key]
             arrived = waiting.setdefault(parameter, {})
             arrived[number] = tensor
             skeleton: Any = self.model.get_parameter(parameter)
-            if len(arrived) == len(skeleton.parts):
-                whole = skeleton.of_parts([arrived[each] for each in sorted(arrived)])
-                put(self.model, parameter, nn.Parameter(whole, requires_grad=False))
-                del waiting[parameter], arrived, whole, tensor, skeleton  # nothing holds a layer that is shared
-                arrive(parameter)
-        bar.close()
-        self.model.tie_weights()
-        for module in self.model.modules():
-            for key, buffer in module.named_buffers(recurse=False):
-                module._buffers[key] = buffer.to(device)
-        return self.model.eval()
+            if len(arrived) < len(skeleton.parts):
+                return None
+            del waiting[parameter]  # nothing holds a layer that is shared
+            return nn.Parameter(skeleton.of_parts([arrived[each] for each in sorted(arrived)]), requires_grad=False)
+
+        shaped, owners = _shaped(source, expected), {part: name for part, (name, _) in self.parts.items()}
+        return fill(self.model, shaped, expected, device, share, rename=rename, transform=join, owners=owners)
 
 
 def load_packed(
@@ -189,10 +152,15 @@ def load_packed(
     """
     skeleton = PackedSkeleton.of(config, dtype)  # a format that isn't served is told before anything is fetched
     folder = fetched(name, hub)
-    source = checkpoint(folder)
-    model = skeleton.fill(source if composite is None else composite.language(source), device, share)
+    model = skeleton.fill(language_source(folder, composite), device, share)
     read_generation_config(model, folder)
     return model
+
+
+def language_source(folder: Path, composite: Composite | None) -> Iterable[StoredTensor]:
+    """Yield the tensors of a folder's checkpoint, of a model with towers the language model's."""
+    source = checkpoint(folder)
+    return source if composite is None else composite.language(source)
 
 
 def _shaped(source: Iterable[StoredTensor], expected: Mapping[str, Tensor]) -> Iterator[StoredTensor]:
@@ -232,27 +200,3 @@ def read_generation_config(model: Any, folder: Path) -> None:
 
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-
-
-def progress(count: int) -> Any:
-    """Make a bar as transformers shows when it loads weights, hidden by the same settings."""
-    from transformers.utils import logging
-
-    return logging.tqdm(total=count, desc="Loading weights")
-
-
-def placed(stored: StoredTensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Read a tensor to a device, never as a view of its file."""
-    tensor = stored.read()
-    return tensor.to(device, dtype, copy=tensor.device.type == "cpu")
-
-
-def put(model: Any, name: str, tensor: Tensor) -> None:
-    """Put a tensor into a model as its parameter or buffer of that name."""
-    path, _, leaf = name.rpartition(".")
-    module = model.get_submodule(path)
-    if leaf in module._buffers:
-        module._buffers[leaf] = tensor
-        return
-    whole = isinstance(tensor, nn.Parameter)
-    module._parameters[leaf] = tensor if whole else nn.Parameter(tensor, requires_grad=tensor.is_floating_point())

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from pronghorn.errors import UnsupportedError
 from pronghorn.families.generic import expert_counts
+from pronghorn.layers.linears import products_dtype
 from pronghorn.models.families import base_causal_lm, decoder_layers
 from pronghorn.models.generic import PACKING
-from pronghorn.models.passes import compute_dtype, differs, in_evaluation, relative_error, short, undisturbed
+from pronghorn.models.passes import differs, in_evaluation, relative_error, short, undisturbed
 from pronghorn.models.probe import TOLERANCE
 
 LENGTHS = (9, 40)
@@ -56,7 +57,7 @@ def _problem(base: Any) -> str | None:
     mask = torch.ones_like(ids)
     mask[0, short:] = 0
     exact = not any(True for layer in decoder_layers(base) for _ in expert_counts(layer))
-    tolerance = TOLERANCE[compute_dtype(base)]
+    tolerance = TOLERANCE[products_dtype(base.get_input_embeddings().weight)]
 
     def logits(tokens: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         out: Tensor = base(input_ids=tokens, attention_mask=attention_mask, use_cache=False).logits

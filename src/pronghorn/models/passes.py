@@ -16,12 +16,6 @@ def recorded(base: Any, layers: nn.ModuleList, tokens: int) -> Iterator[list[Ten
     sees them."""
     states: list[Tensor] = []
 
-    def embedded(module: Any, args: Any, output: Tensor) -> Tensor:
-        if torch.is_grad_enabled() and not output.requires_grad:
-            output.requires_grad_()
-        states.append(output)
-        return output
-
     def passed(module: Any, args: Any, output: Any) -> Any:
         rows = as_rows(output, tokens)
         if rows is not None:
@@ -35,10 +29,11 @@ def recorded(base: Any, layers: nn.ModuleList, tokens: int) -> Iterator[list[Ten
     def first(module: Any, args: Any, output: Tensor) -> Tensor | None:
         if states:  # other tables of the same module
             return None
-        output = embedded(module, args, output)
+        if torch.is_grad_enabled() and not output.requires_grad:
+            output.requires_grad_()
         rows = as_rows(output, tokens)
         assert rows is not None
-        states[0] = rows
+        states.append(rows)
         return rows.clone().view(output.shape)
 
     hooks = [base.get_input_embeddings().register_forward_hook(first)]
@@ -66,10 +61,10 @@ def undisturbed(base: Any) -> Iterator[None]:
 
 
 @contextmanager
-def in_evaluation(base: Any) -> Iterator[None]:
+def in_evaluation(model: Any) -> Iterator[None]:
     """Leave dropout out, whose draws would differ; give every module its mode back."""
-    modes = [(module, module.training) for module in base.modules()]
-    base.eval()
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
     try:
         yield
     finally:
@@ -104,14 +99,6 @@ def relative_error(value: Tensor, right: Tensor) -> float:
     value, right = value.detach().double(), right.detach().double()
     error = (value - right).square().mean().sqrt() / right.square().mean().sqrt().clamp(min=1e-30)
     return float("inf") if error.isnan() else error.item()
-
-
-def compute_dtype(base: Any) -> torch.dtype:
-    """Return the dtype of a model's products: autocast's, or its weights'."""
-    kind = base.device.type
-    return (
-        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else base.get_input_embeddings().weight.dtype
-    )
 
 
 def short(error: Exception) -> str:

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from pronghorn.data.batch import PackedBatch
 from pronghorn.errors import PronghornError, UnsupportedError
 from pronghorn.families.generic import expert_counts, limits_to_cross, text_config
+from pronghorn.layers.linears import products_dtype
 from pronghorn.models.families import base_causal_lm, decoder_layers
 from pronghorn.models.generic import PACKING, GenericPacking, Way
 from pronghorn.models.passes import (
     as_rows,
-    compute_dtype,
     differs,
     in_evaluation,
     recorded,
@@ -205,12 +205,11 @@ def _judged(base: Any, packing: GenericPacking, found: Isolation) -> Isolation:
     packing.take(found.way)
     row, layers = _Row.of(found.lengths, base.device), decoder_layers(base)
     exact = not any(True for layer in layers for _ in expert_counts(layer))
-    found = replace(found, exact=exact, tolerance=TOLERANCE[compute_dtype(base)])
-    vocabulary = base.get_input_embeddings().weight.shape[0]
+    embeddings = base.get_input_embeddings().weight
+    found, vocabulary = replace(found, exact=exact, tolerance=TOLERANCE[products_dtype(embeddings)]), len(embeddings)
     generator = torch.Generator().manual_seed(0)
     ids, other = torch.randint(0, vocabulary, (2, len(row.last)), generator=generator).to(base.device)
     other = torch.where(other == ids, (ids + 1) % vocabulary, other)
-    tolerance = TOLERANCE[compute_dtype(base)]
     with recorded(base, layers, len(ids)) as states:
         gradients = []
         for own in row.sets:  # a forward for each: offloaded activations are there for one backward
@@ -224,7 +223,7 @@ def _judged(base: Any, packing: GenericPacking, found: Isolation) -> Isolation:
             losses = logits.float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
             gradients.append(torch.autograd.grad(losses[own].sum(), before, allow_unused=True))
         for own, changed in (row.sets, row.sets[::-1]):
-            leak = _changed(base, row, ids, torch.where(changed, other, ids), own, tolerance, exact, before, states)
+            leak = _changed(base, row, found, (ids, torch.where(changed, other, ids)), own, before, states)
             if leak is not None:
                 return replace(found, problem=leak)
         for own, grads in zip(row.sets, gradients, strict=True):
@@ -235,11 +234,11 @@ def _judged(base: Any, packing: GenericPacking, found: Isolation) -> Isolation:
                     inside = min(index, len(layers) - 1)
                     how = "a document's loss has a gradient with respect to another's hidden states"
                     return replace(found, problem=Leak(inside, type(layers[inside]).__name__, how))
-        leak = _changed(base, row, ids, torch.where(row.last, other, ids), ~row.last, tolerance, exact, before, states)
+        leak = _changed(base, row, found, (ids, torch.where(row.last, other, ids)), ~row.last, before, states)
         if leak is not None:
             return replace(found, problem=replace(leak, how="a token sees one that comes after it"))
     del logits, losses, before, gradients
-    return _compared_with_alone(base, packing, found, row, ids, tolerance)
+    return _compared_with_alone(base, packing, found, row, ids)
 
 
 def _unlike_layers(states: list[Tensor], layers: nn.ModuleList) -> str | None:
@@ -256,29 +255,26 @@ def _unlike_layers(states: list[Tensor], layers: nn.ModuleList) -> str | None:
 def _changed(
     base: Any,
     row: _Row,
-    ids: Tensor,
-    changed_ids: Tensor,
+    found: Isolation,
+    ids: tuple[Tensor, Tensor],
     own: Tensor,
-    tolerance: float,
-    exact: bool,
     before: list[Tensor],
     states: list[Tensor],
 ) -> Leak | None:
-    """Run the row with other tokens; name the first layer after which rows that are `own` differ, or return None."""
+    """Run the row with the second of two lists of tokens; name the first layer after which rows that are `own` differ
+    from those `before`, by the first list, or return None."""
     states.clear()
     with torch.no_grad():
-        seeded(lambda: row.call(base, changed_ids))
+        seeded(lambda: row.call(base, ids[1]))
     for index, (old, new) in enumerate(zip(before, states, strict=True)):
-        if differs(old.detach()[own], new[own], tolerance, exact):
+        if differs(old.detach()[own], new[own], found.tolerance, found.exact):
             layer = None if index == 0 else index - 1
-            name = _mixer(base, row, ids, changed_ids, own, layer, tolerance, exact)
+            name = _mixer(base, row, found, ids, own, layer)
             return Leak(layer, name, "a document's hidden states change with another's tokens")
     return None
 
 
-def _mixer(
-    base: Any, row: _Row, ids: Tensor, other: Tensor, own: Tensor, layer: int | None, tolerance: float, exact: bool
-) -> str:
+def _mixer(base: Any, row: _Row, found: Isolation, ids: tuple[Tensor, Tensor], own: Tensor, layer: int | None) -> str:
     """Name the class of the innermost module that is given the same rows of its own and returns others."""
     if layer is None:
         return type(base.get_input_embeddings()).__name__
@@ -289,12 +285,12 @@ def _mixer(
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         given = next(iter([*args, *kwargs.values()]), None)
         given = kwargs.get("hidden_states", given)
-        runs[-1].setdefault(module, (as_rows(given, len(ids)), as_rows(output, len(ids))))
+        runs[-1].setdefault(module, (as_rows(given, len(own)), as_rows(output, len(own))))
         names.append(module)
 
     hooks = [module.register_forward_hook(note, with_kwargs=True) for module in whole.modules()]
     try:
-        for tokens in (ids, other):
+        for tokens in ids:
             runs.append({})
             with torch.no_grad():
                 seeded(lambda tokens=tokens: row.call(base, tokens))
@@ -306,15 +302,14 @@ def _mixer(
         pairs = (given, given_then), (result, result_then)
         if any(part is None for pair in pairs for part in pair):
             continue
-        same_in, same_out = (not differs(a[own], b[own], tolerance, exact) for a, b in pairs)  # type: ignore[index]
+        limits = found.tolerance, found.exact
+        same_in, same_out = (not differs(a[own], b[own], *limits) for a, b in pairs)  # type: ignore[index]
         if same_in and not same_out:
             return type(module).__name__
     return type(whole).__name__
 
 
-def _compared_with_alone(
-    base: Any, packing: GenericPacking, found: Isolation, row: _Row, ids: Tensor, tolerance: float
-) -> Isolation:
+def _compared_with_alone(base: Any, packing: GenericPacking, found: Isolation, row: _Row, ids: Tensor) -> Isolation:
     """Return the record with the error of packed logits, or with what is wrong if it is beyond the tolerance."""
     try:
         with torch.no_grad(), in_evaluation(base):
@@ -329,10 +324,10 @@ def _compared_with_alone(
         packing.take(found.way)
     worst = max(range(len(errors)), key=lambda index: errors[index])
     found = replace(found, error=errors[worst])
-    if errors[worst] <= tolerance:
+    if errors[worst] <= found.tolerance:
         return found
     return replace(
         found,
         problem=f"the document of {found.lengths[worst]} tokens has other logits in a packed row than alone (relative "
-        f"error {errors[worst]:.1e}, tolerance {tolerance:.0e}): its positions or its attention are not its own",
+        f"error {errors[worst]:.1e}, tolerance {found.tolerance:.0e}): its positions or its attention are not its own",
     )

@@ -11,11 +11,14 @@ from torch import nn
 from pronghorn.errors import ConfigError, UnsupportedError
 from pronghorn.families.generic import expert_counts
 from pronghorn.families.spec import HEAD
-from pronghorn.models.families import decoder_layers
+from pronghorn.models.families import check_config, decoder_layers
 
 
 def end_names(base: Any) -> tuple[str, str]:
-    """Return the last names of a causal LM's embeddings and head, as its module tree has them."""
+    """Return the last names of a causal LM's embeddings and head, as its family or its module tree has them."""
+    family = check_config(base.config)
+    if not family.generic:
+        return family.embeddings, family.head
     names = {module: name.rpartition(".")[2] for name, module in base.named_modules()}
     return names[base.get_input_embeddings()], names.get(base.get_output_embeddings(), HEAD)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum, StrEnum, auto
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +18,7 @@ from pronghorn.memory.sharded import sharded
 from pronghorn.models.causal_lm import has_own_loss
 from pronghorn.models.families import has_experts, head_dims, recomputes_layers
 from pronghorn.models.generic import PACKING, GenericPacking
-from pronghorn.models.one_by_one import LOADED_BY, Loading
+from pronghorn.models.one_by_one import LOADED_BY
 from pronghorn.precision.compute import Compute
 from pronghorn.precision.float32 import narrowed
 
@@ -51,12 +51,12 @@ class GraphPath(StrEnum):
     OFF = "off"
 
 
-class LossPath(Enum):
+class LossPath(StrEnum):
     """What the loss is computed from."""
 
-    SUPERVISED = auto()
-    SUPERVISED_LAST_LAYER = auto()
-    OWN_FUNCTION = auto()
+    SUPERVISED = "supervised tokens only, in chunks"
+    SUPERVISED_LAST_LAYER = "supervised tokens only, in chunks; the last layer's MLP, too"
+    OWN_FUNCTION = "the model's own loss_function, of all logits"
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,9 @@ def render(handle: Handle, autocast: torch.dtype | None) -> list[PathTaken]:
     unpacked = "the softmax written out, for the sinks" if sinks else "transformers' SDPA"
     if handle.options.compute.is_fp8:
         unpacked = f"{unpacked}, products in the model's dtype"
+    loss_reason = "the batch knows its supervised positions"
+    if decisions.loss is LossPath.OWN_FUNCTION:
+        loss_reason = "it is not transformers' cross-entropy"
     metadata = {
         "once": "made once per batch on the host",
         "per_layer": "ablation: derived from position_ids in every layer",
@@ -109,7 +112,7 @@ def render(handle: Handle, autocast: torch.dtype | None) -> list[PathTaken]:
         *_products(handle, autocast),
         *_float32_products(model.device),
         PathTaken("CUDA graph of the layers", decisions.graph, decisions.graph_reason),
-        PathTaken("loss", *_LOSS[decisions.loss]),
+        PathTaken("loss", decisions.loss, loss_reason),
         PathTaken("padded batches, generate()", unpacked, "they carry a mask or a cache"),
         PathTaken("activations", *_activations(handle, decisions, autocast)),
     ]
@@ -126,12 +129,11 @@ def _sharing(model: Any) -> list[PathTaken]:
 
 def _loading(model: Any) -> list[PathTaken]:
     """Say which loader quantised the model, if one did."""
-    loading: Loading | None = model.__dict__.get(LOADED_BY)
-    if loading is None:
+    if LOADED_BY not in model.__dict__:
         return []
-    if loading.reason is None:
-        return [PathTaken("quantising on load", "Pronghorn's loader", "one tensor at a time, to bitsandbytes' bits")]
-    return [PathTaken("quantising on load", "transformers", loading.reason)]
+    if reason := model.__dict__[LOADED_BY]:
+        return [PathTaken("quantising on load", "transformers", reason)]
+    return [PathTaken("quantising on load", "Pronghorn's loader", "one tensor at a time, to bitsandbytes' bits")]
 
 
 def _render_generic(handle: Handle) -> list[PathTaken]:
@@ -146,21 +148,10 @@ def _render_generic(handle: Handle) -> list[PathTaken]:
     return [
         PathTaken("packed documents", way, apart),
         PathTaken("decoder layers", LayersPath.STOCK, f"no family file knows {handle.model.config.model_type}"),
-        PathTaken("loss", "supervised tokens only, in chunks", "where the model's forward keeps only their logits"),
+        PathTaken("loss", LossPath.SUPERVISED, "where the model's forward keeps only their logits"),
         PathTaken("padded batches, generate()", "transformers' own", "they carry a mask or a cache"),
         PathTaken("activations", *(activations if installed is None else installed.path())),
     ]
-
-
-_KNOWN = "the batch knows its supervised positions"
-_LOSS = {
-    LossPath.SUPERVISED: ("supervised tokens only, in chunks", _KNOWN),
-    LossPath.SUPERVISED_LAST_LAYER: ("supervised tokens only, in chunks; the last layer's MLP, too", _KNOWN),
-    LossPath.OWN_FUNCTION: (
-        "the model's own loss_function, of all logits",
-        "it is not transformers' cross-entropy",
-    ),
-}
 
 
 def _float32_products(device: torch.device) -> list[PathTaken]:
@@ -260,8 +251,8 @@ def _activations(handle: Handle, decisions: Decisions, autocast: torch.dtype | N
     installed = handle.installed
     if installed is None:
         on = recomputes_layers(handle.model)
-        what, why = ("recompute the layer", "on") if on else (Policy.KEEP.value, "off")
-        what, why, keeps = what, f"gradient checkpointing is {why}", not on
+        what, keeps = "recompute the layer" if on else Policy.KEEP.value, not on
+        why = f"gradient checkpointing is {'on' if on else 'off'}"
     else:
         unfused = None if handle.layers is None else handle.layers.reason(autocast)
         what, why = installed.path(unfused)

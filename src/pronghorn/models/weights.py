@@ -14,7 +14,6 @@ from pronghorn.errors import ConfigError, DataError, UnsupportedError
 from pronghorn.models.composite import Composite
 from pronghorn.models.families import has_experts
 from pronghorn.models.nf4_experts import config_class
-from pronghorn.models.one_by_one import LOADED_BY, Loading
 from pronghorn.models.packed_checkpoint import fetched, format_of, method_of, read_generation_config
 from pronghorn.models.packed_formats import FORMATS, check_experts
 from pronghorn.precision.loader import checkpoint
@@ -126,7 +125,7 @@ def bitsandbytes_config(config: Any, load_in_4bit: bool, dtype: torch.dtype, exp
     )
 
 
-def keep_packed_4bit_layout(model: nn.Module, loading: Loading | None = None) -> Any:
+def keep_packed_4bit_layout(model: nn.Module) -> Any:
     """Keep bitsandbytes from repacking 4-bit weights, as it does on CPUs with AVX512-BF16 at the first evaluation.
 
     That is for a product without a backward: the next training step has the right loss and wrong gradients, and a merge
@@ -136,6 +135,4 @@ def keep_packed_4bit_layout(model: nn.Module, loading: Loading | None = None) ->
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
-    if loading is not None:
-        model.__dict__[LOADED_BY] = loading
     return model

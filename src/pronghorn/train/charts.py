@@ -91,10 +91,7 @@ def step_chart(record: RunRecord, name: str, title: str, smooth: bool = False) -
 
     def draw(axes: Axes) -> None:
         steps, values = zip(*points, strict=True)
-        if smooth:
-            _curve(axes, steps, values)
-        else:
-            axes.plot(steps, values, color=_LINE, linewidth=2, marker="o" if len(values) < 12 else None, markersize=4)
+        _curve(axes, steps, values, smooth)
         axes.set_ylim(bottom=0, top=1.1 * max(value for _, value in points) or 1)
 
     return svg(name.replace("_", "-"), title, draw)
@@ -122,9 +119,9 @@ def smoothed(values: Sequence[float]) -> list[float]:
     return [sum(near) / len(near) for near in around]
 
 
-def _curve(axes: Axes, x: Sequence[float], y: Sequence[float]) -> None:
-    """Plot few points as they are; many faintly, under their moving mean."""
-    if len(y) < SMOOTHED_FROM:
+def _curve(axes: Axes, x: Sequence[float], y: Sequence[float], smooth: bool = True) -> None:
+    """Plot few points as they are; many, if they scatter, faintly under their moving mean."""
+    if len(y) < SMOOTHED_FROM or not smooth:
         axes.plot(x, y, color=_LINE, linewidth=2, marker="o" if len(y) < 12 else None, markersize=4)
         return
     axes.plot(x, y, color=_FAINT, linewidth=1)

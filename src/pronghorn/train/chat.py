@@ -13,10 +13,10 @@ from pydantic import ValidationError
 from pronghorn.config import Recipe
 from pronghorn.errors import ConfigError, DataError
 from pronghorn.export.engines.openai import OpenAIServer
-from pronghorn.families.registry import import_plugins
 from pronghorn.models.load import FoundModel, default_device, find_model, resolve_dtype
 from pronghorn.models.new_tokens import grow_embeddings
 from pronghorn.recipe_errors import without_removed
+from pronghorn.train.documents import find
 from pronghorn.train.evaluate import answer
 from pronghorn.train.record import RunRecord
 
@@ -125,29 +125,22 @@ def load_chat(folder: Path, *, trust_remote_code: bool = False, **options: Any) 
         raise ConfigError(
             f"the run in {folder} imported {', '.join(recipe.model.plugins)}", "allow it: --trust-remote-code"
         )
-    import_plugins(recipe.model.plugins)
     lora = recipe.adapter.method == "lora"
     path = folder / ("adapter" if lora else "model")
     if not path.is_dir():
         raise DataError(f"{path} is not there", "run the recipe again, or restore the folder")
 
-    def find(name: str | Path) -> FoundModel:
+    def found_there(name: str | Path) -> FoundModel:
         try:
-            return find_model(
-                name,
-                max_seq_length=recipe.model.max_seq_length,
-                load_in_4bit=recipe.model.load_in_4bit,
-                experts_in_16bit=recipe.model.experts_in_16bit,
-                trust_remote_code=trust_remote_code,
-            )
+            return find(recipe, name)
         except DataError as error:
             raise DataError(
                 f"the run in {folder}, which began from {recipe.model.name}, can't be loaded: {error.problem}",
                 f"{error.remedy}; relative paths count from the current folder",
             ) from error
 
-    found = find(path)
-    began = found.base or find(recipe.model.name)
+    found = found_there(path)
+    began = found.base or found_there(recipe.model.name)
     tokenizer = found.tokenizer()
     system = options.pop("system", recipe.data.system_prompt) or None
     if system is not None and not tokenizer.chat_template:

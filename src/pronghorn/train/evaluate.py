@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,42 +16,38 @@ from pronghorn.errors import DataError
 from pronghorn.export.engines.transformers import stop_tokens
 from pronghorn.memory.sharded import sharded
 from pronghorn.models.families import base_causal_lm, has_experts
+from pronghorn.models.passes import in_evaluation
 
 
 @torch.no_grad()
-def heldout_loss(model: Any, rows: PackedRows, indices: Sequence[int], collator: Collator, track: Any = None) -> float:
-    """Return the mean cross-entropy in nats over every supervised token of the rows named by `indices`.
+def heldout_loss(model: Any, rows: PackedRows, collator: Collator, track: Any = None) -> float:
+    """Return the mean cross-entropy in nats over every supervised token of the rows.
 
     Ranks share the rows and all get the same mean. `track` wraps this rank's iterable, to show progress.
     """
     # TRL switches experts' auxiliary loss on in the config: it is no part of this.
     alone = {"output_router_logits": False} if has_experts(base_causal_lm(model).config) else {}
-    was_training = model.training
-    model.eval()
     total = torch.zeros(2, dtype=torch.float64, device=model.device)  # nats, labels
-    own_rows = _share(indices)
-    try:
+    own_rows = _share(len(rows))
+    with in_evaluation(model):
         for index, counts in own_rows if track is None else track(own_rows):
             batch = {name: value.to(model.device) for name, value in collator([rows[index]]).items()}
             n = batch["packed"].n_labels
             loss = model(**batch, **alone).loss.double() * n
             if counts:
                 total += torch.stack([loss, torch.full_like(loss, n)])
-    finally:
-        model.train(was_training)
     if processes() > 1:
         dist.all_reduce(total)
     return (total[0] / total[1].clamp(min=1)).item()
 
 
-def _share(indices: Sequence[int]) -> list[tuple[int, bool]]:
+def _share(count: int) -> list[tuple[int, bool]]:
     """Return this rank's rows and whether each counts. All ranks get equally many: sharded
     models communicate in a forward."""
     ranks = processes()
     rank = dist.get_rank() if ranks > 1 else 0
-    rows_a_rank = -(-len(indices) // ranks)
-    own = list(indices)[rank::ranks]
-    return [(index, True) for index in own] + [(indices[0], False)] * (rows_a_rank - len(own))
+    own = range(rank, count, ranks)
+    return [(index, True) for index in own] + [(0, False)] * (-(-count // ranks) - len(own))
 
 
 @torch.no_grad()
@@ -90,9 +85,7 @@ def answer(
         )
     ends, pad = stop_tokens(model, tokenizer), tokenizer.pad_token_id
     shared = sharded(base_causal_lm(model)) is not None  # then a process whose answer ends goes on for the others
-    was_training = model.training
-    model.eval()
-    try:
+    with in_evaluation(model):
         generated = model.generate(
             **encoded.to(model.device),
             max_new_tokens=min(max_new_tokens, room),
@@ -102,6 +95,4 @@ def answer(
             pad_token_id=next(iter(ends), None) if pad is None else pad,
             **({"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}),
         )
-    finally:
-        model.train(was_training)
     return tokenizer.decode(generated[0, used:], skip_special_tokens=True).strip()

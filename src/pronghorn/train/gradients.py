@@ -76,7 +76,7 @@ class GradientWatch(TrainerCallback):
                 self._trained += list(zip(self.shared.names, self.shared.parts, strict=True))
         named: list[tuple[str, nn.Parameter]] = self._trained
         gradients: list[Any] = [p.grad for _, p in named]
-        plain = _plain(gradients)  # nearly always, and the host has no time to lose
+        plain = set(map(type, gradients)) == {Tensor}  # none missing or sharded, nearly always: the host is in a hurry
         if plain:
             found = norms(gradients).float()
         else:
@@ -214,11 +214,6 @@ def gradient_flags(found: Tensor) -> Tensor:
 def _written(gradients: list[Any]) -> dict[int, int]:
     """Return how often each was written to, by its identity, which is its own as long as somebody has it."""
     return {id(gradient): gradient._version for gradient in gradients}
-
-
-def _plain(gradients: list[Any]) -> bool:
-    """Tell whether none is missing and none is sharded."""
-    return set(map(type, gradients)) == {Tensor}
 
 
 def _to_host(flags: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:

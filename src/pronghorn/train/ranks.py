@@ -47,11 +47,6 @@ def averages_at_once(model: nn.Module) -> bool:
     return any(hasattr(p, IN_BUFFER) for p in trained) or sum(p.nbytes for p in trained) <= MOST_BYTES
 
 
-def whole_trained(model: Any) -> list[nn.Parameter]:
-    """List a model's trained parameters that every process has whole."""
-    return [p for p in model.parameters() if p.requires_grad and not hasattr(p, IN_BUFFER)]
-
-
 class CopiesAccelerator(Accelerator):
     """An accelerator that leaves a model unwrapped where `averages_at_once`."""
 

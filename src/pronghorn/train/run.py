@@ -80,7 +80,7 @@ def run(
         finally:
             current.progress.close()
         _save_model(current)
-        record = _make_record(current, started)
+        record = _record(current, started, current.trainer.state.log_history, *_evaluate(current, "after"))
         if current.trainer.accelerator.is_main_process:
             record.write(current.output)
             write_cards(record, current.output)
@@ -98,7 +98,7 @@ def _training_arguments(recipe: Recipe, console: Console) -> SFTConfig:
     if recipe.precision.tf32:
         check_tf32(args.device)
     check_device(recipe, args.device.type, console)
-    use_one_gpu(args, "SCRIPT.py")  # what starts runs has said how many it takes
+    use_one_gpu(args)  # what starts runs has said how many it takes
     return args
 
 
@@ -244,13 +244,8 @@ def _evaluate(current: _Run, when: str) -> tuple[float | None, list[str]]:
     if heldout is not None:
         collator = Collator(recipe.model.max_seq_length, tokenizer.pad_token_id)
         with current.trainer.accelerator.autocast():
-            loss = heldout_loss(
-                model,
-                heldout,
-                range(len(heldout)),
-                collator,
-                lambda rows: track(rows, f"Held-out rows {when}", len(rows), console),
-            )
+            shown = f"Held-out rows {when}"
+            loss = heldout_loss(model, heldout, collator, lambda rows: track(rows, shown, len(rows), console))
         console.print(f"[bold]Held-out loss {when} training[/] {loss:.4f}")
     tokens, system = recipe.report.sample_tokens, recipe.data.system_prompt
     conversations = [[{"role": "user", "content": prompt}] for prompt in recipe.report.sample_prompts]
@@ -342,12 +337,6 @@ def _initial(output: Path) -> dict[str, Any]:
     """Return what makes PEFT save the difference from the first adapter as plain LoRA, where there is one."""
     folder = output / INITIAL
     return {"path_initial_model_for_weight_conversion": str(folder)} if folder.exists() else {}
-
-
-def _make_record(current: _Run, started: float) -> RunRecord:
-    """Measure the trained model and return all that is known of the run."""
-    loss_after, samples_after = _evaluate(current, "after")
-    return _record(current, started, current.trainer.state.log_history, loss_after, samples_after)
 
 
 def _record(

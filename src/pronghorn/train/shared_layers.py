@@ -3,7 +3,7 @@ is saved and read. A checkpoint may be read by another number of processes, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from torch import Tensor
 from pronghorn.device import processes
 from pronghorn.errors import DataError, UnsupportedError
 from pronghorn.export.merge import write_model
-from pronghorn.memory.sharded import ShardedLayers, sharded
+from pronghorn.memory.sharded import ShardedLayers, sharded, whole_trained
 from pronghorn.memory.sharded_state import gathering, load_state
 from pronghorn.memory.sharded_training import Piece
 from pronghorn.models.families import base_causal_lm
@@ -60,7 +60,7 @@ class SharedLayersTrainer(trl.SFTTrainer):
         groups = [
             {
                 "params": [
-                    *(p for p in shared.outside(ours) if (id(p) in decayed) is decays),
+                    *(p for p in whole_trained(ours) if (id(p) in decayed) is decays),
                     *(piece.parameter for decaying, piece in cut if decaying is decays),
                 ],
                 "weight_decay": self.args.weight_decay if decays else 0.0,
@@ -105,9 +105,7 @@ class SharedLayersTrainer(trl.SFTTrainer):
         states, names = _bare(self.optimizer).state, {id(p): name for name, p in _named(self.model)}
         told = {
             "groups": [_options(group) for group in _bare(self.optimizer).param_groups],
-            "outside": {
-                names[id(p)]: states[p] for p in self._shared.outside(base_causal_lm(self.model)) if p in states
-            }
+            "outside": {names[id(p)]: states[p] for p in whole_trained(base_causal_lm(self.model)) if p in states}
             if self.args.should_save
             else {},
             "pieces": [(each.unit, each.begin, states[each.parameter]) for each in self._pieces],
@@ -200,19 +198,27 @@ def _is_whole(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0
 
 
-def _of_piece(piece: Piece, spans: list[tuple[str, int, int]], read: ReadState) -> dict[str, Any]:
-    """Return the state of a piece, cut out of the states of its parameters; zero between these."""
+def _window(begin: int, size: int, kept: Iterable[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
+    """Return the state of `size` numbers from `begin` on, cut out of states that begin at other numbers; zero between
+    these. What isn't a tensor of all numbers is taken as it is, each time its own: each parameter counts steps."""
     state: dict[str, Any] = {}
-    end = piece.begin + piece.parameter.numel()
-    for name, begin, size in spans:
-        first, last = max(begin, piece.begin), min(begin + size, end)
-        for key, value in read(name).items() if first < last else ():
-            if not _is_whole(value):
+    for first, each in kept:
+        length = max((value.numel() for value in each.values() if _is_whole(value)), default=0)
+        low, high = max(first, begin), min(first + length, begin + size)
+        for key, value in each.items() if low < high else ():
+            if _is_whole(value):
+                flat = state.setdefault(key, torch.zeros(size, dtype=value.dtype))
+                flat[low - begin : high - begin] = value[low - first : high - first]
+            else:
                 state[key] = value.clone() if isinstance(value, Tensor) else value
-                continue
-            flat = state.setdefault(key, torch.zeros(piece.parameter.numel(), dtype=value.dtype))
-            flat[first - piece.begin : last - piece.begin] = value[first - begin : last - begin]
     return state
+
+
+def _of_piece(piece: Piece, spans: list[tuple[str, int, int]], read: ReadState) -> dict[str, Any]:
+    """Return the state of a piece, cut out of the states of its parameters."""
+    count = piece.parameter.numel()
+    inside = ((name, at) for name, at, size in spans if at < piece.begin + count and piece.begin < at + size)
+    return _window(piece.begin, count, ((at, read(name)) for name, at in inside))
 
 
 def _of_parts(files: list[Path]) -> tuple[ReadState, list[dict[str, Any]]]:
@@ -227,17 +233,8 @@ def _of_parts(files: list[Path]) -> tuple[ReadState, list[dict[str, Any]]]:
         if name in outside:
             return {key: value.view(-1) if _is_whole(value) else value for key, value in outside[name].items()}
         layer, begin, size = spans[name]
-        state: dict[str, Any] = {}
-        for at, first, kept in (piece for each in told for piece in each["pieces"]):
-            length = max((value.numel() for value in kept.values() if _is_whole(value)), default=0)
-            low, high = max(first, begin), min(first + length, begin + size)
-            for key, value in kept.items() if at == layer and low < high else ():
-                if _is_whole(value):
-                    flat = state.setdefault(key, torch.zeros(size, dtype=value.dtype))
-                    flat[low - begin : high - begin] = value[low - first : high - first]
-                else:
-                    state[key] = value.clone() if isinstance(value, Tensor) else value  # each parameter counts steps
-        return state
+        pieces = (piece for each in told for piece in each["pieces"])
+        return _window(begin, size, ((first, kept) for at, first, kept in pieces if at == layer))
 
     return read, told[0]["groups"]
 

@@ -36,9 +36,7 @@ def strategy(recipe: Recipe, found: FoundModel, processes: int, device: torch.de
         return Strategy.COPIES
     if asked == "sharded":
         return Strategy.SHARDED
-    if not able:
-        return Strategy.COPIES
-    if device.type != "cuda":
+    if not able or device.type != "cuda":
         return Strategy.COPIES
     smallest = smallest_device(device)
     try:

@@ -31,7 +31,7 @@ from pronghorn.data.packed_rows import PackedRows
 from pronghorn.device import is_bf16_supported, processes
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
 from pronghorn.export.towers import keep_names
-from pronghorn.memory.sharded import sharded
+from pronghorn.memory.sharded import sharded, whole_trained
 from pronghorn.models.attach import attached
 from pronghorn.models.families import base_causal_lm
 from pronghorn.models.generic import PACKING
@@ -55,7 +55,6 @@ from pronghorn.train.ranks import (
     dealt_loader,
     folder_of_all,
     leave_packed_to_each_process,
-    whole_trained,
 )
 from pronghorn.train.shared_layers import SharedLayersTrainer
 from pronghorn.train.validate import (
@@ -106,7 +105,7 @@ class SFTTrainer(SharedLayersTrainer):
         asked = args.packing, args.eval_packing
         self._packs_train, self._packs_eval = asked[0], asked[0] if asked[1] is None else asked[1]
         check_arguments(args, kwargs, self._packs_train, self._packs_eval)
-        one_gpu = use_one_gpu(args, "SCRIPT.py")
+        one_gpu = use_one_gpu(args)
         check_gpus_apart(args.device)
         for name, packs in (("train_dataset", self._packs_train), ("eval_dataset", self._packs_eval)):
             check_dataset(name, kwargs.get(name), packs, args, kwargs)
@@ -350,7 +349,7 @@ class SFTTrainer(SharedLayersTrainer):
                 return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
             started = time.perf_counter()
             with self.accelerator.autocast():
-                loss = heldout_loss(self.model, rows, range(len(rows)), self._pack_collator)
+                loss = heldout_loss(self.model, rows, self._pack_collator)
             seconds = time.perf_counter() - started
             metrics = {f"{metric_key_prefix}_loss": loss, f"{metric_key_prefix}_runtime": seconds}
             self.log(dict(metrics))

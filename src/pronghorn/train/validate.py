@@ -186,18 +186,14 @@ def check_no_fsdp(args: Any) -> None:
         )
 
 
-def use_one_gpu(args: Any, command: str) -> str | None:
+def use_one_gpu(args: Any) -> str | None:
     """Train on the first of several GPUs that this one process sees: transformers' `nn.DataParallel` can't go on with
-    packed rows. Return what to tell about it, or None where there was nothing to do.
-
-    Args:
-        command: what torchrun starts.
-    """
+    packed rows. Return what to tell about it, or None where there was nothing to do."""
     count = args.n_gpu
     if count <= 1:
         return None
     args._n_gpu = 1  # as transformers itself does for a model on several devices
-    use_all = f"torchrun --nproc-per-node {count} {command}"
+    use_all = f"torchrun --nproc-per-node {count} SCRIPT.py"
     return f"one process sees {count} GPUs and trains on the first; to use all: {use_all}"
 
 

@@ -1,0 +1,90 @@
+"""Models without weights, and how these are filled in from a source, one tensor at a time.
+
+A device never holds more than the model, or this process's part of it, and one layer or tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pronghorn.models.share import SharedLoading
+from pronghorn.precision.loader import StoredTensor, load
+
+
+def without_weights(config: Any, dtype: torch.dtype, attention: str | None) -> Any:
+    """Make the causal LM of a configuration on the meta device; its buffers, which are computed, on the CPU."""
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+
+    with init_empty_weights(include_buffers=False):
+        return AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
+        )
+
+
+def tied_names(model: Any) -> set[str]:
+    """Return the names of parameters that are others, too, and may be in a checkpoint or not."""
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    return set(tied) if model.config.tie_word_embeddings else set()
+
+
+def fill(
+    model: Any,
+    source: Iterable[StoredTensor],
+    expected: Mapping[str, Tensor],
+    device: torch.device,
+    share: SharedLoading | None,
+    *,
+    rename: Callable[[str], str | None],
+    transform: Callable[[str, Tensor], Any],
+    owners: Mapping[str, str] | None = None,
+) -> Any:
+    """Read all weights of a model without any, put its buffers on the device, and return it, in evaluation mode.
+
+    Args:
+        expected, rename, transform: as `loader.load` takes them; `transform` may return None for a part of a parameter.
+        share: shares the layers with other processes.
+        owners: the parameter that a tensor is a part of, by the tensor's name.
+    Raises:
+        DataError: as `loader.load`; the model is not to be used then.
+    """
+    from transformers.utils import logging
+
+    def place(name: str, stored: StoredTensor) -> Tensor:
+        tensor = stored.read()
+        return tensor.to(device, expected[name].dtype, copy=tensor.device.type == "cpu")  # never a view of its file
+
+    owners = owners or {}
+    if share is not None:
+        share.begin(model, dict.fromkeys(owners.get(name, name) for name in expected))
+    bar = logging.tqdm(total=len(expected), desc="Loading weights")  # transformers' own, hidden by its settings
+    for key, tensor in load(source, rename=rename, place=place, transform=transform, expected=expected):
+        bar.update()
+        if tensor is None:
+            continue
+        name = owners.get(key, key)
+        put(model, name, tensor)
+        del tensor  # before the next one is read, and before a layer is shared
+        if share is not None:
+            share.arrived(name)
+    bar.close()
+    model.tie_weights()
+    for module in model.modules():
+        for key, buffer in module.named_buffers(recurse=False):
+            module._buffers[key] = buffer.to(device)
+    return model.eval()
+
+
+def put(model: Any, name: str, tensor: Tensor) -> None:
+    """Put a tensor into a model as its parameter or buffer of that name."""
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    if leaf in module._buffers:
+        module._buffers[leaf] = tensor
+        return
+    whole = isinstance(tensor, nn.Parameter)
+    module._parameters[leaf] = tensor if whole else nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
