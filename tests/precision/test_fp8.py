@@ -35,8 +35,8 @@ def sources() -> list[tuple[str, Any, torch.Tensor]]:
     for weight, out in zip(packed, written, strict=True):
         write_out(NF4Weight.of(weight), out)
     from_four = NF4CodesSource(packed, True)
-    codes = from_four._codes(False).double()
-    assert torch.equal(from_four._codes(True).double(), codes.t())
+    codes = from_four.codes(False).double()
+    assert torch.equal(from_four.codes(True).double(), codes.t())
     meant = codes * from_four._scales.double()[:, None]
     assert ((meant - torch.cat(written)).abs() <= torch.cat(written).abs() * 2**-4 + 1e-4).all()
     return [("resident", FP8Source(dense, True), dense.dequantise().double()), ("from NF4", from_four, meant)]
