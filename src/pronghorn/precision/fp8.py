@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from pronghorn.errors import UnsupportedError
 from pronghorn.kernels.fp8_blocks import FP8Tensor
@@ -23,7 +24,6 @@ from pronghorn.kernels.nf4 import NF4Weight, write_codes
 from pronghorn.kernels.packed import PackedTensor
 from pronghorn.kernels.quantise import DTYPE, RowCodes, quantise_rows, transposed, weight_scales
 from pronghorn.precision.compute import MULTIPLE
-from pronghorn.precision.scaled_mm import row_product
 from pronghorn.precision.source import Activation, LowRankGrad, WeightSource
 
 
@@ -89,7 +89,11 @@ def scaled_product(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, dty
     """
     if not a.is_cuda:
         return ((a.float() * a_scales) @ (b.float() * b_scales[:, None]).t()).to(dtype)
-    return row_product(a.device)(a, b, a_scales, b_scales, dtype, not exact)
+    rows = functional.ScalingType.RowWise
+    product: Tensor = functional.scaled_mm(
+        a, b.t(), a_scales, rows, b_scales.view(1, -1), rows, output_dtype=dtype, use_fast_accum=not exact
+    )
+    return product
 
 
 def check_float16(device: torch.device) -> None:
