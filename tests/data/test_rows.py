@@ -250,7 +250,9 @@ def test_bad_paths_and_columns(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"unknown file type \.xml: give a \.jsonl, \.json, \.csv"):
         read_rows(write(tmp_path, "<a/>", "train.xml"))
     path = write(tmp_path, GOOD)
-    with pytest.raises(DataError, match=r"data\.columns renames 'question', which belong to no one format"):
+    with pytest.raises(DataError, match="renames 'completion', 'instruction', which belong to no one format"):
+        read_rows(path, {"completion": "a", "instruction": "b"})
+    with pytest.raises(DataError, match=r"renames 'question', which are the file's keys: ours stand first: \{prompt: "):
         read_rows(path, {"question": "prompt"})
     with pytest.raises(DataError, match=r"data\.columns renames 'promt', which is no key: did you mean 'prompt'\?"):
         read_rows(path, {"promt": "question"})
