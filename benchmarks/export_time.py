@@ -22,10 +22,10 @@ from typing import Any
 import torch
 
 from benchmarks.program import parser_of, run, show
+from benchmarks.random_weights import generated
 from benchmarks.record import Facts
 from pronghorn.diagnose.shapes import shape_of
 from pronghorn.export.gguf import write_gguf
-from pronghorn.precision.loader import generated
 
 
 def make(shape: str, tokenizer: Path, folder: Path) -> int:

@@ -20,6 +20,7 @@ from transformers import AutoConfig
 
 from benchmarks.candidates.base import device, set_adapters
 from benchmarks.program import packed_batches, parser_of, run, show
+from benchmarks.random_weights import generated
 from benchmarks.record import Facts
 from benchmarks.timing import CudaClock
 from benchmarks.workload import make_rows
@@ -37,7 +38,6 @@ from pronghorn.models.auto_plan import cuda_device_spec, dims_of, measured_times
 from pronghorn.models.load import load_model
 from pronghorn.models.lora import add_lora
 from pronghorn.models.packed_checkpoint import PackedSkeleton
-from pronghorn.precision.loader import generated
 
 POLICIES = ("keep", "norms", "mlp", "layer", "offload")
 CASES = """

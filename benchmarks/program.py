@@ -55,11 +55,14 @@ def show(rows: Sequence[Mapping[str, Any]], title: str = "") -> None:
 
 def gsm8k(file: Path, tokenizer: Any, longest: int, most: int | None = None) -> list[dict[str, list[int]]]:
     """Tokenise the first rows of a file of GSM8K, the answers supervised, cut after `longest` tokens."""
+    from pronghorn.config import Source
+    from pronghorn.data.formats import RowReader
     from pronghorn.data.labels import label_rows
     from pronghorn.data.overflow import fit
-    from pronghorn.data.sources import read_rows
+    from pronghorn.data.sources import read_source
 
-    rows = read_rows(file, {"prompt": "question", "completion": "answer"})[:most]
+    reader = RowReader(columns={"prompt": "question", "completion": "answer"})
+    rows = list(read_source(Source(path=file, max_samples=most), reader))
     documents = fit(label_rows(rows, tokenizer).documents, longest, "truncate").documents
     return [{"input_ids": document.input_ids, "labels": document.labels} for document in documents]
 

@@ -26,9 +26,11 @@ from transformers import AutoTokenizer
 
 from benchmarks.program import parser_of, run, show
 from benchmarks.record import Result, Workload, check_out, command_line, write_results
+from pronghorn.config import Source
+from pronghorn.data.formats import RowReader
 from pronghorn.data.labels import Labeller
 from pronghorn.data.parts import Tokenising
-from pronghorn.data.sources import read_rows
+from pronghorn.data.sources import read_source
 
 SETS: dict[str, tuple[str, dict[str, str]]] = {
     "gsm8k": ("gsm8k/train.jsonl", {"prompt": "question", "completion": "answer"}),
@@ -83,7 +85,7 @@ def main(given: argparse.Namespace) -> bool:
     check_out(given.out)
     tokenizer, results, shown = AutoTokenizer.from_pretrained(given.tokenizer), [], []
     for name, (file, columns) in SETS.items():
-        rows = read_rows(given.data / file, columns)[: given.rows]
+        rows = list(read_source(Source(path=given.data / file, max_samples=given.rows), RowReader(columns=columns)))
         times, tokens, same = measure(rows, tokenizer)
         rates = {candidate: tokens / statistics.median(series) * 1e3 for candidate, series in times.items()}
         results += [

@@ -29,7 +29,7 @@ from pronghorn.layers.build import LayerBuilder
 from pronghorn.layers.fused_linear import FusedLinear
 from pronghorn.memory.plan import Policy
 from pronghorn.models.lora import add_lora
-from pronghorn.precision.source import Activation, Lifetime, LowRankGrad, WeightSource
+from pronghorn.precision.source import Activation, LowRankGrad, WeightSource
 
 WORLD, TOKENS = 2, 30
 LENGTHS = [[9, 1, 14, 6], [12, 18]]
@@ -37,8 +37,6 @@ LENGTHS = [[9, 1, 14, 6], [12, 18]]
 
 class GatheredSource(WeightSource):
     """The weights of linears as they are when a product is made: whole inside a layer, shards outside."""
-
-    lifetime = Lifetime.PER_USE
 
     def __init__(self, linears: list[nn.Linear]) -> None:
         self._linears = linears

@@ -185,8 +185,8 @@ def test_an_export_is_timed(shared: Path, tmp_path: Path) -> None:
 def test_tokenising_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It calls what the data package has; a tokenizer without a chat template doesn't give the same tokens."""
     from benchmarks import tokenising
-    from pronghorn.data.sources import read_rows
     from pronghorn.diagnose.shapes import byte_tokenizer
+    from support.data_files import read_rows
 
     monkeypatch.setattr(tokenising, "REPEATS", 1)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "one and one", "completion": "two"}\n' * 3)

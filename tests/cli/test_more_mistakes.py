@@ -212,7 +212,7 @@ def test_what_can_only_mean_one_thing_is_taken(
     ],
 )
 def test_turns_are_read_by_their_own_keys_whatever_their_list_is_called(form: str, turns: Any, tmp_path: Path) -> None:
-    from pronghorn.data.sources import read_rows
+    from support.data_files import read_rows
 
     (tmp_path / "a.jsonl").write_text(json.dumps({form: turns}))
     [conversation] = read_rows(tmp_path / "a.jsonl")

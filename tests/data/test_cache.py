@@ -25,9 +25,9 @@ from pronghorn.data.labels import label_rows
 from pronghorn.data.overflow import fit
 from pronghorn.data.packed_rows import PackedRows
 from pronghorn.data.parts import Tokenising
-from pronghorn.data.sources import read_rows
 from pronghorn.errors import ConfigError, DataError
 from pronghorn.state import digest
+from support.data_files import read_rows
 
 TEMPLATE = (
     "{% for m in messages %}{{ '[' + m.role + ']' + m.content + '</s>' }}{% endfor %}"

@@ -13,9 +13,9 @@ from pronghorn.data.labels import label_rows
 from pronghorn.data.overflow import fit
 from pronghorn.data.packing import Document
 from pronghorn.data.rows import PromptCompletion, Row, TextDocument
-from pronghorn.data.sources import read_rows
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
 from support.chats import CHATML, INST, QWEN3_LIKE, WHERE, byte_level, chat, one, texts, trained
+from support.data_files import read_rows
 
 
 @pytest.fixture(scope="module")

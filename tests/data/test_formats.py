@@ -12,9 +12,8 @@ import pytest
 from pronghorn.data.files import read_file
 from pronghorn.data.formats import RowReader
 from pronghorn.data.rows import Conversation, Message, Preference, TextDocument
-from pronghorn.data.sources import read_rows
 from pronghorn.errors import DataError
-from support.data_files import FILES
+from support.data_files import FILES, read_rows
 
 
 @pytest.mark.parametrize(("file", "format", "columns", "name", "count", "kind"), FILES)

@@ -11,10 +11,10 @@ from transformers import AutoTokenizer
 
 from pronghorn.data import sandbox
 from pronghorn.data.rows import Conversation, Message, PromptCompletion
-from pronghorn.data.sources import read_rows
 from pronghorn.data.template import BUILT_IN, find_template
 from pronghorn.errors import ConfigError, DataError
 from support.chats import CHATML, INST, QWEN3_LIKE, byte_level, chat, written
+from support.data_files import read_rows
 
 MANY_FEATURES = (
     "{% macro turn(m, n=2) %}<{{ m.role * n }}>{{ caller() if caller else m.content }}{% endmacro %}"

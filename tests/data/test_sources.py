@@ -20,10 +20,10 @@ from pronghorn.data.cache import Prepared, SourceCount, documents
 from pronghorn.data.formats import RowReader
 from pronghorn.data.labels import label_rows
 from pronghorn.data.rows import Conversation, Message, Preference, PromptCompletion, Row, TextDocument
-from pronghorn.data.sources import count_rows, fingerprint, mixture, read_rows, read_source
+from pronghorn.data.sources import count_rows, fingerprint, mixture, read_source
 from pronghorn.errors import ConfigError, DataError
 from support.chats import byte_level, trained
-from support.data_files import FILES
+from support.data_files import FILES, read_rows
 from support.templates import CALLS as CALLS_TEMPLATE
 
 PAIR = {"prompt": "Hi", "completion": "Hello"}

@@ -11,9 +11,9 @@ import pytest
 
 from pronghorn.data.labels import label_rows
 from pronghorn.data.rows import Conversation
-from pronghorn.data.sources import read_rows
 from pronghorn.errors import DataError
 from support.chats import CHATML, byte_level, trained
+from support.data_files import read_rows
 from support.templates import with_template
 
 USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}

@@ -18,9 +18,9 @@ from pronghorn.config import Recipe
 from pronghorn.data.cache import documents
 from pronghorn.data.packing import Document
 from pronghorn.diagnose.inspect import (
+    Example,
     Inspection,
     clip,
-    example_of,
     figures,
     histogram,
     inspect,
@@ -181,7 +181,8 @@ def test_the_page_is_inert_and_whole(recipe: Any, tmp_path: Path) -> None:
 
 def test_long_examples_lose_their_middle(tokenizer: Any, recipe: Any) -> None:
     ids = tokenizer("word " * 300)["input_ids"]
-    example = example_of(Document(ids, [-100, *ids[1:]], "x"), tokenizer)
+    labels = [-100, *ids[1:]]
+    example = Example(Document(ids, labels, "x"), pieces_of(ids, labels, tokenizer))
     shown = clip(example, 100)
     kept = sum(len(piece.ids) for piece in shown.head + shown.tail)
     assert kept + shown.left_out == len(ids) and 98 <= kept <= 102 and shown.left_out_supervised == shown.left_out

@@ -19,7 +19,6 @@ from pronghorn.memory.step_time import step_times
 from pronghorn.models.attach import attach
 from pronghorn.models.auto_plan import dims_of, setup_of
 from pronghorn.models.lora import add_lora
-from pronghorn.precision import scaled_mm
 from pronghorn.precision.fp8 import FP8Source, FP8Weight, NF4CodesSource
 from pronghorn.precision.source import Activation, LowRankGrad
 from support.documents import LENGTHS, ROW, gradients
@@ -35,8 +34,8 @@ def sources() -> list[tuple[str, Any, torch.Tensor]]:
     for weight, out in zip(packed, written, strict=True):
         write_out(NF4Weight.of(weight), out)
     from_four = NF4CodesSource(packed, True)
-    codes = from_four._codes(False).double()
-    assert torch.equal(from_four._codes(True).double(), codes.t())
+    codes = from_four.codes(False).double()
+    assert torch.equal(from_four.codes(True).double(), codes.t())
     meant = codes * from_four._scales.double()[:, None]
     assert ((meant - torch.cat(written)).abs() <= torch.cat(written).abs() * 2**-4 + 1e-4).all()
     return [("resident", FP8Source(dense, True), dense.dequantise().double()), ("from NF4", from_four, meant)]
@@ -201,26 +200,3 @@ def test_blocks_that_are_not_fused_are_told(batch: dict[str, Any]) -> None:
     [path] = [path for path in handle.report if path.part == "products of frozen weights"]
     assert path.path.startswith("the model's dtype in blocks that aren't fused") and path.why == "LoRA dropout"
     assert handle.layers.in_fp8() == (0, 0) and not setup_of(model, 512).fp8
-
-
-@pytest.mark.parametrize("fast", [False, True])
-def test_the_public_product_gives_the_bits_of_the_private_one(fast: bool) -> None:
-    a, b = (torch.randn(rows, 64).to(torch.float8_e4m3fn) for rows in (32, 48))
-    operands = a, b, torch.rand(32, 1), torch.rand(48), torch.bfloat16, fast
-    assert torch.equal(scaled_mm.public(*operands), scaled_mm.private(*operands))
-
-
-def test_an_older_torch_takes_the_private_product_if_it_gives_the_right_numbers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    choose = scaled_mm.row_product.__wrapped__  # past its cache
-    assert choose(torch.device("cpu")) is scaled_mm.public
-    monkeypatch.delattr(torch.nn.functional, "scaled_mm")
-    assert choose(torch.device("cpu")) is scaled_mm.private
-    right = torch._scaled_mm
-    monkeypatch.setattr(torch, "_scaled_mm", lambda *args, **options: right(*args, **options) * 2)
-    with pytest.raises(PronghornError, match="gives other numbers"):
-        choose(torch.device("cpu"))
-    monkeypatch.delattr(torch, "_scaled_mm")
-    with pytest.raises(PronghornError, match="has no attribute '_scaled_mm'"):
-        choose(torch.device("cpu"))

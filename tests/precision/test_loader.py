@@ -1,4 +1,4 @@
-"""Tensors of checkpoints and made-up models, one at a time."""
+"""Tensors of checkpoints, one at a time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pronghorn.errors import DataError
-from pronghorn.precision.loader import StoredTensor, checkpoint, generated, load
+from pronghorn.precision.loader import StoredTensor, checkpoint, load
 
 WEIGHTS = {name: torch.full((2, 3), float(i)) for i, name in enumerate("cab")}
 
@@ -116,19 +116,6 @@ def test_what_is_not_as_expected_is_named(tmp_path: Path, expected: dict[str, Te
 def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="same comes twice"):
         list(load(checkpoint(sharded(tmp_path)), rename=lambda name: "same"))
-
-
-def test_a_generated_tensor_depends_on_its_name_alone() -> None:
-    shapes = {"a": (5000, 1500), "b": (5000, 1500), "norm": (7,)}
-    expected = {name: torch.empty(shape, dtype=torch.bfloat16, device="meta") for name, shape in shapes.items()}
-    expected |= {f"{name}_scales": torch.empty(3, 5, dtype=torch.uint8, device="meta") for name in "ab"}
-    weights = dict(load(generated(expected), expected=expected))
-    alone = {stored.name: stored for stored in generated({"b": expected["b"]})}
-    assert weights["a_scales"].dtype is torch.uint8 and not torch.equal(weights["a_scales"], weights["b_scales"])
-    assert torch.equal(alone["b"].rows(2700, 4999), weights["b"][2700:4999])
-    assert not torch.equal(weights["a"], weights["b"])
-    assert not torch.equal(weights["a"][:2000], weights["a"][2796:4796])  # blocks differ
-    assert weights["a"].float().std().item() == pytest.approx(0.02, rel=0.01)
 
 
 def test_a_gguf_file_is_unpacked_by_rows(tmp_path: Path) -> None:

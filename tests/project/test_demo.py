@@ -108,7 +108,7 @@ def test_every_row_fits_the_recipe(smollm2: Path, files: Path) -> None:
     from transformers import AutoTokenizer
 
     from pronghorn.data.labels import label_rows
-    from pronghorn.data.sources import read_rows
+    from support.data_files import read_rows
 
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     for name in ("train.jsonl", "eval.jsonl"):

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from pronghorn.data.rows import (
-    Conversation,
-    Preference,
-    PromptCompletion,
-    TextDocument,
-)
+from collections.abc import Mapping
+from pathlib import Path
+
+from pronghorn.config import Format, Source
+from pronghorn.data.formats import RowReader
+from pronghorn.data.rows import Conversation, OnBad, Preference, PromptCompletion, Row, TextDocument
+from pronghorn.data.sources import read_source
 
 QUESTION = {"prompt": "question", "completion": "answer"}
+
+
+def read_rows(
+    path: str | Path, columns: Mapping[str, str] | None = None, format: Format = "auto", on_bad: OnBad | None = None
+) -> list[Row]:
+    """Read every row of a file or folder for supervised fine-tuning; arguments and errors are `RowReader`'s."""
+    return list(read_source(Source(path=Path(path)), RowReader(format, columns, on_bad)))
 
 
 FILES: list[tuple[str, str, dict[str, str], str, int, type]] = [  # file, format, columns, what it is, rows, class

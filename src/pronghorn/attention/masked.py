@@ -31,15 +31,13 @@ def per_document_attention(
     rows = _heads_first(q, k, v)
     outputs = []
     for start, end in packed.segments:
-        length = end - start
         band = None
-        written_out = sinks is not None or softcap is not None
-        if written_out or (window is not None and length > window):
-            position = torch.arange(length, device=rows[0].device)
+        if window is not None and end - start > window:
+            position = torch.arange(end - start, device=rows[0].device)
             distance = position[:, None] - position[None, :]
-            band = (distance >= 0) & (distance < (window or length))
+            band = (distance >= 0) & (distance < window)
         q, k, v = (x[None, :, start:end] for x in rows)
-        if written_out:
+        if sinks is not None or softcap is not None:
             out = sink_attention(q, k, v, band, scale, sinks, dropout, softcap)
         else:
             out = scaled_dot_product_attention(q, k, v, band, dropout, is_causal=band is None, scale=scale)
@@ -86,19 +84,23 @@ def sink_attention(
     learned in gpt-oss). All scores at once: SDPA has no sinks.
 
     Args:
-        query: [B, H, L, D]; key, value: [B, H, S, D].
-        mask: [..., L, S], booleans (True where a query looks) or what is added to scores; None to look everywhere.
+        query: [B, H, L, D]; key, value: [B, H_kv, S, D].
+        mask: [..., L, S], booleans (True where a query looks) or what is added to scores; None: a query, of which the
+            last one is the last key's, looks at every key up to its own.
         sinks: [H], or None.
         dropout: of the probabilities.
         softcap: c of c · tanh(score / c).
     Returns:
         [B, H, L, D].
     """
+    groups, length, keys = query.shape[1] // key.shape[1], query.shape[2], key.shape[2]
+    key, value = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (key, value))
+    if mask is None:
+        mask = torch.ones(length, keys, dtype=torch.bool, device=query.device).tril(keys - length)
     scores = (query @ key.mT).to(torch.promote_types(query.dtype, torch.float32)) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype is torch.bool else scores + mask
+    scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype is torch.bool else scores + mask
     if sinks is None:
         shares = scores.softmax(-1)
     else:

@@ -73,8 +73,10 @@ def packed_attention(
     Returns:
         ([B, T/B, H, D], None).
     """
-    if packed is None and (s_aux is not None or kwargs.get("softcap") is not None):
-        return _unpacked_written_out(query, key, value, attention_mask, scaling, s_aux, kwargs.get("softcap")), None
+    softcap, scale = kwargs.get("softcap"), query.shape[-1] ** -0.5 if scaling is None else scaling
+    if packed is None and (s_aux is not None or softcap is not None):
+        out = sink_attention(query, key, value, attention_mask, scale, s_aux, 0.0, softcap)
+        return out.transpose(1, 2).contiguous(), None
     if packed is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -84,11 +86,9 @@ def packed_attention(
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     batch, heads, length, head_dim = query.shape
-    scale = head_dim**-0.5 if scaling is None else scaling
     q_THD, k_THD, v_THD = (x.transpose(1, 2).reshape(batch * length, -1, x.shape[-1]) for x in (query, key, value))
     options = explicit.Options.choose(backend, query, packed, scale, sliding_window)
     way, window = options.way, options.binding
-    softcap = kwargs.get("softcap")
     if dropout or softcap is not None or value.shape[-1] != head_dim:  # which the kernels don't have
         out = per_document_attention(q_THD, k_THD, v_THD, packed, scale, window, s_aux, dropout, softcap)
         return out.reshape(batch, length, heads, -1).contiguous(), None  # some layers take a view of it
@@ -101,28 +101,6 @@ def packed_attention(
     else:
         out = explicit.attention(q_THD, k_THD, v_THD, options, s_aux)
     return out.reshape(batch, length, heads, head_dim).contiguous(), None
-
-
-def _unpacked_written_out(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scaling: float | None,
-    sinks: Tensor | None,
-    softcap: float | None,
-) -> Tensor:
-    """[B, L, H, D] of a padded batch, or of `generate()` with its cache.
-
-    Args:
-        mask: of `sdpa_mask`; None where a query sees every key up to its own.
-    """
-    groups, length = query.shape[1] // key.shape[1], query.shape[2]
-    if mask is None and length > 1:
-        mask = torch.ones(length, key.shape[2], dtype=torch.bool, device=query.device).tril(key.shape[2] - length)
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return sink_attention(query, key, value, mask, scale, sinks, 0.0, softcap).transpose(1, 2).contiguous()
 
 
 def _metadata_in_every_layer(

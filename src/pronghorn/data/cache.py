@@ -110,6 +110,8 @@ def documents(
         DataError: data that can't be read or trained on, nothing left to train, a cache that is damaged or of another
             version; ConfigError: a split that isn't set, weights for some sources, a system prompt that no row takes.
     """
+    from datasets import concatenate_datasets
+
     sources = data.sources(split)
     if not sources:
         raise ConfigError(f"data.{split} is not set", "give a file, a folder, a hub name or a list of them")
@@ -147,7 +149,7 @@ def documents(
     if weights:
         taken = mixture(lengths, weights, seed)
         sets = [documents.select(indices) for documents, indices in zip(sets, taken, strict=True)]
-    whole = _concatenated(sets)
+    whole = concatenate_datasets([documents for documents in sets if len(documents)])
     fitted, dataset = fit_dataset(whole, max_seq_length, overflow or data.overflow)
     used = [len(documents) for documents in sets]
     held = [] if data.held_out is None else [data.held_out, split]
@@ -303,12 +305,6 @@ def _place(error: str) -> tuple[str, int]:
     """Return where an error says it is: (file, line or row)."""
     found = re.match(r"(.*?) (?:line|row) (\d+)", error)
     return (found[1], int(found[2])) if found else ("", 0)
-
-
-def _concatenated(sets: list[Any]) -> Any:
-    from datasets import concatenate_datasets
-
-    return concatenate_datasets([documents for documents in sets if len(documents)])
 
 
 def _tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:

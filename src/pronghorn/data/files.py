@@ -198,7 +198,7 @@ def _json_list(path: Path) -> Values:
     except (ValueError, RecursionError) as error:
         raise _json_error(error, path, 1) from error
     if not isinstance(values, list):
-        raise DataError(f"{path}: {type(values).__name__} instead of a list", _listed(path, values))
+        raise DataError(f"{path}: {type(values).__name__} instead of a list", _listed(values))
     end = text.index("[") + 1
     for number in range(1, len(values) + 1):
         start = end
@@ -208,7 +208,7 @@ def _json_list(path: Path) -> Values:
         yield number, _parse(text[start:end], path, number)
 
 
-def _listed(path: Path, value: Any) -> str:
+def _listed(value: Any) -> str:
     """Return how the rows of a JSON value that is no list become one."""
     inner = list(value.values()) if isinstance(value, dict) else []
     if inner and all(

@@ -86,11 +86,10 @@ class PackedRows(Dataset):
         Args:
             attention: the time that a document of one token takes in attention; one of n tokens takes n² of it.
         """
-        return [self._cost([self._lengths[i] for i in row], attention) for row in self._rows]
-
-    def _cost(self, lengths: list[int], attention: float) -> float:
-        tail = self.stats.row_tokens - sum(lengths)  # attends to itself
-        return self.stats.row_tokens + attention * (sum(n * n for n in lengths) + tail * tail)
+        tokens = self.stats.row_tokens
+        rows = ([self._lengths[i] for i in row] for row in self._rows)
+        documents = ([*row, tokens - sum(row)] for row in rows)  # the padded tail attends to itself
+        return [tokens + attention * sum(n * n for n in lengths) for lengths in documents]
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -101,9 +100,8 @@ class PackedRows(Dataset):
             return {**row, "labels": [IGNORE_INDEX] * len(row["labels"])}
         import pyarrow.compute
 
-        table = self._columns[
-            self._rows[index]
-        ]  # in one read, joined by Arrow: Python's lists take three times as long
+        # in one read, joined by Arrow: Python's lists take three times as long
+        table = self._columns[self._rows[index]]
         row = {name: pyarrow.compute.list_flatten(table[name]).to_numpy().tolist() for name in table.column_names}
         return {**row, "lengths": pyarrow.compute.list_value_length(table["input_ids"]).to_pylist()}
 

@@ -7,24 +7,17 @@ than once oftener than another of its source. The draw depends on the seed alone
 
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from pronghorn.config import Format, Source
+from pronghorn.config import Source
 from pronghorn.data.files import READERS, estimate_rows, read_file, reading, without_nulls
 from pronghorn.data.formats import RowReader
-from pronghorn.data.rows import OnBad, Preference, Row
+from pronghorn.data.rows import Preference, Row
 from pronghorn.errors import DataError
 from pronghorn.state import digest
-
-
-def read_rows(
-    path: str | Path, columns: Mapping[str, str] | None = None, format: Format = "auto", on_bad: OnBad | None = None
-) -> list[Row]:
-    """Read every row of a file or folder for supervised fine-tuning; arguments and errors are `RowReader`'s."""
-    return list(read_source(Source(path=Path(path)), RowReader(format, columns, on_bad)))
 
 
 def read_source(source: Source, reader: RowReader) -> Iterator[Row]:

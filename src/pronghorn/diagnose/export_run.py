@@ -47,10 +47,9 @@ TEXT = "The quick brown fox jumps over the lazy dog, and nobody is surprised."
 
 @dataclass(frozen=True)
 class Format:
-    """What an export is, who reads it, and how one goes on with it."""
+    """What an export is, and how one goes on with it."""
 
     about: str
-    readers: str
     next: str
     """The command that uses it; {folder} and {file} are filled in."""
     folder: str = ""
@@ -62,31 +61,15 @@ class Format:
 
 
 FORMATS = {
-    "merged": Format(
-        "the whole model in 16 bits",
-        "transformers, vLLM, SGLang",
-        "vllm serve {folder}",
-        merges=True,
-        library="transformers",
-    ),
-    "adapter": Format(
-        "LoRA alone, as PEFT saves it",
-        "PEFT, transformers",
-        "pronghorn chat {folder}",
-        "exported-adapter",
-        library="peft",
-    ),
+    "merged": Format("the whole model in 16 bits", "vllm serve {folder}", merges=True, library="transformers"),
+    "adapter": Format("LoRA alone, as PEFT saves it", "pronghorn chat {folder}", "exported-adapter", library="peft"),
     "served-adapter": Format(
-        "LoRA alone, experts by their own names",
-        "vLLM, SGLang",
-        "vllm serve BASE --enable-lora --lora-modules mine={folder}",
+        "LoRA alone, experts by their own names", "vllm serve BASE --enable-lora --lora-modules mine={folder}"
     ),
-    "fp8": Format("the whole model, linears in 8 bits", "vLLM, Pronghorn", "vllm serve {folder}", merges=True),
-    "gguf": Format("one file for llama.cpp", "llama.cpp, LM Studio, Ollama", "llama-server -m {file}", merges=True),
-    "gguf-lora": Format("LoRA alone, one file for llama.cpp", "llama.cpp", "llama-server -m BASE.gguf --lora {file}"),
-    "ollama": Format(
-        "a GGUF file and its Modelfile", "Ollama", "ollama create mine -f {folder}/Modelfile", merges=True
-    ),
+    "fp8": Format("the whole model, linears in 8 bits", "vllm serve {folder}", merges=True),
+    "gguf": Format("one file for llama.cpp", "llama-server -m {file}", merges=True),
+    "gguf-lora": Format("LoRA alone, one file for llama.cpp", "llama-server -m BASE.gguf --lora {file}"),
+    "ollama": Format("a GGUF file and its Modelfile", "ollama create mine -f {folder}/Modelfile", merges=True),
 }
 
 BY_VLLM = ("merged", "adapter", "served-adapter")

@@ -52,11 +52,9 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A document to look at."""
+    """A document to look at, and what its tokens add to the text."""
 
-    source: str
-    tokens: int
-    supervised: int
+    document: Document
     pieces: list[Piece]
 
 
@@ -171,6 +169,7 @@ def inspect(recipe: Recipe, split: Split = "train", examples: int = 3, progress:
     shown: Overflow = "split" if recipe.data.overflow == "error" and tokens > 1 else recipe.data.overflow
     prepared = documents(recipe.data, split, tokenizer, tokens, seed, progress, overflow=shown)
     dataset, whole = prepared.dataset, sorted(lengths_of(prepared.whole))
+    first = (Document(**row) for row in dataset.select(range(min(examples, len(dataset)))))
     labels = dataset.select_columns("labels").with_format("arrow").iter(batch_size=10_000)  # a part in memory at a time
     return Inspection(
         recipe=recipe,
@@ -180,16 +179,10 @@ def inspect(recipe: Recipe, split: Split = "train", examples: int = 3, progress:
         lengths=whole if shown != recipe.data.overflow else sorted(lengths_of(dataset)),
         supervised=sum(pc.sum(pc.not_equal(pc.list_flatten(t["labels"]), IGNORE_INDEX)).as_py() for t in labels),
         packing=PackedRows(dataset, tokens, seed).stats,
-        examples=[example_of(Document(**row), tokenizer) for row in dataset.select(range(min(examples, len(dataset))))],
+        examples=[Example(each, pieces_of(each.input_ids, each.labels, tokenizer)) for each in first],
         outcomes=outcomes(prepared.whole, tokens),
         long=[length for length in whole if length > tokens],
     )
-
-
-def example_of(document: Document, tokenizer: PreTrainedTokenizerBase) -> Example:
-    """Return the document with its tokens' texts."""
-    pieces = pieces_of(document.input_ids, document.labels, tokenizer)
-    return Example(document.source, len(document), document.supervised, pieces)
 
 
 def pieces_of(ids: Sequence[int], labels: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[Piece]:
@@ -220,11 +213,12 @@ def pieces_of(ids: Sequence[int], labels: Sequence[int], tokenizer: PreTrainedTo
 
 def clip(example: Example, tokens: int) -> Clipped:
     """Keep about `tokens` tokens, half from either end; an example that is hardly longer stays whole."""
-    if example.tokens <= tokens * 1.1:
+    length = len(example.document)
+    if length <= tokens * 1.1:
         return Clipped(example.pieces, [], 0, 0)
     ends = list(accumulate(len(piece.ids) for piece in example.pieces))
     cut = next(i for i, end in enumerate(ends, 1) if end >= tokens // 2)
-    again = next(i for i, end in enumerate(ends, 1) if example.tokens - end <= tokens // 2)
+    again = next(i for i, end in enumerate(ends, 1) if length - end <= tokens // 2)
     supervised = sum(len(piece.ids) for piece in example.pieces[cut:again] if piece.supervised)
     return Clipped(example.pieces[:cut], example.pieces[again:], ends[again - 1] - ends[cut - 1], supervised)
 
@@ -321,14 +315,14 @@ def show(inspection: Inspection, console: Console) -> None:
     console.print()
     colours = console.color_system is not None and not console.no_color
     for number, example in enumerate(inspection.examples, 1):
-        console.rule(Text(f"Example {number}: {visible(example.source)}"), align="left", style="dim")
+        console.rule(Text(f"Example {number}: {visible(example.document.source)}"), align="left", style="dim")
         shown = clip(example, TERMINAL_TOKENS)
         text = _marked(shown.head, colours)
         if shown.left_out:
             left_out = f"{shown.left_out:,} tokens left out, {shown.left_out_supervised:,} of them supervised"
             text.append(f"\n… {left_out} …\n", "italic").append_text(_marked(shown.tail, colours))
         console.print(text)
-        count = f"{example.tokens:,} tokens, {example.supervised:,} of them supervised\n"
+        count = f"{len(example.document):,} tokens, {example.document.supervised:,} of them supervised\n"
         console.print(Text(count, style="italic"), highlight=False)
     if inspection.examples:
         marks = Text("supervised", _SUPERVISED) if colours else Text("⟦supervised⟧")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pronghorn.device import device_name, versions
-from pronghorn.diagnose.verify_reference import Passes, RoutedExperts, Run
+from pronghorn.diagnose.verify_reference import Passes, Run
 from pronghorn.diagnose.verify_report import Cause, Check, Finding, Name, Report
 from pronghorn.diagnose.verify_subject import Subject
 from pronghorn.errors import DataError, UnsupportedError
@@ -75,7 +75,7 @@ def verify(subject: Subject, say: Callable[[str], None] = lambda text: None) -> 
         *([products(run.product_distances(), in_8_bits)] if subject.compute.is_fp8 else []),
         gradients(distances, len(run.parameters)),
         dead(ours.dead, exact.dead),
-        *([] if ours.routed is None else [experts(ours.routed)]),
+        *([] if ours.untrained is None else [experts(ours.untrained, ours.idle)]),
         packed_or_alone(packed, alone, plain, exact),
         isolation(run.isolation()) if run.is_generic else visibility(run.visibility(packed=True), plain_visibility),
         twice(ours, again, plain, exact, noise),
@@ -170,11 +170,9 @@ def dead(names: list[str], in_exact: list[str]) -> Check:
     return Check(Name.DEAD, not wrong, len(wrong), 0, detail, Finding(Cause.NO_GRADIENT, listed(wrong)))
 
 
-def experts(routed: RoutedExperts) -> Check:
+def experts(wrong: list[str], idle: int) -> Check:
     """Check that every expert that tokens went to has a gradient in its slice of every trained tensor."""
-    wrong = [f"{name}, expert {expert} ({tokens} tokens)" for name, expert, tokens in routed.untrained]
-    detail = f"every expert that saw tokens trains; {routed.idle} saw none"
-    detail = f"no gradient: {listed(wrong)}" if wrong else detail
+    detail = f"no gradient: {listed(wrong)}" if wrong else f"every expert that saw tokens trains; {idle} saw none"
     return Check(Name.EXPERTS, not wrong, len(wrong), 0, detail, Finding(Cause.EXPERT_NEVER_TRAINS, listed(wrong)))
 
 

@@ -29,7 +29,7 @@ from pronghorn.export.folder import whole_folder
 from pronghorn.families.registry import family_of
 from pronghorn.layers.decoder import FusedLayers
 from pronghorn.models.attach import PathTaken, attached
-from pronghorn.models.expert_gradients import RoutedTokens, count_tokens
+from pronghorn.models.expert_gradients import count_tokens
 from pronghorn.models.experts import refusal
 from pronghorn.models.families import base_causal_lm
 from pronghorn.models.probe import Isolation, long_lengths, probe
@@ -50,24 +50,6 @@ ALONE = 12
 
 
 @dataclass(frozen=True)
-class RoutedExperts:
-    """Which experts were given tokens, and trained."""
-
-    untrained: list[tuple[str, int, int]]
-    """(tensor, expert, tokens) for experts that saw tokens and whose slice has no gradient."""
-    idle: int
-    """Experts that saw none."""
-
-
-def routed_experts(routed: RoutedTokens) -> RoutedExperts | None:
-    """Read the counts after the backward; None where no expert is trained."""
-    if not any(routed.tensors()):
-        return None
-    untrained = [(canonical(name), expert, tokens) for name, expert, tokens in routed.untrained()]
-    return RoutedExperts(untrained, len(routed.idle()))
-
-
-@dataclass(frozen=True)
 class Passes:
     """The results of a pass over all rows; tensors on the host."""
 
@@ -79,8 +61,11 @@ class Passes:
     gradients: dict[str, Tensor]
     dead: list[str]
     """Trained tensors with no gradient, a zero one, or one that is not finite."""
-    routed: RoutedExperts | None = None
-    """None where the pass doesn't tell, or no expert is trained."""
+    untrained: list[str] | None = None
+    """Experts that saw tokens and whose slice has no gradient, in words; None where the pass doesn't tell, or no expert
+    is trained."""
+    idle: int = 0
+    """Experts that saw no token."""
 
     @property
     def finite(self) -> bool:
@@ -216,8 +201,10 @@ class Run:
                     loss = self.model(**batch, use_cache=False, num_items_in_batch=items).loss
                 loss.backward()
                 total += loss.item()
-        experts = routed_experts(routed)  # before gradients are taken off the model
-        return replace(self._take([], total, torch.empty(0)), routed=experts)
+        untrained = None
+        if any(routed.tensors()):  # before gradients are taken off the model
+            untrained = [f"{canonical(name)}, expert {e} ({count} tokens)" for name, e, count in routed.untrained()]
+        return replace(self._take([], total, torch.empty(0)), untrained=untrained, idle=len(routed.idle()))
 
     def _take(self, losses: list[Tensor], loss: float, logits: Tensor) -> Passes:
         """Take the gradients off the model: on the host, for the next pass needs the room."""

@@ -10,23 +10,6 @@ Rows = Callable[[Any], Any]
 """Takes of some of a checkpoint's rows (slices of the first dimension) those of another tensor."""
 
 
-def _nothing(config: Any) -> Mapping[str, Any]:
-    return {}
-
-
-def _served(config: Any) -> str | None:
-    return None
-
-
-def _rope(config: Any) -> Mapping[str, Any]:
-    rope: Mapping[str, Any] = config.rope_parameters
-    return rope
-
-
-def _whole(name: str, config: Any) -> Mapping[str, Rows]:
-    return {name: all_rows}
-
-
 def all_rows(rows: Any) -> Any:
     """Take a tensor as it is."""
     return rows
@@ -62,13 +45,13 @@ class Gguf:
     interleaved: bool = False
     """Whether rows of queries and keys are interleaved: llama.cpp rotates neighbouring rows of a head where
     transformers rotates its halves."""
-    values: Callable[[Any], Mapping[str, Any]] = _nothing
+    values: Callable[[Any], Mapping[str, Any]] = lambda config: {}
     """Reads from the configuration what the file must say, by the names of gguf.GGUFWriter's methods without `add_`."""
-    unlike: Callable[[Any], str | None] = _served
+    unlike: Callable[[Any], str | None] = lambda config: None
     """Says what a configuration has that llama.cpp's model of the architecture hasn't, or None."""
-    rope: Callable[[Any], Mapping[str, Any]] = _rope
+    rope: Callable[[Any], Mapping[str, Any]] = lambda config: config.rope_parameters
     """Reads the RoPE parameters of layers without a window."""
-    split: Callable[[str, Any], Mapping[str, Rows]] = _whole
+    split: Callable[[str, Any], Mapping[str, Rows]] = lambda name, config: {name: all_rows}
     """Returns, of the name of a checkpoint's tensor and the configuration, which tensors modules of their own would
     have, by these names; nothing of what transformers doesn't load. They are taken some rows at a time."""
     parts: Callable[[str, Any], Sequence[Part] | None] = as_named
@@ -80,3 +63,9 @@ class Gguf:
     """Special tokens that llama.cpp must show in an answer, as it reads thoughts and calls of tools by them."""
     goes_on: tuple[str, ...] = ()
     """Tokens that end a part of an answer, and not the answer, where other families' end it."""
+
+
+def of_experts(config: Any, count: str = "num_experts", width: str | None = "moe_intermediate_size") -> dict[str, int]:
+    """Read what a file says of routed experts: how many there are and a token has and, unless None, how wide one is."""
+    values = {"expert_count": count, "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length": width}
+    return {name: getattr(config, field) for name, field in values.items() if field is not None}

@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from pronghorn.families.gguf_spec import Gguf, Rows, all_rows
-from pronghorn.families.spec import Attention, Experts, FamilySpec, GatedMLP, ResidualBlock
+from pronghorn.families.gguf_spec import Gguf, Rows, all_rows, of_experts
+from pronghorn.families.spec import Attention, Experts, FamilySpec, GatedMLP, ResidualBlock, llama_blocks
 
 _SHARED = GatedMLP(tuple(f"shared_experts.{name}" for name in GatedMLP().gate_up), "shared_experts.down_proj")
 
@@ -16,18 +16,13 @@ _SHARED = GatedMLP(tuple(f"shared_experts.{name}" for name in GatedMLP().gate_up
 def _blocks(layer: Any) -> tuple[ResidualBlock, ...]:
     norms = ("q_norm", "k_norm") if layer.self_attn.use_qk_norm else (None, None)
     kind = Experts(shared=_SHARED) if hasattr(layer.mlp, "experts") else GatedMLP()
-    return (
-        ResidualBlock("self_attn", Attention(query_norm=norms[0], key_norm=norms[1]), before="input_layernorm"),
-        ResidualBlock("mlp", kind, before="post_attention_layernorm"),
-    )
+    return llama_blocks(Attention(query_norm=norms[0], key_norm=norms[1]), kind)
 
 
 def _values(config: Any) -> Mapping[str, Any]:
     some = config.topk_group < config.n_group  # llama.cpp loads no file that chooses all groups
     return {
-        "expert_count": config.n_routed_experts,
-        "expert_used_count": config.num_experts_per_tok,
-        "expert_feed_forward_length": config.moe_intermediate_size,
+        **of_experts(config, "n_routed_experts"),
         "expert_shared_count": config.n_shared_experts,
         "expert_group_count": config.n_group if some else 1,
         "expert_group_used_count": config.topk_group if some else 1,

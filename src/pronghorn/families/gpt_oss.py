@@ -3,19 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
-from pronghorn.families.gguf_spec import Gguf, Rows, all_rows
-from pronghorn.families.spec import Attention, Experts, FamilySpec, ResidualBlock, same_blocks, window_of_module
+from pronghorn.families.gguf_spec import Gguf, Rows, all_rows, of_experts
+from pronghorn.families.spec import Attention, Experts, FamilySpec, llama_blocks, same_blocks, window_of_module
 
 EXPERTS = Experts(clamped_gate="GptOssExperts._apply_gate", served="together")
 
 
 def _values(config: Any) -> Mapping[str, Any]:
-    return {
-        "sliding_window": config.sliding_window,
-        "expert_count": config.num_local_experts,
-        "expert_used_count": config.num_experts_per_tok,
-        "expert_feed_forward_length": config.intermediate_size,
-    }
+    return {"sliding_window": config.sliding_window, **of_experts(config, "num_local_experts", "intermediate_size")}
 
 
 def _unlike(config: Any) -> str | None:
@@ -46,10 +41,7 @@ GPT_OSS = FamilySpec(
     model_type="gpt_oss",
     members="gpt-oss 20b and 120b",
     source="transformers.models.gpt_oss",
-    blocks=same_blocks(
-        ResidualBlock("self_attn", Attention(window=window_of_module, sinks="sinks"), before="input_layernorm"),
-        ResidualBlock("mlp", EXPERTS, before="post_attention_layernorm"),
-    ),
+    blocks=same_blocks(*llama_blocks(Attention(window=window_of_module, sinks="sinks"), EXPERTS)),
     experts=EXPERTS,
     load_attention="eager",
     halved_rotary=True,

@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from pronghorn.families.gguf_spec import Gguf
-from pronghorn.families.spec import LLAMA_BLOCKS, FamilySpec, ResidualBlock
+from pronghorn.families.spec import Attention, FamilySpec, ResidualBlock, llama_blocks
 
 
 def _blocks(layer: Any) -> tuple[ResidualBlock, ...]:
-    return tuple(replace(block, multiplier=layer.residual_multiplier) for block in LLAMA_BLOCKS)
+    return tuple(replace(block, multiplier=layer.residual_multiplier) for block in llama_blocks(Attention()))
 
 
 def _scales(config: Any) -> dict[str, float]:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from pronghorn.families.gguf_spec import Gguf
-from pronghorn.families.spec import Attention, FamilySpec, GatedMLP, ResidualBlock, same_blocks, window_of_config
+from pronghorn.families.spec import Attention, FamilySpec, llama_blocks, same_blocks, window_of_config
 
 
 def _query_scale(attention: Any) -> tuple[float, int] | None:
@@ -11,19 +11,14 @@ def _query_scale(attention: Any) -> tuple[float, int] | None:
     return rope["llama_4_scaling_beta"], rope["original_max_position_embeddings"]
 
 
-def _growth(config: Any) -> dict[str, float]:
-    return {"attn_temperature_scale": config.rope_parameters["llama_4_scaling_beta"]}
-
-
 MINISTRAL3 = FamilySpec(
     model_type="ministral3",
     members="Ministral 3, text",
     source="transformers.models.ministral3",
-    blocks=same_blocks(
-        ResidualBlock(
-            "self_attn", Attention(window=window_of_config, query_scale=_query_scale), before="input_layernorm"
-        ),
-        ResidualBlock("mlp", GatedMLP(), before="post_attention_layernorm"),
+    blocks=same_blocks(*llama_blocks(Attention(window=window_of_config, query_scale=_query_scale))),
+    gguf=Gguf(
+        "mistral3",
+        interleaved=True,
+        values=lambda config: {"attn_temperature_scale": config.rope_parameters["llama_4_scaling_beta"]},
     ),
-    gguf=Gguf("mistral3", interleaved=True, values=_growth),
 )

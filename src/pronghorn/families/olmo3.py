@@ -7,10 +7,6 @@ from pronghorn.families.olmo2 import OLMO_BLOCKS, other_heads
 from pronghorn.families.spec import FamilySpec
 
 
-def _windows(config: Any) -> dict[str, Any]:
-    return {"sliding_window": config.sliding_window}
-
-
 def _unlike(config: Any) -> str | None:
     kinds = ["full_attention" if number % 4 == 3 else "sliding_attention" for number in range(config.num_hidden_layers)]
     rope, in_windows = (config.rope_parameters[kind] for kind in ("full_attention", "sliding_attention"))
@@ -28,7 +24,7 @@ OLMO3 = FamilySpec(
     blocks=OLMO_BLOCKS,
     gguf=Gguf(
         "olmo2",
-        values=_windows,
+        values=lambda config: {"sliding_window": config.sliding_window},
         unlike=_unlike,
         rope=lambda config: config.rope_parameters["full_attention"],
     ),

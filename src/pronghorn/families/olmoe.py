@@ -2,12 +2,8 @@
 
 from typing import Any
 
-from pronghorn.families.gguf_spec import Gguf
-from pronghorn.families.spec import Attention, Experts, FamilySpec, ResidualBlock, same_blocks, window_of_config
-
-
-def _experts(config: Any) -> dict[str, int]:
-    return {"expert_count": config.num_experts, "expert_used_count": config.num_experts_per_tok}
+from pronghorn.families.gguf_spec import Gguf, of_experts
+from pronghorn.families.spec import Attention, Experts, FamilySpec, llama_blocks, same_blocks, window_of_config
 
 
 def _other_weights(config: Any) -> str | None:
@@ -21,15 +17,13 @@ OLMOE = FamilySpec(
     members="OLMoE",
     source="transformers.models.olmoe",
     blocks=same_blocks(
-        ResidualBlock(
-            "self_attn",
+        *llama_blocks(
             Attention(query_norm="q_norm", key_norm="k_norm", norms_span="all heads", window=window_of_config),
-            before="input_layernorm",
-        ),
-        ResidualBlock("mlp", Experts(), before="post_attention_layernorm"),
+            Experts(),
+        )
     ),
     experts=Experts(served="each"),
     lora_targets=("q_proj", "k_proj", "v_proj", "o_proj"),
-    gguf=Gguf("olmoe", values=_experts, unlike=_other_weights),
+    gguf=Gguf("olmoe", values=lambda config: of_experts(config, width=None), unlike=_other_weights),
     refused_options={"clip_qkv": (None,)},
 )

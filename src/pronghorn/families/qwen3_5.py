@@ -6,11 +6,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from pronghorn.families.gguf_spec import Gguf, Part
-from pronghorn.families.spec import Attention, Experts, FamilySpec, GatedDelta, GatedMLP, ResidualBlock
-
-GATED_ATTENTION = ResidualBlock(
-    "self_attn", Attention(query_norm="q_norm", key_norm="k_norm", gated=True), before="input_layernorm"
+from pronghorn.families.spec import (
+    Attention,
+    BlockKind,
+    Experts,
+    FamilySpec,
+    GatedDelta,
+    GatedMLP,
+    ResidualBlock,
+    llama_blocks,
 )
+
+GATED_ATTENTION = Attention(query_norm="q_norm", key_norm="k_norm", gated=True)
 MIXER_LINEARS = (
     *("q_proj", "k_proj", "v_proj", "o_proj"),
     *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
@@ -23,13 +30,11 @@ ROUTED = Experts(
 """A router with its experts, and an expert for all tokens with a gate of its own, which is called."""
 
 
-def mixer_of(layer: Any, delta: GatedDelta) -> ResidualBlock:
-    """Return what mixes the tokens of a layer: gated attention, or the gated delta net that is given."""
-    return ResidualBlock("linear_attn", delta, "input_layernorm") if hasattr(layer, "linear_attn") else GATED_ATTENTION
-
-
-def _blocks(layer: Any) -> tuple[ResidualBlock, ...]:
-    return mixer_of(layer, GatedDelta()), ResidualBlock("mlp", GatedMLP(), before="post_attention_layernorm")
+def mixed_blocks(layer: Any, delta: GatedDelta, feed_forward: BlockKind) -> tuple[ResidualBlock, ...]:
+    """Describe a layer whose tokens are mixed by gated attention, or by the gated delta net that is given."""
+    attention, after = llama_blocks(GATED_ATTENTION, feed_forward)
+    has_delta = hasattr(layer, "linear_attn")
+    return ResidualBlock("linear_attn", delta, attention.before) if has_delta else attention, after
 
 
 def gguf_sizes(config: Any) -> dict[str, Any]:
@@ -108,7 +113,7 @@ QWEN3_5 = FamilySpec(
     model_type="qwen3_5_text",
     members="Qwen3.5 and 3.6, text",
     source="transformers.models.qwen3_5",
-    blocks=_blocks,
+    blocks=lambda layer: mixed_blocks(layer, GatedDelta(), GatedMLP()),
     norm_offset=1.0,
     refused_options={"hidden_act": ("silu",)},
     gguf=Gguf("qwen35", values=gguf_values, unlike=gguf_unlike, parts=gguf_parts),

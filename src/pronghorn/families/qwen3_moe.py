@@ -2,22 +2,13 @@
 
 from typing import Any
 
-from pronghorn.families.gguf_spec import Gguf
+from pronghorn.families.gguf_spec import Gguf, of_experts
 from pronghorn.families.qwen3 import QWEN3_ATTENTION
-from pronghorn.families.spec import Experts, FamilySpec, GatedMLP, ResidualBlock
+from pronghorn.families.spec import Experts, FamilySpec, GatedMLP, ResidualBlock, llama_blocks
 
 
 def _blocks(layer: Any) -> tuple[ResidualBlock, ...]:
-    kind = Experts() if hasattr(layer.mlp, "experts") else GatedMLP()
-    return QWEN3_ATTENTION, ResidualBlock("mlp", kind, before="post_attention_layernorm")
-
-
-def _experts(config: Any) -> dict[str, int]:
-    return {
-        "expert_count": config.num_experts,
-        "expert_used_count": config.num_experts_per_tok,
-        "expert_feed_forward_length": config.moe_intermediate_size,
-    }
+    return llama_blocks(QWEN3_ATTENTION, Experts() if hasattr(layer.mlp, "experts") else GatedMLP())
 
 
 def _other_layers(config: Any) -> str | None:
@@ -33,5 +24,5 @@ QWEN3_MOE = FamilySpec(
     blocks=_blocks,
     experts=Experts(served="each"),
     lora_targets=("q_proj", "k_proj", "v_proj", "o_proj"),
-    gguf=Gguf("qwen3moe", values=_experts, unlike=_other_layers),
+    gguf=Gguf("qwen3moe", values=of_experts, unlike=_other_layers),
 )

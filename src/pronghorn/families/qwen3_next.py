@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pronghorn.families.gguf_spec import Gguf, Part
-from pronghorn.families.qwen3_5 import ROUTED, gguf_sizes, gguf_unlike, mixer_of
+from pronghorn.families.qwen3_5 import ROUTED, gguf_sizes, gguf_unlike, mixed_blocks
 from pronghorn.families.qwen3_5_moe import gguf_experts
 from pronghorn.families.spec import FamilySpec, GatedDelta, GatedMLP, ResidualBlock
 
@@ -14,8 +14,7 @@ _DELTA = GatedDelta(inputs=(("in_proj_qkvz",), ("in_proj_ba",)), interleaved=Tru
 
 
 def _blocks(layer: Any) -> tuple[ResidualBlock, ...]:
-    kind = ROUTED if hasattr(layer.mlp, "experts") else GatedMLP()
-    return mixer_of(layer, _DELTA), ResidualBlock("mlp", kind, before="post_attention_layernorm")
+    return mixed_blocks(layer, _DELTA, ROUTED if hasattr(layer.mlp, "experts") else GatedMLP())
 
 
 def _values(config: Any) -> dict[str, Any]:

@@ -2,44 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
 from pronghorn.errors import ConfigError, PronghornError, UnsupportedError
-from pronghorn.families.gemma3 import GEMMA3
-from pronghorn.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from pronghorn.families.generic import generic_spec
-from pronghorn.families.glm4_moe import GLM4_MOE
-from pronghorn.families.gpt_oss import GPT_OSS
-from pronghorn.families.granite import GRANITE
-from pronghorn.families.llama import LLAMA
-from pronghorn.families.ministral import MINISTRAL
-from pronghorn.families.ministral3 import MINISTRAL3
-from pronghorn.families.mistral import MISTRAL
-from pronghorn.families.mixtral import MIXTRAL
-from pronghorn.families.olmo2 import OLMO2
-from pronghorn.families.olmo3 import OLMO3
-from pronghorn.families.olmoe import OLMOE
-from pronghorn.families.phi3 import PHI3
-from pronghorn.families.qwen2 import QWEN2
-from pronghorn.families.qwen3 import QWEN3
-from pronghorn.families.qwen3_5 import QWEN3_5
-from pronghorn.families.qwen3_5_moe import QWEN3_5_MOE
-from pronghorn.families.qwen3_moe import QWEN3_MOE
-from pronghorn.families.qwen3_next import QWEN3_NEXT
-from pronghorn.families.seed_oss import SEED_OSS
-from pronghorn.families.smollm3 import SMOLLM3
 from pronghorn.families.spec import FamilySpec
 
-FAMILIES: dict[str, FamilySpec] = {
-    spec.model_type: spec
-    for spec in (
-        *(LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_5, GEMMA3, GEMMA4, GEMMA4_UNIFIED, PHI3, SMOLLM3, OLMO2, OLMO3),
-        *(MINISTRAL, MINISTRAL3, GRANITE, SEED_OSS),
-        *(GPT_OSS, QWEN3_MOE, QWEN3_5_MOE, QWEN3_NEXT, MIXTRAL, OLMOE, GLM4_MOE),
-    )
-}
+
+def _described() -> Iterator[FamilySpec]:
+    """Yield the families that files beside this one describe."""
+    for file in iter_modules([str(Path(__file__).parent)]):
+        if file.name != "registry":
+            values = vars(import_module(f"pronghorn.families.{file.name}")).values()
+            yield from (value for value in values if isinstance(value, FamilySpec))
+
+
+FAMILIES: dict[str, FamilySpec] = {spec.model_type: spec for spec in _described()}
 
 
 def register_family(spec: FamilySpec) -> None:

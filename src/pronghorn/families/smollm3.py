@@ -3,7 +3,7 @@
 from typing import Any
 
 from pronghorn.families.gguf_spec import Gguf
-from pronghorn.families.spec import Attention, FamilySpec, GatedMLP, ResidualBlock, same_blocks, window_of_module
+from pronghorn.families.spec import Attention, FamilySpec, llama_blocks, same_blocks, window_of_module
 
 
 def _other_rotations(config: Any) -> str | None:
@@ -16,12 +16,7 @@ SMOLLM3 = FamilySpec(
     members="SmolLM3",
     source="transformers.models.smollm3",
     blocks=same_blocks(
-        ResidualBlock(
-            "self_attn",
-            Attention(window=window_of_module, rotates=lambda attention: bool(attention.use_rope)),
-            before="input_layernorm",
-        ),
-        ResidualBlock("mlp", GatedMLP(), before="post_attention_layernorm"),
+        *llama_blocks(Attention(window=window_of_module, rotates=lambda attention: bool(attention.use_rope)))
     ),
     gguf=Gguf("smollm3", interleaved=True, unlike=_other_rotations),
 )

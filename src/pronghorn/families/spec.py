@@ -38,18 +38,6 @@ class BlockKind(Protocol):
         """Groups of linears with the same input, as paths below the block's module, in the order of the forward."""
 
 
-def _nothing(module: Any) -> None:
-    return None
-
-
-def _one(config: Any) -> float:
-    return 1.0
-
-
-def _always(module: Any) -> bool:
-    return True
-
-
 def window_of_module(attention: Any) -> int | None:
     """Return the window that an attention module holds itself, or None."""
     return getattr(attention, "sliding_window", None)
@@ -71,13 +59,13 @@ class Attention:
     key_norm: str | None = None
     norms_span: Literal["head", "all heads"] = "head"
     """What one RMS of the query's and key's norm is taken over."""
-    window: Callable[[Any], int | None] = _nothing
+    window: Callable[[Any], int | None] = lambda attention: None
     """Reads the window (tokens) from the attention module."""
     sinks: str | None = None
     """The parameter [H] of scores that have no value (gpt-oss)."""
-    rotates: Callable[[Any], bool] = _always
+    rotates: Callable[[Any], bool] = lambda attention: True
     """Tells whether an attention module turns queries and keys by RoPE."""
-    query_scale: Callable[[Any], tuple[float, int] | None] = _nothing
+    query_scale: Callable[[Any], tuple[float, int] | None] = lambda attention: None
     """Reads (β, tokens) of 1 + β log(1 + ⌊position / tokens⌋), by which queries are multiplied after RoPE (Llama 4)."""
     value_norm: str | None = None
     """RMSNorm without a weight, of each value head."""
@@ -243,7 +231,7 @@ class FamilySpec:
     """What an RMSNorm adds to its weight (1 in Gemma)."""
     load_attention: str | None = "sdpa"
     """transformers' attention to load with; SDPA has no attention sinks. None lets transformers choose."""
-    logit_scale: Callable[[Any], float] = _one
+    logit_scale: Callable[[Any], float] = lambda config: 1.0
     """Reads from the configuration what the head's logits are multiplied by."""
     halved_rotary: bool = False
     """RoPE's tables have one of their two equal halves (gpt-oss)."""
@@ -286,8 +274,12 @@ def same_blocks(*blocks: ResidualBlock) -> Callable[[Any], tuple[ResidualBlock, 
     return lambda layer: blocks
 
 
-LLAMA_BLOCKS = (
-    ResidualBlock("self_attn", Attention(), before="input_layernorm"),
-    ResidualBlock("mlp", GatedMLP(), before="post_attention_layernorm"),
-)
-"""The layout that Llama introduced and many families share."""
+_MLP = GatedMLP()
+
+
+def llama_blocks(attention: BlockKind, feed_forward: BlockKind = _MLP) -> tuple[ResidualBlock, ResidualBlock]:
+    """Describe a layer in the layout that Llama introduced and many families share: a norm before each part."""
+    return (
+        ResidualBlock("self_attn", attention, before="input_layernorm"),
+        ResidualBlock("mlp", feed_forward, before="post_attention_layernorm"),
+    )

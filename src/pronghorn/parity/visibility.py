@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from pronghorn.data.packing import IGNORE_INDEX, Document
 from pronghorn.families.registry import family_of
 from pronghorn.families.spec import Attention, BlockKind, Experts, GatedDelta, GatedMLP, PerLayerInput
+from pronghorn.models.passes import in_evaluation
 from pronghorn.parity.reference import logits_at
 
 NEIGHBOUR = 4
@@ -138,12 +139,10 @@ def visible_positions(
         module.register_forward_hook(partial(look, number, kind), with_kwargs=True)
         for number, module, kind in token_mixers(model)
     ]
-    was_training = model.training
-    model.eval()
     try:
-        logits_at(model, torch.zeros(1, dtype=torch.int64, device=model.device), **batch)
+        with in_evaluation(model):
+            logits_at(model, torch.zeros(1, dtype=torch.int64, device=model.device), **batch)
     finally:
-        model.train(was_training)
         for hook in hooks:
             hook.remove()
     return visibility

@@ -7,7 +7,6 @@ from enum import StrEnum
 import torch
 
 from pronghorn.errors import ConfigError, UnsupportedError
-from pronghorn.precision.scaled_mm import row_product
 
 CAPABILITY = (8, 9)
 """The first compute capability with 8-bit products: Ada."""
@@ -44,7 +43,7 @@ def check_device(compute: Compute, device: torch.device) -> None:
     On the CPU they are emulated in float32, to try things out and to test.
 
     Raises:
-        UnsupportedError: a GPU, or a torch, without 8-bit products.
+        UnsupportedError: a GPU without 8-bit products.
     """
     if not compute.is_fp8 or device.type != "cuda":
         return
@@ -55,4 +54,3 @@ def check_device(compute: Compute, device: torch.device) -> None:
             f"compute = '{compute}' needs compute capability 8.9 or newer, and {name} has {version}",
             "leave compute out (products in the model's dtype); load_in_4bit makes the model smaller there",
         )
-    row_product(device)

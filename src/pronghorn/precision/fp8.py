@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from pronghorn.errors import UnsupportedError
 from pronghorn.kernels.fp8_blocks import FP8Tensor
@@ -23,8 +24,7 @@ from pronghorn.kernels.nf4 import NF4Weight, write_codes
 from pronghorn.kernels.packed import PackedTensor
 from pronghorn.kernels.quantise import DTYPE, RowCodes, quantise_rows, transposed, weight_scales
 from pronghorn.precision.compute import MULTIPLE
-from pronghorn.precision.scaled_mm import row_product
-from pronghorn.precision.source import Activation, Lifetime, LowRankGrad, WeightSource
+from pronghorn.precision.source import Activation, LowRankGrad, WeightSource
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +89,11 @@ def scaled_product(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, dty
     """
     if not a.is_cuda:
         return ((a.float() * a_scales) @ (b.float() * b_scales[:, None]).t()).to(dtype)
-    return row_product(a.device)(a, b, a_scales, b_scales, dtype, not exact)
+    rows = functional.ScalingType.RowWise
+    product: Tensor = functional.scaled_mm(
+        a, b.t(), a_scales, rows, b_scales.view(1, -1), rows, output_dtype=dtype, use_fast_accum=not exact
+    )
+    return product
 
 
 def check_float16(device: torch.device) -> None:
@@ -108,63 +112,59 @@ def check_float16(device: torch.device) -> None:
         ) from error
 
 
-class FP8Source(WeightSource):
-    """W in 8 bits, resident in both layouts, or gathered and turned."""
+class CodesSource(WeightSource):
+    """W as e4m3 codes. A subclass has them, and the scales [N] of their rows."""
 
-    lifetime = Lifetime.RESIDENT
     wants_codes = True
 
-    def __init__(self, weight: FP8Weight, exact: bool) -> None:
-        self.weight, self._exact = weight, exact
-        self._ones = torch.ones(weight.codes.shape[1], device=weight.codes.device)
-        self.columns = weight.columns
+    def __init__(self, scales: Tensor, columns: Tensor, width: int, exact: bool) -> None:
+        self._scales, self.columns, self._exact = scales, columns, exact
+        self._ones = torch.ones(width, device=scales.device)
+
+    def codes(self, across: bool) -> Tensor:
+        """Return W's codes as [N, K], or as [K, N] if `across`."""
+        raise NotImplementedError
 
     def forward(self, x: Activation, bias: Tensor | None) -> Tensor:
         codes, scales = _codes(x)
-        weight = self.weight
-        y = scaled_product(codes, scales, weight.codes, weight.scales, x.dense.dtype, self._exact)
+        y = scaled_product(codes, scales, self.codes(False), self._scales, x.dense.dtype, self._exact)
         return y if bias is None else y.add_(bias)
 
     def input_grad(self, dy: Activation, low_rank: LowRankGrad | None) -> Tensor:
-        weight = self.weight
         codes, scales = _codes(dy, self.columns)
-        dx = scaled_product(codes, scales, weight.across, self._ones, dy.dense.dtype, self._exact)
+        dx = scaled_product(codes, scales, self.codes(True), self._ones, dy.dense.dtype, self._exact)
         return dx if low_rank is None else dx.addmm_(low_rank.dya, low_rank.a)
 
 
-class NF4CodesSource(WeightSource):
+class FP8Source(CodesSource):
+    """W in 8 bits, resident in both layouts, or gathered and turned."""
+
+    def __init__(self, weight: FP8Weight, exact: bool) -> None:
+        super().__init__(weight.scales, weight.columns, weight.codes.shape[1], exact)
+        self.weight = weight
+
+    def codes(self, across: bool) -> Tensor:
+        return self.weight.across if across else self.weight.codes
+
+
+class NF4CodesSource(CodesSource):
     """bitsandbytes' 4-bit weights, written out as 8-bit codes for each product.
 
     Args:
         weights: `Params4bit`, one below the other, whose blocks of values cross no row.
     """
 
-    lifetime = Lifetime.PER_USE
-    wants_codes = True
-
     def __init__(self, weights: Sequence[Any], exact: bool) -> None:
-        self._weights, self._exact = [NF4Weight.of(weight) for weight in weights], exact
-        self._rows = [weight.shape[0] for weight in self._weights]
+        self._weights = [NF4Weight.of(weight) for weight in weights]
+        self._rows, self._width = [weight.shape[0] for weight in self._weights], self._weights[0].shape[1]
         scales = [weight.row_scales() for weight in self._weights]
         self._inverse = [1 / each for each in scales]
-        self._scales = torch.cat(scales)
-        self.columns = self._scales.bfloat16()
-        self._ones = torch.ones(self._weights[0].shape[1], device=self._scales.device)
+        whole = torch.cat(scales)
+        super().__init__(whole, whole.bfloat16(), self._width, exact)
 
-    def forward(self, x: Activation, bias: Tensor | None) -> Tensor:
-        codes, scales = _codes(x)
-        y = scaled_product(codes, scales, self._codes(False), self._scales, x.dense.dtype, self._exact)
-        return y if bias is None else y.add_(bias)
-
-    def input_grad(self, dy: Activation, low_rank: LowRankGrad | None) -> Tensor:
-        codes, scales = _codes(dy, self.columns)
-        dx = scaled_product(codes, scales, self._codes(True), self._ones, dy.dense.dtype, self._exact)
-        return dx if low_rank is None else dx.addmm_(low_rank.dya, low_rank.a)
-
-    def _codes(self, across: bool) -> Tensor:
-        """Write W [N, K] as codes, or [K, N] if `across`."""
-        rows, cols = sum(self._rows), self._weights[0].shape[1]
-        whole = torch.empty((cols, rows) if across else (rows, cols), dtype=DTYPE, device=self._scales.device)
+    def codes(self, across: bool) -> Tensor:
+        shape = (sum(self._rows), self._width)
+        whole = torch.empty(shape[::-1] if across else shape, dtype=DTYPE, device=self._scales.device)
         parts = whole.split(self._rows, 1 if across else 0)
         for weight, inverse, part in zip(self._weights, self._inverse, parts, strict=True):
             write_codes(weight, inverse, part, across)

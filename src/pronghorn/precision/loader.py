@@ -1,4 +1,4 @@
-"""Read the weights of a model one tensor at a time, from a checkpoint or made up, and hand them over by name.
+"""Read the weights of a model one tensor at a time, and hand them over by name.
 
     for name, tensor in load(checkpoint(folder), rename=..., place=..., transform=...): ...
 
@@ -8,9 +8,7 @@ reading takes pages of the file's cache and none of the process's own.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,8 +28,6 @@ _DTYPES: dict[str, torch.dtype] = {
     "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 """safetensors' names."""
-_BLOCK = 2**22
-"""About how many elements of a generated tensor share a seed."""
 
 
 @dataclass(frozen=True)
@@ -189,39 +185,6 @@ def _gguf(path: Path) -> Iterator[StoredTensor]:
             return torch.tensor(dequantize(packed.data[start:stop], packed.tensor_type))
 
         yield StoredTensor(packed.name, tuple(map(int, reversed(packed.shape))), torch.float32, str(path), rows)
-
-
-def generated(
-    expected: Mapping[str, Tensor], std: float = 0.02, device: torch.device | str = "cpu"
-) -> Iterator[StoredTensor]:
-    """Yield random weights of the given shapes and dtypes, made on a device: normal numbers (about 1 for norms), or any
-    bytes in uint8; of scales of 8 bits those about 2^-7, which make numbers of 4 bits as large as `std` is by default.
-
-    Each block of rows is seeded by its tensor's name and its number, so that any tensor, or shard of one, can be made
-    alone.
-    """
-    for name, like in expected.items():
-        shape = tuple(like.shape)
-
-        def rows(start: int, stop: int, name: str = name, like: Tensor = like) -> Tensor:
-            row, count = like.shape[1:], like.shape[0] if like.dim() else 1
-            size = max(1, _BLOCK // max(1, math.prod(row)))
-            out = torch.empty(stop - start, *row, dtype=like.dtype, device=device)
-            least, most = (119, 122) if name.endswith("_scales") else (0, 256)
-            for first in range(start // size * size, stop, size):
-                digest = hashlib.sha256(f"{name} {first // size}".encode()).digest()
-                generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7]))
-                made: Any = {"generator": generator, "device": device}
-                shape = (min(size, count - first), *row)
-                if like.dtype is torch.uint8:
-                    block = torch.randint(least, most, shape, dtype=like.dtype, **made)
-                else:
-                    block = torch.randn(shape, **made) * std + (1.0 if name.endswith("norm.weight") else 0.0)
-                low, high = max(start, first), min(stop, first + len(block))
-                out[low - start : high - start] = block[low - first : high - first]
-            return out if like.dim() else out[0]
-
-        yield StoredTensor(name, shape, like.dtype, "generated weights", rows)
 
 
 def check_weights(folder: Path) -> list[Path]:

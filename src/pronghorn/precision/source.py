@@ -9,7 +9,6 @@ weights may be a view, be written out from 4 bits for each product, or be gather
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import StrEnum
 from typing import Any, NamedTuple
 
 import torch
@@ -18,14 +17,6 @@ from torch import Tensor
 from pronghorn.kernels.nf4 import NF4Weight, write_out
 from pronghorn.kernels.packed import PackedTensor
 from pronghorn.kernels.quantise import RowCodes
-
-
-class Lifetime(StrEnum):
-    """How long the tensor that a product reads is there."""
-
-    RESIDENT = "resident"
-    PER_FORWARD = "from a forward to its backward"
-    PER_USE = "for one product"
 
 
 class Activation(NamedTuple):
@@ -50,7 +41,6 @@ class LowRankGrad(NamedTuple):
 class WeightSource:
     """One merged weight W [N, K]. A subclass multiplies; a source is static and knows nothing of a batch."""
 
-    lifetime: Lifetime
     side_by_side: bool = False
     """`input_grad` wants dy and s · dy B in one tensor, since A lies below W."""
     wants_codes: bool = False
@@ -83,8 +73,6 @@ class DenseSource(WeightSource):
         rows: N.
     """
 
-    lifetime = Lifetime.RESIDENT
-
     def __init__(self, storage: Tensor, rows: int) -> None:
         self.storage = storage
         self.weight = storage[:rows]
@@ -103,8 +91,6 @@ class DenseSource(WeightSource):
 
 class CopiedSource(WeightSource):
     """Float32 weights that are trained, copied to the products' dtype for each forward."""
-
-    lifetime = Lifetime.PER_FORWARD
 
     def __init__(self, weights: Sequence[Tensor], dtype: torch.dtype) -> None:
         self._weights, self._dtype = list(weights), dtype
@@ -129,8 +115,6 @@ class WrittenOutSource(WeightSource):
         stored: the dtype that they are written out in, before they get the products' `dtype`.
         below: R, rows of LoRA's A that come below W when dx is computed; 0 for none.
     """
-
-    lifetime = Lifetime.PER_USE
 
     def __init__(self, shapes: Sequence[Sequence[int]], stored: torch.dtype, dtype: torch.dtype, below: int) -> None:
         self._rows, self._columns = [shape[0] for shape in shapes], shapes[0][1]
