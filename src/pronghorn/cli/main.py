@@ -17,6 +17,7 @@ from pronghorn.cli.bench import bench
 from pronghorn.cli.chat import chat
 from pronghorn.cli.convert import convert
 from pronghorn.cli.data import inspect_data
+from pronghorn.cli.docs import docs
 from pronghorn.cli.doctor import doctor
 from pronghorn.cli.export import export
 from pronghorn.cli.init import init
@@ -30,7 +31,7 @@ from pronghorn.cli.verify import verify
 
 ORDER = [
     *("init", "convert", "train", "data", "report", "chat", "export"),
-    *("plan", "verify", "profile", "bench", "launch", "doctor"),
+    *("plan", "verify", "profile", "bench", "launch", "doctor", "docs"),
 ]
 
 
@@ -63,6 +64,9 @@ _COMMANDS = {
     "config": "init",
     "ui": "chat",
     "help": "--help",
+    "man": "docs",
+    "doc": "docs",
+    "recipes": "init --recipe list",
     "version": "--version",
 }
 """Commands of other tools, and ours."""
@@ -120,7 +124,9 @@ class _InOrder(TyperGroup):
         if name in commands or name.startswith("-"):
             return super().resolve_command(ctx, args)
         if name in ("dpo", "kto", "orpo", "grpo"):
-            ctx.fail(f"No such command '{name}'. TRL's trainers take Pronghorn's models: docs/preference-training.md")
+            ctx.fail(
+                f"No such command '{name}'. TRL's trainers take Pronghorn's models: pronghorn docs preference-training"
+            )
         near = _COMMANDS.get(name) or next(iter(difflib.get_close_matches(name, commands, n=1)), None)
         if near is None:
             ctx.fail(f"No such command '{name}'. Commands: {', '.join(commands)}")
@@ -178,7 +184,7 @@ app = typer.Typer(
     cls=_InOrder,
     invoke_without_command=True,
     help="Fine-tune large language models: packed rows, a recipe in one YAML file, and a report of what happened.",
-    epilog="Start with: pronghorn init",
+    epilog="Start with: pronghorn init. All pages: pronghorn docs",
     rich_markup_mode="rich",
     add_completion=False,
     context_settings={"help_option_names": ["--help", "-h"]},
@@ -198,7 +204,7 @@ for command in (train, plan, verify, profile, bench, launch):
     app.command(cls=_Recipe, no_args_is_help=True, help=_help(command))(command)
 for other in (convert, report, chat, export):
     app.command(no_args_is_help=True, help=_help(other))(other)
-for alone in (doctor, init):
+for alone in (docs, doctor, init):
     app.command(help=_help(alone))(alone)
 
 

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from pronghorn.errors import ConfigError
-from pronghorn.memory.cards import CARDS, MEASURED, NVLINK, amount_in, find_card, has_display, like
+from pronghorn.memory.cards import CARDS, MEASURED, NVLINK, OLDEST, amount_in, find_card, has_display, like, too_old
 from pronghorn.memory.estimate import GIB
 
 
@@ -58,6 +58,11 @@ def device_spec(name: str, memory_bytes: int | None = None) -> DeviceSpec:
         count = several[1] or several[4]
         raise ConfigError(
             f"device {name!r} is several", f"name one: --device {one}; pronghorn plan takes --gpus {count}, too"
+        )
+    if known is None and (old := too_old(name)) is not None:
+        raise ConfigError(
+            f"device {name!r}: {old} is older than Volta, and kernels need a compute capability of {OLDEST} or more",
+            "take a newer one; Kaggle has two T4 beside its P100: --device t4 --gpus 2",
         )
     if known is None and not by_driver and re.match(r"\d(?!\d{3})", name):
         memory_bytes = parse_bytes(name, "--device")

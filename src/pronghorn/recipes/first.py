@@ -78,7 +78,9 @@ def first_recipe(task: Task, method: Method, model: str | None, data: Path | Non
     if method != "full":
         draft.put("adapter.r", 16, "rank: more learns more, and takes more memory")
         draft.put("adapter.lora_alpha", 32, "their effect is scaled by lora_alpha / r")
-    draft.put("data.train", str(data or EXAMPLE_DATA), 'a row: {"prompt": "…", "completion": "…"}; docs/finetune.md')
+    draft.put(
+        "data.train", str(data or EXAMPLE_DATA), 'a row: {"prompt": "…", "completion": "…"}; pronghorn docs finetune'
+    )
     if task == "pretrain":
         draft.put("data.loss_on", "all", "learn every token")
     draft.put("train.output", f"runs/{data.stem if data else 'mine'}", "adapter, run.json and report.html go here")
@@ -174,7 +176,7 @@ def _predicted(report: PlanReport) -> str:
 def head(machine: Machine, data: Path | None) -> list[str]:
     """Return what the recipe says first."""
     memory = f"{machine.free:.0f} of {machine.gib:.0f} GiB free" if machine.gpu else f"{machine.gib:.0f} GiB"
-    lines = [f"A recipe for {machine.name} ({memory}), written by `pronghorn init`. Every key: docs/recipe.md"]
+    lines = [f"A recipe for {machine.name} ({memory}), written by `pronghorn init`. Every key: pronghorn docs recipe"]
     if data is None:
         lines.append(f"Put your rows into {EXAMPLE_DATA}, or name another file, folder or hub set in data.train.")
     return [*lines, "Held-out rows in data.eval show whether it learned: their loss is measured before and after."]

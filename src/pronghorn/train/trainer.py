@@ -281,6 +281,11 @@ class SFTTrainer(SharedLayersTrainer):
         self.state.log_history.append({"step": event.step, "out_of_memory": asdict(event)})  # type: ignore[dict-item]
         self.note(str(event))
 
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Leave out TRL's card of a recipe's run, at whose end `model_card` writes a true one."""
+        if self.recipe is None:
+            super().create_model_card(*args, **kwargs)
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, with a loss, what `StepCounters` counted since the last one; and of the training so far the steps that
         loss scaling skipped, with the scale there is now, and on a GPU the most memory."""

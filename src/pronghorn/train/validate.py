@@ -114,7 +114,7 @@ def _check_columns(name: str, row: dict[str, Any], text: str, tokenizer: Any) ->
     if not turns and not {text, "input_ids"} & row.keys() and not {"prompt", "completion"} <= row.keys():
         if {"chosen", "rejected"} <= row.keys():
             raise DataError(
-                f"{name} has preference pairs", "train them by TRL's DPOTrainer: docs/preference-training.md"
+                f"{name} has preference pairs", "train them by TRL's DPOTrainer: pronghorn docs preference-training"
             )
         columns = likely_columns(row)
         more = next(
