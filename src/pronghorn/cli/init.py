@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,6 +13,8 @@ from pronghorn.cli.errors import plain_errors
 from pronghorn.cli.options import Debug, Method, write_new
 from pronghorn.cli.shipped import choose, recipes
 from pronghorn.errors import ConfigError
+
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(?:/[\w-][\w.-]*)?(?<!\.gguf)")
 
 
 def _instead(output: Path) -> str:
@@ -95,9 +98,12 @@ def init(
             )
         if output.exists():
             raise ConfigError(f"{output} is there already", _instead(output))
+        if data is not None and (address := re.match(r"[a-z]\w+:/+", str(data))):
+            hub = str(data)[address.end() :].removeprefix("huggingface.co/").removeprefix("datasets/")
+            raise ConfigError(f"--data {data} is an address", f"give a path, or a hub name (here perhaps {hub})")
         if data is not None and data.suffix.lower() in DATA_FILES and not data.exists():
             raise ConfigError(f"--data {data} does not exist", f"give the path of a {', '.join(DATA_FILES)} file")
-        if model is not None and model.startswith((".", "/", "~")) and not Path(model).expanduser().exists():
+        if model is not None and not Path(model).expanduser().exists() and not _HUB_NAME.fullmatch(model):
             raise ConfigError(f"--model {model} does not exist", "give a model's folder or its hub name (owner/name)")
         from pronghorn.recipes.first import Machine, first_recipe, head
 

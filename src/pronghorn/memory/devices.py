@@ -67,6 +67,8 @@ def device_spec(name: str, memory_bytes: int | None = None) -> DeviceSpec:
     if known is None and not by_driver and re.match(r"\d(?!\d{3})", name):
         memory_bytes = parse_bytes(name, "--device")
     if known is None and memory_bytes is None:
+        if re.fullmatch(r"(cuda|gpu|auto|cpu|nvidia)[:\d]*", name.lower()):
+            raise ConfigError(f"device {name!r} names no card", "leave --device out for this machine's own")
         near = like(name) or ["rtx4090", "rtx4060 laptop", "t4", "a100-80", "h100"]
         raise ConfigError(
             f"device {name!r} is unknown", f"use a name like {', '.join(near)}, or its memory, like 24GiB"

@@ -12,6 +12,7 @@ from pronghorn.data.formats import likely_columns
 from pronghorn.device import probe
 from pronghorn.diagnose.inspect import Inspection, inspect
 from pronghorn.diagnose.plan_report import PlanReport, report_plan
+from pronghorn.errors import DataError
 from pronghorn.memory.devices import device_spec
 from pronghorn.memory.estimate import GIB
 from pronghorn.memory.planner import PlanDoesNotFit
@@ -89,7 +90,7 @@ def first_recipe(task: Task, method: Method, model: str | None, data: Path | Non
     draft.put("train.lr_scheduler", "cosine", "how it falls")
     draft.put("packing.rows_per_step", 1, "rows of a micro-batch; each is full of documents")
     if data is not None:
-        _look_at(draft, machine)
+        _look_at(draft, machine, named=model is not None)
         if machine.gpu:
             _fit(draft, device, method)
     draft.check()
@@ -101,13 +102,22 @@ def _recipe(draft: Draft, **data: Any) -> Recipe:
     return Recipe.model_validate({**draft.recipe, "data": {**draft.recipe["data"], **data}})
 
 
-def _look_at(draft: Draft, machine: Machine) -> None:
-    """Set the row's length, the overflow rule and the columns by what the data are."""
+def _look_at(draft: Draft, machine: Machine, named: bool) -> None:
+    """Set the row's length, the overflow rule and the columns by what the data are.
+
+    Args:
+        named: whether the user named the model, whose tokens and positions are counted.
+    """
     name = draft.recipe["model"]["name"]
     path = Path(draft.recipe["data"]["train"])
     if path.is_file() and path.suffix.lower() in READERS:
         _name_columns(draft, path)
-    located = find_model(name, max_seq_length=1, weights=False)
+    try:
+        located = find_model(name, max_seq_length=1, weights=False)
+    except DataError as error:
+        if named:
+            raise
+        raise DataError(error.problem, "name a model that you have: --model FOLDER") from error
     limit = getattr((located.base or located).config, "max_position_embeddings", None) or LONGEST
     draft.put("model.max_seq_length", min(limit, 4 * LONGEST))
     seen = inspect(_recipe(draft, overflow="truncate"), "train", 0)
