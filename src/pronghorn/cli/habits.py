@@ -184,7 +184,7 @@ class OfRecipe(Answering):
 def _override(option: str, given: Sequence[str]) -> str | None:
     """Return the override that an unknown option stands for, None where it is no key's name."""
     from pronghorn.config import fields
-    from pronghorn.recipe_errors import ALIASES
+    from pronghorn.recipe_habits import ALIASES
 
     name = option.lstrip("-").replace("-", "_")
     kinds = {key: kind for key, kind, *_ in fields()}
