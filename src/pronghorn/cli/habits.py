@@ -159,7 +159,7 @@ class Answering(TyperCommand):
             if kind == _NO_SUCH and option and (what := self.instead(option, given)) is not None:
                 ctx.fail(f"No such option: {option}{what}")
             if kind == "UsageError" and "unexpected extra argument" in str(error) and ctx.info_name in _ALONE:
-                ctx.fail(f"{error}. {_ALONE[ctx.info_name].capitalize()}")
+                ctx.fail(f"{error}; {_ALONE[ctx.info_name]}")
             if kind == _BAD_VALUE and getattr(getattr(error, "param", None), "name", "") == "gpus":
                 ctx.fail("--gpus takes a number; without it all are used, CUDA_VISIBLE_DEVICES=0,1 chooses some")
             raise

@@ -94,7 +94,7 @@ class SFTTrainer(SharedLayersTrainer):
     """
 
     def __init__(self, model: Any, args: Any = None, *, tokenizer: Any = None, **kwargs: Any) -> None:
-        check_old_arguments(kwargs)
+        check_old_arguments(model, kwargs)
         if args is None:
             args = trl.SFTConfig(output_dir="pronghorn-sft", packing=True, bf16=is_bf16_supported())
             if getattr(model, "max_seq_length", None) is not None:
@@ -110,10 +110,6 @@ class SFTTrainer(SharedLayersTrainer):
         check_gpus_apart(args.device)
         for name, packs in (("train_dataset", self._packs_train), ("eval_dataset", self._packs_eval)):
             check_dataset(name, kwargs.get(name), packs, args, kwargs)
-        if isinstance(model, str):
-            raise UnsupportedError(
-                f"model {model!r} given by name", "load it with FastLanguageModel.from_pretrained and pass the model"
-            )
         if args.packing or args.eval_packing:
             args.max_length = check_row_length(args.max_length, getattr(model, "max_seq_length", None))
         # attached before TRL's constructor wraps `model.forward`, so that its wrapper calls ours
