@@ -8,6 +8,8 @@ ARG TORCH=torch==2.13.0
 RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 RUN pip install --no-cache-dir ${TORCH}
 COPY pyproject.toml README.md LICENSE /source/
+COPY docs /source/docs
+COPY recipes /source/recipes
 COPY src /source/src
 RUN pip install --no-cache-dir "/source[nf4,gguf]" && rm -rf /source
 # Who runs the image may have no account in it, so no home that can be written to. Models and kernels are kept in

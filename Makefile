@@ -16,7 +16,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 SHARED ?= ../shared
 SMOLLM2 ?= .cache/SmolLM2-135M-Instruct
-RECIPE ?= recipes/demo-cpu.yaml
+RECIPE ?= demo/demo-cpu.yaml
 
 ifeq ($(VENV),)
 PY := PYTHONPATH=src:$(PYTHONPATH) $(PYTHON)

@@ -69,6 +69,9 @@ def check(package: Path, version: str, offline: bool) -> None:
         run(place / "clean/bin/pronghorn", "init", "recipe.yaml", folder=place)
         if not (place / "recipe.yaml").is_file():
             sys.exit(f"{package.name} wrote no recipe")
+        run(place / "clean/bin/pronghorn", "init", "copy.yaml", "--recipe", "gpu-lora", folder=place)
+        if "finetune" not in run(place / "clean/bin/pronghorn", "docs", folder=place):
+            sys.exit(f"{package.name} has no pages")
 
 
 def dated(changelog: str, version: str, day: str) -> str:

@@ -200,6 +200,7 @@ class FastLanguageModel:
             NotImplementedError: another `save_method`, or an argument that isn't supported (`push_to_hub`, `token`).
         """
         _refuse(unsupported, FastLanguageModel.save_pretrained_merged)
+        _check_tokenizer(tokenizer, "save_method")
         if save_method == "lora":
             if not hasattr(model, "peft_config"):
                 raise ConfigError("save_method 'lora' for a model without an adapter", "use 'merged_16bit'")
@@ -235,6 +236,7 @@ class FastLanguageModel:
             NotImplementedError: a model or tokenizer that isn't written as GGUF, or an argument that isn't supported.
         """
         _refuse(unsupported, FastLanguageModel.save_pretrained_gguf)
+        _check_tokenizer(tokenizer, "quantization_method")
         methods = [quantization_method] if isinstance(quantization_method, str) else list(quantization_method)
         if tokenizer is None:
             raise ConfigError("a GGUF file holds the tokenizer, and none is given", "give it as the second argument")
@@ -305,6 +307,14 @@ def _check_flags(**flags: Any) -> None:
     for name, value in flags.items():
         if isinstance(value, str):
             raise ConfigError(f"{name} = {value!r} is a text", "write True or False, without quotes")
+
+
+def _check_tokenizer(tokenizer: Any, method: str) -> None:
+    """Refuse a text in the tokenizer's place, which is the second argument."""
+    if isinstance(tokenizer, str):
+        raise ConfigError(
+            f"tokenizer = {tokenizer!r} is a text", f"give the tokenizer second, then {method}={tokenizer!r}"
+        )
 
 
 def _refuse(arguments: dict[str, Any], method: Callable[..., Any]) -> None:

@@ -127,7 +127,9 @@ def _read(path: Path) -> str:
         if path.is_dir():
             raise ConfigError(f"recipe {path} is a folder", remedy)
         if not path.is_file():
-            raise ConfigError(f"recipe {path} does not exist", remedy)
+            is_change = "=" in path.name and "." in path.name.partition("=")[0]
+            first = f"the recipe's path comes first, then {path}" if is_change else remedy
+            raise ConfigError(f"recipe {path} does not exist", first)
         with path.open(encoding="utf-8") as file:
             return file.read(LARGEST_FILE + 1)
     except OSError as error:

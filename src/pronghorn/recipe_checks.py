@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import os
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from pronghorn.errors import ConfigError
@@ -160,16 +163,10 @@ def check(recipe: Any) -> None:
     Raises:
         ConfigError: of the first.
     """
-    kinds = ", ".join(DATA_FILES)
     for split in ("train", "eval"):
         for source in recipe.data.sources(split):
             if not os.path.exists(source.path) and not source.is_hub_name:  # of an unreadable one Path's raises
-                listed = any(mark in str(source.path) for mark in "*,")
-                remedy = f"give the path of a {kinds} file or folder as seen from here, or a hub name (owner/name)"
-                raise ConfigError(
-                    f"data.{split}: {source.path} does not exist",
-                    "give a folder, or a list: [a.jsonl, b.jsonl]" if listed else remedy,
-                )
+                raise ConfigError(f"data.{split}: {source.path} does not exist", _instead(source.path, split))
     for rule in _RULES:
         if rule.broken(recipe):
             raise ConfigError(rule.problem.format(**dict(recipe)), rule.remedy)
@@ -177,6 +174,27 @@ def check(recipe: Any) -> None:
     for tool in recipe.train.report_to:
         if importlib.util.find_spec(tool) is None:
             raise ConfigError(f"train.report_to: {tool} is not installed", f"pip install {tool}")
+
+
+def _instead(path: Path, split: str) -> str:
+    """Return what to do about data that don't exist."""
+    text = str(path)
+    if any(mark in text for mark in "*,"):
+        return "give a folder, or a list: [a.jsonl, b.jsonl]"
+    if text in ("validation", "valid", "val", "test", "dev"):
+        return f"of a hub set: data.{split}: [{{path: OWNER/NAME, split: {text}}}]; or a share: data.eval: 5%"
+    if re.match(r"[A-Za-z]:[\\/]", text):
+        return "give a path of this Linux; WSL has Windows' C: as /mnt/c"
+    if name := re.fullmatch(r"([\w.-]+/[\w.-]+)([:/])([\w.-]+)", text):
+        key = "split" if name[2] == ":" else "config"
+        return f"of a hub set: data.{split}: [{{path: {name[1]}, {key}: {name[3]}}}]; else a path as seen from here"
+    here = path.parent if path.parent.is_dir() else Path()
+    listed = sorted(here.iterdir()) if os.access(here, os.R_OK) else []
+    files = {file.name.lower(): file for file in listed if file.suffix.lower() in DATA_FILES}
+    near = difflib.get_close_matches(path.name.lower(), files, n=1, cutoff=0.6)
+    meant = f"did you mean {files[near[0]]}? Else " if near else ""
+    kinds = ", ".join(DATA_FILES)
+    return f"{meant}give the path of a {kinds} file or folder as seen from here, or a hub name (owner/name)"
 
 
 def _check_schedule(name: str, given: dict[str, float]) -> None:

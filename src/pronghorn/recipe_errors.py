@@ -11,118 +11,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from pronghorn.errors import ConfigError
+from pronghorn.recipe_habits import ALIASES, IN_SECTION, INSTEAD, NO_KEYS
 from pronghorn.text import short
 
-ALIASES = {
-    "model": "model.name",
-    "data": "data.train",
-    "output": "train.output",
-    "lr": "train.learning_rate",
-    "batch_size": "packing.rows_per_step",
-    "micro_batch_size": "packing.rows_per_step",
-    "per_device_train_batch_size": "packing.rows_per_step",
-    "base_model": "model.name",
-    "model_name_or_path": "model.name",
-    "max_length": "model.max_seq_length",
-    "sequence_len": "model.max_seq_length",
-    "cutoff_len": "model.max_seq_length",
-    "quantization_bit": "model.load_in_4bit",
-    "datasets": "data.train",
-    "dataset": "data.train",
-    "template": "data.chat_template",
-    "truncation": "data.overflow",
-    "sample_packing": "packing.enabled",
-    "num_epochs": "train.epochs",
-    "num_train_epochs": "train.epochs",
-    "output_dir": "train.output",
-    "lr_scheduler_type": "train.lr_scheduler",
-    "optim": "train.optimizer",
-    "optimiser": "train.optimizer",
-    "gradient_checkpointing": "memory.gradient_checkpointing",
-    "load_in_4bit": "model.load_in_4bit",
-    "max_seq_len": "model.max_seq_length",
-    "steps": "train.max_steps",
-    "val_size": "data.eval",
-    "val_set_size": "data.eval",
-    "test_size": "data.eval",
-    "eval_dataset": "data.eval",
-    "train_dataset": "data.train",
-    "train_on_inputs": "data.loss_on",
-    "finetuning_type": "adapter.method",
-    "lora_r": "adapter.r",
-    "lora_rank": "adapter.r",
-    "lora_target": "adapter.target_modules",
-    "lora_target_modules": "adapter.target_modules",
-    "use_gradient_checkpointing": "memory.gradient_checkpointing",
-    "bf16": "precision.dtype",
-    "fp16": "precision.dtype",
-    "torch_dtype": "precision.dtype",
-    "bits": "model.load_in_4bit",
-    "seed": "train.seed",
-    "lora": "adapter",
-    "peft": "adapter",
-    "rank": "adapter.r",
-    "attn_implementation": "packing.attention",
-    "flash_attention": "packing.attention",
-    "save_total_limit": "train.keep_checkpoints",
-    "packing_strategy": "packing.enabled",
-    "field_messages": "data.columns",
-    "weights": "data.train.weight",
-    "train_batch_size": "packing.rows_per_step",
-    "deepspeed": "launch.strategy",
-    "fsdp": "launch.strategy",
-    "wandb": "train.report_to",
-}
-"""What other libraries call a key."""
-_PUSHED = "pronghorn export RUN --push OWNER/NAME pushes what a run trained"
-_NO_KEYS = {
-    "adam_beta1": "leave it out: the optimiser's own is used",
-    "adam_beta2": "leave it out: the optimiser's own is used",
-    "dataloader_num_workers": "leave it out: rows are tokenised before training",
-    "dataset_num_proc": "did you mean data.workers?",
-    "device_map": "leave it out: launch.gpus and launch.strategy say what goes where",
-    "group_by_length": "leave it out: packing fills rows whatever the lengths",
-    "hub_model_id": _PUSHED,
-    "load_in_16bit": "leave it out: weights are in 16 bits unless load_in_4bit is set",
-    "logging_dir": "leave it out: figures for train.report_to go into train.output",
-    "loraplus_lr_ratio": "leave it out: both of an adapter's matrices learn at train.learning_rate",
-    "per_device_eval_batch_size": "leave it out: held-out rows are packed, too",
-    "push_to_hub": _PUSHED,
-    "resume_from_checkpoint": "leave it out: the same command goes on with an unfinished run",
-    "revision": "hf download OWNER/NAME --revision REVISION --local-dir FOLDER, and give the folder as model.name",
-    "rope_scaling": "set it in the model's config.json",
-    "shuffle": "leave it out: rows are shuffled by data.seed",
-    "streaming": "leave it out: JSON lines and Parquet are read piece by piece, and need not fit into memory",
-    "run_name": "leave it out: a run is called as its train.output",
-    "tokenizer": "leave it out: the model's own is used; data.chat_template sets another template",
-    "torch_compile": "leave it out: layers are fused already",
-    "use_liger_kernel": "leave it out: layers are fused already",
-}
-"""Keys of other libraries that no key of a recipe stands for, and what to do."""
-_IN_SECTION = {
-    "adapter.type": "did you mean adapter.method?",
-    "adapter.enabled": "did you mean adapter.method? full trains every weight",
-    "data.packing": "did you mean packing.enabled?",
-    "data.train.type": "did you mean format, of the same source?",
-    "data.train.name": "did you mean config, of a hub set?",
-    "packing.strategy": "leave it out: rows are filled best fit first",
-}
-"""What keys of other libraries mean in one section."""
-_QUANTISED = (
-    "its adapters fit only the quantised weights that LoftQ makes itself, which neither a server nor a merge has",
-    "with load_in_4bit leave it out (adapters of all linears make up for what NF4 loses); without, use pissa",
-)
-_INSTEAD = {
-    ("adapter.method", "qlora"): ("", "set adapter.method: lora and model.load_in_4bit: true"),
-    ("adapter.method", "dora"): ("", "set adapter.method: lora and adapter.use_dora: true"),
-    ("adapter.init_lora_weights", "loftq"): _QUANTISED,
-    ("train.optimizer", "muon"): (
-        "transformers has no Muon by name",
-        "use adamw_torch_fused; a script may give SFTTrainer optimizer_cls_and_kwargs=(torch.optim.Muon, {…}), which "
-        "takes 2-D weights alone, as LoRA's are",
-    ),
-}
-"""What is wrong with values that people know from elsewhere, and what to write."""
 _REMOVED = {
     "packing.metadata": "attach(model, experimental={'packing_metadata': ...})",
     "packing.moe_routing": "attach(model, experimental={'moe_routing': ...})",
@@ -223,7 +114,7 @@ def explain(error: ValidationError, source: str, about: dict[str, str]) -> Confi
     for pydantic_name, plain in _PLAIN.items():
         message = message.replace(pydantic_name, plain)
     setting = ".".join(path[:2])
-    remedy = f"set {key if _plain(path) in about else setting}{_described(path, about) or ' (a section)'}"
+    remedy = f"set {_plain(path) if _plain(path) in about else setting}{_described(path, about) or ' (a section)'}"
     if value is None or first["type"] == "too_short":
         message = "an empty list" if value == [] else "a value is needed"
     quoted = isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?([eE][-+]?\d+)?", value)
@@ -231,6 +122,8 @@ def explain(error: ValidationError, source: str, about: dict[str, str]) -> Confi
         message, remedy = "a number in quotes is a text", f"write {key}: {value}"
     elif "bool_type" in kinds and str(value).lower() in _TRUTH:
         message, remedy = "a text", f"write {key}: {_TRUTH[value.lower()]}, without quotes"
+    elif first["type"] == "list_type":
+        remedy += ", as a list: […]"
     if len(path) == 1 and value is not None:
         message, remedy = "a section is a table of keys", f"write e.g. {key}: {{{_first_key(key, about)}: …}}"
         if re.search(r"\w:\S", str(value)):
@@ -245,8 +138,8 @@ def explain(error: ValidationError, source: str, about: dict[str, str]) -> Confi
             message, remedy = "no choice of this key", f"{remedy if near else 'the choices:'} {', '.join(choices)}"
     if setting == "memory.budget":
         message, remedy = "no amount of memory", f"write e.g. {setting}: 16GiB"
-    if isinstance(value, str) and (setting, value) in _INSTEAD:
-        problem, remedy = _INSTEAD[setting, value]
+    if isinstance(value, str) and (setting, value) in INSTEAD:
+        problem, remedy = INSTEAD[setting, value]
         message = problem or message
     shown = "null" if value is None else short(value)
     return ConfigError(f"{source}: {key} = {shown}: {message[0].lower()}{message[1:]}", remedy)
@@ -284,14 +177,16 @@ def _meant(path: list[str], about: dict[str, str]) -> str:
         return f"did you mean {key.lower()}?"
     prefix = "".join(f"{part}." for part in outer)
     known = list(dict.fromkeys(name.removeprefix(prefix).split(".")[0] for name in about if name.startswith(prefix)))
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.7)
     everywhere = [name for name in about if name.endswith(f".{key}")]
-    if (meant := _IN_SECTION.get(".".join([*outer, key]))) is not None:
+    if prefix.startswith("data.") and re.search(r"[./]", key):
+        return f"write {{path: {key}, weight: …}}"
+    if (meant := IN_SECTION.get(".".join([*outer, key]))) is not None:
         return meant
-    if key in _NO_KEYS:
-        return _NO_KEYS[key]
+    if key in NO_KEYS:
+        return NO_KEYS[key]
     if key in ALIASES:
         return f"did you mean {ALIASES[key]}?"
-    if near:
-        return f"did you mean {'.'.join([*path[:-1], near[0]])}?"
-    return f"did you mean {everywhere[0]}?" if everywhere else f"known here: {', '.join(known)}"
+    if everywhere:
+        return f"did you mean {everywhere[0]}?"
+    return f"did you mean {'.'.join([*path[:-1], near[0]])}?" if near else f"known here: {', '.join(known)}"

@@ -219,7 +219,7 @@ class Train(Section):
     optimizer: OptimizerName = Field(
         "adamw_torch_fused",
         description="by name: torch's, bitsandbytes' (8bit, paged, lion, ademamix), torchao's (torch_8bit, torch_4bit) "
-        "or transformers' (adafactor); see docs/precision.md",
+        "or transformers' (adafactor); see pronghorn docs precision",
     )
     learning_rate: float = Field(
         2e-4, gt=0, le=10, description="the highest learning rate, e.g. 2e-4 for LoRA, 2e-5 for every weight"
@@ -292,7 +292,7 @@ class Precision(Section):
     compute: Literal["dtype", "fp8", "fp8_exact"] = Field(
         "dtype",
         description="in what frozen linears and experts multiply: dtype, or in 8 bits by rows (Ada and newer, packed "
-        "rows, LoRA); fp8_exact sums exactly, 9 % slower a product. See docs/precision.md",
+        "rows, LoRA); fp8_exact sums exactly, 9 % slower a product. See pronghorn docs precision",
     )
 
 

@@ -127,7 +127,9 @@ def override_key(table: dict[str, Any], override: str) -> None:
     section, dot, name = key.strip().partition(".")
     shown = f"override {short(override)}"
     if not equals or not dot or not name:
-        raise ConfigError(f"{shown} is not section.key=value", "write e.g. train.max_steps=3")
+        second = key.strip().endswith((".yaml", ".yml"))
+        remedy = "one recipe a command; a change is written e.g. train.max_steps=3"
+        raise ConfigError(f"{shown} is not section.key=value", remedy if second else "write e.g. train.max_steps=3")
     if table.setdefault(section, {}) is None:
         table[section] = {}
     if not isinstance(table[section], dict):

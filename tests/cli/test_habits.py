@@ -237,7 +237,7 @@ MISTAKES = {
         "--output OTHER.yaml",
         a_yml="base_model: a/b\nadapter: lora\ndatasets: [{path: x, type: alpaca}]\n",
     ),
-    "DPO in capitals": command("init a.yaml --task DPO", "--task dpo", "docs/preference-training.md"),
+    "DPO in capitals": command("init a.yaml --task DPO", "--task dpo", "pronghorn docs preference-training"),
     "a push without a login": Mistake(
         "no token for the hub",
         "hf auth login",

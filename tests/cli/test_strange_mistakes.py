@@ -72,7 +72,7 @@ MISTAKES = {
     "version": command("version", "No such command 'version'", "pronghorn --version?"),
     "to push": command("push out", "No such command 'push'", "pronghorn export RUN --push"),
     "to resume": command("resume out", "No such command 'resume'", "pronghorn train?"),
-    "DPO": command("dpo recipe.yaml", "No such command 'dpo'", "docs/preference-training.md"),
+    "DPO": command("dpo recipe.yaml", "No such command 'dpo'", "pronghorn docs preference-training"),
     "--seed": command("train recipe.yaml --seed 3", "--seed", "train.seed=3"),
     "--load_in_4bit": command("train recipe.yaml --load_in_4bit", "--load_in_4bit", "model.load_in_4bit=true"),
     "--force": command("train recipe.yaml --force", "--force", "--overwrite"),

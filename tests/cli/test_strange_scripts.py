@@ -79,7 +79,7 @@ SCRIPTS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "pairs": (
         lambda m: trainer(lora(m), Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c"}])),
         "preference pairs",
-        "docs/preference-training.md",
+        "pronghorn docs preference-training",
     ),
     "Alpaca's columns": (lambda m: trainer(lora(m), ALPACA), "no known format", "+ row['input']"),
     "a function for batches": (

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from pronghorn.cli.main import app
 from pronghorn.config import Recipe
 from pronghorn.errors import ConfigError
-from pronghorn.memory.cards import CARDS, find_card
+from pronghorn.memory.cards import CARDS, find_card, too_old
 from pronghorn.memory.devices import DISPLAY_BYTES, device_spec
 from pronghorn.memory.estimate import GIB
 
@@ -41,6 +41,21 @@ NAMES = {
     "NVIDIA H100 80GB HBM3": "h100",
     "H200 SXM": "h200",
     "b200": "b200",
+    "B300": "b300",
+    "NVIDIA H800": "h800",
+    "H800 80GB": "h800",
+    "NVIDIA A800-SXM4-80GB": "a800-80",
+    "a800": "a800-40",
+    "h20": "h20-96",
+    "H20 141GB": "h20-141",
+    "T4G": "t4g",
+    "a30": "a30",
+    "RTX PRO 6000": "rtxpro6000",
+    "NVIDIA RTX PRO 6000 Blackwell Server Edition": "rtxpro6000",
+    "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition": "rtxpro6000",
+    "RTX A2000 12GB": "a2000-12",
+    "NVIDIA RTX 4000 Ada Generation": "rtx4000ada",
+    "TITAN RTX": "titanrtx",
     "mi300": None,
     "my laptop": None,
     "gtx 1080": None,
@@ -58,6 +73,16 @@ def test_each_card_s_own_name_finds_it(name: str) -> None:
     assert find_card(name) == name and spec.memory_bytes == int(card.gib * GIB)
     assert 0.85 <= card.gib / card.gb <= 1 and spec.fp8 <= spec.bf16
     assert ("not measured" in spec.source) is (name != "h200")
+
+
+OLD = {"P100": "p100", "Tesla P100-PCIE-16GB": "p100", "gtx 1080 Ti": "gtx 1080 ti", "TITAN X": "titan x", "k80": "k80"}
+
+
+@pytest.mark.parametrize(("text", "name"), OLD.items())
+def test_a_card_before_volta_is_told_that_it_is_too_old(text: str, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is older than Volta, and kernels need a compute capability of 7.0"):
+        device_spec(text)
+    assert all(not too_old(each) for each in (*CARDS, "p5", "m1")) and min(c.capability for c in CARDS.values()) >= 7
 
 
 def test_an_amount_that_no_card_of_the_name_has_is_taken_with_its_rates() -> None:

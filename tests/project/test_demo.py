@@ -123,7 +123,7 @@ def test_the_recipe_loads(files: Path, entries: tuple[list[Entry], list[Entry]])
     from pronghorn.config import Recipe
 
     overrides = [f"data.train={files}/train.jsonl", f"data.eval={files}/eval.jsonl"]
-    recipe = Recipe.load(ROOT / "recipes" / "demo-cpu.yaml", overrides)
+    recipe = Recipe.load(ROOT / "demo" / "demo-cpu.yaml", overrides)
     assert (recipe.model.max_seq_length, recipe.train.max_steps, recipe.train.max_minutes) == (512, 80, 4)
     assert recipe.train.learning_rate == 1e-3 and recipe.memory.gradient_checkpointing is False
     held_out = {entry.name for entry in entries[1]}

@@ -81,7 +81,7 @@ MISTAKES = {
     "an output that can't be": key("train", "output", "/proc/x", "/proc/x", "train.output"),
     "preferences": Mistake(
         "a preference pair",
-        "docs/preference-training.md",
+        "pronghorn docs preference-training",
         prepare=lambda folder: (folder / "train.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}'),
     ),
     "a chat without a run": Mistake("runs/none", "", command=("chat", "runs/none")),

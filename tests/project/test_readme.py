@@ -24,6 +24,7 @@ YAML = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
 THREE_STEPS = ["train.max_steps=3", "train.warmup_steps=0", "data.eval_rows=2", "report.sample_tokens=8"]
 SMALL = {  # what each command is given beside what the README says, to be quick on two cores
     "doctor": "",
+    "docs": "",
     "data inspect": "--rows 1",
     "plan": "",
     "train": "train.max_steps=2 train.warmup_steps=0 report.sample_tokens=4",
@@ -132,7 +133,7 @@ def test_make_demo_in_three_steps(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_demo_fails_loudly_and_keeps_what_it_trained(tmp_path: Path, tiny: list[str]) -> None:
     """The demo's recipe, with an improvement that two steps can't bring."""
-    program = [sys.executable, "-m", "pronghorn", "train", "recipes/demo-cpu.yaml"]
+    program = [sys.executable, "-m", "pronghorn", "train", "demo/demo-cpu.yaml"]
     done = shell([*program, *tiny, "train.min_improvement=5"])
     assert done.returncode == 1
     assert "which is not a fall of 5.0 or more" in done.stderr and "Traceback" not in done.stderr
@@ -145,6 +146,7 @@ def test_the_demo_fails_loudly_and_keeps_what_it_trained(tmp_path: Path, tiny: l
     ("name", "says"),
     [
         ("doctor", ["torch", "transformers"]),
+        ("docs", ["# Fine-tune on your own data"]),
         ("data inspect", ["⟦", "Packed rows"]),
         ("plan", ["layers 0–4 keep", "datasheet"]),
         ("verify", ["The numbers are right."]),
@@ -223,9 +225,9 @@ def test_the_scripts_after_training_run_as_printed(folder: Path, trained: subpro
 
 
 @pytest.mark.matrix(1)
-@pytest.mark.parametrize("recipe", ["gpu-lora.yaml", "gpu-full.yaml"])
-def test_gpu_recipes_train_on_a_small_model(recipe: str, tmp_path: Path, tiny: list[str]) -> None:
+@pytest.mark.parametrize("recipe", sorted(file.name for file in (ROOT / "recipes").glob("*.yaml")))
+def test_shipped_recipes_train_on_a_small_model(recipe: str, tmp_path: Path, tiny: list[str]) -> None:
     done = CliRunner().invoke(app, ["train", str(ROOT / "recipes" / recipe), *tiny])
     assert done.exit_code == 0, done.output
-    folder = tmp_path / "run" / ("adapter" if recipe == "gpu-lora.yaml" else "model")
+    folder = tmp_path / "run" / ("model" if recipe == "gpu-full.yaml" else "adapter")
     assert list(folder.glob("*.safetensors")) and (tmp_path / "run" / "report.html").is_file()

@@ -53,7 +53,7 @@ def test_the_wheel_runs_outside_the_repository(tmp_path: Path) -> None:
     source.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    shutil.copytree(
+    shutil.copytree(  # with what links in it lead to
         ROOT / "src" / "pronghorn", source / "src" / "pronghorn", ignore=shutil.ignore_patterns("__pycache__")
     )
     pip = (sys.executable, "-m", "pip")
@@ -64,6 +64,9 @@ def test_the_wheel_runs_outside_the_repository(tmp_path: Path) -> None:
     run(installed, sys.executable, "-c", READ)
     assert "pronghorn" in {path.name for path in (installed / "bin").iterdir()}
     run(installed, sys.executable, "-m", "pronghorn", "init", "first.yaml")
+    run(installed, sys.executable, "-m", "pronghorn", "init", "copied.yaml", "--recipe", "gpu-lora")
+    assert "docs/" not in run(installed, sys.executable, "-m", "pronghorn", "docs")
+    assert run(installed, sys.executable, "-m", "pronghorn", "docs", "faq").startswith("# Questions")
     (installed / "qlora.yml").write_text(QLORA)
     run(installed, sys.executable, "-m", "pronghorn", "convert", "qlora.yml")
     assert (installed / "first.yaml").is_file() and "load_in_4bit: true" in (installed / "recipe.yaml").read_text()

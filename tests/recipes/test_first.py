@@ -106,4 +106,4 @@ def test_data_that_can_t_be_trained_on_are_told_at_once(place: Path, stories: Pa
 
 def test_preferences_lead_to_their_page(place: Path) -> None:
     result = invoke("init", "--task", "dpo")
-    assert result.exit_code == 1 and "docs/preference-training.md" in result.stderr
+    assert result.exit_code == 1 and "pronghorn docs preference-training" in result.stderr

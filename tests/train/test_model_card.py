@@ -15,6 +15,7 @@ from pronghorn.diagnose.export_run import export_run
 from pronghorn.train.model_card import card, licence_of
 from pronghorn.train.record import RunRecord
 from pronghorn.train.run import run
+from pronghorn.train.trainer import SFTTrainer
 from support.run_records import record
 from support.runs import QUIET
 
@@ -81,15 +82,24 @@ def test_a_run_without_a_held_out_loss_says_so(heldout: tuple[float | None, floa
     assert "no held-out data" in text and "## Use" not in text
 
 
-def test_a_run_and_its_export_have_cards(tmp_path: Path, stories: Path) -> None:
+def test_a_run_and_its_export_have_cards(tmp_path: Path, stories: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save = SFTTrainer._save_checkpoint
     (tmp_path / "x.jsonl").write_text('{"prompt": "One day", "completion": " a cat sat."}\n' * 4)
     table = {
         "model": {"name": str(stories), "max_seq_length": 64},
         "data": {"train": str(tmp_path / "x.jsonl")},
-        "train": {"output": str(tmp_path / "mine"), "max_steps": 1},
+        "train": {"output": str(tmp_path / "mine"), "max_steps": 1, "save_steps": 1},
         "report": {"html": False},
     }
+    cards: list[bool] = []  # whether there is one when a checkpoint is sealed
+
+    def save_and_look(trainer: SFTTrainer, *args: Any) -> None:
+        save(trainer, *args)
+        cards.append((tmp_path / "mine/README.md").exists())
+
+    monkeypatch.setattr(SFTTrainer, "_save_checkpoint", save_and_look)
     run(Recipe.model_validate(table), QUIET)
+    assert cards and not any(cards)
     own, adapter = ((tmp_path / name / "README.md").read_text() for name in ("mine", "mine/adapter"))
     assert own == adapter and ModelCard(own).data.library_name == "peft"
     exported = export_run(tmp_path / "mine", "merged", None, "q8_0").folder

@@ -39,7 +39,7 @@ def convert(
         tool, draft = convert_file(file)
         write_new(
             output,
-            draft.text([f"Made of {file.name} ({tool}) by `pronghorn convert`. Keys: docs/recipe.md"]),
+            draft.text([f"Made of {file.name} ({tool}) by `pronghorn convert`. Keys: pronghorn docs recipe"]),
             OTHERWISE,
         )
         for name, why in draft.lost.items():

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from pronghorn.cli.console import Console
 from pronghorn.cli.errors import plain_errors
 from pronghorn.cli.options import Debug, Method, write_new
+from pronghorn.cli.shipped import choose, recipes
 from pronghorn.errors import ConfigError
+
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(?:/[\w-][\w.-]*)?(?<!\.gguf)")
 
 
 def _instead(output: Path) -> str:
@@ -20,6 +24,28 @@ def _instead(output: Path) -> str:
     if output.is_dir() or output.suffix.lower() in (".jsonl", ".json", ".parquet", ".csv", ".txt"):
         return f"the recipe's name comes first, then --data {output}"
     return "give another name"
+
+
+def _copy(name: str, output: Path, given: dict[str, Any], console: Console) -> None:
+    """Write a recipe that comes with the package, or list them.
+
+    Raises:
+        ConfigError: none of this name, something that a copy doesn't look at, or the file is there already.
+    """
+    found = recipes()
+    if name == "list":
+        for each, text in found.items():
+            console.print(f"{each}: {text.splitlines()[0].removeprefix('# ')}", markup=False)
+        return
+    text = choose(found, name, "recipe that comes with Pronghorn", f"one of {', '.join(found)}")
+    if others := [option for option, value in given.items() if value is not None]:
+        raise ConfigError(
+            f"--recipe with {', '.join(others)}: a copy looks at neither data nor machine",
+            f"leave one of them out; in the copy set model.name and data.train, or write them behind {output}",
+        )
+    write_new(output, text, _instead(output))
+    console.print(f"{output} is written: set model.name and data.train in it.", markup=False)
+    console.print(f"Next: pronghorn data inspect {output}, then pronghorn train {output}", markup=False)
 
 
 Task = Literal["sft", "pretrain", "dpo", "kto", "orpo", "grpo"]
@@ -38,6 +64,9 @@ def init(
     device: Annotated[
         str | None, typer.Option(metavar="GPU|SIZE", help="Write for this GPU, e.g. rtx4090. Without it: this machine.")
     ] = None,
+    recipe: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Copy a recipe that comes with Pronghorn; list: which there are.")
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Write a commented recipe for this machine, which `pronghorn train` then runs.
@@ -52,21 +81,29 @@ def init(
       pronghorn init mine.yaml --model Qwen/Qwen3-0.6B --data my-data.jsonl
 
       pronghorn init --method qlora --data chats/ --device t4
+
+      pronghorn init mine.yaml --recipe gpu-qlora
     """
     console = Console(highlight=False, soft_wrap=True)
     with plain_errors(debug):
+        if recipe is not None:
+            _copy(recipe, output, {"--model": model, "--data": data, "--device": device}, console)
+            return
         from pronghorn.config import DATA_FILES
 
         if task not in ("sft", "pretrain"):
             raise ConfigError(
                 f"--task {task}: recipes train on answers or texts",
-                "train it by TRL's trainer on a Pronghorn model: docs/preference-training.md",
+                "train it by TRL's trainer on a Pronghorn model: pronghorn docs preference-training",
             )
         if output.exists():
             raise ConfigError(f"{output} is there already", _instead(output))
+        if data is not None and (address := re.match(r"[a-z]\w+:/+", str(data))):
+            hub = str(data)[address.end() :].removeprefix("huggingface.co/").removeprefix("datasets/")
+            raise ConfigError(f"--data {data} is an address", f"give a path, or a hub name (here perhaps {hub})")
         if data is not None and data.suffix.lower() in DATA_FILES and not data.exists():
             raise ConfigError(f"--data {data} does not exist", f"give the path of a {', '.join(DATA_FILES)} file")
-        if model is not None and model.startswith((".", "/", "~")) and not Path(model).expanduser().exists():
+        if model is not None and not Path(model).expanduser().exists() and not _HUB_NAME.fullmatch(model):
             raise ConfigError(f"--model {model} does not exist", "give a model's folder or its hub name (owner/name)")
         from pronghorn.recipes.first import Machine, first_recipe, head
 

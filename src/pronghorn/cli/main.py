@@ -10,15 +10,17 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 
 from pronghorn import __version__
 from pronghorn.cli.bench import bench
 from pronghorn.cli.chat import chat
 from pronghorn.cli.convert import convert
 from pronghorn.cli.data import inspect_data
+from pronghorn.cli.docs import docs
 from pronghorn.cli.doctor import doctor
 from pronghorn.cli.export import export
+from pronghorn.cli.habits import COMMANDS, Answering, OfRecipe
 from pronghorn.cli.init import init
 from pronghorn.cli.launch import launch
 from pronghorn.cli.options import grow_segments, stay_quiet
@@ -30,65 +32,8 @@ from pronghorn.cli.verify import verify
 
 ORDER = [
     *("init", "convert", "train", "data", "report", "chat", "export"),
-    *("plan", "verify", "profile", "bench", "launch", "doctor"),
+    *("plan", "verify", "profile", "bench", "launch", "doctor", "docs"),
 ]
-
-
-_COMMANDS = {
-    "sft": "train",
-    "finetune": "train",
-    "fine-tune": "train",
-    "merge": "export",
-    "merge-lora": "export",
-    "inference": "chat",
-    "generate": "chat",
-    "resume": "train",
-    "llamafactory-cli": "convert",
-    "eval": "verify",
-    "evaluate": "verify",
-    "predict": "chat",
-    "serve": "export",
-    "api": "export",
-    "webui": "chat",
-    "webchat": "chat",
-    "upload": "export RUN --push OWNER/NAME",
-    "push": "export RUN --push OWNER/NAME",
-    "quantize": "export RUN --to gguf",
-    "preprocess": "data inspect",
-    "inspect": "data inspect",
-    "run": "train",
-    "lora": "train",
-    "qlora": "train",
-    "env": "doctor",
-    "config": "init",
-    "ui": "chat",
-    "help": "--help",
-    "version": "--version",
-}
-"""Commands of other tools, and ours."""
-_OPTIONS = {
-    "--set": "changes follow the recipe without an option: train.max_steps=3",
-    "--cpu": "CUDA_VISIBLE_DEVICES= in the environment hides the GPUs",
-    "--config": "the recipe is given without an option: pronghorn train my.yaml",
-    "--deepspeed": "all GPUs are used; launch.strategy=sharded shares a LoRA's base among them",
-    "--dry-run": "pronghorn plan and pronghorn data inspect look without training",
-    "--force": "--overwrite begins a finished run anew",
-    "--gpu": "--gpus counts those of train; plan and init take --device rtx4090",
-    "--hub-model-id": "pronghorn export RUN --push OWNER/NAME, after training",
-    "--push-to-hub": "pronghorn export RUN --push OWNER/NAME, after training",
-    "--num-gpus": "--gpus counts them; without it all are used",
-    "--quiet": "what is told goes to stdout: add > run.log",
-    "-v": "--paths tells every decision, --debug an error's traceback",
-    "-o": "train.output=DIR says where a run goes",
-    "--verbose": "--paths tells every decision, --debug an error's traceback",
-    "--resume": "the same command goes on with an unfinished run",
-    "--resume-from-checkpoint": "the same command goes on with an unfinished run",
-}
-"""Options of other tools, and what to do here."""
-
-
-_NO_SUCH, _BAD_VALUE = "NoSuchOption", "BadParameter"
-"""Classes of errors of the parser, by name: which library typer takes them from changes with its version."""
 
 
 class _InOrder(TyperGroup):
@@ -104,9 +49,9 @@ class _InOrder(TyperGroup):
             return super().parse_args(ctx, args)
         except Exception as error:
             option = getattr(error, "option_name", None)
-            if type(error).__name__ == _NO_SUCH and option in ("-V", "-v"):
+            if type(error).__name__ == "NoSuchOption" and option in ("-V", "-v"):
                 ctx.fail(f"No such option: {option}. Did you mean --version?")
-            if type(error).__name__ == _NO_SUCH and option is not None:
+            if type(error).__name__ == "NoSuchOption" and option is not None:
                 ctx.fail(f"No such option: {option}. Options follow a command: {ctx.command_path} COMMAND {option}")
             raise
 
@@ -120,8 +65,12 @@ class _InOrder(TyperGroup):
         if name in commands or name.startswith("-"):
             return super().resolve_command(ctx, args)
         if name in ("dpo", "kto", "orpo", "grpo"):
-            ctx.fail(f"No such command '{name}'. TRL's trainers take Pronghorn's models: docs/preference-training.md")
-        near = _COMMANDS.get(name) or next(iter(difflib.get_close_matches(name, commands, n=1)), None)
+            ctx.fail(
+                f"No such command '{name}'. TRL's trainers take Pronghorn's models: pronghorn docs preference-training"
+            )
+        if ctx.info_name == "data":
+            ctx.fail(f"No such command '{name}'. Did you mean {ctx.command_path} inspect RECIPE?")
+        near = COMMANDS.get(name) or next(iter(difflib.get_close_matches(name, commands, n=1, cutoff=0.65)), None)
         if near is None:
             ctx.fail(f"No such command '{name}'. Commands: {', '.join(commands)}")
         ctx.fail(f"No such command '{name}'. Did you mean {ctx.command_path} {near}?")
@@ -131,56 +80,12 @@ class _InOrder(TyperGroup):
         return sorted(super().list_commands(ctx), key=lambda name: (*ORDER, name).index(name))
 
 
-class _Recipe(TyperCommand):
-    """A command that takes a recipe: an unknown option that is a key's name is answered with the key."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Return what is left after the options.
-
-        Raises:
-            UsageError: an unknown option, with what to write instead.
-        """
-        given = list(args)
-        try:
-            return super().parse_args(ctx, args)
-        except Exception as error:
-            name, given_to = type(error).__name__, getattr(getattr(error, "param", None), "name", "")
-            if name == _BAD_VALUE and given_to == "gpus":
-                ctx.fail(
-                    "--gpus takes a number, at least 1; without it all are used, CUDA_VISIBLE_DEVICES=0,1 chooses some"
-                )
-            option = (getattr(error, "option_name", None) or "") if name == _NO_SUCH else ""
-            if what := _OPTIONS.get(option.replace("_", "-")):
-                ctx.fail(f"No such option: {option}; {what}")
-            if option and (written := _override(option, given)) is not None:
-                ctx.fail(f"No such option: {option}. A recipe's keys are set without dashes: {written}")
-            raise
-
-
-def _override(option: str, given: list[str]) -> str | None:
-    """Return the override that an unknown option stands for, None where it is no key's name."""
-    from pronghorn.config import fields
-    from pronghorn.recipe_errors import ALIASES
-
-    name = option.lstrip("-").replace("-", "_")
-    kinds = {key: kind for key, kind, *_ in fields()}
-    named = (key for key in kinds if name in (key, key.partition(".")[2]))
-    key = ALIASES.get(name) if name not in kinds else name
-    key = key if key in kinds else next(named, None)
-    at = next(i for i, word in enumerate(given) if word.split("=")[0] == option)
-    value = given[at].partition("=")[2] or next(
-        (word for word in given[at + 1 : at + 2] if not word.startswith("-")),
-        "true" if key and kinds[key].startswith("bool") else "VALUE",
-    )
-    return key and f"{key}={value}"
-
-
 app = typer.Typer(
     name="pronghorn",
     cls=_InOrder,
     invoke_without_command=True,
     help="Fine-tune large language models: packed rows, a recipe in one YAML file, and a report of what happened.",
-    epilog="Start with: pronghorn init",
+    epilog="Start with: pronghorn init. All pages: pronghorn docs",
     rich_markup_mode="rich",
     add_completion=False,
     context_settings={"help_option_names": ["--help", "-h"]},
@@ -195,13 +100,13 @@ def _help(command: Callable[..., Any]) -> str:
 
 data = typer.Typer(cls=_InOrder, help="Look at what a recipe trains on.", no_args_is_help=True)
 app.add_typer(data, name="data")
-data.command("inspect", cls=_Recipe, no_args_is_help=True, help=_help(inspect_data))(inspect_data)
+data.command("inspect", cls=OfRecipe, no_args_is_help=True, help=_help(inspect_data))(inspect_data)
 for command in (train, plan, verify, profile, bench, launch):
-    app.command(cls=_Recipe, no_args_is_help=True, help=_help(command))(command)
+    app.command(cls=OfRecipe, no_args_is_help=True, help=_help(command))(command)
 for other in (convert, report, chat, export):
-    app.command(no_args_is_help=True, help=_help(other))(other)
-for alone in (doctor, init):
-    app.command(help=_help(alone))(alone)
+    app.command(cls=Answering, no_args_is_help=True, help=_help(other))(other)
+for alone in (docs, doctor, init):
+    app.command(cls=Answering, help=_help(alone))(alone)
 
 
 def _version(wanted: bool) -> None:

@@ -10,6 +10,7 @@ import typer
 from pronghorn.cli.console import Console
 from pronghorn.cli.errors import plain_errors
 from pronghorn.cli.options import Debug
+from pronghorn.errors import ConfigError
 
 
 def report(
@@ -32,6 +33,9 @@ def report(
       pronghorn report runs/a runs/b --html a-and-b.html
     """
     with plain_errors(debug):
+        for run in runs:
+            if run.suffix.lower() in (".yaml", ".yml"):
+                raise ConfigError(f"{run} is a recipe, no run", "give its run's folder, which train.output names")
         if len(runs) > 1:
             from pronghorn.train.compare import write_comparison
 

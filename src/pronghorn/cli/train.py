@@ -116,6 +116,6 @@ def next_steps(output: Path) -> list[tuple[str, str]]:
     run = shlex.quote(str(output))
     return [
         ("ask it beside its base", f"pronghorn chat {run}"),
-        ("merged for vLLM; --to gguf or ollama for others: docs/after-training.md", f"pronghorn export {run}"),
+        ("merged for vLLM; --to gguf or ollama for others: pronghorn docs after-training", f"pronghorn export {run}"),
         ("in Python", load),
     ]

@@ -207,10 +207,14 @@ def recognise(value: Mapping[str, Any], at: str) -> Shape:
         extra = [key for key in value if key in names - _all_keys(near[0])]
         if media := media_in(extra):
             raise DataError(f"{at}: {keys(media)} beside {keys(FORMATS[near[0]][0])}: {TEXT_ONLY}", REMEDY)
-        raise DataError(
-            f"{at}: keys {keys(extra)} beside {keys(FORMATS[near[0]][0])}",
-            f"delete them, or set data.format to {' or '.join(near)} to ignore every other key",
-        )
+        remedy = f"delete them, or set data.format to {' or '.join(near)} to ignore every other key"
+        if near[0] == "messages" and "system" in extra:
+            remedy = 'put it first among the messages: {"role": "system", "content": …}'
+        elif "label" in extra and isinstance(value["label"], bool):
+            remedy = (
+                "keep the rows whose label is true, without it; or TRL's KTOTrainer: pronghorn docs preference-training"
+            )
+        raise DataError(f"{at}: keys {keys(extra)} beside {keys(FORMATS[near[0]][0])}", remedy)
     remedy = f"write each row as {ACCEPTED}, or name the columns in data.columns"
     if likely := likely_columns(value):
         remedy = f"set data.columns: {{{', '.join(f'{name}: {_quoted(key)}' for name, key in likely.items())}}}"

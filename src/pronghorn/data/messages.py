@@ -63,7 +63,7 @@ def openai_message(item: Any, at: str) -> Message:
     role, content = given["role"], given.get("content")
     role = "tool" if role == "function" else role
     if role not in ROLES:
-        raise DataError(f"{at}: role {show(role)}", f"use one of {', '.join(ROLES)}")
+        raise DataError(f"{at}: role {show(role)}", _other(role, ROLES))
     supervised = _supervised(given, role, at)
     text = "" if calls and content is None else _content(content, at)
     extra: dict[str, Any] = {key: string(given[key], key, at) for key in NAMES if key in given}
@@ -79,6 +79,20 @@ def openai_message(item: Any, at: str) -> Message:
     return Message(role, text, extra, supervised)
 
 
+_MEANT = {
+    "developer": "system",
+    **dict.fromkeys(("ai", "bot", "chatbot", "model", "gpt"), "assistant"),
+    "human": "user",
+}
+"""Roles of others, and ours."""
+
+
+def _other(role: Any, known: Iterable[str]) -> str:
+    """Return what to do about a role that isn't one of those known."""
+    meant = _MEANT.get(role.lower().strip()) if isinstance(role, str) else None
+    return f"use one of {', '.join(known)}" + (f"; {meant} for this one" if meant else "")
+
+
 def sharegpt_message(item: Any, at: str) -> Message:
     """Read {"from", "value"} and optionally "weight"; a `function_call` holds {"name", "arguments"} as JSON, or a
     list."""
@@ -87,7 +101,7 @@ def sharegpt_message(item: Any, at: str) -> Message:
         raise DataError(f"{at}: {what}", 'write a turn as {"from": ..., "value": ...} and nothing else')
     origin, value = item["from"], string(item["value"], "value", at)
     if not isinstance(origin, str) or origin not in SHAREGPT_ROLES:
-        raise DataError(f"{at}: from {show(origin)}", f"use one of {', '.join(SHAREGPT_ROLES)}")
+        raise DataError(f"{at}: from {show(origin)}", _other(origin, SHAREGPT_ROLES))
     turn: dict[str, Any] = {"role": SHAREGPT_ROLES[origin], "content": value}
     turn |= {key: given for key, given in item.items() if key not in ("from", "value")}
     if origin == "function_call":

@@ -31,8 +31,8 @@ def read_source(source: Source, reader: RowReader) -> Iterator[Row]:
         if isinstance(row, Preference):
             raise DataError(
                 f"{row.source}: a preference pair, and supervised fine-tuning would not know its rejected side",
-                "train on pairs by TRL's DPOTrainer (docs/preference-training.md), or write the chosen answers as "
-                "conversations",
+                "train on pairs by TRL's DPOTrainer (pronghorn docs preference-training), or write the chosen answers "
+                "as conversations",
             )
         yield row
 

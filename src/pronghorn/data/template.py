@@ -5,8 +5,10 @@ what their originals do and refuse the rest of a conversation: tools go through 
 gpt-oss, reasoning through qwen-3 and gpt-oss as a field of its own.
 """
 
+import difflib
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,6 +88,14 @@ BUILT_IN = {
 }
 
 
+def _nearest(choice: str) -> str | None:
+    """Return the built-in template whose name resembles a choice."""
+    plain = {re.sub(r"[^a-z0-9]", "", name): name for name in BUILT_IN}
+    asked = re.sub("llama3[23]$", "llama31", re.sub(r"[^a-z0-9]", "", choice.lower()))  # which has the same template
+    near = difflib.get_close_matches(asked, plain, n=1, cutoff=0.8)
+    return plain[near[0]] if near else None
+
+
 def find_template(choice: str | None) -> Template | None:
     """Return the template of `data.chat_template`: a built-in's name, the path of a .jinja file, or None for the
     tokenizer's.
@@ -97,7 +107,9 @@ def find_template(choice: str | None) -> Template | None:
         return None if choice is None else BUILT_IN[choice]
     path = Path(os.path.expanduser(choice))  # leaves a home that isn't there as it is
     if path.suffix not in (".jinja", ".jinja2", ".j2"):
+        near = _nearest(choice)
         remedy = f"set it to {', '.join(BUILT_IN)} or the path of a .jinja file"
+        remedy = f"did you mean {near}? {remedy}" if near else remedy
         if choice in ("default", "auto", "none", "tokenizer", "tokenizer_default"):
             remedy = "leave it out: the tokenizer's own is used"
         elif "{%" in choice or "{{" in choice:

@@ -29,7 +29,10 @@ from pronghorn.parity.visibility import Visibility
 
 COSINE = 0.98
 """Of a gradient to float32's with nothing in 8 bits, at least, where the model's dtype itself reaches it."""
-RULE = f"{THREE_WAY.factor:.0f} times plain's own error from exact, and four roundings of float32 (docs/numerics.md)"
+RULE = (
+    f"{THREE_WAY.factor:.0f} times plain's own error from exact, and four roundings of float32 "
+    "(pronghorn docs numerics)"
+)
 RULE_OF_FP8 = (
     "plain and exact multiply the same operands in 8 bits; besides, each gradient's cosine to float32's without 8 bits "
     f"is shown beside {COSINE}"

@@ -41,18 +41,25 @@ class Card(NamedTuple):
 CARDS = {
     # data centres
     "t4": Card(16, 14.6, 65, 320, 16, 7.5),
+    "t4g": Card(16, 14.6, 65, 320, 16, 7.5),
     "v100-16": Card(16, 15.8, 125, 900, 16, 7.0, nvlink=150),
     "v100-32": Card(32, 31.7, 125, 900, 16, 7.0, nvlink=150),
     "l4": Card(24, 22.0, 121, 300, 32, 8.9),
     "l40": Card(48, 44.4, 181, 864, 32, 8.9),
     "l40s": Card(48, 44.4, 362, 864, 32, 8.9),
+    "l20": Card(48, 44.5, 119, 864, 32, 8.9),
+    "a2": Card(16, 14.7, 18, 200, 16, 8.6),
     "a10": Card(24, 22.0, 125, 600, 32, 8.6),
     "a10g": Card(24, 22.0, 70, 600, 32, 8.6),
     "a30": Card(24, 23.5, 165, 933, 32, 8.0),
     "a40": Card(48, 44.3, 150, 696, 32, 8.6),
     "a100-40": Card(40, 39.4, 312, 1555, 32, 8.0, nvlink=300),
     "a100-80": Card(80, 79.2, 312, 2039, 32, 8.0, nvlink=300),
-    "h20": Card(96, 95.1, 148, 4000, 64, 9.0, nvlink=450),
+    "a800-40": Card(40, 39.4, 312, 1555, 32, 8.0, nvlink=200),
+    "a800-80": Card(80, 79.2, 312, 2039, 32, 8.0, nvlink=200),
+    "h20-96": Card(96, 95.1, 148, 4000, 64, 9.0, nvlink=450),
+    "h20-141": Card(141, 139.8, 148, 4800, 64, 9.0, nvlink=450),
+    "h800": Card(80, 79.2, 989, 3350, 64, 9.0, nvlink=200),
     "h100": Card(80, 79.2, 989, 3350, 64, 9.0, nvlink=450),
     "gh200": Card(96, 94.5, 989, 4000, 64, 9.0, nvlink=450),
     "h200": Card(141, 139.8, 989, 4800, 64, 9.0, nvlink=450),
@@ -60,12 +67,21 @@ CARDS = {
     "b300": Card(288, 268.0, 2250, 8000, 64, 10.3, nvlink=900),
     "gb10": Card(128, 119.6, 125, 273, 0, 12.1),
     # workstations
+    "a2000-6": Card(6, 5.8, 32, 288, 32, 8.6),
+    "a2000-12": Card(12, 11.6, 32, 288, 32, 8.6),
     "a4000": Card(16, 15.6, 77, 448, 32, 8.6),
+    "a4500": Card(20, 19.6, 95, 640, 32, 8.6),
     "a5000": Card(24, 23.5, 111, 768, 32, 8.6),
     "a6000": Card(48, 47.4, 155, 768, 32, 8.6),
+    "rtx2000ada": Card(16, 15.6, 48, 224, 16, 8.9),
+    "rtx4000ada": Card(20, 19.6, 77, 360, 32, 8.9),
+    "rtx4500ada": Card(24, 23.5, 158, 432, 32, 8.9),
+    "rtx5000ada": Card(32, 31.5, 261, 576, 32, 8.9),
     "rtx6000ada": Card(48, 47.4, 364, 960, 32, 8.9),
+    "rtxpro5000": Card(48, 47.3, 258, 1344, 64, 12.0),
     "rtxpro6000": Card(96, 94.9, 503, 1792, 64, 12.0),
     # desktops
+    "titanrtx": Card(24, 23.6, 130, 672, 16, 7.5),
     "rtx2060": Card(6, 5.8, 26, 336, 16, 7.5),
     "rtx2070": Card(8, 7.8, 30, 448, 16, 7.5),
     "rtx2070super": Card(8, 7.8, 36, 448, 16, 7.5),
@@ -122,8 +138,15 @@ CARDS = {
 }
 """Of a card that is sold with different memories each is an entry, the amount behind a dash."""
 MEASURED = ("h200",)
+OLDEST = 7.0
+"""The least compute capability that Triton compiles kernels for."""
+_TOO_OLD = re.compile(
+    r"(?:nvidia|tesla|quadro|geforce|[\s-])*"
+    r"((?:p100|p40|p4|p6|m40|m60|m4|k80|k40|gtx[\s-]*(?:7|9|10)\d\d(?:[\s-]*ti)?|titan[\s-]*xp?|p[1-6]000)\b)"
+)
+"""Names of cards before Volta."""
 _NOISE = (
-    r"nvidia|geforce|quadro|tesla|graphics|generation|gpu|card|edition|server|workstation|with|design"
+    r"nvidia|geforce|quadro|tesla|blackwell|graphics|generation|gpu|card|edition|server|workstation|with|design"
     r"|sxm\d?|pcie|hbm\d?e?|nvl"
 )
 _LAPTOP = r"laptop|mobile|notebook|max-?q"
@@ -148,10 +171,17 @@ def find_card(text: str, memory_bytes: int | None = None) -> str | None:
     stem = f"rtx{stem}" if re.match(r"\d{4}", stem) else stem
     named = [name for name in CARDS if name.partition("-")[0] in (stem, stem.replace("tis", "tisuper"))]
     named = named or [name for name in CARDS if name.replace("-", "") == stem]
+    named = named or [name for name in CARDS if f"{name}laptop" == stem and name.startswith("rtxpro")]  # Max-Q boards
     if not named:
         return None
     wanted = memory_bytes / 2**30 if memory_bytes else float(amount[1]) if amount else 0.0
     return min(named, key=lambda name: abs(CARDS[name].gb - wanted) if wanted else CARDS[name].gb)
+
+
+def too_old(text: str) -> str | None:
+    """Return the name of a card before Volta, which no kernel is compiled for, None of another."""
+    found = _TOO_OLD.match(text.lower())
+    return found[1] if found else None
 
 
 def amount_in(text: str) -> int | None:
@@ -162,7 +192,7 @@ def amount_in(text: str) -> int | None:
 
 def has_display(name: str) -> bool:
     """Tell whether a card is one that a screen hangs on."""
-    return name.startswith("rtx") or name in ("a4000", "a5000", "a6000")
+    return name.startswith("rtx") or name in ("a4000", "a4500", "a5000", "a6000", "titanrtx", "a2000-6", "a2000-12")
 
 
 def like(text: str) -> list[str]:

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from pronghorn.errors import ConfigError
-from pronghorn.memory.cards import CARDS, MEASURED, amount_in, find_card, has_display, like
+from pronghorn.memory.cards import CARDS, MEASURED, OLDEST, amount_in, find_card, has_display, like, too_old
 from pronghorn.memory.estimate import GIB
 
 
@@ -59,9 +59,16 @@ def device_spec(name: str, memory_bytes: int | None = None) -> DeviceSpec:
         raise ConfigError(
             f"device {name!r} is several", f"name one: --device {one}; pronghorn plan takes --gpus {count}, too"
         )
+    if known is None and (old := too_old(name)) is not None:
+        raise ConfigError(
+            f"device {name!r}: {old} is older than Volta, and kernels need a compute capability of {OLDEST} or more",
+            "take a newer one; Kaggle has two T4 beside its P100: --device t4 --gpus 2",
+        )
     if known is None and not by_driver and re.match(r"\d(?!\d{3})", name):
         memory_bytes = parse_bytes(name, "--device")
     if known is None and memory_bytes is None:
+        if re.fullmatch(r"(cuda|gpu|auto|cpu|nvidia)[:\d]*", name.lower()):
+            raise ConfigError(f"device {name!r} names no card", "leave --device out for this machine's own")
         near = like(name) or ["rtx4090", "rtx4060 laptop", "t4", "a100-80", "h100"]
         raise ConfigError(
             f"device {name!r} is unknown", f"use a name like {', '.join(near)}, or its memory, like 24GiB"

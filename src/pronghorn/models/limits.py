@@ -27,6 +27,8 @@ LIMITS = {
     "vocab_size": 10_000_000,
 }
 """Sizes far beyond any model's: more is a damaged or hostile file."""
+_NEEDED = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
+"""Sizes that something is divided by: 0 is damage, too."""
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _REMEDY = "copy or download the model again: configuration and weights must be of one model"
 
@@ -42,15 +44,16 @@ def check_sizes(name: str | Path, table: dict[str, Any]) -> None:
             check_sizes(f"{name}: {key}", part)
     for size, most in LIMITS.items():
         value = table.get(size)
-        if value is not None and (not isinstance(value, int) or not 0 <= value <= most):
-            raise DataError(f"{name}: {size} {str(value)[:40]} is not an integer from 0 to {most:,}", _REMEDY)
+        least = int(size in _NEEDED)
+        if value is not None and (not isinstance(value, int) or not least <= value <= most):
+            raise DataError(f"{name}: {size} {str(value)[:40]} is not an integer from {least} to {most:,}", _REMEDY)
 
 
 def check_values(name: str | Path, config: Any) -> None:
     """Refuse values in a configuration that transformers would only stumble over in building the model, or ignore.
 
     Raises:
-        DataError: an unknown activation or kind of RoPE, or a stop token outside the vocabulary.
+        DataError: an unknown activation or kind of RoPE, or a stop or padding token outside the vocabulary.
     """
     from transformers.activations import ACT2FN
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -75,6 +78,9 @@ def check_values(name: str | Path, config: Any) -> None:
                 f"{name}: the stop token {stop} (eos_token_id) is outside the vocabulary of {vocabulary:,}",
                 "mend config.json",
             )
+    pad = getattr(text_config(config), "pad_token_id", None)
+    if isinstance(pad, int) and pad >= vocabulary:
+        raise DataError(f"{name}: pad_token_id {pad} is outside the vocabulary of {vocabulary:,}", "mend config.json")
 
 
 def check_weights_fit(folder: Path, files: list[Path], config: Any, composite: Composite | None = None) -> None:

@@ -73,7 +73,7 @@ _NEEDLESS = {
 _LOST = {
     "evals_per_epoch": "train.eval_steps counts steps, with data.eval",
     "group_by_length": "packing fills rows instead",
-    "hub_model_id": "upload after training: docs/after-training.md",
+    "hub_model_id": "upload after training: pronghorn docs after-training",
     "load_in_8bit": "model.load_in_4bit: true, or 16-bit weights (the default)",
     "saves_per_epoch": "train.save_steps counts steps; a checkpoint is saved every ten minutes anyway",
     "special_tokens": "tokens that the tokenizer has stay; new ones go into adapter.new_tokens",

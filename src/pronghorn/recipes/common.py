@@ -40,7 +40,7 @@ LOST = {
     "deepspeed": _GPUS,
     "fsdp": _GPUS,
     "fsdp_config": _GPUS,
-    "push_to_hub": "upload after training: docs/after-training.md",
+    "push_to_hub": "upload after training: pronghorn docs after-training",
     "report_to": "name the tools in train.report_to, once they are installed",
 }
 
@@ -48,7 +48,8 @@ LOST = {
 def refuse_preferences(task: str) -> None:
     """Refuse a task that recipes don't have."""
     raise ConfigError(
-        f"{task} is no task of a recipe", "train it by TRL's trainer on a Pronghorn model: docs/preference-training.md"
+        f"{task} is no task of a recipe",
+        "train it by TRL's trainer on a Pronghorn model: pronghorn docs preference-training",
     )
 
 

@@ -28,6 +28,8 @@ def convert(path: Path) -> tuple[str, Draft]:
     Raises:
         ConfigError: no YAML table, another tool's, or a task that recipes don't have (DPO, rewards).
     """
+    if not path.exists():
+        raise ConfigError(f"{path} does not exist", f"give the YAML file of {' or '.join(TOOLS)}")
     table = read_table(path)
     tool = tool_of(table)
     if tool not in TOOLS:

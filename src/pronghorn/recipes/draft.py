@@ -80,7 +80,11 @@ class Draft:
                     raise ConfigError(f"the recipe would lack {key}", "add it to the file, and convert again") from None
                 source_key = self.comments.pop(key, key)
                 is_key = name in Recipe.model_fields[section].annotation.model_fields  # type: ignore[union-attr]
-                reason = "docs/recipe.md has its choices" if first["type"] == "literal_error" else first["msg"].lower()
+                reason = (
+                    "pronghorn docs recipe has its choices"
+                    if first["type"] == "literal_error"
+                    else first["msg"].lower()
+                )
                 what = f"{key} does not take {value!r}: {reason}" if is_key else "no equivalent yet"
                 self.lost[source_key] = f"{what}; the default stays" if is_key else what
 

@@ -12,6 +12,7 @@ from pronghorn.data.formats import likely_columns
 from pronghorn.device import probe
 from pronghorn.diagnose.inspect import Inspection, inspect
 from pronghorn.diagnose.plan_report import PlanReport, report_plan
+from pronghorn.errors import DataError
 from pronghorn.memory.devices import device_spec
 from pronghorn.memory.estimate import GIB
 from pronghorn.memory.planner import PlanDoesNotFit
@@ -78,7 +79,9 @@ def first_recipe(task: Task, method: Method, model: str | None, data: Path | Non
     if method != "full":
         draft.put("adapter.r", 16, "rank: more learns more, and takes more memory")
         draft.put("adapter.lora_alpha", 32, "their effect is scaled by lora_alpha / r")
-    draft.put("data.train", str(data or EXAMPLE_DATA), 'a row: {"prompt": "…", "completion": "…"}; docs/finetune.md')
+    draft.put(
+        "data.train", str(data or EXAMPLE_DATA), 'a row: {"prompt": "…", "completion": "…"}; pronghorn docs finetune'
+    )
     if task == "pretrain":
         draft.put("data.loss_on", "all", "learn every token")
     draft.put("train.output", f"runs/{data.stem if data else 'mine'}", "adapter, run.json and report.html go here")
@@ -87,7 +90,7 @@ def first_recipe(task: Task, method: Method, model: str | None, data: Path | Non
     draft.put("train.lr_scheduler", "cosine", "how it falls")
     draft.put("packing.rows_per_step", 1, "rows of a micro-batch; each is full of documents")
     if data is not None:
-        _look_at(draft, machine)
+        _look_at(draft, machine, named=model is not None)
         if machine.gpu:
             _fit(draft, device, method)
     draft.check()
@@ -99,13 +102,22 @@ def _recipe(draft: Draft, **data: Any) -> Recipe:
     return Recipe.model_validate({**draft.recipe, "data": {**draft.recipe["data"], **data}})
 
 
-def _look_at(draft: Draft, machine: Machine) -> None:
-    """Set the row's length, the overflow rule and the columns by what the data are."""
+def _look_at(draft: Draft, machine: Machine, named: bool) -> None:
+    """Set the row's length, the overflow rule and the columns by what the data are.
+
+    Args:
+        named: whether the user named the model, whose tokens and positions are counted.
+    """
     name = draft.recipe["model"]["name"]
     path = Path(draft.recipe["data"]["train"])
     if path.is_file() and path.suffix.lower() in READERS:
         _name_columns(draft, path)
-    located = find_model(name, max_seq_length=1, weights=False)
+    try:
+        located = find_model(name, max_seq_length=1, weights=False)
+    except DataError as error:
+        if named:
+            raise
+        raise DataError(error.problem, "name a model that you have: --model FOLDER") from error
     limit = getattr((located.base or located).config, "max_position_embeddings", None) or LONGEST
     draft.put("model.max_seq_length", min(limit, 4 * LONGEST))
     seen = inspect(_recipe(draft, overflow="truncate"), "train", 0)
@@ -174,7 +186,7 @@ def _predicted(report: PlanReport) -> str:
 def head(machine: Machine, data: Path | None) -> list[str]:
     """Return what the recipe says first."""
     memory = f"{machine.free:.0f} of {machine.gib:.0f} GiB free" if machine.gpu else f"{machine.gib:.0f} GiB"
-    lines = [f"A recipe for {machine.name} ({memory}), written by `pronghorn init`. Every key: docs/recipe.md"]
+    lines = [f"A recipe for {machine.name} ({memory}), written by `pronghorn init`. Every key: pronghorn docs recipe"]
     if data is None:
         lines.append(f"Put your rows into {EXAMPLE_DATA}, or name another file, folder or hub set in data.train.")
     return [*lines, "Held-out rows in data.eval show whether it learned: their loss is measured before and after."]

@@ -93,7 +93,7 @@ class SFTTrainer(SharedLayersTrainer):
     """
 
     def __init__(self, model: Any, args: Any = None, *, tokenizer: Any = None, **kwargs: Any) -> None:
-        check_old_arguments(kwargs)
+        check_old_arguments(model, kwargs)
         if args is None:
             args = trl.SFTConfig(output_dir="pronghorn-sft", packing=True, bf16=is_bf16_supported())
             if getattr(model, "max_seq_length", None) is not None:
@@ -109,10 +109,6 @@ class SFTTrainer(SharedLayersTrainer):
         check_gpus_apart(args.device)
         for name, packs in (("train_dataset", self._packs_train), ("eval_dataset", self._packs_eval)):
             check_dataset(name, kwargs.get(name), packs, args, kwargs)
-        if isinstance(model, str):
-            raise UnsupportedError(
-                f"model {model!r} given by name", "load it with FastLanguageModel.from_pretrained and pass the model"
-            )
         if args.packing or args.eval_packing:
             args.max_length = check_row_length(args.max_length, getattr(model, "max_seq_length", None))
         # attached before TRL's constructor wraps `model.forward`, so that its wrapper calls ours
@@ -279,6 +275,11 @@ class SFTTrainer(SharedLayersTrainer):
         """Note it in the history, which checkpoints and the run's record keep, and tell the user."""
         self.state.log_history.append({"step": event.step, "out_of_memory": asdict(event)})  # type: ignore[dict-item]
         self.note(str(event))
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Leave out TRL's card of a recipe's run, at whose end `model_card` writes a true one."""
+        if self.recipe is None:
+            super().create_model_card(*args, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, with a loss, what `StepCounters` counted since the last one; and of the training so far the steps that

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -10,11 +10,13 @@ import torch
 from accelerate.utils import parse_flag_from_env
 from datasets import Dataset, IterableDataset
 from peft import PeftModel
+from trl import SFTConfig
 
 from pronghorn.data.formats import likely_columns
 from pronghorn.data.media import parts_of, refuse_media
 from pronghorn.data.packed_rows import PackedRows
 from pronghorn.errors import ConfigError, DataError, UnsupportedError
+from pronghorn.models.lora import check_model
 from pronghorn.optimizers import check_optimizer
 from pronghorn.text import short
 
@@ -22,11 +24,18 @@ _OF_CONFIG = {"max_seq_length": "max_length", "dataset_text_field": "dataset_tex
 """Arguments that TRL's trainer once took, and the fields of SFTConfig that they became."""
 
 
-def check_old_arguments(kwargs: Iterable[str]) -> None:
-    """Refuse the trainer's arguments of earlier TRL versions, which scripts of Unsloth still give."""
-    if moved := [name for name in kwargs if name in (*_OF_CONFIG, "dataset_num_proc", "dataset_kwargs")]:
-        fields = ", ".join(f"{_OF_CONFIG.get(name, name)}=..." for name in moved)
-        raise ConfigError(f"{', '.join(moved)} given to SFTTrainer", f"give args=SFTConfig({fields}) from trl")
+def check_old_arguments(model: Any, kwargs: Mapping[str, Any]) -> None:
+    """Refuse a model that is none, and what is SFTConfig's: scripts of Unsloth give it to the trainer, as earlier
+    versions of TRL took it."""
+    if isinstance(model, str):
+        raise UnsupportedError(
+            f"model {model!r} given by name", "load it with FastLanguageModel.from_pretrained and pass the model"
+        )
+    if isinstance(model, tuple):
+        check_model(model, "SFTTrainer")
+    if moved := [name for name in kwargs if name in {*_OF_CONFIG, *(field.name for field in fields(SFTConfig))}]:
+        written = ", ".join(f"{_OF_CONFIG.get(name, name)}=..." for name in moved)
+        raise ConfigError(f"{', '.join(moved)} given to SFTTrainer", f"give args=SFTConfig({written}) from trl")
 
 
 def check_dataset(name: str, given: Any, packing: bool, args: Any, kwargs: dict[str, Any]) -> None:
@@ -114,7 +123,7 @@ def _check_columns(name: str, row: dict[str, Any], text: str, tokenizer: Any) ->
     if not turns and not {text, "input_ids"} & row.keys() and not {"prompt", "completion"} <= row.keys():
         if {"chosen", "rejected"} <= row.keys():
             raise DataError(
-                f"{name} has preference pairs", "train them by TRL's DPOTrainer: docs/preference-training.md"
+                f"{name} has preference pairs", "train them by TRL's DPOTrainer: pronghorn docs preference-training"
             )
         columns = likely_columns(row)
         more = next(
@@ -124,6 +133,11 @@ def _check_columns(name: str, row: dict[str, Any], text: str, tokenizer: Any) ->
             both = f"row[{columns['prompt']!r}] + '\\n' + row[{more!r}]"
             made = f"{{'prompt': {both}, 'completion': row[{columns['completion']!r}]}}"
             raise DataError(f"{name}: columns {', '.join(row)} are no known format", f"dataset.map(lambda row: {made})")
+        if columns and columns.keys() == {"text"}:
+            raise DataError(
+                f"{name}: columns {', '.join(row)}, and no {text!r}",
+                f"SFTConfig(dataset_text_field={columns['text']!r})",
+            )
         renamed = columns and {column: ours for ours, column in columns.items()}
         raise DataError(
             f"{name}: columns {', '.join(row)} are no known format",
@@ -146,7 +160,9 @@ def check_row_length(asked: int | None, limit: int | None) -> int:
 
 
 def check_adapters(model: Any, asked: Any) -> None:
-    """Refuse a `peft_config` beside adapters."""
+    """Refuse a `peft_config` beside adapters, and one that is a table."""
+    if isinstance(asked, dict):
+        raise ConfigError("peft_config is a dict", "give peft.LoraConfig(**SETTINGS), or call get_peft_model")
     if isinstance(model, PeftModel) and asked is not None:
         raise ConfigError("peft_config for a model that has an adapter already", "leave peft_config out")
 
@@ -204,8 +220,12 @@ def check_arguments(args: Any, kwargs: dict[str, Any], packs_train: bool, packs_
         if isinstance(field.default, int | float) and isinstance(value := getattr(args, field.name), str):
             raise ConfigError(f"{field.name} = {value!r} is a text", "write it as a number, without quotes")
     for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
-        if getattr(args, name) < 1:
-            raise ConfigError(f"{name} = {getattr(args, name)} is below 1", "give the rows of a step: 1 is the least")
+        if (value := getattr(args, name)) < 1:
+            raise ConfigError(f"{name} = {value} is below 1", "give the rows of a step: 1 is the least")
+        if value != int(value):
+            raise ConfigError(f"{name} = {value} is no whole number", f"write e.g. {name}={round(value)}")
+    if not isinstance(kwargs.get("callbacks") or [], list | tuple):
+        raise ConfigError(f"callbacks is a {type(kwargs['callbacks']).__name__}", "give a list: callbacks=[…]")
     if args.learning_rate < 0:
         raise ConfigError(f"learning_rate = {args.learning_rate} is below 0", "2e-4 is common for LoRA")
     if kwargs.get("optimizers", (None,))[0] is None and kwargs.get("optimizer_cls_and_kwargs") is None:

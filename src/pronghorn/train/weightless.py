@@ -45,7 +45,7 @@ def weightless(recipe: Recipe, found_model: FoundModel) -> Handle:
     if found_model.is_generic:
         kind = (found_model.base or found_model).config.model_type
         raise UnsupportedError(
-            f"no plan is made of {kind}: no family file knows what its layers keep (docs/families.md)",
+            f"no plan is made of {kind}: no family file knows what its layers keep (pronghorn docs families)",
             "train a few steps with train.max_steps=3, whose report tells the peak, or `pronghorn profile`; "
             "memory.gradient_checkpointing: true takes the least memory",
         )
