@@ -19,7 +19,7 @@ from pronghorn.diagnose import export_run as export_run_module
 from pronghorn.diagnose.export_run import export_run
 from pronghorn.diagnose.shapes import byte_tokenizer
 from pronghorn.errors import ConfigError
-from pronghorn.export.onto_original import ONTO, Apart, distances
+from pronghorn.export.onto_original import ONTO, Apart, adapter_on_original, distances
 from pronghorn.train.chat import load_chat
 from pronghorn.train.run import run as train_run
 from support.tiny import tiny_model
@@ -57,10 +57,16 @@ def test_both_bases_are_measured_and_the_nearer_is_taken(
     run = trained(tmp_path, in_4_bits=True, stored=stored)
     rows = [list(range(3, 40)), list(range(90, 50, -1))]
     model = load_chat(run).models["trained"]
-    found = distances(run / "adapter", model, byte_tokenizer(512), rows)
+    found = distances(model, adapter_on_original(run / "adapter", model), byte_tokenizer(512), rows)
+    loads: list[Path] = []
+    monkeypatch.setattr(
+        export_run_module, "adapter_on_original", lambda *given: loads.append(given[0]) or adapter_on_original(*given)
+    )
     right, merged = log_probabilities(model, rows), {}
     for onto in ("seen", "original"):
         exported = export_run(run, "merged", tmp_path / onto, "q8_0", onto=onto)
+        assert len(loads) == 1, "16 bits are read once"
+        loads.clear()
         assert exported.notes[0].endswith("(asked for).") and ONTO[onto] in exported.notes[0].partition("Taken:")[2]
         merged[onto] = AutoModelForCausalLM.from_pretrained(tmp_path / onto, dtype=torch.float32)
         off = (log_probabilities(merged[onto], rows) - right).abs()

@@ -15,7 +15,16 @@ from safetensors.torch import load_file
 from pronghorn.export import rounding
 from pronghorn.export.merge import merged_tensors, save_merged
 from pronghorn.export.onto_original import merged_in_place
-from pronghorn.export.rounding import bfloat16_by_bits, chances, holds, neighbours, round_unbiased
+from pronghorn.export.rounding import (
+    MOST_LOST,
+    bfloat16_by_bits,
+    chances,
+    holds,
+    lost,
+    neighbours,
+    round_merged,
+    round_unbiased,
+)
 from support.tiny import tiny_model
 
 KINDS = [torch.bfloat16, torch.float16]
@@ -94,6 +103,42 @@ def test_the_same_name_gives_the_same_bits(size: int, monkeypatch: pytest.Monkey
     assert first.shape == exact.shape and torch.equal(first, again)
     assert size < 63 or not torch.equal(first, other)
     assert torch.equal(round_unbiased(first.float(), torch.bfloat16, "x"), first), "16 bits stay"
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+@pytest.mark.parametrize(("steps", "expected"), [(0.1, 1.0), (0.49, 1.0), (0.75, -1 / 3), (1.0, 0.0), (1.25, 0.2)])
+def test_what_is_lost_is_told(
+    dtype: torch.dtype, steps: float, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a change by so many steps from one number of 16 bits to the next."""
+    monkeypatch.setattr(rounding, "_AT_ONCE", 7)
+    plain = torch.ones(5, 9)
+    merged = plain + steps * torch.finfo(dtype).eps
+    assert lost(plain, merged, dtype) == pytest.approx(expected, abs=1e-4)
+    by_chance = round_unbiased(merged, dtype, "x")
+    assert torch.equal(round_merged(plain, merged, dtype, "x"), by_chance if expected else merged.to(dtype))
+    assert torch.equal(by_chance.float(), merged) == (expected == 0)
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+def test_a_large_change_is_rounded_to_the_nearest(dtype: torch.dtype) -> None:
+    """By chance it would be off by more, and keep no more."""
+    torch.manual_seed(0)
+    plain = (0.02 * torch.randn(200, 300)).to(dtype).float()
+    for size, nearest in ((1e-6, False), (1e-2, True)):
+        merged = plain + size * torch.randn(200, 1) * torch.randn(1, 300)
+        rounded = round_merged(plain, merged, dtype, "x")
+        assert torch.equal(rounded, merged.to(dtype)) is nearest is (abs(lost(plain, merged, dtype)) <= MOST_LOST)
+    by_chance = round_unbiased(merged, dtype, "x")
+    assert (by_chance.float() - merged).norm() > 1.3 * (rounded.float() - merged).norm()
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+def test_what_is_not_finite_is_rounded_to_the_nearest(dtype: torch.dtype) -> None:
+    plain = torch.ones(3)
+    merged = torch.tensor([1.0, math.inf, 1.0001])
+    assert math.isnan(lost(plain, merged, dtype)) and lost(plain, plain, dtype) == 0
+    assert round_merged(plain, merged, dtype, "x").tolist() == merged.to(dtype).tolist()
 
 
 def adapted(family: str, dtype: torch.dtype) -> tuple[Any, list[str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from pronghorn.errors import ConfigError, TrainingError, UnsupportedError
 from pronghorn.export.adapter_layouts import write_served_adapter
 from pronghorn.export.compare import ROW_TOKENS, compare, rendered_conversations
 from pronghorn.export.comparison import Comparison
-from pronghorn.export.engine import Engine
+from pronghorn.export.engine import Engine, Reference
 from pronghorn.export.engines.llama_cpp import has_llama_cpp, serve_gguf
 from pronghorn.export.engines.transformers import TransformersEngine
 from pronghorn.export.engines.vllm import serve_vllm
@@ -130,51 +130,93 @@ def export_run(
     session = load_chat(run)
     trained, tokenizer = session.models.get("trained") or session.models["model"], session.tokenizer
     rows = [] if recipe is None else heldout_rows(recipe, tokenizer, say)
-    base, notes, unlike = session.models.get("base"), list[str](), None
+    exported, base, notes, unlike = trained, session.models.get("base"), list[str](), None
     adapter = run if is_export(run) else run / "adapter"
-    if onto == "original" or ((onto or FORMATS[to].merges) and has_quantised_base(trained) and knows_original(adapter)):
-        say("measuring merges onto both bases")
-        texts, what = rows, f"{len(rows)} held-out rows"
-        if not rows:
-            texts = [ids for _, ids in rendered_conversations(TransformersEngine(trained, tokenizer))[0]]
-            texts, what = (texts, "built-in conversations") if texts else ([tokenizer(TEXT)["input_ids"]], "a sentence")
-        apart = distances(adapter, trained, tokenizer, [ids[:ROW_TOKENS] for ids in texts])
-        onto, why = (onto, "asked for") if onto else (min(apart, key=lambda each: apart[each].mean), "the nearer")
-        both = "; ".join(f"onto {ONTO[each]}, it is {apart[each]}" for each in ONTO)
-        notes.append(f"Merged {both} from what was trained, on {what}. Taken: {ONTO[onto]} ({why}).")
     if onto == "original":
         say("loading the original base")
-        trained, base = adapter_on_original(adapter, trained), None
+        exported, base = adapter_on_original(adapter, trained), None
+    elif (onto or FORMATS[to].merges) and has_quantised_base(trained) and knows_original(adapter):
+        taken, note = _measured(trained, adapter_on_original(adapter, trained), tokenizer, rows, onto, say)
+        notes.append(note)
+        if taken == "original":
+            say("loading the original base again: measuring has overwritten it")
+            exported, base = adapter_on_original(adapter, trained), None
+    on_cpu = exported.device.type == "cpu"
     if to in ("gguf", "gguf-lora", "ollama"):
-        written_family(base_causal_lm(trained).config)
-        unlike = rope_note(base_causal_lm(trained).config)
-        notes += [note for note in (left_out(trained) if to != "gguf-lora" else None, unlike) if note]
-    if vllm is not None and to != "merged" and not _base_is_a_checkpoint(trained):
+        written_family(base_causal_lm(exported).config)
+        unlike = rope_note(base_causal_lm(exported).config)
+        notes += [note for note in (left_out(exported) if to != "gguf-lora" else None, unlike) if note]
+    if vllm is not None and to != "merged" and not _base_is_a_checkpoint(exported):
         problem = "vLLM would serve the adapter over another base: this one was quantised as it loaded, or has towers"
         raise UnsupportedError(problem, "leave --vllm out, or use --to merged")
     with whole_folder(target) as folder:
         say(f"writing {target}")
-        limits = _write(to, trained, tokenizer, folder, quantisation, vllm is not None)
+        limits = _write(to, exported, tokenizer, folder, quantisation, vllm is not None)
         comparisons: list[Comparison] = []
         if limits is not None:
             say("loading what was written")
-            reference = TransformersEngine(trained, tokenizer, str(run), base)
             with ExitStack() as served:
-                for engine in _engines(to, folder, trained, tokenizer, served, vllm):
-                    comparison = compare(reference, engine, format=limits, rows=rows, say=say)
-                    if any(check.ok is False for check in comparison.checks):
-                        causes = "; ".join((*comparison.causes, *filter(None, [unlike]))) or "its answers differ"
-                        raise TrainingError(
-                            f"the export is not what was trained ({engine.name}): {causes}",
-                            "nothing was written; try --to merged, and report it",
-                        )
-                    comparisons.append(comparison)
+                engines = _engines(to, folder, exported, tokenizer, served, vllm)
+                reference = TransformersEngine(exported, tokenizer, str(run), base)
+                comparisons = _compared(reference, engines, limits, rows, unlike, say)
+                del reference  # which holds a copy of the model in other numbers
+        if onto == "original":  # last, since it is overwritten
+            notes.insert(0, _measured(trained, exported, tokenizer, rows, onto, say)[1])
         _describe(folder, to, run, comparisons, notes)
     file = next(iter(sorted(target.glob("*.gguf"))), target)
     line = FORMATS[to].next.format(folder=target, file=file)
-    if to in BY_VLLM and line.startswith("vllm") and trained.device.type == "cpu":
+    if to in BY_VLLM and line.startswith("vllm") and on_cpu:
         line += " --dtype float32"  # the checkpoint's own 16 bits are slower there, and less exact
     return Exported(target, tuple(comparisons), line, tuple(notes))
+
+
+def _compared(
+    reference: Reference,
+    engines: Iterable[Engine],
+    limits: str,
+    rows: Sequence[Sequence[int]],
+    unlike: str | None,
+    say: Say,
+) -> list[Comparison]:
+    """Compare what was written in each engine with what was trained.
+
+    Args:
+        limits: of which format.
+        unlike: in what the format is always a little other than the model.
+    Raises:
+        TrainingError: one differs; names the causes.
+    """
+    comparisons = []
+    for engine in engines:
+        comparison = compare(reference, engine, format=limits, rows=rows, say=say)
+        if any(check.ok is False for check in comparison.checks):
+            causes = "; ".join((*comparison.causes, *filter(None, [unlike]))) or "its answers differ"
+            raise TrainingError(
+                f"the export is not what was trained ({engine.name}): {causes}",
+                "nothing was written; try --to merged, and report it",
+            )
+        comparisons.append(comparison)
+    return comparisons
+
+
+def _measured(
+    trained: Any, original: Any, tokenizer: Any, rows: Sequence[Sequence[int]], onto: str | None, say: Say
+) -> tuple[str, str]:
+    """Measure merges onto both bases. Return which is taken, `onto` or else the nearer, and a note that says so.
+
+    Args:
+        original: the adapter on its original; its weights are overwritten.
+        rows: held-out ones; without any, conversations are scored.
+    """
+    say("measuring merges onto both bases")
+    texts, what = rows, f"{len(rows)} held-out rows"
+    if not rows:
+        texts = [ids for _, ids in rendered_conversations(TransformersEngine(trained, tokenizer))[0]]
+        texts, what = (texts, "built-in conversations") if texts else ([tokenizer(TEXT)["input_ids"]], "a sentence")
+    apart = distances(trained, original, tokenizer, [ids[:ROW_TOKENS] for ids in texts])
+    taken, why = (onto, "asked for") if onto else (min(apart, key=lambda each: apart[each].mean), "the nearer")
+    both = "; ".join(f"onto {ONTO[each]}, it is {apart[each]}" for each in ONTO)
+    return taken, f"Merged {both} from what was trained, on {what}. Taken: {ONTO[taken]} ({why})."
 
 
 def _write(to: str, model: Any, tokenizer: Any, folder: Path, quantisation: str, in_vllm: bool) -> str | None:

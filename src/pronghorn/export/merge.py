@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from pronghorn.errors import ConfigError, TrainingError, UnsupportedError
 from pronghorn.export.folder import whole_folder
 from pronghorn.export.original import Original, composite_of
-from pronghorn.export.rounding import holds, round_unbiased
+from pronghorn.export.rounding import round_merged
 from pronghorn.kernels.packed import PackedTensor
 from pronghorn.memory.sharded_state import refuse_sharded
 from pronghorn.models.experts import low_rank_factors
@@ -185,8 +185,8 @@ def merged_tensors(
 
     Args:
         values: of a parameter without an adapter.
-        unbiased: round sums with weights that are numbers of `dtype` already by `export.rounding`, as checkpoints are
-            written; otherwise to the nearest.
+        unbiased: round what adapters changed by `export.rounding`, as checkpoints are written; otherwise to the
+            nearest.
     Raises:
         UnsupportedError: an adapter or weight that can't be merged.
     """
@@ -205,8 +205,8 @@ def merged_tensors(
         return StoredTensor(name, tuple(shape), of, "merged weights", rows)
 
     def rounded(name: str, plain: Tensor, merged: Tensor) -> Tensor:
-        by_chance = unbiased and dtype.itemsize == 2 and merged is not plain and holds(plain, dtype)
-        return round_unbiased(merged, dtype, name) if by_chance else merged
+        changed = unbiased and dtype.itemsize == 2 and merged is not plain
+        return round_merged(plain, merged, dtype, name) if changed else merged
 
     def linear_weights(module: Any, prefix: str, merged: Callable[[], Tensor]) -> Iterator[StoredTensor]:
         if not module.weight.is_floating_point() and getattr(module.weight, "quant_state", None) is None:

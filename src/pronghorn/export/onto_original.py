@@ -70,23 +70,25 @@ def adapter_on_original(adapter: Path, trained: Any) -> Any:
 
 
 @torch.no_grad()
-def distances(adapter: Path, trained: Any, tokenizer: Any, rows: Sequence[Sequence[int]]) -> dict[str, Apart]:
-    """Return how far merging a saved adapter onto each base of `ONTO` is from the trained model, on rows of token ids.
+def distances(trained: Any, original: Any, tokenizer: Any, rows: Sequence[Sequence[int]]) -> dict[str, Apart]:
+    """Return how far merging an adapter onto each base of `ONTO` is from the trained model.
 
-    Raises:
-        ConfigError, UnsupportedError: as `adapter_on_original`.
+    Args:
+        trained: the adapter over the base in few bits; left untouched.
+        original: the adapter on its original, as `adapter_on_original` loads it; its weights are overwritten.
+        rows: token ids; each row has two at least.
     """
     base = base_causal_lm(trained)
     dtype, right = checkpoint_dtype(base), _log_probabilities(trained, tokenizer, rows)
-    merged = merged_in_place(adapter_on_original(adapter, trained), dtype)
-    original = _apart(_log_probabilities(merged, tokenizer, rows), right)
+    merged = merged_in_place(original, dtype)
+    onto_original = _apart(_log_probabilities(merged, tokenizer, rows), right)
     weights: Mapping[str, Tensor] = {
         **dict(merged.named_parameters(remove_duplicate=False)),
         **dict(merged.named_buffers(remove_duplicate=False)),
     }
     for tensor in merged_tensors(base, dtype, unbiased=True):
         weights[tensor.name].copy_(tensor.read())
-    return {"seen": _apart(_log_probabilities(merged, tokenizer, rows), right), "original": original}
+    return {"seen": _apart(_log_probabilities(merged, tokenizer, rows), right), "original": onto_original}
 
 
 @torch.no_grad()

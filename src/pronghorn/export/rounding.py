@@ -1,12 +1,17 @@
 """Round merged weights to 16 bits so that what training changed survives.
 
 W + Δ is rounded where W itself is a number of 16 bits. Rounding to the nearest gives W again wherever Δ is less than
-half of the distance to the next such number, so of a small Δ half may be lost, everywhere in the same direction. So
-each sum becomes one of its two neighbours by chance, the nearer one the likelier, and its mean is the sum:
+half of the distance to the next such number, so of a small Δ half may be lost, everywhere in the same direction:
+
+    lost = <W + Δ - nearest(W + Δ), Δ> / <Δ, Δ>     of a whole tensor
+
+Where that is more than `MOST_LOST`, each sum becomes one of its two neighbours by chance, the nearer one the likelier,
+and its mean is the sum:
 
     P(away from zero) = (|x| - |low|) / (|high| - |low|)     low, high: x's neighbours, low being nearer to zero
 
-A single number is off by more than by rounding to the nearest, but independently of all others.
+A single number is off by more than by rounding to the nearest, but independently of all others. So a tensor that was
+changed by much more than its numbers are apart is rounded to the nearest.
 
 Source: Gupta et al. 2015, Deep Learning with Limited Numerical Precision, section 3.1 (arXiv:1502.02551).
 """
@@ -18,6 +23,8 @@ import zlib
 import torch
 from torch import Tensor
 
+MOST_LOST = 0.01
+"""Of an adapter's change of a tensor, by rounding to the nearest."""
 _AT_ONCE = 2**24
 """Numbers that are rounded at once."""
 
@@ -25,6 +32,30 @@ _AT_ONCE = 2**24
 def holds(weight: Tensor, dtype: torch.dtype) -> bool:
     """Tell whether every number of a tensor is one of `dtype`, too."""
     return torch.equal(weight, weight.to(dtype).to(weight.dtype))
+
+
+def round_merged(plain: Tensor, merged: Tensor, dtype: torch.dtype, seed: str) -> Tensor:
+    """Return a merged weight in 16 bits: by chance where rounding to the nearest would lose what the adapter changed.
+
+    Args:
+        plain: float32, without the adapter.
+        merged: float32, with it; of the same shape.
+        dtype: bfloat16 or float16.
+        seed: as `round_unbiased` takes it.
+    """
+    by_chance = holds(plain, dtype) and abs(lost(plain, merged, dtype)) > MOST_LOST
+    return round_unbiased(merged, dtype, seed) if by_chance else merged.to(dtype)
+
+
+def lost(plain: Tensor, merged: Tensor, dtype: torch.dtype) -> float:
+    """Return which share of merged - plain, both float32, is lost along itself by rounding to the nearest: 0 is none, 1
+    all. It is less than 0 where the change grows, and NaN where a number is not finite in `dtype`."""
+    along = whole = 0.0
+    for before, after in zip(plain.reshape(-1).split(_AT_ONCE), merged.reshape(-1).split(_AT_ONCE), strict=True):
+        change = after - before
+        along += ((after - after.to(dtype).float()) * change).sum().item()
+        whole += change.square().sum().item()
+    return along / whole if whole else 0.0
 
 
 def round_unbiased(exact: Tensor, dtype: torch.dtype, seed: str) -> Tensor:
