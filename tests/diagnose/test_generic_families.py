@@ -49,6 +49,8 @@ def written(tmp_path: Path) -> Path:
 def test_verify_judges_an_unknown_family_with_a_longer_probe(model_type: str, stories: Path, tmp_path: Path) -> None:
     report = verify(subject_of(Recipe.load(recipe_of(model_type, stories, tmp_path)), 128))
     assert report.ok, report.causes
+    [twice] = [check for check in report.checks if check.name is Name.TWICE]
+    assert twice.detail == "loss and every gradient bit-equal"  # dropout, of whatever kind, is off
     [sight] = [check for check in report.checks if check.name is Name.VISIBILITY]
     assert "no mixing found at these lengths: 1, 65, 2, 3, 4, 17, 63, 1, 64, 129, 256, 257" in sight.detail
 

@@ -234,8 +234,8 @@ def parts_of(model: Any) -> dict[nn.Module, str]:
         parts[layer] = "layer"
         for block in blocks(layer):
             part = "attention" if isinstance(block.kind, Attention | GatedDelta) else "feed-forward"
-            own = [block.path(path) for group in block.kind.linears for path in group]  # of a block over the layer
-            own += [block.path(block.kind.experts)] if isinstance(block.kind, Experts) else []
+            experts = [block.path(block.kind.experts)] if isinstance(block.kind, Experts) else []
+            own = [*block.linears, *experts]  # of a block over the layer
             parts |= {layer.get_submodule(path): part for path in ([block.module] if block.module else own)}
             parts |= {layer.get_submodule(path): "norm" for path in block.norms}
     for module in model.modules():

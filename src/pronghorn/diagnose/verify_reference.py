@@ -95,6 +95,9 @@ def without_dropout(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
+        for name, value in vars(module).items():  # some families keep the share, and call the function (OPT)
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
 
 
 def perturb(model: nn.Module) -> None:

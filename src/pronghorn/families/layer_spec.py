@@ -6,7 +6,7 @@ adapters reads the same. Equal layers have equal specs: a model is a few kinds o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -201,8 +201,7 @@ def layer_spec(family: FamilySpec, layer: Any) -> LayerSpec:
     blocks = family.blocks(layer)
     hidden = layer.get_submodule(blocks[0].before or blocks[0].after).weight.shape[0]
     specs = tuple(_block(layer, block, hidden) for block in blocks)
-    linears = {linear.path for spec in specs for group in spec.groups for linear in group}
-    weights = {f"{path}{base}.weight" for path in linears for base in ("", ".base_layer")}
+    weights = {f"{path}{base}.weight" for block in blocks for path in block.linears for base in ("", ".base_layer")}
     others = (p.numel() for name, p in layer.named_parameters() if name not in weights and not _added(name))
     by_size = sum(linear.weights for spec in specs for group in spec.groups for linear in group)
     before = sum(block.before is not None for block in blocks)
@@ -212,11 +211,7 @@ def layer_spec(family: FamilySpec, layer: Any) -> LayerSpec:
 
 def linear_modules(family: FamilySpec, layer: nn.Module) -> Mapping[str, Any]:
     """Return a layer's linears, under PEFT's wrappers or not, by their paths below the layer."""
-    return {path: layer.get_submodule(path) for block in family.blocks(layer) for path in _paths(block)}
-
-
-def _paths(block: ResidualBlock) -> Iterator[str]:
-    return (block.path(path) for group in block.kind.linears for path in group)
+    return {path: layer.get_submodule(path) for block in family.blocks(layer) for path in block.linears}
 
 
 def _added(parameter: str) -> bool:

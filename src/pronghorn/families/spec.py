@@ -203,6 +203,11 @@ class ResidualBlock:
         paths = (self.before, *(self.path(path) for path in inner if path is not None), self.after)
         return tuple(path for path in paths if path is not None)
 
+    @property
+    def linears(self) -> tuple[str, ...]:
+        """List the paths of all linears below the layer, in the order of the forward."""
+        return tuple(self.path(path) for group in self.kind.linears for path in group)
+
     def path(self, part: str) -> str:
         """Return the path below the layer of a part of the block's module."""
         return f"{self.module}.{part}" if self.module else part
@@ -260,8 +265,7 @@ class FamilySpec:
 
     def linear_names(self, layer: Any) -> tuple[str, ...]:
         """List the linears of one layer by their last names, in the order of the forward."""
-        groups = (group for block in self.blocks(layer) for group in block.kind.linears)
-        return tuple(path.rpartition(".")[2] for group in groups for path in group)
+        return tuple(path.rpartition(".")[2] for block in self.blocks(layer) for path in block.linears)
 
     def feed_forward(self, layer: Any) -> str | None:
         """Return the path of a layer's MLP or experts, or None where the layer has neither."""
