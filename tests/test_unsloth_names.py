@@ -68,6 +68,56 @@ model.save_pretrained("lora_model")
 tokenizer.save_pretrained("lora_model")
 model.save_pretrained_merged("merged", tokenizer, save_method = "merged_16bit")
 """
+ALPACA = """
+from unsloth import FastLanguageModel
+import torch
+length = 256
+options = dict(max_seq_length = length, dtype = None, load_in_4bit = True)
+model, tokenizer = FastLanguageModel.from_pretrained(model_name = MODEL, **options)
+model = FastLanguageModel.get_peft_model(
+    model, r = 16, target_modules = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    lora_alpha = 16, lora_dropout = 0, bias = "none", use_gradient_checkpointing = "unsloth", random_state = 3407,
+    use_rslora = False, loftq_config = None,
+)
+prompt = "Task: {} Input: {} Answer: {}"
+def texts_of(rows):
+    triples = zip(rows["instruction"], rows["input"], rows["output"])
+    return {"text": [prompt.format(*triple) + tokenizer.eos_token for triple in triples]}
+from datasets import load_dataset
+dataset = load_dataset("json", data_files = "alpaca.json", split = "train").map(texts_of, batched = True)
+from trl import SFTTrainer, SFTConfig
+trainer = SFTTrainer(
+    model = model, tokenizer = tokenizer, train_dataset = dataset,
+    args = SFTConfig(
+        dataset_text_field = "text", max_length = length, dataset_num_proc = 2, packing = False,
+        per_device_train_batch_size = 2, gradient_accumulation_steps = 4, warmup_steps = 1, max_steps = 3,
+        learning_rate = 2e-4, logging_steps = 1, optim = "adamw_8bit", weight_decay = 0.001,
+        lr_scheduler_type = "linear", seed = 3407, output_dir = "outputs", report_to = "none", bf16 = False,
+    ),
+)
+stats = trainer.train()
+print(stats.metrics["train_runtime"])
+FastLanguageModel.for_inference(model)
+inputs = tokenizer([prompt.format("Go on", "1, 1", "")], return_tensors = "pt").to(model.device)
+print(tokenizer.batch_decode(model.generate(**inputs, max_new_tokens = 8, use_cache = True)))
+from transformers import TextStreamer
+model.generate(**inputs, streamer = TextStreamer(tokenizer), max_new_tokens = 8)
+asked = tokenizer.apply_chat_template(
+    [{"role": "user", "content": "Go on: 1, 1, 2"}], tokenize = True, add_generation_prompt = True,
+    return_tensors = "pt", return_dict = True,
+)
+streamer = TextStreamer(tokenizer, skip_prompt = True)
+model.generate(**asked, streamer = streamer, max_new_tokens = 8, temperature = 1.5, min_p = 0.1, do_sample = True)
+model.save_pretrained("lora_model")
+tokenizer.save_pretrained("lora_model")
+model, tokenizer = FastLanguageModel.from_pretrained(model_name = "lora_model", **options)
+FastLanguageModel.for_inference(model)
+model.save_pretrained_merged("model", tokenizer, save_method = "merged_16bit")
+model.save_pretrained_merged("model_lora", tokenizer, save_method = "lora")
+model.save_pretrained_gguf("model_gguf", tokenizer)
+model.save_pretrained_gguf("model_f16", tokenizer, quantization_method = "f16")
+"""
+"""The notebook for texts: Alpaca's prompt, a base in 4 bits, answers as they come, and every way to save."""
 PAGE = (Path(__file__).parents[1] / "docs/migrate.md").read_text()
 DIFF = re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL)[0].splitlines()
 CHANGES = [(old[1:], new[1:]) for old, new in zip(DIFF[::2], DIFF[1::2], strict=True)]
@@ -101,6 +151,30 @@ def test_a_notebook_s_script_runs_with_the_lines_of_the_page_changed(llama: Path
     assert done.returncode == 0, done.stderr[-3000:]
     assert (tmp_path / "lora_model/adapter_model.safetensors").is_file()
     assert (tmp_path / "merged/model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_the_notebook_for_texts_runs_with_its_imports_changed(llama: Path, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("gguf")
+    script = ALPACA.replace("MODEL", repr(str(llama)))
+    changes = {
+        "from unsloth import FastLanguageModel": "from pronghorn import FastLanguageModel, SFTTrainer",
+        "from trl import SFTTrainer, SFTConfig": "from trl import SFTConfig",
+    }
+    for old, new in changes.items():
+        assert old in script.splitlines()
+        script = script.replace(old, new)
+    (tmp_path / "script.py").write_text(script)
+    rows = [{"instruction": "Say it", "input": "", "output": f"A cat sat by {number} trees."} for number in range(40)]
+    Dataset.from_list(rows).to_json(tmp_path / "alpaca.json")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for file in ("lora_model/adapter_model.safetensors", "model/model.safetensors", "model_lora/adapter_config.json"):
+        assert (tmp_path / file).is_file(), file
+    assert list((tmp_path / "model_gguf").glob("*.gguf")) and list((tmp_path / "model_f16").glob("*.gguf"))
 
 
 @pytest.mark.parametrize(

@@ -276,7 +276,11 @@ SCRIPTS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "an alpha of 0": (lambda m: lora(m, lora_alpha=0), "lora_alpha = 0", "lora_alpha / r"),
     "dropout below 0": (lambda m: lora(m, lora_dropout=-0.1), "lora_dropout = -0.1", "0.05 is common"),
     "a bias in other words": (lambda m: lora(m, bias="no"), "bias = 'no'", "'none', 'all'"),
-    "ranks in a list": (lambda m: lora(m, rank_pattern=["q_proj"]), "rank_pattern = ['q_proj']", "{'down_proj': 32}"),
+    "ranks in a list": (
+        lambda m: lora(m, rank_pattern=["q_proj"]),
+        "rank_pattern = ['q_proj']",
+        "rank_pattern={NAME: 32}",
+    ),
     "ranks of nothing": (lambda m: lora(m, rank_pattern={"x": 8}), "'x' matches no module", "name a module"),
     "adapters in float16": (lambda m: lora(m, adapter_dtype="fp16"), "adapter_dtype 'fp16'", "bfloat16"),
     "a tokenizer for a model": (

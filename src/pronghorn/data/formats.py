@@ -211,9 +211,8 @@ def recognise(value: Mapping[str, Any], at: str) -> Shape:
         if near[0] == "messages" and "system" in extra:
             remedy = 'put it first among the messages: {"role": "system", "content": …}'
         elif "label" in extra and isinstance(value["label"], bool):
-            remedy = (
-                "keep the rows whose label is true, without it; or TRL's KTOTrainer: pronghorn docs preference-training"
-            )
+            remedy += "; of KTO's rows keep those whose label is true, or use TRL's KTOTrainer (pronghorn docs "
+            remedy += "preference-training)"
         raise DataError(f"{at}: keys {keys(extra)} beside {keys(FORMATS[near[0]][0])}", remedy)
     remedy = f"write each row as {ACCEPTED}, or name the columns in data.columns"
     if likely := likely_columns(value):

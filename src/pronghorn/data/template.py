@@ -109,7 +109,7 @@ def find_template(choice: str | None) -> Template | None:
     if path.suffix not in (".jinja", ".jinja2", ".j2"):
         near = _nearest(choice)
         remedy = f"set it to {', '.join(BUILT_IN)} or the path of a .jinja file"
-        remedy = f"did you mean {near}? {remedy}" if near else remedy
+        remedy = f"{remedy}: did you mean {near}?" if near else remedy
         if choice in ("default", "auto", "none", "tokenizer", "tokenizer_default"):
             remedy = "leave it out: the tokenizer's own is used"
         elif "{%" in choice or "{{" in choice:

@@ -78,7 +78,7 @@ def add_lora(
             raise ConfigError(f"{name} = {given!r} is no list of names", f"write a list, e.g. {name}=[NAME, …]")
     for name, pattern in (("rank_pattern", rank_pattern), ("alpha_pattern", alpha_pattern)):
         if pattern is not None and not isinstance(pattern, dict):
-            raise ConfigError(f"{name} = {pattern!r} is no table", f"write e.g. {name}={{'down_proj': 32}}")
+            raise ConfigError(f"{name} = {pattern!r} is no table", f"write e.g. {name}={{NAME: 32}}")
     if lora_alpha <= 0:
         raise ConfigError(f"lora_alpha = {lora_alpha}: adapters would have no effect", "their scale is lora_alpha / r")
     if isinstance(modules_to_save, str):
