@@ -6,9 +6,9 @@ A short run of LoRA is exported as GGUF, merged and as adapter. Compared are tok
 log-probabilities of held-out rows (at every position), answers and stops, by the formats' own limits. Needs the package
 `xllamacpp`; no GPU. `--vllm` names an interpreter that has vLLM; without it vLLM is left out.
 
-Rows that are no exports say what rounding alone costs: the run computed in bfloat16, a merge that is rounded to the
-nearest, weights in `q8_0` whose activations are rounded as llama.cpp does, and the file that llama.cpp's own
-`llama-quantize` makes, where it is installed.
+All is computed in float32. Rows that are no exports say what rounding alone costs: the run and the merged folder
+computed in bfloat16, a merge that is rounded to the nearest, weights in `q8_0` whose activations are rounded as
+llama.cpp does, and the file that llama.cpp's own `llama-quantize` makes, where it is installed.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
+import itertools
 import json
 import subprocess
 import tempfile
@@ -45,10 +46,12 @@ from pronghorn.models.families import base_causal_lm
 from pronghorn.models.gguf import load_gguf
 from pronghorn.models.load import load_model
 from pronghorn.train.chat import load_chat, recipe_of
+from pronghorn.train.record import FILE_NAME as RECORD
+from pronghorn.train.record import RunRecord
 from pronghorn.train.run import run as train
 
-TRAINED_ON = 64
-"""Rows that are trained on, after the held-out ones."""
+TRAINED_ON = 256
+"""Rows that are trained on."""
 
 
 class Remembering(TransformersEngine):
@@ -80,20 +83,26 @@ class Remembering(TransformersEngine):
 
 
 def fine_tune(model: Path, data: Path, folder: Path, held_out: int, steps: int) -> Path:
-    """Train LoRA for some steps on questions and answers, and return the run's folder."""
-    with (data / "test.jsonl").open(encoding="utf-8") as lines:
-        rows = [json.loads(line) for line, _ in zip(lines, range(held_out + TRAINED_ON), strict=False)]
-    for name, part in (("eval", rows[:held_out]), ("train", rows[held_out:])):
-        text = "".join(json.dumps({"prompt": row["question"], "completion": row["answer"]}) + "\n" for row in part)
+    """Train LoRA for some steps on questions and answers, and return the run's folder. A run that is there is gone on
+    with, or taken as it is if it has ended."""
+    folder.mkdir(exist_ok=True)
+    output = folder / "run"
+    if (output / RECORD).is_file():
+        return output
+    for name, source, count in (("train", "train", TRAINED_ON), ("eval", "test", held_out)):
+        with (data / f"{source}.jsonl").open(encoding="utf-8") as lines:
+            rows = [json.loads(line) for line in itertools.islice(lines, count)]
+        text = "".join(json.dumps({"prompt": row["question"], "completion": row["answer"]}) + "\n" for row in rows)
         (folder / f"{name}.jsonl").write_text(text)
     table = {
         "model": {"name": str(model), "max_seq_length": 512},
         "data": {"train": folder / "train.jsonl", "eval": folder / "eval.jsonl"},
-        "train": {"output": folder / "run", "max_steps": steps, "learning_rate": 2e-4, "warmup_steps": 0},
+        "train": {"output": output, "max_steps": steps, "learning_rate": 2e-4},
+        "memory": {"gradient_checkpointing": False},
         "report": {"html": False, "sample_tokens": 2},
     }
     train(Recipe.model_validate(table), Console(quiet=True))
-    return folder / "run"
+    return output
 
 
 def same_tensors(ours: Path, theirs: Path) -> str:
@@ -108,7 +117,7 @@ def same_tensors(ours: Path, theirs: Path) -> str:
 
 
 def by_llama_quantize(plain: Path, file: Path) -> Path:
-    """Let llama.cpp's own program make `q8_0` of an f16 file."""
+    """Let llama.cpp's own program make `q8_0` of a file in 32 bits."""
     done = subprocess.run([str(quantiser()), str(plain), str(file), "Q8_0"], capture_output=True, text=True)
     if done.returncode:
         raise TrainingError(f"llama-quantize fails: {done.stderr[-200:]}", "install another llama.cpp")
@@ -145,8 +154,9 @@ def arguments() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--data", type=Path, required=True, help="the folder of GSM8K")
-    parser.add_argument("--rows", type=int, default=8, help="held-out rows; every position is asked for")
-    parser.add_argument("--steps", type=int, default=12, help="of training")
+    parser.add_argument("--rows", type=int, default=4, help="held-out rows; every position is asked for")
+    parser.add_argument("--steps", type=int, default=60, help="of training")
+    parser.add_argument("--keep", type=Path, help="a folder for the run, which is gone on with, or taken as it is")
     parser.add_argument("--quantisations", type=names, default=("f16", "q8_0"))
     parser.add_argument("--vllm", type=Path, help="an interpreter that has vLLM")
     return parser
@@ -156,13 +166,15 @@ def main(given: argparse.Namespace) -> bool:
     """Train, export, load and compare; tell whether all exports keep to their limits."""
     with Facts(given, "gguf", "xllamacpp") as facts, tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        facts |= {"model": given.model.name, "steps": given.steps, "rows": given.rows, "seconds to write": {}}
+        output = fine_tune(given.model, given.data, given.keep or folder, given.rows, given.steps)
+        record = RunRecord.read(output)
+        facts |= {"model": given.model.name, "rows": given.rows, "seconds to write": {}}
+        facts |= {"steps": record.steps[-1]["step"], "held-out loss": record.heldout}
         found: dict[str, Any] = facts.setdefault("compared", {})
-        output = fine_tune(given.model, given.data, folder, given.rows, given.steps)
         session = load_chat(output)
         trained, tokenizer = session.models["trained"], session.tokenizer
         reference = Remembering(trained, tokenizer, "the run", session.models["base"])
-        rows = heldout_rows(recipe_of(output), tokenizer, print)
+        rows = heldout_rows(recipe_of(output), tokenizer, print)[: given.rows]
 
         def judge(name: str, engine: Engine, format: str, export: bool = True) -> None:
             engine.name = name
@@ -174,7 +186,7 @@ def main(given: argparse.Namespace) -> bool:
             judge(name, TransformersEngine(model, tokenizer), format, export)
 
         def in_llama_cpp(name: str, file: Path, format: str, export: bool = True) -> None:
-            with serve_gguf(file, threads=2) as engine:
+            with serve_gguf(file, threads=torch.get_num_threads()) as engine:
                 engine.steps = None
                 judge(name, engine, format, export)
 
@@ -189,22 +201,23 @@ def main(given: argparse.Namespace) -> bool:
             local(f"{quantisation} read back", again, quantisation)
             if quantisation == "q8_0":
                 local("q8_0 read back, activations in 8 bits", round_activations(again), "q8_0", export=False)
-        if quantiser() is not None and {"f16", "q8_0"} <= set(given.quantisations):
-            other = by_llama_quantize(folder / "f16.gguf", folder / "other.gguf")
+        if quantiser() is not None and "q8_0" in given.quantisations:
+            other = by_llama_quantize(write_gguf(whole, folder / "f32.gguf", "f32"), folder / "other.gguf")
             facts["tensors of q8_0 that are llama-quantize's"] = same_tensors(folder / "q8_0.gguf", other)
             in_llama_cpp("q8_0 of llama-quantize in llama.cpp", other, "q8_0", export=False)
         merged = save_merged(trained, tokenizer, folder / "merged")
         local("merged in transformers", load_model(merged, max_seq_length=1, dtype="float32")[0], "merged")
         local("merged to the nearest", rounded_to_the_nearest(trained, merged), "merged", export=False)
         if given.vllm is not None:
-            for dtype in ("float32", "bfloat16"):  # 16 bits alone cost more than the limits, as a row above shows
-                with serve_vllm(given.vllm, merged, dtype=dtype) as engine:
-                    judge(f"merged in vLLM, {dtype}", engine, "merged", export=dtype == "float32")
+            with serve_vllm(given.vllm, merged) as engine:
+                facts["vLLM"] = engine.product
+                judge("merged in vLLM", engine, "merged")
             adapter = write_served_adapter(trained, tokenizer, folder / "adapter")
             rank = trained.active_peft_config.r
             with serve_vllm(given.vllm, given.model.resolve(), adapter=adapter, rank=rank) as engine:
-                facts["vLLM"] = engine.product
-                judge("adapter in vLLM, float32", engine, "adapter")
+                judge("adapter in vLLM", engine, "adapter")
+            with serve_vllm(given.vllm, merged, dtype="bfloat16") as engine:
+                judge("merged in vLLM, computed in bfloat16", engine, "merged", export=False)
         shown = ("ok", "positions", "mean", "tail", "same")
         show([{"compared": name} | {key: entry[key] for key in shown} for name, entry in found.items()])
     return all(entry["ok"] for entry in found.values() if entry["export"])

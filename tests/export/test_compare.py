@@ -75,6 +75,15 @@ def test_the_trained_model_itself_is_the_same(reference: TransformersEngine, row
         {tuple(row[:end]) for row in rows for end in range(2, len(row) + 1)}
     )
     assert json.loads(json.dumps(comparison.to_dict()))["ok"] is True
+    with torch.no_grad():
+        given = [(ids, reference.model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)) for ids in rows]
+    seen = {tuple(ids[: i + 1]): -row[i - 1, ids[i]].item() for ids, row in given for i in range(1, len(ids))}
+    loss = sum(seen.values()) / len(seen)
+    assert comparison.losses == pytest.approx((loss, loss), rel=1e-4)
+    assert (
+        comparison.loss
+        == f"Loss on held-out rows: {loss:.4f} nats a token of the trained model, {loss:.4f} of this one"
+    )
 
 
 @pytest.mark.slow

@@ -83,6 +83,7 @@ def compare(
         same=scores.same,
         checks=tuple(checks),
         causes=tuple(causes),
+        losses=scores.losses,
     )
 
 
@@ -174,6 +175,8 @@ class _Scores:
     like_base: bool = False
     rounding: _Scores | None = None
     """The trained model's own, with another rounding."""
+    losses: tuple[float, float] | None = None
+    """As `Comparison.losses`."""
 
     @property
     def mean(self) -> float | None:
@@ -210,6 +213,7 @@ def _score(reference: Reference, engine: Engine, texts: Sequence[list[int]], exa
     firsts: list[bool] = []
     own: list[float] = []
     own_firsts: list[bool] = []
+    losses: list[tuple[float, float]] = []
     seen: set[tuple[int, ...]] = set()
     why = "" if texts else "there is no text to score"
     for ids in texts:
@@ -227,6 +231,8 @@ def _score(reference: Reference, engine: Engine, texts: Sequence[list[int]], exa
             seen.add(upto)
             row = right[index - 1]
             differences.append(_difference(row, position))
+            if position.token == ids[index] and position.token < len(row):
+                losses.append((-row[position.token].item(), -position.logprob))
             if base is not None:
                 from_base.append(_difference(base[index - 1], position))
             best = int(row.argmax())
@@ -236,7 +242,11 @@ def _score(reference: Reference, engine: Engine, texts: Sequence[list[int]], exa
             if position.first is not None or best == position.token:
                 firsts.append(position.first == best)
     like_base = bool(from_base) and sum(from_base) < 0.5 * sum(differences)  # even within the limits
-    return _Scores(differences, firsts, like_base, _Scores(own, own_firsts)), why
+    means = None
+    if losses and len(losses) == len(differences):  # an engine may have told its first choice alone
+        trained, served = (math.fsum(side) / len(losses) for side in zip(*losses, strict=True))
+        means = trained, served
+    return _Scores(differences, firsts, like_base, _Scores(own, own_firsts), means), why
 
 
 def _difference(row: Tensor, position: Scored) -> float:

@@ -84,12 +84,22 @@ class Comparison:
     same: float | None
     checks: tuple[Check, ...]
     causes: tuple[str, ...]
+    losses: tuple[float, float] | None = None
+    """In nats a token of the scored positions: the trained model's, the engine's. None where it scored other tokens."""
 
     @property
     def ok(self) -> bool:
         """Tell whether nothing differs, and something was compared."""
         states = [check.ok for check in self.checks]
         return False not in states and True in states
+
+    @property
+    def loss(self) -> str | None:
+        """Say the loss before and after, if the engine scored the texts' own tokens."""
+        if self.losses is None:
+            return None
+        trained, served = self.losses
+        return f"Loss on {self.scored_on}: {trained:.4f} nats a token of the trained model, {served:.4f} of this one"
 
     @property
     def not_compared(self) -> tuple[Name, ...]:
