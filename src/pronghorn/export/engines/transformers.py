@@ -12,7 +12,8 @@ from torch import Tensor
 
 from pronghorn.data.rows import Conversation
 from pronghorn.data.template import render
-from pronghorn.export.engine import Completion, Scored
+from pronghorn.errors import DataError
+from pronghorn.export.engine import Completion, Refused, Scored
 
 
 class TransformersEngine:
@@ -33,9 +34,12 @@ class TransformersEngine:
         """Render a conversation as training did.
 
         Raises:
-            DataError: the template refuses it.
+            Refused: the template refuses it, or leaves a part of it out.
         """
-        text = render(conversation.messages, conversation.tools, self.tokenizer, conversation.source, answer=True)
+        try:
+            text = render(conversation.messages, conversation.tools, self.tokenizer, conversation.source, answer=True)
+        except DataError as error:
+            raise Refused(error.problem, error.remedy) from error
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def distribution(self, token_ids: Sequence[int]) -> Tensor:
