@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+import pronghorn
 from pronghorn.cli.main import app
 from pronghorn.diagnose.export_run import export_run
 from pronghorn.errors import ConfigError, ServerError, TrainingError
 from pronghorn.export.comparison import Cause
+from pronghorn.export.engines.http import Server
 
 FAKE = Path(__file__).parents[1] / "support" / "fake_vllm.py"
 
@@ -33,7 +38,9 @@ def test_an_export_is_served_and_compared(answering_run: Path, tmp_path: Path, t
     assert done.output.count("The served model is the trained one.") == (2 if to == "merged" else 1)
     assert "stub 1.0, float32" in done.output
     assert re.search(r"Next vllm serve .* --dtype float32", done.output), "as it was compared"
-    assert "by stub 1.0, float32, on held-out rows" in (tmp_path / "out" / "README.md").read_text()
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "by stub 1.0, float32, on held-out rows" in card
+    assert card.count("Loss on held-out rows: ") == (2 if to == "merged" else 1)
 
 
 def test_a_server_that_leaves_the_adapter_out_is_caught(answering_run: Path, tmp_path: Path) -> None:
@@ -48,6 +55,34 @@ def test_a_server_that_does_not_start_is_told(answering_run: Path, tmp_path: Pat
     with pytest.raises(ConfigError, match="is no interpreter"):
         export_run(answering_run, "merged", tmp_path / "out", "q8_0", vllm=tmp_path / "none")
     assert not (tmp_path / "out").exists()
+
+
+SERVES = """
+import sys
+from pathlib import Path
+from pronghorn.export.engines.vllm import serve_vllm
+
+with serve_vllm(Path(sys.argv[1]), sys.argv[2]) as engine:
+    print(engine.server.url, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+def test_a_server_ends_with_whoever_started_it(answering_run: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SERVES, str(python(tmp_path)), str(answering_run / "adapter")]
+    pipe = subprocess.PIPE
+    environment = os.environ | {"PYTHONPATH": str(Path(pronghorn.__file__).parents[1])}
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment) as process:
+        assert process.stdout is not None
+        server = Server(process.stdout.readline().strip(), timeout=5)
+        assert server.get("/v1/models")["data"]
+        process.kill()
+    until = time.monotonic() + 30
+    with pytest.raises(ServerError, match="nothing answers"):
+        while time.monotonic() < until:
+            server.get("/v1/models")
+            time.sleep(0.2)
 
 
 def test_formats_that_vllm_does_not_read_are_refused(answering_run: Path, tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ def test_an_adapter_of_experts_in_4_bits_is_compared_on_them(stories: Path, tmp_
     model.eval().save_pretrained(tmp_path / "run")
     tokenizer.save_pretrained(tmp_path / "run")
     exported = export_run(tmp_path / "run", "gguf-lora", tmp_path / "out", "q8_0")
-    assert [comparison.engine.split()[0] for comparison in exported.comparisons] == ["llamacpp"]
+    assert [comparison.engine.split()[0] for comparison in exported.comparisons] == ["llama.cpp"]
     ids = tokenizer(TEXT)["input_ids"]
     trained = TransformersEngine(model, tokenizer).distribution(ids)
     with model.disable_adapter():

@@ -251,6 +251,7 @@ def test_value_heads_in_transformers_order_show(
         "_tensors",
         lambda *given: ((n, s, replace(how, rows=None, columns=None)) for n, s, how in plain(*given)),
     )
+    torch.manual_seed(0)  # of norms: with some, float16 alone sends a token to another expert
     found, own = farthest(tiny_model(family, vocab_size=len(tokenizer), **DELTA), tokenizer, tmp_path, LONG)
     assert found > 4 * own, (found, own)
 

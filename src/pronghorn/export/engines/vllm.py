@@ -20,6 +20,8 @@ from pronghorn.text import clip
 STARTS = 900.0
 """Seconds that vLLM may take to answer."""
 _ADAPTER = "mine"
+_GUARD = '("$@"; kill -9 0) < /dev/null & cat > /dev/null; kill -9 0'
+"""A shell's lines: run a command until it ends, or whoever holds the shell's input does; then end all that it began."""
 
 
 def own_environment() -> dict[str, str]:
@@ -62,10 +64,18 @@ def serve_vllm(
         options += ["--served-model-name", "base", "--lora-modules", f"{_ADAPTER}={adapter}"]
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", port, *options]
     environment = own_environment() | {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(
-            [*map(str, command)], env=environment, start_new_session=True, stdout=log, stderr=subprocess.STDOUT
-        )
+    guarded = ["/bin/sh", "-c", _GUARD, "sh", *map(str, command)]
+    with (
+        tempfile.TemporaryFile() as log,
+        subprocess.Popen(
+            guarded,
+            env=environment,
+            start_new_session=True,
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        ) as process,
+    ):
         server = Server(f"http://127.0.0.1:{port}", timeout=600.0)
         try:
             until = time.monotonic() + STARTS
@@ -81,7 +91,6 @@ def serve_vllm(
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # its workers, too: busy ones outlive a SIGTERM
-            process.wait(60)
 
 
 def _answers(server: Server) -> bool:
