@@ -162,6 +162,7 @@ def test_a_row_of_a_length_that_was_asked_for_is_tried_once(monkeypatch: pytest.
 # --- end to end
 
 
+@pytest.mark.slow
 def test_whole_trainings_are_timed_and_judged_and_who_is_missing_is_skipped(tmp_path: Path) -> None:
     write_checkpoint(SHAPES["tiny"], tmp_path / "model", seed=0)
     rows = [{"question": f"how many are {i}?", "answer": f"they are {i} " * 8} for i in range(12)]

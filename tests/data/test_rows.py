@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pronghorn.data.rows import Conversation, Message, PromptCompletion, Row, TextDocument, in_chunks
-from pronghorn.data.sources import read_rows
 from pronghorn.errors import DataError
+from support.data_files import read_rows
 
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 GOOD = json.dumps({"prompt": "Hi", "completion": "Hello"})

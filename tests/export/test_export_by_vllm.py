@@ -30,7 +30,7 @@ def python(folder: Path, fault: str = "none") -> Path:
     return script
 
 
-@pytest.mark.parametrize("to", ["merged", "served-adapter"])
+@pytest.mark.parametrize("to", [pytest.param("merged", marks=pytest.mark.slow), "served-adapter"])
 def test_an_export_is_served_and_compared(answering_run: Path, tmp_path: Path, to: str) -> None:
     line = ["export", str(answering_run), "--to", to, "--output", str(tmp_path / "out"), "--vllm"]
     done = CliRunner().invoke(app, [*line, str(python(tmp_path))], env={"COLUMNS": "200"})
