@@ -91,7 +91,7 @@ def compared_positions(documents: list[Document]) -> list[list[int]]:
 
 
 def without_dropout(model: nn.Module) -> None:
-    """Dropout of 0: two passes with different noise can't be compared."""
+    """Set dropout to 0: two passes with different noise can't be compared."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
