@@ -241,11 +241,13 @@ def train(model: Any, rows: list[dict[str, Any]], device: str, scale: float) -> 
         optimizer.step()
 
 
-def gradients(model: Any, row: dict[str, Any], device: str) -> dict[str, Tensor]:
-    """Return the adapters' gradients of one row, in float64 on the CPU."""
+def gradients(model: Any, row: dict[str, Any], device: str, scale: float) -> dict[str, Tensor]:
+    """Return the adapters' gradients of one row, in float64 on the CPU, made from `scale` times the loss."""
     model.zero_grad()
-    model(**to(row, device)).loss.backward()
-    return {name: p.grad.double().cpu() for name, p in model.named_parameters() if p.grad is not None}
+    (model(**to(row, device)).loss * scale).backward()
+    found = {name: p.grad.double().cpu() / scale for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
 
 
 def interval(values: list[float]) -> dict[str, float]:
@@ -349,8 +351,14 @@ def run_seed(given: argparse.Namespace, seed: int) -> dict[str, dict[str, Any]]:
     for candidate in CANDIDATES:
         started = time.perf_counter()
         model = adapted(base, candidate, seed, device)
-        entry: dict[str, Any] = {"before": [loss_of(model, held, device)], "cosines": []}
-        train(model, rows, device, LOSS_SCALE if candidate.dtype is torch.float16 else 1.0)
+        entry: dict[str, Any] = {"before": [loss_of(model, held, device)], "cosines": [], "at the start": []}
+        scale = LOSS_SCALE if candidate.dtype is torch.float16 else 1.0
+        compared = seed == 0 and candidate.outliers == 1
+        if compared:  # LoRA's B is zero, so that A has no gradient yet
+            first = {n: grad for n, grad in gradients(model, rows[0], device, scale).items() if ".lora_B." in n}
+            exact.setdefault("first", first)
+            entry["at the start"] = cosines(first, exact["first"])
+        train(model, rows, device, scale)
         entry["heldout"] = [loss_of(model, held, device)]
         adapters = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
         plain = adapted(base, Candidate("", outliers=candidate.outliers), seed, device)
@@ -358,10 +366,10 @@ def run_seed(given: argparse.Namespace, seed: int) -> dict[str, dict[str, Any]]:
         entry["deployed"] = [loss_of(plain, held, device)]
         if seed == 0:  # gradients of the float32 run's end, in every candidate
             if candidate.name == "float32":
-                exact = {"adapters": adapters, "gradients": gradients(model, held[0], device)}
+                exact |= {"adapters": adapters, "gradients": gradients(model, held[0], device, scale)}
             model.load_state_dict(exact["adapters"], strict=False)
-            if candidate.outliers == 1:
-                entry["cosines"] = cosines(gradients(model, held[0], device), exact["gradients"])
+            if compared:
+                entry["cosines"] = cosines(gradients(model, held[0], device, scale), exact["gradients"])
         entries[candidate.name] = entry | {"tokens": sum(row["packed"].n_labels for row in held)}
         print(seed, candidate.name, entry["heldout"][-1], f"{time.perf_counter() - started:.1f} s", flush=True)
         del model, plain
@@ -391,11 +399,26 @@ def summary(results: dict[str, dict[str, list[Any]]]) -> dict[str, Any]:
             ]
             rows[name][kind] = round(statistics.mean(entry[kind]), 4)
             rows[name][f"{kind}, % of the gain lost"] = interval(lost)
-        if entry["cosines"]:
-            values = [value for _, value in entry["cosines"]]
-            rows[name]["cosines"] = {"least": entry["cosines"][:3], "median": round(statistics.median(values), 5)}
-            rows[name]["cosines"]["below 0.98"] = sum(value < 0.98 for value in values)
+        for title, kind in (("cosines at the start", "at the start"), ("cosines", "cosines")):
+            if entry[kind]:
+                rows[name][title] = spread_of(entry[kind])
     return rows
+
+
+def spread_of(found: list[tuple[str, float]]) -> dict[str, Any]:
+    """Summarise cosines of adapters' gradients: the least, the median, how many are low, and each layer's least."""
+    layers: dict[int, float] = {}
+    for name, value in found:
+        number = int(name.partition(".layers.")[2].partition(".")[0])
+        layers[number] = min(value, layers.get(number, 1.0))
+    values = [value for _, value in found]
+    return {
+        "least": found[:3],
+        "median": round(statistics.median(values), 5),
+        "below 0.98": sum(value < 0.98 for value in values),
+        "adapters": len(values),
+        "each layer's least": [round(value, 4) for _, value in sorted(layers.items())],
+    }
 
 
 if __name__ == "__main__":
