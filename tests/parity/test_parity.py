@@ -7,11 +7,14 @@ reference, one document at a time in float64 on the CPU. Pronghorn's error must 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
+from pronghorn.errors import UnsupportedError
 from pronghorn.models.attach import attach
 from support.documents import (
     DRAWS,
@@ -26,17 +29,27 @@ from support.documents import (
 from support.tiny import FAMILIES, packed_row, tiny_model
 from support.tolerance import assert_three_way
 
-"""Batches whose errors are put together where 16 bits make single ones a matter of luck."""
-
-
 BACKENDS = [("per_document", "once"), ("masked", "once"), ("auto", "per_layer"), ("auto", "per_layer_mask")]
+
+
+@contextmanager
+def positions_told(metadata: str) -> Iterator[None]:
+    """Skip the ablation where a family's layers, by some versions of transformers, keep the positions to themselves."""
+    try:
+        yield
+    except UnsupportedError as error:
+        if metadata == "once" or "not told `position_ids`" not in str(error):
+            raise
+        pytest.skip(str(error))
 
 
 @pytest.mark.parametrize("attention,metadata", BACKENDS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_equals_one_document_at_a_time(family: str, attention: str, metadata: str, nan_memory: None) -> None:
-    batch = packed_row(LENGTHS, ROW)
-    compare(tiny_model(family), batch, "cpu", torch.float32, **attach_options(attention, metadata))
+    with positions_told(metadata):
+        compare(
+            tiny_model(family), packed_row(LENGTHS, ROW), "cpu", torch.float32, **attach_options(attention, metadata)
+        )
 
 
 @pytest.mark.parametrize("tail", [0, 1, 50])
@@ -129,7 +142,8 @@ def test_packed_on_the_gpu(family: str, attention: str, metadata: str, dtype: to
     model = tiny_model(family)
     model.load_state_dict({k: v.to(dtype).float() for k, v in model.state_dict().items()})  # no rounding of weights
     batches = [packed_row(LENGTHS, ROW, seed=seed) for seed in range(DRAWS)]
-    compare_draws(model, batches, "cuda", dtype, **attach_options(attention, metadata))
+    with positions_told(metadata):
+        compare_draws(model, batches, "cuda", dtype, **attach_options(attention, metadata))
 
 
 @pytest.mark.gpu

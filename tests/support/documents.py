@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 from pronghorn.data.packing import IGNORE_INDEX
 from pronghorn.models.attach import attach
 from pronghorn.models.families import base_causal_lm
+from pronghorn.parity.own_code import own_code
 from support.tiny import DELTA_FAMILIES
 from support.tolerance import ThreeWay
 
@@ -26,6 +27,7 @@ ROW = 96
 
 
 DRAWS = 8
+"""Batches whose errors are put together where 16 bits make single ones a matter of luck."""
 
 
 def attach_options(attention: str, metadata: str = "once") -> dict[str, Any]:
@@ -63,7 +65,7 @@ def one_document_at_a_time(model: Any, batch: dict[str, Any]) -> tuple[torch.Ten
     logits, total, start = [], torch.zeros((), dtype=torch.float64), 0
     for length in batch["packed"].lengths:
         part = slice(start, start + length)
-        with float64_throughout(model):
+        with float64_throughout(model), own_code(model):
             out = model(input_ids=batch["input_ids"][:, part], use_cache=False).logits[0]
         target = batch["labels"][0, part][1:]
         if (target != IGNORE_INDEX).any():

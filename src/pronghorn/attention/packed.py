@@ -95,6 +95,9 @@ def packed_attention(
     if metadata == "per_layer_mask" or (metadata == "once" and way == "masked"):
         out = masked_attention(q_THD, k_THD, v_THD, packed, scale, window, s_aux, keep_mask=metadata == "once")
     elif metadata == "per_layer":
+        if "position_ids" not in kwargs:
+            told = "this model's attention is not told `position_ids`, of which this ablation makes the metadata"
+            raise UnsupportedError(told, "use packing_metadata='once'")
         out = _metadata_in_every_layer(q_THD, k_THD, v_THD, kwargs["position_ids"], scale, window, s_aux)
     elif way == "per_document":
         out = per_document_attention(q_THD, k_THD, v_THD, packed, scale, window, s_aux)

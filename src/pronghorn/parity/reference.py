@@ -1,6 +1,7 @@
 """transformers and PEFT one document at a time, in the dtype of training and in a wider one.
 
-Nothing is packed here, so whatever leaks between packed documents shows. Each part's weights (a decoder layer, the
+Nothing is packed here, so whatever leaks between packed documents shows, and transformers calls its own functions only
+(`own_code`). Each part's weights (a decoder layer, the
 embeddings, the last norm, the head) are upcast only while the part runs, and again with it in the backward pass, so
 that a model is judged on the GPU that trains it, whatever its size. The same passes in the dtype of training tell how
 much of a difference is rounding.
@@ -25,6 +26,7 @@ from pronghorn.data.packing import IGNORE_INDEX, Document
 from pronghorn.families.registry import family_of
 from pronghorn.models.families import base_causal_lm, has_experts
 from pronghorn.parity.distance import kind_of
+from pronghorn.parity.own_code import own_code
 
 KEPT_ELEMENTS = 2**29
 """Gradients are kept for comparison up to so many elements (2 GiB): all of a LoRA's, and of full fine-tuning as many
@@ -87,7 +89,8 @@ def _whole_upcast(model: Any) -> Iterator[Callable[[torch.dtype], None]]:
             module.compute_dtype = dtype
 
     try:
-        yield upcast
+        with own_code(model):
+            yield upcast
     finally:
         if experts is not None:
             model.set_experts_implementation(experts)
@@ -133,7 +136,8 @@ def layerwise_upcast(model: Any) -> Iterator[Callable[[torch.dtype], None]]:
     torch.set_float32_matmul_precision("highest")
     place(parts[: len(plain)], *parts[len(plain) :])
     try:
-        yield upcast
+        with own_code(model):
+            yield upcast
     finally:
         place(plain, embedding, norm, head, *others.values())
         if has_experts(model.config):

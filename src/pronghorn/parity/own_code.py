@@ -1,0 +1,57 @@
+"""A model that computes by transformers' own code, whatever packages with kernels are installed.
+
+In the place of its own functions transformers calls those of fla-core, causal-conv1d or mamba-ssm where they can be
+imported. They take tensors of a GPU only, round otherwise, and some versions refuse (fla-core on Hopper with a Triton
+before 3.7.1, whose results are wrong). What others are judged by must not depend on them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from pronghorn.layers.subclass import own_class, subclass
+
+
+@contextmanager
+def own_code(model: nn.Module) -> Iterator[None]:
+    """Let a transformers model that isn't attached call no other package's functions while the block runs."""
+    modules: list[Any] = [module for module in model.modules() if own_class(module) is None]
+    made = {own: subclass(own, **members) for own in {type(each) for each in modules} if (members := _unwrapped(own))}
+    changed = [(module, type(module)) for module in modules if type(module) in made]
+    try:
+        for module, own in changed:
+            module.__class__ = made[own]
+        yield
+    finally:
+        for module, own in changed:
+            module.__class__ = own
+
+
+def _unwrapped(own: type) -> dict[str, Any]:
+    """Return those methods of a class of transformers that call such functions, calling what these stand for."""
+    members = {}
+    for name, given in vars(own).items() if own.__module__.startswith("transformers.models.") else ():
+        method = inspect.unwrap(given) if inspect.isfunction(given) else None
+        if not isinstance(method, types.FunctionType):
+            continue
+        called = {each: method.__globals__[each] for each in method.__code__.co_names if each in method.__globals__}
+        plain = {each: inspect.unwrap(f) for each, f in called.items() if _stands_for_another(f)}
+        if plain:
+            members[name] = types.FunctionType(
+                method.__code__, method.__globals__ | plain, name, method.__defaults__, method.__closure__
+            )
+            members[name].__kwdefaults__ = method.__kwdefaults__
+    return members
+
+
+def _stands_for_another(function: Any) -> bool:
+    """Tell whether a function is transformers' choice between a package's and its own, which it wraps."""
+    return inspect.isfunction(function) and hasattr(function, "__wrapped__") and "implementation" in (
+        function.__code__.co_freevars
+    )  # fmt: skip

@@ -1,0 +1,67 @@
+"""What models are judged by calls transformers' own functions, whatever packages are installed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from pronghorn.parity.own_code import own_code
+from support.tiny import DELTA_FAMILIES, tiny_model
+
+FLA = {
+    "fla/__init__.py": "",
+    "fla/ops/__init__.py": "",
+    "fla/ops/gated_delta_rule.py": """
+def chunk_gated_delta_rule(q, k, v, g, beta, **kwargs):
+    raise RuntimeError("fla-core refuses")
+""",
+}
+
+PROGRAM = """
+import torch
+from pronghorn.parity.own_code import own_code
+from support.tiny import tiny_model
+torch.set_num_threads(1)  # as in tests
+ids, found = torch.arange(3, 43)[None], {}
+for family in FAMILIES:
+    model = tiny_model(family).eval()
+    for _ in range(2):
+        try:
+            model(ids)
+        except RuntimeError as error:
+            print(error)
+        with torch.no_grad(), own_code(model):
+            found[family] = model(ids).logits
+torch.save(found, "OUT")
+"""
+
+
+def test_a_package_in_the_place_of_transformers_functions_is_not_called(tmp_path: Path) -> None:
+    for name, text in FLA.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    out, families = tmp_path / "logits.pt", sorted(DELTA_FAMILIES)
+    program = PROGRAM.replace("FAMILIES", repr(families)).replace("OUT", str(out))
+    folders = [str(tmp_path), str(Path(__file__).parents[1]), *filter(None, sys.path)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(folders)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == ["fla-core refuses"] * 2 * len(families), done.stderr
+    found = torch.load(out)
+    for family in families:
+        with torch.no_grad():
+            expected = tiny_model(family).eval()(torch.arange(3, 43)[None]).logits
+        torch.testing.assert_close(found[family], expected, rtol=0, atol=0)
+
+
+def test_classes_come_back() -> None:
+    model = tiny_model("qwen3_5_text")
+    before = [type(module) for module in model.modules()]
+    with pytest.raises(ValueError, match="inside"), own_code(model):
+        assert [type(module) for module in model.modules()] != before
+        raise ValueError("inside")
+    assert [type(module) for module in model.modules()] == before
