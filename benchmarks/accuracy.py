@@ -69,12 +69,15 @@ CANDIDATES = [
     Candidate("bf16"),
     Candidate("float16", torch.float16),
     Candidate("fp8", compute="fp8"),
+    Candidate("fp8_mlp", compute="fp8_mlp"),
     Candidate("fp8_exact", compute="fp8_exact"),
     Candidate("fp8, head too", compute="fp8", head=True),
     Candidate("nf4", nf4=True),
     Candidate("nf4 + fp8", nf4=True, compute="fp8"),
+    Candidate("nf4 + fp8_mlp", nf4=True, compute="fp8_mlp"),
     Candidate("bf16, outliers of 1024", outliers=1024.0),
     Candidate("fp8, outliers of 1024", compute="fp8", outliers=1024.0),
+    Candidate("fp8_mlp, outliers of 1024", compute="fp8_mlp", outliers=1024.0),
 ]
 
 

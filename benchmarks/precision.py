@@ -33,7 +33,10 @@ from pronghorn.models.lora import add_lora
 TOKENS = 8192
 COPY = 4.2e12
 """Bytes a second that a copy reaches on an H200."""
-PAIRS = [("bf16", "dtype"), ("bf16", "fp8"), ("bf16", "fp8_exact"), ("nf4", "dtype"), ("nf4", "fp8")]
+PAIRS = [
+    *(("bf16", compute) for compute in ("dtype", "fp8", "fp8_mlp", "fp8_exact")),
+    *(("nf4", compute) for compute in ("dtype", "fp8", "fp8_mlp")),
+]
 
 
 def median_ms(call: Callable[[], Any], repeats: int = 20) -> float:

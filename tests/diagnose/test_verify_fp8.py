@@ -122,6 +122,14 @@ def test_sound_products_pass(family: str, compute: str) -> None:
     assert report.ok and checks[Name.COSINE].detail.startswith("least 0.9")
 
 
+@pytest.mark.parametrize("base", ["bf16", "nf4"])
+def test_mlps_in_8_bits_pass(base: str) -> None:
+    report = verify(subject_of("qwen3", base, compute="fp8_mlp"))
+    assert not failed(report), [check for check in report.checks if not check.ok]
+    [products] = [check for check in report.checks if check.name is Name.PRODUCTS]
+    assert products.detail == "6 of frozen weights"  # two of each MLP
+
+
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("base", ["nf4", "fp16"])
 def test_sound_products_over_other_bases_pass(base: str) -> None:

@@ -16,6 +16,7 @@ from pronghorn.memory.sharded import BUFFERS, sharded
 from pronghorn.models.attach import attach
 from pronghorn.models.families import base_causal_lm
 from pronghorn.models.share import share_layers
+from pronghorn.precision.compute import Compute
 from pronghorn.train.checkpoint import Fingerprint
 from support.processes import WORLD, together
 from support.tiny import in_4_bits, packed_row, tiny_model
@@ -27,6 +28,7 @@ CASES = [
     ("qwen2", "fused", "keep"),  # with biases
     ("qwen2 nf4", "fused", "recompute"),
     *(("qwen2 fp8", "fused", plan) for plan in PLANS),  # codes of 8-bit products, turned for each backward
+    ("qwen2 fp8_mlp", "fused", "recompute"),
     ("qwen3_5_text", "fused", "recompute"),
     ("gemma4_text", "fused", "keep"),  # later layers read earlier ones' keys and values
     ("qwen3_moe", "fused", "offload"),
@@ -41,7 +43,7 @@ def adapted(name: str) -> Any:
     from peft import LoraConfig, get_peft_model
 
     family, _, quantised = name.partition(" ")
-    model = tiny_model(family, **({"intermediate_size": 96} if quantised == "fp8" else {}))
+    model = tiny_model(family, **({"intermediate_size": 96} if quantised.startswith("fp8") else {}))
     if quantised == "nf4":
         in_4_bits(model)
     elif quantised:
@@ -56,7 +58,8 @@ def adapted(name: str) -> Any:
 
 
 def compute_of(name: str) -> str:
-    return "fp8" if name.endswith("fp8") else "dtype"
+    quantised = name.partition(" ")[2]
+    return quantised if quantised.startswith("fp8") else "dtype"
 
 
 def gradients(model: Any, layers: str, plan: Plan | None, compute: str = "dtype") -> dict[str, Tensor]:
@@ -98,7 +101,7 @@ def worker(rank: int, folder: Path) -> None:
         name, layers, plan = case
         model = adapted(name)
         before = Fingerprint.of(model)
-        share_layers(model, cpu, in_fp8=name.endswith("fp8"))
+        share_layers(model, cpu, compute=Compute.of(compute_of(name)))
         told: dict[str, Any] = {"same": Fingerprint.of(model) == before, "bytes": sharded(base_causal_lm(model)).bytes}
         told["gradients"] = gradients(model, layers, PLANS[plan], compute_of(name))
         torch.save(told, folder / f"{'-'.join(case)}-{rank}.pt")

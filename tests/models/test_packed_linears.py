@@ -82,8 +82,11 @@ def test_training_over_packed_linears_is_training_over_their_dense_weights(
     assert sum(isinstance(p, PackedTensor) for p in packed.parameters()) == 14
 
 
-@pytest.mark.parametrize("compute", ["dtype", "fp8"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "compute"),
+    [(kind, compute) for kind in KINDS for compute in ("dtype", "fp8")]
+    + [(kind, "fp8_mlp") for kind in ("rows", "tensors", "modelopt fp8", "nvfp4")],  # a small block may be whole rows
+)
 def test_the_plan_counts_the_stored_bytes(tmp_path: Path, kind: str, compute: str) -> None:
     packed_linears(tmp_path, kind)
     model = with_adapters(loaded(tmp_path, "bfloat16"))
@@ -92,11 +95,13 @@ def test_the_plan_counts_the_stored_bytes(tmp_path: Path, kind: str, compute: st
     own = [each for name, each in model.named_parameters() if "lora_" not in name]
     right = sum(p.stored_bytes if isinstance(p, PackedTensor) else p.nbytes for p in own)
     products = [product for run in runs(handle) for block in run.blocks for product in block.linears]
-    if compute == "fp8":
-        for weight in (product.source.weight for product in products):
-            copied = kind not in ("rows", "tensors", "modelopt fp8")
-            right += weight.across.nbytes + weight.scales.nbytes + weight.columns.nbytes + copied * weight.codes.nbytes
-    assert {type(product.source) for product in products} == {FP8Source if compute == "fp8" else PackedSource}
+    copied = kind not in ("rows", "tensors", "modelopt fp8")
+    for weight in (product.source.weight for product in products if product.in_fp8):
+        right += weight.across.nbytes + weight.scales.nbytes + weight.columns.nbytes + copied * weight.codes.nbytes
+    assert all(isinstance(product.source, FP8Source if product.in_fp8 else PackedSource) for product in products)
+    # what mixes tokens is in 8 bits, too, where the checkpoint's own codes multiply
+    count, every = handle.layers.in_fp8()
+    assert count == (0 if compute == "dtype" else every // 2 if compute == "fp8_mlp" and copied else every)
     assert resting_bytes(dims_of(model), setup_of(model, 512))["weights"] == pytest.approx(right, rel=0.01)
 
 

@@ -159,7 +159,7 @@ def _step(cell: Cell) -> None:
     model.zero_grad(set_to_none=True)
     with _processes(cell.strategy):
         if cell.strategy == "shared layers":
-            share_layers(model, torch.device("cpu"), in_fp8=compute == "fp8")
+            share_layers(model, torch.device("cpu"), compute=Compute.of(compute))
         layers = "auto" if cell.group == "proven generic" else "fused"
         handle: Handle = attach(model, Plan((POLICIES[cell.policy],)), layers=layers, compute=compute)
         if cell.strategy == "FSDP2" and cell.group == "proven generic":

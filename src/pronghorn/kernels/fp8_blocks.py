@@ -7,6 +7,8 @@ Source: DeepSeek-V3's `weight_dequant` (`weight_scale_inv` is s itself), compres
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -36,6 +38,11 @@ class FP8Tensor(PackedTensor):
         """Return s, float32 [N], where rows have one scale each."""
         assert self.scales_rows
         return self.parts[1][:, 0].repeat_interleave(self.facts[0])[: self.shape[0]]
+
+
+def has_own_codes(weight: Any) -> bool:
+    """Tell whether a weight lies in 8-bit codes that multiply as they are."""
+    return isinstance(weight, FP8Tensor) and weight.scales_rows
 
 
 def write_out_reference(codes: Tensor, scales: Tensor, out: Tensor, rows: int, columns: int) -> None:

@@ -119,12 +119,9 @@ class FusedLayers:
         weight = self.backbone.get_input_embeddings().weight
         if weight.is_meta:
             return
-        if self.builder.compute.is_fp8:
-            self._merged = True  # what multiplies are the codes, which are made where layers are built
-            return
         dtype = products_dtype(weight)
-        for layer in self._own_layers():
-            storages = self.builder.storages(layer, dtype)
+        for layer in self._own_layers():  # in 8 bits the codes multiply, which are made where layers are built
+            storages = self.builder.storages(layer, dtype, in_fp8=False)
             frozen = [each for each in storages if not base_of(each.linears[0]).weight.requires_grad]
             with torch.inference_mode(False):
                 merge_weights(frozen, dtype)
@@ -150,7 +147,7 @@ class FusedLayers:
         if dtype is torch.float16:
             check_float16(self.backbone.device)
         for layer in self.backbone.layers:
-            for storage in self.builder.storages(layer, dtype):
+            for storage in self.builder.storages(layer, dtype, in_fp8=True):
                 if not fits_fp8(storage, dtype):
                     sizes = [f"{base.out_features} x {base.in_features}" for base in map(base_of, storage.linears)]
                     raise UnsupportedError(
@@ -195,11 +192,7 @@ class FusedLayers:
 
     def fp8_products(self, dtype: torch.dtype) -> list[list[nn.Module]]:
         """List the base linears of each product that a packed forward in `dtype` computes in 8 bits, built or not."""
-        storages = (
-            [storage for layer in self.backbone.layers for storage in self.builder.storages(layer, dtype)]
-            if self.builder.compute.is_fp8
-            else []
-        )
+        storages = [each for layer in self.backbone.layers for each in self.builder.storages(layer, dtype, in_fp8=True)]
         products = [[base_of(linear) for linear in storage.linears] for storage in storages if fits_fp8(storage, dtype)]
         return [bases for bases in products if not bases[0].weight.requires_grad]
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pronghorn.errors import UnsupportedError
-from pronghorn.kernels.fp8_blocks import FP8Tensor
+from pronghorn.kernels.fp8_blocks import has_own_codes
 from pronghorn.kernels.packed import PackedTensor
 from pronghorn.kernels.quantise import transposed
 from pronghorn.layers.linears import adapter_of, base_of, is_written_out
@@ -77,7 +77,7 @@ class GroupStorage:
         if self._codes is None or self._codes[0] != self._state():
             self._codes = None  # freed before the others are made
             weights = self._weights()
-            if all(isinstance(weight, FP8Tensor) and weight.scales_rows for weight in weights):
+            if all(has_own_codes(weight) for weight in weights):
                 codes = merge([weight.parts[0] for weight in weights])
                 across = None if hasattr(weights[0].parts[0], IN_BUFFER) else transposed(codes)
                 made = FP8Weight(codes, torch.cat([weight.row_scales() for weight in weights]), across)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pronghorn.kernels.fp8_blocks import FP8Tensor
+from pronghorn.kernels.fp8_blocks import has_own_codes
 from pronghorn.kernels.packed import PackedTensor
 
 ALIGNED = 256
@@ -71,7 +71,7 @@ def _stored(group: list[Any]) -> list[list[Tensor]]:
     """List the tensors that parameters' values are stored in, in groups that begin aligned: plain weights together,
     codes of 8-bit products too, whose scales (a number a row) stay whole, as layers are built from them; of others in
     few bits each part alone, constants of bitsandbytes' blocks too."""
-    if all(isinstance(p, FP8Tensor) and p.scales_rows for p in group):
+    if all(has_own_codes(p) for p in group):
         return [[p.parts[0] for p in group]]
     packed = [p for p in group if isinstance(p, PackedTensor) or getattr(p, "quant_state", None) is not None]
     if not packed:

@@ -142,9 +142,10 @@ def _layer_times(layer: LayerSpec, setup: TrainSetup, device: DeviceSpec) -> Lay
     t, h, i, b = setup.tokens, layer.hidden, width_of(layer), setup.itemsize
     experts = layer.experts
     rate, ms_per_byte = _rates(setup, device)
-    cheaper = FP8 if setup.fp8 else 1.0
+    coded = setup.weights_in_fp8(layer)
+    plain = layer.linear_weights - coded
     slower = FP8_EXPERTS if setup.fp8_experts else 1.0 if setup.expert_bytes is None else PACKED
-    products = 2 * t * (cheaper * layer.linear_weights + (slower * 3 * h * i if experts else 0)) * rate
+    products = 2 * t * (FP8 * coded + plain + (slower * 3 * h * i if experts else 0)) * rate
     attention, moved = _mixer(layer, setup, device)
     norms = layer.norms * 2 * t * h * setup.stream_bytes * ms_per_byte
     around = t * (6 * h * setup.stream_bytes + (moved + 3 * i) * b) * ms_per_byte
@@ -157,8 +158,9 @@ def _layer_times(layer: LayerSpec, setup: TrainSetup, device: DeviceSpec) -> Lay
         around, adapters = around + t * rows * b * ms_per_byte, adapters + 1.5 * t * thin * b * ms_per_byte
     gaps = GAPS + (ROUTED_GAPS if experts else 0.0) if setup.fused else 0.0
     # weights in few bits are read as stored (NF4: half a byte) for each product, and two bytes, or a code, are written
-    read = (0.5 if setup.linear_bytes is None else setup.linear_bytes) + (1 if setup.fp8 else 2)
-    written = read * layer.linear_weights * ms_per_byte if setup.writes_out else 0.0
+    stored = 0.5 if setup.linear_bytes is None else setup.linear_bytes
+    moved_of = {kind: (stored + (1 if kind else 2)) * setup.writes_out(kind) * ms_per_byte for kind in (False, True)}
+    written = moved_of[True] * coded + moved_of[False] * plain
     quantised = 0.0, 0.0
     if setup.fp8:
         ahead, back = _quantised(layer, setup)
@@ -172,7 +174,8 @@ def _layer_times(layer: LayerSpec, setup: TrainSetup, device: DeviceSpec) -> Lay
     backward = trained * products + 2.5 * attention + 1.5 * (norms + around) + adapters + written + quantised[1] + gaps
     if not setup.fused:
         forward, backward = max(forward, STOCK_GAPS), max(backward, STOCK_GAPS)
-    matrix = 2 * t * h * i * rate * (1.0 if experts else cheaper) + written * h * i / layer.linear_weights
+    in_fp8 = setup.fp8 and not experts
+    matrix = 2 * t * h * i * rate * (FP8 if in_fp8 else 1.0) + moved_of[in_fp8] * h * i
     # a Gemma layer's backward reads the product's norm
     spares = setup.fused and not layer.norms_after and not experts
     spared = matrix + 3 * t * h * setup.stream_bytes * ms_per_byte if spares else 0
@@ -183,7 +186,7 @@ def _quantised(layer: LayerSpec, setup: TrainSetup) -> tuple[int, int]:
     """Return the bytes a token that are moved to quantise what linears are given, and their gradients: 1 where the
     kernel that makes a row writes its codes, 3 where a pass of its own reads 16 bits."""
     ahead = back = 0
-    for block in layer.blocks:
+    for block in filter(setup.in_fp8, layer.blocks):
         mlp, inside = isinstance(block, GatedMLPSpec), isinstance(block, PerLayerInputSpec)
         for group in block.groups:
             out, last = sum(each.out for each in group), group == block.groups[-1]

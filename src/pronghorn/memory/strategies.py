@@ -135,7 +135,7 @@ def choose(
     room = None if host_memory_bytes is None else int(HOST_SHARE * host_memory_bytes)
 
     def candidate(strategy: Strategy) -> Candidate:
-        work = _work(setup, strategy, gpus)
+        work = _work(dims, setup, strategy, gpus)
         if strategy is Strategy.SHARDED and (reason := unshared_reason(work)):
             return Candidate(strategy, work, None, 0, 0, 0.0, 0.0, reason)
         undecided, why = asked is None or asked.undecided, ""
@@ -169,13 +169,15 @@ def choose(
     return Choice(gpus, device.link, device.link_source, micro_batches, chosen, tuple(found), why)
 
 
-def _work(setup: TrainSetup, strategy: Strategy, gpus: int) -> TrainSetup:
+def _work(dims: ModelDims, setup: TrainSetup, strategy: Strategy, gpus: int) -> TrainSetup:
     """Return how a rank trains; CUDA graphs don't reach weights that are gathered."""
     if strategy is Strategy.COPIES:
         return replace(setup, distributed=True, accumulates=True)
     accumulates = setup.accumulates or setup.method != "full"  # adapters' gradients are copied once more
     if setup.fp8 and setup.method == "lora":  # of weights that multiply in 8 bits these alone are kept
-        setup = replace(setup, linear_bytes=1.0, own_codes=True)
+        every, coded = (sum(map(of, dims.layers)) for of in (lambda each: each.linear_weights, setup.weights_in_fp8))
+        stored = setup.itemsize if setup.linear_bytes is None else setup.linear_bytes
+        setup = replace(setup, linear_bytes=(coded + stored * (every - coded)) / every, own_codes=True)
     return replace(setup, distributed=True, accumulates=accumulates, processes=gpus, graph=False)
 
 
@@ -237,7 +239,7 @@ def _refusal(
     def fits(strategy: Strategy, other: TrainSetup, count: int) -> bool:
         if strategy is Strategy.SHARDED and unshared_reason(other):
             return False
-        made = plans_of(dims, _work(other, strategy, count), times)[-1]
+        made = plans_of(dims, _work(dims, other, strategy, count), times)[-1]
         return made.predicted["process"] <= budget
 
     told = []

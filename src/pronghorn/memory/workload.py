@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from pronghorn.families.layer_spec import LayerSpec
+from pronghorn.families.layer_spec import BlockSpec, GatedMLPSpec, LayerSpec
 
 NF4_BYTES = 1 / 2 + 1 / 64 + 1 / 4096
 """Of a number in NF4: 4 bits, 8 of absmax for 64 of them, and 32 for 256 of those."""
@@ -62,7 +62,8 @@ class TrainSetup:
     itemsize: int = 2
     """Bytes of an element of the products: 2 in bf16 and fp16, 4 in float32."""
     fp8: bool = False
-    """Frozen linears multiply in 8 bits (`precision.compute`)."""
+    """Frozen linears of MLPs multiply in 8 bits (`precision.compute`), and others, too, if `fp8_mixers`."""
+    fp8_mixers: bool = True
     fp8_experts: bool = False
     """Frozen experts multiply in 8 bits."""
     expert_bytes: float | None = None
@@ -104,11 +105,20 @@ class TrainSetup:
             return 0
         return 16 if self.ranks is None else self.ranks.get(linear, 0)
 
-    @property
-    def writes_out(self) -> bool:
-        """Tell whether the linears' weights are written out of few bits for each product, or 8-bit codes turned."""
-        turned = self.fp8 and self.processes > 1
-        return self.method == "qlora" or (self.linear_bytes is not None and not self.fp8) or turned
+    def in_fp8(self, block: BlockSpec) -> bool:
+        """Tell whether a block's linears multiply in 8 bits."""
+        return self.fp8 and (self.fp8_mixers or isinstance(block, GatedMLPSpec))
+
+    def weights_in_fp8(self, layer: LayerSpec) -> int:
+        """Count the elements of a layer's linears that multiply in 8 bits."""
+        return sum(x.weights for block in layer.blocks if self.in_fp8(block) for group in block.groups for x in group)
+
+    def writes_out(self, in_fp8: bool) -> bool:
+        """Tell whether linears' weights are written out of few bits for each product, or 8-bit codes turned."""
+        if in_fp8 and self.processes > 1:
+            return True
+        dense_beside_codes = self.fp8 and self.own_codes
+        return self.method == "qlora" or (self.linear_bytes is not None and not in_fp8 and not dense_beside_codes)
 
     @property
     def stream_bytes(self) -> int:

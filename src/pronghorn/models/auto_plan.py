@@ -16,7 +16,7 @@ from pronghorn.device import processes
 from pronghorn.errors import UnsupportedError
 from pronghorn.families.layer_spec import layer_spec, linear_modules
 from pronghorn.families.spec import Attention, Experts, ExpertsBeside, GatedDelta, GatedMLP, PerLayerInput
-from pronghorn.kernels.fp8_blocks import FP8Tensor
+from pronghorn.kernels.fp8_blocks import has_own_codes
 from pronghorn.kernels.packed import PackedTensor
 from pronghorn.layers.decoder import FusedLayers
 from pronghorn.layers.linears import adapter_of, base_of
@@ -156,6 +156,7 @@ def setup_of(
     weights = [base_of(linear).weight for linear in linears]
     # bitsandbytes keeps 4 bits as bytes; a packed weight has the dtype of the dense one
     packed, first = [weight for weight in weights if isinstance(weight, PackedTensor)], weights[0]
+    own_codes = bool(packed) and all(map(has_own_codes, packed))
     quantised = not first.dtype.is_floating_point
     method: Method = "full" if first.requires_grad and not any(ranks.values()) else "qlora" if quantised else "lora"
     embeddings = base.get_input_embeddings().weight
@@ -181,10 +182,11 @@ def setup_of(
         expert_rank=max((max(wrapper.r.values()) for wrapper in experts.wrappers(base)), default=0),
         itemsize=(autocast or embeddings.dtype).itemsize,
         fp8=fp8,
+        fp8_mixers=handle is None or own_codes or handle.options.compute.of_mixers.is_fp8,
         fp8_experts=fp8_experts,
         expert_bytes=experts.packed_bytes(base),
         linear_bytes=_bytes_a_number(weights) if packed else None,
-        own_codes=bool(packed) and all(isinstance(each, FP8Tensor) and each.scales_rows for each in packed),
+        own_codes=own_codes,
         fused=fused,
         trained_whole=0 if method == "full" else sum(whole.values()),
         graph=fuses and autocast is None and (handle is None or handle.options.graph != "off"),

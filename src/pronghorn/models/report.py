@@ -10,7 +10,7 @@ import torch
 
 from pronghorn.attention.backends import Backend, choose, long_from
 from pronghorn.families.registry import family_of
-from pronghorn.kernels.fp8_blocks import FP8Tensor
+from pronghorn.kernels.fp8_blocks import has_own_codes
 from pronghorn.kernels.packed import PackedTensor
 from pronghorn.layers.decoder import output_is_seen
 from pronghorn.memory.plan import Policy
@@ -170,12 +170,13 @@ def _products(handle: Handle, autocast: torch.dtype | None) -> list[PathTaken]:
         return [PathTaken("products of frozen weights", written, "the checkpoint is packed")] if packed else []
     in_fp8, products = layers.in_fp8()
     path = f"FP8 by rows, {'exact' if compute is Compute.FP8_EXACT else 'fast'} accumulation"
-    own = sum(isinstance(weight, FP8Tensor) and weight.scales_rows for weight in packed)
+    own = sum(has_own_codes(weight) for weight in packed)
     if packed:
         again = f"{len(packed) - own} weights of {kinds} quantised once more, by rows"
         path = f"{path}; {'the codes of the checkpoint' if own == len(packed) else again}"
     if in_fp8 < products:
-        path = f"{path}; {products - in_fp8} of {products} in the model's dtype, whose weights are trained"
+        of = "outside MLPs" if compute is Compute.FP8_MLP else "whose weights are trained"
+        path = f"{path}; {products - in_fp8} of {products} in the model's dtype, {of}"
     if handle.experts is not None:
         apart = _experts_in_fp8(handle, autocast)
         path = f"{path} (experts apart: {apart})" if apart else f"{path}, experts too"

@@ -11,16 +11,17 @@ import torch
 from torch import nn
 
 from pronghorn.errors import UnsupportedError
-from pronghorn.families.spec import Experts
-from pronghorn.kernels.fp8_blocks import FP8Tensor
+from pronghorn.families.spec import Experts, GatedMLP
+from pronghorn.kernels.fp8_blocks import has_own_codes
 from pronghorn.layers.linears import base_of
 from pronghorn.memory.sharded import FIRST, IN_BUFFER, ShardedLayers, first_values, shard, sharded
 from pronghorn.memory.sharded_unit import WeightGroups, weight_groups
 from pronghorn.models.families import base_causal_lm, check_config, decoder_layers
+from pronghorn.precision.compute import Compute
 from pronghorn.precision.fp8 import as_codes
 
 
-def share_layers(model: Any, device: torch.device, in_fp8: bool = False) -> None:
+def share_layers(model: Any, device: torch.device, compute: Compute = Compute.DTYPE) -> None:
     """Leave a part of each decoder layer's weights in this process, on `device`, and move all else there.
 
     Before `attach`. Every process calls it with the same model. Of a model with adapters frozen weights are shared, of
@@ -29,14 +30,14 @@ def share_layers(model: Any, device: torch.device, in_fp8: bool = False) -> None
 
     Args:
         model: a causal LM, on the CPU or on `device`. A 4-bit one must be on `device`.
-        in_fp8: frozen products will be in 8 bits: only what these multiply is kept of their weights.
+        compute: in what frozen weights will multiply: of those in 8 bits only what these products read is kept.
     """
     base = base_causal_lm(model)
     full = not hasattr(model, "peft_config")
     shared = sharded(base)
     if shared is None:
         shared, elsewhere = shard(base, device), _elsewhere(base)
-        found = ((layer, _groups(base, layer, elsewhere, full, device, in_fp8)) for layer in decoder_layers(base))
+        found = ((layer, _groups(base, layer, elsewhere, full, device, compute)) for layer in decoder_layers(base))
         for index, (layer, groups) in enumerate(pair for pair in found if any(pair[1])):
             shared.add(index, layer, groups)
     if full:
@@ -74,11 +75,11 @@ class SharedLoading:
     Args:
         device: where a layer's weights come together, and its part stays.
         trained: whether all weights will be trained; otherwise layers are frozen.
-        in_fp8: as in `share_layers`.
+        compute: as in `share_layers`.
     """
 
-    def __init__(self, device: torch.device, trained: bool = False, in_fp8: bool = False) -> None:
-        self.device, self._trained, self._in_fp8 = device, trained, in_fp8
+    def __init__(self, device: torch.device, trained: bool = False, compute: Compute = Compute.DTYPE) -> None:
+        self.device, self._trained, self._compute = device, trained, compute
         self._model: Any = None
         self._shared: ShardedLayers | None = None
         self._layers: list[nn.Module] = []
@@ -110,7 +111,7 @@ class SharedLoading:
         self._missing[number] -= 1
         if not self._missing[number]:
             layer = self._layers[number].requires_grad_(self._trained)
-            groups = _groups(self._model, layer, set(), self._trained, self.device, self._in_fp8)
+            groups = _groups(self._model, layer, set(), self._trained, self.device, self._compute)
             self._shared.add(number, layer, groups)
 
 
@@ -123,22 +124,21 @@ def _elsewhere(base: Any) -> set[int]:
 
 
 def _groups(
-    base: Any, layer: nn.Module, elsewhere: set[int], trained: bool, device: torch.device, in_fp8: bool
+    base: Any, layer: nn.Module, elsewhere: set[int], trained: bool, device: torch.device, compute: Compute
 ) -> WeightGroups:
     """List a layer's frozen, or trained, weights, those of one product together."""
     family = check_config(base.config)
     if family.generic:
         return weight_groups(layer, [], elsewhere, trained)
-    merged = [
-        [base_of(layer.get_submodule(block.path(path))) for path in group]
-        for block in family.blocks(layer)
-        for group in block.kind.linears
-    ]
-    if in_fp8:
-        if any(isinstance(block.kind, Experts) for block in family.blocks(layer)):
-            raise UnsupportedError("8-bit products of experts whose weights processes share", _NOT_IN_8_BITS)
-        for linear in (linear for linears in merged for linear in linears if id(linear.weight) not in elsewhere):
-            _keep_codes(linear, device)
+    if compute.is_fp8 and any(isinstance(block.kind, Experts) for block in family.blocks(layer)):
+        raise UnsupportedError("8-bit products of experts whose weights processes share", _NOT_IN_8_BITS)
+    merged = []
+    for block in family.blocks(layer):
+        of_block = compute if isinstance(block.kind, GatedMLP) else compute.of_mixers
+        for group in block.kind.linears:
+            merged.append([base_of(layer.get_submodule(block.path(path))) for path in group])
+            for linear in (each for each in merged[-1] if of_block.is_fp8 and id(each.weight) not in elsewhere):
+                _keep_codes(linear, device)
     return weight_groups(layer, merged, elsewhere, trained)
 
 
@@ -152,7 +152,7 @@ def _keep_codes(linear: Any, device: torch.device) -> None:
     weight = linear.weight
     if getattr(weight, "quant_state", None) is not None:
         raise UnsupportedError("8-bit products of 4-bit weights that processes share", _NOT_IN_8_BITS)
-    if isinstance(weight, FP8Tensor) and weight.scales_rows:
+    if has_own_codes(weight):
         return
     made = nn.Parameter(as_codes(weight, device), requires_grad=False)
     setattr(made, FIRST, first_values(weight).to(device))

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.fp8_blocks import FP8Tensor
+from pronghorn.kernels.fp8_blocks import has_own_codes
 from pronghorn.kernels.nf4 import NF4Weight, write_codes_reference
 from pronghorn.kernels.packed import PackedTensor
 from pronghorn.kernels.quantise import DTYPE, quantise_rows_reference, weight_scales
@@ -105,7 +105,7 @@ def quantised_weights(linears: Sequence[Any]) -> list[tuple[Tensor, Tensor]]:
     """Return (codes e4m3 [N_i, K], scales float32 [N_i]) of each frozen weight of one product: a checkpoint's own,
     where all of them have codes with a scale a row."""
     weights = [linear.weight for linear in linears]
-    if all(isinstance(weight, FP8Tensor) and weight.scales_rows for weight in weights):
+    if all(has_own_codes(weight) for weight in weights):
         return [(weight.parts[0], weight.row_scales()) for weight in weights]
     return [_quantised(weight) for weight in weights]
 

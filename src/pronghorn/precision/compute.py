@@ -23,6 +23,8 @@ class Compute(StrEnum):
     """e4m3 with a scale a row, summed up in float32 by the tensor cores' fast accumulation."""
     FP8_EXACT = "fp8_exact"
     """The same with exact accumulation, about 9 % slower a product."""
+    FP8_MLP = "fp8_mlp"
+    """As fp8 in MLPs and experts; attention's products and other mixers' are in the model's dtype."""
 
     @classmethod
     def of(cls, name: str) -> Compute:
@@ -35,6 +37,11 @@ class Compute(StrEnum):
     def is_fp8(self) -> bool:
         """Whether products are in 8 bits."""
         return self is not Compute.DTYPE
+
+    @property
+    def of_mixers(self) -> Compute:
+        """In what the products outside MLPs and experts are computed, where these weights have 16 or 4 bits."""
+        return Compute.DTYPE if self is Compute.FP8_MLP else self
 
 
 def check_device(compute: Compute, device: torch.device) -> None:

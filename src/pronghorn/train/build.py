@@ -26,6 +26,7 @@ from pronghorn.models.load import FoundModel, default_device, resolve_dtype
 from pronghorn.models.lora import add_lora, cast_adapters, resolve_adapter_dtype
 from pronghorn.models.new_tokens import grow_embeddings, trainable_tokens
 from pronghorn.models.share import SharedLoading, share_layers
+from pronghorn.precision.compute import Compute
 from pronghorn.recipe_values import ALL_LINEAR
 from pronghorn.train.documents import find, prepare, tokenizer_for
 from pronghorn.train.group import check_backend, check_gpus_apart, check_one_dtype
@@ -71,8 +72,8 @@ def load(recipe: Recipe, found: FoundModel, tokenizer: Any, console: Console) ->
         )
     # full fine-tuning keeps float32 masters and computes in `dtype`
     shared = strategy(recipe, found, processes(), device) is Strategy.SHARDED
-    in_fp8 = recipe.precision.compute != "dtype"
-    share = SharedLoading(device, trained=full, in_fp8=in_fp8) if shared and _unread(recipe, found) else None
+    compute = Compute.of(recipe.precision.compute)
+    share = SharedLoading(device, trained=full, compute=compute) if shared and _unread(recipe, found) else None
     # a device holds its part of the layers, never all of them
     on_host = shared and share is None and not found.is_quantised
     model = found.model(torch.float32 if full else dtype, torch.device("cpu") if on_host else device, share)
@@ -107,7 +108,7 @@ def load(recipe: Recipe, found: FoundModel, tokenizer: Any, console: Console) ->
         console.print(
             f"Each of {processes()} processes holds a part of every layer's weights (launch.strategy: sharded)"
         )
-        share_layers(model, device, in_fp8)
+        share_layers(model, device, compute)
     return model, attach(model, asked_plan(recipe), **attach_options(recipe))
 
 
