@@ -34,6 +34,7 @@ def prepare_fla() -> None:
     from fla.ops.common import chunk_o
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
     from transformers.models.qwen3_5 import modeling_qwen3_5
+    from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 
     def convolve(x: Any, weight: Any, bias: Any = None, activation: Any = None, **kwargs: Any) -> Any:
         bounds = kwargs.get("cu_seq_lens_q")
@@ -47,8 +48,9 @@ def prepare_fla() -> None:
         return chunk_gated_delta_rule(q, k, v, **kwargs)
 
     chunk_o.TRITON_ABOVE_3_7_1 = True
-    modeling_qwen3_5.causal_conv1d_fn = convolve
-    modeling_qwen3_5.torch_chunk_gated_delta_rule = rule
+    for modeling in (modeling_qwen3_5, modeling_qwen3_5_moe):
+        modeling.causal_conv1d_fn = convolve
+        modeling.torch_chunk_gated_delta_rule = rule
 
 
 def prepare_liger() -> None:

@@ -17,7 +17,6 @@ import torch
 from pronghorn.errors import UnsupportedError
 from pronghorn.models.attach import attach
 from support.documents import (
-    DRAWS,
     LENGTHS,
     ROW,
     attach_options,
@@ -141,9 +140,14 @@ def test_parity_test_can_fail() -> None:
 def test_packed_on_the_gpu(family: str, attention: str, metadata: str, dtype: torch.dtype, nan_memory: None) -> None:
     model = tiny_model(family)
     model.load_state_dict({k: v.to(dtype).float() for k, v in model.state_dict().items()})  # no rounding of weights
-    batches = [packed_row(LENGTHS, ROW, seed=seed) for seed in range(DRAWS)]
     with positions_told(metadata):
-        compare_draws(model, batches, "cuda", dtype, **attach_options(attention, metadata))
+        compare_draws(
+            model,
+            lambda seed: packed_row(LENGTHS, ROW, seed=seed),
+            "cuda",
+            dtype,
+            **attach_options(attention, metadata),
+        )
 
 
 @pytest.mark.gpu
@@ -153,5 +157,5 @@ def test_real_model_on_the_gpu(stories: Any, dtype: torch.dtype, nan_memory: Non
 
     model = AutoModelForCausalLM.from_pretrained(stories, attn_implementation="sdpa").train()
     model.load_state_dict({k: v.to(dtype).float() for k, v in model.state_dict().items()})
-    batches = [packed_row([1, 100, 37, 1, 90], 256, vocab=512, seed=seed) for seed in range(DRAWS)]
-    compare_draws(model, batches, "cuda", dtype)
+    lengths = [1, 100, 37, 1, 90]
+    compare_draws(model, lambda seed: packed_row(lengths, 256, vocab=512, seed=seed), "cuda", dtype)

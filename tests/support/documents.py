@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,8 +26,8 @@ LENGTHS = [1, 40, 1, 13, 22, 1]
 ROW = 96
 
 
-DRAWS = 8
-"""Batches whose errors are put together where 16 bits make single ones a matter of luck."""
+DRAWS, MOST_DRAWS = 8, 64
+"""Batches whose errors are put together, as 16 bits make single ones a matter of luck, and where these are in doubt."""
 
 
 def attach_options(attention: str, metadata: str = "once") -> dict[str, Any]:
@@ -84,15 +84,17 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
 
 def compare(model: Any, batch: dict[str, Any], device: str, dtype: torch.dtype, **options: Any) -> None:
     """Run the three paths and compare them; `model` is float32 on the CPU and stays untouched."""
-    compare_draws(model, [batch], device, dtype, **options)
-
-
-def compare_draws(model: Any, batches: list[dict[str, Any]], device: str, dtype: torch.dtype, **options: Any) -> None:
-    """`compare`, the errors of several batches put together."""
     errors = ThreeWay()
-    for batch in batches:
-        measure(errors, model, batch, device, dtype, **options)
+    measure(errors, model, batch, device, dtype, **options)
     errors.check()
+
+
+def compare_draws(
+    model: Any, batch: Callable[[int], dict[str, Any]], device: str, dtype: torch.dtype, **options: Any
+) -> None:
+    """`compare`, the errors of several batches, made from their numbers, put together."""
+    errors = ThreeWay()
+    errors.judge(lambda seed: measure(errors, model, batch(seed), device, dtype, **options), DRAWS, MOST_DRAWS)
 
 
 def measure(

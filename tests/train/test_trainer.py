@@ -993,3 +993,9 @@ def test_whole_16_bit_models_are_not_trained(stories: Path, documents: Dataset, 
             str(stories), max_seq_length=ROW, dtype=dtype, full_finetuning=True
         )
         assert model.dtype is torch.float32
+
+
+def test_a_model_from_nowhere_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    data = Dataset.from_list([{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}])
+    with pytest.raises(ConfigError, match="given no tokenizer, and the model doesn't say where it was loaded from"):
+        SFTTrainer(tiny_model("llama"), config(tmp_path), train_dataset=data)

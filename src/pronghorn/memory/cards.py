@@ -137,7 +137,7 @@ CARDS = {
     "rtx5090laptop": Card(24, 23.5, 63, 896, 32, 12.0),
 }
 """Of a card that is sold with different memories each is an entry, the amount behind a dash."""
-MEASURED = ("h200",)
+MEASURED = ("h100", "h200")
 OLDEST = 7.0
 """The least compute capability that Triton compiles kernels for."""
 _TOO_OLD = re.compile(
