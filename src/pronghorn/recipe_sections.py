@@ -292,7 +292,7 @@ class Precision(Section):
     compute: Literal["dtype", "fp8", "fp8_mlp", "fp8_exact"] = Field(
         "dtype",
         description="in what frozen linears and experts multiply: dtype, or in 8 bits by rows (Ada and newer, packed "
-        "rows, LoRA); fp8_mlp: only in MLPs and experts, nearer to dtype; fp8_exact sums exactly, 9 % slower. "
+        "rows, LoRA); fp8_mlp: only in MLPs and experts; fp8_exact sums exactly, 9 % slower a product. "
         "See pronghorn docs precision",
     )
 
