@@ -171,8 +171,8 @@ def test_the_file_names_every_stop_token(smollm2: Path, tmp_path: Path) -> None:
         ("gemma4_unified_text", {"rope_parameters": FACTOR}, "another RoPE than Gemma 4's is not written"),
         ("qwen3_next", {"mlp_only_layers": [1]}, "dense MLPs in some layers is not written as GGUF"),
         ("qwen3_next", {"norm_topk_prob": False}, "weights of experts that don't sum to one is not written"),
-        ("qwen3_next", {}, "keys of 8 and values of 16 in a delta net's head is not written as GGUF"),
-        ("qwen3_5_text", {}, "keys of 8 and values of 16 in a delta net's head is not written as GGUF"),
+        ("qwen3_next", {}, "keys of 32 and values of 16 in a delta net's head is not written as GGUF"),
+        ("qwen3_5_text", {}, "keys of 32 and values of 16 in a delta net's head is not written as GGUF"),
         (
             "qwen3_5_text",
             {"linear_key_head_dim": 16, "layer_types": [*["linear_attention"] * 2, "full_attention"][::-1]},

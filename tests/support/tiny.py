@@ -49,7 +49,7 @@ _DELTA: dict[str, Any] = {
     "full_attention_interval": 2,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
+    "linear_key_head_dim": 32,
     "linear_value_head_dim": 16,
 }
 # A window shorter than the documents, so that it must be right inside them.

@@ -1,10 +1,9 @@
 """transformers and PEFT one document at a time, in the dtype of training and in a wider one.
 
 Nothing is packed here, so whatever leaks between packed documents shows, and transformers calls its own functions only
-(`own_code`). Each part's weights (a decoder layer, the
-embeddings, the last norm, the head) are upcast only while the part runs, and again with it in the backward pass, so
-that a model is judged on the GPU that trains it, whatever its size. The same passes in the dtype of training tell how
-much of a difference is rounding.
+(`own_code`). Each part's weights (a decoder layer, the embeddings, the last norm, the head) are upcast only while the
+part runs, and again with it in the backward pass, so that a model is judged on the GPU that trains it, whatever its
+size. The same passes in the dtype of training tell how much of a difference is rounding.
 """
 
 from __future__ import annotations
