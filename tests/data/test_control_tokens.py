@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,9 @@ def ids_of(row: Conversation, tokenizer: Any, **options: Any) -> list[int]:
 
 
 def sanitised(row: Conversation, tokenizer: Any) -> list[int]:
-    """The tokens that transformers gives when it is asked to escape control tokens."""
+    """The tokens that transformers gives when it is asked to escape control tokens, if it can."""
+    if "sanitize_control_tokens" not in signature(tokenizer.apply_chat_template).parameters:
+        pytest.skip("this transformers doesn't escape control tokens")
     told = [message.as_dict() for message in row.messages]
     return list(tokenizer.apply_chat_template(told, sanitize_control_tokens=True, return_dict=False))
 

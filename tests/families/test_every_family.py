@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script
 from support.causal_lms import Outcome, causal_lms, judge
 from support.pages import DOCS, as_table, table_rows, with_section
 
-PAGE = DOCS / "families.md"
+PAGE, ROOT = DOCS / "families.md", DOCS.parent
 HEADING = "Every causal language model"
 COLUMNS = ["model type", "class", "trains", "how, or why not"]
 KINDS = ("fused", "proven generic", "unpacked only", "refused", "not run")
@@ -31,7 +32,10 @@ def line(outcome: Outcome) -> list[str]:
 
 
 def test_the_table_has_every_class_and_enough_of_them_are_run() -> None:
-    assert COMMITTED.keys() == causal_lms().keys()
+    if f"transformers=={version('transformers')}\n" in (ROOT / "constraints.txt").read_text():
+        assert COMMITTED.keys() == causal_lms().keys()
+    else:  # another version has more or fewer
+        assert len(COMMITTED.keys() & causal_lms().keys()) >= 150
     kinds = [row[2] for row in COMMITTED.values()]
     assert set(kinds) <= set(KINDS)
     assert sum(kind in ("fused", "proven generic", "unpacked only") for kind in kinds) >= 150
@@ -40,6 +44,8 @@ def test_the_table_has_every_class_and_enough_of_them_are_run() -> None:
 @pytest.mark.matrix(6)
 @pytest.mark.parametrize("model_type", sorted(COMMITTED))
 def test_a_class_trains_as_the_table_says(model_type: str) -> None:
+    if model_type not in causal_lms():
+        pytest.skip("this transformers hasn't it")
     assert line(judge(model_type)) == COMMITTED[model_type]
 
 
