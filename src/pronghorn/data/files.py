@@ -11,7 +11,6 @@
 JSON lines and Parquet are streamed, so they may be larger than memory; the others are read whole.
 """
 
-import io
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -292,10 +291,11 @@ def _csv(path: Path) -> Values:
     read = csv.ReadOptions(block_size=LINE_LIMIT)  # a record must fit into a block
     parse = csv.ParseOptions(newlines_in_values=True)
     try:
-        names = csv.open_csv(io.BytesIO(raw), read, parse).schema.names
+        # not Python's BytesIO, whose lock a reader's own thread would wait for when the reader is let go
+        names = csv.open_csv(pyarrow.BufferReader(raw), read, parse).schema.names
         _check_names(names, path)
         as_text = csv.ConvertOptions(column_types=dict.fromkeys(names, pyarrow.string()))
-        with csv.open_csv(io.BytesIO(raw), read, parse, as_text) as batches:
+        with csv.open_csv(pyarrow.BufferReader(raw), read, parse, as_text) as batches:
             yield from enumerate((value for batch in batches for value in batch.to_pylist()), 1)
     except pyarrow.ArrowException as error:
         raise DataError(f"{path}: not valid CSV ({error})", "mend that row; rows count from the header, 1") from error
