@@ -43,6 +43,7 @@ def test_an_export_is_served_and_compared(answering_run: Path, tmp_path: Path, t
     assert card.count("Loss on held-out rows: ") == (2 if to == "merged" else 1)
 
 
+@pytest.mark.slow
 def test_a_server_that_leaves_the_adapter_out_is_caught(answering_run: Path, tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match=re.escape(Cause.BASE.value)):
         export_run(answering_run, "adapter", tmp_path / "out", "q8_0", vllm=python(tmp_path, "base"))

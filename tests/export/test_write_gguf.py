@@ -125,6 +125,7 @@ def test_sentence_piece_vocabularies_are_written(stories: Path, tmp_path: Path) 
         assert own(text)["input_ids"] == tokenizer(text)["input_ids"]
 
 
+@pytest.mark.slow
 def test_the_file_names_every_stop_token(smollm2: Path, tmp_path: Path) -> None:
     """As Llama 3 has it: the end of a text, of a turn (in the template), and of a message."""
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
