@@ -29,7 +29,7 @@ class Record:
     method: str
     """lora, lora+experts, mxfp4 or qlora."""
     least: int
-    """Tokens a second on one H200; 0: it trains, as planned."""
+    """Tokens a second on one H200; 0: no rate is asked for."""
 
 
 RECORDS = {

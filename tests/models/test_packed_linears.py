@@ -111,7 +111,7 @@ def runs(handle: Any) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("kind", "told"),
-    [("rows", "the codes of the checkpoint"), ("tensors", "the codes of the checkpoint")]
+    [("rows", "the stored codes"), ("tensors", "the stored codes")]
     + [(kind, "1[24] weights of .* quantised once more, by rows") for kind in ("fine-grained", "nvfp4")],
 )
 def test_products_in_8_bits_over_packed_linears(tmp_path: Path, kind: str, told: str) -> None:

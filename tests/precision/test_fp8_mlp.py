@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pronghorn.families.layer_spec import GatedMLPSpec
 from pronghorn.memory.devices import device_spec
 from pronghorn.memory.estimate import TrainSetup, resting_bytes
 from pronghorn.memory.plan import Plan, Policy
@@ -17,19 +16,15 @@ from pronghorn.memory.strategies import Strategy, choose
 from pronghorn.models.attach import attach
 from pronghorn.models.auto_plan import dims_of, setup_of
 from pronghorn.models.families import base_causal_lm
+from pronghorn.precision.fp8 import as_codes
 from pronghorn.precision.source import DenseSource
 from support.documents import LENGTHS, ROW
 from support.fused import loss_and_gradients, with_adapters
-from support.tiny import in_4_bits, packed_row, tiny_model
-
-SIZES: dict[str, dict[str, int]] = {
-    "qwen3_5_text": {"linear_num_key_heads": 16, "linear_num_value_heads": 16},
-    "gemma4_text": {"hidden_size_per_layer_input": 64},
-}
+from support.tiny import SIZES_IN_8_BITS, in_4_bits, packed_row, tiny_model
 
 
 def model_of(family: str, base: str = "bf16") -> Any:
-    model = tiny_model(family, intermediate_size=128, **SIZES.get(family, {})).bfloat16()
+    model = tiny_model(family, intermediate_size=128, **SIZES_IN_8_BITS.get(family, {})).bfloat16()
     return with_adapters(in_4_bits(model) if base == "nf4" else model)
 
 
@@ -73,14 +68,7 @@ def test_the_plan_counts_mlps_alone() -> None:
     config = AutoConfig.for_model("llama", num_hidden_layers=4, hidden_size=4096, intermediate_size=14336)
     with torch.device("meta"):
         dims = dims_of(AutoModelForCausalLM.from_config(config))
-    mlp = sum(
-        linear.weights
-        for layer in dims.layers
-        for block in layer.blocks
-        if isinstance(block, GatedMLPSpec)
-        for group in block.groups
-        for linear in group
-    )
+    mlp = 4 * 3 * 4096 * 14336
     for method, more in (("lora", 2 * mlp), ("qlora", 0)):
         plain, of_mlp, every = (
             TrainSetup(8192, method=method, fp8=fp8, fp8_mixers=mixers)
@@ -103,3 +91,17 @@ def test_processes_that_share_layers_keep_attention_in_16_bits() -> None:
     )
     grown = of_mlp.chosen.plan.predicted["weights"] - every.chosen.plan.predicted["weights"]
     assert grown == pytest.approx(attention / 2, rel=0.05)  # one byte a number more, half of it here
+
+
+def test_codes_of_mlps_alone_leave_attention_as_it_is() -> None:
+    """As of shared layers, which keep no more of an MLP."""
+    model = model_of("llama")
+    for name, linear in base_causal_lm(model).named_modules():
+        if name.endswith(".base_layer") and ".mlp." in name:
+            linear.weight = torch.nn.Parameter(as_codes(linear.weight, torch.device("cpu")), requires_grad=False)
+    handle = attach(model, Plan.keep(), layers="fused", compute="fp8_mlp")
+    loss_and_gradients(model, packed_row(LENGTHS, ROW))
+    setup = setup_of(model, 8192)
+    assert setup.own_codes and setup.fp8 and not setup.fp8_mixers
+    [told] = [path.path for path in handle.report if path.part == "products of frozen weights"]
+    assert "the stored codes; 6 of 12 in the model's dtype, outside MLPs" in told

@@ -20,7 +20,7 @@ from pronghorn.models.attach import attach
 from pronghorn.precision.fp8 import FP8Source, NF4CodesSource
 from support.documents import LENGTHS, ROW
 from support.fused import loss_and_gradients, with_adapters
-from support.tiny import in_4_bits, packed_row, tiny_model
+from support.tiny import SIZES_IN_8_BITS, in_4_bits, packed_row, tiny_model
 
 PLANS = {
     "keep": Plan.keep(),
@@ -32,16 +32,11 @@ PLANS = {
 }
 EVERYWHERE: dict[str, Any] = {}
 OUT_ONLY = {"target_modules": ["o_proj"]}
-SIZES: dict[str, dict[str, int]] = {
-    "qwen3_5_text": {"linear_num_key_heads": 16, "linear_num_value_heads": 16},
-    "gemma4_text": {"hidden_size_per_layer_input": 64},
-}
-"""That 8 bits take."""
 
 
 def model_of(family: str, adapters: dict[str, Any], base: str = "bf16") -> Any:
     dtype = torch.float16 if base == "fp16" else torch.bfloat16
-    model = tiny_model(family, intermediate_size=128, **SIZES.get(family, {})).to(dtype)
+    model = tiny_model(family, intermediate_size=128, **SIZES_IN_8_BITS.get(family, {})).to(dtype)
     return with_adapters(in_4_bits(model) if base == "nf4" else model, **adapters)
 
 

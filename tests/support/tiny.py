@@ -52,6 +52,11 @@ _DELTA: dict[str, Any] = {
     "linear_key_head_dim": 32,
     "linear_value_head_dim": 16,
 }
+SIZES_IN_8_BITS: dict[str, dict[str, int]] = {
+    "qwen3_5_text": {"linear_num_key_heads": 16, "linear_num_value_heads": 16},
+    "gemma4_text": {"hidden_size_per_layer_input": 64},
+}
+"""What families' tiny models need besides an MLP of a multiple of 16 for products in 8 bits."""
 # A window shorter than the documents, so that it must be right inside them.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},

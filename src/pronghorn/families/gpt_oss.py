@@ -17,7 +17,7 @@ def _unlike(config: Any) -> str | None:
     kinds = ["full_attention" if number % 2 else "sliding_attention" for number in range(config.num_hidden_layers)]
     if list(config.layer_types) != kinds or not config.sliding_window:
         return "windows in other layers than every second"
-    # before transformers 5.23 they are in its code
+    # transformers 5.17 has them in its code
     alpha, limit = getattr(config, "swiglu_alpha", 1.702), getattr(config, "swiglu_limit", 7.0)
     if (alpha, limit) != (1.702, 7.0):
         return f"a gate of α = {alpha}, clamped at {limit}, not of 1.702 at 7,"

@@ -46,6 +46,11 @@ _RECORDER = "transformers.utils"
 layer and attention; packed attention has nothing for them."""
 
 
+def compute_of(block: ResidualBlock, compute: Compute) -> Compute:
+    """Return in what the linears of a block multiply, of a model that multiplies in `compute`."""
+    return compute if isinstance(block.kind, GatedMLP) else compute.of_mixers
+
+
 @dataclass(frozen=True)
 class LayerBuilder:
     """Makes the blocks of one model's layers.
@@ -205,9 +210,8 @@ class LayerBuilder:
 
     def _compute(self, block: ResidualBlock, storage: GroupStorage) -> Compute:
         """Choose in what a block's linears multiply: 8-bit codes that a checkpoint has anyway need no rounding."""
-        if isinstance(block.kind, GatedMLP) or all(has_own_codes(base_of(each).weight) for each in storage.linears):
-            return self.compute
-        return self.compute.of_mixers
+        stored = all(has_own_codes(base_of(each).weight) for each in storage.linears)
+        return self.compute if stored else compute_of(block, self.compute)
 
     def _codes(self, layer: Any, block: ResidualBlock, dtype: torch.dtype) -> LentCodes | None:
         """Return the codes of a block's experts, made anew where these changed; None where they are in `dtype`."""

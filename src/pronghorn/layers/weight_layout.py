@@ -77,7 +77,7 @@ class GroupStorage:
         if self._codes is None or self._codes[0] != self._state():
             self._codes = None  # freed before the others are made
             weights = self._weights()
-            if all(has_own_codes(weight) for weight in weights):
+            if all(map(has_own_codes, weights)):
                 codes = merge([weight.parts[0] for weight in weights])
                 across = None if hasattr(weights[0].parts[0], IN_BUFFER) else transposed(codes)
                 made = FP8Weight(codes, torch.cat([weight.row_scales() for weight in weights]), across)

@@ -71,7 +71,7 @@ def _stored(group: list[Any]) -> list[list[Tensor]]:
     """List the tensors that parameters' values are stored in, in groups that begin aligned: plain weights together,
     codes of 8-bit products too, whose scales (a number a row) stay whole, as layers are built from them; of others in
     few bits each part alone, constants of bitsandbytes' blocks too."""
-    if all(has_own_codes(p) for p in group):
+    if all(map(has_own_codes, group)):
         return [[p.parts[0] for p in group]]
     packed = [p for p in group if isinstance(p, PackedTensor) or getattr(p, "quant_state", None) is not None]
     if not packed:

@@ -159,8 +159,10 @@ def _layer_times(layer: LayerSpec, setup: TrainSetup, device: DeviceSpec) -> Lay
     gaps = GAPS + (ROUTED_GAPS if experts else 0.0) if setup.fused else 0.0
     # weights in few bits are read as stored (NF4: half a byte) for each product, and two bytes, or a code, are written
     stored = 0.5 if setup.linear_bytes is None else setup.linear_bytes
-    moved_of = {kind: (stored + (1 if kind else 2)) * setup.writes_out(kind) * ms_per_byte for kind in (False, True)}
-    written = moved_of[True] * coded + moved_of[False] * plain
+    write_code, write_plain = (
+        (stored + (1 if in_fp8 else 2)) * setup.writes_out(in_fp8) * ms_per_byte for in_fp8 in (True, False)
+    )
+    written = write_code * coded + write_plain * plain
     quantised = 0.0, 0.0
     if setup.fp8:
         ahead, back = _quantised(layer, setup)
@@ -174,8 +176,8 @@ def _layer_times(layer: LayerSpec, setup: TrainSetup, device: DeviceSpec) -> Lay
     backward = trained * products + 2.5 * attention + 1.5 * (norms + around) + adapters + written + quantised[1] + gaps
     if not setup.fused:
         forward, backward = max(forward, STOCK_GAPS), max(backward, STOCK_GAPS)
-    in_fp8 = setup.fp8 and not experts
-    matrix = 2 * t * h * i * rate * (FP8 if in_fp8 else 1.0) + moved_of[in_fp8] * h * i
+    mlp_in_fp8 = setup.fp8 and not experts
+    matrix = 2 * t * h * i * rate * (FP8 if mlp_in_fp8 else 1.0) + (write_code if mlp_in_fp8 else write_plain) * h * i
     # a Gemma layer's backward reads the product's norm
     spares = setup.fused and not layer.norms_after and not experts
     spared = matrix + 3 * t * h * setup.stream_bytes * ms_per_byte if spares else 0

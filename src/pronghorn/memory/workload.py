@@ -114,7 +114,11 @@ class TrainSetup:
         return sum(x.weights for block in layer.blocks if self.in_fp8(block) for group in block.groups for x in group)
 
     def writes_out(self, in_fp8: bool) -> bool:
-        """Tell whether linears' weights are written out of few bits for each product, or 8-bit codes turned."""
+        """Tell whether the weights of linears are written out of few bits for each product, or 8-bit codes turned.
+
+        Args:
+            in_fp8: of those that multiply in 8 bits, or of the others.
+        """
         if in_fp8 and self.processes > 1:
             return True
         dense_beside_codes = self.fp8 and self.own_codes

@@ -170,10 +170,13 @@ def _products(handle: Handle, autocast: torch.dtype | None) -> list[PathTaken]:
         return [PathTaken("products of frozen weights", written, "the checkpoint is packed")] if packed else []
     in_fp8, products = layers.in_fp8()
     path = f"FP8 by rows, {'exact' if compute is Compute.FP8_EXACT else 'fast'} accumulation"
-    own = sum(has_own_codes(weight) for weight in packed)
-    if packed:
-        again = f"{len(packed) - own} weights of {kinds} quantised once more, by rows"
-        path = f"{path}; {'the codes of the checkpoint' if own == len(packed) else again}"
+    multiplied = [base for bases in layers.fp8_products(queries_of(handle.model, autocast)[0].dtype) for base in bases]
+    of_products = [base.weight for base in multiplied if isinstance(base.weight, PackedTensor)]
+    again = len(of_products) - sum(map(has_own_codes, of_products))
+    if of_products:
+        path = f"{path}; " + (
+            f"{again} weights of {kinds} quantised once more, by rows" if again else "the stored codes"
+        )
     if in_fp8 < products:
         of = "outside MLPs" if compute is Compute.FP8_MLP else "whose weights are trained"
         path = f"{path}; {products - in_fp8} of {products} in the model's dtype, {of}"

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from pronghorn.errors import UnsupportedError
-from pronghorn.families.spec import Experts, GatedMLP
+from pronghorn.families.spec import Experts
 from pronghorn.kernels.fp8_blocks import has_own_codes
+from pronghorn.layers.build import compute_of
 from pronghorn.layers.linears import base_of
 from pronghorn.memory.sharded import FIRST, IN_BUFFER, ShardedLayers, first_values, shard, sharded
 from pronghorn.memory.sharded_unit import WeightGroups, weight_groups
@@ -134,10 +135,10 @@ def _groups(
         raise UnsupportedError("8-bit products of experts whose weights processes share", _NOT_IN_8_BITS)
     merged = []
     for block in family.blocks(layer):
-        of_block = compute if isinstance(block.kind, GatedMLP) else compute.of_mixers
-        for group in block.kind.linears:
-            merged.append([base_of(layer.get_submodule(block.path(path))) for path in group])
-            for linear in (each for each in merged[-1] if of_block.is_fp8 and id(each.weight) not in elsewhere):
+        groups = [[base_of(layer.get_submodule(block.path(p))) for p in group] for group in block.kind.linears]
+        merged += groups
+        if compute_of(block, compute).is_fp8:
+            for linear in (linear for group in groups for linear in group if id(linear.weight) not in elsewhere):
                 _keep_codes(linear, device)
     return weight_groups(layer, merged, elsewhere, trained)
 

@@ -52,6 +52,6 @@ def _unwrapped(own: type) -> dict[str, Any]:
 
 def _stands_for_another(function: Any) -> bool:
     """Tell whether a function is transformers' choice between a package's and its own, which it wraps."""
-    return inspect.isfunction(function) and hasattr(function, "__wrapped__") and "implementation" in (
-        function.__code__.co_freevars
-    )  # fmt: skip
+    if not inspect.isfunction(function) or not hasattr(function, "__wrapped__"):
+        return False
+    return "implementation" in function.__code__.co_freevars  # that of another decorator changes what is computed

@@ -105,7 +105,7 @@ def quantised_weights(linears: Sequence[Any]) -> list[tuple[Tensor, Tensor]]:
     """Return (codes e4m3 [N_i, K], scales float32 [N_i]) of each frozen weight of one product: a checkpoint's own,
     where all of them have codes with a scale a row."""
     weights = [linear.weight for linear in linears]
-    if all(has_own_codes(weight) for weight in weights):
+    if all(map(has_own_codes, weights)):
         return [(weight.parts[0], weight.row_scales()) for weight in weights]
     return [_quantised(weight) for weight in weights]
 

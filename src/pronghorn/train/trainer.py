@@ -102,7 +102,7 @@ class SFTTrainer(SharedLayersTrainer):
             raise ConfigError(f"args is a {type(args).__name__}", "give a trl.SFTConfig, which has the same fields")
         if tokenizer is not None:
             kwargs["processing_class"] = tokenizer
-        if kwargs.get("processing_class") is None and not getattr(getattr(model, "config", None), "_name_or_path", ""):
+        if kwargs.get("processing_class") is None and not getattr(getattr(model, "config", None), "name_or_path", ""):
             problem = "SFTTrainer was given no tokenizer, and the model doesn't say where it was loaded from"
             raise ConfigError(problem, "pass tokenizer=tokenizer")
         asked = args.packing, args.eval_packing
