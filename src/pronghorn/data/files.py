@@ -291,7 +291,7 @@ def _csv(path: Path) -> Values:
     read = csv.ReadOptions(block_size=LINE_LIMIT)  # a record must fit into a block
     parse = csv.ParseOptions(newlines_in_values=True)
     try:
-        # not Python's BytesIO, whose lock a reader's own thread would wait for when the reader is let go
+        # not Python's BytesIO: the reader's own thread may wait for Python's lock while the reader is let go
         names = csv.open_csv(pyarrow.BufferReader(raw), read, parse).schema.names
         _check_names(names, path)
         as_text = csv.ConvertOptions(column_types=dict.fromkeys(names, pyarrow.string()))
