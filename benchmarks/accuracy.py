@@ -70,14 +70,17 @@ CANDIDATES = [
     Candidate("float16", torch.float16),
     Candidate("fp8", compute="fp8"),
     Candidate("fp8_mlp", compute="fp8_mlp"),
+    Candidate("fp8_backward", compute="fp8_backward"),
     Candidate("fp8_exact", compute="fp8_exact"),
     Candidate("fp8, head too", compute="fp8", head=True),
     Candidate("nf4", nf4=True),
     Candidate("nf4 + fp8", nf4=True, compute="fp8"),
     Candidate("nf4 + fp8_mlp", nf4=True, compute="fp8_mlp"),
+    Candidate("nf4 + fp8_backward", nf4=True, compute="fp8_backward"),
     Candidate("bf16, outliers of 1024", outliers=1024.0),
     Candidate("fp8, outliers of 1024", compute="fp8", outliers=1024.0),
     Candidate("fp8_mlp, outliers of 1024", compute="fp8_mlp", outliers=1024.0),
+    Candidate("fp8_backward, outliers of 1024", compute="fp8_backward", outliers=1024.0),
 ]
 
 
@@ -270,7 +273,14 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--held-out", type=int, default=300, help="rows that are held out")
     parser.add_argument("--workers", type=int, default=1, help="seeds that run side by side")
+    parser.add_argument("--only", nargs="+", metavar="NAME", choices=[each.name for each in CANDIDATES], default=[],
+        help="candidates beside float32; all without")  # fmt: skip
     return parser
+
+
+def chosen(given: argparse.Namespace) -> list[Candidate]:
+    """Return the candidates that were asked for; float32, which all are compared with, is always one."""
+    return [each for each in CANDIDATES if not given.only or each.name in ("float32", *given.only)]
 
 
 def main(given: argparse.Namespace) -> None:
@@ -309,7 +319,7 @@ def main(given: argparse.Namespace) -> None:
 
 def settings(given: argparse.Namespace) -> dict[str, Any]:
     """Return what seeds must share to stand in one table."""
-    names = [candidate.name for candidate in CANDIDATES]
+    names = [candidate.name for candidate in chosen(given)]
     return {"model": given.name, "data": given.data.stem, "steps": given.steps, "held_out": given.held_out} | {
         "candidates": names, "commit": given.commit
     }  # fmt: skip
@@ -351,7 +361,7 @@ def run_seed(given: argparse.Namespace, seed: int) -> dict[str, dict[str, Any]]:
     texts, held = documents(train_pairs, tokenizer), rows_of(documents(held_pairs, tokenizer))
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed)).tolist()
     rows, exact, entries = rows_of([texts[i] for i in order], given.steps), {}, {}
-    for candidate in CANDIDATES:
+    for candidate in chosen(given):
         started = time.perf_counter()
         model = adapted(base, candidate, seed, device)
         entry: dict[str, Any] = {"before": [loss_of(model, held, device)], "cosines": [], "at the start": []}

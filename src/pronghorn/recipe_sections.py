@@ -289,7 +289,7 @@ class Precision(Section):
     tf32: bool = Field(
         False, description="round float32 products to tf32 on Ampere and newer: faster, ten bits instead of 23"
     )
-    compute: Literal["dtype", "fp8", "fp8_mlp", "fp8_exact"] = Field(
+    compute: Literal["dtype", "fp8", "fp8_mlp", "fp8_backward", "fp8_exact"] = Field(
         "dtype",
         description="in what frozen linears and experts multiply: dtype, or in 8 bits by rows (Ada and newer, packed "
         "rows, LoRA); fp8_mlp: only in MLPs and experts; fp8_exact sums exactly, 9 % slower a product. "

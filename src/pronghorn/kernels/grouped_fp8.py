@@ -57,17 +57,21 @@ class Codes:
 class FP8Experts:
     """W [E, K, N] in 8 bits, in the layouts of both products: two bytes a number, and 4 · (N + K) an expert."""
 
-    forward: Codes
-    """[E, N, K], with N scales an expert."""
+    forward: Codes | None
+    """[E, N, K], with N scales an expert; None where x W isn't in 8 bits."""
     backward: Codes
     """[E, K, N], with K scales an expert."""
     exact: bool
     """Sums in float32 all the way, where the tensor cores' own sums keep some 14 bits."""
 
     @classmethod
-    def of(cls, weight: Tensor, exact: bool) -> FP8Experts:
-        """Quantise W [E, K, N], any strides."""
-        return cls(Codes.of(weight.mT), Codes.of(weight), exact)
+    def of(cls, weight: Tensor, exact: bool, forward: bool = True) -> FP8Experts:
+        """Quantise W [E, K, N], any strides, for both products or for the input gradient's alone."""
+        return cls(Codes.of(weight.mT) if forward else None, Codes.of(weight), exact)
+
+    def side(self, transposed: bool) -> Codes | None:
+        """Return the layout of x W, or of dy Wᵀ if `transposed`; None where that product isn't in 8 bits."""
+        return self.backward if transposed else self.forward
 
 
 def choose_fp8(device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[Way, str]:
@@ -228,6 +232,7 @@ def multiply_fp8(
         way: another one than `choose_fp8`'s.
     """
     codes, scales = quantise_rows(x)
-    side = weight.backward if transposed else weight.forward
+    side = weight.side(transposed)
+    assert side is not None
     way = way or choose_fp8(x.device, x.dtype, tuple(side.codes.shape[1:]))[0]
     return multiply_codes(codes, scales, side, offsets, way, rows=rows, dtype=x.dtype, exact=weight.exact)

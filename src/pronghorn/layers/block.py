@@ -77,7 +77,7 @@ class Norm:
     def backward_to(self, linear: FusedLinear, dy: Tensor, x: Tensor, rstd: Tensor) -> tuple[Activation, Tensor | None]:
         """Return (dx, with codes if `linear`, whose result x is, wants them; dw or None)."""
         source = linear.source
-        made = RowCodes.like(x) if source.wants_codes else None
+        made = RowCodes.like(x) if source.wants_gradient_codes else None
         dx, dw = rms_norm.backward(
             dy, x, self.weight, rstd, self.offset, self.weight.requires_grad, codes=made, columns=source.columns
         )

@@ -77,7 +77,7 @@ class LayerBuilder:
         """List the storages of the layer's blocks that are computed here, in the order of the forward.
 
         Args:
-            in_fp8: those that are to multiply in 8 bits, or the others.
+            in_fp8: those of which a product is to be in 8 bits, or those whose forward isn't.
         """
         found = (
             (block, self._storage(layer, block, group))
@@ -85,7 +85,8 @@ class LayerBuilder:
             if not isinstance(block.kind, Experts) and self._reason(layer, block, dtype) is None
             for group in block.kind.linears
         )
-        return [storage for block, storage in found if self._compute(block, storage).is_fp8 is in_fp8]
+        computes = ((self._compute(block, storage), storage) for block, storage in found)
+        return [storage for each, storage in computes if (each.is_fp8 if in_fp8 else not each.is_forward)]
 
     def experts(self, layer: Any) -> list[ExpertStorage]:
         """List the storages of the layer's experts, the same ones as long as these are the same modules."""
@@ -220,7 +221,7 @@ class LayerBuilder:
         outer = layer.get_submodule(block.path(block.kind.experts))
         storage = next(each for each in self.experts(layer) if each.outer is outer)
         wanted = computed_here(storage.module) and storage.reason(dtype) is None
-        return storage.codes(self.compute is Compute.FP8_EXACT) if wanted else None
+        return storage.codes(self.compute) if wanted else None
 
     def _storage(self, layer: Any, block: ResidualBlock, group: tuple[str, ...]) -> GroupStorage:
         """Return the storage of a group of linears, the same one as long as these are the same modules."""

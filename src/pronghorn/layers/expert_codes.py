@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from pronghorn.families.spec import Experts
 from pronghorn.kernels.grouped_fp8 import FP8Experts
 from pronghorn.kernels.packed import PackedTensor
+from pronghorn.precision.compute import Compute
 
 _LENT = "_pronghorn_codes"
 """The attribute of an experts module that holds its `LentCodes` during a call."""
@@ -82,13 +83,16 @@ class ExpertStorage:
                 return f"their weights are {str(weight.dtype).removeprefix('torch.')}"
         return None
 
-    def codes(self, exact: bool) -> LentCodes:
+    def codes(self, compute: Compute) -> LentCodes:
         """Return the weights in 8 bits, quantised again only where one was moved, written to or merged into."""
         if self._made is None or self._made[0] != self._state():
             self._made = None  # freed before the others are made
             weights = tuple(getattr(self.module, name) for name in (self._kind.gate_up, self._kind.down))
             transposed: Any = self.module.is_transposed
-            gate_up, down = (FP8Experts.of(weight if transposed else weight.mT, exact) for weight in weights)
+            gate_up, down = (
+                FP8Experts.of(weight if transposed else weight.mT, compute is Compute.FP8_EXACT, compute.is_forward)
+                for weight in weights
+            )
             self._made = self._state(), LentCodes(self.module, weights, (gate_up, down))
         return self._made[1]
 

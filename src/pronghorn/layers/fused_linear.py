@@ -23,7 +23,7 @@ from pronghorn.layers.linears import Adapter, adapter_of, base_of, is_4bit, is_w
 from pronghorn.layers.weight_layout import GroupStorage
 from pronghorn.memory.sharded import lie_wide, narrowed
 from pronghorn.precision.compute import MULTIPLE, Compute
-from pronghorn.precision.fp8 import FP8Source, NF4CodesSource
+from pronghorn.precision.fp8 import BackwardSource, CodesSource, FP8Source, NF4CodesSource
 from pronghorn.precision.source import (
     Activation,
     CopiedSource,
@@ -66,7 +66,12 @@ class FusedLinear:
         """Trained weights that other processes share, and whose 16 bits are gathered."""
         # rows of A that lie below W, so that dx is one product: [dy, s · dy B] [W; A]
         below = 0 if self.in_fp8 else storage.rank_below(dtype)
-        self.source = _fp8_source(storage, compute) if self.in_fp8 else self._source(storage, below)
+        if self.in_fp8 and compute.is_forward:
+            self.source: WeightSource = _fp8_source(storage, compute)
+        else:
+            self.source = self._source(storage, below)
+            if self.in_fp8:
+                self.source = BackwardSource(self.source, _fp8_source(storage, compute))
         self.scale = self.adapters[0][1].scale if self.adapters else 1.0
         self.columns = [columns for columns, _ in self.adapters]
         self.adapter_ranks = [len(adapter.a) for _, adapter in self.adapters]
@@ -208,7 +213,7 @@ def fits_fp8(storage: GroupStorage, dtype: torch.dtype) -> bool:
     return all(not is_4bit(base) or base.in_features % base.weight.blocksize == 0 for base in weights)
 
 
-def _fp8_source(storage: GroupStorage, compute: Compute) -> WeightSource:
+def _fp8_source(storage: GroupStorage, compute: Compute) -> CodesSource:
     exact = compute is Compute.FP8_EXACT
     if is_4bit(base_of(storage.linears[0])):
         return NF4CodesSource([base_of(linear).weight for linear in storage.linears], exact)

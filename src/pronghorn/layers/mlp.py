@@ -172,5 +172,5 @@ class GatedMLPBlock(Block):
     def _back_to(self, linear: FusedLinear, da: Tensor, gate_up: Tensor, donated: bool) -> Activation:
         """Return the gradient of gate·up, which `linear` gave, with codes if it wants them; see `glu.backward_`."""
         source = linear.source
-        made = RowCodes.like(gate_up) if source.wants_codes else None
+        made = RowCodes.like(gate_up) if source.wants_gradient_codes else None
         return Activation(glu.backward_(da, gate_up, self.activation, donated, made, source.columns), made)

@@ -103,7 +103,7 @@ class _Product:
     def multiply(self, x: Tensor, rows: Rows | None = None, transposed: bool = False) -> tuple[Tensor, Tensor | None]:
         """Return (y, x Aᵀ); transposed, of dy: (dx, dy B)."""
         with part(PRODUCTS):
-            if self.codes is not None:
+            if self.codes is not None and self.codes.side(transposed) is not None:
                 y = multiply_fp8(x, self.codes, self.offsets, rows, transposed)
             elif isinstance(self.weight, PackedExperts):
                 y = multiply_packed(x, self.weight, self.offsets, rows, transposed)

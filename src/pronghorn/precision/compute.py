@@ -25,6 +25,8 @@ class Compute(StrEnum):
     """The same with exact accumulation, about 9 % slower a product."""
     FP8_MLP = "fp8_mlp"
     """As fp8 in MLPs and experts; attention's products and other mixers' are in the model's dtype."""
+    FP8_BACKWARD = "fp8_backward"
+    """Forward in the model's dtype, as without 8 bits; input gradients as fp8's."""
 
     @classmethod
     def of(cls, name: str) -> Compute:
@@ -37,6 +39,11 @@ class Compute(StrEnum):
     def is_fp8(self) -> bool:
         """Whether products are in 8 bits."""
         return self is not Compute.DTYPE
+
+    @property
+    def is_forward(self) -> bool:
+        """Whether the forward pass multiplies in 8 bits, too."""
+        return self.is_fp8 and self is not Compute.FP8_BACKWARD
 
     @property
     def of_mixers(self) -> Compute:

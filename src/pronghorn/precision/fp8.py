@@ -115,7 +115,7 @@ def check_float16(device: torch.device) -> None:
 class CodesSource(WeightSource):
     """W as e4m3 codes. A subclass has them, and the scales [N] of their rows."""
 
-    wants_codes = True
+    wants_codes = wants_gradient_codes = True
 
     def __init__(self, scales: Tensor, columns: Tensor, width: int, exact: bool) -> None:
         self._scales, self.columns, self._exact = scales, columns, exact
@@ -169,6 +169,20 @@ class NF4CodesSource(CodesSource):
         for weight, inverse, part in zip(self._weights, self._inverse, parts, strict=True):
             write_codes(weight, inverse, part, across)
         return whole
+
+
+class BackwardSource(WeightSource):
+    """W as codes for input gradients alone: the forward multiplies it as it is.
+
+    Args:
+        plain: gives the forward, and has no room for LoRA's A.
+        coded: gives the input gradient.
+    """
+
+    wants_gradient_codes = True
+
+    def __init__(self, plain: WeightSource, coded: CodesSource) -> None:
+        self.forward, self.input_grad, self.columns = plain.forward, coded.input_grad, coded.columns
 
 
 def _codes(x: Activation, columns: Tensor | None = None) -> RowCodes:

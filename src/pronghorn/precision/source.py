@@ -44,9 +44,11 @@ class WeightSource:
     side_by_side: bool = False
     """`input_grad` wants dy and s · dy B in one tensor, since A lies below W."""
     wants_codes: bool = False
-    """Products multiply codes. Whoever makes x or dy may write them in the same pass; else the source makes them."""
+    """The forward multiplies codes. Whoever makes x may write them in the same pass; else the source makes them."""
+    wants_gradient_codes: bool = False
+    """The same of dy, in `input_grad`."""
     columns: Tensor | None = None
-    """c [N], where codes are wanted: dy's are those of dy · c."""
+    """c [N], where dy's codes are wanted: they are those of dy · c."""
 
     def begin(self) -> tuple[WeightSource, Tensor | None]:
         """Return the source for one forward and its backward, and a tensor that must live as long (or None)."""
