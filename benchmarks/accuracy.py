@@ -9,8 +9,8 @@ loses is the difference to float32's final loss in percent of what float32 gaine
 (Student's t).
 
 The candidates with outliers train the same function: some channels of each norm are multiplied by a power of two and
-the weights behind divided by it, so that activations have the outliers of large models. "fp8, head too" multiplies the
-language-model head in e4m3 by rows as well, which Pronghorn itself does not offer.
+the weights behind divided by it, so that activations have the outliers of large models. "fp8_both, head too" multiplies
+the language-model head in e4m3 by rows as well, which Pronghorn itself does not offer.
 """
 
 from __future__ import annotations
@@ -69,18 +69,15 @@ CANDIDATES = [
     Candidate("bf16"),
     Candidate("float16", torch.float16),
     Candidate("fp8", compute="fp8"),
-    Candidate("fp8_mlp", compute="fp8_mlp"),
-    Candidate("fp8_backward", compute="fp8_backward"),
+    Candidate("fp8_both", compute="fp8_both"),
     Candidate("fp8_exact", compute="fp8_exact"),
-    Candidate("fp8, head too", compute="fp8", head=True),
+    Candidate("fp8_both, head too", compute="fp8_both", head=True),
     Candidate("nf4", nf4=True),
     Candidate("nf4 + fp8", nf4=True, compute="fp8"),
-    Candidate("nf4 + fp8_mlp", nf4=True, compute="fp8_mlp"),
-    Candidate("nf4 + fp8_backward", nf4=True, compute="fp8_backward"),
+    Candidate("nf4 + fp8_both", nf4=True, compute="fp8_both"),
     Candidate("bf16, outliers of 1024", outliers=1024.0),
     Candidate("fp8, outliers of 1024", compute="fp8", outliers=1024.0),
-    Candidate("fp8_mlp, outliers of 1024", compute="fp8_mlp", outliers=1024.0),
-    Candidate("fp8_backward, outliers of 1024", compute="fp8_backward", outliers=1024.0),
+    Candidate("fp8_both, outliers of 1024", compute="fp8_both", outliers=1024.0),
 ]
 
 

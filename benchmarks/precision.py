@@ -32,8 +32,8 @@ from pronghorn.models.lora import add_lora
 
 TOKENS = 8192
 PAIRS = [
-    *(("bf16", compute) for compute in ("dtype", "fp8", "fp8_mlp", "fp8_backward", "fp8_exact")),
-    *(("nf4", compute) for compute in ("dtype", "fp8", "fp8_mlp", "fp8_backward")),
+    *(("bf16", compute) for compute in ("dtype", "fp8", "fp8_both", "fp8_exact")),
+    *(("nf4", compute) for compute in ("dtype", "fp8", "fp8_both")),
 ]
 
 

@@ -44,7 +44,7 @@ class FastLanguageModel:
         *,
         full_finetuning: bool = False,
         attention: Attention = "auto",
-        compute: Literal["dtype", "fp8", "fp8_mlp", "fp8_backward", "fp8_exact"] = "dtype",
+        compute: Literal["dtype", "fp8", "fp8_both", "fp8_exact"] = "dtype",
         experts_in_16bit: bool = False,
         trust_remote_code: bool = False,
         token: str | None = None,

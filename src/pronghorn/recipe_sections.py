@@ -289,10 +289,10 @@ class Precision(Section):
     tf32: bool = Field(
         False, description="round float32 products to tf32 on Ampere and newer: faster, ten bits instead of 23"
     )
-    compute: Literal["dtype", "fp8", "fp8_mlp", "fp8_backward", "fp8_exact"] = Field(
+    compute: Literal["dtype", "fp8", "fp8_both", "fp8_exact"] = Field(
         "dtype",
         description="in what frozen linears and experts multiply: dtype, or in 8 bits by rows (Ada and newer, packed "
-        "rows, LoRA); fp8_mlp: only in MLPs and experts; fp8_exact sums exactly, 9 % slower a product. "
+        "rows, LoRA). fp8: input gradients; fp8_both: the forward, too; fp8_exact: both, summed exactly. "
         "See pronghorn docs precision",
     )
 

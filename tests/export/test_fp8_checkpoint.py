@@ -62,7 +62,7 @@ def test_products_in_8_bits_are_those_over_the_16_bit_checkpoint(tmp_path: Path)
     results = []
     for name in ("plain", "fp8"):
         model = with_adapters(load_model(tmp_path / name, dtype="bfloat16", max_seq_length=128)[0])
-        attach(model, Plan.keep(), layers="fused", compute="fp8")
+        attach(model, Plan.keep(), layers="fused", compute="fp8_both")
         results.append(loss_and_gradients(model, packed_row(LENGTHS, ROW)))
     (loss, gradients), (right_loss, right) = results
     assert loss == right_loss and all(torch.equal(gradients[name], right[name]) for name in right)

@@ -80,7 +80,7 @@ def batch() -> dict[str, Any]:
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_moe"])
 def test_layers_learn_nearly_what_bf16_learns(family: str, batch: dict[str, Any]) -> None:
     model, found = adapted(family), {}
-    for compute in ("dtype", "fp8"):
+    for compute in ("dtype", "fp8_both"):
         handle = attach(model, Plan.keep(), layers="fused", compute=compute)
         model.zero_grad()
         loss = model(**batch).loss
@@ -90,11 +90,11 @@ def test_layers_learn_nearly_what_bf16_learns(family: str, batch: dict[str, Any]
         assert products and in_fp8 == (0 if compute == "dtype" else products)
         told = [path.path for path in handle.report if path.part == "products of frozen weights"]
         assert [text.split(",")[0] for text in told] == ([] if compute == "dtype" else ["FP8 by rows"])
-    assert found["fp8"][0] != found["dtype"][0]
-    assert found["fp8"][0] == pytest.approx(found["dtype"][0], rel=0.05)
+    assert found["fp8_both"][0] != found["dtype"][0]
+    assert found["fp8_both"][0] == pytest.approx(found["dtype"][0], rel=0.05)
     cosines = {
         name: torch.nn.functional.cosine_similarity(grad.flatten(), found["dtype"][1][name].flatten(), 0).item()
-        for name, grad in found["fp8"][1].items()
+        for name, grad in found["fp8_both"][1].items()
     }
     assert min(cosines.values()) > 0.9, min(cosines.items(), key=lambda item: item[1])
 
@@ -102,7 +102,7 @@ def test_layers_learn_nearly_what_bf16_learns(family: str, batch: dict[str, Any]
 def test_documents_stay_apart(batch: dict[str, Any]) -> None:
     """Scales are a row's own: no document's numbers depend on another's."""
     model = adapted("llama")
-    attach(model, Plan.keep(), layers="fused", compute="fp8")
+    attach(model, Plan.keep(), layers="fused", compute="fp8_both")
     other = dict(batch)
     first = sum(LENGTHS[:2])
     other["input_ids"] = batch["input_ids"].clone()
@@ -114,7 +114,7 @@ def test_documents_stay_apart(batch: dict[str, Any]) -> None:
 
 def test_codes_follow_the_weights(batch: dict[str, Any]) -> None:
     model = adapted("llama")
-    attach(model, Plan.keep(), layers="fused", compute="fp8")
+    attach(model, Plan.keep(), layers="fused", compute="fp8_both")
 
     def loss() -> float:
         with torch.no_grad():
@@ -141,10 +141,10 @@ def test_codes_follow_the_weights(batch: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("changes", "options", "problem"),
     [
-        ({}, {"layers": "stock", "compute": "fp8"}, "needs fused layers"),
+        ({}, {"layers": "stock", "compute": "fp8_both"}, "needs fused layers"),
         ({}, {"layers": "fused", "compute": "fp4"}, "compute 'fp4' is unknown"),
-        ({"intermediate_size": 88}, {"layers": "fused", "compute": "fp8"}, "for weights of 88 x 64, 88 x 64"),
-        ({"dtype": torch.float32}, {"layers": "fused", "compute": "fp8"}, "for a model in float32"),
+        ({"intermediate_size": 88}, {"layers": "fused", "compute": "fp8_both"}, "for weights of 88 x 64, 88 x 64"),
+        ({"dtype": torch.float32}, {"layers": "fused", "compute": "fp8_both"}, "for a model in float32"),
     ],
 )
 def test_what_can_not_be_is_refused_before_anything_changes(
@@ -162,21 +162,21 @@ def test_float16_is_refused_where_products_give_bfloat16_only(monkeypatch: pytes
     def bfloat16_only(*operands: Any, **options: Any) -> None:
         raise ValueError("Only bf16 high precision output types are supported for row-wise scaling.\nMore.")
 
-    attach(tiny_model("llama", intermediate_size=96).half(), Plan.keep(), layers="fused", compute="fp8")
+    attach(tiny_model("llama", intermediate_size=96).half(), Plan.keep(), layers="fused", compute="fp8_both")
     monkeypatch.setattr("pronghorn.precision.fp8.scaled_product", bfloat16_only)
     model = tiny_model("llama", intermediate_size=96).half()
     with pytest.raises(PronghornError, match=r"for a model in float16: Only bf16 .* row-wise scaling: load"):
-        attach(model, Plan.keep(), layers="fused", compute="fp8")
-    attach(model.bfloat16(), Plan.keep(), layers="fused", compute="fp8")
+        attach(model, Plan.keep(), layers="fused", compute="fp8_both")
+    attach(model.bfloat16(), Plan.keep(), layers="fused", compute="fp8_both")
 
 
 def test_the_plan_counts_codes() -> None:
     """Two bytes a weight over bf16, and less time; over NF4 no byte that counts."""
     model, setups = adapted("llama"), {}
-    for compute in ("dtype", "fp8"):
+    for compute in ("dtype", "fp8_both"):
         attach(model, Plan.keep(), layers="fused", compute=compute)
         setups[compute] = setup_of(model, 8192)
-    assert (setups["dtype"].fp8, setups["fp8"].fp8, setups["fp8"].graph) == (False, True, True)
+    assert (setups["dtype"].fp8, setups["fp8_both"].fp8, setups["fp8_both"].graph) == (False, True, True)
     config = AutoConfig.for_model("llama", num_hidden_layers=4, hidden_size=4096, intermediate_size=14336)
     with torch.device("meta"):
         dims = dims_of(AutoModelForCausalLM.from_config(config))
@@ -195,7 +195,7 @@ def test_the_plan_counts_codes() -> None:
 def test_blocks_that_are_not_fused_are_told(batch: dict[str, Any]) -> None:
     """They multiply in the model's dtype, and the plan doesn't count codes for them."""
     model = add_lora(tiny_model("llama", intermediate_size=96).bfloat16(), r=4, lora_dropout=0.1)
-    handle = attach(model.train(), Plan.keep(), layers="fused", compute="fp8")
+    handle = attach(model.train(), Plan.keep(), layers="fused", compute="fp8_both")
     model(**batch).loss.backward()
     [path] = [path for path in handle.report if path.part == "products of frozen weights"]
     assert path.path.startswith("the model's dtype in blocks that aren't fused") and path.why == "LoRA dropout"

@@ -58,18 +58,18 @@ def test_codes_stand_for_the_weights_in_both_layouts(dtype: torch.dtype, transpo
 def test_experts_of_every_kind_multiply_in_8_bits(family: str) -> None:
     heads = {"linear_num_key_heads": 16, "linear_num_value_heads": 16} if family == "qwen3_next" else {}
     model, found = with_adapters(tiny_model(family, intermediate_size=96, **heads).bfloat16()), {}
-    for compute in ("dtype", "fp8"):
+    for compute in ("dtype", "fp8_both"):
         handle = attach(model, Plan.keep(), layers="fused", compute=compute)
         found[compute] = loss_and_gradients(model, BATCH)
-        assert ("in FP8" in told(handle, "experts")) is (compute == "fp8")
+        assert ("in FP8" in told(handle, "experts")) is (compute == "fp8_both")
     assert [codes.module for codes in handle.layers.lent_codes()] == list(expert_modules(model))
     assert told(handle, "products of frozen weights").endswith("experts too")
-    assert found["fp8"][0] == pytest.approx(found["dtype"][0], rel=0.05)
+    assert found["fp8_both"][0] == pytest.approx(found["dtype"][0], rel=0.05)
 
 
 def test_experts_alone_change_the_numbers_and_only_in_packed_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     model = adapted("gpt_oss")
-    handle = attach(model, Plan.keep(), layers="fused", compute="fp8")
+    handle = attach(model, Plan.keep(), layers="fused", compute="fp8_both")
     right, ids = loss_of(model), torch.randint(3, 100, (2, 9), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     mask[1, :3] = 0
@@ -86,7 +86,7 @@ def test_experts_alone_change_the_numbers_and_only_in_packed_rows(monkeypatch: p
 def test_codes_follow_the_weights_and_go_with_detaching(family: str) -> None:
     model = adapted(family)
     names = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    handle = attach(model, Plan.keep(), layers="fused", compute="fp8")
+    handle = attach(model, Plan.keep(), layers="fused", compute="fp8_both")
     before = loss_of(model)
     made = handle.layers.lent_codes()
     with model.disable_adapter():
@@ -116,7 +116,7 @@ def test_codes_follow_the_weights_and_go_with_detaching(family: str) -> None:
 def test_a_policy_changes_no_bit() -> None:
     model, found = adapted("gpt_oss"), []
     for policy in (Policy.KEEP, Policy.RECOMPUTE_LAYER, Policy.OFFLOAD):
-        attach(model, Plan((policy,)), layers="fused", compute="fp8")
+        attach(model, Plan((policy,)), layers="fused", compute="fp8_both")
         found.append(loss_and_gradients(model, BATCH))
     for loss, gradients in found[1:]:
         assert loss == found[0][0] and all(torch.equal(gradients[name], right) for name, right in found[0][1].items())
@@ -130,7 +130,7 @@ def test_experts_that_can_not_are_told() -> None:
         (loop, {"experimental": {"moe_routing": "loop"}}, "they go transformers' way"),
     )
     for model, options, why in cases:
-        handle = attach(model.train(), Plan.keep(), layers="fused", compute="fp8", **options)
+        handle = attach(model.train(), Plan.keep(), layers="fused", compute="fp8_both", **options)
         loss_and_gradients(model, BATCH)
         assert told(handle, "products of frozen weights").endswith(f"(experts apart: {why})")
         assert not handle.layers.lent_codes() and "FP8" not in told(handle, "experts")
@@ -139,10 +139,10 @@ def test_experts_that_can_not_are_told() -> None:
 
 def test_the_plan_counts_both_layouts_to_the_byte() -> None:
     model, setups = adapted("qwen3_moe"), {}
-    for compute in ("dtype", "fp8"):
+    for compute in ("dtype", "fp8_both"):
         handle = attach(model, Plan.keep(), layers="fused", compute=compute)
         setups[compute] = setup_of(model, 8192)
-    assert not setups["dtype"].fp8_experts and setups["fp8"].fp8_experts
+    assert not setups["dtype"].fp8_experts and setups["fp8_both"].fp8_experts
     loss_of(model)
     held = [
         side for lent in handle.layers.lent_codes() for codes in lent.codes for side in (codes.forward, codes.backward)

@@ -48,7 +48,7 @@ def passes(monkeypatch: pytest.MonkeyPatch, model: Any, plan: Plan) -> tuple[Cou
         seen.append(f"{'x' if columns is None else 'dy'} {x.shape[1]}")
         return quantise_rows(x, columns)
 
-    attach(model, plan, layers="fused", compute="fp8")
+    attach(model, plan, layers="fused", compute="fp8_both")
     batch = packed_row(LENGTHS, ROW)
     model(**batch)  # weights are quantised
     monkeypatch.setattr("pronghorn.precision.fp8.quantise_rows", counted)
@@ -89,7 +89,7 @@ def test_no_bit_is_changed_whoever_makes_codes_and_whatever_is_recomputed(
         model, found = model_of(family, adapters, base), {}
         tiles = family in ("llama", "gemma3_text", "phi3", "olmo2")
         for name in PLANS if tiles else [name for name in PLANS if name != "tiles"]:
-            attach(model, PLANS[name], layers="fused", compute="fp8")
+            attach(model, PLANS[name], layers="fused", compute="fp8_both")
             for made in (True, False):
                 for source in (FP8Source, NF4CodesSource):
                     monkeypatch.setattr(source, "wants_codes", made)
@@ -115,7 +115,7 @@ def test_codes_are_gone_when_their_product_is_made(plan: str, monkeypatch: pytes
         assert x.dtype is not DTYPE
         return x
 
-    attach(model, PLANS[plan], layers="fused", compute="fp8")
+    attach(model, PLANS[plan], layers="fused", compute="fp8_both")
     batch = packed_row(LENGTHS, ROW)
     model(**batch)
     monkeypatch.setattr(RowCodes, "like", classmethod(like))
@@ -141,7 +141,7 @@ for family, base in (("llama", "bf16"), ("gemma3_text", "bf16"), ("phi3", "bf16"
     for adapters in (EVERYWHERE, OUT_ONLY):
         model, found = model_of(family, adapters, base).to("cuda"), {}
         for name in ("keep", "norms", "MLP", "layer", "offload"):
-            attach(model, PLANS[name], layers="fused", graph="off", compute="fp8")
+            attach(model, PLANS[name], layers="fused", graph="off", compute="fp8_both")
             for made in (True, False):
                 FP8Source.wants_codes = NF4CodesSource.wants_codes = made
                 found[name, made] = loss_and_gradients(model, batch)

@@ -50,7 +50,7 @@ def verify(
         typer.Option(help="With --model: in what numbers. With --served float32 is what the server computes in."),
     ] = "auto",
     compute: Annotated[
-        Literal["dtype", "fp8", "fp8_mlp", "fp8_exact"],
+        Literal["dtype", "fp8", "fp8_both", "fp8_exact"],
         typer.Option(help="With --model: in what frozen weights multiply."),
     ] = "dtype",
     tokens: Annotated[int, typer.Option(min=16, help="Of the first packed row; the second has half as many.")] = 2048,

@@ -162,7 +162,8 @@ class Run:
     def _in_8_bits(self, model: Any, wanted: bool = True) -> Iterator[None]:
         """Let the model multiply in 8 bits what the attached one does, if that is wanted, while the block runs."""
         products, experts = (self.fp8_products(model), self.fp8_experts(model)) if wanted else ([], [])
-        with quantised_products(products), quantised_experts(experts):
+        forward = self.subject.compute.is_forward
+        with quantised_products(products, forward), quantised_experts(experts, forward):
             yield
 
     def product_distances(self) -> list[Distance]:
@@ -170,7 +171,7 @@ class Run:
         names = {
             module: name.removesuffix(".base_layer") for name, module in base_causal_lm(self.model).named_modules()
         }
-        handle, fast = attached(self.model), self.subject.compute is Compute.FP8
+        handle, fast = attached(self.model), self.subject.compute is not Compute.FP8_EXACT
         if handle is None or handle.layers is None:
             return []
         of_linears = [

@@ -22,7 +22,6 @@ from pronghorn.families.spec import (
     PerLayerInput,
     ResidualBlock,
 )
-from pronghorn.kernels.fp8_blocks import has_own_codes
 from pronghorn.kernels.rope import Heads
 from pronghorn.layers.attention import AttentionBlock
 from pronghorn.layers.block import Block, NoNorm, Norm
@@ -30,7 +29,7 @@ from pronghorn.layers.expert_codes import ExpertStorage, LentCodes
 from pronghorn.layers.fused_linear import FusedLinear
 from pronghorn.layers.gated_delta import GatedDeltaBlock, delta_net
 from pronghorn.layers.heads import QKV
-from pronghorn.layers.linears import base_of, unfused_reason
+from pronghorn.layers.linears import unfused_reason
 from pronghorn.layers.mlp import GatedMLPBlock
 from pronghorn.layers.per_layer_input import PerLayerInputBlock
 from pronghorn.layers.stock import ExpertsBesideBlock, StockBlock, StockPerLayerInput
@@ -44,11 +43,6 @@ STORAGE = "_pronghorn_storage"
 _RECORDER = "transformers.utils"
 """Where transformers' hooks for output_hidden_states and output_attentions are from: once asked for they stay, on every
 layer and attention; packed attention has nothing for them."""
-
-
-def compute_of(block: ResidualBlock, compute: Compute) -> Compute:
-    """Return in what the linears of a block multiply, of a model that multiplies in `compute`."""
-    return compute if isinstance(block.kind, GatedMLP) else compute.of_mixers
 
 
 @dataclass(frozen=True)
@@ -73,20 +67,14 @@ class LayerBuilder:
         blocks = (block for block in self.family.blocks(layer) if not isinstance(block.kind, Experts))
         return next((reason for block in blocks if (reason := self._reason(layer, block, dtype)) is not None), None)
 
-    def storages(self, layer: Any, dtype: torch.dtype, in_fp8: bool) -> list[GroupStorage]:
-        """List the storages of the layer's blocks that are computed here, in the order of the forward.
-
-        Args:
-            in_fp8: those of which a product is to be in 8 bits, or those whose forward isn't.
-        """
-        found = (
-            (block, self._storage(layer, block, group))
+    def storages(self, layer: Any, dtype: torch.dtype) -> list[GroupStorage]:
+        """List the storages of the layer's blocks that are computed here, in the order of the forward."""
+        return [
+            self._storage(layer, block, group)
             for block in self.family.blocks(layer)
             if not isinstance(block.kind, Experts) and self._reason(layer, block, dtype) is None
             for group in block.kind.linears
-        )
-        computes = ((self._compute(block, storage), storage) for block, storage in found)
-        return [storage for each, storage in computes if (each.is_fp8 if in_fp8 else not each.is_forward)]
+        ]
 
     def experts(self, layer: Any) -> list[ExpertStorage]:
         """List the storages of the layer's experts, the same ones as long as these are the same modules."""
@@ -113,7 +101,7 @@ class LayerBuilder:
         if reason is not None or isinstance(block.kind, Experts):
             return _stock_block(layer, block, reason, self._codes(layer, block, dtype))
         storages = [self._storage(layer, block, group) for group in block.kind.linears]
-        linears = [FusedLinear(storage, dtype, self._compute(block, storage)) for storage in storages]
+        linears = [FusedLinear(storage, dtype, self.compute) for storage in storages]
         before = NoNorm() if block.before is None else self.norm(layer.get_submodule(block.before))
         after = None if block.after is None else self.norm(layer.get_submodule(block.after))
         module: Any = layer.get_submodule(block.module)
@@ -208,11 +196,6 @@ class LayerBuilder:
         if watched(inner for part in (*parts, *norms) for inner in part.modules()):
             return "modules inside the layers carry hooks, or a forward of their own"
         return None
-
-    def _compute(self, block: ResidualBlock, storage: GroupStorage) -> Compute:
-        """Choose in what a block's linears multiply: 8-bit codes that a checkpoint has anyway need no rounding."""
-        stored = all(has_own_codes(base_of(each).weight) for each in storage.linears)
-        return self.compute if stored else compute_of(block, self.compute)
 
     def _codes(self, layer: Any, block: ResidualBlock, dtype: torch.dtype) -> LentCodes | None:
         """Return the codes of a block's experts, made anew where these changed; None where they are in `dtype`."""

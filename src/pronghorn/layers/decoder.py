@@ -120,8 +120,11 @@ class FusedLayers:
         if weight.is_meta:
             return
         dtype = products_dtype(weight)
-        for layer in self._own_layers():  # in 8 bits the codes multiply, which are made where layers are built
-            storages = self.builder.storages(layer, dtype, in_fp8=False)
+        if self.builder.compute.is_forward:  # the codes multiply, which are made where layers are built
+            self._merged = True
+            return
+        for layer in self._own_layers():
+            storages = self.builder.storages(layer, dtype)
             frozen = [each for each in storages if not base_of(each.linears[0]).weight.requires_grad]
             with torch.inference_mode(False):
                 merge_weights(frozen, dtype)
@@ -147,7 +150,7 @@ class FusedLayers:
         if dtype is torch.float16:
             check_float16(self.backbone.device)
         for layer in self.backbone.layers:
-            for storage in self.builder.storages(layer, dtype, in_fp8=True):
+            for storage in self.builder.storages(layer, dtype):
                 if not fits_fp8(storage, dtype):
                     sizes = [f"{base.out_features} x {base.in_features}" for base in map(base_of, storage.linears)]
                     raise UnsupportedError(
@@ -192,7 +195,8 @@ class FusedLayers:
 
     def fp8_products(self, dtype: torch.dtype) -> list[list[nn.Module]]:
         """List the base linears of each product that a packed forward in `dtype` computes in 8 bits, built or not."""
-        storages = [each for layer in self.backbone.layers for each in self.builder.storages(layer, dtype, in_fp8=True)]
+        asked = self.backbone.layers if self.builder.compute.is_fp8 else ()
+        storages = [each for layer in asked for each in self.builder.storages(layer, dtype)]
         products = [[base_of(linear) for linear in storage.linears] for storage in storages if fits_fp8(storage, dtype)]
         return [bases for bases in products if not bases[0].weight.requires_grad]
 

@@ -217,4 +217,4 @@ def _fp8_source(storage: GroupStorage, compute: Compute) -> CodesSource:
     exact = compute is Compute.FP8_EXACT
     if is_4bit(base_of(storage.linears[0])):
         return NF4CodesSource([base_of(linear).weight for linear in storage.linears], exact)
-    return FP8Source(storage.codes(), exact)
+    return FP8Source(storage.codes(compute.is_forward), exact)

@@ -69,20 +69,24 @@ class GroupStorage:
             self._bias = self._merge(biases)
         return self._bias
 
-    def codes(self) -> FP8Weight:
+    def codes(self, forward: bool) -> FP8Weight:
         """Return the weights in 8 bits, quantised again only where one was moved, written to or merged into.
 
         Codes of a checkpoint that have a scale a row are taken as they are, put one below the other.
+
+        Args:
+            forward: codes are wanted for the forward's product, too.
         """
-        if self._codes is None or self._codes[0] != self._state():
+        if self._codes is None or self._codes[0] != self._state() or (self._codes[1].codes is None) is forward:
             self._codes = None  # freed before the others are made
             weights = self._weights()
             if all(map(has_own_codes, weights)):
                 codes = merge([weight.parts[0] for weight in weights])
                 across = None if hasattr(weights[0].parts[0], IN_BUFFER) else transposed(codes)
-                made = FP8Weight(codes, torch.cat([weight.row_scales() for weight in weights]), across)
+                scales = torch.cat([weight.row_scales() for weight in weights])
+                made = FP8Weight(codes if forward or across is None else None, scales, across)
             else:
-                made = FP8Weight.of(weights)
+                made = FP8Weight.of(weights, forward)
             self._codes = self._state(), made
         return self._codes[1]
 

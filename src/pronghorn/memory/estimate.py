@@ -63,15 +63,19 @@ def resting_bytes(dims: ModelDims, setup: TrainSetup) -> dict[str, int]:
         weights -= int(sum(layer.expert_weights for layer in dims.layers) * (b - setup.expert_bytes))
     if setup.linear_bytes is not None:
         weights -= int(linear * (b - setup.linear_bytes))
-    if setup.fp8:  # codes in two layouts, unless they are written out of 4 bits, and scales of rows
-        blocks = [block for layer in dims.layers for block in layer.blocks if setup.in_fp8(block)]
-        rows = sum(each.out for block in blocks for group in block.groups for each in group)
-        coded = sum(setup.weights_in_fp8(layer) for layer in dims.layers)
-        layouts = (1 if setup.own_codes else 2) - (setup.processes > 1)  # shared ones are turned for each product
-        weights += 10 * rows if setup.method == "qlora" else layouts * coded + 6 * rows
-    if setup.fp8_experts:  # in two layouts, with a scale a column of what each product gives
-        scales = sum(e.count * (2 * layer.hidden + 3 * e.width) for layer in dims.layers if (e := layer.experts))
-        weights += 2 * sum(layer.expert_weights for layer in dims.layers) + 4 * scales
+    if setup.fp8:  # codes in a layout a product, unless they are written out of 4 bits, and scales of rows
+        rows = sum(linear.out for layer in dims.layers for linear in layer.linears)
+        layouts = 2 if setup.fp8_forward and not setup.own_codes else 1
+        layouts -= setup.processes > 1  # shared ones are turned for each product
+        weights += 10 * rows if setup.method == "qlora" else layouts * linear + 6 * rows
+    if setup.fp8_experts:  # in a layout a product, with a scale a column of what it gives
+        of_forward = 2 if setup.fp8_forward else 1
+        scales = sum(
+            e.count * (layer.hidden + 2 * e.width + (of_forward - 1) * (layer.hidden + e.width))
+            for layer in dims.layers
+            if (e := layer.experts)
+        )
+        weights += of_forward * sum(layer.expert_weights for layer in dims.layers) + 4 * scales
     adapters = sum(count * setup.adapters(layer) for layer, count in dims.kinds.items())
     copies = 0  # of A and B in the products' dtype, B of a merged product with zeros beside each block
     for layer, count in dims.kinds.items() if setup.fused else ():

@@ -142,10 +142,13 @@ def _layer_times(layer: LayerSpec, setup: TrainSetup, device: DeviceSpec) -> Lay
     t, h, i, b = setup.tokens, layer.hidden, width_of(layer), setup.itemsize
     experts = layer.experts
     rate, ms_per_byte = _rates(setup, device)
-    coded = setup.weights_in_fp8(layer)
-    plain = layer.linear_weights - coded
-    slower = FP8_EXPERTS if setup.fp8_experts else 1.0 if setup.expert_bytes is None else PACKED
-    products = 2 * t * (FP8 * coded + plain + (slower * 3 * h * i if experts else 0)) * rate
+    ahead, back = (
+        2 * t * rate * ((FP8 if linears else 1.0) * layer.linear_weights + (slower * 3 * h * i if experts else 0))
+        for linears, slower in (
+            (setup.forward_in_fp8, _of_experts(setup, True)),
+            (setup.fp8, _of_experts(setup, False)),
+        )
+    )
     attention, moved = _mixer(layer, setup, device)
     norms = layer.norms * 2 * t * h * setup.stream_bytes * ms_per_byte
     around = t * (6 * h * setup.stream_bytes + (moved + 3 * i) * b) * ms_per_byte
@@ -159,25 +162,17 @@ def _layer_times(layer: LayerSpec, setup: TrainSetup, device: DeviceSpec) -> Lay
     gaps = GAPS + (ROUTED_GAPS if experts else 0.0) if setup.fused else 0.0
     # weights in few bits are read as stored (NF4: half a byte) for each product, and two bytes, or a code, are written
     stored = 0.5 if setup.linear_bytes is None else setup.linear_bytes
-    write_code, write_plain = (
-        (stored + (1 if in_fp8 else 2)) * setup.writes_out(in_fp8) * ms_per_byte for in_fp8 in (True, False)
-    )
-    written = write_code * coded + write_plain * plain
-    quantised = 0.0, 0.0
-    if setup.fp8:
-        ahead, back = _quantised(layer, setup)
-        quantised = t * ahead * ms_per_byte, t * back * ms_per_byte
-    if setup.fp8_experts and experts:  # tokens, the activation and its gradients
-        quantised = quantised[0] + 3 * t * (h + i) * ms_per_byte, quantised[1] + 3 * t * (h + 2 * i) * ms_per_byte
-    if setup.expert_bytes is not None:
-        written += (b + setup.expert_bytes) * layer.expert_weights * ms_per_byte
-    forward = products + attention + norms + around + adapters + written + quantised[0] + gaps
+    a_weight = setup.writes_forward * (stored + (1 if setup.forward_in_fp8 else 2)) * ms_per_byte
+    a_weight_back = setup.writes_backward * (stored + (1 if setup.fp8 else 2)) * ms_per_byte
+    packed = 0.0 if setup.expert_bytes is None else (b + setup.expert_bytes) * layer.expert_weights * ms_per_byte
+    written, written_back = (each * layer.linear_weights + packed for each in (a_weight, a_weight_back))
+    of_x, of_dy = (t * moved * ms_per_byte for moved in _quantised(layer, setup))
+    forward = ahead + attention + norms + around + adapters + written + of_x + gaps
     trained = 2 if setup.method == "full" else 1
-    backward = trained * products + 2.5 * attention + 1.5 * (norms + around) + adapters + written + quantised[1] + gaps
+    backward = trained * back + 2.5 * attention + 1.5 * (norms + around) + adapters + written_back + of_dy + gaps
     if not setup.fused:
         forward, backward = max(forward, STOCK_GAPS), max(backward, STOCK_GAPS)
-    mlp_in_fp8 = setup.fp8 and not experts
-    matrix = 2 * t * h * i * rate * (FP8 if mlp_in_fp8 else 1.0) + (write_code if mlp_in_fp8 else write_plain) * h * i
+    matrix = 2 * t * h * i * rate * (FP8 if setup.forward_in_fp8 and not experts else 1.0) + a_weight * h * i
     # a Gemma layer's backward reads the product's norm
     spares = setup.fused and not layer.norms_after and not experts
     spared = matrix + 3 * t * h * setup.stream_bytes * ms_per_byte if spares else 0
@@ -185,10 +180,10 @@ def _layer_times(layer: LayerSpec, setup: TrainSetup, device: DeviceSpec) -> Lay
 
 
 def _quantised(layer: LayerSpec, setup: TrainSetup) -> tuple[int, int]:
-    """Return the bytes a token that are moved to quantise what linears are given, and their gradients: 1 where the
-    kernel that makes a row writes its codes, 3 where a pass of its own reads 16 bits."""
+    """Return the bytes a token that are moved to quantise what frozen weights are given, and their gradients: 1 where
+    the kernel that makes a row writes its codes, 3 where a pass of its own reads 16 bits."""
     ahead = back = 0
-    for block in filter(setup.in_fp8, layer.blocks):
+    for block in layer.blocks if setup.fp8 else ():
         mlp, inside = isinstance(block, GatedMLPSpec), isinstance(block, PerLayerInputSpec)
         for group in block.groups:
             out, last = sum(each.out for each in group), group == block.groups[-1]
@@ -196,7 +191,16 @@ def _quantised(layer: LayerSpec, setup: TrainSetup) -> tuple[int, int]:
             by_maker = (mlp and not on_the_way) or inside if last else layer.norms_before > 0 and not inside
             ahead += group[0].inputs * (1 if by_maker else 3)
             back += out * (1 if (layer.norms_after > 0 if last else mlp) else 3)
-    return ahead, back
+    if setup.fp8_experts and layer.experts:  # tokens, the activation and its gradients
+        ahead, back = ahead + 3 * (layer.hidden + width_of(layer)), back + 3 * (layer.hidden + 2 * width_of(layer))
+    return ahead if setup.fp8_forward else 0, back
+
+
+def _of_experts(setup: TrainSetup, forward: bool) -> float:
+    """Return how long experts' products take against those of linears in 16 bits, of the forward or of dx."""
+    if setup.fp8_experts and (setup.fp8_forward or not forward):
+        return FP8_EXPERTS
+    return 1.0 if setup.expert_bytes is None else PACKED
 
 
 def _mixer(layer: LayerSpec, setup: TrainSetup, device: DeviceSpec) -> tuple[float, int]:

@@ -175,10 +175,7 @@ def _work(dims: ModelDims, setup: TrainSetup, strategy: Strategy, gpus: int) -> 
         return replace(setup, distributed=True, accumulates=True)
     accumulates = setup.accumulates or setup.method != "full"  # adapters' gradients are copied once more
     if setup.fp8 and setup.method == "lora":  # of weights that multiply in 8 bits these alone are kept
-        every = sum(layer.linear_weights for layer in dims.layers)
-        coded = sum(setup.weights_in_fp8(layer) for layer in dims.layers)
-        stored = setup.itemsize if setup.linear_bytes is None else setup.linear_bytes
-        setup = replace(setup, linear_bytes=(coded + stored * (every - coded)) / every, own_codes=True)
+        setup = replace(setup, linear_bytes=1.0, own_codes=True)
     return replace(setup, distributed=True, accumulates=accumulates, processes=gpus, graph=False)
 
 

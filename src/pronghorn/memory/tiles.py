@@ -69,8 +69,8 @@ def tiled_bytes(
     d_qkv = t * b * (attention.query + 2 * attention.key_value)
     d_qkv += t * b * sum(setup.rank(linear.path) for linear in attention.groups[0])  # and what adapters need of it
     # the product's weight, or its gradient's codes, are gone when the last layer's dy of all rows is made
-    in_fp8, projected = setup.in_fp8(attention), attention.projected
-    product = (1 if in_fp8 else b) * h * projected * setup.writes_out(in_fp8) + t * projected * in_fp8
+    projected = attention.projected
+    product = (1 if setup.fp8 else b) * h * projected * setup.writes_backward + t * projected * setup.fp8
     last = max(t * h * stream * (1 if stream == b else 2), product)
     in_attention = keep + apart + rotated + d_qkv + t * h * b + last  # the MLP's input has made room for dy
     return left, {policy: max(size, in_attention) for policy, size in in_mlp.items()}
@@ -99,7 +99,7 @@ def products_bytes(width: int, layer: LayerSpec, setup: TrainSetup, rows: int, o
     h, b = layer.hidden, setup.itemsize
     # gradients' codes, those of d(gate·up) made with it, beside the activation; and weights that are written out
     codes = (rows * h, 2 * rows * width) if setup.fp8 else (0, 0)
-    written = (1 if setup.fp8 else b) * h * width if setup.writes_out(setup.fp8) else 0
+    written = (1 if setup.fp8 else b) * h * width if setup.writes_backward else 0
     activations = rows * width * b * (1 if setup.fused else 3)
     of_down = operand + activations + max(codes[0] + written, codes[1])
     return max(of_down, rows * h * b + codes[1] + 2 * written)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from pronghorn.families.layer_spec import BlockSpec, GatedMLPSpec, LayerSpec
+from pronghorn.families.layer_spec import LayerSpec
 
 NF4_BYTES = 1 / 2 + 1 / 64 + 1 / 4096
 """Of a number in NF4: 4 bits, 8 of absmax for 64 of them, and 32 for 256 of those."""
@@ -62,10 +62,11 @@ class TrainSetup:
     itemsize: int = 2
     """Bytes of an element of the products: 2 in bf16 and fp16, 4 in float32."""
     fp8: bool = False
-    """Frozen linears of MLPs multiply in 8 bits (`precision.compute`), and others, too, if `fp8_mixers`."""
-    fp8_mixers: bool = True
+    """Input gradients of frozen linears are products in 8 bits (`precision.compute`); and so is the forward, if
+    `fp8_forward`."""
+    fp8_forward: bool = True
     fp8_experts: bool = False
-    """Frozen experts multiply in 8 bits."""
+    """Frozen experts multiply as frozen linears do with `fp8`."""
     expert_bytes: float | None = None
     """Bytes of a number of experts' frozen weights where these are packed."""
     linear_bytes: float | None = None
@@ -105,24 +106,20 @@ class TrainSetup:
             return 0
         return 16 if self.ranks is None else self.ranks.get(linear, 0)
 
-    def in_fp8(self, block: BlockSpec) -> bool:
-        """Tell whether a block's linears multiply in 8 bits."""
-        return self.fp8 and (self.fp8_mixers or isinstance(block, GatedMLPSpec))
+    @property
+    def forward_in_fp8(self) -> bool:
+        """Whether the forward's products of frozen linears are in 8 bits."""
+        return self.fp8 and self.fp8_forward
 
-    def weights_in_fp8(self, layer: LayerSpec) -> int:
-        """Count the elements of a layer's linears that multiply in 8 bits."""
-        return sum(x.weights for block in layer.blocks if self.in_fp8(block) for group in block.groups for x in group)
+    @property
+    def writes_forward(self) -> bool:
+        """Whether the weights of linears are written out of few bits for each product of the forward."""
+        return self.method == "qlora" or (self.linear_bytes is not None and not self.forward_in_fp8)
 
-    def writes_out(self, in_fp8: bool) -> bool:
-        """Tell whether the weights of linears are written out of few bits for each product, or 8-bit codes turned.
-
-        Args:
-            in_fp8: of those that multiply in 8 bits, or of the others.
-        """
-        if in_fp8 and self.processes > 1:
-            return True
-        dense_beside_codes = self.fp8 and self.own_codes
-        return self.method == "qlora" or (self.linear_bytes is not None and not in_fp8 and not dense_beside_codes)
+    @property
+    def writes_backward(self) -> bool:
+        """The same for each input gradient; or whether 8-bit codes, which processes share, are turned for it."""
+        return self.method == "qlora" or (self.processes > 1 if self.fp8 else self.linear_bytes is not None)
 
     @property
     def stream_bytes(self) -> int:

@@ -217,8 +217,8 @@ def attach(
         graph: launch fused layers as CUDA graphs (`models.graph`): `on`, `off`, or `auto`, where the first steps show
             that launching takes the host as long as computing takes the device. Never where the plan's budget has no
             memory for them (`Plan.graph`).
-        compute: in what frozen weights multiply: `dtype`, the model's, or `fp8`, in 8 bits by rows (`fp8_mlp`: MLPs
-            and experts only; `fp8_exact`: with exact accumulation).
+        compute: in what frozen weights multiply: `dtype`, the model's; `fp8`, input gradients in 8 bits by rows;
+            `fp8_both`, the forward, too; `fp8_exact`, both with exact sums.
         experimental: switches for measurements, an `Experimental` or its fields by name.
     Returns:
         The handle: `.report` tells every path taken, `.detach()` restores the model.

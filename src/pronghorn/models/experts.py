@@ -35,6 +35,7 @@ from pronghorn.layers.expert_codes import codes_for
 from pronghorn.layers.subclass import own_class, subclass
 from pronghorn.moe.experts import Experts, LowRank, experts
 from pronghorn.moe.route import route
+from pronghorn.precision.compute import Compute
 
 Routing = Literal["once", "loop"]
 NAME = "pronghorn_experts"
@@ -53,7 +54,7 @@ class ExpertLayers:
     refused: str | None
     """Why the experts stay transformers'."""
 
-    def paths(self, dtype: torch.dtype, in_fp8: bool = False) -> list[tuple[str, str, str]]:
+    def paths(self, dtype: torch.dtype, compute: Compute = Compute.DTYPE) -> list[tuple[str, str, str]]:
         """List (part, path, why) for the report, with products in that dtype, or frozen ones in 8 bits."""
         implementation = self.model.config._experts_implementation
         if implementation != NAME:
@@ -65,9 +66,14 @@ class ExpertLayers:
             way, why = "triton", "weights in 4 bits are written out, a few experts at a time"
         products = f"products by {way}"
         adapted = list(wrappers(self.model))
-        if in_fp8 and self._fold_reason(adapted) is None:
-            way, why = choose_fp8(weights(module)[0].device, dtype, _sizes(module))
-            products = f"products in FP8 by {way}"
+        if compute.is_fp8 and self._fold_reason(adapted) is None:
+            by, why_fp8 = choose_fp8(weights(module)[0].device, dtype, _sizes(module))
+            in_fp8 = f"products in FP8 by {by}"
+            products, why = (
+                (in_fp8, why_fp8)
+                if compute.is_forward
+                else (f"forward {products}, input gradients' {in_fp8}", f"{why}; in FP8: {why_fp8}")
+            )
         lines = [("experts", f"routed once, {products}", why)]
         if adapted:
             folds = self._fold_reason(adapted)

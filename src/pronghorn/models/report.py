@@ -89,7 +89,8 @@ def render(handle: Handle, autocast: torch.dtype | None) -> list[PathTaken]:
     decisions, switches, model = decide(handle, autocast), handle.options.experimental, handle.model
     queries = queries_of(model, autocast)
     in_fp8 = _experts_in_fp8(handle, autocast)
-    experts = () if handle.experts is None else handle.experts.paths(queries[0].dtype, in_fp8 == "")
+    of_experts = handle.options.compute if in_fp8 == "" else Compute.DTYPE
+    experts = () if handle.experts is None else handle.experts.paths(queries[0].dtype, of_experts)
     sinks = family_of(model.config).load_attention == "eager"
     unpacked = "the softmax written out, for the sinks" if sinks else "transformers' SDPA"
     if handle.options.compute.is_fp8:
@@ -170,6 +171,8 @@ def _products(handle: Handle, autocast: torch.dtype | None) -> list[PathTaken]:
         return [PathTaken("products of frozen weights", written, "the checkpoint is packed")] if packed else []
     in_fp8, products = layers.in_fp8()
     path = f"FP8 by rows, {'exact' if compute is Compute.FP8_EXACT else 'fast'} accumulation"
+    if not compute.is_forward:
+        path = f"{path}, for input gradients; the forward in the model's dtype"
     multiplied = [base for bases in layers.fp8_products(queries_of(handle.model, autocast)[0].dtype) for base in bases]
     of_products = [base.weight for base in multiplied if isinstance(base.weight, PackedTensor)]
     again = len(of_products) - sum(map(has_own_codes, of_products))
@@ -178,8 +181,7 @@ def _products(handle: Handle, autocast: torch.dtype | None) -> list[PathTaken]:
             f"{again} weights of {kinds} quantised once more, by rows" if again else "the stored codes"
         )
     if in_fp8 < products:
-        of = "outside MLPs" if compute is Compute.FP8_MLP else "whose weights are trained"
-        path = f"{path}; {products - in_fp8} of {products} in the model's dtype, {of}"
+        path = f"{path}; {products - in_fp8} of {products} in the model's dtype, whose weights are trained"
     if handle.experts is not None:
         apart = _experts_in_fp8(handle, autocast)
         path = f"{path} (experts apart: {apart})" if apart else f"{path}, experts too"

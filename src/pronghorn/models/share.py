@@ -13,7 +13,6 @@ from torch import nn
 from pronghorn.errors import UnsupportedError
 from pronghorn.families.spec import Experts
 from pronghorn.kernels.fp8_blocks import has_own_codes
-from pronghorn.layers.build import compute_of
 from pronghorn.layers.linears import base_of
 from pronghorn.memory.sharded import FIRST, IN_BUFFER, ShardedLayers, first_values, shard, sharded
 from pronghorn.memory.sharded_unit import WeightGroups, weight_groups
@@ -33,6 +32,7 @@ def share_layers(model: Any, device: torch.device, compute: Compute = Compute.DT
         model: a causal LM, on the CPU or on `device`. A 4-bit one must be on `device`.
         compute: in what frozen weights will multiply: of those in 8 bits only what these products read is kept.
     """
+    _check(compute)
     base = base_causal_lm(model)
     full = not hasattr(model, "peft_config")
     shared = sharded(base)
@@ -80,6 +80,7 @@ class SharedLoading:
     """
 
     def __init__(self, device: torch.device, trained: bool = False, compute: Compute = Compute.DTYPE) -> None:
+        _check(compute)
         self.device, self._trained, self._compute = device, trained, compute
         self._model: Any = None
         self._shared: ShardedLayers | None = None
@@ -137,10 +138,23 @@ def _groups(
     for block in family.blocks(layer):
         groups = [[base_of(layer.get_submodule(block.path(p))) for p in group] for group in block.kind.linears]
         merged += groups
-        if compute_of(block, compute).is_fp8:
+        if compute.is_fp8:
             for linear in (linear for group in groups for linear in group if id(linear.weight) not in elsewhere):
                 _keep_codes(linear, device)
     return weight_groups(layer, merged, elsewhere, trained)
+
+
+def _check(compute: Compute) -> None:
+    """Refuse codes that lie beside the weights.
+
+    Raises:
+        UnsupportedError: only input gradients multiply in 8 bits.
+    """
+    if compute.is_fp8 and not compute.is_forward:
+        raise UnsupportedError(
+            f"compute = '{compute}' for layers whose weights processes share: the forward needs their 16 bits as well",
+            "use precision.compute: fp8_both, whose codes are all that is kept, or launch.strategy: copies",
+        )
 
 
 def _keep_codes(linear: Any, device: torch.device) -> None:

@@ -2,6 +2,7 @@
 
     y = q(x) Wqᵀ + b        dx = q(dy · s_W) (Wq / s_W)        Wq = codes_W · s_W,  q: to e4m3 and back, a scale a row
 
+Where the forward isn't in 8 bits, y is the linear's own.
 The operands are quantised by the plain reference of `kernels.quantise` and then multiplied in float32; results have the
 pass's dtype. W is read and quantised anew in each forward, so nothing is stale here. `compared_products` gives one
 built product rows that need no other part of the model, so that its own error shows.
@@ -33,15 +34,16 @@ arXiv:2412.19437, section 3.3.2)."""
 
 
 @contextmanager
-def quantised_products(products: Sequence[Sequence[Any]]) -> Iterator[None]:
+def quantised_products(products: Sequence[Sequence[Any]], forward: bool) -> Iterator[None]:
     """Let frozen linears multiply in 8 bits while the block runs, by a forward of their instances' own.
 
     Args:
         products: the base linears of each product. Those of one product share an input, and the rows of their outputs'
             gradients, side by side, share a scale.
+        forward: the forward multiplies in 8 bits, too, and not the input gradient alone.
     """
     for linears in products:
-        product = _Product(linears)
+        product = _Product(linears, forward)
         for index, linear in enumerate(linears):
             linear.forward = partial(product.output, index)
     try:
@@ -55,8 +57,8 @@ def quantised_products(products: Sequence[Sequence[Any]]) -> Iterator[None]:
 class _Product:
     """The linears of one input. The first that is called computes the outputs of all."""
 
-    def __init__(self, linears: Sequence[Any]) -> None:
-        self._linears = linears
+    def __init__(self, linears: Sequence[Any], forward: bool) -> None:
+        self._linears, self._forward = linears, forward
         self._x: Tensor | None = None
         self._outputs: dict[int, Tensor] = {}
 
@@ -66,21 +68,25 @@ class _Product:
             kind = x.device.type
             wide = x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
             weights = [part for pair in quantised_weights(self._linears) for part in pair]
-            outputs = _Multiply.apply(wide.flatten(0, -2), *weights)
+            own = None if self._forward else self._linears
+            outputs = _Multiply.apply(wide.flatten(0, -2), own, *weights)
             self._x, self._outputs = x, dict(enumerate(outputs))
         y = self._outputs.pop(index)
         if not self._outputs:
             self._x = None
         y, bias = y.view(*x.shape[:-1], -1), self._linears[index].bias
-        return y if bias is None else y + bias.to(y.dtype)
+        return y if bias is None or not self._forward else y + bias.to(y.dtype)
 
 
 class _Multiply(torch.autograd.Function):
-    """(x [T, K], codes [N_i, K] and scales [N_i] of each weight) → y_i [T, N_i] of each."""
+    """(x [T, K], linears that multiply x themselves or None, codes [N_i, K] and scales [N_i] of each weight) →
+    y_i [T, N_i] of each; with the bias where a linear gives it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, own: Sequence[Any] | None, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(*weights)
+        if own is not None:
+            return tuple(type(linear).forward(linear, x) for linear in own)
         operand = dequantised(x)
         with torch.autocast(x.device.type, enabled=False):
             pairs = zip(weights[::2], weights[1::2], strict=True)
@@ -92,7 +98,7 @@ class _Multiply(torch.autograd.Function):
         with torch.autocast(dys[0].device.type, enabled=False):
             dy, codes, scales = torch.cat(dys, 1), torch.cat(weights[::2]), torch.cat(weights[1::2])
             dx = dequantised(dy, scales) @ codes.float()
-        return dx.to(dy.dtype), *[None] * len(weights)
+        return dx.to(dy.dtype), None, *[None] * len(weights)
 
 
 def dequantised(x: Tensor, columns: Tensor | None = None) -> Tensor:
@@ -124,7 +130,8 @@ def _quantised(weight: Any) -> tuple[Tensor, Tensor]:
 
 
 def compared_products(linear: FusedLinear, name: str, fast: bool) -> list[Distance]:
-    """Compare what a product in 8 bits gives with exact sums of the same operands: forward and input gradient.
+    """Compare what a product in 8 bits gives with exact sums of the same operands: the forward, where it is in 8 bits,
+    and the input gradient.
 
     Plain is these sums rounded to the products' dtype, and of so many bits as tensor cores' own have where they are
     `fast`.
@@ -135,11 +142,13 @@ def compared_products(linear: FusedLinear, name: str, fast: bool) -> list[Distan
     x, dy = (random_rows(size, generator).to(scales.device, linear.dtype) for size in reversed(codes.shape))
     x_codes, x_scales = quantise_rows_reference(x)
     dy_codes, dy_scales = quantise_rows_reference(dy, scales)
-    y_factors = x_scales * scales
-    forward = linear.source.forward(Activation(x), None), x_codes.float(), codes.t(), y_factors
     backward = linear.source.input_grad(Activation(dy), None), dy_codes.float(), codes, dy_scales
+    products = [("input gradient", backward)]
+    if linear.source.wants_codes:
+        y = linear.source.forward(Activation(x), None)
+        products.insert(0, ("forward", (y, x_codes.float(), codes.t(), x_scales * scales)))
     compared = []
-    for what, (ours, left, right, factors) in (("forward", forward), ("input gradient", backward)):
+    for what, (ours, left, right, factors) in products:
         exact = (left @ right) * factors  # numbers of 4 bits: right in TF32, too
         plain = (fast_sums(left, right) * factors if fast else exact).to(linear.dtype)
         compared.append(distance(f"{name} ({what})", ours, plain, exact))

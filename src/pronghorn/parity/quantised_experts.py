@@ -27,11 +27,15 @@ from pronghorn.parity.quantised import ROWS, dequantised, fast_sums, random_rows
 
 
 @contextmanager
-def quantised_experts(modules: Iterable[Any]) -> Iterator[None]:
-    """Let frozen experts multiply in 8 bits while the block runs, by a forward of their instances' own."""
+def quantised_experts(modules: Iterable[Any], forward: bool) -> Iterator[None]:
+    """Let frozen experts multiply in 8 bits while the block runs, by a forward of their instances' own.
+
+    Args:
+        forward: their forward does, too, and not the input gradients alone.
+    """
     modules = list(modules)
     for module in modules:
-        module.forward = partial(_output, module)
+        module.forward = partial(_output, module, forward)
     try:
         yield
     finally:
@@ -40,8 +44,8 @@ def quantised_experts(modules: Iterable[Any]) -> Iterator[None]:
 
 
 def _output(
-    module: Any, hidden_states: Tensor, top_k_index: Tensor | None = None, top_k_weights: Tensor | None = None,
-    **named: Tensor,
+    module: Any, forward: bool, hidden_states: Tensor, top_k_index: Tensor | None = None,
+    top_k_weights: Tensor | None = None, **named: Tensor,
 ) -> Tensor:  # fmt: skip
     """Compute what an experts module gives: hidden [T, H], indices and weights [T, K]; returns [T, H]."""
     index = named["router_indices"] if top_k_index is None else top_k_index
@@ -56,7 +60,7 @@ def _output(
             h, y, w = x[tokens], x, routed[tokens, slots].unsqueeze(1).to(dtype)
             for number, (weight, adapter, bias) in enumerate(low_rank_weights(module)):
                 dense = weight[e].detach() if module.is_transposed else weight[e].detach().t()
-                y = _Multiply.apply(h, dense)
+                y = _Multiply.apply(h, dense, forward)
                 if adapter is not None:
                     a, b = adapter.a[e].to(dtype), adapter.b[e].to(dtype)
                     y = y + adapter.scale * (h @ a.t()) @ b.t()
@@ -69,22 +73,24 @@ def _output(
 
 
 class _Multiply(torch.autograd.Function):
-    """(x [T, K], W [K, N]) → y [T, N]."""
+    """(x [T, K], W [K, N], whether this product is in 8 bits) → y [T, N]."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, in_8_bits: bool) -> Tensor:
         ctx.save_for_backward(weight)
+        if not in_8_bits:
+            return x @ weight.to(x.dtype)
         return (dequantised(x) @ dequantised(weight.t()).t()).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         (weight,) = ctx.saved_tensors
-        return (dequantised(dy) @ dequantised(weight).t()).to(dy.dtype), None
+        return (dequantised(dy) @ dequantised(weight).t()).to(dy.dtype), None, None
 
 
 def compared_experts(lent: LentCodes, name: str, fast: bool) -> list[Distance]:
-    """Compare what both grouped products in 8 bits give with exact sums of the same operands: forward and input
-    gradient, of random rows that go to all experts in turn."""
+    """Compare what both grouped products in 8 bits give with exact sums of the same operands: forward, where it is in
+    8 bits, and input gradient, of random rows that go to all experts in turn."""
     compared, module = [], lent.module
     transposed: Any = module.is_transposed
     for codes, stored, what in zip(lent.codes, lent.weights, ("gate and up", "down"), strict=True):
@@ -94,6 +100,8 @@ def compared_experts(lent: LentCodes, name: str, fast: bool) -> list[Distance]:
         offsets = torch.arange(1, count + 1, device=device, dtype=torch.int32) * max(ROWS // count, 1)
         owners = torch.arange(count, device=device).repeat_interleave(max(ROWS // count, 1)).tolist()
         for backward, side in ((False, weight.mT), (True, weight)):
+            if codes.side(backward) is None:
+                continue
             size = side.shape[2]
             x = random_rows(size, generator, len(owners)).to(device, dtype)
             ours = multiply_fp8(x, codes, offsets, transposed=backward)

@@ -15,18 +15,16 @@ MULTIPLE = 16
 
 
 class Compute(StrEnum):
-    """In what the products of frozen weights, forward and input gradient, are computed."""
+    """In what the products of frozen weights are computed: of the forward pass, and of its input's gradient."""
 
     DTYPE = "dtype"
     """The model's dtype."""
     FP8 = "fp8"
-    """e4m3 with a scale a row, summed up in float32 by the tensor cores' fast accumulation."""
+    """Input gradients in e4m3 with a scale a row, by the tensor cores' fast sums; the forward in the model's dtype."""
+    FP8_BOTH = "fp8_both"
+    """The forward in 8 bits, too."""
     FP8_EXACT = "fp8_exact"
-    """The same with exact accumulation, about 9 % slower a product."""
-    FP8_MLP = "fp8_mlp"
-    """As fp8 in MLPs and experts; attention's products and other mixers' are in the model's dtype."""
-    FP8_BACKWARD = "fp8_backward"
-    """Forward in the model's dtype, as without 8 bits; input gradients as fp8's."""
+    """As fp8_both, summed exactly, about 9 % slower a product."""
 
     @classmethod
     def of(cls, name: str) -> Compute:
@@ -37,18 +35,13 @@ class Compute(StrEnum):
 
     @property
     def is_fp8(self) -> bool:
-        """Whether products are in 8 bits."""
+        """Whether products are in 8 bits, of the backward pass at least."""
         return self is not Compute.DTYPE
 
     @property
     def is_forward(self) -> bool:
-        """Whether the forward pass multiplies in 8 bits, too."""
-        return self.is_fp8 and self is not Compute.FP8_BACKWARD
-
-    @property
-    def of_mixers(self) -> Compute:
-        """In what the products outside MLPs and experts are computed, where these weights have 16 or 4 bits."""
-        return Compute.DTYPE if self is Compute.FP8_MLP else self
+        """Whether products of the forward pass are in 8 bits."""
+        return self in (Compute.FP8_BOTH, Compute.FP8_EXACT)
 
 
 def check_device(compute: Compute, device: torch.device) -> None:

@@ -3,8 +3,8 @@
     y  = s_x · (codes_x codes_Wᵀ) · s_W                    x ≈ codes_x · s_x by rows, W ≈ codes_W · s_W by rows
     dx = s_g · (codes_g codes_W)                           g = dy · s_W, by columns; g ≈ codes_g · s_g by rows
 
-Both products read the same codes of W (the second one transposed), so dx is the gradient of the very y that was
-computed. LoRA's part is added in the activations' dtype.
+Where both are in 8 bits they read the same codes of W (the second one transposed), so dx is the gradient of the very y
+that was computed; or dx alone is (`BackwardSource`). LoRA's part is added in the activations' dtype.
 """
 
 from __future__ import annotations
@@ -31,27 +31,33 @@ from pronghorn.precision.source import Activation, LowRankGrad, WeightSource
 class FP8Weight:
     """W [N, K] in 8 bits."""
 
-    codes: Tensor
-    """e4m3 [N, K]."""
+    codes: Tensor | None
+    """e4m3 [N, K]; None where no forward multiplies them."""
     scales: Tensor
     """s, float32 [N]."""
     kept_across: Tensor | None
     """The codes as [K, N]; None where they are turned for each product, as those that other processes share."""
 
     @classmethod
-    def of(cls, weights: Sequence[Tensor]) -> FP8Weight:
-        """Quantise weights [N_i, K], one below the other; packed ones are written out one by one."""
+    def of(cls, weights: Sequence[Tensor], forward: bool = True) -> FP8Weight:
+        """Quantise weights [N_i, K], one below the other, for both products or for the input gradient's alone.
+
+        Packed ones are written out one by one.
+        """
         rows, first = [len(weight) for weight in weights], weights[0]
         scales = torch.empty(sum(rows), device=first.device)
         codes = torch.empty(sum(rows), first.shape[1], dtype=DTYPE, device=first.device)
         for weight, part, each in zip(weights, codes.split(rows), scales.split(rows), strict=True):
             quantise_weight(weight, part, each)
-        return cls(codes, scales, transposed(codes))
+        return cls(codes if forward else None, scales, transposed(codes))
 
     @property
     def across(self) -> Tensor:
         """Return the codes as [K, N]."""
-        return transposed(self.codes) if self.kept_across is None else self.kept_across
+        if self.kept_across is None:
+            assert self.codes is not None
+            return transposed(self.codes)
+        return self.kept_across
 
     @cached_property
     def columns(self) -> Tensor:
@@ -61,7 +67,7 @@ class FP8Weight:
 
     def dequantise(self) -> Tensor:
         """Return codes · s in float32 [N, K]."""
-        return self.codes.float() * self.scales[:, None]
+        return self.across.t().float() * self.scales[:, None]
 
 
 def quantise_weight(weight: Tensor, codes: Tensor, scales: Tensor) -> None:
@@ -140,11 +146,16 @@ class FP8Source(CodesSource):
     """W in 8 bits, resident in both layouts, or gathered and turned."""
 
     def __init__(self, weight: FP8Weight, exact: bool) -> None:
-        super().__init__(weight.scales, weight.columns, weight.codes.shape[1], exact)
+        some = weight.codes if weight.kept_across is None else weight.kept_across.t()
+        assert some is not None
+        super().__init__(weight.scales, weight.columns, some.shape[1], exact)
         self.weight = weight
 
     def codes(self, across: bool) -> Tensor:
-        return self.weight.across if across else self.weight.codes
+        if across:
+            return self.weight.across
+        assert self.weight.codes is not None
+        return self.weight.codes
 
 
 class NF4CodesSource(CodesSource):
@@ -182,7 +193,13 @@ class BackwardSource(WeightSource):
     wants_gradient_codes = True
 
     def __init__(self, plain: WeightSource, coded: CodesSource) -> None:
-        self.forward, self.input_grad, self.columns = plain.forward, coded.input_grad, coded.columns
+        self.plain, self.coded, self.columns = plain, coded, coded.columns
+
+    def forward(self, x: Activation, bias: Tensor | None) -> Tensor:
+        return self.plain.forward(x, bias)
+
+    def input_grad(self, dy: Activation, low_rank: LowRankGrad | None) -> Tensor:
+        return self.coded.input_grad(dy, low_rank)
 
 
 def _codes(x: Activation, columns: Tensor | None = None) -> RowCodes:
