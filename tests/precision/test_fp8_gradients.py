@@ -89,7 +89,7 @@ def test_gradients_are_those_of_the_same_operands(family: str, base: str) -> Non
         assert compared.name == "product (input gradient)" and compared.excess <= 1
     handle.detach()
     with quantised_products(products, forward=False):
-        loss_there, right = one_document_at_a_time(model, batch)
+        _, right = one_document_at_a_time(model, batch)
         right.backward()
     assert loss == pytest.approx(right.item(), rel=0.01)
     for name, gradient in gradients(model).items():
@@ -158,7 +158,7 @@ def test_the_plan_counts_one_layout_and_gradients_alone() -> None:
 
 
 def test_processes_cant_share_layers_so() -> None:
-    with pytest.raises(UnsupportedError, match="compute = 'fp8' for layers whose weights processes share.*fp8_both"):
+    with pytest.raises(UnsupportedError, match=r"compute = 'fp8' for layers whose weights processes share.*fp8_both"):
         share_layers(model_of("llama"), torch.device("cpu"), compute=Compute.FP8)
     config = AutoConfig.for_model("llama", num_hidden_layers=4, hidden_size=4096, intermediate_size=14336)
     with torch.device("meta"):
@@ -183,3 +183,22 @@ def test_codes_of_a_checkpoint_are_written_out_for_the_forward() -> None:
     assert setup.own_codes and setup.writes_forward and not setup.writes_backward
     [told] = [path.path for path in handle.report if path.part == "products of frozen weights"]
     assert "the stored codes" in told
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("family", "base"), MODELS)
+def test_on_a_gpu(family: str, base: str) -> None:
+    model = model_of(family, base).cuda()
+    batch, found = {name: value.to("cuda") for name, value in packed_row(LENGTHS, ROW).items()}, {}
+    for compute in ("dtype", "fp8_both", "fp8"):
+        handle = attach(model, Plan.keep(), layers="fused", graph="off", compute=compute)
+        found[compute] = loss_and_gradients(model, batch)
+    assert found["fp8"][0] == found["dtype"][0]
+    for linear in handle.layers.linears():
+        [compared] = compared_products(linear, "product", fast=True)
+        assert compared.excess <= 1
+    if family not in ("qwen3_moe", "gpt_oss"):
+        errors = [error(found[compute][1], found["dtype"][1]) for compute in ("fp8", "fp8_both")]
+        assert 0 < errors[0] < 0.7 * errors[1]
+    else:
+        assert 0 < error(found["fp8"][1], found["dtype"][1]) < 0.1
