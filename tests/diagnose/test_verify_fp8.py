@@ -35,7 +35,7 @@ from support.tiny import in_4_bits, tiny_model
 from support.verified import TOKENS, documents
 
 
-def subject_of(family: str = "llama", base: str = "bf16", compute: str = "fp8", **lora: Any) -> Subject:
+def subject_of(family: str = "llama", base: str = "bf16", compute: str = "fp8_both", **lora: Any) -> Subject:
     """A tiny model with adapters, over a base in 16 or 4 bits."""
 
     def load() -> Any:
@@ -109,7 +109,7 @@ def product(model: Any, layer: int, name: str) -> FusedLinear:
 
 
 @pytest.mark.matrix(1)
-@pytest.mark.parametrize("compute", ["fp8", "fp8_exact"])
+@pytest.mark.parametrize("compute", ["fp8", "fp8_both", "fp8_exact"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text", "gpt_oss", "qwen3_moe"])
 def test_sound_products_pass(family: str, compute: str) -> None:
     report = verify(subject_of(family, compute=compute))
@@ -123,11 +123,13 @@ def test_sound_products_pass(family: str, compute: str) -> None:
 
 
 @pytest.mark.parametrize("base", ["bf16", "nf4"])
-def test_mlps_in_8_bits_pass(base: str) -> None:
-    report = verify(subject_of("qwen3", base, compute="fp8_mlp"))
+def test_input_gradients_in_8_bits_pass(base: str) -> None:
+    report = verify(subject_of("qwen3", base, compute="fp8"))
     assert not failed(report), [check for check in report.checks if not check.ok]
     [products] = [check for check in report.checks if check.name is Name.PRODUCTS]
-    assert products.detail == "6 of frozen weights"  # two of each MLP
+    assert products.detail == "12 of frozen weights"
+    [cosine] = [check for check in report.checks if check.name is Name.COSINE]
+    assert cosine.ok
 
 
 @pytest.mark.matrix(1)
@@ -139,7 +141,7 @@ def test_sound_products_over_other_bases_pass(base: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("compute", ["fp8", "fp8_exact"])
+@pytest.mark.parametrize("compute", ["fp8", "fp8_both", "fp8_exact"])
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
 def test_sound_experts_pass_on_the_gpu(family: str, compute: str) -> None:
     subject = subject_of(family, "bf16", compute)
@@ -149,7 +151,7 @@ def test_sound_experts_pass_on_the_gpu(family: str, compute: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("compute", ["fp8", "fp8_exact"])
+@pytest.mark.parametrize("compute", ["fp8", "fp8_both", "fp8_exact"])
 @pytest.mark.parametrize("base", ["bf16", "nf4"])
 def test_sound_products_pass_on_the_gpu(base: str, compute: str) -> None:
     subject = subject_of("qwen3", base, compute)

@@ -152,10 +152,12 @@ def test_a_step_peaks_where_the_formula_says(policy: Policy, rows: int) -> None:
 @pytest.mark.usefixtures("allocates_like_kernels")
 @pytest.mark.parametrize("rows", [0, 4096])
 @pytest.mark.parametrize("policy", [Policy.KEEP, Policy.RECOMPUTE_NORMS])
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_a_step_in_8_bits_peaks_where_codes_of_gate_and_up_are_made(family: str, policy: Policy, rows: int) -> None:
+@pytest.mark.parametrize(("family", "compute"), [("llama", "fp8"), ("llama", "fp8_both"), ("gemma3_text", "fp8_both")])
+def test_a_step_in_8_bits_peaks_where_codes_of_gate_and_up_are_made(
+    family: str, compute: str, policy: Policy, rows: int
+) -> None:
     """Beside the activation, with tiles or without, with and without a norm after."""
-    seen, expected = peaks(family, policy, rows, "fp8")
+    seen, expected = peaks(family, policy, rows, compute)
     assert seen == pytest.approx(expected, rel=0.01)
 
 

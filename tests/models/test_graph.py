@@ -98,7 +98,9 @@ def test_equal_to_the_layers_without_a_graph(family: str, dtype: torch.dtype) ->
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("base", "compute"), [("bf16", "fp8"), ("nf4", "dtype"), ("nf4", "fp8_exact")])
+@pytest.mark.parametrize(
+    ("base", "compute"), [("bf16", "fp8"), ("bf16", "fp8_both"), ("nf4", "dtype"), ("nf4", "fp8"), ("nf4", "fp8_exact")]
+)
 def test_bases_in_8_and_4_bits_are_captured(base: str, compute: str) -> None:
     model = based("qwen3", base).to("cuda")
     losses, grads = losses_and_gradients(model, "off", compute)
@@ -117,15 +119,16 @@ def test_bases_in_8_and_4_bits_are_captured(base: str, compute: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("compute", ["fp8", "fp8_both"])
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
-def test_experts_in_8_bits_are_captured(family: str) -> None:
+def test_experts_in_8_bits_are_captured(family: str, compute: str) -> None:
     model = with_adapters(
         tiny_model(family, moe_intermediate_size=64, intermediate_size=64).bfloat16(),
         target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
     ).to("cuda")
-    losses, grads = losses_and_gradients(model, "off", "fp8")
+    losses, grads = losses_and_gradients(model, "off", compute)
     for _ in range(2):
-        again, same = losses_and_gradients(model, "on", "fp8")
+        again, same = losses_and_gradients(model, "on", compute)
         assert again == losses
         assert all(torch.equal(grads[name], same[name]) for name in grads)
     handle = attached(model)

@@ -23,7 +23,7 @@ from pronghorn.memory.plan import Plan
 from pronghorn.models.attach import attach
 from pronghorn.models.auto_plan import dims_of, setup_of
 from pronghorn.models.load import find_model, load_model
-from pronghorn.precision.fp8 import FP8Source
+from pronghorn.precision.fp8 import BackwardSource, FP8Source
 from pronghorn.precision.source import PackedSource
 from support.documents import LENGTHS, ROW
 from support.fused import loss_and_gradients, path_of_layers, with_adapters
@@ -84,8 +84,7 @@ def test_training_over_packed_linears_is_training_over_their_dense_weights(
 
 @pytest.mark.parametrize(
     ("kind", "compute"),
-    [(kind, compute) for kind in KINDS for compute in ("dtype", "fp8")]
-    + [(kind, "fp8_mlp") for kind in ("rows", "tensors", "modelopt fp8", "nvfp4")],  # a small block may be whole rows
+    [(kind, compute) for kind in KINDS for compute in ("dtype", "fp8", "fp8_both")],
 )
 def test_the_plan_counts_the_stored_bytes(tmp_path: Path, kind: str, compute: str) -> None:
     packed_linears(tmp_path, kind)
@@ -96,12 +95,12 @@ def test_the_plan_counts_the_stored_bytes(tmp_path: Path, kind: str, compute: st
     right = sum(p.stored_bytes if isinstance(p, PackedTensor) else p.nbytes for p in own)
     products = [product for run in runs(handle) for block in run.blocks for product in block.linears]
     copied = kind not in ("rows", "tensors", "modelopt fp8")
-    for weight in (product.source.weight for product in products if product.in_fp8):
-        right += weight.across.nbytes + weight.scales.nbytes + weight.columns.nbytes + copied * weight.codes.nbytes
-    assert all(isinstance(product.source, FP8Source if product.in_fp8 else PackedSource) for product in products)
-    # what mixes tokens is in 8 bits, too, where the checkpoint's own codes multiply
-    count, every = handle.layers.in_fp8()
-    assert count == (0 if compute == "dtype" else every // 2 if compute == "fp8_mlp" and copied else every)
+    source = {"dtype": PackedSource, "fp8": BackwardSource, "fp8_both": FP8Source}[compute]
+    assert all(isinstance(product.source, source) for product in products)
+    for weight in (getattr(each.source, "coded", each.source).weight for each in products if compute != "dtype"):
+        right += weight.across.nbytes + weight.scales.nbytes + weight.columns.nbytes
+        right += weight.codes.nbytes if copied and weight.codes is not None else 0
+    assert handle.layers.in_fp8() == (0 if compute == "dtype" else len(products), len(products))
     assert resting_bytes(dims_of(model), setup_of(model, 512))["weights"] == pytest.approx(right, rel=0.01)
 
 
@@ -118,7 +117,7 @@ def test_products_in_8_bits_over_packed_linears(tmp_path: Path, kind: str, told:
     right = packed_linears(tmp_path, kind)
     model, results = with_adapters(loaded(tmp_path, "bfloat16")), {}
     before = {name: p.dequantise() for name, p in model.named_parameters() if isinstance(p, PackedTensor)}
-    for compute in ("dtype", "fp8"):
+    for compute in ("dtype", "fp8_both"):
         handle = attach(model, Plan.keep(), layers="fused", compute=compute)
         results[compute] = loss_and_gradients(model, packed_row(LENGTHS, ROW))
         [path] = [path.path for path in handle.report if path.part == "products of frozen weights"]
@@ -130,7 +129,7 @@ def test_products_in_8_bits_over_packed_linears(tmp_path: Path, kind: str, told:
     assert error == 0 if kind in ("rows", "tensors") else 0.01 < error < 0.04
     for name, values in before.items():
         assert torch.equal(model.get_parameter(name).dequantise(), values)
-    (loss, gradients), (near_loss, near) = results["dtype"], results["fp8"]
+    (loss, gradients), (near_loss, near) = results["dtype"], results["fp8_both"]
     assert loss != near_loss and near_loss == pytest.approx(loss, rel=0.05)
     cosines = [torch.nn.functional.cosine_similarity(near[n].flatten(), gradients[n].flatten(), 0) for n in near]
     assert min(cosines) > 0.9

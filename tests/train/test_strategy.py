@@ -60,7 +60,11 @@ def test_auto_is_what_the_plan_says(stories: Path, tmp_path: Path, monkeypatch: 
     [
         ("adapter.method=full train.optimizer=adafactor", "adapter.method: full, train.optimizer: adafactor and"),
         ("adapter.method=full precision.dtype=float16", "precision.dtype: float16: weights are trained in parts by"),
-        ("precision.compute=fp8 model.load_in_4bit=true", "fp8 and model.load_in_4bit: what is written out of 4 bits"),
+        ("precision.compute=fp8", "precision.compute: fp8: its forward reads 16 bits"),
+        (
+            "precision.compute=fp8_both model.load_in_4bit=true",
+            "fp8_both and model.load_in_4bit: what is written out of 4 bits",
+        ),
     ],
 )
 def test_weights_that_are_not_shared_are_refused(stories: Path, tmp_path: Path, override: str, said: str) -> None:

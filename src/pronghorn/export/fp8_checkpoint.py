@@ -4,7 +4,7 @@
     <linear>.weight_scale  bfloat16 [N, 1], a scale a row: w ≈ code · scale
 
 That is compressed-tensors' `float-quantized` with the strategy `channel`, which vLLM and transformers multiply in FP8
-with scales of activations a token, as `compute = "fp8"` does here: the same codes. Embeddings, head and norms stay.
+with scales of activations a token, as `compute = "fp8_both"` does here: the same codes. Embeddings, head and norms stay.
 """
 
 from __future__ import annotations
