@@ -153,6 +153,31 @@ def test_unsupported_loading_arguments_are_named(stories: Path, argument: str) -
     load(stories, **{argument: None if argument == "rope_scaling" else False})  # asking for nothing is fine
 
 
+@pytest.mark.parametrize(
+    ("argument", "remedy"),
+    [
+        ("model", "write model_name=... instead of model=..."),
+        ("pretrained_model_name_or_path", "write model_name=... instead of pretrained_model_name_or_path=..."),
+        ("max_sequence_length", "write model_name=... in the call"),
+    ],
+)
+def test_a_call_that_lacks_the_model_names_what_was_meant(argument: str, remedy: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        FastLanguageModel.from_pretrained(**{argument: "folder", "max_seq_length": 64})  # type: ignore[arg-type]
+    assert caught.value.problem == f"from_pretrained needs model_name, and does not take {argument}"
+    assert caught.value.remedy == remedy
+
+
+def test_a_call_that_lacks_its_folder_is_refused(stories: Path) -> None:
+    model, tokenizer = load(stories)
+    with pytest.raises(
+        ConfigError, match=r"needs save_directory, .*: write save_directory=... instead of save_dir=..."
+    ):
+        model.save_pretrained_merged(save_dir="out", tokenizer=tokenizer)
+    with pytest.raises(ConfigError, match=r"get_peft_model needs model: write model=\.\.\. in the call"):
+        FastLanguageModel.get_peft_model(r=8)  # type: ignore[call-arg]
+
+
 @pytest.mark.parametrize("argument", ["packing_metadata", "moe_routing", "masked_attention"])
 def test_switches_for_measurements_are_refused_with_what_takes_them(stories: Path, argument: str) -> None:
     with pytest.raises(UnsupportedError, match=rf"call pronghorn\.attach\(model, experimental=\{{'{argument}'"):
