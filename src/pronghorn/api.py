@@ -290,6 +290,7 @@ class FastLanguageModel:
         save_method: str = "merged_16bit",
         token: str | None = None,
         private: bool = True,
+        commit_message: str = "Export by Pronghorn",
         **unsupported: Any,
     ) -> str:
         """Save as `save_pretrained_merged` does, into a temporary folder, and push that to a repository of the hub.
@@ -303,7 +304,7 @@ class FastLanguageModel:
         _refuse(unsupported, FastLanguageModel.push_to_hub_merged)
         with tempfile.TemporaryDirectory(prefix="pronghorn-push-") as scratch:
             folder = FastLanguageModel.save_pretrained_merged(model, Path(scratch) / "model", tokenizer, save_method)
-            return push_folder(folder, repo, token=token, private=private)
+            return push_folder(folder, repo, token=token, private=private, message=commit_message)
 
 
 FastModel = FastLanguageModel
